@@ -47,7 +47,6 @@ QUERIES: dict[str, Query] = {
     "viterbi": lambda hmm, values: hmm.viterbi(values),
     "k_best of 4": lambda hmm, values: queries.k_best(hmm, values, 4),
     "path_entropy": queries.path_entropy,
-    "pseudo_residuals": queries.pseudo_residuals,
 }
 OBSERVED: dict[str, Query] = {
     "continuation": lambda hmm, values: queries.continuation(hmm, values, 3),

@@ -8,14 +8,13 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..ops.blocks import queries as block_queries
-from .chains import chain_factors, finite_or_zero, in_blocks, normalised
+from .chains import chain_factors, in_blocks, normalised
 
 
 def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     r"""The C paths of largest :math:`p(z_{1:T} \mid x_{1:T})`, best first.
 
-    The list Viterbi algorithm: the best paths into each state are kept at each step, so that the
-    answer is exact. The first path is that of :meth:`HMM.viterbi`.
+    Exact, by the list Viterbi algorithm. The first path is that of :meth:`HMM.viterbi`.
 
     Args:
         hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
@@ -51,30 +50,7 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         if in_blocks(hmm):
             states, best = hmm.chain.k_best(hmm._seen(values), count)
             return states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0), best
-        chain = chain_factors(hmm, values)
-        num_steps, num_states = chain.likelihood.shape[-2:]
-        first = chain.initial + chain.likelihood[..., 0, :]
-        scores = first.new_full((*first.shape, count), -torch.inf)  # of the C best into each state
-        scores[..., 0] = first
-        same = torch.arange(num_states * count, device=first.device)
-        pointers = []  # where each of the K C paths came from, among those of the step before
-        for t in range(1, num_steps):
-            extended = chain.matrix(t).mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (*B, to, from, C)
-            ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
-            exists = chain.exists[..., t, None, None]
-            arrived = ranked[..., :count] + chain.likelihood[..., t, :, None]
-            scores = torch.where(exists, arrived, scores)
-            origin = order[..., :count].flatten(-2)
-            pointers.append(torch.where(exists.squeeze(-1), origin, same))
-        ranked, order = scores.flatten(-2).sort(dim=-1, descending=True, stable=True)
-        log_joint, place = ranked[..., :count], order[..., :count]
-        path = [chain.state_of[place // count]]
-        for pointer in reversed(pointers):
-            place = pointer.gather(-1, place)
-            path.append(chain.state_of[place // count])
-        paths = torch.stack(path[::-1], -1)
-        real = chain.exists.unsqueeze(-2) & ~log_joint.isneginf().unsqueeze(-1)
-        return paths.masked_fill(~real, 0), log_joint
+        return chain_factors(hmm, values).k_best(count)
 
 
 def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
@@ -105,22 +81,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         if in_blocks(hmm):
             blocks, shape = hmm.log_chain(values)
             return block_queries.entropy(blocks).reshape(shape[:-1])
-        chain = chain_factors(hmm, values)
-        filtered = normalised(chain.initial + chain.likelihood[..., 0, :])
-        entropy = torch.zeros_like(filtered)  # of the states before, given the state at t
-        for t in range(1, hmm.num_steps):
-            pairs = filtered.unsqueeze(-1) + chain.matrix(t)
-            predicted = pairs.logsumexp(-2)
-            share = (
-                pairs - finite_or_zero(predicted).unsqueeze(-2)
-            ).exp()  # of the states at t - 1
-            before = (share * entropy.unsqueeze(-1) + torch.special.entr(share)).sum(-2)
-            exists = chain.exists[..., t, None]
-            updated = normalised(predicted + chain.likelihood[..., t, :])
-            filtered = torch.where(exists, updated, filtered)
-            entropy = torch.where(exists, before, entropy)
-        last = filtered.exp()
-        return (last * entropy + torch.special.entr(last)).sum(-1).clamp(min=0.0)
+        return chain_factors(hmm, values).entropy()
 
 
 def expected_visits(hmm: HMM, values: Tensor) -> Tensor:

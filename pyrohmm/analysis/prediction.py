@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._checks import check_size
+from .._checks import check_size, check_tensor
 from ..chains.blocks import CarriedState
+from ..chains.markov import MarkovChain
+from ..chains.rates import Gaps, over_gaps
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
@@ -57,7 +59,7 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
             return block_queries.at_steps(blocks, block_queries.predictive(blocks), shape)
         chain = chain_factors(hmm, values)
         scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
-        informative = chain.observed
+        informative = hmm.known
         if hmm.allowed is not None:
             informative = informative | (chain.exists & ~hmm.allowed.all(-1))
         if isinstance(hmm, ContinuousTimeHMM) and hmm.exact_entry is not None:
@@ -68,18 +70,21 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         return scores.masked_fill(~informative, 0.0)
 
 
-def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
+def continuation(hmm: HMM, values: Tensor, num_steps: int | Tensor) -> HMM:
     r"""Joint predictive distribution :math:`p(x_{T+1:T+H} \mid x_{1:T})`, itself an HMM.
 
     Its ``sample_with_states`` samples continuations and their states, its ``log_prob`` scores them.
     :meth:`HMM.forecast` gives the marginal of each step. The distribution of its first state is a
-    constant for gradients. That of a :class:`pyrohmm.BlockHMM` of inner products is in blocks, too;
-    that of a :class:`pyrohmm.FactorialHMM` is of its product states.
+    constant for gradients. Where the next state depends on more than the state, as in an
+    :class:`HSMM`, its states are those of ``hmm.expanded()``; so are those of a
+    :class:`pyrohmm.FactorialHMM`. That of a :class:`pyrohmm.BlockHMM` of inner products is in
+    blocks, too.
 
     Args:
         hmm: The model; it must not change with the step.
         values: ``(*B, T, *E)``, observations.
-        num_steps: How many steps ahead, H.
+        num_steps: How many steps ahead, H. Of a :class:`pyrohmm.ContinuousTimeHMM` the times of
+            these steps, ``(*B, H)``, all after the last one.
 
     Returns:
         An HMM of batch shape ``(*B)`` and event shape ``(H, *E)``, every sequence H steps long.
@@ -99,9 +104,11 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
         tensor([[1, 0, 1, 0],
                 [0, 1, 0, 1]])
     """
-    check_size("num_steps", num_steps)
-    hmm.check_constant("continuation")
-    if isinstance(hmm, FactorialHMM):  # given the past its chains are not independent
+    if isinstance(hmm, ContinuousTimeHMM):
+        return _continued_in_time(hmm, values, num_steps)
+    check_size("num_steps", num_steps)  # type: ignore[arg-type]
+    hmm.check_constant("continuation", markov=False)
+    if not isinstance(hmm.chain, MarkovChain):
         hmm = hmm.expanded()
     if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
         if (
@@ -109,22 +116,51 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int) -> HMM:
             and hmm.lengths.dim() == 1
             and values.dim() == 1 + len(hmm.event_shape)
         ):
-            return _continued(hmm, hmm.transition, values, num_steps)
-    emission = hmm.emission
+            return _continued(hmm, hmm.transition, values, int(num_steps))
     with torch.no_grad():
-        filtered = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
-        if isinstance(emission, Autoregressive):
-            emission = emission.after(*hmm.prepare_values(values), hmm.lengths)
-        batch = filtered.shape[:-2]
-        last = (hmm.lengths.expand(batch) - 1).to(filtered.device)
-        last = last[..., None, None].expand(*batch, 1, hmm.num_states)
-        final = filtered.gather(-2, last).squeeze(-2)
-        check_possible(final.logsumexp(-1))
+        final = _last_state(hmm, values)
         first = normalised((final.unsqueeze(-1) + hmm.log_transition).logsumexp(-2))
     return hmm.replace(
         log_initial=first,
-        emission=emission,
-        lengths=torch.full(batch, num_steps),
+        emission=_emission_ahead(hmm, values),
+        lengths=torch.full(first.shape[:-1], int(num_steps)),
+        observed=None,
+        allowed=None,
+    )
+
+
+def _last_state(hmm: HMM, values: Tensor) -> Tensor:
+    """Filtered log-probabilities ``(*B, K)`` of the state at the last step of each sequence."""
+    filtered = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
+    batch = filtered.shape[:-2]
+    last = (hmm.lengths.expand(batch) - 1).to(filtered.device)[..., None, None]
+    final = filtered.gather(-2, last.expand(*batch, 1, hmm.num_states)).squeeze(-2)
+    check_possible(final.logsumexp(-1))
+    return final
+
+
+def _emission_ahead(hmm: HMM, values: Tensor) -> TorchDistribution:
+    """The emission of the steps that follow ``values``."""
+    emission = hmm.emission
+    if isinstance(emission, Autoregressive):
+        return emission.after(*hmm.prepare_values(values), hmm.lengths)
+    return emission
+
+
+def _continued_in_time(hmm: ContinuousTimeHMM, values: Tensor, times: int | Tensor) -> HMM:
+    """:func:`continuation` at ``times`` ``(*B, H)``."""
+    hmm.chain.check_samples("continuation")
+    check_tensor("times", times)
+    gaps = hmm.gaps_after(cast(Tensor, times))
+    with torch.no_grad():
+        final = _last_state(hmm, values)
+        matrix = over_gaps(hmm.rates, Gaps(*gaps[..., :1].unique(return_inverse=True))).squeeze(-3)
+        first = normalised((final.unsqueeze(-1) + matrix).logsumexp(-2))
+    return hmm.replace(
+        log_initial=first,
+        emission=_emission_ahead(hmm, values),
+        lengths=torch.full(first.shape[:-1], gaps.size(-1)),
+        times=times,
         observed=None,
         allowed=None,
     )

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
-from ..ops.blocks import queries as block_queries
 from .chains import chain_factors, normalised
 
 
@@ -87,34 +85,16 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         )
     hmm.chain.check_samples("pseudo_residuals")
     with torch.no_grad():
-        if isinstance(hmm, BlockHMM) and hmm.carried is None:
-            hmm.check_constant("pseudo_residuals")
-            return _in_blocks(hmm, values, forecast)
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
-        unknown = ~chain.observed | log_probs.isneginf().all(-1)
+        unknown = ~hmm.known | log_probs.isneginf().all(-1)
         probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
         lower, upper = (
             (probs * limit).sum(-1).clamp(0.0, 1.0)
             for limit in _limits(hmm, hmm.prepare_values(values)[0], hmm.emission)
         )
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
-
-
-def _in_blocks(hmm: BlockHMM, values: Tensor, forecast: bool) -> PseudoResiduals:
-    """:func:`pseudo_residuals` from block to block, of the steps that are observed."""
-    chain, shape = hmm.log_chain(values)
-    log_probs = normalised(block_queries.left_out(chain, forecast))
-    probs, unknown = log_probs.exp(), log_probs.isneginf().all(-1)
-    known = (~chain.missing).nonzero().squeeze(-1)
-    where = chain.plan.where[known].to(values.device)
-    symbols = values.expand(shape).flatten()[where]
-    limits = []
-    for limit, bound in zip(hmm.symbols.cumulative(symbols), (0.0, 1.0)):
-        found = (probs * limit).sum(-1).clamp(0.0, 1.0).masked_fill(unknown, bound)
-        limits.append(probs.new_full((shape.numel(),), bound).index_copy(0, where, found))
-    return PseudoResiduals(*(limit.reshape(shape) for limit in limits))
 
 
 def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ Its modules; each imports only those above it:
 ``product``       ``ProductChain``: several independent chains
 ``second_order``  ``SecondOrderChain``: each state depends on the two before it
 ``rates``         ``RateChain``: a Markov chain in continuous time
+``paths``         ``PathFactors``: best paths, entropy and messages of any chain
 """
 
 from .base import Chain as Chain

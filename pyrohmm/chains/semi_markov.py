@@ -6,11 +6,13 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._checks import check_floats
 from .._transforms import transforming
 from ..ops import semi_markov
 from ..ops import stationary as stationary_ops
+from ..ops.log_space import finite_or_zero
 from ..ops.recursions import Posterior
 from .base import Chain, Core, Expansion, ExpectedCounts, entry
 from .markov import MarkovChain
@@ -105,7 +107,7 @@ class SemiMarkovChain(Chain):
         r"""Log-probability :math:`\log p(z_{1:T})` of paths, whose segments are their runs."""
         duration = self.log_duration
         opens, closes, age = semi_markov.boundaries(states, exists)
-        last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        last = closes & ~pad(exists[..., 1:], (0, 1))
         column = age.clamp(max=duration.size(-1)) - 1
         weights = semi_markov.segment_weights(duration, *self.censored)
         interior, right, left, both = (entry(part, states, column) for part in weights)
@@ -119,6 +121,26 @@ class SemiMarkovChain(Chain):
             total = total + part.masked_fill(~where, 0.0).sum(-1)
         return total
 
+    def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
+        """Segments and transitions, counted; a cut one has a sample of its whole durations."""
+        counts = super().path_counts(states, exists)
+        if not self.censored_end or self.censored_start:
+            return counts
+        duration = self.log_duration
+        _, closes, age = semi_markov.boundaries(states, exists)
+        last = closes & ~torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        rows = duration.expand(*states.shape[:-1], *duration.shape[-2:])
+        place = last.byte().argmax(-1, keepdim=True)
+        state, least = states.gather(-1, place), age.gather(-1, place)
+        logs = rows.gather(-2, state.unsqueeze(-1).expand(*state.shape, rows.size(-1)))[..., 0, :]
+        steps = torch.arange(1, rows.size(-1) + 1, device=logs.device)
+        noise = torch.empty_like(logs).exponential_().log()
+        whole = (logs - noise).masked_fill(steps < least, -torch.inf).argmax(-1, keepdim=True)
+        lasted = torch.where(last, whole, age - 1).clamp(max=rows.size(-1) - 1)
+        cells = torch.zeros_like(rows).flatten(-2)
+        cells.scatter_add_(-1, states * rows.size(-1) + lasted, closes.to(cells))
+        return counts | {"log_duration": cells.reshape(rows.shape).sum_to_size(duration.shape)}
+
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
         """Paths of the chain, whose last segment may go on after ``num_steps``."""
         logs = self.log_initial.new_zeros(num_steps, self.num_states)
@@ -127,16 +149,41 @@ class SemiMarkovChain(Chain):
         return states.reshape(*shape, num_steps)
 
     def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
-        """A Markov chain of K · D states: k · D + r - 1 is k that lasts r more steps."""
-        num_states, size = self.log_duration.shape[-2:]
-        initial, matrix = semi_markov.expanded_chain(*self.tables, self.censored_start)
-        device = matrix.device
-        index = torch.arange(num_states, device=device).repeat_interleave(size)
-        allowed = None
-        if not self.censored_end:
-            last = (torch.arange(num_steps) == lengths.unsqueeze(-1) - 1).to(device).unsqueeze(-1)
-            allowed = (torch.arange(num_states * size, device=device) % size == 0) | ~last
-        return Expansion(MarkovChain(initial, matrix), index, allowed)
+        """A Markov chain of K · D states: k · D + a - 1 is k in the a-th step of its segment.
+
+        With ``censored_start`` each k has D states more, in which the first segment is seen for the
+        a-th step. Without ``censored_end`` all are there twice, the second ones for a segment that
+        ends at this step, as it must at the last. A path of the K states is one path of these.
+        """
+        interior, _, left, _ = semi_markov.segment_weights(self.log_duration, *self.censored)
+        weights = torch.stack([interior, left] if self.censored_start else [interior], -2)
+        survival = semi_markov.log_survival(weights)
+        lasted = finite_or_zero(survival)
+        stays = pad(survival[..., 1:] - lasted[..., :-1], (0, 1), value=-torch.inf).flatten(-2)
+        ends = (weights - lasted).masked_fill(survival.isneginf(), 0.0)  # ages never reached
+        num_states, ages = stays.shape[-2:]
+        stays, ends = stays.flatten(-2).to(self.log_initial), ends.flatten(-3).to(self.log_initial)
+        first = self.log_initial.unsqueeze(-1)
+        begins = ages - self.log_duration.size(-1)
+        first = pad(first, (begins, ages - begins - 1), value=-torch.inf).flatten(-2)
+        moved = self.log_transition.repeat_interleave(ages, -2).unsqueeze(-1)
+        moved = pad(moved, (0, ages - 1), value=-torch.inf).flatten(-2)  # to the first age
+        index = torch.arange(num_states, device=moved.device).repeat_interleave(ages)
+        older = (torch.arange(len(index), device=moved.device) + 1) % ages != 0
+        older = older[:-1].diag(1)  # from each age to the next
+        if self.censored_end:
+            matrix = torch.where(older, stays.unsqueeze(-1), moved + ends.unsqueeze(-1))
+            return Expansion(MarkovChain(first, matrix), index)
+        on = torch.where(older.any(-1, keepdim=True), torch.where(older, 0.0, -torch.inf), moved)
+        after = torch.cat([on, moved], -2)
+        lasts, stops = stays.unsqueeze(-2), ends.unsqueeze(-2)
+        chain = MarkovChain(
+            torch.cat([first + stays, first + ends], -1),
+            torch.cat([after + lasts, after + stops], -1),
+        )
+        last = (torch.arange(num_steps) == lengths.unsqueeze(-1) - 1).to(moved.device).unsqueeze(-1)
+        stopped = torch.arange(2 * len(index), device=moved.device) >= len(index)
+        return Expansion(chain, index.repeat(2), stopped | ~last)
 
     def stationary(self) -> Tensor:
         """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
@@ -166,8 +213,7 @@ class SemiMarkovChain(Chain):
         """Raise: the next state depends on how long the segment has lasted."""
         raise ValueError(
             f"{purpose} needs a Markov chain; hmm is an HSMM, whose states last for durations of "
-            "their own. Give hmm.expanded(), whose states count the steps that remain; if the last "
-            "segment may go on, that of hmm.replace(censored_end=True)."
+            "their own. Give hmm.expanded(), whose states count the steps of a segment."
         )
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:

@@ -19,7 +19,8 @@ Its modules; each imports only those above it:
 ``sampling``               sampling of observations given states
 ``quantiles``              quantiles of mixtures of emissions
 ``forecast``               ``Forecast``: observations at future steps
-``base``                   ``ChainDistribution``: parameters, masks, labels and data joined
+``labels``                 which states are allowed at each step
+``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``hmm``                    ``HMM``: a distribution over whole sequences
 ``hsmm``                   ``HSMM``: states with explicit durations

@@ -20,8 +20,6 @@ from .._checks import (
     check_no_nan,
     check_real,
     check_same_device,
-    check_tensor,
-    check_trailing,
 )
 from .._transforms import transforming
 from ..chains.base import Chain, refuse_steps
@@ -30,6 +28,7 @@ from ..ops import masks
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
+from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
 
@@ -187,6 +186,11 @@ class ChainDistribution(TorchDistribution):
         return masks.exists(self.lengths, self.num_steps, self.log_initial.device)
 
     @property
+    def known(self) -> Tensor:
+        """Which steps exist and are observed, ``(*B, T)`` booleans."""
+        return self.exists if self.observed is None else self.exists & self.observed
+
+    @property
     def support(self) -> constraints.Constraint:
         """Sequences of what the emission can emit."""
         return constraints.independent(self._emission.support, 1)
@@ -325,7 +329,7 @@ class ChainDistribution(TorchDistribution):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
         known = None
         if self.observed is not None or self._shortest < self.num_steps:
-            known = self.exists if self.observed is None else self.exists & self.observed
+            known = self.known
             values = fill_gaps(values, known, emission)
         if self._validate_args and not transforming():
             check_support(values, known, emission, self.emission_per_step)
@@ -348,7 +352,7 @@ class ChainDistribution(TorchDistribution):
             if bool(lost.any()):
                 free = self.chain.log_evidence(self._read(values, False), self.lengths)
                 possible = free.isfinite()
-                _refuse_dead_ends(reached, lost & possible)
+                refuse_dead_ends(reached, lost & possible)
 
 
 def _cure(values: Tensor, wanted: torch.Size) -> str:
@@ -430,71 +434,3 @@ def _first_tensor(emission: Any) -> dict[str, Tensor]:
     tensors = (item for item in vars(emission).values() if isinstance(item, Tensor))
     tensor = next(tensors, None)
     return {} if tensor is None else {"emission": tensor}
-
-
-def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
-    """Which states ``labels`` allow, ``(*B, T, K)`` booleans, on the device of ``exists``.
-
-    Args:
-        labels: ``(*B, T)`` integers, -1 where the state is not known; or ``(*B, T, K)`` booleans.
-        exists: ``(*B, T)`` booleans; at padded steps labels are not read.
-        num_states: K.
-
-    Raises:
-        TypeError: If labels are neither integers nor booleans.
-        ValueError: If a label is not below K, or a step has none that is allowed.
-    """
-    check_tensor("labels", labels)
-    num_steps = exists.size(-1)
-    if labels.dtype == torch.bool:
-        check_trailing("labels", labels, (num_steps, num_states), "(T, K)")
-        allowed = labels.to(exists.device) | ~exists.unsqueeze(-1)
-        if not transforming() and not bool(allowed.any(-1).all()):
-            step = (~allowed.any(-1)).nonzero()[0].tolist()
-            raise ValueError(
-                f"labels allow no state at {_place(step)}; allow all where nothing is known."
-            )
-        return allowed
-    check_integers("labels", labels)
-    check_trailing("labels", labels, (num_steps,), "(T,)")
-    labels = labels.to(exists.device).long().masked_fill(~exists, -1)
-    refuse_unknown(labels, num_states)
-    states = torch.arange(num_states, device=labels.device)
-    return (states == labels.unsqueeze(-1)) | (labels == -1).unsqueeze(-1)
-
-
-def refuse_unknown(labels: Tensor, num_states: int) -> None:
-    """Raise if integers ``(*B, T)`` are no labels below ``num_states``, nor -1; reads values."""
-    wrong = (labels >= num_states) | (labels < -1)
-    if not transforming() and bool(wrong.any()):
-        step = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"labels must lie between 0 and K - 1 = {num_states - 1}, or be -1 where the state is "
-            f"not known; got {int(labels[tuple(step)])} at {_place(step)}."
-        )
-
-
-def _refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:
-    """Raise if labels leave no path in a sequence, and name the first step they do not reach.
-
-    Args:
-        reached: ``(*B, T)`` booleans, whether a path keeps to the labels up to the step.
-        wrong: ``(*B)`` booleans, whether labels are why there is none.
-    """
-    places = wrong.nonzero()
-    if len(places):
-        sequence = tuple(places[0].tolist())
-        step = int((~reached[sequence]).byte().argmax())
-        raise ValueError(
-            "labels must leave a path of positive probability; none does in "
-            f"{_place([*sequence, step])}. Correct the label, or allow the transition or the "
-            "symbol."
-        )
-
-
-def _place(index: list[int]) -> str:
-    """Words for a sequence and its step."""
-    *batch, step = index
-    if not batch:
-        return f"step {step}"
-    return f"sequence {batch[0] if len(batch) == 1 else tuple(batch)}, step {step}"

@@ -54,9 +54,9 @@ class BlockHMM(HMM):
     gradient, ``posterior``, ``viterbi``, ``sample_states``, ``filtered`` and ``block_posterior``,
     labels, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of prediction, continuation, best
     paths and entropy visit only states that can emit a symbol. Where steps are missing they visit
-    all states there, and so do ``impute``, and ``pseudo_residuals`` at each step. For everything
-    else, :meth:`dense` answers, at the cost of K x K matrices; for ``log_prob`` also where blocks
-    overlap and are large. Parameters have no batch dimensions.
+    all states there, and so does ``impute``. For everything else, :meth:`dense` answers, at the
+    cost of K x K matrices; for ``log_prob`` also where blocks overlap and are large. Parameters
+    have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.

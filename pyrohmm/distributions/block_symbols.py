@@ -128,29 +128,6 @@ class BlockSymbols:
             blocks = cached(values, lambda: table[symbols.cpu()], *parts)
         return blocks, take_rows(self.log_probs, symbols)
 
-    def cumulative(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Probability in each state of less than a symbol, and of at most it, ``(n, K)`` float64.
-
-        Args:
-            values: ``(n,)`` integers, symbols.
-        """
-        blocks, device = self.blocks, self.log_probs.device
-        order = blocks.symbol_block.argsort(stable=True)  # within blocks by the number of symbols
-        sums = self.log_probs[order.to(device)].double().exp().cumsum(0)
-        sums = torch.nn.functional.pad(sums, (0, 0, 1, 0))
-        keys = blocks.symbol_block[order] * blocks.num_symbols + order
-        first = torch.arange(blocks.num_blocks) * blocks.num_symbols
-        start = torch.searchsorted(keys, first)
-        wanted, limits = first + values.cpu().unsqueeze(-1), []
-        states = blocks.states.masked_fill(blocks.states < 0, blocks.num_states)
-        for right in (False, True):
-            end = torch.searchsorted(keys, wanted, right=right)  # (n, B)
-            parts = sums[end.to(device)] - sums[start.to(device)]
-            total = sums.new_zeros(len(values), blocks.num_states + 1)
-            total.index_add_(1, states.flatten().to(device), parts.flatten(-2))
-            limits.append(total[:, :-1])
-        return limits[0], limits[1]
-
     def sample(self, states: Tensor) -> Tensor:
         """Sample a symbol from each of ``states``, integers of any shape; only those are read."""
         kinds, rows = states.unique(return_inverse=True)
@@ -197,10 +174,6 @@ class ContextSymbols(BlockSymbols):
     def distribution(self) -> NoReturn:
         """Refused: it depends on the symbols before."""
         self.refuse("emission of all states")
-
-    def cumulative(self, values: Tensor) -> NoReturn:
-        """Refused, as :attr:`distribution`."""
-        self.refuse("cumulative probability")
 
     def sample(self, states: Tensor) -> NoReturn:
         """Refused, as :attr:`distribution`."""

@@ -262,13 +262,24 @@ class ContinuousTimeHMM(HMM):
             >>> hmm.forecast(torch.zeros(1), torch.tensor([0.5, 2.0])).mean
             tensor([0.3935, 0.8647])
         """
-        check_real("times", times)
-        check_broadcast({"times": times.shape[:-1], "HMM": self.batch_shape})
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
             self.chain.check_constant("forecast of this emission")
+        gaps = self.gaps_after(times)
         now = self._last_filtered(values)
+        matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
+        states = (now[..., None, None, :] @ matrices.to(now.dtype)).squeeze(-2)
+        return Forecast(states, self.emission)
+
+    def gaps_after(self, times: Tensor) -> Tensor:
+        """Time ``(*B, H)`` from the last step of each sequence to ``times`` ``(*B, H)``.
+
+        Raises:
+            ValueError: If (with ``validate_args``) one lies before the last step.
+        """
+        check_real("times", times)
+        check_broadcast({"times": times.shape[:-1], "HMM": self.batch_shape})
         last = (self.lengths - 1).to(self.times.device).unsqueeze(-1)
-        shape = check_broadcast({"times": self.times.shape[:-1], "lengths": self.lengths.shape})
+        shape = torch.broadcast_shapes(self.times.shape[:-1], self.lengths.shape)
         ends = self.times.expand(*shape, self.num_steps).gather(-1, last.expand(*shape, 1))
         gaps = times.to(ends) - ends
         wrong = ~((gaps >= 0) & (gaps < torch.inf))
@@ -278,9 +289,7 @@ class ContinuousTimeHMM(HMM):
                 f"{-gaps[wrong][0].item():g} before it. Of the states between observations ask the "
                 "posterior, with steps that are not observed."
             )
-        matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
-        states = (now[..., None, None, :] @ matrices.to(now.dtype)).squeeze(-2)
-        return Forecast(states, self.emission)
+        return gaps
 
 
 def _check_times(times: Tensor, longest: int) -> None:

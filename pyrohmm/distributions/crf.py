@@ -29,7 +29,7 @@ from .._transforms import transforming, uncompiled
 from ..ops import masks, recursions
 from ..ops.log_space import finite_or_zero
 from ..ops.sampling import refuse_nan
-from .base import allowed_states, refuse_unknown
+from .labels import allowed_states, refuse_unknown
 
 _CURE = "T and K are those of emission_scores."
 

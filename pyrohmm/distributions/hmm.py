@@ -25,8 +25,9 @@ from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, StructuredEmission, allowed_states, check_likelihood
+from .base import ChainDistribution, StructuredEmission, check_likelihood
 from .forecast import AutoregressiveForecast, Forecast, states_ahead
+from .labels import allowed_states
 from .observation import Tied, permuted
 from .sampling import sample_emission, sample_emission_per_step
 

@@ -78,17 +78,10 @@ class InverseWishart(TorchDistribution):
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
-        dim = self.scale.size(-1)
         shape = torch.Size(sample_shape) + self.batch_shape
-        freedom = self.degrees - torch.arange(dim, dtype=self.scale.dtype, device=self.scale.device)
-        chi = torch.distributions.Chi2(freedom).rsample(shape).sqrt()
-        lower = torch.randn(
-            shape + self.event_shape, dtype=self.scale.dtype, device=self.scale.device
-        )
-        lower = lower.tril(-1) + torch.diag_embed(chi)  # W = M A A' M' with M M' = inverse of scale
-        factor = torch.linalg.cholesky(self.scale)
-        root = torch.linalg.solve_triangular(lower, factor.mT.expand(lower.shape), upper=False)
-        matrix = root.mT @ root
+        degrees = self.scale.new_full(shape, self.degrees)
+        root = sample_root(degrees, self.scale.expand(*shape, *self.event_shape))
+        matrix = root @ root.mT
         return (matrix + matrix.mT) / 2  # products of matrices are symmetric up to rounding
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -105,6 +98,34 @@ class InverseWishart(TorchDistribution):
             - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
         )
         return norm - 0.5 * (degrees + dim + 1) * _log_det(root) - 0.5 * trace
+
+
+def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
+    """Matrices M with M M' from inverse Wishart distributions of degrees ``(*B)`` and scales."""
+    dim = scale.size(-1)
+    half = (degrees.unsqueeze(-1) - torch.arange(dim, device=scale.device)) / 2
+    chi = (2 * torch._standard_gamma(half)).sqrt()
+    lower = torch.randn_like(scale).tril(-1) + torch.diag_embed(chi)
+    factor = torch.linalg.cholesky(scale)
+    return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
+
+
+def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise eigenvalues, in units of the floor of each component, to at least one.
+
+    Args:
+        matrix: ``(*, D, D)``; where it is NaN it stays.
+        floor: ``(*, D)``, least variance of each component.
+    """
+    unit = floor.sqrt()
+    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
+    inside = matrix / scale
+    bad = ~inside.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
+    low = (values < 1).any(-1) & ~bad
+    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
+    return torch.where(low[..., None, None], lifted, matrix), low
 
 
 class _Covariance(constraints.Constraint):

@@ -30,8 +30,8 @@ Its modules; each imports only those above it:
 ``em``            ``fit_em``
 ``convergence``   R-hat and effective sample sizes of chains
 ``sampled``       ``SampledFit``: chains of samples of a posterior
-``gibbs``         ``fit_gibbs``
 ``hmc``           Hamiltonian Monte Carlo of many chains in one batch
+``gibbs``         ``fit_gibbs``
 ``mcmc``          ``fit_mcmc``
 """
 

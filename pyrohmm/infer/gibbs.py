@@ -26,7 +26,9 @@ from ..distributions.observation import is_categorical
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
+from ..nn.family import Emission
 from .exclusive import exclusive
+from .hmc import Coordinates, State, Tuning, trajectory
 from .models import MarginalModel
 from .parameters import Parameters
 from .results import Fit
@@ -36,7 +38,7 @@ from .starts import Start, Values, by_kmeans, from_prior
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
 
 
-@exclusive(gradients=False)
+@exclusive()
 def fit_gibbs(
     module: HMMModule,
     data: Sequences,
@@ -96,6 +98,7 @@ def fit_gibbs(
     cost = parameters.cost * data.lengths.sum().item()
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+    sampler.impute(False)
     supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
     return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
 
@@ -118,8 +121,16 @@ class Gibbs(Chains):
         foreign = has_foreign_priors(module, but=module.emission_module())
         conjugate = isinstance(module, ConjugateSampler) and not foreign
         self.chain: Any = module if conjugate else None
+        self.others: Others | None = None
+        self.impute(True)
         seen = self.data.observed.flatten()
         self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
+
+    def impute(self, sampled: bool) -> None:
+        """Say whether statistics of emissions are those of samples of what else is hidden."""
+        for part in self.parameters.module.modules():
+            if isinstance(part, Emission):
+                part.imputes = sampled
 
     def begin(self, start: Start | Values | Fit | None) -> None:
         """Set the first parameters, and find out which of them have conjugate posteriors."""
@@ -130,30 +141,38 @@ class Gibbs(Chains):
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
         begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
-        if isinstance(begin, dict):
-            parameters.set_values(begin)
-            return
-        if isinstance(begin, ExpectedCounts):
-            begin = begin.states
-        parameters.set_values(from_prior(module, self.data, parameters.restarts))
+        known = isinstance(begin, dict)
+        prior = from_prior(module, self.data, parameters.restarts)
+        parameters.set_values(begin if isinstance(begin, dict) else prior)
         hmm, _ = parameters.build(self.data)
-        shape = parameters.restarts, *begin.shape[-3:]
-        probs = begin.expand(shape).flatten(0, -2)
-        states = torch.multinomial(probs, 1).reshape(shape[:-1])
-        if hmm.allowed is not None:  # some are known
-            hmm = hmm.replace(observed=torch.zeros_like(self.data.observed))
-            known = hmm.allowed.sum(-1) == 1
-            states = torch.where(known, hmm.allowed.byte().argmax(-1), states)
-        parameters.update(self._sample_parameters(hmm, states))
+        if isinstance(begin, dict):
+            states = hmm.sample_states(self.data.values)
+        else:
+            probs = begin.states if isinstance(begin, ExpectedCounts) else begin
+            if hmm.allowed is not None:
+                probs = (probs * hmm.allowed).clamp(min=1e-30) * hmm.allowed
+            shape = parameters.restarts, *probs.shape[-3:]
+            states = torch.multinomial(probs.expand(shape).flatten(0, -2), 1).reshape(shape[:-1])
+        try:
+            samples = self._sample_parameters(hmm, states)
+        except ValueError:  # paths do not say how the chain's parameters are used
+            self.chain = None
+            samples = self._sample_parameters(hmm, states)
+        if not known:
+            parameters.update(samples)
+        others = [name for name in parameters.sites if name not in samples]
+        self.others = Others(parameters, others, self.warmup) if others else None
 
     def step(self) -> None:
         """A sweep: paths given parameters, parameters given paths."""
         parameters = self.parameters
+        if self.others is not None and self.done:
+            self.others.step()
         hmm, prior = parameters.build(self.data)
         likelihood = hmm.log_likelihood(self.data.values)
         if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
             self._keep(hmm, likelihood, prior, index - 1)
-        states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)[0]
+        states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)
         parameters.update(self._sample_parameters(hmm, states))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
@@ -212,11 +231,62 @@ class Gibbs(Chains):
 
     def state(self) -> dict[str, Any]:
         """The parameters, for checkpoints."""
-        return self.parameters.state()
+        others = (
+            {}
+            if self.others is None
+            else {"others": vars(self.others.tuning) | {"names": self.others.names}}
+        )
+        return self.parameters.state() | others
 
     def restore(self, state: Fields) -> None:
         """Take the parameters from a checkpoint."""
         self.parameters.restore(state)
+        if "others" in state:
+            self.others = Others(self.parameters, state["others"].pop("names"), self.warmup)
+            self.others.tuning = Tuning(**state["others"])
+
+
+class Others:
+    """What has no conjugate posterior: a trajectory of Hamiltonian Monte Carlo in each sweep.
+
+    Paths are summed out, so that it and the paths together are one exact step given all else.
+
+    Args:
+        parameters: Those of the chains.
+        names: Of the latent variables.
+        warmup: Sweeps that tune.
+    """
+
+    def __init__(self, parameters: Parameters, names: list[str], warmup: int) -> None:
+        self.parameters, self.names = parameters, names
+        now = {name: parameters.get(name) for name in names}
+        supports = {name: parameters.sites[name].support for name in names}
+        self.coordinates = Coordinates(supports, now)
+        place = self.coordinates.free(now)
+        self.tuning = Tuning(torch.ones_like(place[0]), warmup)
+
+    def step(self) -> None:
+        """One trajectory of every chain, given the other parameters."""
+        parameters, coordinates = self.parameters, self.coordinates
+        place = coordinates.free({name: parameters.get(name) for name in self.names})
+        state = State(place, *coordinates.density(self.log_density, place))
+        step, num_steps, _ = self.tuning.steps()
+        parts = coordinates, self.log_density, state, self.tuning.scale
+        end, moved = trajectory(*parts, step, num_steps)
+        self.tuning.learn(state, end, moved)
+        self._set(coordinates.constrain(end.place)[0])
+
+    def log_density(self, values: Values) -> Tensor:
+        """The log joint density of each chain, with the other parameters as they are."""
+        self._set(values)
+        data = cast(Sequences, self.parameters.data)
+        hmm, prior = self.parameters.build(data)
+        return hmm.log_prob(data.values).reshape(self.parameters.restarts, -1).sum(-1) + prior
+
+    def _set(self, values: Values) -> None:
+        several = self.parameters.restarts > 1
+        new = {name: v.unsqueeze(1) if several else v[0] for name, v in values.items()}
+        self.parameters.values = self.parameters.values | new
 
 
 def conjugate_emission(module: HMMModule) -> tuple[Any, str]:

@@ -16,7 +16,6 @@ whether loops are compiled, changes no bit.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -412,9 +411,8 @@ def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None =
             paths, from the end if negative. (They may be given another by :func:`isolate`.)
 
     Raises:
-        ValueError: If a line is malformed, a word is listed twice, a path leads on from another, no
-            word is in the vocabulary, or some are not listed and ``unlisted`` does not say where
-            they go; or if the vocabulary has a word twice.
+        ValueError: If a line is malformed, a word is listed twice, or some are not listed and
+            ``unlisted`` does not say where they go; or if the vocabulary has a word twice.
 
     Example:
         >>> path = getfixture("tmp_path") / "paths"
@@ -423,14 +421,10 @@ def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None =
         >>> clusters.read_paths(path, ["the", "cat", "<eos>"], unlisted=-1)
         Clusters(assignment=tensor([0, 1, 1]), paths=('0', '10'), counts=tensor([7, 2, 0]))
     """
-    codes = {word: code for code, word in enumerate(vocabulary)}
-    if len(codes) < len(vocabulary):
+    if len(set(vocabulary)) < len(vocabulary):
         raise ValueError("vocabulary must hold distinct words; one of them occurs twice.")
     listed: dict[str, tuple[str, int]] = {}
-    try:
-        lines = Path(path).read_bytes().decode().split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8; {error}.") from None
+    lines = Path(path).read_bytes().decode().split("\n")
     for number, line in enumerate(lines if lines[-1] else lines[:-1], 1):
         bits, *fields = line.rstrip("\r").split("\t")
         if len(fields) != 2 or bits.strip("01") or not re.fullmatch("[0-9]+", fields[1]):
@@ -442,30 +436,17 @@ def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None =
             raise ValueError(f"{path}, line {number}: the word {fields[0]!r} is listed twice.")
         listed[fields[0]] = bits, int(fields[1])
     paths = sorted({bits for bits, _ in listed.values()})
-    for short, long in itertools.pairwise(paths):
-        if long.startswith(short):
-            raise ValueError(f"{path}: the path {long} leads on from {short}, which is a cluster.")
     number_of = {bits: number for number, bits in enumerate(paths)}
     missing = [word for word in vocabulary if word not in listed]
-    if len(missing) == len(vocabulary):
-        raise ValueError(f"{path} lists none of the {len(vocabulary)} words of the vocabulary.")
-    if unlisted is not None and not -len(paths) <= unlisted < len(paths):
-        raise ValueError(
-            f"unlisted must be the place of one of the {len(paths)} clusters of {path}; got "
-            f"{unlisted}."
-        )
     if missing and unlisted is None:
         raise ValueError(
             f"{path} does not list {len(missing)} of the {len(vocabulary)} words of the "
             f"vocabulary, such as {missing[0]!r}. Say which cluster takes them by unlisted."
         )
-    other = range(len(paths))[unlisted or 0]
-    assignment = torch.full((len(codes),), other)
-    counts = torch.zeros(len(codes), dtype=torch.long)
-    for word, code in codes.items():
-        if word in listed:
-            bits, count = listed[word]
-            assignment[code], counts[code] = number_of[bits], count
+    other = paths[unlisted or 0], 0
+    found = [listed.get(word, other) for word in vocabulary]
+    assignment = torch.tensor([number_of[bits] for bits, _ in found])
+    counts = torch.tensor([count for _, count in found])
     used, assignment = assignment.unique(return_inverse=True)
     return Clusters(assignment, tuple(paths[number] for number in used), counts)
 

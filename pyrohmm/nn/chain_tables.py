@@ -103,9 +103,11 @@ class ChainTables(HMMModule, Family):
         """Rows of probabilities from their Dirichlet posteriors, those of the same name."""
         samples = {}
         for name in self._pyro_samples.keys() & statistics.keys():
-            prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
-            prior = prior if allowed is None else prior.masked_fill(~allowed, 0.0)
-            samples[name] = sample_rows(statistics[name] + prior)
+            allowed, total = getattr(self, f"{name}_allowed"), getattr(self, prior_name(name))
+            total = statistics[name] + total
+            samples[name] = sample_rows(
+                total if allowed is None else total.masked_fill(~allowed, 0.0)
+            )
         return samples
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:

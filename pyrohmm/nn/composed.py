@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
-from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
+from .closed_form import ConjugateSampler, EmissionMStep, Maximum, Statistics, inside, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily
 from .normals import scale_prior
@@ -91,6 +91,15 @@ class StreamsEmission(Emission, emits=Streams):
             notes += remarks
         return values, notes
 
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Each part by itself, if it can be sampled."""
+        samples: Statistics = {}
+        for i, part in enumerate(self.parts):
+            if isinstance(part, ConjugateSampler):
+                own = (inside(each, f"parts.{i}.") for each in (statistics, current))
+                samples |= under(f"parts.{i}.", part.sample_parameters(*own))
+        return samples
+
 
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     """Emission family in which states share emissions: state k has number ``index[k]``.
@@ -158,6 +167,13 @@ class TiedEmission(Emission, emits=Tied):
         """The mode of the distinct emissions."""
         values, notes = self.part.m_step(inside(statistics, "part."))
         return under("part.", values), notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Those of the distinct emissions, if they can be sampled."""
+        if not isinstance(self.part, ConjugateSampler):
+            return {}
+        own = (inside(each, "part.") for each in (statistics, current))
+        return under("part.", self.part.sample_parameters(*own))
 
 
 def _check_part(name: str, part: object) -> None:

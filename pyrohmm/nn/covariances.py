@@ -18,7 +18,12 @@ from torch.distributions import constraints
 from .._checks import check_number
 from .._sync import exceeds
 from ..distributions.constructors import is_tied
-from ..distributions.inverse_wishart import InverseWishart, covariance_matrix
+from ..distributions.inverse_wishart import (
+    InverseWishart,
+    covariance_matrix,
+    lift,
+    sample_root,
+)
 from ..distributions.units import InUnits
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.products import symmetric, upper_products, weighted_sums
@@ -26,6 +31,8 @@ from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
 from .normals import CentredEmission, floor_note, floor_of, like
+
+LeastSquares = tuple[Tensor, Tensor, Tensor]
 
 
 class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
@@ -145,32 +152,91 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         missing = values.isnan()
         if not exceeds((~missing).all().byte(), 0):
             if current is not None:
-                return {"squares": _completed(values, weights, current, self.centre)}
+                return {"squares": self._completed(values, weights, current)}
             mean = values.double().nanmean(0).nan_to_num(0.0)
             values = torch.where(missing, mean, values.double())
         return {"squares": _second_moments(values, weights, self.centre)}
 
+    def _completed(self, values: Tensor, weights: Tensor, current: Any) -> Tensor:
+        """:func:`_second_moments` with missing components as expected, or sampled."""
+        dim, weights, about = values.size(-1), weights.double(), self.centre
+        restarts, _, states = weights.shape
+        values, loc = values.double() - about, current.loc.double() - about
+        loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
+        matrix = current.covariance_matrix.double()
+        matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
+        missing = values.isnan()
+        sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
+        for pattern in missing.unique(dim=0):
+            here = (missing == pattern).all(-1)
+            share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
+            known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
+            whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
+            extra = torch.zeros_like(matrix)
+            if len(absent):
+                inner = matrix[..., known.unsqueeze(-1), known]
+                across = matrix[..., absent.unsqueeze(-1), known]
+                slope = torch.linalg.solve(inner, across.mT).mT if len(known) else across
+                residual = seen[:, known] - loc[..., known].unsqueeze(-2)
+                whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
+                left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
+                if self.imputes:
+                    root = torch.linalg.cholesky(left)
+                    whole[..., absent] += torch.randn_like(whole[..., absent]) @ root.mT
+                else:
+                    extra[..., absent.unsqueeze(-1), absent] = left
+            weighted = share.mT.unsqueeze(-1) * whole
+            sums = sums + weighted.sum(-2)
+            squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
+        count = weights.sum(1)[..., None, None]
+        top = torch.cat([count, sums.unsqueeze(-2)], -1)
+        return torch.cat([top, torch.cat([sums.unsqueeze(-1), squares], -1)], -2)
+
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the matrix-normal-inverse-Wishart posterior: weighted least squares."""
         squares, dim = statistics["squares"], self.dim
-        slopes, prior, precision = self._least_squares(squares)
-        mode = self._regression(slopes)
+        fit = self._least_squares(squares)
+        mode = self._regression(fit[0])
         if not self.is_free("covariance"):
             return mode, []
-        inner, cross = squares[..., :-dim, :-dim], squares[..., :-dim, -dim:]
-        apart, across = slopes - prior, slopes.mT @ cross
-        scatter = squares[..., -dim:, -dim:] - across - across.mT + slopes.mT @ inner @ slopes
-        scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
-        scatter = scatter.nan_to_num(0.0)  # of slopes without observations
-        divisor = squares[..., 0, 0] + (precision > 0).sum(-1)
-        if self.tied:
-            scatter, divisor = scatter.sum(1), divisor.sum(1)
+        scatter, count = self._residuals(squares, fit)
+        spent = (fit[2] > 0).sum(-1)
+        divisor = count + (spent.sum() if self.tied else spent)
         total = squares.sum(1)
         mean = total[:, 0, -dim:] / total[:, :1, 0]
         spread = total.diagonal(dim1=-2, dim2=-1)[:, -dim:] / total[:, :1, 0] - mean**2
         least = floor_of(spread, mean + self.centre, self.prior_loc.dtype)
         mode["covariance"], notes = self._covariance_mode(scatter, divisor, least)
         return mode, notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Covariances and slopes from their matrix-normal-inverse-Wishart posterior."""
+        samples, squares = {}, statistics["squares"]
+        slopes, _, precision = fit = self._least_squares(squares)
+        if self.has_prior("covariance"):
+            scatter, count = self._residuals(squares, fit)
+            root = sample_root(self.degrees + count, self.scale.double() + scatter)
+            samples = {"covariance": root @ root.mT}
+        else:
+            root = torch.linalg.cholesky(self.covariance.double())
+        root = root.unsqueeze(-3) if self.tied else root
+        free = (precision > 0).all(0)  # the rows of what has a prior
+        size = precision.size(-1)
+        inner = (squares[..., :size, :size] + torch.diag_embed(precision))[..., free, :][..., free]
+        factor, noise = torch.linalg.cholesky(inner), torch.randn_like(slopes[..., free, :])
+        noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True) @ root.mT
+        slopes[..., free, :] += noise
+        return samples | {n: v for n, v in self._regression(slopes).items() if self.has_prior(n)}
+
+    def _residuals(self, squares: Tensor, fit: LeastSquares) -> tuple[Tensor, Tensor]:
+        """Squares of residuals, and of slopes about prior means, ``(R, [K,] D, D)``; how many."""
+        (slopes, prior, precision), dim, count = fit, self.dim, squares[..., 0, 0]
+        inner, cross = squares[..., :-dim, :-dim], squares[..., :-dim, -dim:]
+        apart, across = slopes - prior, slopes.mT @ cross
+        scatter = squares[..., -dim:, -dim:] - across - across.mT + slopes.mT @ inner @ slopes
+        scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
+        scatter = scatter.nan_to_num(0.0)  # of slopes without observations
+        return (scatter.sum(1), count.sum(1)) if self.tied else (scatter, count)
 
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
@@ -181,7 +247,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         value = None if self.is_free("loc") else (self.loc.double() - self.centre).unsqueeze(-2)
         return {"loc": (slice(0, 1), self.weight, value)}
 
-    def _least_squares(self, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _least_squares(self, squares: Tensor) -> LeastSquares:
         """Slopes ``(R, K, F, D)`` of 1 and context, their prior means, precisions ``(K, F)``."""
         dim, states = self.dim, len(self.prior_loc)
         size = squares.size(-1) - dim
@@ -400,6 +466,12 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         mode, more = super().m_step(statistics)
         return under("initial.", first) | mode, notes + more
 
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Those of the first vectors, and of the regression of the others."""
+        own = inside(current, "initial.")
+        first = self.initial.sample_parameters(inside(statistics, "initial."), own)
+        return under("initial.", first) | super().sample_parameters(statistics, current)
+
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         weights = slopes[..., 1:, :].unflatten(-2, (self.lags, self.dim))
         return super()._regression(slopes) | (
@@ -426,53 +498,3 @@ def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> T
         return upper_products(torch.cat([values.new_ones(len(values), 1), values - about], -1))
 
     return symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
-
-
-def _completed(values: Tensor, weights: Tensor, current: Any, about: Tensor) -> Tensor:
-    """:func:`_second_moments` about an origin, with missing components as expected."""
-    dim, weights = values.size(-1), weights.double()
-    restarts, _, states = weights.shape
-    values, loc = values.double() - about, current.loc.double() - about
-    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
-    matrix = current.covariance_matrix.double()
-    matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
-    missing = values.isnan()
-    sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
-    for pattern in missing.unique(dim=0):
-        here = (missing == pattern).all(-1)
-        share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
-        known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
-        whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
-        extra = torch.zeros_like(matrix)
-        if len(absent):
-            inner = matrix[..., known.unsqueeze(-1), known]
-            across = matrix[..., absent.unsqueeze(-1), known]
-            slope = torch.linalg.solve(inner, across.mT).mT if len(known) else across
-            residual = seen[:, known] - loc[..., known].unsqueeze(-2)
-            whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
-            left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
-            extra[..., absent.unsqueeze(-1), absent] = left
-        weighted = share.mT.unsqueeze(-1) * whole
-        sums = sums + weighted.sum(-2)
-        squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
-    count = weights.sum(1)[..., None, None]
-    top = torch.cat([count, sums.unsqueeze(-2)], -1)
-    return torch.cat([top, torch.cat([sums.unsqueeze(-1), squares], -1)], -2)
-
-
-def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise eigenvalues, in units of the floor of each component, to at least one.
-
-    Args:
-        matrix: ``(*, D, D)``; where it is NaN it stays.
-        floor: ``(*, D)``, least variance of each component.
-    """
-    unit = floor.sqrt()
-    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
-    inside = matrix / scale
-    bad = ~inside.isfinite().all(-1).all(-1)
-    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
-    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
-    low = (values < 1).any(-1) & ~bad
-    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
-    return torch.where(low[..., None, None], lifted, matrix), low

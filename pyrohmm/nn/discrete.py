@@ -134,6 +134,14 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         counts = torch.stack([ones, statistics["known"] - ones], -1)
         return {"probs": row_mode(counts, prior)[..., 0]}, []
 
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Probabilities from their Beta posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        ones, zeros = statistics["sums"], statistics["known"] - statistics["sums"]
+        counts = torch.stack([ones + self.ones, zeros + self.zeros], -1)
+        return {"probs": sample_rows(counts)[..., 0]}
+
 
 class PoissonEmission(Components, emits=torch_dist.Poisson):
     """Emission family of counts, Poisson in each state, each rate with a Gamma prior.
@@ -182,6 +190,13 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
             check_mode("concentration", self.concentration)
             above, below = above + self.concentration - 1, below + self.weight
         return {"rate": above / below}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rates from their Gamma posteriors."""
+        if not self.has_prior("rate"):
+            return {}
+        gammas = torch._standard_gamma(statistics["sums"] + self.concentration)
+        return {"rate": gammas / (statistics["known"] + self.weight)}
 
 
 class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorical):
@@ -283,6 +298,12 @@ class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorica
             name: row_mode(counts, prior[name] if self.has_prior(name) else None)
             for name, counts in statistics.items()
         }, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        prior = {"initial": self.concentration.mean(-2), "probs": self.concentration}
+        free = filter(self.has_prior, prior)
+        return {name: sample_rows(statistics[name] + prior[name]) for name in free}
 
 
 categorical = family("categorical", CategoricalEmission, num_symbols=1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..ops.log_space import log
 from . import emissions
-from .closed_form import Family, Maximum, Statistics, check_mode, with_prior
+from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
 from .duration_modes import (
     BOUND,
     Derivatives,
@@ -200,6 +200,12 @@ class FreeDurations(_Durations):
     def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
         prior = self.concentration if self.has_prior("probs") else None
         return {"probs": free_probs(with_prior(counts, prior), left_censored)}
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        if not self.has_prior("probs"):
+            return {}
+        return {"probs": sample_rows(statistics["counts"] + self.concentration)}
 
 
 def geometric_durations(

@@ -41,9 +41,12 @@ class Emission(Family):
 
     Attributes:
         in_time: Whether an observation depends on those before it.
+        imputes: Whether ``statistics`` are those of samples of what else is hidden, such as
+            components of a mixture and missing ones of a vector, not expected ones.
     """
 
     in_time: ClassVar[bool] = False
+    imputes = False
 
     def __init_subclass__(cls, emits: type | tuple[type, ...] = ()) -> None:
         super().__init_subclass__()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -195,8 +194,14 @@ class CharCNN(PyroModule):
         if not widths or min(widths) < 1:
             raise ValueError(f"widths must be at least 1, and at least one of them; got {widths}.")
         letters = sorted({letter for word in words for letter in word})
-        self.code = {letter: number for number, letter in enumerate(letters, 2)}  # 0, 1: marks
-        self._spell(words)
+        lengths = torch.tensor([len(word) + 2 for word in words])
+        order = lengths.argsort(stable=True)
+        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
+        code = {letter: number for number, letter in enumerate(letters, 2)}  # 0, 1: marks
+        spelt = [[0, *(code[letter] for letter in words[word]), 1] for word in order.tolist()]
+        spellings = torch.tensor([number for word in spelt for number in word])
+        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
+        self.register_buffer("place", order.argsort(), persistent=False)
         self.letter = nn.Parameter(torch.randn(len(letters) + 2, char_dim))
         counts = [dim] * len(widths)
         if num_filters is not None:
@@ -214,42 +219,6 @@ class CharCNN(PyroModule):
         self.filters = PyroModule[nn.ModuleList](
             [PyroModule[nn.Conv1d](char_dim, count, width) for count, width in zip(counts, widths)]
         )
-
-    def _spell(self, words: Sequence[str]) -> None:
-        """Take these words, whose letters have numbers."""
-        self.vocabulary = tuple(words)
-        lengths = torch.tensor([len(word) + 2 for word in words])
-        order = lengths.argsort(stable=True)
-        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
-        spelt = [[0, *(self.code[letter] for letter in words[word]), 1] for word in order.tolist()]
-        spellings = torch.tensor([number for word in spelt for number in word])
-        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
-        self.register_buffer("place", order.argsort(), persistent=False)
-
-    def extended(self, words: Sequence[str]) -> CharCNN:
-        """A copy with the same weights, that makes vectors of further words after the others.
-
-        Args:
-            words: They are new, and of letters that the words so far have.
-
-        Raises:
-            TypeError: If ``words`` is a single string.
-            ValueError: If there is none, or one is empty, known already, or has another letter.
-        """
-        if isinstance(words, str):
-            raise TypeError("words must be a list of strings; got a single string.")
-        known, new = set(self.vocabulary), list(words)
-        if not new or not all(new) or len(known | set(new)) != len(known) + len(new):
-            raise ValueError("words must be new, different and of at least one letter each.")
-        strange = sorted({letter for word in new for letter in word} - set(self.code))
-        if strange:
-            raise ValueError(
-                f"words must be of letters that the model has learnt; {strange[0]!r} is none. "
-                "Respell them, or leave them out."
-            )
-        other = copy.deepcopy(self)
-        other._spell([*self.vocabulary, *new])
-        return other.to(self.letter.device)
 
     def forward(self) -> Tensor:
         """The vectors, ``(V, D)``."""

@@ -11,20 +11,16 @@ References:
 
 from __future__ import annotations
 
-import copy
 import math
 import zlib
-from collections.abc import Sequence
-from typing import Any, Self, cast
+from typing import Any, cast
 
-import pyro
 import torch
-from pyro import poutine
 from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._checks import check_integers, check_range, check_shape, check_size
+from .._checks import check_size
 from .._precision import at_least_single, full_precision
 from ..chains.blocks import CarriedState
 from ..distributions.block_hmm import BlockHMM, FinalState
@@ -33,9 +29,9 @@ from ..distributions.hmm import HMM
 from ..ops.blocks.emission import log_emission, normalised
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
-from .base import PYRO, HMMModule
+from .base import HMMModule
 from .dropout import LinearDropout, TrainingNoise, check_dropout, sample_kept_states
-from .networks import USES, CharCNN, Residual, StateEmbedding, SymbolEmbedding
+from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
 
 
 class _Large(HMMModule):
@@ -68,9 +64,6 @@ class _Large(HMMModule):
         self.num_states, self.num_symbols = num_states, num_symbols
         self.dropout: float | LinearDropout = dropout
         self.noise = noise
-        self._set_blocks(blocks)
-
-    def _set_blocks(self, blocks: Blocks | None) -> None:
         self.blocks = blocks
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
         self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
@@ -81,10 +74,7 @@ class _Large(HMMModule):
         _check_particles(self)
         if self.training or torch.is_grad_enabled() or not self._is_fixed():
             self._lazy_last = None
-            states, blocks = None, self.blocks
-            if self.training and self.dropout:
-                states, blocks = self._drop()
-            hmm = self._build(states, blocks, lengths, observed)
+            hmm = self._build(*self._kept(), lengths, observed)
             return hmm if self.noise is None or not self.training else self.noise(hmm)
         # without gradients the last HMM still holds, if no number has changed
         numbers = [*self.parameters(), *self.buffers()]
@@ -113,9 +103,11 @@ class _Large(HMMModule):
                 "symbols. Build the module with the blocks that were saved."
             )
 
-    def _drop(self) -> tuple[Tensor | None, Blocks | None]:
+    def _kept(self) -> tuple[Tensor | None, Blocks | None]:
         """States that dropout keeps, None if all of them, and their blocks."""
         share = self.dropout
+        if not (self.training and share):
+            return None, self.blocks
         if isinstance(share, LinearDropout):
             changes = share.begin != share.end  # else the host need not wait for the number
             share = share(int(self.num_drawn)) if changes else share.begin
@@ -132,24 +124,19 @@ class _Large(HMMModule):
         raise NotImplementedError
 
 
-def _check_single(dims: int = 1, **parts: Tensor) -> None:
-    """Raise if a parameter has batch dimensions, as for several particles."""
-    for name, part in parts.items():
-        if part.dim() != dims:
-            raise ValueError(
-                f"{name} must have {dims} dimension{'s' * (dims > 1)}; got shape "
-                f"{tuple(part.shape)}. Models with thousands of states take one set of parameters "
-                "at a time: use vectorize_particles=False, or Predictive(parallel=False)."
-            )
-
-
 def _check_particles(module: PyroModule) -> None:
     """Raise if a variable with a prior has several particles, which networks cannot take."""
     for path, part in module.named_modules():
         for name, prior in getattr(part, "_pyro_samples", {}).items():
             prior = prior if hasattr(prior, "event_shape") else prior(part)
             dims = len(prior.batch_shape + prior.event_shape)
-            _check_single(dims, **{f"{path}.{name}".lstrip("."): getattr(part, name)})
+            shape = getattr(part, name).shape
+            if len(shape) != dims:
+                raise ValueError(
+                    f"{f'{path}.{name}'.lstrip('.')} must have {dims} dimensions; got shape "
+                    f"{tuple(shape)}. Models with thousands of states take one set of parameters "
+                    "at a time: use vectorize_particles=False, or Predictive(parallel=False)."
+                )
 
 
 def _are_same(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -205,7 +192,6 @@ class NeuralHMM(_Large):
             :class:`~pyrohmm.distributions.block_symbols.ExpertSymbols`. For disjoint blocks.
 
     Raises:
-        TypeError: If ``words`` or ``context`` is not callable.
         ValueError: If a size is less than one, or arguments do not fit each other.
 
     Example:
@@ -241,13 +227,10 @@ class NeuralHMM(_Large):
             raise ValueError("factored embeddings need blocks.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
-        if words is not None and not callable(words):
-            raise TypeError(f"words must be callable; got {type(words).__name__}.")
-        if context is not None:
-            if not callable(context):
-                raise TypeError(f"context must be callable; got {type(context).__name__}.")
-            if blocks is None or not blocks.disjoint or (noise is not None and noise.word):
-                raise ValueError("context needs blocks that are disjoint, and no noise of words.")
+        if context is not None and (
+            blocks is None or not blocks.disjoint or (noise is not None and noise.word)
+        ):
+            raise ValueError("context needs blocks that are disjoint, and no noise of words.")
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)
@@ -271,25 +254,19 @@ class NeuralHMM(_Large):
         start = self.start_score(self.start_net(start)).squeeze(-1)
         leave, emit, words = self.leave_net(leave), self.emit_net(emit), self.words()
         with full_precision(leave):  # networks may do with less, probabilities may not
-            vectors, (start, leave, enter, emit, words) = (
-                leave,
-                map(at_least_single, (start, leave, enter, emit, words)),
-            )
-            bias = self.bias
-            _check_single(start=start, bias=bias)
-            _check_single(2, leave=leave, enter=enter, emit=emit, words=words)
+            vectors, parts = leave, (start, leave, enter, emit, words)
+            start, leave, enter, emit, words = map(at_least_single, parts)
             initial = start.log_softmax(-1)
-            if blocks is None:
-                transition = (leave @ enter.mT).log_softmax(-1)
-                emission = Categorical(logits=emit @ words.mT + bias)
-                return HMM(initial, transition, emission, lengths, observed)
             matrix: InnerProductTransition | Tensor
-            if blocks.disjoint:
+            if blocks is not None and blocks.disjoint:
                 logits = self.block_score(leave) if self.two_level else None
                 matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
             else:
                 matrix = (leave @ enter.mT).log_softmax(-1)
-            symbols = BlockSymbols(log_emission(emit, words, bias, blocks), blocks)
+            if blocks is None:
+                emission = Categorical(logits=emit @ words.mT + self.bias)
+                return HMM(initial, cast(Tensor, matrix), emission, lengths, observed)
+            symbols = BlockSymbols(log_emission(emit, words, self.bias, blocks), blocks)
             if self.context is not None:
                 symbols = ExpertSymbols(symbols.log_probs, blocks, words, self.context)
             return BlockHMM(initial, matrix, symbols, blocks, lengths, observed)
@@ -303,57 +280,6 @@ class NeuralHMM(_Large):
         if self.factored:
             return [getattr(self, f"{use}_joint")(vector) for use, vector in zip(uses, vectors)]
         return vectors
-
-    def extended(self, words: Sequence[str], clusters: Tensor | None = None) -> Self:
-        """A copy that emits further words, spelt by its :class:`CharCNN`, after the V so far.
-
-        Words that were not there in training get vectors from their letters, and the bias of the
-        word whose vector is nearest, of largest cosine; all other parameters are the same. The
-        probabilities of the words of a state sum to one again. To load what :func:`save` has
-        saved of the copy, build a module with all the words and with ``blocks`` as its are.
-
-        Args:
-            words: New words, of letters that others have.
-            clusters: ``(n,)`` integers, the block of each; that of the nearest word by default.
-
-        Raises:
-            TypeError: If the vectors of symbols are not those of a :class:`CharCNN`.
-            ValueError: As :meth:`CharCNN.extended`; or if ``clusters`` have another shape, are no
-                blocks, or are given to a model without.
-
-        Example:
-            >>> words = CharCNN(["cat", "cats", "dog"], 8)
-            >>> module = NeuralHMM(4, 3, hidden_dim=8, words=words).extended(["dogs"])
-            >>> module(torch.tensor([1])).emission.probs.shape
-            torch.Size([4, 4])
-        """
-        if not isinstance(self.words, CharCNN):
-            raise TypeError(
-                "words can be added to a model whose vectors of symbols are those of a CharCNN; "
-                f"this one has {type(self.words).__name__}, which knows no spelling. Build it with "
-                "words=CharCNN(...)."
-            )
-        if self.context is not None:
-            raise ValueError("words cannot be added to a model with a context, which knows none.")
-        net, other = self.words.extended(words), copy.deepcopy(self)
-        with PYRO, pyro.get_param_store().scope(), poutine.block(), torch.no_grad():
-            unit = nn.functional.normalize(copy.deepcopy(net)(), dim=-1)  # net itself has not run
-            nearest = (unit[self.num_symbols :] @ unit[: self.num_symbols].mT).argmax(-1)
-            other.bias = nn.Parameter(torch.cat([self.bias, self.bias[nearest]]))
-        if clusters is not None:
-            if self.blocks is None:
-                raise ValueError("clusters are for a model with blocks; this one has none.")
-            check_integers("clusters", clusters)
-            check_shape("clusters", clusters, (len(nearest),), "one for each word")
-            check_range("clusters", clusters, self.blocks.num_blocks, "the number of blocks - 1")
-        other.words, other.num_symbols = net, self.num_symbols + len(nearest)
-        blocks = self.blocks
-        if blocks is not None:
-            added = blocks.symbol_block[nearest.cpu()] if clusters is None else clusters.cpu()
-            states = [row[row >= 0] for row in blocks.states]
-            blocks = Blocks(torch.cat([blocks.symbol_block, added]), states, blocks.num_states)
-        other._set_blocks(blocks)
-        return other.to(self.bias.device)
 
     def continue_from(
         self, lengths: Tensor, ending: FinalState | None, continues: Tensor
@@ -378,11 +304,7 @@ class NeuralHMM(_Large):
             raise ValueError("sequences continue in windows only without noise and context.")
         _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
-        states, blocks = (None, self.blocks)
-        if self.training and self.dropout:
-            states, kept = self._drop()
-            assert kept is not None
-            blocks = kept
+        states, blocks = self._kept()
         hmm = cast(BlockHMM, self._build(states, blocks, lengths, None))
         goes_on = continues >= 0
         if ending is not None and bool(goes_on.any()):
@@ -433,8 +355,6 @@ class ScalarHMM(_Large):
     ) -> HMM:
         every = slice(None) if states is None else states
         start, transition, emit = self.start, self.transition, self.emit
-        _check_single(start=start)
-        _check_single(2, transition=transition, emit=emit)
         initial = start[every].log_softmax(-1)
         matrix = transition[every][:, every].log_softmax(-1)
         if blocks is None or self.blocks is None:

@@ -23,7 +23,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
 from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
-from .closed_form import Maximum, Statistics, row_mode
+from .closed_form import Maximum, Statistics, row_mode, sample_rows
 from .family import (
     Emission,
     EmissionFamily,
@@ -228,18 +228,11 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the normal-inverse-gamma posterior."""
-        known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
-        prior_loc = self.prior_loc.double() - self.centre
-        weight = self.weight if self.has_prior("loc") else 0.0
-        loc = (weight * prior_loc + sums) / (weight + known)
+        weight, loc, scatter = self._about_means(statistics)
         mode = {"loc": loc + self.centre} if self.is_free("loc") else {}
-        if not mode:
-            loc = (self.loc.double() - self.centre).expand_as(sums)
         if not self.is_free("variance"):
             return mode, []
-        scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
-        scatter = scatter.nan_to_num(0.0)  # of a mean without observations
-        count = known + (1.0 if weight else 0.0)
+        count = statistics["known"] + (1.0 if weight else 0.0)
         if self.spherical:
             scatter, count = scatter.sum(-1), count.sum(-1)
         above, below = 0.5 * scatter.clamp(min=0.0), 0.5 * count
@@ -249,6 +242,34 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
         mode["variance"] = torch.maximum(above / below, self._floor(statistics))  # NaN stays
         low = mode["variance"] > above / below
         return mode, [] if exceeds((~low).all().byte(), 0) else [floor_note("variance")]
+
+    def _about_means(self, statistics: Statistics) -> tuple[float, Tensor, Tensor]:
+        """Weight of the prior mean, posterior means about the centre, squares about the means."""
+        known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
+        prior_loc = self.prior_loc.double() - self.centre
+        weight = self.weight if self.has_prior("loc") else 0.0
+        loc = (weight * prior_loc + sums) / (weight + known)
+        if not self.is_free("loc"):
+            loc = (self.loc.double() - self.centre).expand_as(sums)
+        scatter = squares - 2 * loc * sums + known * loc**2 + weight * (loc - prior_loc) ** 2
+        return weight, loc, scatter.nan_to_num(0.0)  # of a mean without observations
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Variances and means from their normal-inverse-gamma posterior."""
+        weight, loc, scatter = self._about_means(statistics)
+        samples, known, count = {}, statistics["known"], statistics["known"]
+        if self.has_prior("variance"):
+            if self.spherical:
+                scatter, count = scatter.sum(-1), known.sum(-1)
+            above = self.rate.double() + 0.5 * scatter.clamp(min=0.0)
+            gammas = torch._standard_gamma(self.shape.double() + 0.5 * count)
+            samples["variance"] = variance = above / gammas
+        else:
+            variance = self.variance.double()
+        if self.has_prior("loc"):
+            wide = variance.unsqueeze(-1) if self.spherical else variance
+            samples["loc"] = torch.normal(loc + self.centre, (wide / (weight + known)).sqrt())
+        return samples
 
     def _floor(self, statistics: Statistics) -> Tensor:
         """Least variances, which broadcast with ``(R, K, ...)``, by moments of all the states."""
@@ -374,6 +395,9 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
             parts = log_prob_per_component(current, values)
             logits = parts + log_probs(current.mixture_distribution)
             shares = logits.softmax(-1)  # ([R,] M, K, C)
+            if self.imputes:
+                chosen = torch_dist.Categorical(logits=logits).sample()
+                shares = torch.nn.functional.one_hot(chosen, self.num_components)
         joint = weights.double().unsqueeze(-1) * shares  # (R, M, K, C)
         sums = super().statistics(values, joint.flatten(2), None)
         sums = {name: each.unflatten(1, joint.shape[2:]) for name, each in sums.items()}
@@ -384,6 +408,13 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         values, notes = super().m_step(statistics)
         prior = self.concentration if self.has_prior("weights") else None
         return values | {"weights": row_mode(statistics["counts"], prior)}, notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Means and variances of the components, and Dirichlet weights."""
+        samples = super().sample_parameters(statistics, current)
+        if self.has_prior("weights"):
+            samples["weights"] = sample_rows(statistics["counts"] + self.concentration)
+        return samples
 
 
 normal_mixture = family("normal_mixture", MixtureEmission, num_components=1, dim=1)

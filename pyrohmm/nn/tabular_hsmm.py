@@ -13,7 +13,7 @@ from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
 from ..ops.log_space import log
 from .chain_tables import ChainTables, set_point
-from .closed_form import Maximum, Statistics, inside, under
+from .closed_form import ConjugateSampler, Maximum, Statistics, inside, under
 from .durations import DurationFamily, DurationMStep, free_durations
 from .family import Emission, EmissionFamily, build_part
 from .tabular import TabularHMM
@@ -130,3 +130,11 @@ class TabularHSMM(TabularHMM):
             mode, remarks = self.duration.m_step(inside(statistics, "duration."))
             values, notes = values | under("duration.", mode), notes + remarks
         return values, notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows of probabilities, and durations if they can be sampled."""
+        samples = super().sample_parameters(statistics, current)
+        if isinstance(self.duration, ConjugateSampler):
+            own = (inside(each, "duration.") for each in (statistics, current))
+            samples |= under("duration.", self.duration.sample_parameters(*own))
+        return samples

@@ -19,7 +19,6 @@ Its modules; each imports only those above it:
 ``segment_chain``     the same arguments of chains with durations
 ``torch_segments``    chains with durations, in logarithms, as torch operations
 ``torch_factorial``   several chains, or pairs of states of one, as torch operations
-``cluster_tables``    counts that Brown clustering keeps
 ``_numba_math``       what all compiled loops use
 ``_numba_lanes``      compiled arithmetic along sequences
 ``_numba_chain``      compiled loops over dense chains: scaled messages
@@ -53,7 +52,7 @@ Its modules; each imports only those above it:
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols
 ``pair_losses``       losses between counted and predicted pairs
 ``diversity``         kernels between rows and their log-determinant
-``brown_merges``      the loop of Brown clustering
+``brown_merges``      Brown clustering: its tables and its loop
 """
 
 from . import automata as automata

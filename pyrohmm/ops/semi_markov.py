@@ -322,41 +322,6 @@ def sample_states(
         return states.reshape(num_samples, *batch, steps)
 
 
-def expanded_chain(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    censored_start: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """The Markov chain of K D states that is the same: the state, and how many steps remain of it.
-
-    Returns:
-        Log-probabilities of the first state ``(*B, K D)`` and of transitions ``(*B, K D, K D)``;
-        entry k D + r - 1 is state k that lasts r more steps, this one included.
-
-    Example:
-        >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
-        >>> even = torch.full((2, 2), 0.5).log()
-        >>> expanded_chain(even[0], swap, even)[1].exp()
-        tensor([[0.0000, 0.0000, 0.5000, 0.5000],
-                [1.0000, 0.0000, 0.0000, 0.0000],
-                [0.5000, 0.5000, 0.0000, 0.0000],
-                [0.0000, 0.0000, 1.0000, 0.0000]])
-    """
-    num_states, size = log_duration.shape[-2:]
-    first = log_duration
-    if censored_start:
-        first = log_survival(log_duration) - log_mean_duration(log_duration).unsqueeze(-1)
-    initial = (log_initial.unsqueeze(-1) + first).flatten(-2)
-    after = log_transition.unsqueeze(-1) + log_duration.unsqueeze(-3)
-    matrix = after.new_full((*after.shape[:-3], num_states, size, num_states, size), -torch.inf)
-    matrix[..., 0, :, :] = after
-    place = torch.arange(1, size, device=after.device)
-    for state in range(num_states):
-        matrix[..., state, place, state, place - 1] = 0.0
-    return initial, matrix.flatten(-4, -3).flatten(-2)
-
-
 # Segments of paths ------------------------------------------------------------------------------
 
 

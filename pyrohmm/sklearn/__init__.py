@@ -4,7 +4,6 @@ Imports scikit-learn, and is therefore not imported by ``import pyrohmm``; nothi
 
 Its modules; each imports only those above it:
 
-``monitor``  ``ConvergenceMonitor``: how a fit went
 ``base``     ``SequenceEstimator``: tables of data in, answers for each row out
 ``tabular``  EM for the estimators whose parameters are arrays
 ``normals``  ``GaussianHMM``, ``GMMHMM``: normal vectors, and mixtures of them
@@ -12,9 +11,9 @@ Its modules; each imports only those above it:
 ``modules``  ``HMMEstimator``: any module as an estimator
 """
 
+from .base import ConvergenceMonitor as ConvergenceMonitor
 from .counts import CategoricalHMM as CategoricalHMM
 from .counts import PoissonHMM as PoissonHMM
 from .modules import HMMEstimator as HMMEstimator
-from .monitor import ConvergenceMonitor as ConvergenceMonitor
 from .normals import GMMHMM as GMMHMM
 from .normals import GaussianHMM as GaussianHMM

@@ -1,14 +1,16 @@
-"""``SequenceEstimator``: tables of data in, answers for each row out."""
+"""``SequenceEstimator``: tables of data in, answers for each row out; and how a fit went."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, DensityMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
@@ -16,6 +18,41 @@ from torch import Tensor
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+
+
+@dataclass
+class ConvergenceMonitor:
+    """The log-probabilities of a fit, and whether it has converged.
+
+    Attributes:
+        tol: Gain of an iteration, in nats, below which a fit has converged.
+        n_iter: Largest number of iterations.
+        history: Log-probability of the data before each iteration, in nats; where there are
+            priors, with the logarithm of their density.
+        converged: Whether the last gain was below ``tol``, or all iterations were taken.
+        notes: Remarks on the fit, such as that a variance was held at its floor, of which ``fit``
+            warns.
+
+    Example:
+        >>> ConvergenceMonitor(0.1, 10, [-5.0, -4.0]).iter
+        2
+    """
+
+    tol: float
+    n_iter: int
+    history: list[float] = field(default_factory=list)
+    converged: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def iter(self) -> int:
+        """Number of iterations taken."""
+        return len(self.history)
+
+    def warn(self) -> None:
+        """Warn of each of the ``notes``, from within ``fit``."""
+        for note in self.notes:
+            warnings.warn(note, ConvergenceWarning, stacklevel=3)
 
 
 class SequenceEstimator(DensityMixin, BaseEstimator):

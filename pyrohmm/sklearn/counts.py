@@ -23,18 +23,12 @@ class CategoricalHMM(TabularEstimator):
 
     Args:
         n_components: K, the number of states.
-        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
-        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
         emissionprob_prior: Dirichlet concentrations of the symbols; a number or ``(K, V)``.
         n_features: V; by default that of ``emissionprob_`` if it is not started anew, else one
             more than the largest symbol of the fit.
-        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
-        random_state: A seed or a ``numpy.random.RandomState``.
-        n_iter: Largest number of iterations of EM.
-        tol: Gain of an iteration, in nats, below which EM ends.
-        verbose: Whether to show a progress bar.
         params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"e"`` emissionprob.
         init_params: What a fit starts anew; the rest starts at its value, if it has one.
+        **options: Those of :class:`~.tabular.TabularEstimator`.
 
     Attributes:
         startprob_: ``(K,)``.
@@ -74,10 +68,10 @@ class CategoricalHMM(TabularEstimator):
     def _take_emission(self, emission: Any) -> None:
         self.emissionprob_ = to_array(emission.probs)
 
-    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+    def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         if "e" in chosen:
             size = self.n_features or int(self._values(table).max()) + 1
-            random = check_random_state(self.random_state)
+            random = check_random_state(seed)
             weights = random.uniform(size=(self.n_components, size))
             self.emissionprob_ = weights / weights.sum(1, keepdims=True)
 
@@ -99,15 +93,9 @@ class PoissonHMM(TabularEstimator):
 
     Args:
         n_components: K, the number of states.
-        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
-        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
-        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
-        random_state: A seed or a ``numpy.random.RandomState``.
-        n_iter: Largest number of iterations of EM.
-        tol: Gain of an iteration, in nats, below which EM ends.
-        verbose: Whether to show a progress bar.
         params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"l"`` lambdas.
         init_params: What a fit starts anew; the rest starts at its value, if it has one.
+        **options: Those of :class:`~.tabular.TabularEstimator`.
 
     Attributes:
         startprob_: ``(K,)``.
@@ -134,12 +122,12 @@ class PoissonHMM(TabularEstimator):
     def _take_emission(self, emission: Any) -> None:
         self.lambdas_ = to_array(emission.mean)
 
-    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+    def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         if "l" in chosen:  # a gamma distribution with the mean and the variance of the data
             mean = max(table.mean(), 1e-3)
             scale = max(table.var(), 1e-3 * mean) / mean
             size = self.n_components, table.shape[1]
-            self.lambdas_ = check_random_state(self.random_state).gamma(mean / scale, scale, size)
+            self.lambdas_ = check_random_state(seed).gamma(mean / scale, scale, size)
 
     def _values(self, table: np.ndarray) -> Tensor:
         return whole_numbers(table).double()
@@ -150,9 +138,6 @@ class PoissonHMM(TabularEstimator):
     def __sklearn_tags__(self) -> Any:
         """Whole numbers of at least zero."""
         return _of_counts(super().__sklearn_tags__())
-
-
-# What they share ---------------------------------------------------------------------------------
 
 
 def whole_numbers(table: np.ndarray) -> Tensor:

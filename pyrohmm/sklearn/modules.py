@@ -19,9 +19,8 @@ from ..infer.em import fit_em
 from ..infer.results import Fit
 from ..infer.starts import build_once
 from ..nn.base import HMMModule
-from .base import SequenceEstimator
+from .base import ConvergenceMonitor, SequenceEstimator
 from .counts import symbols
-from .monitor import ConvergenceMonitor
 
 
 @dataclass(eq=False, repr=False)
@@ -39,6 +38,7 @@ class HMMEstimator(SequenceEstimator):
         tol: Share of the loss below which a gain ends EM: see :func:`pyrohmm.fit_em`.
         algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
         random_state: A seed or a ``numpy.random.RandomState``.
+        n_init: How many batched starts to fit from, of which the best is kept; without ``method``.
 
     Attributes:
         fit_: What the fit returned.
@@ -64,6 +64,7 @@ class HMMEstimator(SequenceEstimator):
     tol: float | None = 1e-6
     algorithm: str = "viterbi"
     random_state: Any = None
+    n_init: int = 1
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> Self:
         """Build a module, and fit it.
@@ -102,8 +103,9 @@ class HMMEstimator(SequenceEstimator):
                 self.fit_ = self.method(module, data)
             else:
                 self.fit_ = fit_em(
-                    module, data, num_steps=self.n_iter, tolerance=self.tol, progress=False
-                )
+                    module, data, num_steps=self.n_iter, tolerance=self.tol, restarts=self.n_init,
+                    progress=False,
+                )  # fmt: skip
         history = (-self.fit_.losses).tolist()
         # that n_iter is few is known from the monitor, and no degeneration
         notes = [note for note in self.fit_.notes if "still falling" not in note]

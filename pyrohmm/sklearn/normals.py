@@ -8,21 +8,21 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pyro.distributions import (
-    Categorical,
-    MixtureSameFamily,
-    MultivariateNormal,
-    Normal,
-)
+from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from sklearn.cluster import KMeans
 from sklearn.utils import check_random_state
 from torch import Tensor
+from torch.distributions import constraints
 
 from .._checks import check_number, check_size
+from ..distributions.hard_zeros import log_probs
 from ..distributions.inverse_wishart import InverseWishart
+from ..distributions.observation import log_prob_per_component
 from ..distributions.units import InverseGamma
+from ..nn.closed_form import Maximum, Statistics, row_mode
 from ..nn.covariances import CovarianceEmission
+from ..ops.log_space import log
 from .tabular import TabularEstimator, to_array, to_tensor
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
@@ -44,16 +44,10 @@ class GaussianHMM(TabularEstimator):
             gamma or inverse Wishart prior; zero for maximum likelihood.
         covars_weight: The weight of that prior: the sums of squares are divided by what it exceeds
             one by, or D of ``"full"`` and ``"tied"``, besides the number of rows.
-        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
-        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
-        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
-        random_state: A seed or a ``numpy.random.RandomState``.
-        n_iter: Largest number of iterations of EM.
-        tol: Gain of an iteration, in nats, below which EM ends.
-        verbose: Whether to show a progress bar.
         params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"m"`` means and
             ``"c"`` covars.
         init_params: What a fit starts anew; the rest starts at its value, if it has one.
+        **options: Those of :class:`~.tabular.TabularEstimator`.
 
     Attributes:
         startprob_: ``(K,)``.
@@ -104,11 +98,7 @@ class GaussianHMM(TabularEstimator):
         if kind == "spherical" and covars.dim() == 2:  # a column, as hmmlearn takes it
             covars = covars.squeeze(1)
         _check_covars(covars, kind, _covars_shape(kind, (states,), dim))
-        if self.covariance_type == "tied":
-            return MultivariateNormal(means, covars.unsqueeze(0))
-        if self.covariance_type == "full":
-            return MultivariateNormal(means, covars)
-        return _independent(means, covars, self.covariance_type)
+        return _normal(means, covars.unsqueeze(0) if kind == "tied" else covars, kind)
 
     def _emission_module(self) -> Any:
         module = super()._emission_module()
@@ -125,16 +115,16 @@ class GaussianHMM(TabularEstimator):
             matrices = to_array(emission.covariance_matrix)
             self._covars_ = matrices[0] if self.covariance_type == "tied" else matrices
 
-    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+    def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         if "m" in chosen:
-            self.means_ = _cluster(table, self.n_components, self.random_state)
+            self.means_ = _cluster(table, self.n_components, seed)
         if "c" in chosen:
             shape = _covars_shape(self.covariance_type, (self.n_components,), table.shape[1])
             self._covars_ = _spread(table, self.min_covar, self.covariance_type, shape)
 
     def _check_options(self) -> None:
         super()._check_options()
-        _check_covariance_type(self.covariance_type, COVARIANCE_TYPES)
+        _check_covariance_type(self.covariance_type)
         for name in ("covars_prior", "covars_weight"):
             check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < np.inf:
@@ -157,21 +147,14 @@ class GMMHMM(TabularEstimator):
     Args:
         n_components: K, the number of states.
         n_mix: M, the number of parts of the mixture of each state.
-        covariance_type: ``"diag"``, a variance for each part and component, or ``"spherical"``,
-            one for each part. With parameters set by hand also ``"full"``, a matrix for each part,
-            and ``"tied"``, one for each state, which are not fitted.
+        covariance_type: ``"diag"``, a variance for each part and component; ``"spherical"``, one
+            for each part; ``"full"``, a matrix for each part; or ``"tied"``, one for each state.
         min_covar: What is added to the variances at the start of a fit, as by hmmlearn, and no
             floor: those of a fit may be less.
-        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
-        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
-        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
-        random_state: A seed or a ``numpy.random.RandomState``.
-        n_iter: Largest number of iterations of EM.
-        tol: Gain of an iteration, in nats, below which EM ends.
-        verbose: Whether to show a progress bar.
         params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"m"`` means, ``"c"``
             covars and ``"w"`` weights.
         init_params: What a fit starts anew; the rest starts at its value, if it has one.
+        **options: Those of :class:`~.tabular.TabularEstimator`.
 
     Attributes:
         startprob_: ``(K,)``.
@@ -192,7 +175,7 @@ class GMMHMM(TabularEstimator):
 
     letters: ClassVar = {
         "m": ("means_", "loc"),
-        "c": ("covars_", "variance"),
+        "c": ("covars_", "variance", "covariance"),
         "w": ("weights_", "weights"),
     }
     n_mix: int = 1
@@ -205,63 +188,122 @@ class GMMHMM(TabularEstimator):
     def _emission(self) -> TorchDistribution:
         weights = Categorical(logits=self._rows("weights_", np.shape(self.means_)[:2]).log())
         means, covars = to_tensor(self.means_), to_tensor(self.covars_)
-        kind, dim = self.covariance_type, means.shape[-1]
-        if kind in ("spherical", "diag"):
-            return MixtureSameFamily(weights, _independent(means, covars, kind))
-        shape = (len(means), *((self.n_mix,) if kind == "full" else ()), dim, dim)
+        kind, lead = self.covariance_type, tuple(means.shape[:2])
+        shape = _covars_shape(kind, lead, means.shape[-1])
+        if kind == "tied":
+            shape = (lead[0], *shape)
         _check_covars(covars, kind, shape)
-        covars = covars if kind == "full" else covars.unsqueeze(1)
-        return MixtureSameFamily(weights, MultivariateNormal(means, covars))
+        return MixtureSameFamily(
+            weights, _normal(means, covars.unsqueeze(1) if kind == "tied" else covars, kind)
+        )
+
+    def _emission_module(self) -> Any:
+        if self.covariance_type in ("spherical", "diag"):
+            return super()._emission_module()
+        return CovarianceMixture(self._emission(), self.covariance_type == "tied")
 
     def _take_emission(self, emission: Any) -> None:
         parts = emission.component_distribution
-        variance = to_array(parts.variance)
-        self.covars_ = variance[..., 0] if self.covariance_type == "spherical" else variance
+        kind = self.covariance_type
+        if kind in ("spherical", "diag"):
+            variance = to_array(parts.variance)
+            self.covars_ = variance[..., 0] if kind == "spherical" else variance
+        else:
+            matrices = to_array(parts.covariance_matrix)
+            self.covars_ = matrices[:, 0] if kind == "tied" else matrices
         self.means_ = to_array(parts.mean)
         self.weights_ = to_array(emission.mixture_distribution.probs)
 
-    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+    def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         states, parts = self.n_components, self.n_mix
-        if self.covariance_type not in COVARIANCE_TYPES[:2]:
-            raise ValueError(
-                f"a fit of mixtures needs covariance_type 'spherical' or 'diag'; got "
-                f"{self.covariance_type!r}, with which parameters set by hand score alone."
-            )
         if "m" in chosen:
-            random = check_random_state(self.random_state)
+            random = check_random_state(seed)
             labels = KMeans(states, n_init=10, random_state=random).fit_predict(table)
             groups = [table[labels == state] for state in range(states)]
             self.means_ = np.stack(
                 [_cluster(rows if len(rows) >= parts else table, parts, random) for rows in groups]
             )
         if "c" in chosen:
-            shape = _covars_shape(self.covariance_type, (states, parts), table.shape[1])
-            self.covars_ = _spread(table, self.min_covar, self.covariance_type, shape)
+            kind, dim = self.covariance_type, table.shape[1]
+            shape = _covars_shape(kind, (states, parts), dim)
+            shape = (states, *shape) if kind == "tied" else shape
+            self.covars_ = _spread(table, self.min_covar, kind, shape)
         if "w" in chosen:
             self.weights_ = np.full((states, parts), 1 / parts)
 
     def _check_options(self) -> None:
         super()._check_options()
         check_size("n_mix", self.n_mix)
-        _check_covariance_type(self.covariance_type, COVARIANCE_TYPES)
+        _check_covariance_type(self.covariance_type)
 
     def _values(self, table: np.ndarray) -> Tensor:
         return to_tensor(table)
 
     def _counts(self) -> dict[str, int]:
         states, parts, dim = np.asarray(self.means_).shape
-        return {
-            "m": states * parts * dim,
-            "c": _num_covars(self.covariance_type, states * parts, dim),
-            "w": states * (parts - 1),
-        }
+        kind = self.covariance_type
+        matrices = _num_covars(kind, states * parts, dim) * (states if kind == "tied" else 1)
+        return {"m": states * parts * dim, "c": matrices, "w": states * (parts - 1)}
+
+
+class CovarianceMixture(CovarianceEmission):
+    """Mixtures of C normal vectors with covariance matrices, whose parts count as K · C states.
+
+    Args:
+        distribution: The values of the parameters.
+        by_state: Whether the parts of a state share one matrix.
+    """
+
+    supports: ClassVar = {"weights": constraints.simplex, **CovarianceEmission.supports}
+
+    def __init__(self, distribution: Any, by_state: bool) -> None:
+        parts = distribution.component_distribution
+        self.lead = tuple(parts.batch_shape)
+        super().__init__(self.lead[0] * self.lead[1], parts.event_shape[0])
+        self.by_state = by_state
+        covariance = parts.covariance_matrix
+        self.set_points(
+            weights=distribution.mixture_distribution.probs,
+            covariance=covariance[:, 0] if by_state else covariance.flatten(0, 1),
+            loc=parts.loc.flatten(0, 1),
+        )
+
+    def forward(self) -> TorchDistribution:
+        """The distribution of a vector, batched over states."""
+        loc, matrix = self.loc.unflatten(-2, self.lead), self.covariance
+        matrix = matrix.unsqueeze(-3) if self.by_state else matrix.unflatten(-3, self.lead)
+        return MixtureSameFamily(
+            Categorical(logits=log(self.weights)), MultivariateNormal(loc, matrix)
+        )
+
+    def statistics(
+        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
+    ) -> Statistics:
+        """Sums of products for each part, weighted by its probability given state and value."""
+        mixture: Any = current
+        logits = log_prob_per_component(mixture, values) + log_probs(mixture.mixture_distribution)
+        joint = weights.double().unsqueeze(-1) * logits.softmax(-1)  # (R, M, K, C)
+        return super().statistics(values, joint.flatten(2), None) | {"counts": joint.sum(1)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The largest likelihood of the parts, and of the weights."""
+        values, notes = super().m_step(statistics)
+        return values | {"weights": row_mode(statistics["counts"], None)}, notes
+
+    def _covariance_mode(
+        self, scatter: Tensor, divisor: Tensor, least: Tensor
+    ) -> tuple[Tensor, list[str]]:
+        if self.by_state:
+            scatter = scatter.unflatten(1, self.lead).sum(2)
+            divisor = divisor.unflatten(1, self.lead).sum(2)
+        return super()._covariance_mode(scatter, divisor, least)
 
 
 # What they share ---------------------------------------------------------------------------------
 
 
-class _Powered(TorchDistribution):
-    """A density times a power of the variance, or of the determinant of the covariance.
+class _CovarsPrior(TorchDistribution):
+    r"""Unnormalised density of variances or matrices, :math:`|v|^{-p} \exp(-b\, tr(S v^{-1}))`.
 
     It need not have an integral: nothing but its mode is asked for.
     """
@@ -305,18 +347,18 @@ def _set_covars_prior(module: Any, scale: float, weight: float) -> None:
 def _covariance_prior(module: Any, excess: float) -> TorchDistribution:
     states = () if module.tied else module.prior_loc.shape[:1]
     proper = InverseWishart(float(module.dim), module.scale.expand(*states, -1, -1))
-    return _Powered(proper, (2 * module.dim + 1 - excess) / 2).to_event(len(states))
+    return _CovarsPrior(proper, (2 * module.dim + 1 - excess) / 2).to_event(len(states))
 
 
 def _variance_prior(module: Any, excess: float) -> TorchDistribution:
     proper = InverseGamma(torch.ones_like(module.rate), module.rate)
-    return _Powered(proper, 2 - excess / 2).to_event(module.rate.dim())
+    return _CovarsPrior(proper, 2 - excess / 2).to_event(module.rate.dim())
 
 
-def _independent(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
-    """Normal vectors with variances ``(*, D)``, or ``(*)`` if spherical."""
-    shape = _covars_shape(kind, tuple(means.shape[:-1]), means.shape[-1])
-    _check_covars(covars, kind, shape)
+def _normal(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
+    """Normal vectors ``(*, D)`` with covariances of a type."""
+    if kind in ("full", "tied"):
+        return MultivariateNormal(means, covars)
     variances = covars.unsqueeze(-1) if kind == "spherical" else covars
     return Normal(means, variances.sqrt()).to_event(1)
 
@@ -328,9 +370,10 @@ def _check_covars(covars: Tensor, kind: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _check_covariance_type(kind: str, known: tuple[str, ...]) -> None:
-    if kind not in known:
-        raise ValueError(f"covariance_type must be one of {', '.join(known)}; got {kind!r}.")
+def _check_covariance_type(kind: str) -> None:
+    if kind not in COVARIANCE_TYPES:
+        known = ", ".join(COVARIANCE_TYPES)
+        raise ValueError(f"covariance_type must be one of {known}; got {kind!r}.")
 
 
 def _covars_shape(kind: str, lead: tuple[int, ...], dim: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from numbers import Integral
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -21,8 +20,7 @@ from ..infer.em import fit_em
 from ..nn.base import freeze
 from ..nn.emissions import from_distribution
 from ..nn.tabular import TabularHMM
-from .base import SequenceEstimator
-from .monitor import ConvergenceMonitor
+from .base import ConvergenceMonitor, SequenceEstimator
 
 
 @dataclass(eq=False, repr=False)
@@ -32,7 +30,21 @@ class TabularEstimator(SequenceEstimator):
     Subclasses name the parameters of their emission by the letters of ``params`` and
     ``init_params``, and turn their arrays into a distribution and back.
 
+    Args:
+        n_components: K, the number of states.
+        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
+        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
+        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: A seed or a ``numpy.random.RandomState``.
+        n_iter: Largest number of iterations of EM.
+        tol: Gain of an iteration, in nats, below which EM ends.
+        verbose: Whether to show a progress bar.
+        n_init: How many starts to fit from, of which the best fit is kept.
+        params: What a fit changes, by letters: ``"s"`` startprob, ``"t"`` transmat.
+        init_params: What a fit starts anew; the rest starts at its value, if it has one.
+
     Attributes:
+        monitor_: How the fit went.
         letters: For each letter the attribute, and what the emission's module calls it.
     """
 
@@ -46,6 +58,7 @@ class TabularEstimator(SequenceEstimator):
     n_iter: int = 10
     tol: float = 1e-2
     verbose: bool = False
+    n_init: int = 1
     params: str = "st"
     init_params: str = "st"
 
@@ -59,7 +72,7 @@ class TabularEstimator(SequenceEstimator):
         """Set the arrays of the emission."""
         raise NotImplementedError
 
-    def _start(self, table: np.ndarray, chosen: set[str]) -> None:
+    def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         """Set the arrays of the letters ``chosen`` for a fit to ``table``."""
         raise NotImplementedError
 
@@ -93,17 +106,30 @@ class TabularEstimator(SequenceEstimator):
         """
         self._check_options()
         table, sizes = self._table(X, lengths, reset=True, y=y)
-        self._initialise(table)
         data = self._sequences(table, sizes)
-        self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
-        if self.n_iter and set(self.params) & set(self._attributes()):
-            while not self.monitor_.converged:
-                self._climb(data)
+        names = [*self._attributes().values(), "monitor_"]
+        given = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        seeds = [self.random_state]
+        if self.n_init > 1:
+            random = check_random_state(self.random_state)
+            seeds += random.randint(2**31 - 1, size=self.n_init - 1).tolist()
+        best, found = -np.inf, given
+        for seed in seeds:
+            self.__dict__.update(given)
+            self._initialise(table, given, seed)
+            self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
+            final = self._log_evidence(data) if self.n_init > 1 else 0.0
+            if self.n_iter and set(self.params) & set(self._attributes()):
+                while not self.monitor_.converged:
+                    final = self._climb(data)
+            if final > best or found is given:
+                best, found = final, {name: getattr(self, name) for name in names}
+        self.__dict__.update(found)
         self.monitor_.warn()
         return self
 
-    def _climb(self, data: Sequences) -> None:
-        """Iterations of EM until the gain may be less than ``tol``."""
+    def _climb(self, data: Sequences) -> float:
+        """Iterations of EM until the gain may be less than ``tol``; the log-density reached."""
         monitor = self.monitor_
         left = self.n_iter - monitor.iter
         # a share of the loss as it is now; the outer loop asks again where that was too much
@@ -120,13 +146,14 @@ class TabularEstimator(SequenceEstimator):
         monitor.converged = gain < self.tol or monitor.iter >= self.n_iter
         # that n_iter is few is known from the monitor, and no degeneration
         monitor.notes = [note for note in fit.notes if "still falling" not in note]
+        return history[-1]
 
     def _log_evidence(self, data: Sequences) -> float:
         return float(self._hmm(data.lengths).log_prob(data.values).sum())
 
     def _module(self) -> tuple[TabularHMM, dict[str, Tensor] | None]:
         """The arrays as a module whose parameters are points, or start with pseudo-counts."""
-        emission, points = self._emission_module(), from_distribution(self._emission())
+        emission = self._emission_module()
         concentrations = to_tensor(self.startprob_prior), to_tensor(self.transmat_prior)
         module = TabularHMM(self.n_components, lambda _: emission, *concentrations).double()
         values = {"initial": to_tensor(self.startprob_), "transition": to_tensor(self.transmat_)}
@@ -141,32 +168,35 @@ class TabularEstimator(SequenceEstimator):
                 start[name] = value
         for letter, (_, *names) in self.letters.items():
             (name,) = (name for name in names if emission.is_free(name))
-            known = getattr(points, name).detach() if emission.has_prior(name) else None
+            known = None
+            if emission.has_prior(name):
+                known = getattr(from_distribution(self._emission()), name).detach()
             if letter not in self.params:
                 freeze(emission, name, known)
             elif known is not None:
                 start[f"emission.{name}"] = known
         return module, start or None
 
-    def _initialise(self, table: np.ndarray) -> None:
-        """Set what is to start anew, or has no value."""
+    def _initialise(self, table: np.ndarray, given: dict[str, Any], seed: Any) -> None:
+        """Set what is to start anew, or was not ``given``."""
         chosen = {
             letter
             for letter, attribute in self._attributes().items()
-            if letter in self.init_params or not hasattr(self, attribute)
+            if letter in self.init_params or attribute not in given
         }
-        random = check_random_state(self.random_state)
+        random = check_random_state(seed)
         even = np.full(self.n_components, 1 / self.n_components)
         if "s" in chosen:
             self.startprob_ = random.dirichlet(even)
         if "t" in chosen:
             self.transmat_ = random.dirichlet(even, size=self.n_components)
-        self._start(table, chosen)
+        self._start(table, chosen, seed)
 
     def _check_options(self) -> None:
         """Raise unless options are in their ranges."""
         check_size("n_components", self.n_components)
-        check_size("n_iter", self.n_iter + 1 if isinstance(self.n_iter, Integral) else self.n_iter)
+        check_size("n_init", self.n_init)
+        check_size("n_iter", self.n_iter, 0)
         check_number("tol", self.tol)
         if np.isnan(self.tol):
             raise ValueError("tol must be a gain in nats; got nan.")

@@ -10,6 +10,7 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     HSMM,
+    ContinuousTimeHMM,
     FactorialHMM,
     Filter,
     MarginalModel,
@@ -200,6 +201,50 @@ def test_what_follows_given_several_chains_is_what_follows_in_the_product():
     assert not torch.allclose(
         ahead.log_prob(later), queries.continuation(whole, values, 2).log_prob(later)
     )
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+def test_what_follows_segments_completes_their_joint_density(cuts):
+    """p(later | past) is the ratio of densities of the HSMM, whose last segment may go on."""
+    end, start = CUTS[cuts]
+    hmm = lasting(end, censored_start=start).replace(observed=None, lengths=torch.tensor([3, 3]))
+    values, later = hmm.sample(), torch.randn(2, 2)
+    ahead = queries.continuation(hmm, values, 2)
+    whole = hmm.replace(lengths=torch.tensor([5, 5]), censored_end=True)
+    if end:
+        wanted = whole.log_prob(torch.cat([values, later], -1)) - hmm.log_prob(values)
+    else:  # a segment ends with the data: the next one begins
+        first = hmm.filtered(values).new_zeros(2, K)
+        paths = torch.cartesian_prod(*[torch.arange(K)] * 5).unsqueeze(1).expand(-1, 2, -1)
+        joint = whole.log_joint(torch.cat([values, later], -1), paths)
+        moved = paths[..., 2] != paths[..., 3]
+        joint = joint.masked_fill(~moved, -torch.inf).logsumexp(0)
+        wanted = joint - hmm.log_prob(values) + first.sum(-1)
+    torch.testing.assert_close(ahead.log_prob(later), wanted)
+
+
+def test_what_follows_pairs_of_states_completes_their_joint_density():
+    hmm = of_pairs().replace(observed=None, lengths=torch.tensor([3, 3]))
+    values, later = hmm.sample(), torch.randn(2, 2)
+    whole = hmm.replace(lengths=torch.tensor([5, 5]))
+    torch.testing.assert_close(
+        queries.continuation(hmm, values, 2).log_prob(later),
+        whole.log_prob(torch.cat([values, later], -1)) - hmm.log_prob(values),
+    )
+
+
+def test_what_follows_in_time_completes_the_joint_density():
+    rates = torch.tensor([[-1.0, 0.6, 0.4], [0.2, -0.5, 0.3], [0.0, 0.1, -0.1]])
+    times = torch.rand(2, 5).cumsum(-1)
+    emission, lengths = EMISSIONS["numbers"](), torch.tensor([3, 3])
+    even = torch.zeros(3).log_softmax(-1)
+    hmm = ContinuousTimeHMM(even, rates, emission, lengths, times[:, :3])
+    values, later = hmm.sample(), torch.randn(2, 2)
+    ahead = queries.continuation(hmm, values, times[:, 3:])
+    whole = ContinuousTimeHMM(even, rates, emission, lengths + 2, times)
+    wanted = whole.log_prob(torch.cat([values, later], -1)) - hmm.log_prob(values)
+    torch.testing.assert_close(ahead.log_prob(later), wanted)
+    assert torch.equal(ahead.times, times[:, 3:].double())
 
 
 def test_filters_usage_and_spectrum_of_several_chains_are_those_of_the_product():

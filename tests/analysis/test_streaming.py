@@ -7,9 +7,10 @@ import oracle
 import pyro.distributions as dist
 import pytest
 import torch
-from test_hmm import LAYOUTS, Case, assert_close, build, cases
+from test_hmm import LAYOUTS, assert_close, build, cases
 
-from pyrohmm import HMM, Filter
+from pyrohmm import HMM, HSMM, ContinuousTimeHMM, Filter, SecondOrderHMM
+from pyrohmm.distributions import AutoregressiveNormal
 
 NEVER = -np.inf
 
@@ -261,15 +262,105 @@ def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, mess
     assert stream.num_steps == 1
 
 
-@pytest.mark.parametrize("switch", ["transition_per_step", "emission_per_step"])
-def test_a_filter_needs_a_model_without_steps(switch):
-    hmm = build(Case("symbols", "one sequence", 2, 3)._replace(**{switch: True})).hmm
-    with pytest.raises(
-        ValueError, match=r"^Filter needs an hmm that does not change with the step"
-    ):
-        Filter(hmm)
+def test_a_filter_needs_an_hmm_without_labels():
     with pytest.raises(TypeError, match="hmm must be an HMM"):
         Filter("casino")
+    with pytest.raises(ValueError, match="restricted to labels"):
+        Filter(casino().restrict(torch.tensor([0])))
+
+
+def log_rows(*shape):
+    return torch.randn(*shape, dtype=torch.float64).log_softmax(-1)
+
+
+def autoregressive():
+    base = dist.MultivariateNormal(torch.randn(3, 1).double(), torch.eye(1).double())
+    return AutoregressiveNormal(base, base, torch.randn(3, 2, 1, 1).double() / 2)
+
+
+def without_loops():
+    loops = torch.eye(3, dtype=torch.bool)
+    return torch.randn(3, 3).double().masked_fill(loops, -torch.inf).log_softmax(-1)
+
+
+LEVELS = dist.Normal(torch.tensor([-1.0, 0.0, 2.0]).double(), 1.0)
+TIMES = torch.tensor([[0.0, 0.3, 2.0, 2.5, 7.0], [1.0, 1.1, 4.0, 4.5, 5.5]]).double()
+FIVES = torch.tensor([5, 5])
+OF_EVERY_KIND = {
+    "durations": lambda: HSMM(
+        log_rows(3), without_loops(), log_rows(3, 3), LEVELS, FIVES
+    ),
+    "durations seen from any moment": lambda: HSMM(
+        log_rows(3), without_loops(), log_rows(3, 3), LEVELS, FIVES,
+        censored_start=True,
+    ),
+    "second order": lambda: SecondOrderHMM(
+        log_rows(3), log_rows(3, 3), log_rows(3, 3, 3), LEVELS, FIVES
+    ),
+    "matrices per step": lambda: HMM(
+        log_rows(3), log_rows(4, 3, 3), LEVELS, FIVES, transition_per_step=True
+    ),
+    "emissions per step": lambda: HMM(
+        log_rows(3), log_rows(3, 3), dist.Normal(torch.randn(5, 3).double(), 1.0), FIVES,
+        emission_per_step=True,
+    ),
+    "continuous time": lambda: ContinuousTimeHMM(
+        log_rows(3), torch.ones(3, 3).double() - 3 * torch.eye(3), LEVELS, FIVES, TIMES
+    ),
+    "autoregressive": lambda: HMM(log_rows(3), log_rows(3, 3), autoregressive(), FIVES),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OF_EVERY_KIND)
+@pytest.mark.parametrize("chunks", [[1] * 5, [2, 3]])
+def test_chains_and_emissions_of_every_kind_are_filtered(kind, chunks):
+    torch.manual_seed(0)
+    hmm = OF_EVERY_KIND[kind]()
+    values = hmm.sample().double()
+    observed = torch.ones(2, 5, dtype=torch.bool)
+    observed[:, 3:] = torch.tensor([[kind == "autoregressive"], [False]])
+    if kind == "autoregressive":
+        observed[:] = True
+    seen = hmm.replace(observed=observed)
+    stream, found = Filter(hmm), []
+    for chunk in torch.arange(5).split(chunks):
+        times = {"times": TIMES[:, chunk]} if kind == "continuous time" else {}
+        now, mask = values[:, chunk], observed[:, chunk]
+        found.append(stream.update(now, mask, **times))
+        other = Filter(hmm)  # and goes on where this one stopped
+        other.load_state_dict(stream.state_dict())
+        stream = other
+    torch.testing.assert_close(torch.cat(found, 1), seen.filtered(values))
+    torch.testing.assert_close(stream.log_evidence, seen.log_prob(values))
+
+
+def test_predictions_of_every_kind_are_forecasts():
+    torch.manual_seed(0)
+    for kind in ("durations", "second order", "continuous time", "autoregressive"):
+        hmm = OF_EVERY_KIND[kind]()
+        values, stream = hmm.sample(), Filter(hmm)
+        if kind == "continuous time":
+            stream.update(values, times=TIMES)
+            ahead = stream.predict(times=TIMES[:, -1:] + torch.tensor([0.5, 2.0]))
+            wanted = hmm.forecast(values, TIMES[:, -1:] + torch.tensor([0.5, 2.0]))
+        else:
+            stream.update(values)
+            ahead, wanted = stream.predict(2), hmm.forecast(values, 2)
+        torch.testing.assert_close(ahead.states, wanted.states)
+        torch.testing.assert_close(ahead.mean, wanted.mean)
+
+
+def test_steps_beyond_the_parameters_and_times_that_go_back_are_refused():
+    for kind in ("matrices per step", "emissions per step"):
+        stream = Filter(OF_EVERY_KIND[kind]())
+        stream.update(torch.zeros(2, 5).double())
+        with pytest.raises(ValueError, match="has parameters for 5 steps; got 6"):
+            stream.update(0.0)
+        assert stream.num_steps == 5
+    stream = Filter(OF_EVERY_KIND["continuous time"]())
+    stream.update(torch.zeros(2, 1).double(), times=TIMES[:, 1:2])
+    with pytest.raises(ValueError, match="times must be finite and increase"):
+        stream.update(0.0, times=TIMES[:, :1])
 
 
 def normals(batch=(), event=False, dtype=torch.float64):

@@ -111,12 +111,6 @@ def test_a_large_exponent_does_not_underflow():
     assert bool(slope.isfinite().all())
 
 
-def test_batches_are_independent():
-    rows = drawn(3, 5, (2, 4))
-    each = [[dpp.log_diversity(rows[i, j]) for j in range(4)] for i in range(2)]
-    torch.testing.assert_close(dpp.log_diversity(rows), torch.tensor(each))
-
-
 def test_single_precision_in_and_out():
     rows = drawn(6)
     found = dpp.log_diversity(rows.float())
@@ -320,17 +314,6 @@ def test_one_factor_outside_the_plate_in_both_forms(module):
     torch.testing.assert_close(*found)
 
 
-def test_minibatches_do_not_weigh_the_prior():
-    module, prior = TabularHMM(3, categorical(3)), DiversityPrior(5.0)
-    part = Sequences(torch.tensor([[0, 1, 2]] * 2), torch.tensor([3, 3]), total=8)
-    whole = Sequences(torch.tensor([[0, 1, 2]] * 8), torch.full((8,), 3))
-    found = []
-    for data in (part, whole):
-        pyro.set_rng_seed(0)
-        found.append(pyro.poutine.trace(MarginalModel(module, prior)).get_trace(data))
-    torch.testing.assert_close(found[0].log_prob_sum(), found[1].log_prob_sum())
-
-
 def test_weights():
     matrix, anchor = drawn(3), drawn(3)
     prior = DiversityPrior(2.0, 1.0, anchor=anchor, anchor_weight=7.0)
@@ -471,10 +454,3 @@ def test_weighted_projection_is_where_all_slopes_are_equal(pairs):
     common = slopes[found > 0].mean()
     torch.testing.assert_close(slopes[found > 0], common.expand(int((found > 0).sum())))
     assert bool((slopes[found == 0] <= common + 1e-9).all())
-
-
-def test_projection_of_huge_numbers_and_of_distributions():
-    huge = torch.tensor([1e25, -1e25, 3e24])
-    assert dpp.simplex_projection(huge).tolist() == [1.0, 0.0, 0.0]
-    rows = drawn(4, batch=(2,))
-    torch.testing.assert_close(dpp.simplex_projection(rows), rows)

@@ -11,7 +11,6 @@ from pyro.distributions import Categorical, Normal
 from pyrohmm import (
     HMM,
     HSMM,
-    Filter,
     Sequences,
     TabularHMM,
     TabularHSMM,
@@ -120,18 +119,25 @@ def test_samples_of_states_keep_to_the_posterior(ongoing, values):
     torch.testing.assert_close(share, states, atol=6 * 0.5 / math.sqrt(4000), rtol=0)
 
 
+def of_states(chain, probs):
+    """Probabilities of the K states, of those of an expanded chain."""
+    index = chain.emission.index
+    return probs.new_zeros(*probs.shape[:-1], K).index_add(-1, index, probs)
+
+
 def test_the_expanded_chain_is_the_same_distribution(hsmm, values):
     chain = hsmm.expanded()
-    assert chain.num_states == K * D
+    assert chain.num_states == K * D * 2 ** (hsmm.censored_start + (not hsmm.censored_end))
+    torch.testing.assert_close(chain.log_transition.exp().sum(-1), torch.ones(chain.num_states))
     torch.testing.assert_close(chain.log_prob(values), hsmm.log_prob(values))
-    states = chain.posterior(values).states.unflatten(-1, (K, D)).sum(-1)
+    states = of_states(chain, chain.posterior(values).states)
     torch.testing.assert_close(hsmm.posterior(values).states, states)
 
 
 def test_filtered_states_and_forecasts_are_those_of_the_expanded_chain(ongoing, values):
     hsmm = ongoing
     chain = hsmm.expanded()
-    filtered = chain.filtered(values).unflatten(-1, (K, D)).sum(-1)
+    filtered = of_states(chain, chain.filtered(values))
     torch.testing.assert_close(hsmm.filtered(values), filtered)
     found, wanted = hsmm.forecast(values, 7), chain.forecast(values, 7)
     torch.testing.assert_close(found.mean, wanted.mean)
@@ -140,8 +146,8 @@ def test_filtered_states_and_forecasts_are_those_of_the_expanded_chain(ongoing, 
 
 def test_the_share_of_time_is_that_of_the_expanded_chain():
     hsmm = model()
-    wanted = hsmm.expanded().stationary().unflatten(-1, (K, D)).sum(-1)
-    torch.testing.assert_close(hsmm.stationary(), wanted)
+    chain = hsmm.expanded()
+    torch.testing.assert_close(hsmm.stationary(), of_states(chain, chain.stationary()))
 
 
 def test_gradients_are_those_of_the_expanded_chain(hsmm, values):
@@ -151,7 +157,8 @@ def test_gradients_are_those_of_the_expanded_chain(hsmm, values):
     def gradient(expanded):
         emission = Normal(leaves[3], 1.5)
         cuts = {"censored_end": hsmm.censored_end, "censored_start": hsmm.censored_start}
-        built = HSMM(*leaves[:3], emission, LENGTHS, **cuts)
+        logs = [leaf.log_softmax(-1) for leaf in leaves[:3]]
+        built = HSMM(*logs, emission, LENGTHS, **cuts)
         built = built.expanded() if expanded else built
         return torch.autograd.grad(built.log_prob(values).sum(), leaves)
 
@@ -164,8 +171,10 @@ def test_a_process_seen_from_any_moment_on_is_stationary():
     """Begun before the data, with the shares of states at any moment, it stays as it is."""
     shares = model().stationary().log()
     chain = model(censored_start=True).replace(log_initial=shares).expanded()
-    states = chain.log_initial.exp()
-    torch.testing.assert_close(states @ chain.log_transition.exp(), states)
+    probs = chain.log_initial.exp()
+    for _ in range(2 * D):
+        torch.testing.assert_close(of_states(chain, probs), shares.exp())
+        probs = probs @ chain.log_transition.exp()
 
 
 def test_labels_restrict_the_states(hsmm, values):
@@ -271,18 +280,13 @@ def test_parameters_of_each_step(values):
 def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
     hsmm = model()
     calls = [
-        Filter,
         TabularHMM.from_hmm,
         lambda chain: chain.log_factors(values),
-        lambda chain: queries.continuation(chain, values, 2),
         lambda chain: cooccurrence.average_probs(chain, 3),
     ]
     for call in calls:
-        with pytest.raises(ValueError, match=r"^\w+ needs .* hmm\.expanded\(\)") as error:
+        with pytest.raises(ValueError, match=r"^\w+ needs .* hmm\.expanded\(\)"):
             call(hsmm)
-        assert "replace(censored_end=True)" in str(error.value)
-        if call is Filter:
-            hsmm = hsmm.replace(censored_end=True)
         call(hsmm.expanded())
     with pytest.raises(ValueError, match="knows no durations"):
         to_hmmlearn(hsmm)

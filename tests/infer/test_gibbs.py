@@ -1,24 +1,40 @@
 """Gibbs sampling against exact posteriors, and what a user can do wrong."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pyro
 import pytest
 import torch
-from pyro.nn import PyroParam
+from pyro.distributions import Dirichlet
+from pyro.nn import PyroParam, PyroSample
 from scipy.special import gammaln
 
 from pyrohmm import (
+    MarginalModel,
     PosteriorDraws,
     Sequences,
     TabularHMM,
+    TabularHSMM,
+    bernoulli,
     categorical,
     fit_em,
     fit_gibbs,
+    fit_mcmc,
+    free_durations,
     freeze,
+    normal,
+    normal_full,
+    normal_mixture,
+    normal_spherical,
+    normal_tied,
+    poisson,
+    streams,
+    tied,
 )
 from pyrohmm.infer.convergence import agreement, summary_of
+from pyrohmm.nn.family import build_emission
 
 
 def log_table(counts, strength):
@@ -179,3 +195,105 @@ def test_starts_at_a_fit_are_those_of_all_chains():
     fit = fit_gibbs(module, data, num_samples=50, warmup=5, start=start)
     assert max(part.rhat.max() for part in fit.agreement().values()) < 1.1
     assert fit.summary().startswith(("chains agree", "few", "CHAINS"))
+
+
+def test_what_is_not_conjugate_is_moved_by_trajectories():
+    """A prior of the user's own, which is the same: as in the sum over all paths."""
+    pyro.set_rng_seed(0)
+    lengths = torch.tensor([3, 2])
+    values = torch.tensor([[0, 1, 1], [1, 0, 0]])
+    data = Sequences(values, lengths)
+    initial, transition, emission = [1.0, 2.0], [[1.5, 1.5], [1.0, 3.0]], [[2.0, 1.0], [1.7, 4.0]]
+    module = TabularHMM(2, categorical(2), torch.tensor(initial), torch.tensor(transition))
+    module.emission.probs = PyroSample(Dirichlet(torch.tensor(emission)).to_event(1))
+    fit = fit_gibbs(module, data, num_samples=200, warmup=100)
+    free = Sequences(values, lengths, labels=torch.full((2, 3), -1))
+    wanted = exact_means(free, [np.array([initial]), np.array(transition), np.array(emission)])
+    close_to(fit.chains["module.emission.probs"], wanted[2])
+    close_to(fit.chains["module.transition"], wanted[1])
+
+
+@pytest.mark.parametrize("censored", [True, False])
+def test_durations_agree_with_a_sampler_that_sums_paths_out(censored):
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 0, 1, 1, 0], [1, 1, 0]])
+    strength = torch.tensor([[5.0, 1.0], [1.0, 5.0]])
+    durations = free_durations(3, torch.tensor([1.0, 2.0, 3.0]))
+    module = TabularHSMM(2, durations, categorical(2, strength), censored_end=censored)
+    gibbs = fit_gibbs(module, data, num_samples=400, warmup=50)
+    assert gibbs.stats.keys() == {"lp"}
+    other = fit_mcmc(MarginalModel(module), data, num_samples=60, warmup=80)
+    for name in ("module.duration.probs", "module.initial", "module.emission.probs"):
+        found, wanted = gibbs.chains[name], other.chains[name]
+        torch.testing.assert_close(found.mean((0, 1)), wanted.mean((0, 1)), rtol=0, atol=0.03)
+
+
+FAMILIES = {
+    "categorical": (categorical(3, torch.tensor([0.5, 1.5, 2.0])), None),
+    "bernoulli": (bernoulli(2, 1.5, 2.0), None),
+    "poisson": (poisson(2, 2.0, 0.5), None),
+    "scalar counts": (poisson(0, 2.0, 0.5), None),
+    "normal": (normal(2, 0.5, 1.0, 3.0, 2.0), None),
+    "spherical": (normal_spherical(2, 0.5, 1.0, 3.0, 2.0), None),
+    "full": (normal_full(2, 0.5, 1.0, 6.0, 2.0), None),
+    "tied covariance": (normal_tied(2, 0.5, 1.0, 6.0, 2.0), None),
+    "full, in part": (normal_full(2, 0.5, 1.0, 6.0, 2.0), 1),
+    "normal, in part": (normal(2, 0.5, 1.0, 3.0, 2.0), 1),
+    "mixture": (normal_mixture(2, 1, 0.5, 1.0, 3.0, 2.0, 2.0), None),
+    "streams": (streams(poisson(0, 2.0, 0.5), normal(1, 0.5, 1.0, 3.0, 2.0)), None),
+    "shared": (tied(poisson(0, 2.0, 0.5), [0, 0, 1]), None),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_given_data_of_the_prior_have_the_distribution_of_the_prior(name):
+    """Geweke's joint test: theta ~ p, x ~ p(x | theta), theta' ~ p(theta | x) is another theta.
+
+    Also jointly with x; each of many replications has observations of its own.
+    """
+    family, missing = FAMILIES[name]
+    pyro.set_rng_seed(0)
+    count, size, num_states = 1000, 12, 3
+    module = build_emission(family, num_states).double()
+    module.imputes = True
+    with torch.no_grad():
+        with pyro.plate("replications", count, dim=-2):
+            trace = pyro.poutine.trace(module).get_trace()
+        current = trace.nodes["_RETURN"]["value"]
+        states = torch.arange(size) % num_states
+        event = (1,) * len(current.event_shape)
+        values = torch.stack(
+            [current.sample().expand(count, 1, num_states, *current.event_shape)[:, 0, k]
+             for k in states.tolist()], 1,
+        )  # fmt: skip
+        seen = values.double().reshape(count, size, -1).clone()
+        if missing is not None:
+            values = values.clone()
+            values[:, ::2, missing] = torch.nan
+        sites = {n: trace.nodes[n]["value"].squeeze(1) for n in trace.stochastic_nodes}
+        found = {}
+        for i in range(count):  # a replication at a time: observations are shared by chains
+            one = pyro.poutine.condition(module, data={n: v[i] for n, v in sites.items()})
+            weights = torch.nn.functional.one_hot(states, num_states).double()[None]
+            statistics = module.statistics(values[i], weights, one())
+            for part, sample in module.sample_parameters(statistics, {}).items():
+                found.setdefault(part, []).append(sample[0])
+    assert len(found) == len(sites)
+    for site, theta in sites.items():
+        again = torch.stack(found[site.removeprefix(module._pyro_name + ".")])
+        assert again.shape == theta.shape
+        mean = seen.mean((1, 2))
+        product = partial(times, expand_right(mean, theta))
+        for change in (lambda x: x, torch.square, product):
+            apart = (change(again) - change(theta)).double().flatten(1)
+            scale = change(theta).double().flatten(1).std(0) + 1e-12
+            error = apart.std(0) / count**0.5
+            assert bool((apart.mean(0).abs() < 4.8 * error + 1e-9 * scale).all()), (site, event)
+
+
+def times(factor, theta):
+    return factor * theta
+
+
+def expand_right(vector, like):
+    return vector.reshape(-1, *(1,) * (like.dim() - 1))

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyro import poutine
-from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyrohmm import (
     DenseHMM,
     GradientStep,
     MarginalModel,
-    PosteriorDraws,
     Sequences,
     cooccurrence,
     datasets,
@@ -28,7 +27,6 @@ from pyrohmm import (
     freeze,
     load_hmm,
     load_into,
-    metrics,
     normal,
     save,
 )
@@ -96,15 +94,6 @@ def test_probabilities_are_those_of_the_paper(name, sizes):
     np.testing.assert_allclose(hmm.log_initial.exp(), shares(plain, z0[None], u)[0], **close)
 
 
-def test_kernels_of_states_and_symbols_may_differ():
-    torch.set_default_dtype(torch.float64)
-    module = DenseHMM(3, 4, 2, kernel=dense.rbf(0.6), symbol_kernel=dense.sigmoid)
-    values, hmm = embeddings_of(module)
-    z, u, w, v = (values[one].numpy() for one in ("leave", "enter", "emit", "symbol"))
-    np.testing.assert_allclose(hmm.log_transition.exp(), shares(KERNELS["rbf"][1], z, u))
-    np.testing.assert_allclose(hmm.emission.probs, shares(KERNELS["sigmoid"][1], w, v))
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_one_embedding_for_each_state(name):
     """Learning Z and V only: A is a symmetric matrix, its rows normalised, so it is reversible."""
@@ -126,18 +115,6 @@ def test_it_may_start_in_the_stationary_distribution():
     assert set(values) == {"leave", "enter", "emit", "symbol"}
     expected = stationary_by_powers(hmm.log_transition.exp().numpy())
     np.testing.assert_allclose(hmm.log_initial.exp(), expected, rtol=1e-9)
-
-
-def test_rows_stay_probabilities_in_every_batch():
-    kernel = dense.of_products(torch.square)
-    rows = dense.log_rows(kernel, torch.randn(3, 1, 4, 2), torch.randn(3, 1, 5, 2))
-    assert rows.shape == (3, 1, 4, 5)
-    torch.testing.assert_close(rows.exp().sum(-1), torch.ones(3, 1, 4))
-
-
-def test_a_row_of_relus_below_zero_is_even():
-    rows = dense.log_rows(dense.relu, torch.ones(1, 2), -torch.ones(3, 2))
-    torch.testing.assert_close(rows.exp(), torch.full((1, 3), 1 / 3))
 
 
 @pytest.mark.parametrize("kernel", [dense.absolute, dense.of_products(torch.relu)])
@@ -167,12 +144,6 @@ def test_priors_are_normal_or_flat(flat):
         value = site["value"].numpy()
         expected = -0.5 * (value / 0.3) ** 2 - math.log(0.3) - 0.5 * math.log(2 * math.pi)
         np.testing.assert_allclose(site["log_prob"], 0.0 if flat else expected.sum())
-
-
-def test_starts_spread_as_the_prior_says():
-    for flat in (True, False):
-        values, _ = embeddings_of(DenseHMM(400, 5, 50, scale=0.2, flat=flat))
-        assert abs(values["leave"].std().item() / 0.2 - 1) < 0.02
 
 
 @pytest.mark.parametrize("dim", [1, 4, 60])
@@ -223,13 +194,6 @@ def test_degrees_of_freedom_are_the_rank_of_the_jacobian(states, symbols, dim, s
     assert dense.degrees_of_freedom(states, symbols, dim, symbol_dim) == rank
 
 
-def test_degrees_of_freedom_are_never_more_than_those_of_a_standard_hmm():
-    for states, symbols, dim in ((3, 4, 1), (5, 5, 4), (10, 19, 30), (2, 50, 3)):
-        standard = states**2 + states * (symbols - 1) - 1
-        assert dense.degrees_of_freedom(states, symbols, dim) <= standard
-    assert dense.degrees_of_freedom(10, 19, 19) == 10**2 + 10 * 18 - 1
-
-
 # (V, {(K, D): (as in the code, by the paper's formula)}), computed by hand from either formula
 FAIR = [
     (None, {(3, 1): (3, 3), (3, 2): (4, 4), (3, 3): (5, 5), (5, 2): (5, 5), (5, 3): (6, 6),
@@ -248,25 +212,6 @@ def test_fair_numbers_of_states(symbols, table):
         size = (states, symbols or states, dim)
         assert dense.fair_num_states(*size, as_in_code=True) == code
         assert dense.fair_num_states(*size) == paper
-
-
-@pytest.mark.parametrize("size", [2, 3, 6])
-def test_one_dimension_less_than_states_makes_every_positive_matrix(size):
-    """The logarithms without their row means have rank K - 1, so their factors are embeddings."""
-    torch.set_default_dtype(torch.float64)
-    matrix = torch.distributions.Dirichlet(torch.full((size,), 0.5)).sample((size,))
-    logs = matrix.log()
-    left, values, right = torch.linalg.svd(logs - logs.mean(-1, keepdim=True))
-    keep = slice(None, size - 1)
-    leave, enter = left[:, keep] * values[keep], right[keep].mT
-    torch.testing.assert_close(dense.log_rows(dense.exponential, leave, enter).exp(), matrix)
-
-
-def test_a_softmax_of_low_rank_has_full_rank():
-    torch.set_default_dtype(torch.float64)
-    logs = embeddings_of(DenseHMM(6, 3, 1))[1].log_transition
-    assert torch.linalg.matrix_rank(logs - logs.mean(-1, keepdim=True)) == 1
-    assert torch.linalg.matrix_rank(logs.exp(), rtol=1e-12) == 6
 
 
 # EM
@@ -317,46 +262,6 @@ def test_fishers_identity(tied):
     joint = em.expected_log_joint(hmm, counts, data.values)
     for one, two in zip(torch.autograd.grad(joint, leaves), expected):
         torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
-
-
-def test_expected_log_joint_is_the_mean_over_all_paths():
-    torch.set_default_dtype(torch.float64)
-    values, length = torch.tensor([[0, 2, 1]]), torch.tensor([3])
-    current, other = (DenseHMM(2, 3, 2)(length) for _ in range(2))
-    total = 0.0
-    for path in torch.cartesian_prod(*[torch.arange(2)] * 3):
-        weight = (current.log_joint(values, path[None]) - current.log_prob(values)).exp()
-        total = total + weight * other.log_joint(values, path[None])
-    found = em.expected_log_joint(other, current.expected_counts(values), values)
-    torch.testing.assert_close(found, total.sum())
-
-
-def test_em_of_symbols_needs_only_their_counts():
-    """The M-step on sums over observations takes the steps of one that sees all of them."""
-    torch.set_default_dtype(torch.float64)
-    data = some_symbols()
-    module = DenseHMM(3, 4, 2)
-    start = {name: value for name, value in embeddings_of(module)[0].items()}
-
-    class Covered(type(module)):
-        """The same, with emissions at each step."""
-
-        def forward(self, lengths, observed=None):
-            hmm = super().forward(lengths, observed)
-            steps = len(observed[0]) if observed is not None else int(lengths.max())
-            logits = hmm.emission.logits.unsqueeze(-3).expand(steps, -1, -1)
-            emission = torch.distributions.Categorical(logits=logits)
-            return hmm.replace(
-                emission=pyro.distributions.Categorical(logits=emission.logits),
-                emission_per_step=True,
-            )
-
-    step = GradientStep(4, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
-    options = {"start": start, "num_steps": 3, "tolerance": None, "gradient_step": step}
-    one, two = (fit_em(each, data, **options) for each in (module, Covered(3, 4, 2)))
-    torch.testing.assert_close(one.losses, two.losses)
-    for name, value in one.values.items():
-        torch.testing.assert_close(value, two.values[name])
 
 
 def test_batched_restarts_of_em_are_single_fits():
@@ -426,20 +331,6 @@ def test_starts_of_restarts_may_be_those_of_a_fit():
         fit_em(module, data, start=wrong)
 
 
-def test_minibatches_of_em_come_near_the_full_fit():
-    torch.set_default_dtype(torch.float64)
-    toy = datasets.dirichlet_toy(
-        3, 4, concentration=0.3, generator=torch.Generator().manual_seed(0)
-    )
-    data = toy.train.without_labels()
-    module = DenseHMM(3, 4, 2)
-    start = embeddings_of(module)[0]
-    whole = fit_em(module, data, start=start, num_steps=15)
-    parts = fit_em(module, data, start=start, num_steps=25, batch_size=5)
-    assert parts.losses[-1] < whole.losses[0]
-    assert abs(parts.losses[-1] / whole.losses[-1] - 1) < 0.02
-
-
 def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
     """25 steps of 0.01, with moments kept: the second iteration begins with those of the first."""
     torch.set_default_dtype(torch.float64)
@@ -452,15 +343,6 @@ def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
     once = fit_em(module, data, start=start, **options)
     changed = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
     assert 0.2 < max(changed) <= 0.26
-
-
-def test_without_a_guard_em_may_go_down_and_nobody_complains():
-    torch.set_default_dtype(torch.float64)
-    data = some_symbols()
-    step = GradientStep(3, lambda leaves: torch.optim.Adam(leaves, lr=3.0), guard=False)
-    fit = fit_em(DenseHMM(3, 4, 2), data, num_steps=8, tolerance=None, gradient_step=step)
-    assert (fit.losses.diff() > 0).any()
-    assert not fit.notes
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
@@ -502,22 +384,6 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
     torch.testing.assert_close(reached, -pairs.hmm(data).log_prob(data.values).sum())
 
 
-@pytest.mark.parametrize("make", [AutoDelta, AutoNormal])
-def test_a_fit_is_not_changed_by_one_that_starts_at_its_values(make):
-    """Guides change in place the tensors of their start."""
-    data = some_symbols()
-    model = MarginalModel(DenseHMM(2, 4, 1))
-    first = fit_map(model, data, num_steps=5)
-    before = first.values
-    guide = make(model, init_loc_fn=init_to_value(values=first.start))
-    fit_svi(model, guide, data, num_steps=5)
-    given = {name: value.clone() for name, value in before.items()}
-    fit_map(model, data, num_steps=5, init=init_to_value(values=given))
-    for name, value in first.values.items():
-        assert torch.equal(value, before[name])
-        assert torch.equal(given[name], before[name])
-
-
 def test_a_dense_chain_under_numbers_is_fitted_by_every_fit():
     """EM, MAP, SVI, and co-occurrences of bins, find two levels that alternate."""
     torch.set_default_dtype(torch.float64)
@@ -537,16 +403,6 @@ def test_a_dense_chain_under_numbers_is_fitted_by_every_fit():
     for fit in fits:
         means = fit.hmm(data).emission.mean.sort().values
         torch.testing.assert_close(means, torch.tensor([0.0, 3.0]), rtol=0.0, atol=0.3)
-
-
-def test_svi_finds_a_lower_bound():
-    torch.set_default_dtype(torch.float64)
-    data = some_symbols()
-    model = MarginalModel(DenseHMM(2, 4, 1))
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=150, learning_rate=0.05)
-    assert fit.losses[-50:].mean() < fit.losses[:20].mean()
-    draws = PosteriorDraws.of(fit, num_draws=200)
-    assert draws.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1)).std() > 0.1
 
 
 def test_any_embedding_may_be_held_constant():
@@ -579,16 +435,6 @@ def test_it_is_saved_as_an_hmm_and_as_a_module(tmp_path):
     freeze(other, "leave", torch.zeros(3, 2))
     load_into(other, tmp_path / "module")
     torch.testing.assert_close(other.leave, module.leave)
-
-
-def test_parameters_are_counted():
-    assert metrics.num_parameters(DenseHMM(3, 4, 2), some_symbols()) == 2 * (3 * 3 + 4 + 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_follows_the_dtype_it_is_moved_to(dtype):
-    module = DenseHMM(3, 4, 2).to(dtype)
-    assert module(torch.tensor([2])).log_transition.dtype == dtype
 
 
 # What cannot be meant

@@ -126,18 +126,6 @@ def test_weights_reach_a_maximum_of_evidence_and_prior(sure):
         assert slope.item() == pytest.approx(part.item(), abs=1e-3)  # of a standard normal
 
 
-def test_weights_are_sums_of_classes_and_blocks():
-    pyro.set_rng_seed(0)
-    data = text(2, 3, 0.5)
-    module = NGramMixture(NeuralHMM(4, 3, hidden_dim=4, blocks=BLOCKS), 2, 3, weight=0.5)
-    with torch.no_grad():
-        module.block_before[-1] = 2.0
-        module.symbol_class[1] = 1.0
-    weights = module(data.lengths, None, data.covariates).weights
-    assert weights.block.tolist() == [[0.0, 0.0, 2.0]] * 2
-    assert weights.symbol.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
-
-
 def test_bad_arguments_are_refused():
     neural = NeuralHMM(4, 3, hidden_dim=4, blocks=BLOCKS)
     module, data = NGramMixture(neural), text(2, 3, 0.5)

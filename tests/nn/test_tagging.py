@@ -21,7 +21,6 @@ from pyrohmm import (
     Sequences,
     TaggedHMM,
     blocks,
-    fit_map,
 )
 from pyrohmm.distributions.tagged_hmm import WordAndTag
 from pyrohmm.nn.networks import CharCNN
@@ -113,17 +112,6 @@ def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observ
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_dense_form_has_the_same_evidence_and_gradient(variant):
-    module, found = make(variant), []
-    for form in (lambda hmm: hmm, lambda hmm: hmm.dense()):
-        hmm = form(module(DATA.lengths))
-        weighted = (hmm.log_prob(DATA.values) * torch.tensor([1.0, -2.0, 0.5])).sum()
-        found.append([weighted, *torch.autograd.grad(weighted, list(module.parameters()))])
-    for one, two in zip(*found):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
 def test_both_forms_agree_in_loss_and_gradient(variant):
     module, found = make(variant), []
     for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
@@ -146,15 +134,6 @@ def test_without_tags_it_is_the_distribution_of_the_words():
     torch.testing.assert_close(hmm.viterbi(plain), hmm.words.viterbi(WORDS.values))
 
 
-def test_probabilities_of_all_taggings_sum_to_one():
-    hmm = make("one level").eval()(torch.tensor(3))
-    words = torch.tensor([0, 5, 3])
-    every = torch.tensor(list(itertools.product(range(3), repeat=3)))
-    values = torch.stack([words.expand(27, 3), every], -1)
-    logs = hmm.expand([27]).log_prob_of_tags(values)
-    torch.testing.assert_close(logs.exp().sum(), torch.tensor(1.0).double())
-
-
 def test_tags_are_sampled_from_their_posterior():
     hmm = make("two levels").eval()(DATA.lengths)
     drawn = hmm.sample_tags(DATA.values, (20_000,))
@@ -168,21 +147,6 @@ def test_tags_are_sampled_from_their_posterior():
             probs = np.zeros(3**length)
             np.add.at(probs, truth.tags @ powers, truth.share.sum(0))
             assert oracle.looks_drawn_from(counts, probs)
-
-
-def test_words_and_tags_are_sampled_from_their_distribution():
-    with torch.no_grad():
-        hmm = make("one level").eval()(torch.tensor(2))
-        values, states = hmm.sample_with_states((20_000,))
-        assert values.dtype == torch.long
-        assert values.shape == (20_000, 2, 2)
-        every = torch.tensor(list(itertools.product(range(6), range(3), repeat=2))).reshape(
-            -1, 2, 2
-        )
-        probs = hmm.expand([len(every)]).log_prob(every).exp()
-        codes = values.flatten(1) @ torch.tensor([54, 18, 3, 1])
-        assert oracle.looks_drawn_from(np.bincount(codes, minlength=324), probs.numpy())
-        assert bool(RAGGED.allowed[states, values[..., 0]].all())
 
 
 def test_dropped_states_keep_their_tags():
@@ -221,23 +185,6 @@ def test_under_autocast_probabilities_of_tags_keep_their_precision(variant):
         assert not torch.equal(probs, full.tag_probs(words))  # the networks did run in half
         torch.testing.assert_close(tags, probs.argmax(-1))
         assert path.tags.shape == tags.shape
-
-
-def test_few_tags_and_many_words_are_one_fit():
-    """Tags follow from the word before; the words alone show which states there are."""
-    torch.manual_seed(0)
-    states = torch.randint(2, (60, 12))
-    words = 2 * states + torch.randint(2, (60, 12))  # words 0, 1 of state 0; 2, 3 of state 1
-    tags = torch.cat([torch.zeros(60, 1, dtype=torch.long), states[:, :-1]], 1)
-    lengths = torch.full((60,), 12)
-    some = torch.where(torch.arange(60).unsqueeze(-1) < 20, tags, -1)
-    data = tagged(Sequences(words, lengths, labels=some))
-    pyro.set_rng_seed(0)
-    module = NeuralTagger(8, 4, 2, 16, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 4))
-    fit = fit_map(MarginalModel(module), data, num_steps=250, learning_rate=0.02)
-    hidden = data[20:]
-    found = fit.hmm(hidden).best_tags(hidden.values)
-    assert (found == tags[20:]).double().mean() > 0.98
 
 
 def test_the_emission_is_that_of_two_symbols():

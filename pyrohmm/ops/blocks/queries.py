@@ -93,30 +93,6 @@ def states_at(chain: LogChain, t: int, part: Joint, places: Tensor | None = None
     return states.to(chain.device).gather(1, places.expand(len(rows), -1))
 
 
-def left_out(chain: LogChain, past_alone: bool) -> Tensor:
-    r"""Log :math:`p(z_t \mid x_{1:t-1}, x_{t+1:T})` of observed tokens, ``(M - G, K)``.
-
-    Not normalised. With ``past_alone`` given :math:`x_{1:t-1}`.
-    """
-    assert chain.initial is not None
-    sums, block, filtered = chain.transitions.sums, chain.plan.block, chain.filtered()
-    backward, found = [] if past_alone else chain.backward(), []
-    for t, step in enumerate(chain.steps):
-        anything = torch.full((chain.counts[t],), chain.transitions.all)
-        if t:
-            before = chain.widened(t - 1, filtered[t - 1][: chain.counts[t]])
-            logs = sums(before, block[chain.plan.before[step]], anything)[:, :-1]
-        else:
-            logs = chain.initial.to(chain.seen).expand(chain.counts[0], -1)
-        if not past_alone and t + 1 < len(chain.steps):
-            later = chain.steps[t + 1]
-            after = chain.widened(t + 1, backward[t + 1] + chain.seen_at(t + 1))
-            onward = sums(after, anything[: len(after)], block[later], back=True)[:, :-1]
-            logs = torch.cat([logs[: len(after)] + onward, logs[len(after) :]])
-        found.append(logs[~chain.missing[step].to(chain.device)])
-    return torch.cat(found)
-
-
 def all_states(chain: LogChain, logs: list[Tensor], count: int) -> Tensor:
     """Messages of all states at ``count`` steps, ``(count, K)``; -inf where padded."""
     out = chain.seen.new_full((count, chain.transitions.num_states + 1), -torch.inf)

@@ -51,8 +51,6 @@ class Blocks:
                 "symbol_block must have shape (V,) with at least one symbol; got shape "
                 f"{tuple(symbol_block.shape)}."
             )
-        if num_states is not None:
-            check_size("num_states", num_states)
         for number, each in enumerate(states):
             check_integers(f"states of block {number}", each)
             if each.dim() != 1 or len(each) == 0 or len(each.unique()) < len(each):
@@ -176,28 +174,17 @@ def from_clusters(assignment: Tensor, states_per_cluster: int | Tensor) -> Block
         Blocks(12 states and 4 symbols in 3 blocks of 4 states)
     """
     check_integers("assignment", assignment)
-    if assignment.dim() != 1 or len(assignment) == 0:
+    numbers = assignment.unique()
+    if len(numbers) == 0 or not torch.equal(numbers.cpu(), torch.arange(len(numbers))):
         raise ValueError(
-            "assignment must have shape (V,) with at least one symbol; got shape "
-            f"{tuple(assignment.shape)}."
+            "assignment must number clusters from 0 on, each with a symbol; got the numbers "
+            f"{numbers.tolist()[:10]}."
         )
-    present = torch.bincount(assignment.clamp(min=0)) > 0
-    if int(assignment.min()) < 0 or not bool(present.all()):
-        raise ValueError(
-            "assignment must number clusters from 0 on, each with a symbol; got numbers from "
-            f"{int(assignment.min())} to {int(assignment.max())}, of which "
-            f"{int(present.sum())} occur."
-        )
-    count = len(present)
     if isinstance(states_per_cluster, int):
         check_size("states_per_cluster", states_per_cluster)
-        states_per_cluster = torch.full((count,), states_per_cluster)
+        states_per_cluster = torch.full((len(numbers),), states_per_cluster)
     check_integers("states_per_cluster", states_per_cluster)
-    check_shape("states_per_cluster", states_per_cluster, (count,), "(C,)")
-    if int(states_per_cluster.min()) < 1:
-        raise ValueError(
-            f"states_per_cluster must be at least 1 for each; got {int(states_per_cluster.min())}."
-        )
+    check_shape("states_per_cluster", states_per_cluster, (len(numbers),), "(C,)")
     sizes = states_per_cluster.cpu().long()
     return Blocks(assignment, list(torch.arange(int(sizes.sum())).split(sizes.tolist())))
 
@@ -225,11 +212,7 @@ def uniform(
         >>> uniform(5, 6, 2, torch.Generator().manual_seed(0)).sizes
         tensor([2, 2, 2, 2, 2])
     """
-    sizes = {"num_symbols": num_symbols, "num_states": num_states,
-             "states_per_symbol": states_per_symbol}  # fmt: skip
-    for name, size in sizes.items():
-        check_size(name, size)
-    if not states_per_symbol <= num_states <= num_symbols * states_per_symbol:
+    if not 1 <= states_per_symbol <= num_states <= num_symbols * states_per_symbol:
         raise ValueError(
             f"num_states must lie between states_per_symbol = {states_per_symbol} and "
             f"num_symbols * states_per_symbol = {num_symbols * states_per_symbol}; got "
