@@ -27,9 +27,8 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
-from .exclusive import exclusive
 from .hmc import Coordinates, State, Tuning, trajectory
-from .models import MarginalModel
+from .models import MarginalModel, exclusive
 from .parameters import Parameters
 from .results import Fit
 from .sampled import Chains, SampledFit
