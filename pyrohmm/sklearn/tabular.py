@@ -137,8 +137,9 @@ class TabularEstimator(SequenceEstimator):
         tolerance = 2 * self.tol / scale if scale > 0 and self.tol > 0 else None
         module, start = self._module()
         fit = fit_em(
-            module, data, num_steps=left, tolerance=tolerance, start=start, progress=self.verbose
-        )
+            module, data, num_steps=left, tolerance=tolerance, start=start, acceleration=False,
+            progress=self.verbose,
+        )  # fmt: skip
         history = (-fit.losses).tolist()
         gain = history[-1] - history[-2] if len(history) > 1 else 0.0
         monitor.history += history[:-1]
