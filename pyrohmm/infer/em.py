@@ -29,7 +29,7 @@ from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint
-from ..io.identity import describe, digits, fingerprint
+from ..io.identity import describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
 from ..nn.points import module_of
@@ -39,11 +39,11 @@ from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel, exclusive
 from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
+from .options import FREE
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Point, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
-from .training import FREE
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -180,7 +180,8 @@ def fit_em(
         if loop.average is not None:
             _, loop.average.statistics = loop.whole_set()
     if group.size > 1:
-        _check_ranks(group, loop, generator)
+        start_values = [*parameters.values.values(), *parameters.points]
+        group.check_alike(parameters.data, generator, start_values, len(loop.losses))
     hidden = None if progress is None else not progress
     with (
         tqdm(total=num_steps, disable=not group.is_first or hidden) as bar,
@@ -262,18 +263,6 @@ def _check(
             "transition_step is for a TabularHMM with log_prior=DiversityPrior(...); other "
             "transitions have a closed form, or follow gradient_step."
         )
-
-
-def _check_ranks(group: ProcessGroup, loop: Loop, generator: torch.Generator | None) -> None:
-    """Raise unless all ranks start alike."""
-    parameters = loop.parameters
-    random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
-    group.check_same(
-        data=fingerprint(parameters.data),
-        random_numbers=digits(random),
-        parameters=digits([*parameters.values.values(), *parameters.points]),
-        checkpoints=len(loop.losses),
-    )
 
 
 def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:

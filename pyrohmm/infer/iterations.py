@@ -331,7 +331,7 @@ class Loop:
         self.parameters.restore(state)
         self.values = state["all_values"]
         self.maximize.restore(state)
-        if self.squarem is not None:
+        if self.squarem is not None and state["squarem"] is not None:
             self.squarem.restore(state["squarem"])
         self.batches.restore(state["batches"])
         if self.average is not None:

@@ -23,7 +23,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
-from .guide_samples import quantiles_of, repeatable, samples_of
+from .guides import quantiles_of, repeatable, samples_of
 from .plates import SequencePlate, check_fitted, hmm_at
 from .uncertainty import Information
 from .validation import Validation

@@ -545,6 +545,7 @@ def test_the_file_of_another_prior_is_refused(tmp_path):
 
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):
     options = {"checkpoint": tmp_path / "x", "start": starts.from_prior, "num_steps": 60}
+    options["acceleration"] = False
     module = TabularHMM(2, categorical(3))
     pyro.set_rng_seed(0)
     rough = fit_em(module, symbols(), tolerance=1e-2, **options)

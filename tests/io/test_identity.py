@@ -34,7 +34,7 @@ from pyrohmm import (
     normal_tied,
     starts,
 )
-from pyrohmm.infer.training import FREE, FitOptions
+from pyrohmm.infer.options import FREE, FitOptions
 from pyrohmm.io.identity import describe, difference
 
 GENERATOR = torch.Generator().manual_seed(0)
