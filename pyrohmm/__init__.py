@@ -16,6 +16,7 @@ from .analysis.streaming import Filter as Filter
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
 from .data import readers as readers
+from .data.formulas import formulas as formulas
 from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
@@ -95,6 +96,8 @@ from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
+from .nn.regression import RegressionHMM as RegressionHMM
+from .nn.regression import regression as regression
 from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
@@ -136,6 +139,7 @@ __all__ = [
     "NeuralTagger",
     "Posterior",
     "PosteriorDraws",
+    "RegressionHMM",
     "Restarts",
     "RotationGuide",
     "RowPermutationNUTS",
@@ -180,6 +184,7 @@ __all__ = [
     "fit_map",
     "fit_mcmc",
     "fit_svi",
+    "formulas",
     "free_durations",
     "freeze",
     "from_hmmlearn",
@@ -208,6 +213,7 @@ __all__ = [
     "queries",
     "readers",
     "recursions",
+    "regression",
     "report",
     "save",
     "scale_priors",

@@ -24,6 +24,7 @@ from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
+from ..distributions.block_hmm import BlockHMM
 from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.hsmm import HSMM
@@ -87,6 +88,8 @@ class Filter:
                 "hmm is restricted to labels, which belong to some steps. Give one without them."
             )
         self.hmm = hmm
+        if isinstance(hmm, BlockHMM):
+            hmm.check_constant("Filter")
         self._blocks = BlockSteps(hmm) if in_blocks(hmm.with_lengths(hmm.lengths)) else None
         self._state_of: Tensor | None = None
         with torch.no_grad():

@@ -48,15 +48,19 @@ class Expansion(NamedTuple):
 class Chain:
     """The distribution p(z) of the hidden states, by named parameters.
 
-    A subclass sets ``cores`` and ``parameters``, defines ``log_evidence``, ``filtered``,
-    ``viterbi``, ``sample_states``, ``log_prob``, and, where they are defined, ``sample_prior``,
-    ``expanded`` and ``stationary``. All else follows from them. Log-likelihoods are ``(*B, T, K)``,
-    lengths ``(*B)``; batch dimensions broadcast with those of the parameters.
+    A subclass sets ``cores`` and ``parameters``, and defines ``log_evidence``, ``filtered``,
+    ``viterbi``, ``sample_states``, or says in ``ops`` and ``tables`` which functions these are. It
+    defines ``log_prob``, and, where they exist, ``sample_prior``, ``expanded`` and ``stationary``.
+    All else follows from them. Log-likelihoods are ``(*B, T, K)``, lengths ``(*B)``; batch
+    dimensions broadcast with those of the parameters.
 
     Attributes:
         cores: The last dimensions of each parameter, by name: ``"K"`` is one of states, which a
             permutation of the states permutes; any other letter is a dimension of its own.
         parameters: By name, each with the batch dimensions ``(*b)`` before its core.
+        ops: Module of the recursions, functions of ``tables``, log-likelihoods and lengths.
+        tables: The parameters as these recursions take them.
+        censored: Whether the last and the first segment may be cut, of chains with durations.
         options: Further arguments of the constructor, which are no parameters.
         num_states: K.
         order: On how many states before it the next state depends.
@@ -66,6 +70,9 @@ class Chain:
     """
 
     cores: ClassVar[dict[str, Core]]
+    ops: ClassVar[Any]
+    tables: tuple[Any, ...]
+    censored: tuple[bool, ...] = ()
     options: dict[str, Any]
     log_initial: Tensor  # (*b, K)
     order = 1
@@ -89,7 +96,7 @@ class Chain:
     @property
     def num_states(self) -> int:
         """K, the number of states."""
-        raise NotImplementedError
+        return self.log_initial.size(-1)
 
     @property
     def batch_shape(self) -> torch.Size:
@@ -140,23 +147,24 @@ class Chain:
             .masked_fill(p.isneginf(), -torch.inf).log_softmax(-1)
         )  # fmt: skip
 
-    # Recursions
+    # Recursions: those of a module of ``ops``, unless a subclass has its own
 
     def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
-        raise NotImplementedError
+        return self.ops.log_evidence(*self.tables, log_likelihood, lengths, *self.censored)
 
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
-        raise NotImplementedError
+        return self.ops.filtered(*self.tables, log_likelihood, lengths)
 
     def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        raise NotImplementedError
+        return self.ops.viterbi(*self.tables, log_likelihood, lengths, *self.censored)
 
     def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
         """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
-        raise NotImplementedError
+        arguments = log_likelihood, lengths, num_samples
+        return self.ops.sample_states(*self.tables, *arguments, *self.censored)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""

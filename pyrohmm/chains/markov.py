@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ class MarkovRecursions(Chain):
         tensor(3.)
     """
 
+    ops: ClassVar[Any] = recursions
     is_markov = True
 
     @property
@@ -56,26 +59,9 @@ class MarkovRecursions(Chain):
         return self.matrices if self.per_step else self.matrices.squeeze(-3)
 
     @property
-    def num_states(self) -> int:
-        """K."""
-        return self.log_initial.size(-1)
-
-    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Log evidence: see :func:`pyrohmm.ops.recursions.log_evidence`."""
-        return recursions.log_evidence(self.log_initial, self.matrices, log_likelihood, lengths)
-
-    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Filtered states: see :func:`pyrohmm.ops.recursions.filtered`."""
-        return recursions.filtered(self.log_initial, self.matrices, log_likelihood, lengths)
-
-    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Most probable path: see :func:`pyrohmm.ops.recursions.viterbi`."""
-        return recursions.viterbi(self.log_initial, self.matrices, log_likelihood, lengths)
-
-    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths of the posterior: see :func:`pyrohmm.ops.recursions.sample_states`."""
-        logs = self.log_initial, self.matrices, log_likelihood
-        return recursions.sample_states(*logs, lengths, num_samples)
+    def tables(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """The first state's log-probabilities and the matrices."""
+        return self.log_initial, self.matrices
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths."""

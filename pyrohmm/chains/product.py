@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class ProductChain(Chain):
         log_transitions: M of ``(*b, K_m, K_m)``.
     """
 
+    ops: ClassVar[Any] = factorial
     is_markov = True
 
     def __init__(self, log_initials: Sequence[Tensor], log_transitions: Sequence[Tensor]) -> None:
@@ -88,22 +89,6 @@ class ProductChain(Chain):
     def matrices(self) -> Tensor:
         """``(*b, 1, K, K)``."""
         return self.log_transition.unsqueeze(-3)
-
-    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Log evidence: see :func:`pyrohmm.ops.factorial.log_evidence`."""
-        return factorial.log_evidence(*self.tables, log_likelihood, lengths)
-
-    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Filtered product states: see :func:`pyrohmm.ops.factorial.filtered`."""
-        return factorial.filtered(*self.tables, log_likelihood, lengths)
-
-    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Most probable path: see :func:`pyrohmm.ops.factorial.viterbi`."""
-        return factorial.viterbi(*self.tables, log_likelihood, lengths)
-
-    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths of the posterior: see :func:`pyrohmm.ops.factorial.sample_states`."""
-        return factorial.sample_states(*self.tables, log_likelihood, lengths, num_samples)
 
     def split(self, states: Tensor) -> Tensor:
         """The state of each chain, ``(*, M)``, of product states ``(*)``."""

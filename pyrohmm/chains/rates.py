@@ -7,9 +7,11 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._checks import check_log_simplex
+from .._arrays import from_numpy
+from .._checks import check_booleans, check_log_simplex, check_real, check_shape, check_times
+from .._lazy import lazy
 from .._transforms import refuse_transforms, transforming
-from ..ops import recursions
+from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
 from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
@@ -48,28 +50,47 @@ class RateChain(MarkovRecursions):
     Args:
         log_initial: ``(*b, K)``.
         rates: ``(*b, K, K)``, rows sum to zero.
-        gaps: Between the steps.
-        num_steps: T.
+        times: ``(*B, T)``, when the steps are; padding may be anything.
+        lengths: ``(*B)`` integers, on the CPU.
         exact_entry: ``(K,)`` booleans, states whose entry is seen at its very time; or None.
         observed: ``(*B, T)`` booleans, which steps are observed; or None. Only read with
             ``exact_entry``.
     """
 
     cores: ClassVar[dict[str, Core]] = {"log_initial": ("K",), "rates": ("K", "K")}
+    per_step = True
+    rates: Tensor
+    times: Tensor
+    exact_entry: Tensor | None
 
     def __init__(
         self,
         log_initial: Tensor,
         rates: Tensor,
-        gaps: Gaps,
-        num_steps: int,
+        times: Tensor,
+        lengths: Tensor,
         exact_entry: Tensor | None = None,
         observed: Tensor | None = None,
     ) -> None:
-        super().__init__(gaps=gaps, num_steps=num_steps, exact_entry=exact_entry, observed=observed)
-        self.log_initial, self.rates, self.gaps = log_initial, rates, gaps
-        self.exact_entry, self.per_step = exact_entry, True
-        self._matrices = transitions_between(rates, gaps, exact_entry, observed)
+        super().__init__(times=times, lengths=lengths, exact_entry=exact_entry, observed=observed)
+        self.take(log_initial=log_initial, rates=rates, times=times, exact_entry=exact_entry)
+
+    @property
+    def exists(self) -> Tensor:
+        """Which steps exist, ``(*B, T)`` booleans."""
+        lengths = from_numpy("lengths", self.options["lengths"]).cpu()
+        return masks.exists(lengths, self.times.size(-1), self.rates.device)
+
+    @lazy
+    def gaps(self) -> Gaps:
+        """The lengths of time between the steps."""
+        return Gaps.between(self.times.to(self.rates.device).double(), self.exists)
+
+    @lazy
+    def matrices(self) -> Tensor:
+        """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
+        observed = from_numpy("observed", self.options["observed"])
+        return transitions_between(self.rates, self.gaps, self.exact_entry, observed)
 
     @property
     def possible(self) -> Tensor:
@@ -77,23 +98,30 @@ class RateChain(MarkovRecursions):
         return (self.rates > 0) & ~_diagonal(self.rates)
 
     @property
-    def matrices(self) -> Tensor:
-        """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
-        return self._matrices
-
-    @property
     def batches(self) -> dict[str, torch.Size]:
-        """Batch dimensions of the first state and of the matrices between steps."""
-        return {"log_initial": self.log_initial.shape[:-1], "rates": self._matrices.shape[:-3]}
+        """Batch dimensions of the parameters and of the times."""
+        return super().batches | {"times": self.times.shape[:-1]}
 
     @property
     def steps(self) -> dict[str, int]:
         """T by the name of the times."""
-        return {"times": self.options["num_steps"]}
+        return {"times": self.times.size(-1)}
+
+    def check_shapes(self) -> None:
+        """Raise unless parameters and times have the shapes they should have."""
+        super().check_shapes()
+        check_real("times", self.times)
+        if self.times.dim() == 0:
+            raise ValueError("times must have shape (*B, T); got shape ().")
+        if self.exact_entry is not None:
+            check_booleans("exact_entry", self.exact_entry)
+            check_shape("exact_entry", self.exact_entry, self.rates.shape[-1:], "(K,)")
+            self.exact_entry = self.exact_entry.to(self.rates.device)
 
     def check_values(self) -> None:
         """Raise unless the rates are those of a chain in continuous time."""
         check_log_simplex("log_initial", self.log_initial)
+        check_times(self.times.to(self.rates.device).double(), self.exists)
         if transforming():
             return
         rates = self.rates.detach()
@@ -114,11 +142,12 @@ class RateChain(MarkovRecursions):
 
     def replace(self, **changes: Any) -> RateChain:
         """A copy with some parameters or options changed."""
-        if changes.keys() <= {"log_initial"}:  # the exponentials stay
-            new = object.__new__(RateChain)
-            new.__dict__ |= self.__dict__ | changes
-            return new
-        return RateChain(**(self.parameters | self.options | changes))
+        new = RateChain(**(self.parameters | self.options | changes))
+        same = ("gaps", "matrices") if changes.keys() <= {"log_initial"} else ("gaps",)
+        if changes.keys() <= self.cores.keys():
+            names = {f"_lazy_{name}" for name in same} & self.__dict__.keys()
+            new.__dict__ |= {name: self.__dict__[name] for name in names}
+        return new
 
     def permuted(self, order: Tensor) -> Chain:
         """A copy whose state k was ``order[k]``."""
@@ -141,9 +170,7 @@ class RateChain(MarkovRecursions):
         :math:`\log q_{ij}` and :math:`q_{ii}` (Fisher's identity).
         """
         refuse_transforms("expected counts of a chain in continuous time")
-        found = recursions.expected_counts(
-            self.log_initial, self._matrices, log_likelihood, lengths
-        )
+        found = recursions.expected_counts(self.log_initial, self.matrices, log_likelihood, lengths)
         with torch.inference_mode(False), torch.enable_grad():
             # tensors made in inference mode cannot be kept for a gradient
             gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ class SecondOrderChain(Chain):
     cores: ClassVar[dict[str, Core]] = {
         "log_initial": ("K",), "log_second": ("K", "K"), "log_transition": ("K", "K", "K"),
     }  # fmt: skip
+    ops: ClassVar[Any] = second_order
     order = 2
     log_second: Tensor
     log_transition: Tensor
@@ -49,27 +50,6 @@ class SecondOrderChain(Chain):
         super().__init__()
         self.take(log_initial=log_initial, log_second=log_second, log_transition=log_transition)
         self.tables = self.log_initial, self.log_second, self.log_transition
-
-    @property
-    def num_states(self) -> int:
-        """K."""
-        return self.log_initial.size(-1)
-
-    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Log evidence: see :func:`pyrohmm.ops.second_order.log_evidence`."""
-        return second_order.log_evidence(*self.tables, log_likelihood, lengths)
-
-    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Filtered states: see :func:`pyrohmm.ops.second_order.filtered`."""
-        return second_order.filtered(*self.tables, log_likelihood, lengths)
-
-    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Most probable path: see :func:`pyrohmm.ops.second_order.viterbi`."""
-        return second_order.viterbi(*self.tables, log_likelihood, lengths)
-
-    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths of the posterior: see :func:`pyrohmm.ops.second_order.sample_states`."""
-        return second_order.sample_states(*self.tables, log_likelihood, lengths, num_samples)
 
     @property
     def _by_earlier(self) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ class SemiMarkovChain(Chain):
         "log_initial": ("K",), "log_transition": ("K", "K"), "log_duration": ("K", "D"),
     }  # fmt: skip
 
+    ops: ClassVar[Any] = semi_markov
+    tables: tuple[Tensor, Tensor, Tensor]
+    censored: tuple[bool, bool]
     log_transition: Tensor
     log_duration: Tensor
 
@@ -48,11 +51,6 @@ class SemiMarkovChain(Chain):
         self.take(log_initial=log_initial, log_transition=log_transition, log_duration=log_duration)
         self.censored_end, self.censored_start = self.censored = censored_end, censored_start
         self.tables = self.log_initial, self.log_transition, self.log_duration
-
-    @property
-    def num_states(self) -> int:
-        """K."""
-        return self.log_initial.size(-1)
 
     @property
     def samples_alone(self) -> bool:  # type: ignore[override]
@@ -84,24 +82,10 @@ class SemiMarkovChain(Chain):
                 "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
             )
 
-    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Log evidence: see :func:`pyrohmm.ops.semi_markov.log_evidence`."""
-        parts = *self.tables, log_likelihood, lengths
-        return semi_markov.log_evidence(*parts, *self.censored)
-
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Filtered states, whether or not a segment must end with the data."""
         parts = *self.tables, log_likelihood, lengths
         return semi_markov.filtered(*parts, self.censored_start)
-
-    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        """Most probable path: see :func:`pyrohmm.ops.semi_markov.viterbi`."""
-        return semi_markov.viterbi(*self.tables, log_likelihood, lengths, *self.censored)
-
-    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths of the posterior: see :func:`pyrohmm.ops.semi_markov.sample_states`."""
-        parts = *self.tables, log_likelihood, lengths
-        return semi_markov.sample_states(*parts, num_samples, *self.censored)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths, whose segments are their runs."""

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._arrays import from_numpy
 from .._checks import (
-    check_booleans,
     check_broadcast,
-    check_floats,
-    check_integers,
     check_real,
-    check_shape,
-    check_tensor,
-    check_times,
-    check_trailing,
 )
 from .._transforms import transforming, uncompiled
 from ..chains.rates import Gaps, RateChain, over_gaps
-from ..ops import masks
 from ..ops.continuous_time import log_transitions
 from .autoregressive import Autoregressive
 from .forecast import Forecast
@@ -106,52 +95,13 @@ class ContinuousTimeHMM(HMM):
         allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
     ) -> None:
-        log_initial, rates = from_numpy("log_initial", log_initial), from_numpy("rates", rates)
-        lengths, times = from_numpy("lengths", lengths), from_numpy("times", times)
-        check_integers("lengths", lengths)
-        _check_times(times, int(lengths.max()) if lengths.numel() else 0)
-        for name, mask, place in (("observed", observed, -1), ("allowed", allowed, -2)):
-            if mask is not None and mask.shape[place:][:1] != times.shape[-1:]:
-                raise ValueError(
-                    f"{name} and times must have the same steps T; got {name} of shape "
-                    f"{tuple(mask.shape)} and times of shape {tuple(times.shape)}."
-                )
-        check_floats("log_initial", log_initial)
-        check_floats("rates", rates)
-        square = log_initial.shape[-1:] * 2
-        check_trailing("rates", rates, tuple(square), "(K, K)", "K is that of log_initial.")
-        check_broadcast({"times": times.shape[:-1], "lengths": lengths.shape})
-        if exact_entry is not None:
-            check_booleans("exact_entry", exact_entry)
-            check_shape("exact_entry", exact_entry, rates.shape[-1:], "(K,)")
-            exact_entry = exact_entry.to(rates.device)
-        self.times = times.to(rates.device).double()
-        exists = masks.exists(lengths.cpu().long(), times.size(-1), rates.device)
-        chain = RateChain(
-            log_initial, rates, Gaps.between(self.times, exists), times.size(-1), exact_entry,
-            observed,
-        )  # fmt: skip
+        chain = RateChain(log_initial, rates, times, lengths, exact_entry, observed)
         self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
-        if self._validate_args:
-            check_times(self.times, exists)
 
-    # The same model for other sequences, or with other parameters
-
-    def replace(self, **changes: Any) -> ContinuousTimeHMM:
-        """A copy with some arguments changed: see :meth:`HMM.replace`."""
-        names = "emission", "lengths", "observed", "emission_per_step", "allowed"
-        data = {name: changes.pop(name, getattr(self, name)) for name in names}
-        times = changes.pop("times", self.times)
-        same = all(data[name] is getattr(self, name) for name in ("lengths", "observed"))
-        if same and times is self.times and changes.keys() <= self.chain.cores.keys():
-            new = object.__new__(ContinuousTimeHMM)
-            new.times = times
-            new._compose(self.chain.replace(**changes), **data, validate_args=False)
-        else:
-            own = {n: getattr(self, n) for n in ("log_initial", "rates", "exact_entry")} | changes
-            new = ContinuousTimeHMM(**own, **data, times=times, validate_args=False)
-        self._validated_alike(new)
-        return new
+    @property
+    def times(self) -> Tensor:
+        """``(*B, T)``, when each step is, in float64."""
+        return self.chain.times.to(self.rates.device).double()
 
     @property
     def rates(self) -> Tensor:
@@ -182,15 +132,6 @@ class ContinuousTimeHMM(HMM):
         """
         times = self.times if times is None else times
         return self.replace(lengths=lengths, observed=observed, times=times, allowed=None)
-
-    def permute_states(self, order: Tensor) -> HMM:
-        """The states in another order: see :meth:`HMM.permute_states`."""
-        new = super().permute_states(order)
-        new.times = self.times
-        return new
-
-    def _kind(self) -> type[HMM]:
-        return ContinuousTimeHMM
 
     # The chain between observations
 
@@ -290,14 +231,3 @@ class ContinuousTimeHMM(HMM):
                 "posterior, with steps that are not observed."
             )
         return gaps
-
-
-def _check_times(times: Tensor, longest: int) -> None:
-    """Raise unless times are numbers for as many steps as the longest sequence has."""
-    check_tensor("times", times)
-    check_real("times", times)
-    if times.dim() == 0 or times.size(-1) < max(longest, 1):
-        raise ValueError(
-            f"times must have shape (*B, T) with T at least {max(longest, 1)}, the largest of "
-            f"lengths; got {tuple(times.shape)}."
-        )

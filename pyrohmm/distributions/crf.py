@@ -17,21 +17,83 @@ from torch.distributions import constraints
 from .._checks import (
     PyroValidation,
     check_broadcast,
+    check_floats,
     check_integers,
     check_lengths,
     check_no_nan,
     check_same_device,
+    check_size,
     check_trailing,
 )
 from .._precision import at_least_single, full_precision
 from .._sync import exceeds, with_one_wait
 from .._transforms import transforming, uncompiled
-from ..ops import masks, recursions
+from ..chains.base import Core
+from ..chains.markov import MarkovRecursions
+from ..chains.paths import PathFactors
+from ..ops import masks
 from ..ops.log_space import finite_or_zero
-from ..ops.sampling import refuse_nan
 from .labels import allowed_states, refuse_unknown
 
-_CURE = "T and K are those of emission_scores."
+
+class ScoreChain(MarkovRecursions):
+    """A Markov chain of labels whose scores need not be probabilities.
+
+    Recursions take the exponential of initial and transition scores as they stand, so that these
+    must be at most zero: the largest are subtracted, and added to the evidence.
+
+    Args:
+        initial_scores: ``(*b, K)``.
+        transition_scores: ``(*b, K, K)``; ``(*b, T-1, K, K)`` with ``per_step``.
+        per_step: Whether there is a matrix for each transition.
+    """
+
+    def __init__(
+        self, initial_scores: Tensor, transition_scores: Tensor, per_step: bool = False
+    ) -> None:
+        super().__init__(per_step=per_step)
+        self.initial_scores = _at_least_single(initial_scores)
+        self.transition_scores = _at_least_single(transition_scores)
+        self.per_step = per_step
+
+    @property
+    def cores(self) -> dict[str, Core]:  # type: ignore[override]
+        """Core dimensions of the scores."""
+        steps = ("T-1",) if self.per_step else ()
+        return {"initial_scores": ("K",), "transition_scores": (*steps, "K", "K")}
+
+    @property
+    def log_initial(self) -> Tensor:  # type: ignore[override]
+        """``(*b, K)``, at most zero."""
+        return self.initial_scores - self._peaks[0]
+
+    @property
+    def matrices(self) -> Tensor:
+        """``(*b, 1|T-1, K, K)``, at most zero."""
+        scores = self.transition_scores
+        return (scores if self.per_step else scores.unsqueeze(-3)) - self._peaks[1]
+
+    @property
+    def _peaks(self) -> tuple[Tensor, Tensor]:
+        """The largest initial score ``(*b, 1)`` and transition score ``(*b, 1, 1, 1)``."""
+        scores = self.transition_scores
+        return _peak(self.initial_scores, 1), _peak(
+            scores if self.per_step else scores.unsqueeze(-3), 3
+        )
+
+    def offset(self, lengths: Tensor) -> Tensor:
+        """What was subtracted from the score of each path, ``(*B)``."""
+        first, later = self._peaks
+        count = (lengths - 1).to(first.device)
+        return first.squeeze(-1) + count * later.squeeze((-1, -2, -3))
+
+    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Log partition function :math:`\log Z`, ``(*B)``."""
+        return super().log_evidence(log_likelihood, lengths) + self.offset(lengths)
+
+    def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
+        """Initial and transition scores of paths ``(*B, T)``, ``(*B)``."""
+        return super().log_prob(states, exists) + self.offset(exists.sum(-1))
 
 
 class LinearChainCRF(TorchDistribution):
@@ -93,7 +155,13 @@ class LinearChainCRF(TorchDistribution):
         *,
         transition_per_step: bool = False,
     ) -> None:
-        emission_scores = _scores("emission_scores", emission_scores, 2, "(*B, T, K)")
+        if emission_scores.dim() < 2:
+            raise ValueError(
+                "emission_scores must have shape (*B, T, K); got shape "
+                f"{tuple(emission_scores.shape)}. Insert dimensions of size 1 with unsqueeze."
+            )
+        emission_scores = _at_least_single(emission_scores)
+        check_floats("emission_scores", emission_scores)
         steps, num_labels = emission_scores.shape[-2:]
         if initial_scores is None:
             initial_scores = emission_scores.new_zeros(num_labels)
@@ -102,23 +170,17 @@ class LinearChainCRF(TorchDistribution):
         check_integers("lengths", lengths)
         self.lengths = lengths.cpu().long()
         check_lengths(self.lengths, steps)
-        self.emission_scores = emission_scores
-        self.initial_scores = _scores("initial_scores", initial_scores, 1, "(*B, K)")
-        own = 3 if transition_per_step else 2
-        per_step = "(*B, T-1, K, K), with transition_per_step"
-        shape = per_step if transition_per_step else "(*B, K, K)"
-        self.transition_scores = _scores("transition_scores", transition_scores, own, shape)
-        self.transition_per_step = transition_per_step
-        check_trailing("initial_scores", self.initial_scores, (num_labels,), "(K,)", _CURE)
-        trailing = (steps - 1, num_labels, num_labels)[-own:]
-        meaning = shape.replace("*B, ", "")
-        check_trailing("transition_scores", self.transition_scores, trailing, meaning, _CURE)
+        check_trailing("initial_scores", initial_scores, (num_labels,), "(K,)")
+        self.chain = ScoreChain(initial_scores, transition_scores, transition_per_step)
+        self.chain.check_shapes()
+        if transition_per_step:
+            wanted = (steps - 1, num_labels, num_labels)
+            check_trailing("transition_scores", transition_scores, wanted, "(T-1, K, K)")
+        self.emission_scores, self.transition_per_step = emission_scores, transition_per_step
         check_same_device(self._named)
         batch = check_broadcast({
-            "emission_scores": emission_scores.shape[:-2],
-            "transition_scores": self.transition_scores.shape[:-own],
-            "initial_scores": self.initial_scores.shape[:-1],
-            "lengths": self.lengths.shape,
+            "emission_scores": emission_scores.shape[:-2], "lengths": self.lengths.shape,
+            **self.chain.batches,
         })  # fmt: skip
         super().__init__(batch, torch.Size([steps]), validate_args=validate_args)
         if self._validate_args:
@@ -128,8 +190,17 @@ class LinearChainCRF(TorchDistribution):
 
     @property
     def _named(self) -> dict[str, Tensor]:
-        names = "emission_scores", "transition_scores", "initial_scores"
-        return {name: getattr(self, name) for name in names}
+        return {"emission_scores": self.emission_scores, **self.chain.parameters}
+
+    @property
+    def initial_scores(self) -> Tensor:
+        """``(*b, K)``, score of the first label."""
+        return self.chain.initial_scores
+
+    @property
+    def transition_scores(self) -> Tensor:
+        """``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
+        return self.chain.transition_scores
 
     @property
     def num_labels(self) -> int:
@@ -159,11 +230,9 @@ class LinearChainCRF(TorchDistribution):
                 f"batch_shape must be one that {tuple(self.batch_shape)} expands to; got "
                 f"{tuple(shape)}."
             )
-        return self._with_emissions(self.emission_scores.expand(*shape, *self._last_two))
-
-    @property
-    def _last_two(self) -> torch.Size:
-        return self.emission_scores.shape[-2:]
+        return self._with_emissions(
+            self.emission_scores.expand(*shape, self.num_steps, self.num_labels)
+        )
 
     def _with_emissions(self, emission_scores: Tensor) -> LinearChainCRF:
         other = LinearChainCRF(
@@ -197,44 +266,25 @@ class LinearChainCRF(TorchDistribution):
 
     # What is computed
 
-    def _factors(self) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """The arguments of the recursions, and what to add to the score of each path ``(*B)``.
-
-        Recursions take the exponential of initial and transition scores as they stand, so that
-        these must be at most zero.
-        """
-        transition = self.transition_scores
-        transition = transition if self.transition_per_step else transition.unsqueeze(-3)
-        first = _peak(self.initial_scores, 1)
-        later = _peak(transition, 3)
-        count = (self.lengths - 1).to(first.device)
-        offset = first.squeeze(-1) + count * later.squeeze((-1, -2, -3))
-        factors = self.initial_scores - first, transition - later, self.emission_scores
-        return (*factors, self.lengths), offset
-
     def log_partition(self) -> Tensor:
         r""":math:`\log Z`, ``(*B)``: the logarithm of the sum over all paths.
 
         Differentiable by all scores, any number of times; its gradient by the emission scores are
         the marginals. It is -inf, with gradient zero, where no path is possible.
         """
-        factors, offset = self._factors()
-        with full_precision(offset):
-            return with_one_wait(lambda: recursions.log_evidence(*factors)) + offset
+        with full_precision(self.emission_scores):
+            return with_one_wait(
+                lambda: self.chain.log_evidence(self.emission_scores, self.lengths)
+            )
 
     def _score(self, labels: Tensor) -> Tensor:
-        exists = self.exists
+        """Scores of paths ``(*B, T)`` without unknown labels, ``(*B)``."""
         batch = torch.broadcast_shapes(self.batch_shape, labels.shape[:-1])
         labels = labels.expand(*batch, self.num_steps)
-        rows = self.emission_scores.expand(*batch, *self._last_two)
+        rows = self.emission_scores.expand(*batch, self.num_steps, self.num_labels)
         emitted = rows.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        first = self.initial_scores.expand(*batch, self.num_labels).gather(-1, labels[..., :1])
-        matrices = self.transition_scores
-        matrices = matrices if self.transition_per_step else matrices.unsqueeze(-3)
-        pairs = (labels[..., :-1] * self.num_labels + labels[..., 1:]).unsqueeze(-1)
-        matrices = matrices.flatten(-2).expand(*batch, self.num_steps - 1, -1)
-        taken = matrices.gather(-1, pairs).squeeze(-1).masked_fill(~exists[..., 1:], 0.0)
-        return first.squeeze(-1) + emitted.masked_fill(~exists, 0.0).sum(-1) + taken.sum(-1)
+        total = emitted.masked_fill(~self.exists, 0.0).sum(-1)
+        return total + self.chain.log_prob(labels, self.exists)
 
     @uncompiled
     def log_prob(self, labels: Tensor) -> Tensor:
@@ -273,13 +323,48 @@ class LinearChainCRF(TorchDistribution):
         They carry no gradient; that of ``log_partition`` by the emission scores, taken with
         ``create_graph=True``, are the same numbers and does.
         """
-        return recursions.posterior(*self._factors()[0]).states
+        return self.chain.posterior(self.emission_scores, self.lengths).states
+
+    def pairwise_marginals(self) -> Tensor:
+        r"""Marginals :math:`p(y_t, y_{t+1})`, ``(*B, T-1, K, K)``; zero at padded steps.
+
+        Example:
+            >>> crf = LinearChainCRF(torch.zeros(2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+            >>> crf.pairwise_marginals()
+            tensor([[[0.3655, 0.1345],
+                     [0.1345, 0.3655]]])
+        """
+        chain, shape = self.chain, (*self.batch_shape, self.num_steps - 1, *[self.num_labels] * 2)
+        each = ScoreChain(chain.log_initial, chain.matrices.expand(shape), per_step=True)
+        counts = each.counts_of_each(self.emission_scores, self.lengths)
+        return counts.counts["transition_scores"]
+
+    def k_best(self, count: int) -> tuple[Tensor, Tensor]:
+        r"""The C most probable paths ``(*B, C, T)``, best first, and :math:`\log p` ``(*B, C)``.
+
+        Where fewer than C paths are possible the rest have -inf, and hold 0.
+        """
+        check_size("count", count)
+        with torch.no_grad():
+            paths, scores = self._paths().k_best(count)
+            total = self.log_partition() - self.chain.offset(self.lengths)
+            return paths, scores - finite_or_zero(total).unsqueeze(-1)
+
+    def path_entropy(self) -> Tensor:
+        r"""Entropy :math:`-\sum_y p(y) \log p(y)` of the labels, in nats, ``(*B)``."""
+        with torch.no_grad():
+            return self._paths().entropy()
+
+    def _paths(self) -> PathFactors:
+        chain = self.chain
+        factors = chain.log_initial, chain.matrices, self.emission_scores
+        return PathFactors.joined(*factors, self.lengths)
 
     def viterbi(self) -> Tensor:
         r"""The most probable labels :math:`\arg\max_y p(y_{1:T})`, ``(*B, T)``; 0 where padded."""
-        factors, _ = self._factors()
-        refuse_nan(*factors[:2], factors[2].masked_fill(~self.exists.unsqueeze(-1), 0.0))
-        return recursions.viterbi(*factors)
+        scores = self.emission_scores
+        self.chain.refuse_nan(scores.masked_fill(~self.exists.unsqueeze(-1), 0.0))
+        return self.chain.viterbi(scores, self.lengths)
 
     @property
     def mode(self) -> Tensor:
@@ -298,23 +383,13 @@ class LinearChainCRF(TorchDistribution):
                 raise ValueError(
                     "scores must leave a path for samples; those of a sequence are all -inf."
                 )
-            factors, _ = self._factors()
-            paths = recursions.sample_states(*factors, shape.numel())
+            paths = self.chain.sample_states(self.emission_scores, self.lengths, shape.numel())
             return paths.reshape(shape + self.batch_shape + self.event_shape)
 
 
-def _scores(name: str, scores: Tensor, dims: int, meaning: str) -> Tensor:
-    """Scores in float32 or float64; raise unless they are floats of enough dimensions."""
-    if not scores.dtype.is_floating_point:
-        raise TypeError(
-            f"{name} must be floating point; got dtype {scores.dtype}. Call .float() on it."
-        )
-    if scores.dim() < dims:
-        raise ValueError(
-            f"{name} must have shape {meaning}; got shape {tuple(scores.shape)}. Insert "
-            "dimensions of size 1 with unsqueeze."
-        )
-    return at_least_single(scores)
+def _at_least_single(scores: Tensor) -> Tensor:
+    """Half precision, such as autocast makes, in float32; anything else as it is."""
+    return at_least_single(scores) if scores.dtype.is_floating_point else scores
 
 
 def _peak(scores: Tensor, dims: int) -> Tensor:

@@ -86,9 +86,6 @@ class FactorialHMM(HMM):
             emission_per_step, allowed,
         )  # fmt: skip
 
-    def _kind(self) -> type[HMM]:
-        return FactorialHMM
-
     @property
     def log_initials(self) -> tuple[Tensor, ...]:
         """M of ``(K_m,)``, log-probabilities of the first state of each chain."""

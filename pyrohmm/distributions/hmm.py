@@ -31,6 +31,8 @@ from .labels import allowed_states
 from .observation import Tied, permuted
 from .sampling import sample_emission, sample_emission_per_step
 
+_PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed"
+
 
 class HMM(ChainDistribution):
     r"""Sequences emitted by a Markov chain of hidden states.
@@ -149,30 +151,28 @@ class HMM(ChainDistribution):
 
         The new ones are checked as those of a new HMM, but for whether probabilities sum to one.
         """
-        names = "emission", "lengths", "observed", "emission_per_step", "allowed"
-        data = {name: changes.pop(name, getattr(self, name)) for name in names}
-        chain = self._changed_chain(changes, data)
-        return self._validated_alike(self._kind().of(chain, **data, validate_args=False))
+        data = {name: changes.pop(name) for name in _PARTS if name in changes}
+        if "transition_per_step" in changes:
+            changes["per_step"] = changes.pop("transition_per_step")
+        changes |= {name: part for name, part in data.items() if name in self.chain.options}
+        chain = self.chain.replace(**changes) if changes else self.chain
+        return self._copied(chain=chain, **data)
 
     def with_chain(self, chain: Chain) -> HMM:
         """Copy with another chain of the same states."""
-        new = object.__new__(self._kind())
-        new.__dict__ |= self.__dict__
-        new._compose(
-            chain, self._emission, self.lengths, self.observed, False, self.emission_per_step,
-            self.allowed,
-        )  # fmt: skip
-        return self._validated_alike(new)
+        return self._copied(chain=chain)
 
-    def _kind(self) -> type[HMM]:
-        """What :meth:`replace` returns."""
-        return HMM
+    def _copied(self, **parts: Any) -> HMM:
+        """A copy with other parts, which checks values as this one does."""
+        own = {"chain": self.chain, "emission": self._emission}
+        own |= {name: getattr(self, name) for name in _PARTS[1:]} | parts
+        kind = HMM if type(own["chain"]) is MarkovChain else type(self)
+        return self._validated_alike(kind.of(**own, validate_args=False))
 
-    def _changed_chain(self, changes: dict[str, Any], data: dict[str, Any]) -> Chain:
-        """The chain with some parameters or options changed, for sequences of ``data``."""
-        if "transition_per_step" in changes:
-            changes["per_step"] = changes.pop("transition_per_step")
-        return self.chain.replace(**changes) if changes else self.chain
+    def _validated_alike(self, other: HMM) -> HMM:
+        """``other``, which will check values as this one does."""
+        other._validate_args = self._validate_args
+        return other
 
     def expanded(self) -> HMM:
         """HMM of equal distribution whose states form a Markov chain: see its chain."""
@@ -184,16 +184,7 @@ class HMM(ChainDistribution):
         if own is not None:
             own = own[..., index]
             allowed = own if allowed is None else allowed & own
-        new = HMM.of(
-            chain, emission, self.lengths, self.observed, validate_args=False,
-            emission_per_step=self.emission_per_step, allowed=allowed,
-        )  # fmt: skip
-        return self._validated_alike(new)
-
-    def _validated_alike(self, other: HMM) -> HMM:
-        """``other``, which will check values as this one does."""
-        other._validate_args = self._validate_args
-        return other
+        return self._copied(chain=chain, emission=emission, allowed=allowed)
 
     def with_lengths(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Copy of the parameters for other sequences: such as a loaded HMM, for new data.
@@ -271,14 +262,11 @@ class HMM(ChainDistribution):
             )
         emission = self.emission
         autoregressive = isinstance(emission, Autoregressive)
-        new = self._kind().of(
-            self.chain.permuted(order),
-            emission.permuted(order) if autoregressive else permuted(emission, order),
-            self.lengths, self.observed, validate_args=False,
-            emission_per_step=self.emission_per_step,
+        return self._copied(
+            chain=self.chain.permuted(order),
+            emission=emission.permuted(order) if autoregressive else permuted(emission, order),
             allowed=None if self.allowed is None else self.allowed[..., order],
-        )  # fmt: skip
-        return self._validated_alike(new)
+        )
 
     # Queries given values (*B, T, *E)
 

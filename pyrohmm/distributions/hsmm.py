@@ -89,9 +89,6 @@ class HSMM(HMM):
         )
         self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
 
-    def _kind(self) -> type[HMM]:
-        return HSMM
-
     @property
     def log_duration(self) -> Tensor:
         """``(K, D)``, log-probabilities of durations."""

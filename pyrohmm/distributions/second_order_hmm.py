@@ -67,9 +67,6 @@ class SecondOrderHMM(HMM):
         chain = SecondOrderChain(log_initial, log_second, log_transition)
         self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
 
-    def _kind(self) -> type[HMM]:
-        return SecondOrderHMM
-
     @property
     def log_second(self) -> Tensor:
         """``(K, K)``, log-probabilities of the second state given the first."""

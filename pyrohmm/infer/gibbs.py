@@ -19,6 +19,7 @@ from torch import Tensor
 from .._checks import check_size
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
+from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.hmm import HMM
@@ -26,7 +27,9 @@ from ..distributions.observation import is_categorical
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
+from ..nn.discrete import CategoricalEmission
 from ..nn.family import Emission
+from ..ops.path_samples import PathSamples, sample_paths
 from .hmc import Coordinates, State, Tuning, trajectory
 from .models import MarginalModel, exclusive
 from .parameters import Parameters
@@ -168,32 +171,64 @@ class Gibbs(Chains):
         if self.others is not None and self.done:
             self.others.step()
         hmm, prior = parameters.build(self.data)
-        likelihood = hmm.log_likelihood(self.data.values)
+        paths = self._sample_paths(hmm)
+        evidence = paths.log_evidence
         if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
-            self._keep(hmm, likelihood, prior, index - 1)
-        states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)
-        parameters.update(self._sample_parameters(hmm, states))
+            self._keep(evidence, prior, index - 1)
+        parameters.update(self._sample_parameters(hmm, paths.states, paths))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
-            self._keep(hmm, hmm.log_likelihood(self.data.values), prior, index)
+            self._keep(hmm.log_prob(self.data.values), prior, index)
 
-    def _keep(self, hmm: HMM, likelihood: Tensor, prior: Tensor, index: int) -> None:
+    def _sample_paths(self, hmm: HMM) -> PathSamples:
+        """Paths of all sequences in all chains, and the log evidence of each."""
+        chain, values = hmm.chain, self.data.values
+        batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
+        if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
+            if not chain.per_step:
+                factors = hmm.symbol_factors(values)
+                if factors is not None:
+                    _, _, table, rows, _, known = factors
+                    table = table.mT
+                    rows = rows if known is None else rows.masked_fill(~known, -1)
+                else:
+                    table = hmm.log_likelihood(values).flatten(-3, -2)
+                    rows = torch.arange(table.size(-2), device=values.device)
+                rows = rows.reshape(len(self.data), -1).contiguous()
+                tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
+                wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
+                first, matrix, table = wide
+                parts = first.squeeze(1), matrix, table, rows, self.data.lengths
+                found = sample_paths(*parts, by_kind=factors is not None)
+                if found is not None:
+                    return found
+        likelihood = hmm.log_likelihood(values)
+        states = chain.sample_states(likelihood, hmm.lengths, 1)
+        nothing = states.new_zeros(0)
+        evidence = chain.log_evidence(likelihood, hmm.lengths)
+        return PathSamples(states, evidence, nothing, nothing, nothing)
+
+    def _keep(self, evidence: Tensor, prior: Tensor, index: int) -> None:
         """Keep the parameters, and their log joint density."""
         parameters = self.parameters
-        evidence = hmm.chain.log_evidence(likelihood, hmm.lengths).double()
-        lp = evidence.reshape(parameters.restarts, -1).sum(-1) + prior.double()
+        lp = evidence.double().reshape(parameters.restarts, -1).sum(-1) + prior.double()
         now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
         self.keep(index, now | {"lp": lp})
 
-    def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
-        """Samples of the parameters given the paths, by name."""
+    def _sample_parameters(
+        self, hmm: HMM, states: Tensor, counted: PathSamples | None = None
+    ) -> Values:
+        """Samples of the parameters given the paths, by name, of which some may be counted."""
         parameters = self.parameters
         restarts, num_states = parameters.restarts, hmm.num_states
         states = states.reshape(restarts, len(self.data), -1)
         values: Values = {}
         if self.chain is not None:
-            paths = states if restarts > 1 else states[0]
-            found = whole_counts(hmm, paths)
+            if counted is not None and len(counted.transitions):
+                tables = counted.initial, counted.transitions
+                found = dict(zip(("log_initial", "log_transition"), tables))
+            else:
+                found = whole_counts(hmm, states if restarts > 1 else states[0])
             counts = {}
             for name, count in found.items():
                 core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
@@ -203,7 +238,11 @@ class Gibbs(Chains):
             expected = ExpectedCounts(no_evidence, weights, counts)
             values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
         if self.emission is not None:
-            statistics = self._emission_statistics(hmm, states)
+            symbols = counted is not None and len(counted.emitted) > 0
+            if counted is not None and symbols and type(self.emission) is CategoricalEmission:
+                statistics = {"counts": counted.emitted.mT}
+            else:
+                statistics = self._emission_statistics(hmm, states)
             sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
             values |= under(self.prefix, sample)
         return values

@@ -48,7 +48,8 @@ class Emissions:
             ends = sizes.cumsum(0)
             tokens = owner.argsort(stable=True).split(owner.bincount(minlength=len(sizes)).tolist())
             states = [slice(a, b) for a, b in zip((ends - sizes).tolist(), ends.tolist())]
-            probs = [hmm.log_emission[v, : s.stop - s.start].exp() for v, s in zip(tokens, states)]
+            rows = (hmm.log_emission[part.to(self.device)].exp() for part in tokens)
+            probs = [part[:, : s.stop - s.start] for part, s in zip(rows, states)]
         else:
             emitted = hmm.emission.probs.mT.contiguous()
             tokens, states, probs = (

@@ -13,6 +13,7 @@ Its modules; each imports only those above it:
 ``covariances``      normal vectors with covariances, alone or autoregressive
 ``circular``         von Mises: angles
 ``composed``         joined streams; states that share an emission
+``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``chain_tables``     ``ChainTables``: what modules of probabilities share
 ``tabular``          ``TabularHMM``: probabilities are the parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
@@ -66,6 +67,8 @@ from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
+from .regression import RegressionHMM as RegressionHMM
+from .regression import regression as regression
 from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM

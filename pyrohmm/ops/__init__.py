@@ -29,6 +29,7 @@ Its modules; each imports only those above it:
 ``_numba_paths``      compiled loops over dense chains: log space, Viterbi, sampling
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``_numba_segments``   compiled loops over chains with durations
+``_numba_draws``      compiled filtering and sampling of paths by many parameters
 ``_numba_clusters``   compiled loops of Brown clustering
 ``operations``        ``Backend``: the operations on which recursions rest, by torch
 ``_numba_backend``    the operations by Numba
@@ -39,6 +40,7 @@ Its modules; each imports only those above it:
 ``precision``         the recursions in float32, float64 and logarithms
 ``evidence``          evidence and gradient of those as one differentiable operation
 ``recursions``        forward-backward, Viterbi, path sampling of dense chains
+``path_samples``      paths and evidence by many parameters in one pass
 ``continuous_time``   transitions of chains in continuous time
 ``semi_markov``       the recursions of chains with explicit durations
 ``factorial``         the recursions of several chains behind one observation

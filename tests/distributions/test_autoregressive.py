@@ -10,7 +10,7 @@ import torch
 from pyro.distributions import Categorical, MultivariateNormal, Normal, Poisson
 from scipy import stats
 
-from pyrohmm import HMM, Filter, Sequences, TabularHMM, fit_em, load_hmm, markov_sample, save
+from pyrohmm import HMM, Sequences, TabularHMM, fit_em, load_hmm, markov_sample, save
 from pyrohmm.analysis.prediction import (
     continuation,
     impute,
@@ -521,8 +521,6 @@ def test_it_is_saved_and_loaded_to_the_last_bit(name, tmp_path):
 
 def test_what_needs_observations_of_the_state_alone_refuses():
     hmm, values = chain(vectors(2, 1), torch.tensor([4])), torch.randn(1, 4, 2)
-    with pytest.raises(ValueError, match=r"Filter needs .* AutoregressiveNormal"):
-        Filter(hmm)
     with pytest.raises(ValueError, match="observation_marginals needs"):
         observation_marginals(hmm, values)
     with pytest.raises(ValueError, match="must be the whole emission"):

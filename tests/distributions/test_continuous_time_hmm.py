@@ -404,9 +404,10 @@ def test_queries_of_an_hmm_know_it(values):
     shown = metrics.perplexity(hmm.replace(observed=None), data)
     evidence = hmm.replace(observed=None).log_prob(values).sum()
     assert abs(shown.value - math.exp(-evidence / data.num_observed)) < 1e-6
-    for query in (Filter, partial(queries.continuation, values=values, num_steps=2)):
-        with pytest.raises(ValueError, match=r"^\w+ needs an hmm .* have times of their own. Call"):
-            query(hmm)
+    with pytest.raises(TypeError, match=r"times must be .*; got int"):
+        queries.continuation(hmm, values, 2)
+    with pytest.raises(TypeError, match=r"times must be .*; got NoneType"):
+        Filter(hmm).update(values[:, 0])
     for query in (
         dwell_times.dwell_time_mean,
         partial(dwell_times.dwell_time_log_prob, num_steps=2),
@@ -459,7 +460,7 @@ def test_bad_arguments_are_named():
         ({"rates": FULL.long()}, TypeError, "rates must be floating point"),
         ({"times": torch.tensor(1.0)}, ValueError, r"times must have shape \(\*B, T\)"),
         ({"times": irregular(3)}, ValueError, "times"),
-        ({"times": irregular(4)[:, :2]}, ValueError, "times must have shape .* at least 5"),
+        ({"times": irregular(4)[:, :2]}, ValueError, "number of steps, 2 of times; got .* to 5"),
         ({"times": None}, TypeError, "times"),
         ({"times": irregular(4).log().log()}, ValueError, r"at sequence \[0\], step 0, there is"),
         ({"times": torch.zeros(5)}, ValueError, r"at sequence \[0\], step 1, there is 0.0 after"),

@@ -57,6 +57,17 @@ def test_everything_is_that_of_the_table_of_all_paths(steps, num_labels, per_ste
         best = padded(paths[joint.argmax()][None], steps)[0]
         assert torch.equal(crf.viterbi()[n], best)
         assert torch.equal(crf.mode[n], best)
+        probs = np.exp(joint - truth.evidence)
+        assert crf.path_entropy()[n].item() == pytest.approx(-(probs * np.log(probs)).sum())
+        found, logs = crf.k_best(3)
+        order = np.argsort(-joint)[:3]
+        assert torch.equal(found[n, : len(order)], padded(paths[order], steps))
+        assert np.allclose(logs[n, : len(order)], (joint - truth.evidence)[order], rtol=1e-10)
+        assert bool(logs[n, len(order) :].isneginf().all())
+        pairs = np.zeros((steps - 1, num_labels, num_labels))
+        for path, prob in zip(paths, probs):
+            pairs[np.arange(len(path) - 1), path[:-1], path[1:]] += prob
+        assert np.allclose(crf.pairwise_marginals()[n], pairs, rtol=1e-10, atol=1e-14)
 
 
 def test_without_initial_scores_and_lengths_there_are_zeros_and_all_steps():

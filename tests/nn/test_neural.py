@@ -331,8 +331,8 @@ def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
         fit(12, 0.4)
 
 
-@pytest.mark.parametrize("num_filters", [None, [4, 5, 2]])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_filters", [None, 4])
+@pytest.mark.parametrize("seed", range(2))
 def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(seed, num_filters):
     pyro.set_rng_seed(seed)
     words, widths = ["cat", "a", "catalogue", "tac", "at"], (1, 2, 5)
@@ -370,8 +370,6 @@ def test_what_does_not_fit_is_refused():
         NeuralHMM(6, 6, 7, blocks=RAGGED, factored=True)
     with pytest.raises(ValueError, match="words must be strings of at least one letter"):
         CharCNN(["a", ""], 4)
-    with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):
-        CharCNN(["a"], 4, widths=(1, 2), num_filters=[3])
     assert isinstance(make("no blocks").words, nn.Module)
 
 

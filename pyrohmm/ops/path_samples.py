@@ -1,0 +1,77 @@
+"""Paths and evidence of the same sequences under many parameters, in one pass: for sampling."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends import NUMBA, backend_for
+from .log_space import finite_or_zero
+
+WIDEST = 64  # states; for more, matrix products of torch are faster
+
+
+class PathSamples(NamedTuple):
+    """Paths of N sequences under G parameters.
+
+    Attributes:
+        states: ``(G, N, T)``, 0 at padded steps.
+        log_evidence: ``(G, N)``.
+        initial: ``(G, K)``, numbers of first states.
+        transitions: ``(G, K, K)``, numbers of transitions.
+        emitted: ``(G, V, K)``, in which states each kind of step was; empty if not asked for.
+    """
+
+    states: Tensor
+    log_evidence: Tensor
+    initial: Tensor
+    transitions: Tensor
+    emitted: Tensor
+
+
+def sample_paths(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    lengths: Tensor,
+    by_kind: bool = False,
+) -> PathSamples | None:
+    r"""Samples of :math:`p(z_{1:T} \mid x_{1:T}, \theta_g)` and :math:`\log p(x_{1:T} | \theta_g)`.
+
+    Args:
+        log_initial: ``(G, K)``.
+        log_transition: ``(G, K, K)``.
+        table: ``(G, V, K)``, log-likelihoods of V kinds of step.
+        rows: ``(N, T)`` integers, the kind of each step; -1 where it is not observed.
+        lengths: ``(N,)``.
+        by_kind: Whether to count in which states each kind of step was.
+
+    Returns:
+        None where numbers leave their range, or are not on the CPU.
+    """
+    groups, num_states = log_initial.shape
+    if backend_for(log_initial.device) is not NUMBA or num_states > WIDEST:
+        return None
+    with torch.no_grad():
+        offsets = finite_or_zero(table.amax(-1)).double()
+        likelihood = (table.double() - offsets.unsqueeze(-1)).exp()
+        first, matrix = log_initial.double().exp(), log_transition.double().exp()
+        uniform = torch.rand(groups, *rows.shape, dtype=torch.float64)
+        states = torch.zeros(uniform.shape, dtype=torch.long)
+        evidence = uniform.new_zeros(uniform.shape[:2])
+        counts = uniform.new_zeros(first.shape), uniform.new_zeros(matrix.shape)
+        emitted = uniform.new_zeros(likelihood.shape if by_kind else (0, 0, 0))
+        kernels = import_module("._numba_draws", __package__)
+        kernels.run(
+            kernels.sample_paths, groups, 8 * rows.numel() * num_states**2,
+            first.contiguous(), matrix.contiguous(), matrix.mT.contiguous(),
+            likelihood.contiguous(), offsets.contiguous(), rows, lengths, uniform, states, evidence,
+            *counts, emitted,
+        )  # fmt: skip
+    if bool(evidence.isnan().any()):
+        return None
+    return PathSamples(states, evidence, *counts, emitted)
