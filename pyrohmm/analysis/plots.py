@@ -356,6 +356,21 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     return axes
 
 
+def history(fit: Fit, axes: Axes | None = None) -> Axes:
+    """Draw the parts of the loss at each step: :attr:`Fit.history`, in nats.
+
+    Args:
+        fit: The fit.
+        axes: Where to draw; new ones by default.
+    """
+    axes = axes_or_new(axes)
+    for name, values in fit.history.items():
+        axes.plot(values.cpu().numpy(), label=name.replace("_", " "))
+    axes.set(xlabel="step", ylabel="nats")
+    axes.legend()
+    return axes
+
+
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
