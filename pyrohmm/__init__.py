@@ -24,11 +24,11 @@ from .distributions.block_hmm import BlockHMM as BlockHMM
 from .distributions.continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .distributions.crf import LinearChainCRF as LinearChainCRF
 from .distributions.dpp import DiversityPrior as DiversityPrior
-from .distributions.factorial_hmm import FactorialHMM as FactorialHMM
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
-from .distributions.hsmm import HSMM as HSMM
-from .distributions.second_order_hmm import SecondOrderHMM as SecondOrderHMM
+from .distributions.structured_hmm import HSMM as HSMM
+from .distributions.structured_hmm import FactorialHMM as FactorialHMM
+from .distributions.structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from .infer import cooccurrence as cooccurrence
 from .infer import em as em
@@ -98,9 +98,9 @@ from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
-from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
-from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .nn.tabular import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
+from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky

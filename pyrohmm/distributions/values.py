@@ -58,8 +58,8 @@ def check_support(
         )  # fmt: skip
         return
     event = emission.event_shape
-    if len(event) and _is_real(emission.support):
-        return  # NaN is a missing component
+    if _is_real(emission.support) and (len(event) or not bool(values.isnan().any())):
+        return  # NaN is a missing component of a vector
     values = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
         values = values.movedim(values.dim() - 2 - len(event), 0)

@@ -32,7 +32,7 @@ from ..io.checkpoints import Checkpoint
 from ..io.identity import describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
-from ..nn.points import module_of
+from ..nn.tabular import module_of
 from .expectation import Expectation, check_apart, uniform_counts
 from .iterations import Average, Extrapolation, Loop
 from .maximization import Maximization

@@ -17,7 +17,7 @@ from .._checks import check_returned, check_size
 from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
-from ..nn.sticky_hdp import SharedRows
+from ..nn.tabular import SharedRows
 from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, parameters_read
 from .options import FitOptions, Settings, check_names, check_settings, sees_all

@@ -78,7 +78,7 @@ def train(
     plates, supports = training.objective.plates, training.objective.supports
     return Fit(
         model, guide, losses, training.reason is not None,
-        training.reason or f"it took all {settings['num_steps']} steps", training.seconds,
+        training.reason or training.ended, training.seconds,
         data.num_observed, names=list(supports), params=dict(store),
         notes=uses_labels(data) if isinstance(module, HMMModule) else [],
         method=method, validation=training.held_out.history if training.held_out else [],
@@ -164,6 +164,7 @@ class Training:
         self.losses: list[Tensor] = []
         self.parts: list[Tensor] = []
         self.reason: str | None = None
+        self.ended = f"it took all {settings['num_steps']} steps"  # if it has not converged
         # which a resumed fit may change
         self._tests = [settings["tolerance"], settings.get("patience")]
 
@@ -360,8 +361,8 @@ class Training:
         self.start_time -= saved["seconds"]
         if saved["reason"] is not None and saved["tests"] == self._tests:
             self.reason = saved["reason"]
-        elif len(self.losses) > self.settings["num_steps"]:
-            self.reason = None
+        if len(self.losses) > self.settings["num_steps"]:
+            self.ended = f"checkpoint had taken {len(self.losses)} steps already"
 
     def _identity(self) -> dict[str, Any]:
         """Fingerprint of the fit, for checkpoints."""

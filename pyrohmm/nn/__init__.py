@@ -14,16 +14,11 @@ Its modules; each imports only those above it:
 ``circular``         von Mises: angles
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
-``chain_tables``     ``ChainTables``: what modules of probabilities share
-``tabular``          ``TabularHMM``: probabilities are the parameters
+``tabular``          ``TabularHMM``, second order, sticky: probabilities are the parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
-``duration_modes``   M-steps of parametric durations
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_hsmm``     ``TabularHSMM``: states with explicit durations
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
-``second_order``     ``TabularSecondOrderHMM``: each state depends on the two before it
-``sticky_hdp``       ``StickyHDPHMM``: as many states as the posterior uses
-``points``           an ``HMM`` as a module without priors
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
 ``dropout``          what training leaves out: ``LinearDropout`` of states, ``TrainingNoise``
@@ -69,9 +64,9 @@ from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
 from .regression import RegressionHMM as RegressionHMM
 from .regression import regression as regression
-from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
-from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
+from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky
