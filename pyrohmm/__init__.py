@@ -98,6 +98,7 @@ from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
+from .nn.tabular import StationaryHMM as StationaryHMM
 from .nn.tabular import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
@@ -148,6 +149,7 @@ __all__ = [
     "SecondOrderHMM",
     "Sequences",
     "StatefulModel",
+    "StationaryHMM",
     "StickyHDPHMM",
     "TabularContinuousTimeHMM",
     "TabularFactorialHMM",
