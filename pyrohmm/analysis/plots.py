@@ -30,6 +30,7 @@ from .plot_axes import (
     names_or_numbers,
     table,
 )
+from .plot_axes import history as history
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
 
@@ -353,21 +354,6 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     axes.plot((fit.losses.cpu() / count).numpy(), color="C0")
     axes.set(xlabel="step", ylabel="loss, nats per observation")
     axes.locator_params(axis="x", integer=True)
-    return axes
-
-
-def history(fit: Fit, axes: Axes | None = None) -> Axes:
-    """Draw the parts of the loss at each step: :attr:`Fit.history`, in nats.
-
-    Args:
-        fit: The fit.
-        axes: Where to draw; new ones by default.
-    """
-    axes = axes_or_new(axes)
-    for name, values in fit.history.items():
-        axes.plot(values.cpu().numpy(), label=name.replace("_", " "))
-    axes.set(xlabel="step", ylabel="nats")
-    axes.legend()
     return axes
 
 
