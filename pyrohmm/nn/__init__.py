@@ -15,7 +15,7 @@ Its modules; each imports only those above it:
 ``waiting``          gamma: positive numbers
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
-``tabular``          ``TabularHMM``, second order, sticky: probabilities are the parameters
+``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_hsmm``     ``TabularHSMM``: states with explicit durations
@@ -65,6 +65,7 @@ from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
 from .regression import RegressionHMM as RegressionHMM
 from .regression import regression as regression
+from .tabular import StationaryHMM as StationaryHMM
 from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
