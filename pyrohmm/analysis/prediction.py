@@ -202,6 +202,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor
     """
     with torch.no_grad():
         check_possible(hmm.log_prob(values))
+        values = hmm.values_of(values)
         states = hmm.sample_states(values, sample_shape)
         if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
             samples = sample_in_time(hmm.emission, states, *hmm.prepare_values(values))

@@ -12,9 +12,10 @@ Its modules; each imports only those above it:
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
 ``circular``         von Mises: angles
+``waiting``          gamma: positive numbers
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
-``tabular``          ``TabularHMM``, second order, sticky: probabilities are the parameters
+``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_hsmm``     ``TabularHSMM``: states with explicit durations
@@ -64,6 +65,7 @@ from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
 from .regression import RegressionHMM as RegressionHMM
 from .regression import regression as regression
+from .tabular import StationaryHMM as StationaryHMM
 from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
@@ -72,3 +74,4 @@ from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky
 from .tabular_hsmm import TabularHSMM as TabularHSMM
 from .tagging import NeuralTagger as NeuralTagger
+from .waiting import gamma as gamma

@@ -18,6 +18,7 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import SparseDirichlet
 from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
+from ..ops.stationary import stationary
 from .base import HMMModule
 from .closed_form import Family, Maximum, Statistics, row_mode, sample_rows, with_prior
 from .emissions import from_distribution
@@ -392,6 +393,51 @@ def _table(concentration: Tensor, dims: int) -> SharedRows:
     concentration = concentration.clamp(min=LEAST)
     allowed = torch.ones(concentration.shape[-dims:], dtype=torch.bool, device=concentration.device)
     return SharedRows(concentration, allowed)
+
+
+class StationaryHMM(ChainTables):
+    r"""HMM whose first state has the stationary distribution of its chain, :math:`\pi = \pi A`.
+
+    For sequences that are cut from a process which has gone on for long, the default of R's
+    packages (Zucchini, MacDonald and Langrock, 2016). It has K - 1 parameters fewer than a
+    :class:`TabularHMM`. EM maximises transitions by gradient steps, the emission in closed form.
+
+    Sites: ``transition`` ``(K, K)``, and those of ``emission``.
+
+    Args:
+        num_states: K.
+        emission: An emission family.
+        transition_concentration: As of :class:`TabularHMM`.
+        transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> hmm = StationaryHMM(3, poisson())(torch.tensor([5]))  # a sample from the prior
+        >>> torch.allclose(hmm.log_initial.exp(), hmm.stationary())
+        True
+    """
+
+    statistics = m_step = None  # type: ignore[assignment]  # no closed form: see ChainMStep
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        transition_concentration: float | Tensor = 1.0,
+        *,
+        transition_allowed: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states = int(num_states)
+        square = num_states, num_states
+        self.add_rows("transition", transition_concentration, square, transition_allowed)
+        self.emission = build_emission(emission, num_states)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        transition = log(self.transition)
+        return HMM(log(stationary(transition)), transition, self.emission(), lengths, observed)
 
 
 def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:
