@@ -2,7 +2,7 @@
 
 The same model, data and starts (at the best of ten fits by EM); of each sampler the effective
 sample size of the worst parameter (the smallest of bulk sizes), for each second of processor time
-of the samples, after a warmup of which compilation is a part; and R-hat of the worst parameter. One
+of the samples, after a warmup, of which compilation is a part; R-hat of the worst parameter. One
 thread. Each sampler is a run of its own, ``--sampler`` and ``--model``, and adds to
 ``posterior.json``; those of NumPyro need it installed. Without ``--sampler`` the picture is drawn.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 import pyro
 import torch
+from common import pyplot, write
 from torch import Tensor
 
 from pyrohmm import (
@@ -138,8 +139,8 @@ def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str
             loc = numpyro.sample("module.emission.loc", prior)
             return dist.Normal(loc, jnp.sqrt(variance)).log_prob(values[..., None, :]).sum(-1)
         if hasattr(emission, "weight"):
-            prior = dist.Gamma(*(jnp.array(part.numpy()) for part in
-                                 (emission.concentration, emission.weight))).to_event(1)  # fmt: skip
+            parts = emission.concentration, emission.weight
+            prior = dist.Gamma(*(jnp.array(part.numpy()) for part in parts)).to_event(1)
             rate = numpyro.sample("module.emission.rate", prior)
             return dist.Poisson(rate).log_prob(values[..., None])
         prior = dist.Dirichlet(jnp.array(emission.concentration.numpy())).to_event(1)
@@ -211,16 +212,15 @@ def main() -> None:
     parser.add_argument("--model", choices=list(SHARE))
     options = parser.parse_args()
     path = HERE / "posterior.json"
-    known = json.loads(path.read_text())["runs"] if path.exists() else []
+    known = json.loads(path.read_text()).get("rows", []) if path.exists() else []
     if options.sampler:
         found = measure(options.sampler, options.model)
         print(found)
         known = [run for run in known if (run["sampler"], run["model"]) !=
                  (options.sampler, options.model)] + [found]  # fmt: skip
-        path.write_text(json.dumps({"runs": known}, indent=1) + "\n")
+        write("posterior", known, numpyro="0.22.0")
         return
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for i, sampler in enumerate(SAMPLERS):
         rates = {run["model"]: run["bulk a second"] for run in known if run["sampler"] == sampler}

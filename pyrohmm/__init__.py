@@ -16,6 +16,7 @@ from .analysis.streaming import Filter as Filter
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
 from .data import readers as readers
+from .data.formulas import formulas as formulas
 from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
@@ -23,11 +24,11 @@ from .distributions.block_hmm import BlockHMM as BlockHMM
 from .distributions.continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .distributions.crf import LinearChainCRF as LinearChainCRF
 from .distributions.dpp import DiversityPrior as DiversityPrior
-from .distributions.factorial_hmm import FactorialHMM as FactorialHMM
 from .distributions.forecast import Forecast as Forecast
 from .distributions.hmm import HMM as HMM
-from .distributions.hsmm import HSMM as HSMM
-from .distributions.second_order_hmm import SecondOrderHMM as SecondOrderHMM
+from .distributions.structured_hmm import HSMM as HSMM
+from .distributions.structured_hmm import FactorialHMM as FactorialHMM
+from .distributions.structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from .infer import cooccurrence as cooccurrence
 from .infer import em as em
@@ -95,9 +96,12 @@ from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
-from .nn.second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
-from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .nn.regression import RegressionHMM as RegressionHMM
+from .nn.regression import regression as regression
+from .nn.tabular import StationaryHMM as StationaryHMM
+from .nn.tabular import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
+from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
@@ -136,6 +140,7 @@ __all__ = [
     "NeuralTagger",
     "Posterior",
     "PosteriorDraws",
+    "RegressionHMM",
     "Restarts",
     "RotationGuide",
     "RowPermutationNUTS",
@@ -144,6 +149,7 @@ __all__ = [
     "SecondOrderHMM",
     "Sequences",
     "StatefulModel",
+    "StationaryHMM",
     "StickyHDPHMM",
     "TabularContinuousTimeHMM",
     "TabularFactorialHMM",
@@ -180,6 +186,7 @@ __all__ = [
     "fit_map",
     "fit_mcmc",
     "fit_svi",
+    "formulas",
     "free_durations",
     "freeze",
     "from_hmmlearn",
@@ -208,6 +215,7 @@ __all__ = [
     "queries",
     "readers",
     "recursions",
+    "regression",
     "report",
     "save",
     "scale_priors",

@@ -67,11 +67,16 @@ def regular(name: str, tensor: Tensor) -> Tensor:
 
 
 def to_numpy(values: Any) -> np.ndarray:
-    """The array of a column, by its own method if it has one."""
+    """The array of a column, by its own method if it has one; of objects if integers have gaps."""
     if isinstance(values, Tensor):
         return values.detach().cpu().numpy()
     convert = getattr(values, "to_numpy", None)
-    return np.asanyarray(values if convert is None else convert())
+    array = np.asanyarray(values if convert is None else convert())
+    kind = str(getattr(values, "dtype", getattr(values, "type", ""))).lower()
+    if array.dtype.kind == "f" and kind.startswith(("int", "uint")):  # not as floats with NaN
+        listed = getattr(values, "to_pylist", None) or getattr(values, "to_list", values.tolist)
+        array = np.array(listed(), object)
+    return array
 
 
 def is_missing(values: np.ndarray) -> np.ndarray:

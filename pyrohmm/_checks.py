@@ -176,9 +176,9 @@ def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
     """Raise if ``tensor`` holds NaN or plus infinity."""
     if transforming():
         return
-    top = tensor.detach().amax() if tensor.numel() else tensor.new_zeros(())  # NaN wins a maximum
-    if not bool(top < torch.inf):
-        raise ValueError(f"{name} holds {top.item()}; wanted finite values. {cure}")
+    top = tensor.detach().amax().item() if tensor.numel() else 0.0  # NaN wins a maximum
+    if not top < torch.inf:
+        raise ValueError(f"{name} holds {top}; wanted finite values. {cure}")
 
 
 def check_times(times: Tensor, exists: Tensor) -> None:

@@ -131,7 +131,7 @@ def test_distributions(mistake, error, words):
 
 @refuses([
     ("symbols from 1", lambda: hmm().log_prob(X + 1), ValueError,
-     "values must lie between 0 and V - 1 = 2; got values from 0 to 3"),
+     "values must lie between 0 and V - 1 = 2; got values from 1 to 3. Are they one-based"),
     ("negative symbols", lambda: hmm().viterbi(X - 1), ValueError, "values .*from -1 to 1"),
     ("symbols as floats", lambda: hmm().log_prob(X.float()), TypeError,
      r"values must hold integers; got dtype torch.float32. Call \.long"),
@@ -146,8 +146,12 @@ def test_distributions(mistake, error, words):
     ("list", lambda: hmm().log_prob(X.tolist()), TypeError, f"values .*list. {CONVERT}"),
     ("text", lambda: hmm().log_prob("abc"), TypeError, "values must be a torch.Tensor; got str"),
     ("None", lambda: hmm().log_prob(None), TypeError, "values must be a .*; got NoneType"),
-    ("Sequences", lambda: hmm().viterbi(data()), TypeError, "values .*; got Sequences"),
-    ("Sequences for log_prob", lambda: hmm().log_prob(data()), TypeError, "values .*Sequences"),
+    ("other Sequences", lambda: hmm().viterbi(data(X[:, :2], LENGTHS - 1)), ValueError,
+     "values are Sequences whose lengths this HMM does not have.*fit.hmm"),
+    ("more Sequences", lambda: hmm().log_prob(data(X[[0, 1, 1]], LENGTHS[[0, 1, 1]])), ValueError,
+     "values are Sequences whose lengths"),
+    ("Sequences with gaps", lambda: hmm().log_prob(data(observed=~BOOLEANS)), ValueError,
+     "values are Sequences whose gaps"),
     ("other device", lambda: hmm().log_prob(X.to("meta")), ValueError, "values on meta"),
     ("complex", lambda: of_vectors().log_prob(VECTORS + 0j), TypeError, "values must be real"),
     ("vectors transposed", lambda: of_vectors().log_prob(VECTORS.mT), ValueError,

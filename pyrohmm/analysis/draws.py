@@ -20,10 +20,10 @@ from torch import Tensor
 
 from .._checks import check_integers, check_returned, check_shape, check_size
 from ..data.sequences import Sequences
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
+from ..distributions.structured_hmm import FactorialHMM
 from ..infer.convergence import summary_of
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared

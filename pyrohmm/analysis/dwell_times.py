@@ -17,7 +17,7 @@ from .._checks import (
 )
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
+from ..distributions.structured_hmm import HSMM
 from ..ops import masks, semi_markov
 
 

@@ -16,10 +16,9 @@ from ..chains.rates import Gaps, over_gaps
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.forecast import Forecast
+from ..distributions.forecast import Forecast, sample_in_time
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
-from ..distributions.sampling import sample_in_time
+from ..distributions.structured_hmm import HSMM
 from ..ops import recursions
 from ..ops.blocks import queries as block_queries
 from ..ops.blocks.inner_products import InnerProductTransition
@@ -203,6 +202,7 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor
     """
     with torch.no_grad():
         check_possible(hmm.log_prob(values))
+        values = hmm.values_of(values)
         states = hmm.sample_states(values, sample_shape)
         if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
             samples = sample_in_time(hmm.emission, states, *hmm.prepare_values(values))

@@ -27,7 +27,7 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
+from ..distributions.structured_hmm import HSMM
 from .block_steps import BlockSteps
 from .chains import in_blocks, normalised
 

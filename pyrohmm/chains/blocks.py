@@ -106,8 +106,8 @@ class BlockChain(MarkovChain):
     """A Markov chain whose state is, at each step, in the block of the symbol that it emits.
 
     Log-likelihoods are a :class:`BlockLikelihood`, and only states that can emit a symbol are
-    visited; of ordinary ones, ``(*B, T, K)``, it is the Markov chain of the matrix, and so is each
-    copy with other parameters.
+    visited; ordinary ones, ``(*B, T, K)``, are those of steps that may be in any block. Each copy
+    with other parameters is the Markov chain of the matrix.
 
     Args:
         log_initial: ``(K,)``.
@@ -183,7 +183,7 @@ class BlockChain(MarkovChain):
         """Raise if a parameter or log-likelihood is NaN, which a state could not show."""
         seen = [log for log in logs if isinstance(log, BlockLikelihood)]
         scores = self.scores(any(each.leaving is not None for each in seen))
-        parts = (log.logs if isinstance(log, BlockLikelihood) else log for log in logs)
+        parts = (each.logs for each in seen)
         refuse_nan(self.log_initial, *parts, *filter(torch.is_tensor, scores))
 
     def going_on(self, carried: CarriedState) -> BlockChain:
@@ -213,10 +213,27 @@ class BlockChain(MarkovChain):
         """Sums over transitions from and to blocks or all states, without their matrix."""
         return Transitions(self.blocks.layout, *self.scores())
 
-    def plan(self, seen: BlockLikelihood, trim: bool = False) -> PlannedChain:
+    def in_blocks(self, logs: Any, lengths: Tensor) -> BlockLikelihood:
+        """Log-likelihoods in blocks; ordinary ones ``(*B, T, K)`` as those of missing steps."""
+        if isinstance(logs, BlockLikelihood):
+            return logs
+        batch = torch.broadcast_shapes(logs.shape[:-2], lengths.shape)
+        logs = logs.expand(*batch, *logs.shape[-2:]).reshape(-1, *logs.shape[-2:])
+        anything = torch.full(logs.shape[:2], self.blocks.num_blocks)
+        within = logs.new_zeros(1).expand(*logs.shape[:2], self.blocks.width)
+        return BlockLikelihood(anything, within, lengths.expand(batch).reshape(-1), batch, logs)
+
+    def plan(
+        self, seen: BlockLikelihood, trim: bool = False, with_leaving: bool = True
+    ) -> PlannedChain:
         """The chain as the recursions read it.
 
-        With ``trim`` without what is missing after the last observation, which changes no evidence.
+        Args:
+            seen: The log-likelihoods.
+            trim: Whether to leave out what is missing after the last observation, which changes no
+                evidence.
+            with_leaving: Whether ``seen.leaving``, a factor of the state, is part of its
+                likelihood.
         """
         blocks, logs, lengths, _, missing, first, leaving = seen
         block = blocks[:, 0].clamp(max=self.blocks.num_blocks - 1)
@@ -231,6 +248,8 @@ class BlockChain(MarkovChain):
             clock = torch.arange(1, blocks.size(1) + 1)
             known = (blocks < self.blocks.num_blocks) & masks.exists(lengths, len(clock))
             lengths = (known * clock).amax(1).clamp(min=1)
+        if leaving is not None and with_leaving:
+            logs = logs + leaving
         scores = self.scores(leaving is not None)
         return recursions.plan_chain(blocks, lengths, self.blocks.layout, *scores, first, logs)
 
@@ -245,7 +264,7 @@ class BlockChain(MarkovChain):
             trim: Whether to leave out what is missing after the last observation.
         """
         with torch.no_grad(), full_precision(self.log_initial):
-            chain = self.plan(seen, trim).detached()
+            chain = self.plan(seen, trim, with_leaving=False).detached()
             logs = chain.log_first.to(dtype), chain.log_seen.to(dtype)
             chain = chain._replace(log_first=logs[0], log_seen=logs[1])
             initial, missing = self._of_all_states(chain, seen)
@@ -283,25 +302,18 @@ class BlockChain(MarkovChain):
 
     def log_evidence(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Log evidence, ``(*B)``; differentiable."""
-        if isinstance(log_likelihood, Tensor):
-            return self.replace().log_evidence(log_likelihood, lengths)
-        seen: BlockLikelihood = log_likelihood
-        blocks = self.blocks
+        seen, blocks = self.in_blocks(log_likelihood, lengths), self.blocks
         with full_precision(self.log_initial):
             if not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width:
                 found = self.replace().log_evidence(self.widened(seen), seen.lengths)
                 return found.reshape(seen.batch)
-            if seen.leaving is not None:  # a factor of the state, as part of its likelihood
-                seen = seen._replace(logs=seen.logs + seen.leaving)
             chain = self.plan(seen, trim=True)
             value = recursions.log_evidence(chain, *self._of_all_states(chain, seen))
-            return value[chain.plan.order.argsort().to(value.device)].reshape(seen.batch)
+            return queries.in_order(chain, value).reshape(seen.batch)
 
     def within_blocks(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
         """Log evidence ``(*B)``, and smoothed marginals ``(*B, T, w)`` of the states of blocks."""
         with torch.no_grad(), full_precision(self.log_initial):
-            if seen.leaving is not None:
-                seen = seen._replace(logs=seen.logs + seen.leaving)
             chain = self.plan(seen)
 
         def evidence(logs: Tensor) -> Tensor:
@@ -309,32 +321,27 @@ class BlockChain(MarkovChain):
 
         with full_precision(self.log_initial):
             value, (probs,) = gradients(evidence, chain.log_seen)
-        order, where = chain.plan.order.argsort(), chain.plan.where.to(probs.device)
+        where = chain.plan.where.to(probs.device)
         out = torch.zeros_like(seen.logs).flatten(0, 1).index_copy(0, where, probs)
-        return value[order.to(value.device)].reshape(seen.batch), out.reshape(
-            *seen.batch, *seen.logs.shape[1:]
-        )
+        shape = *seen.batch, *seen.logs.shape[1:]
+        return queries.in_order(chain, value).reshape(seen.batch), out.reshape(shape)
 
     def final_state(self, seen: BlockLikelihood) -> Tensor:
         """Log-probabilities ``(N, w)`` of the last state, in the block of its symbol."""
         with torch.no_grad(), full_precision(self.log_initial):
-            if seen.leaving is not None:
-                seen = seen._replace(logs=seen.logs + seen.leaving)
             chain = self.plan(seen)
-            found = recursions.final_state_log_probs(chain)
-            return found[chain.plan.order.argsort().to(found.device)]
+            return queries.in_order(chain, recursions.final_state_log_probs(chain))
 
     def posterior(self, log_likelihood: Any, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
-        if isinstance(log_likelihood, Tensor):
-            return self.replace().posterior(log_likelihood, lengths)
-        evidence = self.log_evidence(log_likelihood, lengths).detach()
+        seen = self.in_blocks(log_likelihood, lengths)
+        evidence = self.log_evidence(seen, lengths).detach()
         with torch.no_grad():
-            chain = self.log_chain(log_likelihood)
+            chain = self.log_chain(seen)
             filtered = chain.filtered()
             smoothed = chain.smoothed(filtered)
             counts = queries.transition_counts(chain, filtered, smoothed)
-            states = self._at_all_steps(chain, smoothed, log_likelihood).exp()
+            states = self._at_all_steps(chain, smoothed, seen).exp()
         return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
 
     def expected_counts(self, log_likelihood: Any, lengths: Tensor) -> ExpectedCounts:
@@ -346,11 +353,10 @@ class BlockChain(MarkovChain):
 
     def filtered(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Filtered states, ``(*B, T, K)``; -inf at padded steps."""
-        if isinstance(log_likelihood, Tensor):
-            return self.replace().filtered(log_likelihood, lengths)
+        seen = self.in_blocks(log_likelihood, lengths)
         with torch.no_grad():
-            chain = self.log_chain(log_likelihood)
-            return self._at_all_steps(chain, chain.filtered(), log_likelihood)
+            chain = self.log_chain(seen)
+            return self._at_all_steps(chain, chain.filtered(), seen)
 
     def _at_all_steps(self, chain: LogChain, logs: list[Tensor], seen: BlockLikelihood) -> Tensor:
         """Logarithms ``(*B, T, K)``, of messages."""
@@ -359,27 +365,25 @@ class BlockChain(MarkovChain):
 
     def viterbi(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        if isinstance(log_likelihood, Tensor):
-            return self.replace().viterbi(log_likelihood, lengths)
-        return self.k_best(log_likelihood, 1)[0].squeeze(0)
+        return self.k_best(self.in_blocks(log_likelihood, lengths), 1)[0].squeeze(0)
 
     def k_best(self, seen: BlockLikelihood, count: int) -> tuple[Tensor, Tensor]:
         """The C best paths ``(C, *B, T)``; and their log p(x, z), ``(*B, C)``."""
         with torch.no_grad():
             chain = self.log_chain(seen, torch.float64)
             paths, best = queries.k_best(chain, count)
-        shape = torch.Size([*seen.batch, seen.blocks.size(1)])
-        paths = queries.at_steps(chain, paths, shape).to(self.log_initial.device)
-        return paths, best.reshape(*seen.batch, count)
+        return self._paths(chain, paths, seen), best.reshape(*seen.batch, count)
 
     def sample_states(self, log_likelihood: Any, lengths: Tensor, num_samples: int) -> Tensor:
         """Paths of the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
-        if isinstance(log_likelihood, Tensor):
-            return self.replace().sample_states(log_likelihood, lengths, num_samples)
+        seen = self.in_blocks(log_likelihood, lengths)
         with torch.no_grad():
-            chain = self.log_chain(log_likelihood)
-            paths = queries.sample(chain, num_samples)
-        shape = torch.Size([*log_likelihood.batch, log_likelihood.blocks.size(1)])
+            chain = self.log_chain(seen)
+            return self._paths(chain, queries.sample(chain, num_samples), seen)
+
+    def _paths(self, chain: LogChain, paths: Tensor, seen: BlockLikelihood) -> Tensor:
+        """Paths ``(*S, *B, T)``, of states of tokens; 0 at padded steps."""
+        shape = torch.Size([*seen.batch, seen.blocks.size(1)])
         return queries.at_steps(chain, paths, shape).to(self.log_initial.device)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:

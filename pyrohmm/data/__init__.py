@@ -12,11 +12,13 @@ Its modules; each imports only those above it:
 ``batches``      minibatches by number of sequences or of steps
 ``pair_counts``  pairs of symbols counted; numbers put into bins
 ``readers``      files of text, treebanks, FASTA, piano rolls, with their vocabularies
+``formulas``     design matrices of covariates from formulas
 ``datasets``     public files with checksums, embedded text, simulated data
 """
 
 from . import datasets as datasets
 from . import readers as readers
+from .formulas import formulas as formulas
 from .parts import StoredSequences as StoredSequences
 from .sequences import Sequences as Sequences
 from .vocabulary import Vocabulary as Vocabulary

@@ -16,17 +16,14 @@ Its modules; each imports only those above it:
 ``autoregressive``         emissions that depend on the observations before: their base
 ``vector_autoregression``  vectors that depend linearly on those before
 ``context_tables``         symbols that depend on those before
-``sampling``               sampling of observations given states
 ``quantiles``              quantiles of mixtures of emissions
-``forecast``               ``Forecast``: observations at future steps
+``forecast``               sampling given states; ``Forecast``: observations at future steps
 ``labels``                 which states are allowed at each step
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``hmm``                    ``HMM``: a distribution over whole sequences
-``hsmm``                   ``HSMM``: states with explicit durations
+``structured_hmm``         ``HSMM``, ``FactorialHMM``, ``SecondOrderHMM``: HMMs of other chains
 ``continuous_time_hmm``    ``ContinuousTimeHMM``: sequences observed at times of their own
-``factorial_hmm``          ``FactorialHMM``: several chains behind one observation
-``second_order_hmm``       ``SecondOrderHMM``: each state depends on the two before it
 ``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``block_hmm``              ``BlockHMM``: states in blocks, tens of thousands of them
 ``ngram_block_hmm``        ``NGramBlockHMM``: states in blocks, mixed with an n-gram
@@ -43,12 +40,10 @@ from .continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .crf import LinearChainCRF as LinearChainCRF
 from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
-from .factorial_hmm import FactorialHMM as FactorialHMM
 from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
-from .hsmm import HSMM as HSMM
 from .inverse_wishart import InverseWishart as InverseWishart
 from .inverse_wishart import covariance_matrix as covariance_matrix
 from .ngram_block_hmm import NGramBlockHMM as NGramBlockHMM
@@ -59,9 +54,11 @@ from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical
 from .observation import log_prob_per_state as log_prob_per_state
 from .observation import marginal_log_prob as marginal_log_prob
-from .second_order_hmm import SecondOrderHMM as SecondOrderHMM
 from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
 from .sparse_dirichlet import interior as interior
 from .sparse_gamma import SparseGamma as SparseGamma
+from .structured_hmm import HSMM as HSMM
+from .structured_hmm import FactorialHMM as FactorialHMM
+from .structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .tagged_hmm import TaggedHMM as TaggedHMM
 from .vector_autoregression import AutoregressiveNormal as AutoregressiveNormal

@@ -24,6 +24,7 @@ from .._checks import (
 from .._transforms import transforming
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
+from ..data.sequences import Sequences
 from ..ops import masks
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
@@ -302,7 +303,7 @@ class ChainDistribution(TorchDistribution):
             ValueError: If shapes or devices disagree, values are one sequence where lengths differ,
                 or (with ``validate_args``) an observation is not in the support.
         """
-        values = from_numpy("values", values)
+        values = from_numpy("values", self.values_of(values))
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         whole = self.emission
@@ -337,6 +338,20 @@ class ChainDistribution(TorchDistribution):
             gaps = known if self.observed is not None else None
             whole.check_context(values if self._validate_args else None, gaps)
         return values, known
+
+    def values_of(self, data: Any) -> Any:
+        """The values of ``Sequences``, if these are those of this HMM; anything else as it is."""
+        if not isinstance(data, Sequences):
+            return data
+        fits = self.lengths.shape[-1:] == data.lengths.shape and bool(
+            (self.lengths == data.lengths).all()
+        )
+        if not fits or (data.has_gaps and self.observed is None):
+            raise ValueError(
+                f"values are Sequences whose {'gaps' if fits else 'lengths'} this HMM does not "
+                "have. Ask the one of these data: fit.hmm(data)."
+            )
+        return data.values
 
     def check_labels(self, values: Tensor) -> None:
         """Raise if no path keeps to the labels, although some path has emitted the values.

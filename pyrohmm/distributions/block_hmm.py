@@ -167,6 +167,7 @@ class BlockHMM(HMM):
         refuse_transforms(
             "a model with states in blocks", "hmm.dense() can be transformed, if it is not large."
         )
+        values = self.values_of(values)
         check_tensor("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")

@@ -26,10 +26,15 @@ from ..chains.markov import MarkovChain
 from ..ops import recursions
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, StructuredEmission, check_likelihood
-from .forecast import AutoregressiveForecast, Forecast, states_ahead
+from .forecast import (
+    AutoregressiveForecast,
+    Forecast,
+    sample_emission,
+    sample_emission_per_step,
+    states_ahead,
+)
 from .labels import allowed_states
 from .observation import Tied, permuted
-from .sampling import sample_emission, sample_emission_per_step
 
 _PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed"
 

@@ -82,6 +82,10 @@ class _NGramChain(BlockChain):
         """Raise: it changes with the symbols before."""
         self._refuse(purpose)
 
+    def transitions(self) -> NoReturn:
+        """Refused: they depend on the symbols before."""
+        self._refuse("a step without the n-gram")
+
     def going_on(self, carried: CarriedState) -> NoReturn:
         """Refused: what the n-gram says of the first symbols is not known."""
         self._refuse("continue_from")

@@ -35,9 +35,9 @@ from ..ops import masks
 from ..ops.lookup import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
+from .forecast import sample_emission
 from .hmm import HMM
 from .observation import Streams
-from .sampling import sample_emission
 
 
 class WordAndTag(Streams):

@@ -52,14 +52,14 @@ def check_support(
         emission_per_step: Whether the batch of the emission has a dimension of steps.
     """
     if is_categorical(emission):
-        check_range(
-            "values", values, emission.logits.size(-1), "V - 1",
-            "Build the emission with more symbols, or mark unknown ones as not observed.",
-        )  # fmt: skip
+        size = emission.logits.size(-1)
+        low, high = (int(end) for end in torch.aminmax(values)) if values.numel() else (0, 0)
+        if low < 0 or high >= size:
+            _refuse_symbols(values, known, size)
         return
     event = emission.event_shape
-    if len(event) and _is_real(emission.support):
-        return  # NaN is a missing component
+    if _is_real(emission.support) and (len(event) or not bool(values.isnan().any())):
+        return  # NaN is a missing component of a vector
     values = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
         values = values.movedim(values.dim() - 2 - len(event), 0)
@@ -78,6 +78,15 @@ def check_support(
             f"values must lie in the support of the emission, {emission.support}, in a "
             f"state at least; {int((~inside).sum())} do not. Mark missing steps as not observed."
         )
+
+
+def _refuse_symbols(values: Tensor, known: Tensor | None, size: int) -> None:
+    """Raise the error of symbols that are none of 0 to V - 1; what is padded does not count."""
+    seen = values if known is None else values.expand(known.shape)[known]
+    cure = "Build the emission with more symbols, or mark unknown ones as not observed."
+    if int(seen.min()) == 1 and int(seen.max()) == size:
+        cure = "Are they one-based? Subtract 1."
+    check_range("values", seen, size, "V - 1", cure)
 
 
 def _is_real(support: Any) -> bool:

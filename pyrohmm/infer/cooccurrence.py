@@ -27,8 +27,8 @@ from ..data.pair_counts import counted as counted
 from ..data.pair_counts import quantile_edges as quantile_edges
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
 from ..distributions.observation import is_categorical
+from ..distributions.structured_hmm import HSMM
 from ..nn.base import HMMModule, OwnParameters
 from ..ops.pair_losses import cross_entropy as cross_entropy
 from ..ops.pair_losses import relative_distance as relative_distance

@@ -32,7 +32,7 @@ from ..io.checkpoints import Checkpoint
 from ..io.identity import describe, digits, fingerprint
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
-from ..nn.points import module_of
+from ..nn.tabular import module_of
 from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
 from .extrapolation import Extrapolation

@@ -17,7 +17,7 @@ from .._checks import check_returned, check_size
 from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
-from ..nn.sticky_hdp import SharedRows
+from ..nn.tabular import SharedRows
 from .exclusive import exclusive
 from .loop import check_model_and_data, train
 from .models import to_model_device

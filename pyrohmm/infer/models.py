@@ -27,9 +27,9 @@ from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
+from ..distributions.forecast import sample_emission, sample_emission_per_step
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
-from ..distributions.sampling import sample_emission, sample_emission_per_step
 from ..nn.base import HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
 from ..nn.normals import merged, moments_of, scale_prior

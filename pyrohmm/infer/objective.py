@@ -22,7 +22,7 @@ from torch.distributions import constraints
 from .._threads import SHARED
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
+from ..distributions.structured_hmm import HSMM
 from .guides import RotationGuide
 from .models import to_model_device
 from .plates import PlatesOfBatch, sequence_plates

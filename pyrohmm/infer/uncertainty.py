@@ -220,6 +220,7 @@ class Information:
         self.coordinates = [
             Coordinates.of(name, value, spaces.get(name, constraints.real), unit)
             for name, value in {**values, **points}.items()
+            if value.numel()
         ]
         self.sizes = [len(part.labels) for part in self.coordinates]
         self.labels = [label for part in self.coordinates for label in part.labels]
@@ -231,13 +232,13 @@ class Information:
             )
         self._compute()
 
-    def _run(self, u: Tensor) -> tuple[Tensor, HMM]:
+    def _run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
         """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
         parts = zip(self.coordinates, u.split(self.sizes))
         values = {part.name: part.value(own) for part, own in parts}
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with _AtParameters(values):
-                trace = poutine.trace(self.model).get_trace(self.data)
+                trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
             for site in trace.nodes.values():
                 if isinstance(getattr(site.get("fn"), "base_dist", site.get("fn")), Dirichlet):
                     # at zero, where entries are held, its slope is not finite
@@ -250,9 +251,9 @@ class Information:
         slope, pull, *_ = torch.func.vjp(score, u)
         columns = torch.func.vmap(lambda v: pull(v)[0], chunk_size=CHUNK)
         hessian = columns(torch.eye(len(u), dtype=u.dtype))
-        self.matrix = -(hessian + hessian.mT) / 2
+        self.matrix = -(hessian + hessian.mT).detach() / 2
         self._check_rank()
-        self.covariance = torch.linalg.inv(self.matrix)
+        self.covariance, slope = torch.linalg.inv(self.matrix), slope.detach()
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
             raise ValueError(
@@ -290,14 +291,18 @@ class Information:
             errors[part.name] = variance.clamp(min=0.0).sqrt().masked_fill(held, torch.nan)
         return errors
 
-    def of(self, function: Callable[[HMM], Tensor]) -> tuple[Tensor, Tensor]:
+    def of(
+        self, function: Callable[[HMM], Tensor], data: Sequences | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Value and standard error, by the delta method, of a function of the fitted HMM.
 
         Args:
             function: From an :class:`HMM` to a tensor.
+            data: The HMM is built for these sequences, such as ones with other covariates; for the
+                sequences that were fitted by default.
         """
         u = torch.zeros(len(self.labels), dtype=torch.double, requires_grad=True)
-        value = function(self._run(u)[1])
+        value = function(self._run(u, None if data is None else _double(data))[1])
         check_returned("of", value, Tensor, "a tensor")
         slopes = [torch.autograd.grad(x, u, retain_graph=True)[0] for x in value.flatten()]
         jacobian = torch.stack(slopes)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..distributions.constructors import is_spherical, is_tied
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
+from ..distributions.structured_hmm import HSMM
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:

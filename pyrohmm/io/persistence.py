@@ -21,11 +21,9 @@ from ..chains.semi_markov import SemiMarkovChain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.constructors import ATTRIBUTES, argument_names, arguments_of, holder_of
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.factorial_hmm import FactorialHMM
 from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
-from ..distributions.second_order_hmm import SecondOrderHMM
+from ..distributions.structured_hmm import HSMM, FactorialHMM, SecondOrderHMM
 from ..nn.family import FAMILIES
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks

@@ -11,12 +11,15 @@ Its modules; each imports only those above it:
 ``scoring``     log-probabilities of sentences and words
 ``lookahead``   probability that a constraint will hold, by state
 ``steering``    ``Steering``: sentences that satisfy a constraint
+``control``     ``ConstraintProcessor``: another model's texts that satisfy a constraint
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``
 """
 
 from . import clusters as clusters
 from .clusters import find_clusters as find_clusters
+from .control import ConstraintProcessor as ConstraintProcessor
+from .control import over_tokens as over_tokens
 from .model import LanguageModel as LanguageModel
 from .steering import Steering as Steering
 from .text import END as END

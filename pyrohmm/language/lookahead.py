@@ -48,7 +48,8 @@ class Emissions:
             ends = sizes.cumsum(0)
             tokens = owner.argsort(stable=True).split(owner.bincount(minlength=len(sizes)).tolist())
             states = [slice(a, b) for a, b in zip((ends - sizes).tolist(), ends.tolist())]
-            probs = [hmm.log_emission[v, : s.stop - s.start].exp() for v, s in zip(tokens, states)]
+            rows = (hmm.log_emission[part.to(self.device)].exp() for part in tokens)
+            probs = [part[:, : s.stop - s.start] for part, s in zip(rows, states)]
         else:
             emitted = hmm.emission.probs.mT.contiguous()
             tokens, states, probs = (
@@ -136,16 +137,17 @@ class Lookahead:
         must_end: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.constraint, self.max_tokens, self.end, self.must_end = (
-            constraint,
-            max_tokens,
-            end,
-            must_end,
-        )
+        self.constraint, self.max_tokens = constraint, max_tokens
+        self.end, self.must_end = end, must_end
+        self.emissions = Emissions(hmm, dtype)
+        if self.emissions.num_tokens != len(classes):
+            raise ValueError(
+                f"hmm must have the {len(classes)} tokens of the vocabulary; it has "
+                f"{self.emissions.num_tokens}."
+            )
         self.classes, self.end_class = classes.clone(), constraint.table.size(1)
         if end is not None:
             self.classes[end] = self.end_class
-        self.emissions = Emissions(hmm, dtype)
         self.device = hmm.log_initial.device
         self._set_alive()
         if not len(self.alive[0]):
@@ -154,14 +156,15 @@ class Lookahead:
                 f"{constraint.name} does for none. Allow more of them, or ask for less."
             )
         if isinstance(hmm, BlockHMM):
-            transitions = hmm.chain.transitions()
+            self.transitions = hmm.chain.transitions()
         else:
-            transitions = Transitions.of_matrix(hmm.log_transition)
+            self.transitions = Transitions.of_matrix(hmm.log_transition)
         self.log_mass = self.emissions.of_classes(self.classes, self.end_class + 1).log()
         self._set_pairs()
         self.after = [torch.empty(0)] * (max_tokens + 1)
         for t in range(max_tokens, 0, -1):
-            self.after[t] = pad(transitions.back_from_all(self.here(t)), (0, 0, 0, 1), value=-inf)
+            here = self.transitions.back_from_all(self.here(t))
+            self.after[t] = pad(here, (0, 0, 0, 1), value=-inf)
 
     def _set_alive(self) -> None:
         table, accepting = self.constraint.table, self.constraint.accepting
@@ -244,6 +247,16 @@ class Lookahead:
             accepting = self.constraint.accepting[states].to(self.device)
             joint[:, self.end] = ending.masked_fill(~accepting, -inf)
         return joint, free.log()
+
+    def possible_tokens(self, states: Tensor, t: int) -> Tensor:
+        """Whether a text may still satisfy the constraint after each next token, ``(n, V)``."""
+        possible = torch.zeros(len(states), self.emissions.num_tokens, dtype=torch.bool)
+        if t < self.max_tokens:
+            alive = self.column[t + 1] < len(self.alive[t + 1])
+            possible = pad(alive[self.constraint.table[states]], (0, 1))[:, self.classes]
+        if self.end is not None:
+            possible[:, self.end] = self.constraint.accepting[states]
+        return possible
 
     def _of_continued(self, probs: Tensor, states: Tensor, t: int) -> Tensor:
         """Log-probability of each next token that does not end the text, and of the constraint.

@@ -13,16 +13,12 @@ Its modules; each imports only those above it:
 ``covariances``      normal vectors with covariances, alone or autoregressive
 ``circular``         von Mises: angles
 ``composed``         joined streams; states that share an emission
-``chain_tables``     ``ChainTables``: what modules of probabilities share
-``tabular``          ``TabularHMM``: probabilities are the parameters
+``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
+``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
 ``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
-``duration_modes``   M-steps of parametric durations
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_hsmm``     ``TabularHSMM``: states with explicit durations
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
-``second_order``     ``TabularSecondOrderHMM``: each state depends on the two before it
-``sticky_hdp``       ``StickyHDPHMM``: as many states as the posterior uses
-``points``           an ``HMM`` as a module without priors
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
 ``dropout``          what training leaves out: ``LinearDropout`` of states, ``TrainingNoise``
@@ -66,9 +62,12 @@ from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
-from .second_order import TabularSecondOrderHMM as TabularSecondOrderHMM
-from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
+from .regression import RegressionHMM as RegressionHMM
+from .regression import regression as regression
+from .tabular import StationaryHMM as StationaryHMM
+from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
+from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky

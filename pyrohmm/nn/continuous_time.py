@@ -12,12 +12,12 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.sparse_gamma import SparseGamma, SparsePositive
 from ..ops.log_space import log
-from .chain_tables import ChainTables, set_point
 from .closed_form import Maximum, Statistics, check_mode
 from .family import EmissionFamily, build_emission, positive
+from .tabular import ChainTables
 
 
-class TabularContinuousTimeHMM(ChainTables):
+class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
     r"""HMM in continuous time with a Gamma prior on every rate of transitions.
 
     .. math:: \pi \sim \mathrm{Dir}(c), \quad q_{ij} \sim \mathrm{Gamma}(a_{ij}, b_{ij})
@@ -69,8 +69,6 @@ class TabularContinuousTimeHMM(ChainTables):
         True
     """
 
-    family = ContinuousTimeHMM
-
     def __init__(
         self,
         num_states: int,
@@ -109,7 +107,8 @@ class TabularContinuousTimeHMM(ChainTables):
                     "with rows of these states that are all False."
                 )
         if bool(others.any()):
-            self.set_priors(rates=_rates_prior)
+            self.supports = self.supports | {"rates": SparsePositive(others)}  # type: ignore[misc]
+            self.add_parameters(rates=square)
         else:  # there is nothing to fit
             self.register_buffer("rates", torch.zeros(square))
         self.emission = build_emission(emission, num_states)
@@ -123,11 +122,13 @@ class TabularContinuousTimeHMM(ChainTables):
 
     def _take_values(self, hmm: HMM) -> None:
         """Replace the tables by points with the values of ``hmm``; rates of zero stay zero."""
-        set_point(self, "initial", hmm.log_initial.detach().exp())
+        super()._take_values(hmm)
         if "rates" in self._pyro_samples:
-            possible = hmm.chain.possible
-            rates = hmm.chain.rates.detach().masked_fill(~possible, 0.0)
-            set_point(self, "rates", rates, SparsePositive(possible))
+            self.set_points(rates=hmm.chain.rates.masked_fill(~hmm.chain.possible, 0.0))
+
+    def rates_prior(self) -> SparseGamma:
+        """Gamma rates."""
+        return SparseGamma(self.rate_concentration, self.rate_time, self.transition_allowed)
 
     def forward(
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
@@ -158,7 +159,3 @@ class TabularContinuousTimeHMM(ChainTables):
                 number, time = number + self.rate_concentration - 1, time + self.rate_time
             found["rates"] = (number / time).masked_fill(~self.transition_allowed, 0.0)
         return found, []
-
-
-def _rates_prior(module: Any) -> SparseGamma:
-    return SparseGamma(module.rate_concentration, module.rate_time, module.transition_allowed)

@@ -1,14 +1,21 @@
-"""Families of durations: how long the states of a semi-Markov model last.
+r"""Families of durations: how long the states of a semi-Markov model last.
 
 A family of durations is called with K and returns a ``PyroModule`` whose call returns
 log-probabilities ``(K, D)`` of durations of 1 to D steps. With ``statistics`` and ``m_step`` of a
 :class:`DurationMStep` EM maximises it exactly; else by gradient steps.
+
+With c_d expected segments of d steps, of which n are first segments that began before the data,
+durations of probabilities f(d) have the expected complete-data log-likelihood
+
+.. math:: \sum_d c_d \log f(d) - n \log \sum_d d \, f(d)
+
+since a moment in time falls into a duration in proportion to its length (Vardi, 1982, Nonparametric
+estimation in the presence of length bias).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -16,25 +23,17 @@ from pyro.distributions import Beta, Dirichlet, Gamma, GammaPoisson, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
+from torch.distributions import constraints, transform_to
 
 from .._checks import check_size
 from ..ops.log_space import log
 from . import emissions
 from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
-from .duration_modes import (
-    BOUND,
-    Derivatives,
-    beta,
-    expected_log,
-    free_probs,
-    gamma,
-    geometric,
-    maximum,
-    negative_binomial,
-    poisson,
-)
-from .emissions import PointEmission
-from .family import positive
+from .family import family, positive
+
+BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
+LONGEST = 3.0  # step of all parameters together
+CLOSE = 1e-11  # length of a step that is not worth taking
 
 DurationFamily = Callable[[int], PyroModule]
 
@@ -79,94 +78,97 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
     return scores.masked_fill(~possible, -torch.inf).movedim(0, -1).log_softmax(-1)
 
 
-class _Durations(Family):
+class Durations(Family):
     """Base of the families of this module.
 
-    Attributes:
-        gammas: Of each positive parameter the buffers with concentration and rate of its Gamma
-            prior, by name.
+    Subclasses define ``log_probs``, ``starts``, and the prior of each parameter in ``supports``.
     """
-
-    gammas: ClassVar[dict[str, tuple[str, str]]] = {}
 
     def __init__(
         self, num_states: int, max_duration: int, **hyperparameters: float | Tensor
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
-        check_size("max_duration", max_duration)
         self.max_duration = max_duration
         for name, value in hyperparameters.items():
             self.register_buffer(name, positive(name, value, (num_states,)))
-        for name in self.gammas:
-            self.set_priors(**{name: partial(_gamma_prior, name=name)})
+        self.add_parameters(**dict.fromkeys(self.supports, (num_states,)))
+
+    def log_probs(self, **parameters: Tensor) -> Tensor:
+        """Log-probabilities of durations, ``(*B, D)``, for parameters ``(*B)``."""
+        raise NotImplementedError
+
+    def starts(self, counts: Tensor) -> dict[str, Tensor]:
+        """Parameters ``(S, R, K)`` from which Newton steps start; the best end is taken."""
+        raise NotImplementedError
+
+    def forward(self) -> Tensor:
+        """Log-probabilities of durations, ``(K, D)``."""
+        return self.log_probs(**{name: getattr(self, name) for name in self.supports})
 
     def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """The counts themselves, if a parameter is free."""
-        if not any(self.is_free(name) for name in (*self._pyro_samples, *self._pyro_params)):
+        if not any(map(self.is_free, self.supports)):
             return {}
-        return (
-            {"counts": counts}
-            if left_censored is None
-            else {"counts": counts, "left_censored": left_censored}
-        )
+        return {"counts": counts} | ({"first": left_censored} if left_censored is not None else {})
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode, the cut at D included; NaN where nothing determines it."""
+        for name in filter(self.has_prior, self.supports):
+            prior = getattr(self, f"{name}_prior")()
+            for part in prior.arg_constraints:
+                if part.startswith("concentration"):
+                    check_mode(part, getattr(prior, part))
         return self._mode(**statistics) if statistics else {}, []
 
-    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def _newton(
-        self,
-        counts: Tensor,
-        left_censored: Tensor | None,
-        logs: Callable[[Tensor, int], Derivatives],
-        *starts: tuple[Tensor, ...],
-    ) -> dict[str, Tensor]:
-        """The mode of positive parameters with Gamma priors, by their logarithms.
+    def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
+        """The mode by Newton steps in unconstrained parameters.
 
         Args:
             counts: ``(R, K, D)``.
-            left_censored: ``(R, K)``, or None.
-            logs: Unnormalised probabilities of durations, of :mod:`.duration_modes`.
-            starts: Of all parameters, each ``(R, K)``.
+            first: ``(R, K)``, how many of these began before the data; None if there are none.
         """
-        names = list(self.gammas)
-        for name in filter(self.has_prior, names):
-            check_mode(self.gammas[name][0], getattr(self, self.gammas[name][0]))
+        names = list(self.supports)
         free = torch.tensor([self.is_free(name) for name in names], device=counts.device)
-        point = torch.stack([torch.stack(torch.broadcast_tensors(*part), -1) for part in starts])
+        has_prior = [name for name in names if self.has_prior(name)]
+        transforms = [transform_to(self.supports[name]) for name in names]
+        steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
+
+        def objective(theta: Tensor) -> Tensor:
+            parts = [to(part) for to, part in zip(transforms, theta.unbind(-1))]
+            values = dict(zip(names, parts))
+            logs = self.log_probs(**values)
+            total = (counts * logs).sum(-1)
+            if first is not None:
+                total = total - first * (logs + steps.log()).logsumexp(-1)
+            for name in has_prior:
+                total = total + getattr(self, f"{name}_prior")().log_prob(values[name])
+            return total
+
+        points = self.starts(counts)
+        for name in names:
+            if not self.is_free(name):
+                points[name] = getattr(self, name).detach().to(counts).expand_as(points[name])
+        start = torch.stack([to.inv(points[name]) for to, name in zip(transforms, names)], -1)
+        found = maximum(objective, start.clamp(-BOUND, BOUND), free)
+        unknown = counts.sum(-1) == 0
+        mode = {}
         for i, name in enumerate(names):
-            if not free[i]:
-                point[..., i] = getattr(self, name).detach()
-        # a parameter without a prior has a flat one: a Gamma density of 1 and 0
-        has_prior = torch.tensor([float(self.has_prior(name)) for name in names]).to(counts)
-        priors = [[getattr(self, part) for part in pair] for pair in self.gammas.values()]
-        shapes, rates = (torch.stack(part, -1).to(counts) for part in zip(*priors))
-        shapes, rates = 1 + has_prior * (shapes - 1), has_prior * rates
-
-        def objective(theta: Tensor) -> Derivatives:
-            likelihood = expected_log(counts, left_censored, logs(theta, self.max_duration))
-            return likelihood + gamma(theta, shapes, rates)
-
-        found = maximum(objective, point.log().clamp(-BOUND, BOUND), free).exp()
-        unknown = (counts.sum(-1, keepdim=True) == 0) & (has_prior == 0)
-        found = found.masked_fill(unknown, torch.nan)
-        return {name: found[..., i] for i, name in enumerate(names) if free[i]}
+            if free[i]:
+                value = transforms[i](found[..., i])
+                mode[name] = (
+                    value if self.has_prior(name) else value.masked_fill(unknown, torch.nan)
+                )
+        return mode
 
 
-def _gamma_prior(durations: _Durations, name: str) -> TorchDistribution:
-    return Gamma(*(getattr(durations, part) for part in durations.gammas[name])).to_event(1)
-
-
-def free_durations(max_duration: int, concentration: float | Tensor = 1.0) -> DurationFamily:
+class FreeDurations(Durations):
     """Family of durations: a free probability of each, with Dirichlet priors.
 
     Site: ``duration.probs``, ``(K, D)``. EM has a closed form.
 
     Args:
+        num_states: K.
         max_duration: D.
         concentration: Of the priors; a number, ``(D,)`` or ``(K, D)``.
 
@@ -174,12 +176,8 @@ def free_durations(max_duration: int, concentration: float | Tensor = 1.0) -> Du
         >>> free_durations(4)(2)().shape
         torch.Size([2, 4])
     """
-    check_size("max_duration", max_duration)
-    return partial(FreeDurations, max_duration=max_duration, concentration=concentration)
 
-
-class FreeDurations(_Durations):
-    """A free probability of each duration: see :func:`free_durations`."""
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.simplex}
 
     def __init__(
         self, num_states: int, max_duration: int, concentration: float | Tensor = 1.0
@@ -193,13 +191,13 @@ class FreeDurations(_Durations):
         """Dirichlet rows."""
         return Dirichlet(self.concentration)
 
-    def forward(self) -> Tensor:
+    def log_probs(self, **parameters: Tensor) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
-        return log(self.probs)
+        return log(parameters["probs"])
 
-    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
+    def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
         prior = self.concentration if self.has_prior("probs") else None
-        return {"probs": free_probs(with_prior(counts, prior), left_censored)}
+        return {"probs": free_probs(with_prior(counts, prior), first)}
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Rows from their Dirichlet posteriors."""
@@ -208,9 +206,7 @@ class FreeDurations(_Durations):
         return {"probs": sample_rows(statistics["counts"] + self.concentration)}
 
 
-def geometric_durations(
-    max_duration: int, leave: float | Tensor = 1.0, stay: float | Tensor = 1.0
-) -> DurationFamily:
+class GeometricDurations(Durations):
     r"""Family of durations: geometric, as in a Markov chain, with Beta priors.
 
     .. math:: p(d) = q (1 - q)^{d - 1} \text{ for } d < D, \quad p(D) = (1 - q)^{D - 1}
@@ -222,6 +218,7 @@ def geometric_durations(
     form.
 
     Args:
+        num_states: K.
         max_duration: D.
         leave: Of the prior, how many leaves it is worth, plus one; a number or ``(K,)``.
         stay: Of the prior, how many stays it is worth, plus one; a number or ``(K,)``.
@@ -232,69 +229,55 @@ def geometric_durations(
         >>> durations().exp()
         tensor([[0.5000, 0.2500, 0.2500]])
     """
-    check_size("max_duration", max_duration)
-    return partial(
-        GeometricDurations, max_duration=max_duration, prior_leave=leave, prior_stay=stay
-    )
 
-
-class GeometricDurations(_Durations):
-    """Geometric durations: see :func:`geometric_durations`."""
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"leave": constraints.unit_interval}
 
     def __init__(
         self,
         num_states: int,
         max_duration: int,
-        prior_leave: float | Tensor = 1.0,
-        prior_stay: float | Tensor = 1.0,
+        leave: float | Tensor = 1.0,
+        stay: float | Tensor = 1.0,
     ) -> None:
-        super().__init__(num_states, max_duration, prior_leave=prior_leave, prior_stay=prior_stay)
-        self.add_parameters(leave=(num_states,))
+        super().__init__(num_states, max_duration, prior_leave=leave, prior_stay=stay)
 
     def leave_prior(self) -> TorchDistribution:
         """Beta probabilities."""
         return Beta(self.prior_leave, self.prior_stay)
 
-    def forward(self) -> Tensor:
-        """Log-probabilities of durations, ``(K, D)``."""
-        leave = self.leave.unsqueeze(-1)
+    def log_probs(self, **parameters: Tensor) -> Tensor:
+        """Log-probabilities of durations, ``(*B, D)``."""
+        leave = parameters["leave"].unsqueeze(-1)
         count = torch.arange(self.max_duration, device=leave.device)
         stays = torch.where(count > 0, count * log(1 - leave), 0.0)  # 0 times -inf is NaN
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
 
-    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
-        """The share of leaves, with those of the prior; by Newton steps if some are censored."""
-        stays = torch.arange(counts.size(-1), device=counts.device).to(counts)
-        leaves, stays = counts[..., :-1].sum(-1), (counts * stays).sum(-1)
-        prior_leave = prior_stay = torch.ones_like(self.prior_leave)
+    def starts(self, counts: Tensor) -> dict[str, Tensor]:
+        """The share of leaves, with those of the prior."""
+        return {"leave": self._share(counts).nan_to_num(0.5).unsqueeze(0)}
+
+    def _share(self, counts: Tensor) -> Tensor:
+        steps = torch.arange(counts.size(-1), device=counts.device).to(counts)
+        leaves, stays = counts[..., :-1].sum(-1), (counts * steps).sum(-1)
         if self.has_prior("leave"):
-            prior_leave, prior_stay = self.prior_leave, self.prior_stay
-            for name in ("prior_leave", "prior_stay"):
-                check_mode(name, getattr(self, name))
-        leaves, stays = leaves + prior_leave - 1, stays + prior_stay - 1
-        share = leaves / (leaves + stays)
-        if left_censored is None:
-            return {"leave": share}
+            leaves, stays = leaves + self.prior_leave - 1, stays + self.prior_stay - 1
+        return leaves / (leaves + stays)
 
-        def objective(theta: Tensor) -> Derivatives:
-            likelihood = expected_log(counts, left_censored, geometric(theta, self.max_duration))
-            prior = beta(theta, prior_leave.unsqueeze(-1), prior_stay.unsqueeze(-1))
-            return likelihood + prior
-
-        start = share.nan_to_num(0.5).logit().clamp(-BOUND, BOUND)[None, ..., None]
-        found = maximum(objective, start, torch.ones_like(counts[0, 0, :1]).bool())
-        return {"leave": torch.where(share.isnan(), share, found.squeeze(-1).sigmoid())}
+    def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
+        """The share of leaves; by Newton steps if some segments began before the data."""
+        share = self._share(counts)
+        found = share if first is None else super()._mode(counts, first)["leave"]
+        return {"leave": torch.where(share.isnan(), share, found)}
 
 
-def poisson_durations(
-    max_duration: int, concentration: float | Tensor = 1.0, rate: float | Tensor = 0.1
-) -> DurationFamily:
+class PoissonDurations(Durations):
     """Family of durations: d - 1 is Poisson, given d <= D, each mean with a Gamma prior.
 
     Site: ``duration.rate``, ``(K,)``, the mean of d - 1 before the cut at D. EM maximises it by
     Newton steps in one dimension.
 
     Args:
+        num_states: K.
         max_duration: D; choose it beyond any duration: what is longer has no probability.
         concentration: Of the prior; a number or ``(K,)``.
         rate: Of the prior; a number or ``(K,)``. By default it has a mean of ten steps.
@@ -303,43 +286,32 @@ def poisson_durations(
         >>> poisson_durations(4)(2)().shape
         torch.Size([2, 4])
     """
-    check_size("max_duration", max_duration)
-    return partial(
-        PoissonDurations, max_duration=max_duration, concentration=concentration, prior_rate=rate
-    )
 
-
-class PoissonDurations(_Durations):
-    """Poisson durations: see :func:`poisson_durations`."""
-
-    gammas: ClassVar[dict[str, tuple[str, str]]] = {"rate": ("concentration", "prior_rate")}
+    supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.positive}
 
     def __init__(
         self,
         num_states: int,
         max_duration: int,
         concentration: float | Tensor = 1.0,
-        prior_rate: float | Tensor = 0.1,
+        rate: float | Tensor = 0.1,
     ) -> None:
-        super().__init__(
-            num_states, max_duration, concentration=concentration, prior_rate=prior_rate
-        )
+        super().__init__(num_states, max_duration, concentration=concentration, prior_rate=rate)
 
-    def forward(self) -> Tensor:
-        """Log-probabilities of durations, ``(K, D)``."""
-        return truncated(Poisson(self.rate), self.max_duration)
+    def rate_prior(self) -> TorchDistribution:
+        """Gamma rates."""
+        return Gamma(self.concentration, self.prior_rate)
 
-    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
-        return self._newton(counts, left_censored, poisson, (_mean_count(counts),))
+    def log_probs(self, **parameters: Tensor) -> Tensor:
+        """Log-probabilities of durations, ``(*B, D)``."""
+        return truncated(Poisson(parameters["rate"]), self.max_duration)
+
+    def starts(self, counts: Tensor) -> dict[str, Tensor]:
+        """The mean of d - 1."""
+        return {"rate": _mean_count(counts).unsqueeze(0)}
 
 
-def negative_binomial_durations(
-    max_duration: int,
-    concentration: float | Tensor = 1.0,
-    rate: float | Tensor = 0.1,
-    shape_concentration: float | Tensor = 2.0,
-    shape_rate: float | Tensor = 0.5,
-) -> DurationFamily:
+class NegativeBinomialDurations(Durations):
     r"""Family of durations: d - 1 is negative binomial, given d <= D.
 
     With mean m and shape r the variance of d - 1 is :math:`m + m^2 / r`: r = 1 is geometric, a
@@ -349,6 +321,7 @@ def negative_binomial_durations(
     ``duration.shape``, ``(K,)``. EM maximises them by Newton steps in two dimensions.
 
     Args:
+        num_states: K.
         max_duration: D; choose it beyond any duration: what is longer has no probability.
         concentration: Of the prior of the mean; a number or ``(K,)``.
         rate: Of the prior of the mean; a number or ``(K,)``.
@@ -359,19 +332,10 @@ def negative_binomial_durations(
         >>> negative_binomial_durations(4)(2)().shape
         torch.Size([2, 4])
     """
-    check_size("max_duration", max_duration)
-    return partial(
-        NegativeBinomialDurations, max_duration=max_duration, concentration=concentration,
-        rate=rate, shape_concentration=shape_concentration, shape_rate=shape_rate,
-    )  # fmt: skip
 
-
-class NegativeBinomialDurations(_Durations):
-    """Negative binomial durations: see :func:`negative_binomial_durations`."""
-
-    gammas: ClassVar[dict[str, tuple[str, str]]] = {
-        "average": ("concentration", "rate"),
-        "shape": ("shape_concentration", "shape_rate"),
+    supports: ClassVar[dict[str, constraints.Constraint]] = {
+        "average": constraints.positive,
+        "shape": constraints.positive,
     }
 
     def __init__(
@@ -383,21 +347,36 @@ class NegativeBinomialDurations(_Durations):
         shape_concentration: float | Tensor = 2.0,
         shape_rate: float | Tensor = 0.5,
     ) -> None:
-        super().__init__(
-            num_states, max_duration, concentration=concentration, rate=rate,
-            shape_concentration=shape_concentration, shape_rate=shape_rate,
-        )  # fmt: skip
+        priors = {"concentration": concentration, "rate": rate}
+        priors |= {"shape_concentration": shape_concentration, "shape_rate": shape_rate}
+        super().__init__(num_states, max_duration, **priors)
 
-    def forward(self) -> Tensor:
-        """Log-probabilities of durations, ``(K, D)``."""
-        shape = self.shape
-        return truncated(GammaPoisson(shape, shape / self.average), self.max_duration)
+    def average_prior(self) -> TorchDistribution:
+        """Gamma means."""
+        return Gamma(self.concentration, self.rate)
 
-    def _mode(self, counts: Tensor, left_censored: Tensor | None = None) -> dict[str, Tensor]:
-        """The best of what is found from several shapes: there may be more than one maximum."""
+    def shape_prior(self) -> TorchDistribution:
+        """Gamma shapes."""
+        return Gamma(self.shape_concentration, self.shape_rate)
+
+    def log_probs(self, **parameters: Tensor) -> Tensor:
+        """Log-probabilities of durations, ``(*B, D)``."""
+        average, shape = parameters["average"], parameters["shape"]
+        return truncated(GammaPoisson(shape, shape / average), self.max_duration)
+
+    def starts(self, counts: Tensor) -> dict[str, Tensor]:
+        """The mean of d - 1 with several shapes: there may be more than one maximum."""
         mean = _mean_count(counts)
-        starts = ((mean, torch.full_like(mean, shape)) for shape in (0.5, 3.0, 30.0))
-        return self._newton(counts, left_censored, negative_binomial, *starts)
+        shapes = torch.stack([torch.full_like(mean, shape) for shape in (0.5, 3.0, 30.0)])
+        return {"average": mean.expand_as(shapes), "shape": shapes}
+
+
+free_durations = family("free_durations", FreeDurations, max_duration=1)
+geometric_durations = family("geometric_durations", GeometricDurations, max_duration=1)
+poisson_durations = family("poisson_durations", PoissonDurations, max_duration=1)
+negative_binomial_durations = family(
+    "negative_binomial_durations", NegativeBinomialDurations, max_duration=1
+)
 
 
 def _mean_count(counts: Tensor) -> Tensor:
@@ -433,9 +412,81 @@ class ParametricDurations(PyroModule):
 
     def __init__(self, part: PyroModule, max_duration: int) -> None:
         super().__init__()
-        self.part: PointEmission = part
+        self.part: Any = part
         self.max_duration = max_duration
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
         return truncated(self.part(), self.max_duration)
+
+
+# Maxima ------------------------------------------------------------------------------------------
+
+
+def maximum(function: Callable[[Tensor], Tensor], start: Tensor, free: Tensor) -> Tensor:
+    """Parameters ``(*B, P)`` where ``function`` is largest, by Newton steps that only go up.
+
+    A direction in which it bends upwards is followed uphill. A step that leads down is shortened.
+
+    Args:
+        function: Each of its values ``(*B)`` depends on the parameters of its own.
+        start: ``(S, *B, P)``, S points to start from; the best end is returned.
+        free: ``(P,)``, booleans: which parameters are not held fixed.
+    """
+    held = (~free).to(start).diag_embed()
+
+    def evaluate(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            point = point.detach().requires_grad_()
+            value = function(point)
+            (slope,) = torch.autograd.grad(value.sum(), point, create_graph=True)
+            rows = [torch.autograd.grad(part.sum(), point, retain_graph=True)[0]
+                    for part in slope.unbind(-1)]  # fmt: skip
+        bend = torch.stack(rows, -2) * free * free.unsqueeze(-1) - held
+        return value.detach(), slope.detach() * free, bend
+
+    point, scale = start, torch.ones_like(start[..., 0])
+    now = evaluate(point)
+    for _ in range(200):
+        value, slope, bend = now
+        curves, axes = torch.linalg.eigh(-bend)
+        along = (axes.mT @ slope.unsqueeze(-1)).squeeze(-1)
+        size = slope.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+        step = (axes @ (along / curves.abs().clamp(min=1e-12 * size)).unsqueeze(-1)).squeeze(-1)
+        step = step * (LONGEST / step.norm(dim=-1, keepdim=True).clamp(min=LONGEST))
+        trial = (point + scale.unsqueeze(-1) * step).clamp(-BOUND, BOUND)
+        if bool(((trial - point).abs() <= CLOSE).all()):
+            break
+        new = evaluate(trial)
+        level = (new[0] - value).abs() <= 1e-13 * value.abs()  # rounding
+        flatter = new[1].norm(dim=-1) < slope.norm(dim=-1)
+        better = torch.where(level, flatter, new[0] > value)
+        point = torch.where(better.unsqueeze(-1), trial, point)
+        now = (
+            torch.where(better, new[0], value),
+            torch.where(better.unsqueeze(-1), new[1], slope),
+            torch.where(better[..., None, None], new[2], bend),
+        )
+        scale = torch.where(better, (2 * scale).clamp(max=1.0), scale / 4)
+    best = now[0].argmax(0)[None, ..., None].expand(1, *point.shape[1:])
+    return point.gather(0, best).squeeze(0)
+
+
+def free_probs(counts: Tensor, first: Tensor | None) -> Tensor:
+    """Probabilities ``(*B, D)`` of free durations, given expected counts ``(*B, D)``.
+
+    They are :math:`c_d / (C - n + u d)`, and u is where they sum to one; NaN without any count.
+    """
+    if first is None:
+        return counts / counts.sum(-1, keepdim=True)
+    steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
+    others = (counts.sum(-1) - first).clamp(min=0.0).unsqueeze(-1)
+    root = first.unsqueeze(-1) / counts.size(-1)  # the sum falls, and is at least one here
+    for _ in range(100):  # Newton steps on a convex function, from the left
+        probs = counts / (others + root * steps)
+        fall = (probs * steps / (others + root * steps)).sum(-1, keepdim=True)
+        step = (probs.sum(-1, keepdim=True) - 1) / fall
+        if not bool((step > 1e-15 * root).any()):
+            break
+        root = torch.where(first.unsqueeze(-1) > 0, root + step.clamp(min=0.0), root)
+    return probs / probs.sum(-1, keepdim=True)

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..distributions.factorial_hmm import FactorialHMM
+from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
-from .chain_tables import ChainTables
 from .closed_form import Maximum, Statistics
 from .family import Emission, EmissionFamily, build_emission, component_sums, positive, spread
+from .tabular import ChainTables
 
 SINGULAR = 1e-12  # relative size of what the observations do not determine
 ROUNDS = 20  # in which an M-step maximises by contributions and variances in turn
 
 
-class TabularFactorialHMM(ChainTables):
+class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
     r"""Factorial HMM whose parameters are the probabilities of its chains, with Dirichlet priors.
 
     Sites: ``initial_m`` ``(K_m,)`` and ``transition_m`` ``(K_m, K_m)`` of each chain m = 0, ...,
@@ -51,8 +51,6 @@ class TabularFactorialHMM(ChainTables):
         >>> fit.values["module.transition_1"].shape
         torch.Size([3, 3])
     """
-
-    family = FactorialHMM
 
     def __init__(
         self,

@@ -31,7 +31,6 @@ class Residual(PyroModule):
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        check_size("dim", dim)
         self.inner = PyroModule[nn.Linear](dim, dim)
         self.outer = PyroModule[nn.Linear](dim, dim)
         self.norm = PyroModule[nn.LayerNorm](dim)
@@ -168,9 +167,9 @@ class CharCNN(PyroModule):
         dim: D.
         char_dim: Of the embeddings of letters.
         widths: Of the filters.
-        num_filters: For each width, or a list; the values of all filters are then joined, and go
-            through a highway layer and a linear map to D numbers. By default there are D for each
-            width, and they are summed.
+        num_filters: For each width; the values of all filters are then joined, and go through a
+            highway layer and a linear map to D numbers. By default there are D for each width, and
+            they are summed.
 
     Example:
         >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
@@ -184,15 +183,11 @@ class CharCNN(PyroModule):
         *,
         char_dim: int = 16,
         widths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7),
-        num_filters: int | Sequence[int] | None = None,
+        num_filters: int | None = None,
     ) -> None:
         super().__init__()
-        check_size("dim", dim)
-        check_size("char_dim", char_dim)
         if len(words) == 0 or not all(isinstance(word, str) and word for word in words):
             raise ValueError("words must be strings of at least one letter, and at least one word.")
-        if not widths or min(widths) < 1:
-            raise ValueError(f"widths must be at least 1, and at least one of them; got {widths}.")
         letters = sorted({letter for word in words for letter in word})
         lengths = torch.tensor([len(word) + 2 for word in words])
         order = lengths.argsort(stable=True)
@@ -203,21 +198,14 @@ class CharCNN(PyroModule):
         self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
         self.register_buffer("place", order.argsort(), persistent=False)
         self.letter = nn.Parameter(torch.randn(len(letters) + 2, char_dim))
-        counts = [dim] * len(widths)
         if num_filters is not None:
-            counts = [num_filters] * len(widths) if isinstance(num_filters, int) else [*num_filters]
-            if len(counts) != len(widths):
-                raise ValueError(
-                    f"num_filters must be one number, or one for each of {len(widths)} widths; got "
-                    f"{len(counts)}."
-                )
-            total = sum(counts)
+            total = num_filters * len(widths)
             self.gate = PyroModule[nn.Linear](total, total)
             self.carry = PyroModule[nn.Linear](total, total)
             self.out = PyroModule[nn.Linear](total, dim, bias=False)
         self.joined = num_filters is not None
         self.filters = PyroModule[nn.ModuleList](
-            [PyroModule[nn.Conv1d](char_dim, count, width) for count, width in zip(counts, widths)]
+            [PyroModule[nn.Conv1d](char_dim, num_filters or dim, width) for width in widths]
         )
 
     def forward(self) -> Tensor:

@@ -1,19 +1,174 @@
-"""``TabularHMM``: the probabilities themselves are the parameters."""
+"""Modules whose parameters are the probabilities of a chain, with Dirichlet priors on every row."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, ClassVar
+
 import torch
+from pyro.distributions import Dirichlet, Gamma
+from pyro.distributions.torch_distribution import TorchDistribution
+from pyro.nn import PyroModule
 from torch import Tensor
+from torch.distributions import constraints
 
-from .._checks import check_size
+from .._checks import check_booleans, check_shape, check_size
+from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
+from ..distributions.sparse_dirichlet import SparseDirichlet
+from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
-from .chain_tables import ChainTables
-from .closed_form import Statistics
-from .family import EmissionFamily, build_emission
+from ..ops.stationary import stationary
+from .base import HMMModule
+from .closed_form import Family, Maximum, Statistics, row_mode, sample_rows, with_prior
+from .emissions import from_distribution
+from .family import EmissionFamily, build_emission, positive
+
+LEAST = 1e-8  # concentration, below which nothing changes but what numbers can say
+
+MODULES: dict[type[HMM], type[ChainTables]] = {}  # by the class of HMM that they build
 
 
-class TabularHMM(ChainTables):
+class ChainTables(HMMModule, Family):
+    """A module whose parameters are rows of probabilities, each with a Dirichlet prior.
+
+    The site ``name`` stands for the parameter ``log_name`` of the chain; EM maximises it by
+    normalised counts. A subclass names the class of HMM that it builds, as in
+    ``class TabularHMM(ChainTables, builds=HMM)``, and calls :meth:`add_rows` for each table.
+    """
+
+    builds: ClassVar[type[HMM]]
+    emission: PyroModule
+
+    def __init_subclass__(cls, builds: type[HMM] | None = None) -> None:
+        super().__init_subclass__()
+        if builds is not None:
+            cls.builds, MODULES[builds] = builds, cls
+
+    def add_rows(
+        self,
+        name: str,
+        concentration: float | Tensor,
+        shape: tuple[int, ...],
+        allowed: Tensor | None = None,
+    ) -> None:
+        """Add a table ``name`` of ``shape``, the last dimension of which sums to one.
+
+        Args:
+            name: Of the site.
+            concentration: Of the Dirichlet prior; a number or what broadcasts to ``shape``.
+            shape: Of the table.
+            allowed: Booleans of ``shape``, which entries may be positive; all by default.
+        """
+        label = prior_name(name)
+        self.register_buffer(label, positive(label, concentration, shape))
+        if allowed is not None:
+            meaning = "(K,)" if len(shape) == 1 else f"({', '.join('K' * len(shape))})"
+            check_booleans(f"{name}_allowed", allowed)
+            check_shape(f"{name}_allowed", allowed, shape, meaning)
+            if not bool(allowed.any(-1).all()):
+                raise ValueError(f"{name}_allowed must leave at least one state to every row.")
+        self.register_buffer(f"{name}_allowed", allowed)
+        self.supports = self.supports | {name: constraints.simplex}  # type: ignore[misc]
+        self.set_priors(**{name: partial(rows_prior, name=name)})
+
+    def tables(self) -> dict[str, Tensor]:
+        """Logarithms of the tables, by the names of the chain's parameters."""
+        return {f"log_{name}": log(getattr(self, name)) for name in self.supports}
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        tables: dict[str, Any] = self.tables()
+        return self.builds(**tables, emission=self.emission(), lengths=lengths, observed=observed)
+
+    @classmethod
+    def from_hmm(cls, hmm: Any) -> Any:
+        """A module with the values of ``hmm`` as parameters: points, without priors.
+
+        The parameters are copies; zeros stay zero under gradient steps.
+
+        Raises:
+            TypeError: If ``hmm`` is not of the kind that the module builds.
+            ValueError: If parameters of ``hmm`` have a dimension of steps.
+        """
+        if not isinstance(hmm, cls.builds):
+            raise TypeError(
+                f"hmm must be of class {cls.builds.__name__}; got {type(hmm).__name__}."
+            )
+        if hmm.emission_per_step:
+            raise ValueError(
+                f"hmm has parameters per step; a {cls.__name__} has one set for all steps."
+            )
+        module = cls._like(hmm, lambda _: from_distribution(hmm.emission))
+        module._take_values(hmm)
+        return module.to(hmm.log_initial.device)
+
+    @classmethod
+    def _like(cls, hmm: Any, emission: Any) -> ChainTables:
+        """A module of the sizes of ``hmm``."""
+        return cls(hmm.num_states, emission)
+
+    def _take_values(self, hmm: HMM) -> None:
+        """Replace the tables by points with the values of ``hmm``."""
+        for name, logs in hmm.chain.parameters.items():
+            if (site := name.removeprefix("log_")) in self._pyro_samples:
+                self.set_points(**{site: logs.exp()})
+
+    def emission_module(self) -> PyroModule:
+        """The module of the emission."""
+        return self.emission
+
+    def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Expected counts of what is free: see :class:`ChainMStep`."""
+        counts = {name.removeprefix("log_"): value for name, value in expected.counts.items()}
+        return {n: value for n, value in counts.items() if hasattr(self, n) and self.is_free(n)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Normalised counts, those of the Dirichlet priors included."""
+        return {name: row_mode(self._counts(name, statistics[name])) for name in statistics}, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows of probabilities from their Dirichlet posteriors, those of the same name."""
+        samples = {}
+        for name in self._pyro_samples.keys() & statistics.keys():
+            total = statistics[name] + getattr(self, prior_name(name))
+            allowed = getattr(self, f"{name}_allowed")
+            total = total if allowed is None else total.masked_fill(~allowed, 0.0)
+            samples[name] = sample_rows(total)
+        return samples
+
+    def _counts(self, name: str, counts: Tensor) -> Tensor:
+        """Counts with the pseudo-counts of the prior."""
+        if name not in self._pyro_samples:
+            return counts
+        prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
+        if allowed is not None:  # ones say nothing where nothing is allowed
+            prior, counts = prior.masked_fill(~allowed, 1.0), counts.masked_fill(~allowed, 0.0)
+        return with_prior(counts, prior)
+
+
+def prior_name(name: str) -> str:
+    """Name of the buffer of concentrations: ``initial_concentration_0`` of ``initial_0``."""
+    kind, _, number = name.partition("_")
+    return f"{kind}_concentration{f'_{number}' if number else ''}"
+
+
+def module_of(hmm: HMM) -> HMMModule:
+    """The tabular module of the kind of ``hmm``, with its values as points without priors."""
+    module: HMMModule = MODULES.get(type(hmm), TabularHMM).from_hmm(hmm)
+    return module
+
+
+def rows_prior(module: ChainTables, name: str) -> Dirichlet | SparseDirichlet:
+    """Prior of the rows of probabilities ``name``, all as one event."""
+    concentration: Tensor = getattr(module, prior_name(name))
+    allowed: Tensor | None = getattr(module, f"{name}_allowed")
+    if allowed is None:
+        return Dirichlet(concentration).to_event(concentration.dim() - 1)
+    return SparseDirichlet(concentration, allowed)
+
+
+class TabularHMM(ChainTables, builds=HMM):
     r"""HMM whose parameters are its probabilities, with Dirichlet priors on every row.
 
     .. math:: \pi \sim \mathrm{Dir}(c_0), \quad A_i \sim \mathrm{Dir}(c_i)
@@ -69,14 +224,220 @@ class TabularHMM(ChainTables):
         hmm.check_constant(type(self).__name__)
         super()._take_values(hmm.expanded())
 
-    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
-        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
-
     def transition_counts(self, statistics: Statistics) -> Tensor | None:
         """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
         counts = statistics.get("transition")
         return None if counts is None else self._counts("transition", counts)
+
+
+class TabularSecondOrderHMM(ChainTables, builds=SecondOrderHMM):
+    r"""Second-order HMM whose parameters are its probabilities, with Dirichlet priors on every row.
+
+    K³ probabilities of transitions ask for more data than K² do: a concentration above one draws
+    the rows of pairs that are hardly ever seen to even ones. See :class:`SecondOrderHMM`.
+
+    Sites: ``initial`` ``(K,)``, ``second`` ``(K, K)``, ``transition`` ``(K, K, K)``, and those of
+    ``emission``.
+
+    Args:
+        num_states: K.
+        emission: An emission family: see :class:`TabularHMM`.
+        initial_concentration: Of the prior of the first state; a number or ``(K,)``.
+        second_concentration: Of the priors of the second state given the first; a number, ``(K,)``
+            or ``(K, K)``.
+        transition_concentration: Of the priors of the next state given the two before it; a number
+            or what broadcasts to ``(K, K, K)``, so that ``(K, K)`` is the same after all z_{t-2}.
+
+    Raises:
+        ValueError: If ``num_states`` is less than one, or a concentration is not positive or has
+            the wrong shape.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 0, 1, 1] * 10, [1, 1, 0, 0] * 10])
+        >>> fit = fit_em(TabularSecondOrderHMM(2, categorical(2)), data, restarts=4)
+        >>> fit.hmm(data).log_prob(data.values).sum().round()  # 2 log 1/2
+        tensor(-1.)
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        initial_concentration: float | Tensor = 1.0,
+        second_concentration: float | Tensor = 1.0,
+        transition_concentration: float | Tensor = 1.0,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states = num_states
+        self.add_rows("initial", initial_concentration, (num_states,))
+        self.add_rows("second", second_concentration, (num_states,) * 2)
+        self.add_rows("transition", transition_concentration, (num_states,) * 3)
+        self.emission = build_emission(emission, num_states)
+
+
+class StickyHDPHMM(HMMModule, Family):
+    r"""HMM of at most K states, with weights of the states that all rows share.
+
+    .. math:: \beta \sim \mathrm{Dir}(\gamma / K, \dots, \gamma / K), \quad
+              \pi \sim \mathrm{Dir}(\alpha \beta), \quad
+              A_i \sim \mathrm{Dir}(\alpha \beta + \kappa e_i)
+
+    The sticky hierarchical Dirichlet process in its weak-limit truncation (Fox, Sudderth, Jordan
+    and Willsky, 2011, A sticky HDP-HMM with application to speaker diarization). States with a
+    small :math:`\beta_k` are entered from nowhere: take K well above the number of states that
+    are expected, and count those that the posterior visits.
+
+    For :func:`fit_svi` and NUTS, by :class:`MarginalModel`. The density is infinite where a state
+    has a small weight and is never entered, so that ``fit_em`` and ``fit_map``, which look for a
+    maximum, refuse it.
+
+    Sites: ``weights`` ``(K,)``, ``initial`` ``(K,)``, ``transition`` ``(K, K)``, those of
+    ``emission``, and ``gamma``, ``alpha`` and ``kappa`` where they have priors.
+
+    Args:
+        num_states: K, the truncation.
+        emission: An emission family: see :class:`TabularHMM`.
+        gamma: Concentration of the weights; about as many states are used as it is large, times
+            the logarithm of the data. A number, or two: shape and rate of a Gamma prior.
+        alpha: How alike the rows are to the weights; a number, or two as of ``gamma``.
+        kappa: What a state has beside to stay; a number, or two as of ``gamma``. Zero is the HDP
+            that is not sticky.
+
+    Raises:
+        ValueError: If ``num_states`` is less than one, or a concentration is not positive.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> module = StickyHDPHMM(8, normal(0), gamma=2.0, alpha=(2.0, 0.5), kappa=10.0)
+        >>> hmm = module(torch.tensor([100]))  # a sample from the prior
+        >>> bool((hmm.log_transition.exp().diagonal() > 0.3).all())
+        True
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        gamma: float | tuple[float, float] = 1.0,
+        alpha: float | tuple[float, float] = 1.0,
+        kappa: float | tuple[float, float] = 10.0,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states, dtype = num_states, torch.get_default_dtype()
+        for name, value in (("gamma", gamma), ("alpha", alpha), ("kappa", kappa)):
+            if isinstance(value, tuple):
+                if len(value) != 2 or min(value) <= 0:
+                    raise ValueError(f"{name} must be a number, or a positive shape and rate of a "
+                                     f"Gamma prior; got {value}.")  # fmt: skip
+                self.register_buffer(f"{name}_prior", torch.tensor(value).to(dtype))
+                self.set_priors(**{name: partial(_strength, name=name)})
+            else:
+                if not 0 <= value < torch.inf or (value == 0 and name != "kappa"):
+                    raise ValueError(f"{name} must be positive and finite; got {value}.")
+                self.register_buffer(name, torch.tensor(value).to(dtype))
+        self.add_parameters(
+            weights=(num_states,), initial=(num_states,), transition=(num_states, num_states)
+        )
+        self.emission = build_emission(emission, num_states)
+
+    def weights_prior(self) -> TorchDistribution:
+        """Weights of the states that all rows share."""
+        gamma = self.gamma.unsqueeze(-1)
+        return _table((gamma / self.num_states).expand(*gamma.shape[:-1], self.num_states), 1)
+
+    def initial_prior(self) -> TorchDistribution:
+        """Probabilities of the first state, given the weights."""
+        return _table(self.alpha.unsqueeze(-1) * self.weights, 1)
+
+    def transition_prior(self) -> TorchDistribution:
+        """Rows of the transition matrix, given the weights."""
+        weights = self.alpha.unsqueeze(-1) * self.weights
+        stay = torch.eye(self.num_states).to(weights)
+        return _table(weights.unsqueeze(-2) + self.kappa[..., None, None] * stay, 2)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        return HMM(log(self.initial), log(self.transition), self.emission(), lengths, observed)
+
+    def emission_module(self) -> PyroModule:
+        """The module of the emission."""
+        return self.emission
+
+    def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """None: raises ValueError, for the density has no maximum."""
+        raise ValueError(
+            "a StickyHDPHMM has no most probable value, which EM looks for: its density is "
+            "infinite where a state is never entered. Use fit_svi, or NUTS of "
+            "MarginalModel(module)."
+        )
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """None: see :meth:`statistics`."""
+        return {}, []
+
+
+class SharedRows(SparseDirichlet):
+    """Rows of probabilities of a :class:`StickyHDPHMM`, of which no value is the most probable."""
+
+
+def _strength(module: StickyHDPHMM, name: str) -> TorchDistribution:
+    """Gamma prior of a concentration."""
+    shape, rate = getattr(module, f"{name}_prior")
+    return Gamma(shape, rate)
+
+
+def _table(concentration: Tensor, dims: int) -> SharedRows:
+    """Rows of probabilities with concentrations that may come near zero."""
+    concentration = concentration.clamp(min=LEAST)
+    allowed = torch.ones(concentration.shape[-dims:], dtype=torch.bool, device=concentration.device)
+    return SharedRows(concentration, allowed)
+
+
+class StationaryHMM(ChainTables):
+    r"""HMM whose first state has the stationary distribution of its chain, :math:`\pi = \pi A`.
+
+    For sequences that are cut from a process which has gone on for long, the default of R's
+    packages (Zucchini, MacDonald and Langrock, 2016). It has K - 1 parameters fewer than a
+    :class:`TabularHMM`. EM maximises transitions by gradient steps, the emission in closed form.
+
+    Sites: ``transition`` ``(K, K)``, and those of ``emission``.
+
+    Args:
+        num_states: K.
+        emission: An emission family.
+        transition_concentration: As of :class:`TabularHMM`.
+        transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> hmm = StationaryHMM(3, poisson())(torch.tensor([5]))  # a sample from the prior
+        >>> torch.allclose(hmm.log_initial.exp(), hmm.stationary())
+        True
+    """
+
+    statistics = m_step = None  # type: ignore[assignment]  # no closed form: see ChainMStep
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        transition_concentration: float | Tensor = 1.0,
+        *,
+        transition_allowed: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states)
+        self.num_states = int(num_states)
+        square = num_states, num_states
+        self.add_rows("transition", transition_concentration, square, transition_allowed)
+        self.emission = build_emission(emission, num_states)
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths`` ``(*B)``."""
+        transition = log(self.transition)
+        return HMM(log(stationary(transition)), transition, self.emission(), lengths, observed)
 
 
 def sticky(num_states: int, stay: float, leave: float = 1.0) -> Tensor:

@@ -10,16 +10,14 @@ from torch import Tensor
 from .._checks import check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
-from ..distributions.hsmm import HSMM
-from ..ops.log_space import log
-from .chain_tables import ChainTables, set_point
+from ..distributions.structured_hmm import HSMM
 from .closed_form import ConjugateSampler, Maximum, Statistics, inside, under
 from .durations import DurationFamily, DurationMStep, free_durations
 from .family import Emission, EmissionFamily, build_part
-from .tabular import TabularHMM
+from .tabular import ChainTables, TabularHMM
 
 
-class TabularHSMM(TabularHMM):
+class TabularHSMM(TabularHMM, builds=HSMM):
     r"""Hidden semi-Markov model with Dirichlet priors on every row, and durations of any family.
 
     As :class:`TabularHMM`, but the states last for explicit durations, and none follows itself:
@@ -59,8 +57,6 @@ class TabularHSMM(TabularHMM):
         (tensor([[0., 1.],
                 [1., 0.]]), torch.Size([2, 30]))
     """
-
-    family = HSMM
 
     def __init__(
         self,
@@ -104,13 +100,14 @@ class TabularHSMM(TabularHMM):
 
     def _take_values(self, hmm: HMM) -> None:
         ChainTables._take_values(self, hmm)
-        set_point(self.duration, "probs", hmm.chain.log_duration.detach().exp())
+        self.duration.set_points(probs=hmm.chain.log_duration.exp())
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HSMM:
         """Build the HSMM for sequences of ``lengths`` ``(*B)``."""
+        tables: dict[str, Any] = self.tables()
         return HSMM(
-            log(self.initial), log(self.transition), self.duration(), self.emission(), lengths,
-            observed, censored_end=self.censored_end, censored_start=self.censored_start,
+            **tables, log_duration=self.duration(), emission=self.emission(), lengths=lengths,
+            observed=observed, censored_end=self.censored_end, censored_start=self.censored_start,
         )  # fmt: skip
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:

@@ -25,91 +25,49 @@ def _shared(table, steps, m, n):
 
 
 @kernel
-def _where(cells, without, other):
-    """Places where ``cells`` are not zero, but for two."""
-    places = np.empty(cells.size, np.int64)
-    count = 0
-    for x in range(cells.size):
-        if cells[x] > 0 and x != without and x != other:
-            places[count] = x
-            count += 1
-    return places[:count]
-
-
-@kernel
-def enter_cluster(counts, marginals, shared, loss, rank, least, stale, table, steps, slot):
+def enter_cluster(counts, marginals, shared, loss, rank, table, steps, slot):
     """Update the tables for a new cluster whose counts stand in ``slot``."""
-    size = rank.size
-    total, own = np.zeros(size), np.zeros(size)
+    total, changed = np.zeros(rank.size), np.zeros(rank.size, np.bool_)
     for way in range(2):
-        contexts, sums = counts[1 - way], marginals[way]
-        more = contexts[slot]
-        for x in range(size):
-            own[x] = _f(table, steps, sums[x] + more[x]) - _f(table, steps, sums[x])
-        changed = _where(more, slot, slot)
-        for y in range(size):
-            if rank[y] < 0 or y == slot:
+        more = counts[1 - way, slot]  # the cells of the others beside the new cluster
+        others = np.flatnonzero(more)
+        for x in others:
+            if x == slot:
                 continue
-            for x in changed:
-                if y == x or (more[y] > 0 and y < x):
-                    continue
-                gain = 0.0
-                if more[y] > 0:
-                    gain = _shared(table, steps, more[x], more[y])
-                    shared[x, y] += gain
+            changed[x] = True
+            marginals[way, x] += more[x]
+            for y in others:
+                if y < x and y != slot:
+                    shared[x, y] += _shared(table, steps, more[x], more[y])
                     shared[y, x] = shared[x, y]
-                both = sums[x] + sums[y]
-                rise = _f(table, steps, both + more[x] + more[y]) - _f(table, steps, both)
-                value = loss[y, x] - gain + (rise - own[x] - own[y])  # of the marginals
-                _write(loss, rank, least, stale, x, y, value)
         row = counts[way, slot]
-        for x in range(size):
-            sums[x] += more[x]
-        sums[slot] = row.sum()
-        _share_cells(total, row, row, contexts, table, steps, -1, -1)
-    _price(counts, marginals, shared, loss, rank, least, stale, table, steps, slot, total)
+        marginals[way, slot] = row.sum()
+        for z in np.flatnonzero(row):
+            cells = counts[1 - way, z]
+            for other in range(rank.size):
+                total[other] += _shared(table, steps, row[z], cells[other])
+    shared[slot] = shared[:, slot] = total
+    changed[slot] = True
+    for x in np.flatnonzero(changed):
+        _price(counts, marginals, shared, loss, rank, table, steps, x)
 
 
 @kernel
-def _share_cells(total, row, more, contexts, table, steps, keep, gone):
-    """Add what each row shares with ``row``, at cells where there is ``more`` of it.
-
-    Where that is another array it is not yet in ``row``, and what was shared before is taken off.
-    """
-    for z in range(row.size):
-        if more[z] == 0 or z == keep or z == gone:
-            continue
-        cells, n = contexts[z], row[z]
-        if keep < 0:
-            for y in range(row.size):
-                total[y] += _shared(table, steps, n, cells[y])
-            continue
-        m = n + more[z]
-        rise = _f(table, steps, m) - _f(table, steps, n)
-        for y in range(row.size):
-            if cells[y] > 0:
-                total[y] += _f(table, steps, m + cells[y]) - _f(table, steps, n + cells[y]) - rise
-
-
-@kernel
-def merge_clusters(
-    counts, marginals, shared, loss, rank, least, stale, table, steps, keep, gone
-):  # fmt: skip
+def merge_clusters(counts, marginals, shared, loss, rank, table, steps, keep, gone):
     """Merge cluster ``gone`` into ``keep``."""
     size = rank.size
     total = shared[keep].copy()
     for way in range(2):
         contexts = counts[1 - way]
         one, other = contexts[keep], contexts[gone]
-        changed = _where(other, keep, gone)
-        for y in range(size):
-            c, d = one[y], other[y]
-            if c + d == 0 or y == keep or y == gone:
+        for x in np.flatnonzero(other):
+            if x == keep or x == gone:
                 continue
-            for x in changed:
-                if y == x or (d > 0 and y < x):
+            a, b = one[x], other[x]
+            for y in range(size):
+                c, d = one[y], other[y]
+                if c + d == 0 or y == keep or y == gone or y == x or (d > 0 and y < x):
                     continue
-                a, b = one[x], other[x]
                 gain = (
                     _shared(table, steps, a + b, c + d)
                     - _shared(table, steps, a, c)
@@ -117,9 +75,15 @@ def merge_clusters(
                 )
                 shared[x, y] += gain
                 shared[y, x] = shared[x, y]
-                _write(loss, rank, least, stale, x, y, loss[y, x] - gain)
+                loss[x, y] -= gain
+                loss[y, x] = loss[x, y]
         row, more = counts[way, keep], counts[way, gone]
-        _share_cells(total, row, more, contexts, table, steps, keep, gone)
+        for z in np.flatnonzero(more):
+            if z == keep or z == gone:
+                continue
+            cells, n, m = contexts[z], row[z], row[z] + more[z]
+            for y in range(size):
+                total[y] += _shared(table, steps, m, cells[y]) - _shared(table, steps, n, cells[y])
         inside = row[keep] + row[gone] + more[keep] + more[gone]
         for y in range(size):
             total[y] += (
@@ -128,31 +92,27 @@ def merge_clusters(
                 - _shared(table, steps, row[gone], other[y])
             )
     for way in range(2):
-        for z in range(size):
-            counts[way, keep, z] += counts[way, gone, z]
-            counts[way, gone, z] = 0
-        for x in range(size):
-            counts[way, x, keep] += counts[way, x, gone]
-            counts[way, x, gone] = 0
+        counts[way, keep] += counts[way, gone]
+        counts[way, gone] = 0
+        counts[way, :, keep] += counts[way, :, gone]
+        counts[way, :, gone] = 0
         marginals[way, keep] += marginals[way, gone]
         marginals[way, gone] = 0
-    for x in range(size):
-        if x != gone:
-            _write(loss, rank, least, stale, x, gone, np.inf)
-    rank[gone], least[gone], stale[gone] = -1, np.inf, False
-    _price(counts, marginals, shared, loss, rank, least, stale, table, steps, keep, total)
+    shared[keep] = shared[:, keep] = total
+    loss[gone] = loss[:, gone] = np.inf
+    rank[gone] = -1
+    _price(counts, marginals, shared, loss, rank, table, steps, keep)
 
 
 @kernel
-def _price(counts, marginals, shared, loss, rank, least, stale, table, steps, slot, total):
-    """Write what a cluster shares with each, and what their merges would lose."""
+def _price(counts, marginals, shared, loss, rank, table, steps, slot):
+    """Write what the merges of a cluster with each other would lose."""
     own = counts[0, slot, slot]
     for y in range(rank.size):
-        shared[slot, y] = shared[y, slot] = total[y]
         if y == slot or rank[y] < 0:
             continue
         after, before, inner = counts[0, slot, y], counts[1, slot, y], counts[0, y, y]
-        value = -total[y]
+        value = -shared[slot, y]
         for way in range(2):
             value += _shared(table, steps, marginals[way, slot], marginals[way, y])
         if own + after + before + inner > 0:
@@ -160,43 +120,20 @@ def _price(counts, marginals, shared, loss, rank, least, stale, table, steps, sl
                 value += _f(table, steps, n)
             for n in (own, before, after, inner, own + before + after + inner):
                 value -= _f(table, steps, n)
-        _write(loss, rank, least, stale, slot, y, value)
+        loss[slot, y] = loss[y, slot] = value
 
 
 @kernel
-def _write(loss, rank, least, stale, x, y, value):
-    """Write an entry and its mirror image.
-
-    ``least`` is, unless ``stale``, what a cluster loses at least with those of lower rank: most
-    merges are of the last cluster, and leave it as it is for the others.
-    """
-    old = loss[x, y]
-    loss[x, y] = loss[y, x] = value
-    row = x if rank[x] > rank[y] else y
-    if value < least[row]:
-        least[row] = value
-    elif old == least[row]:
-        stale[row] = True
-
-
-@kernel
-def best_merge(loss, rank, least, stale, tie):
+def best_merge(loss, rank, tie):
     """The two clusters whose merge loses least, that with the more frequent word first."""
-    size = rank.size
-    for x in range(size):
-        if stale[x]:
-            least[x] = np.inf
-            for y in range(size):
-                if rank[y] < rank[x]:
-                    least[x] = min(least[x], loss[x, y])
-            stale[x] = False
-    most = least.min() + tie
+    most = np.inf
+    for value in loss.flat:
+        most = value if value < most else most
+    most += tie
     keep = gone = -1
-    for x in range(size):
-        if least[x] > most:
-            continue
-        for y in range(size):
-            if rank[y] < rank[x] and loss[x, y] <= most:
+    for x in range(rank.size):
+        for y in range(rank.size):
+            if loss[x, y] <= most and rank[y] < rank[x]:
                 earlier = keep < 0 or rank[y] < rank[keep]
                 if earlier or (y == keep and rank[x] < rank[gone]):
                     keep, gone = y, x

@@ -85,8 +85,6 @@ class Tables(NamedTuple):
         shared: ``(size, size)``, sums of f(m + n) - f(m) - f(n) over cells m, n of two rows.
         loss: ``(size, size)``, what a merge would lose; infinite where there are not two clusters.
         rank: ``(size,)``, of a cluster's most frequent word; -1 where there is no cluster.
-        least: ``(size,)``, the least loss of a merge with a lower rank.
-        stale: ``(size,)``, whether ``least`` must be computed again.
     """
 
     counts: np.ndarray
@@ -94,8 +92,6 @@ class Tables(NamedTuple):
     shared: np.ndarray
     loss: np.ndarray
     rank: np.ndarray
-    least: np.ndarray
-    stale: np.ndarray
 
     @classmethod
     def empty(cls, size: int) -> Tables:
@@ -103,7 +99,6 @@ class Tables(NamedTuple):
         return cls(
             np.zeros((2, size, size), np.int64), np.zeros((2, size), np.int64),
             np.zeros((size, size)), np.full((size, size), np.inf), np.full(size, -1),
-            np.full(size, np.inf), np.zeros(size, np.bool_),
         )  # fmt: skip
 
 

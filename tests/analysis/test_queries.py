@@ -12,7 +12,18 @@ from scipy import stats
 from test_hmm import EMISSIONS, LAYOUTS, Case, assert_close, build
 from test_hmm import cases as all_cases
 
-from pyrohmm import HMM, HSMM, Forecast, cooccurrence, queries
+from pyrohmm import (
+    HMM,
+    HSMM,
+    Forecast,
+    NeuralHMM,
+    Sequences,
+    TabularHMM,
+    blocks,
+    categorical,
+    cooccurrence,
+    queries,
+)
 
 NEVER = -np.inf
 
@@ -647,3 +658,22 @@ def test_the_stationary_distribution_of_a_chain_that_hardly_changes_state_is_exa
     matrix = torch.tensor([[1 - rate, rate], [3 * rate, 1 - 3 * rate]]).float()
     probs = cooccurrence.stationary(matrix.log())
     torch.testing.assert_close(probs, torch.tensor([0.75, 0.25]).float(), rtol=1e-5, atol=0.0)
+
+
+def test_queries_take_sequences_as_well_as_their_values():
+    data = Sequences.from_list([[0, 1, 2], [2, None]])
+    module = NeuralHMM(4, 3, 4, blocks=blocks.from_clusters(torch.tensor([0, 1, 1]), 2)).eval()
+    of_blocks = module(data.lengths, data.observed)
+    asks = [
+        lambda hmm, x: hmm.log_prob(x),
+        lambda hmm, x: hmm.viterbi(x),
+        lambda hmm, x: hmm.posterior(x).states,
+        queries.predictive_log_prob,
+        queries.impute,
+    ]
+    for hmm in (TabularHMM(2, categorical(3))(data.lengths, data.observed), of_blocks):
+        for ask in asks:
+            torch.manual_seed(0)
+            wanted = ask(hmm, data.values)
+            torch.manual_seed(0)
+            assert torch.equal(ask(hmm, data), wanted)

@@ -8,7 +8,6 @@ import torch
 from pyrohmm import blocks
 from pyrohmm.chains import (
     BlockChain,
-    BlockLikelihood,
     MarkovChain,
     MarkovRecursions,
     ProductChain,
@@ -57,38 +56,15 @@ class Ring(MarkovRecursions):
         return log(stay * eye + go * eye.roll(1, -1)).unsqueeze(-3)
 
 
-class NoBlockKnown(BlockChain):
-    """A chain in blocks that reads ordinary log-likelihoods as those of steps in any block."""
-
-    def seen(self, logs, lengths):
-        anything = torch.full(logs.shape[:2], self.blocks.num_blocks)
-        within = torch.zeros(*logs.shape[:2], self.blocks.width)
-        return BlockLikelihood(anything, within, lengths, lengths.shape, missing=logs)
-
-    def log_evidence(self, log_likelihood, lengths):
-        return super().log_evidence(self.seen(log_likelihood, lengths), lengths)
-
-    def filtered(self, log_likelihood, lengths):
-        return super().filtered(self.seen(log_likelihood, lengths), lengths)
-
-    def viterbi(self, log_likelihood, lengths):
-        return super().viterbi(self.seen(log_likelihood, lengths), lengths)
-
-    def sample_states(self, log_likelihood, lengths, num_samples):
-        seen = self.seen(log_likelihood, lengths)
-        return super().sample_states(seen, lengths, num_samples)
-
-
-def in_blocks(kind, *logits):
+def in_blocks(*logits):
     three = blocks.from_clusters(torch.tensor([0, 1, 1]), torch.tensor([2, 1]))
     transition = InnerProductTransition(torch.randn(3, 2), torch.randn(3, 2), three, *logits)
-    return kind(rows(3), transition, three)
+    return BlockChain(rows(3), transition, three)
 
 
 CHAINS = {
-    "blocks": lambda: in_blocks(BlockChain, torch.randn(3, 2)),
-    "blocks that are not known": lambda: in_blocks(NoBlockKnown, torch.randn(3, 2)),
-    "one level of blocks that are not known": lambda: in_blocks(NoBlockKnown),
+    "blocks on two levels": lambda: in_blocks(torch.randn(3, 2)),
+    "blocks on one level": in_blocks,
     "a ring of a user's": lambda: Ring(rows(3), rows(3, 2)),
     "rates per step": rates,
     "markov": lambda: MarkovChain(rows(3), rows(3, 3)),

@@ -397,22 +397,6 @@ def test_what_is_impossible_has_no_probability_and_no_gradient():
     assert bool(hmm.block_posterior(values).probs.isfinite().all())
 
 
-def test_gaps_and_labels_are_answered_as_by_the_dense_hmm():
-    torch.manual_seed(3)
-    case = Case("two levels", [2, 3, 1], [5, 3])
-    seen = torch.rand(2, 5) < 0.6
-    gappy = case.hmm.replace(observed=seen)
-    wanted = HMM(
-        case.hmm.log_initial, case.hmm.log_transition, case.hmm.emission, case.lengths, seen
-    )
-    torch.testing.assert_close(gappy.log_prob(case.values), wanted.log_prob(case.values))
-    labels = case.hmm.viterbi(case.values)
-    torch.testing.assert_close(
-        case.hmm.restrict(labels).log_prob(case.values), case.hmm.log_joint(case.values, labels)
-    )
-    assert torch.equal(gappy.viterbi(case.values), wanted.viterbi(case.values))
-
-
 def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
     torch.manual_seed(5)
     results = []
@@ -479,19 +463,6 @@ class Largest(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self.size = max(self.size, each.numel())
         return found
-
-
-@pytest.mark.parametrize("kind", ["one level", "two levels"])
-def test_moves_between_all_states_are_never_there_at_once(kind, monkeypatch, engine):
-    compute(monkeypatch, False)
-    monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
-    torch.manual_seed(0)
-    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
-    with Largest() as largest:
-        evidence = case.hmm.log_prob(case.values)
-        gradients = torch.autograd.grad(evidence.sum(), case.parameters)
-    assert all(bool(each.isfinite().all()) for each in gradients)
-    assert largest.size <= 1024 * 64  # shares of 64 blocks
 
 
 @pytest.mark.parametrize("all_transitions", [False, True])
@@ -660,8 +631,9 @@ def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
     assert (got - want).norm() < 1e-4 * want.norm()
 
 
+@pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
-def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engine):
+def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine):
     compute(monkeypatch, False)
     monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
     monkeypatch.setattr(transitions, "CHUNK", 1 << 14)
@@ -669,8 +641,9 @@ def test_missing_steps_make_no_matrix_of_all_transitions(kind, monkeypatch, engi
     case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
     seen = torch.ones(2, 9, dtype=torch.bool)
     seen[0, 1], seen[1, 3:6] = False, False
+    hmm = case.hmm.replace(observed=seen) if missing else case.hmm
     with Largest() as largest:
-        evidence = case.hmm.replace(observed=seen).log_prob(case.values)
+        evidence = hmm.log_prob(case.values)
         gradients = torch.autograd.grad(evidence.sum(), case.parameters)
     assert all(bool(each.isfinite().all()) for each in gradients)
     assert largest.size <= 1024 * 64
@@ -709,18 +682,6 @@ def test_queries_in_blocks_are_those_of_the_dense_hmm(kind, by_blocks):
     found, log_joint = queries.k_best(hmm, values, 4)
     torch.testing.assert_close(log_joint, best)
     assert torch.equal(found, paths)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_predictive_probabilities_with_missing_steps(kind, by_blocks):
-    torch.manual_seed(8)
-    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1])
-    hmm, wide, values = with_gaps(case)
-    wanted = queries.predictive_log_prob(wide, case.values)
-    nothing = hmm.replace(observed=torch.zeros(4, 6, dtype=torch.bool))
-    by_blocks()
-    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted)
-    assert not bool(queries.predictive_log_prob(nothing, values).any())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -784,12 +745,37 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
     wanted = [wide.posterior(case.values), nothing.dense().posterior(case.values)]
     filtered = wide.filtered(case.values)
     marginals = queries.observation_marginals(wide, case.values).probs
+    predictive = queries.predictive_log_prob(wide, case.values)
     by_blocks()
+    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), predictive)
     for one, other in zip((hmm, nothing), wanted):
         for found, expected in zip(one.posterior(values), other):
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_are_kept_to_in_blocks(kind, missing, engine):
+    """Of a state at a step, of one of several, also where the symbol is missing."""
+    torch.manual_seed(3)
+    case = Case(kind, [2, 3, 1], [3, 5, 5, 4])
+    hmm = with_gaps(case)[0] if missing else case.hmm
+    labels = torch.where(torch.rand(4, 5) < 0.4, case.hmm.viterbi(case.values), -1)
+    allowed = (labels < 0).unsqueeze(-1) | (torch.arange(6) == labels.unsqueeze(-1))
+    allowed |= torch.rand(4, 5, 6) < 0.2
+    found, wanted = hmm.restrict(allowed), hmm.dense().restrict(allowed)
+    assert isinstance(found, BlockHMM)
+    evidence = [each.log_prob(case.values) for each in (found, wanted)]
+    torch.testing.assert_close(*evidence)
+    for one, other in zip(found.posterior(case.values), wanted.posterior(case.values)):
+        torch.testing.assert_close(one, other)
+    assert torch.equal(found.viterbi(case.values), wanted.viterbi(case.values))
+    options = {"retain_graph": True, "materialize_grads": True}
+    slopes = (torch.autograd.grad(each.sum(), case.parameters, **options) for each in evidence)
+    for one, other in zip(*slopes):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])

@@ -395,8 +395,8 @@ def test_a_dense_chain_under_numbers_is_fitted_by_every_fit():
     edges = cooccurrence.quantile_edges(data, 12)
     fits = [
         fit_em(module, data),
-        fit_map(model, data, num_steps=500, learning_rate=0.05, restarts=4),
-        fit_cooccurrence(module, data, edges=edges, num_steps=300, restarts=4),
+        fit_map(model, data, num_steps=200, learning_rate=0.1, restarts=4),
+        fit_cooccurrence(module, data, edges=edges, num_steps=150, restarts=4),
     ]
     guide = AutoNormal(model, init_loc_fn=init_to_value(values=fits[0].start), init_scale=0.05)
     fits.append(fit_svi(model, guide, data, num_steps=100))

@@ -6,7 +6,6 @@ from functools import partial
 import pyro
 import pytest
 import torch
-from pyro import distributions as dist
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from pyro.nn import PyroSample
 from torch import nn
@@ -290,19 +289,6 @@ def test_linear_dropout_falls_with_the_calls_in_training_mode():
     assert again.train()(torch.tensor(1)).num_states == 12
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((1.0, 0.0, 5), "begin must be at least 0 and less than 1; got 1.0"),
-        ((0.5, -0.1, 5), "end must be at least 0 and less than 1; got -0.1"),
-        ((0.5, 0.0, 0), "num_steps must be"),
-    ],
-)
-def test_shares_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        LinearDropout(*arguments)
-
-
 def test_a_fit_with_falling_dropout_is_resumed(tmp_path):
     def fit(num_steps, checkpoint):
         pyro.set_rng_seed(0)
@@ -331,8 +317,8 @@ def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
         fit(12, 0.4)
 
 
-@pytest.mark.parametrize("num_filters", [None, [4, 5, 2]])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("num_filters", [None, 4])
+@pytest.mark.parametrize("seed", range(2))
 def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(seed, num_filters):
     pyro.set_rng_seed(seed)
     words, widths = ["cat", "a", "catalogue", "tac", "at"], (1, 2, 5)
@@ -370,8 +356,6 @@ def test_what_does_not_fit_is_refused():
         NeuralHMM(6, 6, 7, blocks=RAGGED, factored=True)
     with pytest.raises(ValueError, match="words must be strings of at least one letter"):
         CharCNN(["a", ""], 4)
-    with pytest.raises(ValueError, match="num_filters must be one number, or one for each of 2"):
-        CharCNN(["a"], 4, widths=(1, 2), num_filters=[3])
     assert isinstance(make("no blocks").words, nn.Module)
 
 
@@ -632,20 +616,6 @@ def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
         elbo = Trace_ELBO(number, max_plate_nesting=1, vectorize_particles=True)
         with pytest.raises(ValueError, match=f"{name} must have 1 dimensions; got shape .*False"):
             fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
-    fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
-    assert bool(fit.losses.isfinite().all())
-
-
-def test_particles_of_the_weights_of_a_network_are_refused_by_name():
-    module = NeuralHMM(6, 6, 8, blocks=RAGGED)
-    prior = dist.Normal(0.0, torch.ones(8, 8)).to_event(2)
-    module.leave_net.inner.weight = PyroSample(prior)
-    model = MarginalModel(module)
-    guide = pyro.infer.autoguide.AutoNormal(model)
-    elbo = Trace_ELBO(3, max_plate_nesting=1, vectorize_particles=True)
-    words = r"leave_net\.inner\.weight must have 2 dimensions; got shape .*particles=False"
-    with pytest.raises(ValueError, match=words):
-        fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
     fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
     assert bool(fit.losses.isfinite().all())
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..log_space import finite_or_zero
 from .messages import Joint, LogChain
+from .plan import PlannedChain
 
 SMALL = -1000.0  # a logarithm whose exponential is zero
 FEW = 8  # of how many best numbers one after the other is found faster than by sorting
@@ -28,7 +29,7 @@ def at_steps(chain: LogChain, tokens: Tensor, shape: torch.Size) -> Tensor:
     return out.reshape(*tokens.shape[:-1], *shape)
 
 
-def in_order(chain: LogChain, rows: Tensor) -> Tensor:
+def in_order(chain: LogChain | PlannedChain, rows: Tensor) -> Tensor:
     """Results ``(N, ...)`` of the sequences in the order of the data, of those of the plan."""
     return rows[chain.plan.order.argsort().to(rows.device)]
 

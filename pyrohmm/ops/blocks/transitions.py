@@ -154,6 +154,21 @@ class Transitions:
             found[unsure] = self._sums(log_values[unsure], every, every, True)
         return found
 
+    @torch.no_grad()
+    def forward_from_all(self, probs: Tensor) -> Tensor:
+        r"""Probabilities of the next state, :math:`\sum_i p_i \, p(j | i)`, ``(n, K)``."""
+        leave, size = self.scores[0], self.num_states
+        dtype = at_least_single(leave[:0]).dtype
+        states = probs.any(0).nonzero().squeeze(-1)
+        with full_precision(leave):
+            if 4 * len(states) > size and size**2 * dtype.itemsize <= KEPT:
+                return probs.to(dtype) @ cached(leave, self._probs, *self.scores[1:])
+            found = probs.new_zeros(len(probs), size, dtype=dtype)
+            for part in states.split(max(1, CHUNK // size)):
+                rows = self._part(part, self.all)(*self.scores).exp()
+                found += probs[:, part].to(dtype) @ rows
+        return found
+
     def _probs(self) -> Tensor:
         """Transition probabilities ``(K, K)``, made some rows at a time."""
         size, leave = self.num_states, self.scores[0]

@@ -1,0 +1,176 @@
+"""Design matrices of covariates from formulas, by the package formulaic (extra ``formulas``)."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._checks import check_size
+
+Frame = Any  # a DataFrame of pandas or polars, or a dict of columns
+
+
+class Columns(NamedTuple):
+    """Columns of the covariates that one part of a model reads.
+
+    Attributes:
+        names: Of the terms, such as ``temperature``.
+        indices: Of the columns, among those of ``data.covariates``.
+    """
+
+    names: tuple[str, ...]
+    indices: tuple[int, ...]
+
+
+class Design:
+    """Design matrices of several parts of a model: see :func:`formulas`.
+
+    Attributes:
+        names: Of all columns, in the order of the covariates; a column that several parts read is
+            there once.
+    """
+
+    def __init__(self, specs: Mapping[str, Any], columns: Mapping[str, list[str]]) -> None:
+        self._specs, self._columns = dict(specs), dict(columns)
+        every = [name for part in columns.values() for name in part]
+        self.names = list(dict.fromkeys(every))
+
+    def __getitem__(self, part: str) -> Columns:
+        """The columns of a part, by the name it has in :func:`formulas`."""
+        if part not in self._columns:
+            raise KeyError(f"no formula for {part!r}; there are {', '.join(self._columns)}.")
+        names = self._columns[part]
+        return Columns(tuple(names), tuple(self.names.index(name) for name in names))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def matrix(self, frame: Frame) -> np.ndarray:
+        """The covariates ``(M, C)`` of a table of M rows, such as one to predict at.
+
+        Centres, knots and levels of factors are those of the table that the design was made from.
+
+        Raises:
+            ValueError: If a column is missing, has missing values, or a level that was not there.
+        """
+        return np.stack(list(self._read(_pandas(frame)).values()), -1)
+
+    def table(self, frame: Frame) -> dict[str, Any]:
+        """The columns of a table, with those of the design beside them.
+
+        For ``Sequences.from_dataframe(design.table(frame), covariates=design.names, ...)``.
+        """
+        frame = _pandas(frame)
+        return {name: frame[name] for name in frame.columns} | self._read(frame)
+
+    def _read(self, frame: Any) -> dict[str, np.ndarray]:
+        found: dict[str, np.ndarray] = {}
+        for part, spec in self._specs.items():
+            found |= _columns_of(part, spec, frame)
+        return {name: found[name] for name in self.names}
+
+
+def formulas(frame: Frame, **parts: str) -> Design:
+    """Design matrices from formulas, one for each part of a model.
+
+    Formulas are those of `formulaic <https://matthewwardrop.github.io/formulaic>`_, much as in R:
+    ``"~ temperature"``, ``"~ C(sex) * age"``, ``"~ bs(age, df=5)"``, ``"~ poly(x, 2)"``. Besides,
+    ``cyclic(hour, 24, 2)`` are sines and cosines of period 24, of the first two orders. The
+    intercept is there unless ``- 1`` takes it away.
+
+    Args:
+        frame: A DataFrame, or a dict of columns.
+        **parts: A formula by the name of each part, of your choice.
+
+    Raises:
+        ImportError: If formulaic is not installed.
+        ValueError: If a column is missing or has missing values, or columns of a part are
+            collinear.
+
+    Example:
+        >>> table = {"hour": [0, 6, 12, 18], "dose": [0.0, 1.0, 0.0, 2.0]}
+        >>> design = formulas(table, transition="~ cyclic(hour, 24)", loc="~ dose")
+        >>> design.names
+        ['Intercept', 'cyclic(hour, 24)[sin 1]', 'cyclic(hour, 24)[cos 1]', 'dose']
+        >>> design["loc"].indices
+        (0, 3)
+    """
+    try:
+        formulaic = importlib.import_module("formulaic")
+    except ImportError as error:
+        raise ImportError(
+            "formulas need the package formulaic: pip install 'pyrohmm[formulas]'."
+        ) from error
+    if not parts:
+        raise ValueError("parts is empty; wanted a formula by name, such as transition='~ dose'.")
+    table = _pandas(frame)
+    specs, columns = {}, {}
+    for part, text in parts.items():
+        try:
+            matrix = formulaic.model_matrix(
+                text, table, context={"cyclic": cyclic}, na_action="ignore"
+            )
+        except Exception as error:
+            raise ValueError(f"formula of {part}, {text!r}: {error}") from error
+        specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
+        _check_rank(part, _columns_of(part, matrix.model_spec, table))
+    return Design(specs, columns)
+
+
+def cyclic(values: Any, period: float, order: int = 1) -> Any:
+    """Sines and cosines of ``values`` over ``period``, for each order from 1 to ``order``."""
+    check_size("order", order)
+    angle = 2 * np.pi * np.asarray(values, dtype=float) / period
+    waves = {}
+    for n in range(1, order + 1):
+        waves[f"sin {n}"], waves[f"cos {n}"] = np.sin(n * angle), np.cos(n * angle)
+    return waves
+
+
+def _pandas(frame: Frame) -> Any:
+    pandas = importlib.import_module("pandas")
+    if isinstance(frame, Mapping):
+        return pandas.DataFrame({name: np.asarray(column) for name, column in frame.items()})
+    return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+
+
+def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
+    """Columns of one part for a table, in the way in which those of the first table were made."""
+    with warnings.catch_warnings(action="error"):  # of a level that was not there
+        try:
+            matrix = spec.get_model_matrix(frame, context={"cyclic": cyclic})
+        except Exception as error:
+            raise ValueError(f"the table does not fit the formula of {part}: {error}") from error
+    values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}
+    lost = [name for name, column in values.items() if not np.isfinite(column).all()]
+    if lost or len(matrix) != len(frame):
+        raise ValueError(f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}.")
+    return values
+
+
+def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:
+    """Raise if a column is a combination of those before it."""
+    values = np.stack(list(columns.values()), -1)
+    scaled = values / np.maximum(np.abs(values).max(0), 1e-300)
+    for last in range(1, scaled.shape[1] + 1):
+        if np.linalg.matrix_rank(scaled[:, :last], tol=1e-9 * len(scaled) ** 0.5) < last:
+            raise ValueError(
+                f"columns of {part} are collinear: {list(columns)[last - 1]!r} is a "
+                "combination of those before it. Leave it out."
+            )
+
+
+def as_columns(name: str, columns: Columns | Sequence[int] | None) -> Columns:
+    """The columns of an argument; of numbers of columns, or an intercept alone."""
+    if columns is None:
+        return Columns(("Intercept",), ())
+    if isinstance(columns, Columns):
+        return columns
+    indices = tuple(int(index) for index in columns)
+    if not indices:
+        raise ValueError(f"{name} must have columns of the covariates; got none.")
+    return Columns(tuple(f"column {index}" for index in indices), indices)

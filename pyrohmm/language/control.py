@@ -1,0 +1,355 @@
+r"""Any language model of tokens steered by an HMM of these tokens, so that a constraint holds.
+
+At each step the probability of a token is multiplied by that which the HMM gives to the constraint,
+
+.. math:: q(v \mid x_{1:t}) \propto p(v \mid x_{1:t}) \, p_\mathrm{HMM}(\text{constraint} \mid
+          x_{1:t}, v),
+
+so that the constraint holds in the end, whatever the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._checks import check_size
+from ..data.vocabulary import Vocabulary
+from ..distributions.hmm import HMM
+from ..ops.automata import Automaton, of_length
+from .lookahead import Lookahead
+
+IN_WORDS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum() or b in b"_'")
+BETWEEN, OTHER = 0, 1  # places in the text: between words, and in a word that none begins with
+
+
+def token_texts(tokenizer: Any) -> list[bytes | None]:
+    """The bytes of each token of a tokenizer, with the space before a word; None for special ones.
+
+    Args:
+        tokenizer: Of ``transformers`` or ``tokenizers`` (byte-level, SentencePiece or WordPiece); a
+            :class:`Vocabulary`, whose words are separated by spaces; or the text of each token,
+            None if it is special.
+
+    Example:
+        >>> token_texts(["a", " cat", None])
+        [b'a', b' cat', None]
+    """
+    if isinstance(tokenizer, Vocabulary):
+        tokenizer = [None if word[:1] == "<" else f" {word}" for word in tokenizer]
+    if not hasattr(tokenizer, "get_vocab"):
+        return [text.encode() if isinstance(text, str) else text for text in tokenizer]
+    codes = tokenizer.get_vocab()
+    special = {*getattr(tokenizer, "all_special_ids", ())}
+    decoder: dict[int, Any] = getattr(tokenizer, "get_added_tokens_decoder", dict)()
+    special |= {code for code, token in decoder.items() if token.special}
+    texts: list[bytes | None] = [None] * (max(codes.values()) + 1)
+    joined = "".join(codes)
+    bytes_of = _bytes_of_characters()
+    for token, code in codes.items():
+        if code in special:
+            continue
+        if "Ġ" in joined:  # the space, of byte-level tokens
+            texts[code] = b"".join(bytes_of.get(letter, letter.encode()) for letter in token)
+        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            texts[code] = bytes([int(token[3:5], 16)])
+        elif "##" in joined and "▁" not in joined:
+            texts[code] = (token[2:] if token.startswith("##") else f" {token}").encode()
+        else:
+            texts[code] = token.replace("▁", " ").encode()
+    return texts
+
+
+def _bytes_of_characters() -> dict[str, bytes]:
+    """The byte for which each character of a byte-level token stands (GPT-2)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = [*map(chr, plain), *(chr(256 + number) for number in range(len(others)))]
+    return dict(zip(letters, (bytes([byte]) for byte in [*plain, *others])))
+
+
+def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False) -> Automaton:
+    """The constraint on the words of a text as one on its tokens, however these divide the words.
+
+    A word is a run of letters, digits, ``_``, ``'`` and characters that are not ASCII. Special
+    tokens are excluded. What comes back has the codes of tokens and combines with others of these.
+
+    Args:
+        constraint: Over words.
+        tokenizer: As for :func:`token_texts`.
+        ignore_case: Whether A to Z in the text count as small letters.
+
+    Raises:
+        ValueError: If what ``constraint`` names is a code, or not one word, or the tokenizer cannot
+            produce it.
+
+    Example:
+        >>> wanted = over_tokens(automata.must_contain("cat"), ["c", "at", " ", "s", None])
+        >>> wanted.accepts([0, 1, 2, 3]), wanted.accepts([0, 1, 3])  # "cat s", "cats"
+        (True, False)
+    """
+    texts = token_texts(tokenizer)
+    words = {symbol: str(symbol).encode() for symbol in constraint.classes}
+    _check_words(words, texts)
+    places, ends = _places(words, ignore_case)
+    table = constraint.table
+    ended = table[
+        :, [constraint.classes.get(ends.get(place, ""), 0) for place in range(len(places))]
+    ]
+    ended[:, BETWEEN] = torch.arange(len(table))  # (Q, places), after the word at the place
+    count = len(places)
+    nexts = places.clamp(min=0) + count * torch.arange(len(table)).view(-1, 1, 1)
+    after = torch.where(places < 0, count * ended.unsqueeze(-1), nexts).flatten(0, 1)
+    accepting = constraint.accepting[ended].flatten()
+    each = {byte: byte for byte in range(256)}
+    of_bytes = constraint._alike(after, each, accepting, constraint.name)
+    return _joined(of_bytes, texts)
+
+
+def _check_words(words: dict[str | int, bytes], texts: list[bytes | None]) -> None:
+    """Raise unless each word is one, which tokens can make."""
+    parts = {text.strip(bytes({*range(128)} - {*IN_WORDS})) for text in texts if text is not None}
+    for symbol, word in words.items():
+        if isinstance(symbol, int) or not word or word.translate(None, IN_WORDS):
+            raise ValueError(
+                "constraint must be over words, which are letters, digits, _ and '; got "
+                f"{symbol!r}. Codes of tokens combine with what over_tokens returns."
+            )
+        reached = {0}
+        for begin in range(len(word)):
+            if begin in reached:
+                reached |= {
+                    end for end in range(begin + 1, len(word) + 1) if word[begin:end] in parts
+                }
+        if len(word) not in reached:
+            raise ValueError(
+                f"the tokenizer must be able to produce the words of the constraint; {symbol!r} "
+                "has letters that are in no token."
+            )
+
+
+def _places(
+    words: dict[str | int, bytes], ignore_case: bool
+) -> tuple[Tensor, dict[int, str | int]]:
+    """For each place in words the next one ``(places, 256)``, -1 at the end; words by place."""
+    prefixes = {b"": BETWEEN}
+    for word in words.values():
+        for end in range(1, len(word) + 1):
+            prefixes.setdefault(word[:end], len(prefixes) + 1)
+    table = torch.full((len(prefixes) + 1, 256), -1)
+    table[:, list(IN_WORDS)] = OTHER
+    for prefix, place in prefixes.items():
+        if prefix:
+            table[prefixes[prefix[:-1]], prefix[-1]] = place
+    if ignore_case:
+        table[:, ord("A") : ord("Z") + 1] = table[:, ord("a") : ord("z") + 1]
+    return table, {prefixes[word]: symbol for symbol, word in words.items()}
+
+
+def _joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
+    """An automaton over bytes as one over tokens, by their bytes; others end in a dead state."""
+    table = of_bytes.table
+    dead = len(table)
+    kind = bytes(of_bytes.classes.get(byte, 0) for byte in range(256))
+    again = [c for c in range(table.size(1)) if table[table[:, c], c].equal(table[:, c])]
+    repeated = re.compile(b"(" + b"|".join(b"\\x%02x" % c for c in again) + b")\\1+")
+    columns, places, classes = [torch.full((dead + 1,), dead)], {}, {}
+    for code, text in enumerate(texts):
+        if text is None:
+            continue
+        key = repeated.sub(rb"\1", text.translate(kind))  # which leads to the same states
+        if key not in places:
+            places[key] = len(columns)
+            state = torch.arange(dead)
+            for each in key:
+                state = table[state, each]
+            columns.append(pad(state, (0, 1), value=dead))
+        classes[code] = places[key]
+    accepting = pad(of_bytes.accepting, (0, 1))
+    return of_bytes._alike(torch.stack(columns, 1), classes, accepting, of_bytes.name)
+
+
+class ConstraintProcessor:
+    r"""A ``LogitsProcessor`` of ``transformers`` with which every text satisfies a constraint.
+
+    ``model.generate(..., max_new_tokens=max_tokens, logits_processor=[processor])``, with samples
+    or beams, a batch of any prompts, padded on the left. The constraint is of the tokens after the
+    prompt. It holds for each text that has ended, or has ``max_tokens`` tokens. The backward pass
+    over states of the HMM and of the automaton is computed here, once for any number of texts.
+
+    Args:
+        hmm: An HMM of the same tokens, whose states emit symbols: such as :func:`distil` makes.
+        constraint: Over words, made by the functions of ``automata``; or over codes of tokens.
+        tokenizer: As for :func:`token_texts`.
+        max_tokens: Largest number of tokens after the prompt, the end not counted.
+        min_tokens: Least number of these.
+        end: Code of the token that ends a text; by default ``tokenizer.eos_token_id``, or None, and
+            every text has ``max_tokens`` tokens.
+        padding: Code of the token to the left of shorter prompts; by default
+            ``tokenizer.pad_token_id``.
+        must_end: Whether ``end`` must follow in time; otherwise a text may be cut after
+            ``max_tokens`` tokens, where the constraint holds.
+        read_prompt: Whether the HMM reads the prompt, too.
+        ignore_case: As for :func:`over_tokens`.
+
+    Raises:
+        ValueError: If the HMM has other tokens than the tokenizer, no text of so many tokens
+            satisfies the constraint, or as :func:`over_tokens`.
+
+    Example:
+        >>> tokens = ["the", " cat", " sat", "."]
+        >>> even = torch.full((2, 2), 0.5).log()
+        >>> emission = Categorical(torch.tensor([[0.4, 0.1, 0.4, 0.1], [0.2, 0.1, 0.2, 0.5]]))
+        >>> hmm = HMM(even[0], even, emission, torch.tensor(3))
+        >>> wanted = automata.must_contain("cat") & automata.must_not_contain("sat")
+        >>> processor = ConstraintProcessor(hmm, wanted, tokens, max_tokens=2)
+        >>> scores = torch.zeros(1, 4)  # of a model for which all tokens are equally probable
+        >>> processor(torch.tensor([[0]]), scores).softmax(-1)
+        tensor([[0.1667, 0.6667, 0.0000, 0.1667]])
+    """
+
+    def __init__(
+        self,
+        hmm: HMM,
+        constraint: Automaton,
+        tokenizer: Any,
+        max_tokens: int,
+        *,
+        min_tokens: int = 0,
+        end: int | None = None,
+        padding: int | None = None,
+        must_end: bool = False,
+        read_prompt: bool = True,
+        ignore_case: bool = False,
+    ) -> None:
+        check_size("max_tokens", max_tokens)
+        end = getattr(tokenizer, "eos_token_id", None) if end is None else end
+        self.padding = getattr(tokenizer, "pad_token_id", None) if padding is None else padding
+        self.read_prompt = read_prompt
+        texts = token_texts(tokenizer)
+        if (
+            not all(isinstance(symbol, int) for symbol in constraint.classes)
+            or not constraint.classes
+        ):
+            constraint = over_tokens(constraint, texts, ignore_case)
+        if min_tokens:
+            constraint = constraint & of_length(min_tokens, max_tokens)
+        classes = torch.zeros(len(texts), dtype=torch.long)
+        for code, number in constraint.classes.items():
+            classes[int(code)] = number
+        with torch.no_grad():
+            self.lookahead = Lookahead(
+                hmm, constraint, classes, end, max_tokens, must_end and end is not None
+            )
+        self._log_initial = hmm.log_initial
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the texts: the next call begins with prompts, whatever their length."""
+        self._ids: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores of the next tokens ``(n, V)`` with the log-probability of the constraint added.
+
+        Args:
+            input_ids: ``(n, T)``, prompts and what has been generated.
+            scores: ``(n, V)``, logits or log-probabilities.
+
+        Raises:
+            ValueError: If there are fewer scores than tokens, or a text is longer than
+                ``max_tokens``, or one that cannot satisfy the constraint any more.
+        """
+        count = self.lookahead.emissions.num_tokens
+        if scores.size(-1) < count:
+            raise ValueError(
+                f"scores must be of the {count} tokens of the HMM; got {scores.size(-1)}. The "
+                "language model, the tokenizer and the HMM must have the same vocabulary."
+            )
+        with torch.no_grad():
+            self._read(input_ids.cpu())
+            running = (self._states >= 0).nonzero().squeeze(-1)
+            if not len(running):
+                return scores
+            ahead = self._ahead(running).to(scores)
+            ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
+            return scores.index_add(0, running.to(scores.device), ahead)
+
+    def log_prob(self, tokens: Sequence[int], prompt: Sequence[int] = ()) -> Tensor:
+        """Log-probability that the constraint holds after each token, ``(len(tokens) + 1,)``.
+
+        Args:
+            tokens: Of a text, without the end.
+            prompt: Tokens before it.
+        """
+        self.reset()
+        found = []
+        with torch.no_grad():
+            for t in range(len(tokens) + 1):
+                self._read(torch.tensor([[*prompt, *tokens[:t]]], dtype=torch.long))
+                state = int(self._states)
+                found.append(self.lookahead.log_joint(self._probs[0].double().log(), state, t))
+        self.reset()
+        return torch.tensor(found, dtype=torch.float64)
+
+    def _read(self, ids: Tensor) -> None:
+        """State of the automaton, -1 after the end, and probabilities of the next state, by row."""
+        ahead, parents = self.lookahead, self._parents(ids)
+        if parents is None:
+            probs = self._log_initial.exp().expand(len(ids), -1)
+            waiting = torch.ones(len(ids), dtype=torch.bool)
+            for tokens in ids.unbind(1) if self.read_prompt else ():
+                waiting &= tokens == (-1 if self.padding is None else self.padding)
+                probs = torch.where(
+                    waiting.to(probs.device)[:, None], probs, self._step(probs, tokens)
+                )
+            self._probs, self._num_tokens = probs, 0
+            self._states = torch.zeros(len(ids), dtype=torch.long)
+        else:
+            tokens, states = ids[:, -1], self._states[parents]
+            ended = (states < 0) | (tokens == (-1 if ahead.end is None else ahead.end))
+            known = pad(ahead.constraint.table, (0, 1))  # the last class is that of the end
+            self._states = known[states, ahead.classes[tokens]].masked_fill(ended, -1)
+            self._probs = self._step(self._probs[parents.to(self._probs.device)], tokens)
+            self._num_tokens += 1
+        self._ids = ids
+
+    def _parents(self, ids: Tensor) -> Tensor | None:
+        """Which of the texts of the last call each one continues; None if they are others."""
+        if self._ids is None or ids.size(1) != self._ids.size(1) + 1:
+            return None
+        same = (ids[:, None, :-1] == self._ids).all(-1)
+        return same.byte().argmax(1) if bool(same.any(1).all()) else None
+
+    def _step(self, probs: Tensor, tokens: Tensor) -> Tensor:
+        """Probabilities of the next state after tokens ``(n,)``, from those of their own."""
+        joint = probs * self.lookahead.emissions.column(tokens)
+        total = joint.sum(-1, keepdim=True)
+        # what the HMM cannot emit tells nothing
+        return self.lookahead.transitions.forward_from_all(
+            torch.where(total > 0, joint / total, probs)
+        )
+
+    def _ahead(self, running: Tensor) -> Tensor:
+        """Log-probability of the constraint after each next token, of the rows that go on."""
+        ahead, t, states = self.lookahead, self._num_tokens, self._states[running]
+        if t > ahead.max_tokens or (t == ahead.max_tokens and ahead.end is None):
+            raise ValueError(
+                f"texts must have at most max_tokens = {ahead.max_tokens} tokens after the prompt; "
+                "generate as many, or allow more here. Call reset() before other prompts."
+            )
+        joint, free = ahead.of_tokens(self._probs[running.to(self._probs.device)], states, t)
+        found = torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
+        impossible = found.isneginf().all(-1)
+        if bool(impossible.any()):  # for the HMM: any token after which it may hold
+            possible = ahead.possible_tokens(states, t).to(found.device)
+            if not bool(possible.any(-1).all()):
+                raise ValueError(f"a text cannot satisfy {ahead.constraint.name} any more.")
+            allowed = torch.zeros_like(found).masked_fill(~possible, -inf)
+            found = torch.where(impossible[:, None], allowed, found)
+        return found
