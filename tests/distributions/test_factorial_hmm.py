@@ -306,8 +306,6 @@ def test_a_fit_goes_on_from_an_hmm(values):
     fit = fit_em(model(observed=False), Sequences(values, LENGTHS), num_steps=3)
     assert fit.losses[-1] < fit.losses[0]
     assert isinstance(fit.hmm(Sequences(values, LENGTHS)), FactorialHMM)
-    with pytest.raises(ValueError, match="reseed"):
-        fit_em(model(), Sequences(values, LENGTHS), reseed=True)
 
 
 def test_it_is_saved_and_loaded(hmm, values, tmp_path):

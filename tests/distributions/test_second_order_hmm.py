@@ -355,8 +355,6 @@ def test_a_fit_goes_on_from_an_hmm(values):
     again = fit_em(TabularSecondOrderHMM(3, normal(0)), data, num_steps=2,
                    start=starts.from_hmm(fit.hmm(data)))  # fmt: skip
     assert again.losses.isfinite().all()
-    with pytest.raises(ValueError, match="reseed"):
-        fit_em(TabularSecondOrderHMM(2, normal(0)), data, reseed=True)
     with pytest.raises(ValueError, match="one matrix"):
         fit_em(TabularSecondOrderHMM(2, normal(0)), data, log_prior=DiversityPrior(1.0))
 
