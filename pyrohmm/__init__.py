@@ -107,6 +107,7 @@ from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
 from .nn.tabular_hsmm import TabularHSMM as TabularHSMM
 from .nn.tagging import NeuralTagger as NeuralTagger
+from .nn.waiting import gamma as gamma
 from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import factorial as factorial
@@ -190,6 +191,7 @@ __all__ = [
     "free_durations",
     "freeze",
     "from_hmmlearn",
+    "gamma",
     "geometric_durations",
     "guides",
     "inference_data",
