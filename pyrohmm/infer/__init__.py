@@ -24,6 +24,7 @@ Its modules; each imports only those above it:
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
+``tables``        expected counts of tables, without an HMM: half of the time on few data
 ``expectation``   the E-step, batched by length
 ``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``

@@ -20,6 +20,7 @@ from ..ops import recursions
 from .maximization import Maximization, expectation_of_logs
 from .parameters import Parameters
 from .process_group import ProcessGroup
+from .tables import TableCounts
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
@@ -58,6 +59,8 @@ class Expectation:
     ) -> None:
         self.parameters, self.maximize, self.group, self.keep = parameters, maximize, group, keep
         self.by_symbol = maximize.by_symbol and not keep
+        alone = self.by_symbol and group.size == 1
+        self.tables = TableCounts(parameters) if alone and TableCounts.suit(parameters) else None
         self.log_prior = torch.zeros(())
         self._kept: list[Piece] = []
         self._guesses = True  # until a guess was wrong
@@ -71,6 +74,10 @@ class Expectation:
         """
         last, times = self._seen
         self._seen = batch, times + 1 if batch is last else 1
+        if self.tables is not None and isinstance(batch, Sequences):
+            found = self._of_tables(self.tables, batch)
+            if found is not None:
+                return found
         if self._guesses and self.group.size == 1:  # ranks stay in step
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
@@ -81,6 +88,23 @@ class Expectation:
                 return read, statistics
         loss, statistics = self._compute(batch, check=True)
         return loss.cpu(), statistics
+
+    def _of_tables(self, tables: TableCounts, batch: Sequences) -> tuple[Tensor, Statistics] | None:
+        """As :meth:`__call__`; None if numbers go out of range, or there is an error to be told."""
+        statistics: Statistics = {}
+        total: Any = 0.0
+        for _, part, scale in self._pieces(batch):
+            if self._seen[1] <= 2:  # check data, start and what an M-step returns
+                self.parameters.build(part)[0].prepare_values(part.values)
+            if (expected := tables(part)) is None:
+                return None
+            total = total + scale * expected.log_evidence.double().sum(-1)
+            gathered = self.maximize.gather(expected, None, self.parameters.example, scale)
+            for name, value in gathered.items():
+                statistics[name] = statistics[name] + value if name in statistics else value
+        self.log_prior = self.parameters.log_density({})
+        loss = -(total + self.log_prior.double())
+        return (loss, statistics) if bool(loss.isfinite().all()) else None
 
     def _compute(self, batch: Sequences | Parts, check: bool) -> tuple[Tensor, Statistics]:
         """As :meth:`__call__`, the loss where the data are; ``check`` raises if it is infinite."""

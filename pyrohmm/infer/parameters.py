@@ -122,7 +122,7 @@ class Parameters:
         sampled = _LogDensities(self.values)
         with sampled if others else nullcontext(), self.module._at_values(attributes):
             hmm = build(self.module, batch)
-            prior = self._log_density(sampled.found)
+            prior = self.log_density(sampled.found)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             check_returned("log_prior", further, Tensor, "a tensor")
@@ -134,7 +134,11 @@ class Parameters:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
 
-    def _log_density(self, found: Values) -> Tensor:
+    def constant_priors(self) -> set[str]:
+        """Names of the latent variables whose priors depend on nothing else."""
+        return {name for name, prior in self._priors.items() if prior.constant is not None}
+
+    def log_density(self, found: Values) -> Tensor:
         """Log prior density of the latent variables, ``(R,)`` or a scalar.
 
         Args:

@@ -1,0 +1,139 @@
+"""EM of tables, whose E-step builds no HMM: as the E-step that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pyro
+import pytest
+import torch
+
+from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal
+from pyrohmm.infer.tables import TableCounts
+
+
+def ragged() -> Sequences:
+    """Sequences of 1 to 9 steps, some of which are missing."""
+    lengths = torch.tensor([9, 1, 5, 9, 2])
+    values = torch.randint(3, (5, 9), generator=torch.Generator().manual_seed(0))
+    observed = torch.ones(5, 9, dtype=torch.bool)
+    observed[0, 3] = observed[3, 0] = observed[4, 1] = False
+    values[0, 3] = 77  # what is missing may be anything
+    return Sequences(values, lengths, observed=observed)
+
+
+def scattered() -> Sequences:
+    """A few long sequences among many short ones: they go in parts."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = [1500] * 3 + [2] * 60
+    return Sequences.from_list(
+        [torch.randint(3, (length,), generator=generator).tolist() for length in lengths]
+    )
+
+
+CASES: dict[str, tuple[Callable[[], Sequences], dict[str, Any], dict[str, Any]]] = {
+    "ragged": (ragged, {}, {}),
+    "in parts": (scattered, {}, {}),
+    "restarts": (ragged, {}, {"restarts": 3}),
+    "priors": (
+        ragged, {"initial_concentration": 2.0, "transition_concentration": 1.5, "words": 1.2}, {},
+    ),
+    "hard zeros": (ragged, {"transition_allowed": left_to_right(3)}, {}),
+    "of more": (lambda: Sequences(ragged().values % 3, ragged().lengths, total=40), {}, {}),
+    "one state": (ragged, {"num_states": 1}, {}),
+}  # fmt: skip
+
+
+def fitted(case: str) -> Any:
+    data, options, more = CASES[case]
+    words = categorical(3, options.get("words", 1.0))
+    options = {"num_states": 3} | {k: v for k, v in options.items() if k != "words"}
+    pyro.set_rng_seed(0)
+    return fit_em(
+        TabularHMM(emission=words, **options), data(), num_steps=8, tolerance=None, **more
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    counts = TableCounts.__call__
+
+    def counted(self: TableCounts, batch: Sequences) -> Any:
+        calls.append(len(batch))
+        return counts(self, batch)
+
+    monkeypatch.setattr(TableCounts, "__call__", counted)
+    quick = fitted(case)
+    assert len(calls) >= 9
+    monkeypatch.setattr(TableCounts, "suit", staticmethod(lambda parameters: False))
+    slow = fitted(case)
+    torch.testing.assert_close(quick.losses, slow.losses, rtol=1e-5, atol=1e-5)
+    for name, value in slow.values.items():
+        torch.testing.assert_close(quick.values[name], value, rtol=1e-3, atol=1e-5)
+    assert quick.notes == slow.notes
+
+
+def test_numbers_out_of_range_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = fitted("ragged")
+    monkeypatch.setattr(TableCounts, "__call__", lambda self, batch: None)
+    torch.testing.assert_close(fitted("ragged").losses, wanted.losses, rtol=1e-5, atol=1e-5)
+
+
+def test_impossible_data_are_refused() -> None:
+    """Numbers leave every range, and the E-step that builds an HMM says why."""
+    start = {
+        "initial": torch.tensor([1.0, 0.0]), "transition": torch.eye(2),
+        "emission.probs": torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
+    }  # fmt: skip
+    data = Sequences.from_list([[0, 0], [0, 1]])
+    with pytest.raises(ValueError, match="sequence 1 of this batch has probability zero"):
+        fit_em(TabularHMM(2, categorical(2)), data, start=start)
+
+
+def test_a_start_is_checked() -> None:
+    start = {
+        "initial": torch.tensor([0.5, 0.5]), "transition": torch.full((2, 2), 0.7),
+        "emission.probs": torch.full((2, 2), 0.5),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="log_transition must hold log-probabilities that sum"):
+        fit_em(TabularHMM(2, categorical(2)), Sequences.from_list([[0, 1]]), start=start)
+
+
+def replaced() -> TabularHMM:
+    module: Any = TabularHMM(2, categorical(3))
+    module.forward = MethodType(TabularHMM.forward, module)
+    return module
+
+
+def watched() -> TabularHMM:
+    module = TabularHMM(2, categorical(3))
+    module.emission.register_forward_hook(lambda *arguments: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "labels"),
+    [
+        (lambda: TabularHMM(2, normal(0)), None),
+        (lambda: TabularHMM(2, categorical(3)), [[0, 1, 0, 1]] * 3),
+        (replaced, None),
+        (watched, None),
+    ],
+    ids=["normal", "labels", "another forward", "a hook"],
+)
+def test_others_build_their_hmm(
+    module: Callable[[], TabularHMM], labels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: TableCounts, batch: Sequences) -> None:
+        raise AssertionError("nobody should ask tables")
+
+    monkeypatch.setattr(TableCounts, "__call__", refuse)
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 1, 1, 2]] * 3, labels=labels)
+    fit = fit_em(module(), data, num_steps=6, tolerance=None)
+    assert fit.losses.isfinite().all()
+    if labels is not None:
+        assert fit.values["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]
