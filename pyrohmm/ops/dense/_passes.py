@@ -78,8 +78,8 @@ def _forward_tile(tile, data, kept, found):
     steps, entries, peaks = data.steps, data.tables[g].ravel(), data.peaks[g]
     symbols, likelihood, exact = data.symbols, data.likelihood, found.exact
     starts, along, missing = data.first, data.along, u64(data.peaks.shape[1] - 1)
-    mass, arrived = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
-    seen = np.zeros(height * _LANES, real)
+    mass, arrived = scratch(height * _LANES, real), scratch(height * _LANES, real)
+    seen = scratch(height * _LANES, real)
     norm, peak = np.zeros(LANES, real), np.zeros(LANES, real)
     smallest, low_mass = np.zeros(LANES, real), np.zeros(LANES, real)
     scale = np.ones(LANES, real)
@@ -93,7 +93,6 @@ def _forward_tile(tile, data, kept, found):
         begin_step(
             rows, active, symbols, starts, along, lengths, t, start, width, missing, exact
         )  # fmt: skip
-
         read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, lowest)
         if t == 0:
             for i in range(LANES):  # those that are not there as the first, so that none is zero
@@ -163,7 +162,6 @@ def _forward_row(row, data, kept, found):
         peak = read_row(
             seen, begin + t * along, symbols, entries, peaks, likelihood, size, height, lowest
         )  # fmt: skip
-
         if t == 0:
             for k in range(size):
                 arrived[k] = data.initial[row, k]
@@ -281,8 +279,8 @@ def _backward_tile(tile, data, found, back, counts, emitted):
     symbols, likelihood = data.symbols, data.likelihood
     starts, along, missing = data.first, data.along, u64(data.peaks.shape[1] - 1)
     gamma = back.gamma.ravel()
-    beta, later = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
-    seen, probs = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    beta, later = scratch(height * _LANES, real), scratch(height * _LANES, real)
+    seen, probs = scratch(height * _LANES, real), scratch(height * _LANES, real)
     before, after = np.zeros(height * _ALL, real), np.zeros(height * _ALL, real)
     norm, peak, weight = np.zeros(LANES, real), np.zeros(LANES, real), np.zeros(LANES, real)
     loss, every = np.zeros(LANES), np.zeros(LANES, real)
@@ -297,15 +295,12 @@ def _backward_tile(tile, data, found, back, counts, emitted):
         begin_step(
             rows, active, symbols, starts, along, lengths, t, start, width, missing, exact
         )  # fmt: skip
-
         if t < longest - 1:
             if several or t == longest - 2:
                 matrix = back.transposed[t if several else 0, g].ravel()
             multiply(beta, later, matrix, height)
-        for i in range(width if t >= shortest - 1 else 0):
-            if t == lengths[start + i] - 1:
-                for k in range(size):
-                    beta[k * _LANES + u64(i)] = back.after[start + i, k]
+        if t >= shortest - 1:
+            _begin_back(beta, back.after, lengths, t, start, width, size)
         place = u64(tile * steps + t) * _LANES
         offset = place * size
         here, total = found.alpha[offset : offset + size * _LANES], found.total[place:]
@@ -337,23 +332,38 @@ def _backward_tile(tile, data, found, back, counts, emitted):
         read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, lowest)
         for i in range(LANES):
             peak[i] = norm[i] / total[i] if active[i] else zero
-        q, row = offset - size * _LANES, filled * _LANES
-        for k in range(size):
-            p = k * _LANES
+        earlier, row = found.alpha[offset - size * _LANES :], filled * _LANES
+        for p in range(_0, size * _LANES, _LANES):
             for i in range(_LANES):
                 value = seen[p + i] * beta[p + i] * peak[i]
-                value = value if here[p + i] > zero or bounding else zero
-                later[p + i] = value
-                after[k * _ALL + row + i] = value * weight[i]
-                before[k * _ALL + row + i] = found.alpha[q + p + i]
+                later[p + i] = value if here[p + i] > zero or bounding else zero
+        _note_step(before, after, earlier, later, weight, row, size)
         filled += _1
         if filled == _STEPS or t == 1 or several:
             for k in range(size):
-                for i in range(filled * _LANES, _STEPS * _LANES):
-                    after[k * _ALL + i] = 0
+                after[k * _ALL + filled * _LANES : k * _ALL + _STEPS * _LANES] = 0
             _add_transitions(counts[t - 1 if several else 0, g], before, after, height)
             filled = _0
     return lost
+
+
+@kernel
+def _begin_back(beta, after, lengths, t, start, width, size):
+    """Write what follows the last steps of those sequences that end at t."""
+    for i in range(width):
+        if t == lengths[start + i] - 1:
+            for k in range(size):
+                beta[k * _LANES + u64(i)] = after[start + i, k]
+
+
+@kernel
+def _note_step(before, after, earlier, later, weight, row, size):
+    """Write forward messages, and backward ones times weights, beside those of other steps."""
+    for k in range(size):
+        p, q = k * _LANES, k * _ALL + row
+        for i in range(_LANES):
+            after[q + i] = later[p + i] * weight[i]
+            before[q + i] = earlier[p + i]
 
 
 @kernel
