@@ -39,8 +39,9 @@ from .infer.cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .infer.cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .infer.em import fit_em as fit_em
 from .infer.gibbs import fit_gibbs as fit_gibbs
+from .infer.gradient import fit_map as fit_map
+from .infer.gradient import fit_svi as fit_svi
 from .infer.guides import RotationGuide as RotationGuide
-from .infer.map import fit_map as fit_map
 from .infer.mcmc import fit_mcmc as fit_mcmc
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel
@@ -49,13 +50,12 @@ from .infer.models import markov_sample as markov_sample
 from .infer.models import scale_priors as scale_priors
 from .infer.msteps import GradientStep as GradientStep
 from .infer.nuts import RowPermutationNUTS as RowPermutationNUTS
+from .infer.options import FitOptions as FitOptions
 from .infer.resizing import merge_states as merge_states
 from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.sampled import SampledFit as SampledFit
-from .infer.svi import fit_svi as fit_svi
-from .infer.training import FitOptions as FitOptions
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
 from .io.hmmlearn import to_hmmlearn as to_hmmlearn
 from .io.persistence import load_hmm as load_hmm
@@ -107,6 +107,7 @@ from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
 from .nn.tabular_hsmm import TabularHSMM as TabularHSMM
 from .nn.tagging import NeuralTagger as NeuralTagger
+from .nn.waiting import gamma as gamma
 from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import factorial as factorial
@@ -190,6 +191,7 @@ __all__ = [
     "free_durations",
     "freeze",
     "from_hmmlearn",
+    "gamma",
     "geometric_durations",
     "guides",
     "inference_data",

@@ -11,6 +11,7 @@ from pyro.infer.autoguide import AutoNormal
 from pyrohmm import (
     HMM,
     HSMM,
+    BlockHMM,
     ContinuousTimeHMM,
     DenseHMM,
     Filter,
@@ -21,6 +22,7 @@ from pyrohmm import (
     StickyHDPHMM,
     TabularHMM,
     automata,
+    blocks,
     categorical,
     fit_em,
     fit_map,
@@ -46,6 +48,11 @@ def hmm(initial=PI, transition=A, emission=B, lengths=LENGTHS, **options):
 
 def of_vectors():
     return hmm(emission=dist.Normal(torch.zeros(2, 2), 1.0).to_event(1))
+
+
+def in_blocks():
+    one = blocks.from_clusters(torch.zeros(3, dtype=torch.long), 2)
+    return BlockHMM(PI, A, torch.full((3, 2), 1 / 3).log(), one, LENGTHS)
 
 
 def data(values=X, lengths=LENGTHS, **options):
@@ -138,6 +145,8 @@ def test_distributions(mistake, error, words):
     ("a series of its own", lambda: hmm().viterbi(X[0]), ValueError,
      r"values must be those of the 2 sequences .*fit\.hmm\(data\), or hmm\.with_lengths"),
     ("a series of its own as batch", lambda: hmm().log_prob(X[:1]), ValueError, "hmm.with_lengths"),
+    ("a series of its own, in blocks", lambda: in_blocks().posterior(X[0]), ValueError,
+     "hmm.with_lengths"),
     ("one-hot", lambda: hmm().log_prob(torch.eye(3).long()[X]), ValueError, r"values \(2, 3\)"),
     ("too many steps", lambda: hmm().posterior(torch.zeros(2, 4).long()), ValueError,
      r"values must end in shape \(T, \*E\) = \(3,\).*4 steps"),

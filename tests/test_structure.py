@@ -43,9 +43,7 @@ ENTRIES = {"train_lm", "testing", "language.__main__"}
 COMMANDS = {"language.command"}
 
 # Larger than is comfortable, each with the reason.
-LONG_MODULES: dict[str, str] = {
-    "infer.msteps": "three M-steps and the search for the best optimum, which share one objective",
-}
+LONG_MODULES: dict[str, str] = {}
 LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",
     "analysis.draws.PosteriorDraws": "all questions to draws of a posterior, each of few lines",

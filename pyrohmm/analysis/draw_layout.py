@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..infer.guide_samples import samples_of
+from ..infer.guides import samples_of
 from ..infer.models import check_returns_hmm, to_model_device
 from ..infer.plates import AtValues, Plates, SequencePlate, hmm_at, marks_of, sequence_plates
 from ..infer.results import Fit

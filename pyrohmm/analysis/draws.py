@@ -24,6 +24,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
+from ..infer.convergence import summary_of
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
@@ -155,6 +156,10 @@ class PosteriorDraws:
         values = {name: value[:, chosen] for name, value in self.values.items()}
         stats = {name: value[:, chosen] for name, value in self.stats.items()}
         return replace(self, values=values, stats=stats)
+
+    def summary(self) -> str:
+        """A few lines of text: first whether the chains agree."""
+        return "\n".join(summary_of(self.values))
 
     # Samples as HMMs
 

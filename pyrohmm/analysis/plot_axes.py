@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..infer.results import Fit
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -66,3 +68,13 @@ def only_base(axes: Axes) -> None:
     """Take the frame away, but for its base."""
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
+
+
+def history(fit: Fit, axes: Axes | None = None) -> Axes:
+    """Draw the parts of the loss at each step: :attr:`Fit.history`, in nats."""
+    axes = axes_or_new(axes)
+    for name, values in fit.history.items():
+        axes.plot(values.cpu().numpy(), label=name.replace("_", " "))
+    axes.set(xlabel="step", ylabel="nats")
+    axes.legend()
+    return axes

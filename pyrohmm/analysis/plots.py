@@ -30,6 +30,7 @@ from .plot_axes import (
     names_or_numbers,
     table,
 )
+from .plot_axes import history as history
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
 

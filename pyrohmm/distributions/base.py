@@ -320,12 +320,7 @@ class ChainDistribution(TorchDistribution):
         elif not values.dtype.is_floating_point:
             values = values.to(self.log_initial.dtype)
         batch = check_broadcast({"values": outer, "HMM": self.batch_shape})
-        if self._shortest < self._longest and outer.numel() == 1:
-            raise ValueError(
-                f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
-                f"lengths differ; got one, of batch shape {tuple(outer)}. Of other data ask "
-                "fit.hmm(data), or hmm.with_lengths(lengths) with their lengths."
-            )
+        self.refuse_one_series(outer)
         if len(batch) > len(outer):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
         known = None
@@ -338,6 +333,15 @@ class ChainDistribution(TorchDistribution):
             gaps = known if self.observed is not None else None
             whole.check_context(values if self._validate_args else None, gaps)
         return values, known
+
+    def refuse_one_series(self, batch: torch.Size) -> None:
+        """Raise if values of one series, of this batch shape, are given for several lengths."""
+        if self._shortest < self._longest and batch.numel() == 1:
+            raise ValueError(
+                f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
+                f"lengths differ; got one, of batch shape {tuple(batch)}. Of other data ask "
+                "fit.hmm(data), or hmm.with_lengths(lengths) with their lengths."
+            )
 
     def values_of(self, data: Any) -> Any:
         """The values of ``Sequences``, if these are those of this HMM; anything else as it is."""

@@ -172,6 +172,7 @@ class BlockHMM(HMM):
         check_same_device({"values": values, "log_initial": self.log_initial})
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
         outer = values.shape[: values.dim() - len(self.event_shape)]
+        self.refuse_one_series(outer)
         batch = torch.broadcast_shapes(outer, self.batch_shape)
         lengths, observed = self.lengths.expand(batch).reshape(-1), self.observed
         if values.shape != (len(lengths), *self.event_shape):

@@ -4,10 +4,8 @@ Imports the rooms down to ``io``.
 
 Its modules; each imports only those above it:
 
-``exclusive``     one fit at a time, in several threads
-``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``
-``guides``        ``RotationGuide``: variational families for embeddings
-``guide_samples``  samples, and one value, of a guide
+``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
+``guides``        ``RotationGuide``; samples, and one value, of any guide
 ``plates``        latent variables of which each sequence has one
 ``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
 ``starts``        where EM begins
@@ -19,17 +17,16 @@ Its modules; each imports only those above it:
 ``uncertainty``   ``Information``: standard errors and intervals
 ``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
-``training``      settings and state of a gradient fit, its steps
-``loop``          the training loop
-``svi``           ``fit_svi``
-``map``           ``fit_map``
+``options``       ``FitOptions``: the arguments that gradient fits share
+``descent``       gradient steps: optimizer, schedule, clipping, averages
+``training``      the training loop
+``gradient``      ``fit_svi``, ``fit_map``
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
-``extrapolation``  EM accelerated by SQUAREM
-``tables``        expected counts of tables, without an HMM
+``tables``        expected counts of tables, without an HMM: half of the time on few data
 ``expectation``   the E-step, batched by length
-``iterations``    the iterations of EM
+``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
 ``convergence``   R-hat and effective sample sizes of chains
 ``sampled``       ``SampledFit``: chains of samples of a posterior
@@ -47,8 +44,9 @@ from .cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .cooccurrence import fit_cooccurrence as fit_cooccurrence
 from .em import fit_em as fit_em
 from .gibbs import fit_gibbs as fit_gibbs
+from .gradient import fit_map as fit_map
+from .gradient import fit_svi as fit_svi
 from .guides import RotationGuide as RotationGuide
-from .map import fit_map as fit_map
 from .mcmc import fit_mcmc as fit_mcmc
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel
@@ -57,11 +55,10 @@ from .models import markov_sample as markov_sample
 from .models import scale_priors as scale_priors
 from .msteps import GradientStep as GradientStep
 from .nuts import RowPermutationNUTS as RowPermutationNUTS
+from .options import FitOptions as FitOptions
 from .resizing import merge_states as merge_states
 from .resizing import split_state as split_state
 from .results import Fit as Fit
 from .results import Restarts as Restarts
 from .sampled import SampledFit as SampledFit
-from .svi import fit_svi as fit_svi
-from .training import FitOptions as FitOptions
 from .uncertainty import Information as Information

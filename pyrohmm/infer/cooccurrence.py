@@ -38,11 +38,10 @@ from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
-from .exclusive import exclusive
-from .map import fit_map
-from .models import LogPrior, build, factor_log_prior
+from .gradient import fit_map
+from .models import LogPrior, build, exclusive, factor_log_prior
+from .options import FitOptions, check_names
 from .results import Fit
-from .training import FitOptions, check_names
 
 Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]

@@ -25,27 +25,25 @@ from .._checks import check_returned, check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
 from ..data.batches import Batches
-from ..data.parts import in_parts, parts_of
+from ..data.parts import Parts, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint
-from ..io.identity import describe, digits, fingerprint
+from ..io.identity import describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
 from ..nn.tabular import module_of
-from .exclusive import exclusive
 from .expectation import Expectation, check_apart, uniform_counts
-from .extrapolation import Extrapolation
-from .iterations import Average, Convergence, Loop
+from .iterations import Average, Extrapolation, Loop
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
-from .models import LogPrior, MarginalModel
+from .models import LogPrior, MarginalModel, exclusive
 from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
+from .options import FREE
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Point, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
-from .training import FREE
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -79,8 +77,8 @@ def fit_em(
     log_prior: LogPrior | None = None,
     transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
-    reseed: bool = False,
-    acceleration: bool = False,
+    acceleration: bool | None = None,
+    bounds: bool = False,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
@@ -98,14 +96,15 @@ def fit_em(
             :class:`pyrohmm.data.StoredSequences`, of data larger than memory: each iteration passes
             over it once, and adds what the parts contribute. A ``start`` sees the first part alone.
         num_steps: Largest number of iterations.
-        tolerance: End when an iteration lowers the loss by less than this share of itself, in
-            every restart. None runs all steps.
+        tolerance: End when the loss would fall by less than this share of itself until
+            convergence, by Aitken's estimate, in every restart. None runs all steps as they are.
         start: The first parameters: ``starts.from_prior``, ``starts.by_kmeans``,
             ``starts.sticky()``, ``starts.from_hmm(hmm)``, a function like these, or values by name,
             such as ``fit.values``. By default the prior for symbols and for emissions without a
             closed form, k-means for others; parameters without a prior start at their values.
-        restarts: R, the number of batched restarts; every parameter must have a prior. The best is
-            kept, all are in ``Fit.restarts``.
+        restarts: R, the number of batched restarts; every parameter must have a prior. After each
+            20 iterations the better half goes on; with ``tolerance=None`` all do. The best is kept,
+            all are in ``Fit.restarts``, as they were last.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
             :class:`msteps.TransitionPrior`, leaves the closed forms of all but the transitions;
             with any other function, which may depend on anything, all follow gradient steps.
@@ -123,11 +122,12 @@ def fit_em(
             which climbs from 100 points where all states are labelled;
             ``msteps.LogitGradient()``, that for others, or ``msteps.ProjectedGradient()``.
         gradient_step: How parameters without a closed form are maximised.
-        reseed: Whether a state that no observation supports becomes a half of the state that is
-            visited most, which may raise the loss once. If not, it stays as it was.
-        acceleration: Whether to extrapolate after every second iteration (SQUAREM), which takes
+        acceleration: Whether to extrapolate after every third iteration (SQUAREM), which takes
             fewer iterations where states are hard to tell apart. Parameters that are not better are
-            undone at the cost of an E-step, so that the loss never rises.
+            undone at the cost of an E-step, so that the loss never rises. By default it begins
+            where iterations have become slow, if there is a ``tolerance``.
+        bounds: Whether ``Fit.history`` holds the lower bound of the log joint density after each
+            M-step, at about the cost of another E-step.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
@@ -140,7 +140,7 @@ def fit_em(
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
         end; ``notes`` report a loss that was still falling at the last step, states that are not
         visited, variances at their floor, a last M-step under a diversity prior that has not
-        converged, and a loss that has risen by more than
+        converged, and a loss that has risen by more than rounding.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -157,67 +157,96 @@ def fit_em(
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
         module = module_of(module)
-    check_tolerance(tolerance)
-    _check(module, num_steps, restarts, decay, log_prior, transition_step)
+    _check(module, num_steps, restarts, tolerance, decay, log_prior, transition_step)
     if transition_step is None and isinstance(log_prior, TransitionPrior):
         first = next(iter(parts_of(data)))
         known = first.labels is not None and first.labels.dtype != torch.bool
         labelled = known and first.num_labelled == int(first.lengths.sum())
         transition_step = default_step(log_prior, labelled)
+    gradient_step = gradient_step or GradientStep()
     parameters = Parameters(copy.deepcopy(module), data, restarts, log_prior)
-    maximize = Maximization(parameters, transition_step, gradient_step or GradientStep())
-    if batch_size is not None:
-        _check_batch_size(batch_size, maximize)
-        batch_size = None if batch_size >= len(data) else batch_size
-    by_length = maximize.summed and maximize.chain_closed and not reseed
+    maximize = Maximization(parameters, transition_step, gradient_step)
     group = ProcessGroup.all()
-    check_apart(maximize, group, batch_size, reseed)
-    if acceleration and (batch_size is not None or reseed or group.size > 1):
-        raise ValueError(
-            "acceleration needs EM of all data in one process, whose loss never rises: leave out "
-            "batch_size and reseed, or acceleration."
-        )
-    loop = Loop(
-        Expectation(parameters, maximize.gather, by_length, maximize.by_symbol, reseed, group),
-        maximize,
-        Batches(parameters.data, batch_size, generator, shard=group.share, agree=group.from_first),
-        Convergence(num_steps, None if batch_size is not None else tolerance, parameters.units),
-        None if batch_size is None else Average(decay),
-        Extrapolation(parameters, maximize.gradient) if acceleration else None,
-    )
+    loop = _loop(
+        parameters, maximize, group, num_steps, tolerance, batch_size, decay, acceleration,
+        bounds, generator,
+    )  # fmt: skip
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
             checkpoint, _identity(parameters, arguments), (generator,), group.is_first
         )
     if not loop.resume():
         _begin(parameters, maximize, start)
-        loop.prepare()
+        if loop.average is not None:
+            _, loop.average.statistics = loop.whole_set()
     if group.size > 1:
-        _check_ranks(group, loop, generator)
+        start_values = [*parameters.values.values(), *parameters.points]
+        group.check_alike(parameters.data, generator, start_values, len(loop.losses))
     hidden = None if progress is None else not progress
     with (
         tqdm(total=num_steps, disable=not group.is_first or hidden) as bar,
         threads_for(parameters.cost * loop.batches.steps_at_once),
     ):
-        loop.run(num_steps, bar)
+        loop.run(bar)
     group.wait()  # for the file, which another fit may ask for
-    if batch_size is not None:  # the loss of one batch is too noisy to judge restarts by
-        loop.losses[-1] = parameters.loss(batch_size)
-    history = torch.stack(loop.losses, 1)  # (R, steps)
-    if batch_size is None and not reseed:
-        _watch(history, maximize)
-    return _finish(loop, history)
+    if loop.average is not None:  # the loss of one batch is too noisy to judge restarts by
+        loop.losses[-1], _ = loop.whole_set()
+    return _finish(loop)
+
+
+def _loop(
+    parameters: Parameters,
+    maximize: Maximization,
+    group: ProcessGroup,
+    num_steps: int,
+    tolerance: float | None,
+    batch_size: int | None,
+    decay: float,
+    acceleration: bool | None,
+    bounds: bool,
+    generator: torch.Generator | None,
+) -> Loop:
+    """The iterations with these options: see :func:`fit_em`."""
+    data = parameters.data
+    if batch_size is not None:
+        check_size("batch_size", batch_size)
+    several = "an iterable of Sequences" if isinstance(data, Parts) else None
+    several = several if group.size == 1 else "several processes"
+    check_apart(maximize, several, batch_size)
+    if batch_size is not None and batch_size >= len(data):
+        batch_size = None
+    falls = batch_size is None and group.size == 1
+    if acceleration and not falls:
+        raise ValueError(
+            "acceleration needs EM of all data in one process, whose loss never rises: leave out "
+            "batch_size, or acceleration."
+        )
+    # an optimizer of the user's, and a fit of so many steps, go their own way
+    free = falls and tolerance is not None and maximize.gradient.step.optimizer is None
+    extrapolates = acceleration or (acceleration is None and free)
+    return Loop(
+        Expectation(parameters, maximize, group, bounds),
+        maximize,
+        Batches(data, batch_size, generator, shard=group.share, agree=group.from_first),
+        num_steps,
+        None if batch_size is not None else tolerance,
+        None if batch_size is None else Average(decay),
+        Extrapolation(parameters, maximize.gradient, bool(acceleration)) if extrapolates else None,
+        ranked=free,
+    )
 
 
 def _check(
     module: Any,
     num_steps: int,
     restarts: int,
+    tolerance: float | None,
     decay: float,
     log_prior: Any,
     transition_step: Any,
 ) -> None:
     """Raise unless arguments of :func:`fit_em` are of their types and in their ranges."""
+    check_tolerance(tolerance)
     check_size("num_steps", num_steps)
     check_size("restarts", restarts)
     if not 0.5 <= decay <= 1.0:
@@ -234,28 +263,6 @@ def _check(
             "transition_step is for a TabularHMM with log_prior=DiversityPrior(...); other "
             "transitions have a closed form, or follow gradient_step."
         )
-
-
-def _check_batch_size(batch_size: int, maximize: Maximization) -> None:
-    check_size("batch_size", batch_size)
-    if not maximize.summed:
-        raise ValueError(
-            "batch_size needs a module whose M-step needs nothing but sums over observations; "
-            f"that of {type(maximize.parameters.module).__name__} needs all of them. Use fit_map "
-            "for minibatches."
-        )
-
-
-def _check_ranks(group: ProcessGroup, loop: Loop, generator: torch.Generator | None) -> None:
-    """Raise unless all ranks start alike."""
-    parameters = loop.expect.parameters
-    random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
-    group.check_same(
-        data=fingerprint(parameters.data),
-        random_numbers=digits(random),
-        parameters=digits([*parameters.values.values(), *parameters.points]),
-        checkpoints=len(loop.losses),
-    )
 
 
 def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -281,7 +288,7 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
     if start is None:
         if not parameters.sites:
             return  # parameters without priors have values
-        start = by_kmeans if maximize.closed.clusters and not maximize.symbols else from_prior
+        start = by_kmeans if maximize.clusters and not maximize.symbols else from_prior
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
     begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
     words = "values by name, probabilities of the states, or expected counts"
@@ -295,27 +302,30 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
         hmm, _ = parameters.build(data)
     if not isinstance(begin, ExpectedCounts):
         begin = uniform_counts(hmm, data, begin)
-    maximize(maximize.gather(begin, data, None, hmm, data.total / len(data)), data)
+    scale = data.total / len(data)
+    maximize(maximize.gather(begin, data, hmm, scale, at_start=True), data)
 
 
-def _watch(history: Tensor, maximize: Maximization) -> None:
-    """Report a loss that has risen by more than rounding."""
-    parameters = maximize.parameters
+def _risen(loop: Loop, history: Tensor) -> list[str]:
+    """A remark, and a warning, if a loss that cannot rise has done so."""
+    maximize, parameters = loop.maximize, loop.parameters
+    if loop.average is not None or maximize.notes or not maximize.gradient.step.guard:
+        return []  # a floor may raise the loss, and has been noted
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
     # parts of a loss may cancel: each observation adds some nats
-    size = 1 + history.abs().amax().item() + parameters.data.num_observed
-    slack = (1e-6 if single else 1e-10) * size
-    slack += parameters.data.num_observed * _rounding(parameters)
-    rise = (history[:, 1:] - history[:, :-1]).max().item() if history.size(1) > 1 else 0.0
-    # a floor may raise the loss, and has been noted
-    if rise > slack and not maximize.notes and maximize.gradient.step.guard:
-        note = (
-            f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: please "
-            "report it as an error of this package"
-        )
-        maximize.notes[note] = 1
-        warnings.warn(note, RuntimeWarning, stacklevel=4)
+    slack = (1e-6 if single else 1e-10) * (
+        1 + history.abs().amax().item() + parameters.data.num_observed
+    )
+    rise = history.diff(dim=1).max().item() if history.size(1) > 1 else 0.0
+    if rise <= slack + parameters.data.num_observed * _rounding(parameters):
+        return []
+    note = (
+        f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: an m_step "
+        "does not return the mode"
+    )
+    warnings.warn(note, RuntimeWarning, stacklevel=5)
+    return [note]
 
 
 def _rounding(parameters: Parameters) -> float:
@@ -334,7 +344,7 @@ def _rounding(parameters: Parameters) -> float:
 
 def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     """A remark if the fit has ended before it has converged, with what restarts differ by."""
-    if loop.convergence.tolerance is None or loop.convergence.converged or history.size(1) < 2:
+    if loop.tolerance is None or loop.reason is not None or history.size(1) < 2:
         return []
     falls, ends = history[:, -2] - history[:, -1], history[:, -1]
     if not bool((falls > 0).any()):  # of a loss near zero no share is small
@@ -346,39 +356,29 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     ]
 
 
-def _finish(loop: Loop, history: Tensor) -> Fit:
+def _finish(loop: Loop) -> Fit:
     """The best restart as a fit, with all of them beside it."""
-    parameters, maximize = loop.expect.parameters, loop.maximize
-    best = int(history[:, -1].argmin())
-    notes = uses_labels(parameters.data) + [
-        f"{note} ({count} iterations)" if count > 1 else note
-        for note, count in maximize.notes.items()
-    ]
-    notes += maximize.closed.remark(best)
-    idle = [] if maximize.idle is None else maximize.idle[best].nonzero().flatten().tolist()
-    if idle:
-        names = ", ".join(map(str, idle))
-        notes.append(
-            f"no observation supports state {names}: its parameters are those of its prior or its "
-            "start. Fewer states, restarts or reseed=True may help."
-        )
-    notes += _still_falling(loop, history)
+    parameters, data = loop.parameters, loop.parameters.data
+    losses, priors = (torch.stack(past, 1) for past in (loop.losses, loop.log_priors))  # (R, steps)
+    loop.keep_values()
+    place = int(losses[loop.alive, -1].argmin())
+    best = int(loop.alive[place])
+    going = losses[loop.alive]
+    notes = uses_labels(data) + loop.maximize.remarks(place)
+    notes += _risen(loop, going) + _still_falling(loop, going)
+    history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
+    if loop.bounds:
+        history["bound"] = torch.stack(loop.bounds, 1)[best]
     model = MarginalModel(parameters.module, parameters.log_prior)
-    values = {f"module.{name}": value.detach() for name, value in parameters.values.items()}
+    stacked = {f"module.{name}": value for name, value in loop.values.items()}
+    values = {name: value[best] for name, value in stacked.items()}
     restarts = None
-    if parameters.restarts > 1:
-        stacked = {name: value.squeeze(1) for name, value in values.items()}
-        restarts = Restarts(model, history, history[:, -1], stacked, best)
-        values = {name: value[best] for name, value in stacked.items()}
+    if len(losses) > 1:
+        restarts = Restarts(model, losses, losses[:, -1], stacked, best)
     return Fit(
-        model,
-        Point(values),
-        history[best], loop.convergence.converged, loop.convergence.reason, loop.seconds,
-        parameters.data.num_observed, list(values),
-        notes=notes,
-        restarts=restarts,
-        method="EM",
-        window=1,
+        model, Point(values), losses[best], loop.reason is not None,
+        loop.reason or f"it took all {loop.num_steps} steps", loop.seconds,
+        data.num_observed, list(values), notes=notes, restarts=restarts, method="EM", window=1,
         supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
-        values=values,
+        values=values, history=history,
     )  # fmt: skip

@@ -30,9 +30,8 @@ from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, u
 from ..nn.discrete import CategoricalEmission
 from ..nn.family import Emission
 from ..ops.path_samples import PathSamples, sample_paths
-from .exclusive import exclusive
 from .hmc import Coordinates, State, Tuning, trajectory
-from .models import MarginalModel
+from .models import MarginalModel, exclusive
 from .parameters import Parameters
 from .results import Fit
 from .sampled import Chains, SampledFit

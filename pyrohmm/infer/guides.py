@@ -27,16 +27,18 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy
 import pyro
 import scipy.linalg
 import torch
 from pyro import poutine
 from pyro.distributions import Delta, LogNormal, Normal
-from pyro.infer.autoguide import AutoGuide, AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal, init_to_value
 from torch import Tensor
 
 from .._checks import check_tensor
@@ -235,3 +237,65 @@ def _groups(model: Any) -> list[list[str]]:
                 if all(name in module._pyro_samples for name in part)
             ]
     return groups
+
+
+# Samples of guides --------------------------------------------------------------------------------
+
+
+def for_guide(guide: Callable[..., Any], data: Sequences | None) -> Sequences | None:
+    """Arguments with which ``guide`` gives the variables of all sequences."""
+    return None if isinstance(guide, AutoGuide | RotationGuide) else data
+
+
+def point_of(guide: Callable[..., Any], data: Sequences | None) -> dict[str, Tensor]:
+    """One value of each latent variable: the median of ``guide`` if it has one, else a sample."""
+    data = for_guide(guide, data)
+    if hasattr(guide, "median"):
+        try:
+            return guide.median(data)
+        except NotImplementedError:
+            pass
+    trace = poutine.trace(guide).get_trace(data)
+    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+
+
+def samples_of(
+    guide: Callable[..., Any], names: Sequence[str], count: int, data: Sequences | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """S samples of the latent variables by name, ``(S, ...)``; log-density of each, ``(S,)``."""
+    inner = guide.inner if isinstance(guide, RotationGuide) else guide
+    data = for_guide(guide, data)
+    first = poutine.trace(guide).get_trace(data)
+    plated = {name for name in names if first.nodes[name]["cond_indep_stack"]}
+    deep = (frame.dim for name in plated for frame in first.nodes[name]["cond_indep_stack"])
+    if isinstance(inner, AutoNormal | AutoContinuous) and min(deep, default=-1) == -1:
+        with pyro.plate("draws", count, dim=-2):  # these can sample as a batch
+            trace = poutine.trace(guide).get_trace(data)
+        trace.compute_log_prob()
+        values = {name: trace.nodes[name]["value"] for name in names}
+        values = {name: v if name in plated else v.squeeze(1) for name, v in values.items()}
+        sites = [site for site in trace.nodes.values() if site["type"] == "sample"]
+        scores = [site["log_prob"] for site in sites if site["log_prob"].dim()]
+        return _detached(values), torch.stack([score.sum(1) for score in scores]).sum(0)
+    traces = [poutine.trace(guide).get_trace(data) for _ in range(count)]
+    values = {name: torch.stack([trace.nodes[name]["value"] for trace in traces]) for name in names}
+    totals = [torch.as_tensor(trace.log_prob_sum()) for trace in traces]
+    return _detached(values), torch.stack(totals)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """A context with random numbers that are the same every time; those outside of it go on."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def quantiles_of(samples: Tensor, probs: Tensor) -> Tensor:
+    """Quantiles ``(Q, ...)`` of samples ``(S, ...)``, component by component."""
+    found = numpy.quantile(samples.cpu().double().numpy(), probs.tolist(), axis=0)
+    return torch.as_tensor(found).to(samples)
+
+
+def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in values.items()}

@@ -1,4 +1,4 @@
-"""The iterations of EM: when they end, what minibatches average, and what a checkpoint saves."""
+"""The iterations of EM: restarts that are given up, extrapolation, convergence, checkpoints."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import transform_to
 from tqdm import tqdm
 
 from ..data.batches import Batches
@@ -15,30 +16,14 @@ from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields
 from ..nn.closed_form import Statistics
 from .expectation import Expectation
-from .extrapolation import Extrapolation
-from .maximization import Maximization
+from .maximization import GradientSteps, Maximization
+from .parameters import Parameters
+from .starts import Values
 
-
-class Convergence:
-    """Ends a fit when no restart improves by more than a share of its loss.
-
-    Args:
-        num_steps: Largest number of iterations.
-        tolerance: The share; None never ends it.
-        units: What the unit of the data adds to the loss, which is no part of what is shared.
-    """
-
-    def __init__(self, num_steps: int, tolerance: float | None, units: float) -> None:
-        self.tolerance, self.units, self.converged = tolerance, units, False
-        self.reason = f"it took all {num_steps} steps"
-
-    def test(self, losses: list[Tensor]) -> None:
-        """Compare the last loss with the one before."""
-        if self.tolerance is not None and len(losses) > 1:
-            fall = losses[-2] - losses[-1]
-            if not bool((fall >= self.tolerance * (losses[-1] - self.units).abs()).any()):
-                self.converged = True
-                self.reason = f"the loss fell by less than {self.tolerance:g} of itself"
+RANKED = 20  # iterations after which the worse half of the restarts is given up, and again
+SPAN = 6  # iterations whose fall of the loss is compared with that of as many before
+SLOW = 0.25  # ratio of these, from which extrapolation pays
+GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
 
 
 class Average:
@@ -56,68 +41,246 @@ class Average:
         return new
 
 
+class Extrapolation:
+    r"""Steps of SQUAREM (Varadhan and Roland, 2008, Scandinavian Journal of Statistics 35).
+
+    From two iterations of EM, :math:`\theta_0, \theta_1, \theta_2`, with
+    :math:`r = \theta_1 - \theta_0` and :math:`v = \theta_2 - \theta_1 - r`, it proposes
+    :math:`\theta_0 + 2 s r + s^2 v`, where :math:`s = |r| / |v|` in each restart. Coordinates are
+    unconstrained, such as logarithms of probabilities; hard zeros stay.
+
+    Args:
+        parameters: Of the fit; they are set.
+        gradient: Gradient steps, which may hold coordinates of their own.
+        active: Whether it extrapolates; else it waits until EM is slow.
+
+    Attributes:
+        proposed: Whether the parameters are a proposal that is to be judged.
+    """
+
+    def __init__(self, parameters: Parameters, gradient: GradientSteps, active: bool) -> None:
+        self.parameters, self.gradient, self.active = parameters, gradient, active
+        self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
+        self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
+        self.shapes: list[torch.Size] = []  # of the coordinates of each parameter
+        self.proposed = False
+        self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
+        self.length = torch.ones_like(self.longest)
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Take the parameters of one more iteration, and propose others after two."""
+        values, points = self.parameters.values, self.parameters.points
+        latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
+        pieces = latent + [point.double() for point in points]
+        self.shapes = [piece.shape for piece in pieces]
+        self.path.append(torch.cat([x.reshape(len(self.longest), -1) for x in pieces], 1))
+        if len(self.path) < 3:
+            return
+        first, second, third = self.path
+        ahead = second - first
+        turn = third - second - ahead
+        usable = turn.isfinite()
+        ahead, turn = ahead.where(usable, 0.0), turn.where(usable, 0.0)
+        length = ahead.norm(dim=-1, keepdim=True) / turn.norm(dim=-1, keepdim=True)
+        self.length = length.nan_to_num(1.0).cpu().clamp(min=1.0).minimum(self.longest)
+        s = self.length.to(ahead.device)
+        self.path = [third]
+        self.proposed = bool((self.length > 1).any())
+        if self.proposed:  # at s = 1 it is the third
+            self.path.append(third + 2 * (s - 1) * ahead + (s * s - 1) * turn)
+            self._write(self.path[1])
+        else:
+            self._lengthen()
+
+    @torch.no_grad()
+    def undo(self, worse: Tensor) -> None:
+        """Take back the proposals that are ``worse``, ``(R,)``, and have longer steps after others.
+
+        Args:
+            worse: Whether a proposal has lowered the log joint density, or has none.
+        """
+        third, proposal = self.path
+        bad = worse.reshape(-1, 1)
+        kept = torch.where(bad.to(third.device), third, proposal)
+        self.proposed, self.path = False, []
+        self._lengthen()
+        self.longest = torch.where(bad, (self.length / GROWTH).clamp(min=1.0), self.longest)
+        if bool(bad.any()):
+            self._write(kept)
+
+    def _lengthen(self) -> None:
+        """Allow longer steps where the last one was as long as allowed."""
+        self.longest = torch.where(self.length < self.longest, 1.0, GROWTH) * self.longest
+
+    def _write(self, flat: Tensor) -> None:
+        """Set the parameters to coordinates ``(R, P)``."""
+        values, leaves = self.parameters.values, self.gradient.leaves
+        sizes = [shape.numel() // len(flat) for shape in self.shapes]
+        pieces = [x.reshape(shape) for x, shape in zip(flat.split(sizes, 1), self.shapes)]
+        for (name, to), piece in zip(self._transforms.items(), pieces):
+            values[name] = to(piece).to(values[name].dtype)
+            if name in leaves:
+                leaves[name].copy_(piece)
+        for point, piece in zip(self.parameters.points, pieces[len(self._transforms) :]):
+            point.copy_(piece)
+
+    STATE = "path", "shapes", "proposed", "longest", "length", "active"
+
+    def state(self) -> dict[str, Any]:
+        """State, for checkpoints."""
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        for name in self.STATE:
+            setattr(self, name, state[name])
+
+
 @dataclass
 class Loop:
-    """The iterations of EM, and what a checkpoint saves of them."""
+    """The iterations of EM, and what a checkpoint saves of them.
+
+    Attributes:
+        tolerance: EM ends when what it may still gain is below this share of the loss; None never.
+        average: Of the statistics of minibatches.
+        squarem: Extrapolates, if the loss can be compared from one iteration to the next.
+        ranked: Whether restarts that are behind are given up.
+        losses: Minus the log joint density at each iteration, ``(R,)``; that of a restart that was
+            given up stays as it was.
+        log_priors: ``(R,)``, at each iteration.
+        bounds: After each M-step, ``(R,)``, if they are asked for.
+        alive: The restarts that go on.
+        values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
+        reason: Why the fit has converged.
+    """
 
     expect: Expectation
     maximize: Maximization
     batches: Batches
-    convergence: Convergence
-    average: Average | None
+    num_steps: int
+    tolerance: float | None
+    average: Average | None = None
     squarem: Extrapolation | None = None
+    ranked: bool = False
     checkpoint: Checkpoint | None = None
     losses: list[Tensor] = field(default_factory=list)
+    log_priors: list[Tensor] = field(default_factory=list)
+    bounds: list[Tensor] = field(default_factory=list)
+    values: Values = field(default_factory=dict)
+    reason: str | None = None
     start_time: float = field(default_factory=time.perf_counter)
 
-    def run(self, num_steps: int, bar: tqdm) -> None:
+    def __post_init__(self) -> None:
+        self.parameters = self.expect.parameters
+        self.alive = torch.arange(self.parameters.restarts)
+
+    def run(self, bar: tqdm) -> None:
         """E-step, convergence, M-step, until it has converged or has taken all steps."""
         data = self.batches.data
-        known = self.convergence.converged  # the checkpoint says so already
-        while not self.convergence.converged and len(self.losses) <= num_steps:
+        known = self.reason is not None  # the checkpoint says so already
+        while self.reason is None and len(self.losses) <= self.num_steps:
             if self.checkpoint is not None and self.losses:
-                if self.checkpoint.is_due() or len(self.losses) == num_steps:
+                if self.checkpoint.is_due() or len(self.losses) == self.num_steps:
                     self._save(self.checkpoint)
             batch = self.batches.take()
-            disturbed = self.expect.reseeded  # in the iteration before
             proposed = self.squarem is not None and self.squarem.proposed
             loss, statistics = self._judge(batch) if proposed else self._expect(batch)
-            self.losses.append(loss)
+            self._append(self.losses, loss)
+            self._append(self.log_priors, self.expect.log_prior)
             nats = loss.min().item() / max(data.num_observed, 1)
             bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
-            if not disturbed and not self.expect.reseeded and not proposed:
-                self.convergence.test(self.losses)
-            if self.convergence.converged or len(self.losses) > num_steps:
+            self.reason = self._why_converged()
+            if self.reason is not None or len(self.losses) > self.num_steps:
                 break
+            if self.ranked and len(self.alive) > 1 and len(self.losses) % RANKED == 0:
+                self._give_up_half()
+                loss, statistics = self._expect(batch)
             if self.average is not None:
                 rate = (len(self.losses) + 1) ** -self.average.decay
                 statistics = self.average.add(statistics, rate)
             self.maximize(statistics, batch)
-            if self.squarem is not None:
+            if self.expect.keep:
+                self._append(self.bounds, self.expect.bound(loss))
+            if self.squarem is not None and self.squarem.active:
                 self.squarem.record()
             bar.update()
-        if self.checkpoint is not None and self.convergence.converged and not known:
+        if self.checkpoint is not None and self.reason is not None and not known:
             self._save(self.checkpoint)
 
-    def prepare(self) -> None:
-        """Start the average of minibatches at the statistics of all the data."""
-        if self.average is None:
+    def _append(self, past: list[Tensor], new: Tensor) -> None:
+        """Note a number of each restart that goes on; those of others stay as they were."""
+        row = past[-1].clone() if past else torch.zeros(len(self.alive), dtype=torch.float64)
+        row[self.alive] = new.detach().double().cpu()
+        past.append(row)
+
+    def _why_converged(self) -> str | None:
+        """The reason to end the fit, if no restart may still gain much.
+
+        Falls of the loss that shrink by a rate r sum to r / (1 - r) times the last one (Aitken);
+        they are those over ``SPAN`` iterations, for those over one may be lost in rounding, and the
+        largest rate counts: at the start what is fast hides what is slow.
+        """
+        if self.tolerance is None or len(self.losses) < 3:
+            return None
+        losses = torch.stack(self.losses[-3 * SPAN :])[:, self.alive]
+        if len(losses) < 3 * SPAN:  # too early, unless it does not move at all
+            gain = torch.where(losses[-1] < losses[-2], torch.inf, 0.0)
+        else:
+            falls = losses[:-SPAN] - losses[SPAN:]
+            fall, rate = falls[-1], (falls[SPAN:] / falls[:-SPAN]).nan_to_num(0.0).amax(0)
+            if self.squarem is not None and self.squarem.active:
+                rate = rate.clamp(min=0.9)  # extrapolation takes away the slowest for a while
+            gain = torch.where(rate < 1, fall * rate / (1 - rate), torch.inf)
+            gain = torch.where(fall <= 0, 0.0, gain)
+            if self.squarem is not None and len(rate) == 1 and rate.item() > SLOW:
+                self.squarem.active = True
+        limits = self.tolerance * (losses[-1] - self.parameters.units).abs()
+        if bool((gain > limits).any()):
+            return None
+        return f"the loss may fall by less than {self.tolerance:g} of itself"
+
+    def _give_up_half(self) -> None:
+        """Go on with the better half of the restarts."""
+        loss = self.losses[-1][self.alive].nan_to_num(nan=torch.inf)
+        better = loss.argsort(stable=True)[: (len(loss) + 1) // 2].sort().values
+        self.keep_values()
+        self.parameters.keep(better.to(self.parameters.data.device))
+        self.alive = self.alive[better]
+        if self.squarem is not None:
+            old = self.squarem
+            self.squarem = Extrapolation(old.parameters, old.gradient, old.active)
+
+    def keep_values(self) -> None:
+        """Put the values of the restarts that go on beside those of the others."""
+        now = {name: value.detach() for name, value in self.parameters.stacked().items()}
+        if len(self.alive) == len(self.losses[-1]):
+            self.values = now
             return
-        data, seen = self.batches.data, 0
+        for name, value in now.items():
+            self.values[name] = self.values[name].index_copy(0, self.alive.to(value.device), value)
+
+    def whole_set(self) -> tuple[Tensor, Statistics]:
+        """The loss and the statistics of all the data, in minibatches."""
+        data, seen, total = self.batches.data, 0, torch.zeros(())
+        average = Average(0.0)
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen
             seen += len(chosen)
-            _, statistics = self._expect(self.batches.shard(data.batch(chosen)))
-            self.average.add(statistics, len(chosen) / seen)
+            loss, statistics = self._expect(self.batches.shard(data.batch(chosen)))
+            total = total + loss * len(chosen) / len(data)
+            average.add(statistics, len(chosen) / seen)
+        return total, average.statistics
 
     def _judge(self, batch: Sequences) -> tuple[Tensor, Statistics]:
         """E-step at the parameters proposed, or where these are worse, at those before."""
         squarem: Any = self.squarem
+        past = self.losses[-1][self.alive]
         try:
             loss, statistics = self.expect(batch)
-            worse = ~(loss <= self.losses[-1])
+            worse = ~(loss <= past)
         except (ArithmeticError, RuntimeError, ValueError):  # they are impossible
-            worse = torch.ones_like(self.losses[-1], dtype=torch.bool)
+            worse = torch.ones_like(past, dtype=torch.bool)
         squarem.undo(worse)
         return self._expect(batch) if bool(worse.any()) else (loss, statistics)
 
@@ -134,17 +297,20 @@ class Loop:
         return time.perf_counter() - self.start_time
 
     def _save(self, checkpoint: Checkpoint) -> None:
+        self.keep_values()
         checkpoint.save(
             {
                 "losses": torch.stack(self.losses),
+                "log_priors": torch.stack(self.log_priors),
+                "bounds": self.bounds,
+                "alive": self.alive,
+                "all_values": self.values,
                 "statistics": None if self.average is None else self.average.statistics,
-                "converged": self.convergence.converged,
-                "tolerance": self.convergence.tolerance,
-                "reason": self.convergence.reason,
+                "tolerance": self.tolerance,
+                "reason": self.reason,
                 "batches": self.batches.state(),
                 "seconds": self.seconds,
-                "reseeded": self.expect.reseeded,
-                **self.expect.parameters.state(),
+                **self.parameters.state(),
                 **self.maximize.state(),
                 "squarem": None if self.squarem is None else self.squarem.state(),
             }
@@ -154,12 +320,18 @@ class Loop:
         """Go on from the checkpoint; returns whether there is one."""
         if self.checkpoint is None:
             return False
-        return self.checkpoint.resume(self._restore, self.expect.parameters.points)
+        return self.checkpoint.resume(self._restore, self.parameters.points)
 
     def _restore(self, state: Fields) -> None:
-        self.expect.parameters.restore(state)
+        restarts = self.parameters.restarts
+        self.alive = state["alive"]
+        if not set(self.alive.tolist()) <= set(range(restarts)) or not len(self.alive):
+            raise ValueError(f"wanted some of {restarts} restarts")
+        self.parameters.restarts = len(self.alive)
+        self.parameters.restore(state)
+        self.values = state["all_values"]
         self.maximize.restore(state)
-        if self.squarem is not None:
+        if self.squarem is not None and state["squarem"] is not None:
             self.squarem.restore(state["squarem"])
         self.batches.restore(state["batches"])
         if self.average is not None:
@@ -167,10 +339,12 @@ class Loop:
             _, wanted = self._expect(data.batch(torch.arange(1)))
             saved = state.tensors_like("statistics", wanted)
             self.average.statistics = {name: saved[name].to(data.device) for name in wanted}
-        self.expect.reseeded = state["reseeded"]
-        self.losses = list(state.losses(self.expect.parameters.restarts))
+        self.losses = list(state.losses(restarts))
+        self.log_priors = list(state["log_priors"])
+        self.bounds = state["bounds"]
         self.start_time -= state["seconds"]
-        if state["converged"] and state["tolerance"] == self.convergence.tolerance:
-            self.convergence.converged, self.convergence.reason = True, state["reason"]
-        elif state["converged"]:  # with another tolerance: the last E-step is to be done again
+        if state["reason"] is not None and state["tolerance"] == self.tolerance:
+            self.reason = state["reason"]
+        elif state["reason"] is not None:  # with another tolerance: the last E-step is done again
             self.losses.pop()
+            self.log_priors.pop()

@@ -20,15 +20,14 @@ from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
-from .exclusive import exclusive
 from .hmc import TARGET, Coordinates, State, Tuning, climb, trajectory
-from .loop import check_model_and_data
-from .models import scale_priors, to_model_device
+from .models import exclusive, scale_priors, to_model_device
 from .objective import latent_sites
 from .plates import marks_of, sequence_plates
 from .results import Fit
 from .sampled import Chains, SampledFit
 from .starts import Values
+from .training import check_model_and_data
 
 JITTER = 0.05  # standard deviation of starts, in unconstrained coordinates
 CLIMB = 200  # steps of gradient ascent before the first trajectory

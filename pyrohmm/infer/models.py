@@ -8,7 +8,8 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from pyro import poutine
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.ops.indexing import Vindex
+from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
@@ -30,7 +32,7 @@ from ..distributions.block_hmm import FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
-from ..nn.base import HMMModule, OwnParameters
+from ..nn.base import PYRO, HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
 from ..nn.normals import merged, moments_of, scale_prior
 
@@ -364,3 +366,46 @@ class EmissionAt(TorchDistribution):
             steps = self.emission.batch_shape[-2]
             sequence = sample_emission_per_step(self.emission, state.expand(*shape, steps))
             return sequence.select(len(shape), self.step)
+
+
+def check_gradients() -> None:
+    """Raise where no gradient can be taken.
+
+    Raises:
+        RuntimeError: Under ``torch.inference_mode``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "a fit takes gradients, which torch.inference_mode rules out: call it outside, or "
+            "inside `with torch.inference_mode(False):`, with data that were made there."
+        )
+
+
+@contextmanager
+def exclusive(gradients: bool = True) -> Iterator[None]:
+    """A context, or decorator, in which a fit has Pyro for itself, and gradients.
+
+    A fit inside another one, such as in its ``log_prior``, sees none of the effect handlers of
+    that one, which are there again when it ends.
+
+    Args:
+        gradients: Whether the fit needs them; EM in closed form does not.
+
+    Raises:
+        RuntimeError: As :func:`check_gradients`, if it needs them.
+    """
+    if gradients:
+        check_gradients()
+    with PYRO, torch.enable_grad():
+        stack: list[Any] = runtime._PYRO_STACK
+        dims: Any = runtime._DIM_ALLOCATOR
+        enumerated: Any = runtime._ENUM_ALLOCATOR
+        handlers, plates, numbers = stack[:], dims._stack[:], dict(vars(enumerated))
+        stack.clear()
+        dims._stack.clear()
+        try:
+            yield
+        finally:
+            stack[:], dims._stack[:] = handlers, plates
+            vars(enumerated).clear()
+            vars(enumerated).update(numbers)

@@ -5,14 +5,13 @@ Under a diversity prior the M-step of a transition matrix raises
 .. math:: \sum_{ij} c_{ij} \log A_{ij} + \alpha \log\det \tilde K_A - \alpha_A |A - A_0|^2
 
 for expected counts c of transitions. This is not concave, although the paper says so: an M-step
-raises it at every iteration and ends at a stationary point. There are three: :class:`FixedPoint`,
-the default; :class:`ProjectedGradient`, that of the paper; and :class:`LogitGradient`.
+raises it at every iteration and ends at a stationary point. There are two: :class:`FixedPoint`, the
+default, and :class:`LogitGradient`, for other exponents of the kernel and other priors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,11 +21,11 @@ from .._checks import check_size
 from .._sync import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
-from ..ops.diversity import simplex_projection
 from ..ops.log_space import log
-from .ascent import SMALL, TINY, Ascent
+from .ascent import TINY, Ascent
 
 MOST_WORK = 3_000_000  # cubed states of all starts of a search
+UNCONVERGED = 1e-3  # relative slope at the end of an M-step, above which it is reported
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
@@ -247,33 +246,17 @@ class FixedPoint:
         if prior.rho != 0.5:
             raise ValueError(
                 f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
-                "LogitGradient, or ProjectedGradient."
+                "LogitGradient."
             )
         counts = _significant(counts.detach().double())
+        if self.num_starts > 0:
+            rows = self._searched(rows, counts, prior, allowed)
 
         def climb(start: Tensor) -> Tensor:
             ascent = Ascent(start, counts, prior, allowed)
-            if prior.anchor is None:
-                return ascent.climb(self._proposal, self.num_steps, self.tolerance, self.memory)
-            return ascent.ascend(self.num_steps, self.tolerance, self.memory)
+            return ascent.climb(self.num_steps, self.tolerance, self.memory)
 
-        if self.num_starts > 0:
-            rows = self._searched(rows, counts, prior, allowed)
         return _from_the_best(climb, rows, counts, prior, allowed)
-
-    def _proposal(self, ascent: Ascent, roots: Tensor, slopes: Tensor, damping: Tensor) -> Tensor:
-        """The best roots for fixed slopes, less damping times their squared distance."""
-        bend = damping.expand_as(roots)
-        pull = slopes + bend * roots
-        if ascent.forbidden is not None:
-            pull = pull.masked_fill(ascent.forbidden, 0.0)
-        weight = ascent.counts.sum(-1, keepdim=True) + (slopes * roots).sum(-1, keepdim=True)
-        heavy = bend + torch.maximum(weight, TINY - bend.amin(-1, keepdim=True))
-        size = pull.abs() + TINY
-        total = size + torch.addcmul(size.square(), heavy, ascent.counts, value=4).sqrt()
-        new = torch.where(pull > 0, total / (2 * heavy), 2 * ascent.counts / total)
-        length = new.norm(dim=-1, keepdim=True)
-        return torch.where(length > 0, new / length, roots)
 
     def _searched(
         self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
@@ -339,47 +322,6 @@ def _changed(points: Tensor) -> Tensor:
     return mixed / mixed.sum(-1, keepdim=True)
 
 
-class ProjectedGradient:
-    r"""M-step by the gradient, projected on the simplex: algorithm 1 of the paper.
-
-    The gradient is the correct one, twice that of equation 15. Steps and distances are scaled
-    entry by entry with the curvature of the objective: near a zero, where the gradient is infinite,
-    algorithm 1 as printed takes steps too short to end. A step that lowers the objective is
-    shortened, and the steps are extrapolated, as in :class:`FixedPoint`.
-
-    Args:
-        num_steps: Largest number of steps in one M-step.
-        tolerance: End when the relative residual of every entry of :math:`\sqrt A` is below this.
-    """
-
-    memory = 6  # number of steps that the extrapolation uses
-
-    def __init__(self, num_steps: int = 1000, tolerance: float = 1e-10) -> None:
-        check_size("num_steps", num_steps)
-        self.num_steps, self.tolerance = num_steps, tolerance
-
-    def __call__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
-    ) -> Tensor:
-        """Raise the objective: see :class:`TransitionStep`."""
-        return _climb(self, rows, counts, prior, allowed)
-
-    def _proposal(self, ascent: Ascent, roots: Tensor, slopes: Tensor, damping: Tensor) -> Tensor:
-        """A step along the gradient, and the closest distributions, in the metric."""
-        rows, counted = roots.square(), ascent.counts > 0
-        floor = torch.where(counted, roots, roots.clamp(min=SMALL))
-        gradient = slopes / floor + torch.where(counted, ascent.counts / floor.square(), 0.0)
-        if ascent.anchor is not None:  # whose slope by a root vanishes at zero
-            short = 1 - roots / floor
-            gradient = gradient - 2 * ascent.weight * (rows - ascent.anchor) * short
-        bend = ascent.totals + damping + ascent.curvature(roots, slopes) / 2
-        metric = bend / floor.square() + 2 * ascent.weight
-        ahead = rows + gradient / metric
-        if ascent.forbidden is not None:
-            ahead = ahead.masked_fill(ascent.forbidden, -torch.inf)
-        return simplex_projection(ahead, metric).sqrt()
-
-
 class LogitGradient:
     """M-step by gradient steps in logits, for any exponent of the kernel.
 
@@ -398,26 +340,21 @@ class LogitGradient:
     ) -> Tensor:
         """Raise the objective: see :class:`TransitionStep`."""
         counts = _significant(counts.detach().double())
-        return _from_the_best(partial(self._climb, counts=counts, prior=prior, allowed=allowed),
-                              rows, counts, prior, allowed)  # fmt: skip
+        kept = torch.zeros_like(counts[0], dtype=torch.bool) if allowed is None else ~allowed
 
-    def _climb(
-        self, old: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None
-    ) -> Tensor:
-        kept = torch.zeros_like(old, dtype=torch.bool) if allowed is None else ~allowed
-        start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
-        leaf = log(start).masked_fill(kept, 0.0).requires_grad_()
+        def climb(old: Tensor) -> Tensor:
+            start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
+            leaf = log(start).masked_fill(kept, 0.0).requires_grad_()
 
-        def matrix() -> Tensor:
-            return leaf.masked_fill(kept, -torch.inf).softmax(-1)
+            def matrix() -> Tensor:
+                return leaf.masked_fill(kept, -torch.inf).softmax(-1)
 
-        def loss() -> Tensor:
-            return -objective(matrix(), counts, prior)
+            self.step(lambda: -objective(matrix(), counts, prior), [leaf])
+            new = matrix().detach()
+            risen = objective(new, counts, prior) > objective(old, counts, prior)
+            return torch.where(risen[:, None, None], new, old)
 
-        self.step(loss, [leaf])
-        new = matrix().detach()
-        risen = objective(new, counts, prior) > objective(old, counts, prior)
-        return torch.where(risen[:, None, None], new, old)
+        return _from_the_best(climb, rows, counts, prior, allowed)
 
 
 @torch.no_grad()
@@ -471,7 +408,8 @@ def relative_slope(
     """How far the objective is from stationary, ``(R,)``: zero at an optimum, at most about one.
 
     The largest slope by the root of a probability, along the distributions and as a share of those
-    across; what slopes to below zero has none. Arguments are those of :class:`TransitionStep`.
+    across; what slopes to below zero has none. The exponent of the prior is one half. Arguments are
+    those of :class:`TransitionStep`.
 
     Example:
         >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
@@ -505,24 +443,6 @@ def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
     return high / high.sum(-1, keepdim=True)
 
 
-def _climb(
-    step: ProjectedGradient,
-    rows: Tensor,
-    counts: Tensor,
-    prior: DiversityPrior,
-    allowed: Tensor | None,
-) -> Tensor:
-    """The M-step by the proposals of ``step``."""
-    counts = _significant(counts.detach().double())
-
-    def climb(start: Tensor) -> Tensor:
-        ascent = Ascent(start, counts, prior, allowed)
-        return ascent.climb(step._proposal, step.num_steps, step.tolerance, step.memory)
-
-    with torch.no_grad():
-        return _from_the_best(climb, rows, counts, prior, allowed)
-
-
 def _from_the_best(
     climb: Callable[[Tensor], Tensor],
     rows: Tensor,
@@ -537,6 +457,21 @@ def _from_the_best(
     if not bool(moved.any()):
         return end
     return torch.where(moved[:, None, None], climb(start), end)
+
+
+def unconverged(
+    rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
+) -> list[str]:
+    """A remark if the last M-step of transitions ``(K, K)`` has not converged."""
+    if not isinstance(prior, DiversityPrior) or prior.rho != 0.5:
+        return []
+    slope = relative_slope(rows.unsqueeze(0), counts.unsqueeze(0), prior, allowed).item()
+    if slope <= UNCONVERGED:
+        return []
+    return [
+        f"the last M-step of the transition matrix has not converged (relative slope {slope:.2g}): "
+        "give transition_step more num_steps"
+    ]
 
 
 def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:

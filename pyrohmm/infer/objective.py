@@ -55,19 +55,19 @@ class Objective:
         batched: bool = False,
     ) -> None:
         with poutine.block(), torch.no_grad():
-            with ParametersRead(model) as of_model:
+            with poutine.trace(param_only=True) as of_model:
                 trace = poutine.trace(model).get_trace(probe)
             self.supports, enumerated = latent_sites(trace)
             asked = inspect.unwrap(model) if batched else model
             self.plates = sequence_plates(asked, probe, None if batched else trace)
             self.cost = _cost(trace)
-            with ParametersRead(guide) as of_guide:
+            with poutine.trace(param_only=True) as of_guide:
                 guide(probe)
         self.model, self.guide = model, guide
         self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else _UnreadELBO())
         self.module = RestartLosses(model, guide) if batched else self.elbo(model, guide)
-        read = (*self.module.parameters(), *of_model.parameters, *of_guide.parameters)
-        distinct = {id(parameter): parameter for parameter in read}.values()
+        read = parameters_read(model, of_model) + parameters_read(guide, of_guide)
+        distinct = {id(each): each for each in [*self.module.parameters(), *read]}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
         if has_networks(self.parameters, model, guide):
             self.cost = math.inf
@@ -76,6 +76,12 @@ class Objective:
                 "model and guide have no parameters to fit. Give the module PyroParam or "
                 "torch.nn.Parameter attributes, or priors to a guide that has parameters."
             )
+
+    @property
+    def parts(self) -> Tensor | None:
+        """Log-likelihood and log-prior of the last loss, ``(2,)`` or ``(2, R)``, if it is known."""
+        holder = self.module if isinstance(self.module, RestartLosses) else self.elbo
+        return getattr(holder, "parts", None)
 
     def explain(self, error: ValueError, step: int) -> None:
         """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
@@ -110,47 +116,53 @@ class Objective:
 class _UnreadELBO(Trace_ELBO):
     """As :class:`Trace_ELBO`, whose values stay where they are: Pyro reads that of every site."""
 
+    parts: Tensor | None = None
+
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, with the gradient of its surrogate."""
-        losses: Any = 0.0
-        surrogates: Any = 0.0
-        for traces in self._get_traces(model, guide, args, kwargs):
-            loss, surrogate = self._differentiable_loss_particle(*traces)
-            losses = losses + loss / self.num_particles
-            surrogates = surrogates + surrogate / self.num_particles
-        return losses + (surrogates - surrogates.detach())
+        ((of_model, of_guide),) = self._get_traces(model, guide, args, kwargs)
+        loss, surrogate = self._differentiable_loss_particle(of_model, of_guide)
+        self.parts = torch.stack(_by_part(of_model, "log_prob_sum")).detach()
+        return loss + (surrogate - surrogate.detach())
 
     def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> Any:
-        of_model, of_guide = (
-            [site for site in trace.nodes.values() if site["type"] == "sample"]
-            for trace in (model_trace, guide_trace)
-        )
+        of_guide = [site for site in guide_trace.nodes.values() if site["type"] == "sample"]
         if any(not is_identically_zero(site["score_parts"].score_function) for site in of_guide):
             return super()._differentiable_loss_particle(model_trace, guide_trace)
-        evidence: Any = sum(site["log_prob_sum"] for site in of_model)
+        evidence = sum(_by_part(model_trace, "log_prob_sum"))
         entropies = [site["score_parts"].entropy_term for site in of_guide]
         entropy = sum(term.sum() for term in entropies if not is_identically_zero(term))
         bound = evidence - sum(site["log_prob_sum"] for site in of_guide)
         return -bound.detach(), entropy - evidence
 
 
-class ParametersRead(poutine.messenger.Messenger):
-    """Collects the parameters that a function reads, also those of modules that it calls.
+def _by_part(trace: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Log-likelihood and log-prior: sums of the numbers ``name`` of the sites of a model."""
+    likelihood, prior = torch.zeros(()), torch.zeros(())
+    for site in trace.nodes.values():
+        if site["type"] != "sample" or site_is_subsample(site):
+            continue
+        if site["is_observed"] and site["name"] != "log_prior":
+            likelihood = likelihood + site[name]
+        else:
+            prior = prior + site[name]
+    return likelihood, prior
+
+
+def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
+    """The parameters that a function has read, also those of modules that it calls.
 
     Of a module ``parameters()`` are known, and some that it read may have been replaced since.
+
+    Args:
+        function: The model or the guide.
+        read: A trace of the parameters, around its call.
     """
-
-    def __init__(self, called: Any) -> None:
-        super().__init__()
-        self.is_module = isinstance(called, nn.Module)
-        self.parameters: list[nn.Parameter] = []
-
-    def _pyro_post_param(self, message: Any) -> None:
-        value = message["value"]
-        if not self.is_module and hasattr(value, "unconstrained"):
-            self.parameters.append(value.unconstrained())
-        elif not self.is_module and isinstance(value, nn.Parameter):  # not in the store
-            self.parameters.append(value)
+    if isinstance(function, nn.Module):
+        return []
+    values = [site["value"] for site in read.trace.nodes.values()]
+    return [value.unconstrained() if hasattr(value, "unconstrained") else value for value in values
+            if hasattr(value, "unconstrained") or isinstance(value, nn.Parameter)]  # fmt: skip
 
 
 class RestartLosses(nn.Module):
@@ -159,13 +171,13 @@ class RestartLosses(nn.Module):
     def __init__(self, model: Any, guide: Any) -> None:
         super().__init__()
         self.model, self.guide = model, guide
+        self.parts: Tensor | None = None
 
     def forward(self, batch: Sequences) -> Tensor:
         """Run the guide, and the model against it."""
         point = poutine.trace(self.guide).get_trace(batch)
         trace = poutine.trace(poutine.replay(self.model, trace=point)).get_trace(batch)
         trace.compute_log_prob()
-        total: Any = 0.0
         for site in trace.nodes.values():
             if site["type"] == "sample" and not site_is_subsample(site):
                 scores = site["log_prob"]
@@ -174,8 +186,10 @@ class RestartLosses(nn.Module):
                         f"site {site['name']!r} is the same in all restarts; its parameters must "
                         "keep the dimensions to the left of their own."
                     )
-                total = total - scores.sum(-1).reshape(-1, scores.size(-2)).sum(0)
-        return total
+                site["of_restarts"] = scores.sum(-1).reshape(-1, scores.size(-2)).sum(0)
+        likelihood, prior = _by_part(trace, "of_restarts")
+        self.parts = torch.stack(torch.broadcast_tensors(likelihood, prior)).detach()
+        return -(likelihood + prior)
 
 
 def is_enumerated(site: dict[str, Any]) -> bool:

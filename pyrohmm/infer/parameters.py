@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pyro import poutine
 from pyro.distributions import Dirichlet
 from pyro.distributions.util import scale_and_mask
+from pyro.nn import PyroModule
 from pyro.nn.module import _Context
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -25,6 +26,8 @@ from .models import LogPrior, build, scale_priors, to_model_device
 from .objective import check_events, has_networks, step_cost
 from .starts import Values
 
+PACKAGE = __name__.partition(".")[0]
+
 
 class Parameters:
     """The parameters of a module, for R batched restarts.
@@ -33,7 +36,6 @@ class Parameters:
         module: Builds the HMM; it holds the parameters without priors.
         data: The sequences, on the device of the module.
         sites: Priors of the latent variables, by name.
-        constant: Names of those whose prior is the same whatever the values: it is made once.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
         points: The parameters without priors.
         fitted: Names of the latent variables and of the points; all else is frozen.
@@ -61,8 +63,12 @@ class Parameters:
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
-        self.constant = _constant_priors(module) & self.sites.keys()
-        self._flat: Values = {}  # log-densities that no value changes
+        self._priors = _attribute_priors(module, trace)
+        self._flat = {
+            name: prior.constant.log_prob(trace.nodes[name]["value"])
+            for name, prior in self._priors.items()
+            if prior.constant is not None and _is_flat(prior.constant)
+        }
         self.values: Values = {}
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.points = list(points.values())
@@ -100,12 +106,23 @@ class Parameters:
                 ) from None
             self.values[name] = value if self.restarts > 1 else value[0, 0]
 
+    def stacked(self) -> Values:
+        """The latent variables by name, ``(R, ...)``."""
+        return {name: self.get(name) for name in self.values}
+
+    def keep(self, chosen: Tensor) -> None:
+        """Go on with some of the restarts alone, ``(R',)`` integers."""
+        stacked, self.restarts = self.stacked(), len(chosen)
+        self.set_values({name: value[chosen] for name, value in stacked.items()})
+
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
-        known = {name: self.values[name] for name in self.constant}
-        with _LogDensities(self.values) as densities, self.module._at_values(known):
+        attributes = {name: self.values[name] for name in self._priors}
+        others = len(attributes) < len(self.sites)
+        sampled = _LogDensities(self.values)
+        with sampled if others else nullcontext(), self.module._at_values(attributes):
             hmm = build(self.module, batch)
-        prior = self.log_density(densities.found)
+            prior = self.log_density(sampled.found)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             check_returned("log_prior", further, Tensor, "a tensor")
@@ -117,33 +134,25 @@ class Parameters:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
 
-    def log_density(self, found: Mapping[str, Tensor]) -> Tensor:
+    def constant_priors(self) -> set[str]:
+        """Names of the latent variables whose priors depend on nothing else."""
+        return {name for name, prior in self._priors.items() if prior.constant is not None}
+
+    def log_density(self, found: Values) -> Tensor:
         """Log prior density of the latent variables, ``(R,)`` or a scalar.
 
         Args:
-            found: Log-densities of those whose priors are not constant, by name.
+            found: Log-densities of those that are no attributes, by name.
         """
         total = torch.zeros(())
-        for name, site in self.sites.items():
-            log_prob = self._flat.get(name, found.get(name))
-            if log_prob is None:
-                log_prob = site.log_prob(self.values[name])
-                if _is_flat(site):
-                    self._flat[name] = log_prob
-            total = total + (log_prob.sum(-1) if self.restarts > 1 else log_prob)
+        for name, value in self.values.items():
+            if name in self._flat:
+                total = total + self._flat[name]
+                continue
+            log_prob = self._priors[name](value) if name in self._priors else found.get(name)
+            if log_prob is not None:  # None of what was not read
+                total = total + (log_prob.sum(-1) if self.restarts > 1 else log_prob)
         return total
-
-    def loss(self, batch_size: int) -> Tensor:
-        """The loss ``(R,)`` on all the data, in minibatches."""
-        total: Any = 0.0
-        data: Any = self.data  # in memory, as minibatches are
-        with torch.no_grad():
-            for first in range(0, len(data), batch_size):
-                batch = data[first : first + batch_size]
-                hmm, prior = self.build(batch)
-                evidence = hmm.log_prob(batch.values).double()
-                total = total + evidence.reshape(self.restarts, -1).sum(-1)
-        return -(total * data.total / len(data) + prior.double()).cpu()
 
     def get(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter."""
@@ -158,24 +167,28 @@ class Parameters:
 
         Raises:
             AttributeError: If the module has no parameter of a name, frozen or not.
+            ValueError: If a value has another shape.
         """
         for name, value in values.items():
-            if name in self.values:
-                old = self.values[name]
-                value = value.unsqueeze(1) if self.restarts > 1 else value[0]
-                self.values[name] = torch.where(value.isnan(), old, value.to(old.dtype))
-                continue
             path, _, last = name.rpartition(".")
-            part = self.module.get_submodule(path)
             if name not in self.fitted:
-                getattr(part, last)
+                getattr(self.module.get_submodule(path), last)
                 continue
             old = self.get(name)
-            value = torch.where(value.isnan(), old.double(), value).to(old.dtype)[0]
+            if value.shape != old.shape:
+                raise ValueError(
+                    f"m_step must return {name!r} with a value for each restart, of shape "
+                    f"(R, ...) = {tuple(old.shape)}; it returned shape {tuple(value.shape)}."
+                )
+            value = torch.where(value.isnan(), old, value.to(old.dtype))
+            if name in self.values:
+                self.values[name] = value.unsqueeze(1) if self.restarts > 1 else value[0]
+                continue
+            part = self.module.get_submodule(path)
             if last in part._parameters:
-                part._parameters[last].data.copy_(value)
+                part._parameters[last].data.copy_(value[0])
             else:
-                setattr(part, last, value)
+                setattr(part, last, value[0])
 
     def state(self) -> dict[str, Any]:
         """State, for checkpoints."""
@@ -221,29 +234,45 @@ class _LogDensities(Messenger):
             self.found[name] = scale_and_mask(log_prob, message["scale"], message["mask"])
 
 
-OWN = __name__.partition(".")[0]
+class _AttributePrior(NamedTuple):
+    """The prior of an attribute of a module of this package, whose value needs no effect handler.
+
+    Attributes:
+        part: The module.
+        make: Called with it, returns the prior.
+        constant: The prior, if it depends on no other variable.
+    """
+
+    part: PyroModule
+    make: Any
+    constant: Any
+
+    def __call__(self, value: Tensor) -> Tensor:
+        """Log-density, at the values of other variables around this call."""
+        prior = self.make(self.part) if self.constant is None else self.constant
+        return prior.log_prob(value)
 
 
-def _constant_priors(module: HMMModule) -> set[str]:
-    """Names of the latent variables whose priors depend on constants of the module alone.
+def _attribute_priors(module: HMMModule, trace: poutine.Trace) -> dict[str, _AttributePrior]:
+    """Priors of the latent variables that are read in no plate, mask or scale, by name.
 
-    Modules of others may change their priors as they like. Those of this package, where they have
-    no parameters, let them depend on other variables and on nothing else.
+    Modules of others may do with their variables as they like, and ask Pyro for each. Where there
+    are points, priors may depend on them.
     """
     kinds = {type(part).__module__.partition(".")[0] for part in module.modules()}
-    if next(module.parameters(), None) is not None or not kinds <= {OWN, "pyro", "torch"}:
-        return set()
-    constant = set()
+    if next(module.parameters(), None) is not None or not kinds <= {PACKAGE, "pyro", "torch"}:
+        return {}
+    priors = {}
     for part in module.modules():
-        for name, prior in getattr(part, "_pyro_samples", {}).items():
-            if getattr(getattr(prior, "func", None), "__module__", "").partition(".")[0] != OWN:
+        for name, make in getattr(part, "_pyro_samples", {}).items():
+            if getattr(getattr(make, "func", None), "__module__", "").partition(".")[0] != PACKAGE:
                 continue
             with torch.random.fork_rng(devices=[]), module._at_values({}), poutine.trace() as read:
-                prior(part)
+                prior = make(part)
                 site = part._pyro_get_fullname(name)
-            if not read.trace.nodes:
-                constant.add(site)
-    return constant
+            if site in trace.nodes:
+                priors[site] = _AttributePrior(part, make, None if read.trace.nodes else prior)
+    return priors
 
 
 def _is_flat(prior: Any) -> bool:

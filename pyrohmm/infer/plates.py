@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from .guide_samples import repeatable
+from .guides import repeatable
 from .models import check_returns_hmm
 
 OWN = ("torch.distributions", "pyro.distributions", "pyrohmm")  # objects that an HMM consists of

@@ -9,12 +9,14 @@ of the whole batch, and the priors once. Without ``torch.distributed`` initialis
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, distributed
 
 from ..data.parts import Parts
 from ..data.sequences import Sequences
+from ..io.identity import digits, fingerprint
 
 
 class ProcessGroup:
@@ -74,6 +76,20 @@ class ProcessGroup:
         numbers = numbers.to(_device())
         distributed.broadcast(numbers, 0)
         return numbers.cpu()
+
+    def check_alike(
+        self,
+        data: Sequences | Parts,
+        generator: torch.Generator | None,
+        parameters: Iterable[Tensor],
+        num_steps: int,
+    ) -> None:
+        """Raise ValueError in all ranks unless a fit starts alike in all of them."""
+        random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
+        self.check_same(
+            data=fingerprint(data), random_numbers=digits(random), parameters=digits(parameters),
+            checkpoints=num_steps,
+        )  # fmt: skip
 
     def check_same(self, **values: object) -> None:
         """Raise ValueError in all ranks unless each value is the same in all of them."""

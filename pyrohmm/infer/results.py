@@ -23,7 +23,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
-from .guide_samples import quantiles_of, repeatable, samples_of
+from .guides import quantiles_of, repeatable, samples_of
 from .plates import SequencePlate, check_fitted, hmm_at
 from .uncertainty import Information
 from .validation import Validation
@@ -61,6 +61,9 @@ class Fit:
             of which each sequence has one have shape ``(N, ...)``.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
+        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_steps,)``, in nats; of
+            EM also ``bound``, the lower bound of the log joint density after each M-step, if it
+            was asked for. (After each E-step the bound is the log joint density, minus the loss.)
     """
 
     model: Callable[..., Any]
@@ -84,6 +87,7 @@ class Fit:
     values: dict[str, Tensor] = field(default_factory=dict, repr=False)
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
+    history: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""

@@ -17,8 +17,8 @@ from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe
 from .convergence import Agreement, agreement, summary_of, worst_rhat
+from .options import FREE
 from .results import Fit, Point, name_of, uses_labels
-from .training import FREE
 
 
 @dataclass(repr=False)

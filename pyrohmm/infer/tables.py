@@ -43,7 +43,7 @@ class TableCounts:
             and _is_plain(module.emission, CategoricalEmission)
             and isinstance(data, Sequences)
             and data.labels is None
-            and parameters.sites.keys() == parameters.constant == set(_SITES)
+            and parameters.sites.keys() == parameters.constant_priors() == set(_SITES)
             and parameters.log_prior is None
             and module.num_states <= evidence.WIDEST
             and backend_for(data.device) is NUMBA

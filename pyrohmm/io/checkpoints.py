@@ -19,7 +19,7 @@ from .files import read_tensors, write_tensors
 from .identity import difference
 
 SECONDS = 10.0  # between two saves
-VERSION = 6  # of what fits save
+VERSION = 7  # of what fits save
 
 
 class Checkpoint:

@@ -30,7 +30,10 @@ FORMAT = "pyrohmm"
 VERSION = 1  # what is written, and the newest that can be read
 TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
-KINDS = {"hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load"}
+KINDS = {
+    "hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load",
+    "distillation": "distil",
+}  # fmt: skip
 DTYPES = (
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,

@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
 from ..data.readers import read_lines
+from ..infer.options import FitOptions
 from ..infer.process_group import ProcessGroup
-from ..infer.training import FitOptions
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
 from ..io.files import check_directory

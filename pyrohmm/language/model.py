@@ -24,7 +24,7 @@ from ..analysis.metrics import Perplexity
 from ..data.batches import batches_in_round
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
-from ..infer.map import fit_map
+from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.objective import LEFT
 from ..infer.results import Fit

@@ -12,6 +12,7 @@ Its modules; each imports only those above it:
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
 ``circular``         von Mises: angles
+``waiting``          gamma: positive numbers
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
@@ -73,3 +74,4 @@ from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky
 from .tabular_hsmm import TabularHSMM as TabularHSMM
 from .tagging import NeuralTagger as NeuralTagger
+from .waiting import gamma as gamma

@@ -13,7 +13,7 @@ from torch import distributions as torch_dist
 from torch.distributions import constraints
 
 from .closed_form import Maximum, Statistics, check_mode
-from .family import Components, check_strengths, family, positive, spread
+from .family import Components, check_strengths, falling_root, family, positive, spread
 
 
 class Angle(VonMises):
@@ -131,12 +131,9 @@ def _concentration_mode(length: Tensor, power: Tensor, known: Tensor, weight: fl
     def mean_length(kappa: Tensor) -> Tensor:
         return torch.special.i1e(kappa) / torch.special.i0e(kappa)
 
-    low, high = torch.full_like(length, math.log(1e-9)), torch.full_like(length, math.log(1e6))
-    for _ in range(60):
-        middle = (low + high) / 2
-        kappa = middle.exp()
-        slope = length + power / kappa - known * mean_length(kappa)
-        rises = slope > weight * mean_length(weight * kappa)
-        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+    def slope(kappa: Tensor) -> Tensor:
+        rise = length + power / kappa - known * mean_length(kappa)
+        return rise - weight * mean_length(weight * kappa)
+
     undetermined = (known == 0) & (length == 0) & (power == 0)
-    return ((low + high) / 2).exp().masked_fill(undetermined, torch.nan)
+    return falling_root(slope, length).masked_fill(undetermined, torch.nan)

@@ -152,6 +152,16 @@ def family(
     return function
 
 
+def falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
+    """Where a falling function of positive numbers is zero, within [1e-9, 1e6], by bisection."""
+    low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e6))
+    for _ in range(60):
+        middle = (low + high) / 2
+        rises = slope(middle.exp()) > 0
+        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
+    return ((low + high) / 2).exp()
+
+
 def averaged(table: Tensor, weights: Tensor) -> Tensor:
     """Means of the J rows of a table ``(J, ...)``."""
     return torch.tensordot(weights.to(table), table, 1)

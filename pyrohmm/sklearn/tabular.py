@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -21,6 +22,8 @@ from ..nn.base import freeze
 from ..nn.emissions import from_distribution
 from ..nn.tabular import TabularHMM
 from .base import ConvergenceMonitor, SequenceEstimator
+
+AT_ONCE = 16  # iterations of EM between two looks at their gains
 
 
 @dataclass(eq=False, repr=False)
@@ -129,16 +132,14 @@ class TabularEstimator(SequenceEstimator):
         return self
 
     def _climb(self, data: Sequences) -> float:
-        """Iterations of EM until the gain may be less than ``tol``; the log-density reached."""
+        """Some iterations of EM, to the first that gains less than ``tol``; the density reached."""
         monitor = self.monitor_
-        left = self.n_iter - monitor.iter
-        # a share of the loss as it is now; the outer loop asks again where that was too much
-        scale = abs(monitor.history[-1]) if monitor.history else abs(self._log_evidence(data))
-        tolerance = 2 * self.tol / scale if scale > 0 and self.tol > 0 else None
         module, start = self._module()
-        fit = fit_em(
-            module, data, num_steps=left, tolerance=tolerance, start=start, progress=self.verbose
-        )
+        climb = partial(fit_em, module, data, tolerance=None, start=start, progress=self.verbose)
+        fit = climb(num_steps=min(self.n_iter - monitor.iter, AT_ONCE))
+        small = (-fit.losses.diff() < self.tol).nonzero().flatten().tolist()
+        if small and small[0] + 2 < len(fit.losses):
+            fit = climb(num_steps=small[0] + 1)
         history = (-fit.losses).tolist()
         gain = history[-1] - history[-2] if len(history) > 1 else 0.0
         monitor.history += history[:-1]

@@ -20,13 +20,11 @@ from pyrohmm import (
     Sequences,
     TabularFactorialHMM,
     TabularHMM,
-    TabularHSMM,
     categorical,
     draws,
     fit_em,
     fit_map,
     fit_svi,
-    free_durations,
     normal_tied,
     tied,
 )
@@ -252,18 +250,6 @@ def test_states_that_their_priors_tell_apart_keep_their_names():
         from_prior(model, 1, 2).aligned(DATA)
 
 
-def test_renaming_states_that_last_for_durations_changes_neither_evidence_nor_prior():
-    some = from_prior(MarginalModel(TabularHSMM(3, free_durations(4, 2.0), categorical(3))), 1, 3)
-    names = torch.stack([torch.randperm(3) for _ in range(3)]).unsqueeze(0)
-    new = some.permute_states(names, DATA)
-    wanted = shuffled(some.values["module.duration.probs"], (-2,), names.argsort(-1))
-    assert torch.equal(new.values["module.duration.probs"], wanted)
-    torch.testing.assert_close(
-        new.hmm(DATA).log_prob(DATA.values), some.hmm(DATA).log_prob(DATA.values)
-    )
-    torch.testing.assert_close(new.log_prior(DATA), some.log_prior(DATA))
-
-
 def test_states_of_several_chains_have_no_common_order():
     some = from_prior(MarginalModel(TabularFactorialHMM((2, 2), categorical(3))), 1, 3)
     with pytest.raises(ValueError, match="Compare what depends on none"):
@@ -409,17 +395,6 @@ def test_chains_of_a_sampler(monkeypatch):
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
     assert torch.equal(some.stats["diverging"], wanted)
-
-
-def test_draws_thinned_are_spread_evenly():
-    some = PosteriorDraws(
-        MarginalModel(MODULES["tabular"]()),
-        {"x": torch.arange(20).reshape(2, 10)},
-        {"y": torch.arange(20).reshape(2, 10)},
-    )
-    assert some.thin(4).values["x"].tolist() == [[0, 3, 6, 9], [10, 13, 16, 19]]
-    assert torch.equal(some.thin(4).stats["y"], some.thin(4).values["x"])
-    assert some.thin(30).shape == (2, 10)
 
 
 def test_a_model_without_latent_variables_is_one_draw():

@@ -222,37 +222,3 @@ def test_leaving_out_sequences_agrees_with_the_exact_answer():
         (counts.sum(0) * draws.log().mean((0, 1))).sum().item(),
         atol=0.06,  # the table is rounded
     )
-
-
-@pytest.mark.filterwarnings("ignore:The inplace keyword in DataFrame:DeprecationWarning")
-def test_leaving_out_sequences_finds_the_number_of_states():
-    """Two are needed. Draws are those that would be exact if expected counts had been seen."""
-    torch.manual_seed(1)
-    truth = {
-        "module.initial": torch.tensor([0.5, 0.5]),
-        "module.transition": torch.tensor([[0.9, 0.1], [0.1, 0.9]]),
-        "module.emission.probs": torch.tensor([[0.8, 0.1, 0.1], [0.1, 0.1, 0.8]]),
-    }
-    lengths = torch.randint(10, 31, (40,))
-    blank = Sequences(torch.zeros(40, 30).long(), lengths)
-    model = MarginalModel(TabularHMM(2, categorical(3)))
-    data = Sequences(poutine.condition(model, truth)(blank).sample(), lengths)
-    found = {}
-    for num_states in (1, 2):
-        fit = fit_em(TabularHMM(num_states, categorical(3)), data, restarts=4)
-        seen = fit.hmm(data).expected_counts(data.values)
-        visits = seen.states[data.observed]
-        counts = {
-            "module.initial": seen.counts["log_initial"],
-            "module.transition": seen.counts["log_transition"],
-            "module.emission.probs": visits.mT @ one_hot(data.values[data.observed], 3).double(),
-        }
-        cloud = {
-            name: Dirichlet(1 + each.reshape(fit.values[name].shape)).sample((1, 500))
-            for name, each in counts.items()
-        }
-        found[str(num_states)] = to_arviz(cloud, data, fit.model)
-    ranked = arviz.compare(found)
-    assert list(ranked.index) == ["2", "1"]
-    difference = ranked["elpd_diff"].astype(float).abs().max()
-    assert difference > 5 * ranked["dse"].astype(float).max()

@@ -115,12 +115,6 @@ def test_an_impossible_sequence_has_no_paths():
     assert paths.tolist() == [[[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]
 
 
-@pytest.mark.parametrize(("count", "error"), [(0, ValueError), (2.0, TypeError)])
-def test_a_count_of_paths_is_a_positive_int(count, error):
-    with pytest.raises(error, match="count must be"):
-        queries.k_best(casino([2]), torch.zeros(1, 2, dtype=torch.long), count)
-
-
 # Entropy -----------------------------------------------------------------------------------------
 
 
@@ -136,18 +130,6 @@ def test_entropy_is_that_of_the_table(emission, layout):
                 share = np.exp(scores - oracle.log_sum(scores))
                 expected = -sum(p * math.log(p) for p in share if p > 0)
             assert_close(entropy[index], expected, case)
-
-
-def test_entropy_of_tosses_nobody_sees_is_one_bit_each():
-    fair = torch.full((2, 2), 0.5).log()
-    blank = dist.Categorical(probs=torch.ones(2, 1))
-    hmm = HMM(fair[0], fair, blank, torch.tensor([1, 1000]))
-    entropy = queries.path_entropy(hmm, torch.zeros(2, 1000, dtype=torch.long))
-    assert_close(entropy, np.array([1, 1000]) * math.log(2))
-
-
-def test_entropy_is_zero_when_the_path_is_known():
-    assert queries.path_entropy(*impossible()).tolist() == [0.0, 0.0]
 
 
 # Prediction --------------------------------------------------------------------------------------
@@ -184,12 +166,6 @@ def test_what_has_become_impossible_stays_so():
     hmm, values = impossible()
     found = queries.predictive_log_prob(hmm, values)
     assert_close(found, [[math.log(0.5), 0, 0], [math.log(0.5), NEVER, NEVER]])
-
-
-def test_predictions_hold_in_long_sequences():
-    hmm = casino([5000])
-    values = hmm.sample()
-    assert_close(queries.predictive_log_prob(hmm, values).sum(-1), hmm.log_prob(values))
 
 
 # Continuations -----------------------------------------------------------------------------------
@@ -282,11 +258,6 @@ def test_imputations_are_sampled_jointly():
     every = torch.tensor([[2, a, b, 0] for a, b in itertools.product(range(3), repeat=2)])
     probs = casino([4] * 9).log_prob(every).softmax(0)
     assert oracle.looks_drawn_from(counts, probs.numpy())
-
-
-def test_with_nothing_missing_values_are_as_they_were():
-    values = torch.tensor([[0, 1, 2], [2, 1, 0]])
-    assert torch.equal(queries.impute(casino([3, 2]), values), values)
 
 
 @pytest.mark.parametrize("function", [queries.impute, queries.observation_marginals])
@@ -427,15 +398,6 @@ def test_runs_are_those_of_groupby(shape, complete):
             expected[k, duration - 1] += 1
     found = queries.dwell_counts(states, lengths, 3, complete=complete)
     assert found.tolist() == expected.tolist()
-
-
-def test_runs_of_long_paths_have_the_distribution_of_dwell_times():
-    hmm = casino([10000])
-    _, states = hmm.sample_with_states()
-    counts = queries.dwell_counts(states, hmm.lengths, 2, complete=True)
-    probs = queries.dwell_time_log_prob(hmm, 10000).exp()
-    for k in range(2):
-        assert oracle.looks_drawn_from(counts[k].numpy(), probs[k].numpy())
 
 
 def test_runs_say_what_is_wrong():

@@ -74,6 +74,9 @@ CHAINS = {
     "durations": lambda: semi_markov(3, 3),
     "durations that end": lambda: semi_markov(2, 4, censored_end=False),
     "durations before the data": lambda: semi_markov(2, 3, censored_start=True),
+    "whole durations, the first before the data": lambda: semi_markov(
+        2, 3, censored_start=True, censored_end=False
+    ),
     "product": lambda: ProductChain([rows(2), rows(2)], [rows(2, 2), rows(2, 2)]),
     "one chain of a product": lambda: ProductChain([rows(3)], [rows(3, 3)]),
     "second order": lambda: SecondOrderChain(rows(2), rows(2, 2), rows(2, 2, 2)),

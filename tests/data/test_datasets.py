@@ -107,23 +107,6 @@ def test_every_symbol_of_a_training_text_occurs_and_kinds_of_rare_words_often(te
     )
 
 
-@pytest.mark.parametrize(
-    ("word", "classes"),
-    [
-        ("walked", ["<unk-ed>", "<unk>"]),
-        ("Oslo", ["<unk-Aa>", "<unk>"]),
-        ("NATO", ["<unk-AA>", "<unk-Aa>", "<unk>"]),
-        ("B2B", ["<unk-9a>", "<unk-9>", "<unk>"]),
-        ("3,000", ["<unk-9>", "<unk>"]),
-        ("half-baked", ["<unk-a-b-ed>", "<unk-a-b>", "<unk>"]),
-        (":-)", ["<unk-.>", "<unk>"]),
-        ("fjord", ["<unk>"]),
-    ],
-)
-def test_kinds_of_words_are_what_can_be_seen_of_them(word, classes):
-    assert readers.word_classes(word) == classes
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda v: pickle.loads(pickle.dumps(v))])
 def test_copies_of_a_vocabulary_are_as_good(again):
     vocabulary = Vocabulary("abc", unknown="b")
@@ -196,18 +179,6 @@ def test_characters_outside_the_alphabet_separate_words():
     assert len(corpus.vocabulary) == 27
     digits = readers.read_characters("a-1", alphabet="]^-1 ")  # no character is special
     assert "".join(sentences_of(digits)[0]) == " -1"
-
-
-@patient
-@given(st.text(min_size=1), st.integers(1, 9))
-def test_pieces_of_text_join_to_the_text(text, chunk):
-    corpus = readers.read_characters(text, chunk=chunk)
-    joined = "".join("".join(piece) for piece in sentences_of(corpus))
-    assert (
-        joined.split() == "".join(c if c in readers.LETTERS else " " for c in text.lower()).split()
-    )
-    assert corpus.data.lengths[:-1].tolist() == [chunk] * (len(corpus.data) - 1)
-    assert readers.read_characters(joined, chunk=chunk).data.values.equal(corpus.data.values)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pyrohmm import HMM, MarginalModel, Sequences, TabularHMM, categorical, fit_em, normal
+from pyrohmm import HMM, Sequences, TabularHMM, categorical, fit_em, normal
 from pyrohmm.data import StoredSequences, Vocabulary
 
 X = np.arange(12.0).reshape(6, 2)
@@ -63,12 +63,6 @@ def test_concatenated_steps_become_sequences_and_come_back(make, lengths):
     values, sizes = data.to_concatenated()
     assert np.allclose(values, X)
     assert sizes.tolist() == LENGTHS
-
-
-def test_without_lengths_all_is_one_sequence():
-    """The array of 2,000 vectors is one series, as in hmmlearn."""
-    data = Sequences.from_concatenated(np.random.default_rng(0).normal(size=(2000, 2)))
-    assert data.values.shape == (1, 2000, 2)
 
 
 def test_a_matrix_of_few_columns_is_not_taken_as_many_sequences_without_a_word():
@@ -312,12 +306,6 @@ def test_numpy_is_taken_where_tensors_and_numbers_are_asked_for():
         TabularHMM(np.float64(2), categorical(3))
 
 
-def test_read_only_memory_is_taken_without_a_word(tmp_path):
-    np.save(tmp_path / "x.npy", X)
-    data = Sequences.from_concatenated(np.load(tmp_path / "x.npy", mmap_mode="r"), LENGTHS)
-    assert np.allclose(data.to_concatenated()[0], X)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataloader_yields_minibatches(workers):
     data = Sequences.from_list(
@@ -341,33 +329,6 @@ def test_single_sequences_are_joined():
     joined = data.collate([data[n] for n in range(3)])
     for name in ("values", "lengths", "observed", "labels"):
         assert torch.equal(getattr(joined, name), getattr(data, name))
-
-
-def test_a_torch_loop_over_a_loader_trains(tmp_path):
-    """Plain torch: the loss of a module's HMM, minibatches from a DataLoader."""
-    data = Sequences.from_list(torch.randint(3, (8, 6)))
-    model = MarginalModel(
-        TabularHMM.from_hmm(fit_em(TabularHMM(2, categorical(3)), data).hmm(data))
-    )
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    for batch in DataLoader(data, batch_size=4, collate_fn=data.collate):
-        loss = -model.module(batch.lengths).log_prob(batch.values).sum() * batch.total / len(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-def test_the_error_of_probabilities_given_as_logarithms_says_log():
-    matrix = torch.tensor([[0.9, 0.1], [0.2, 0.8]])
-    emission = torch.distributions.Categorical(torch.ones(2, 2))
-    start, lengths = torch.tensor([0.5, 0.5]), torch.tensor([3])
-    with pytest.raises(ValueError, match=r"log_transition must.*Call \.log\(\) on them"):
-        HMM(start.log(), matrix, emission, lengths, validate_args=True)
-    with pytest.raises(ValueError, match=r"log_initial must.*Call \.log\(\) on them"):
-        HMM(start, matrix.log(), emission, lengths, validate_args=True)
-    with pytest.raises(ValueError, match="log_softmax"):
-        HMM(start.log(), 2 * matrix, emission, lengths, validate_args=True)
 
 
 def test_two_columns_for_a_normal_of_one_name_the_family():

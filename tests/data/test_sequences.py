@@ -64,12 +64,6 @@ def test_steps_with_nan_become_missing(event, make):
         assert torch.equal(data.values[n, : len(array)][seen], torch.as_tensor(array)[seen])
 
 
-def test_vectors_known_in_part_stay():
-    data = Sequences.from_list([[[1.0, torch.nan], [torch.nan, torch.nan]]])
-    assert data.observed.tolist() == [[True, False]]
-    assert data.values[0, 0, 1].isnan()
-
-
 def test_vectors_may_be_missing_as_none():
     data = Sequences.from_list([[[1.0, 2.0], None], [None, [3.0, 4.0]]])
     assert data.observed.tolist() == [[True, False], [False, True]]
@@ -145,17 +139,6 @@ def test_batches_cover_everything_once_and_keep_the_total(batch_size, event):
         assert same(found[data.values[n, 0].flatten()[0].item()], data[n])
 
 
-def test_batches_come_in_an_order_that_follows_the_generator():
-    data = make(20)
-    orders = []
-    for seed in (1, 1, 2):
-        generator = torch.Generator().manual_seed(seed)
-        batches = data.batches(6, generator)
-        orders.append([value for batch in batches for value in batch.values[:, 0].tolist()])
-    assert orders[0] == orders[1] != orders[2]
-    assert sorted(orders[0]) == data.values[:, 0].tolist() != orders[0]
-
-
 @pytest.mark.parametrize(
     ("index", "chosen"),
     [
@@ -210,14 +193,6 @@ def test_a_split_puts_each_sequence_into_one_of_two_parts(share, sizes):
     assert found[0] == found[1] != found[2]
 
 
-def test_each_sequence_is_as_likely_to_be_in_a_part():
-    """Four standard deviations of 2,000 splits."""
-    data, generator = make(6), torch.Generator().manual_seed(0)
-    firsts = [data.split(0.5, generator)[0].values[:, 0].div(5).long() for _ in range(2000)]
-    shares = torch.cat(firsts).bincount(minlength=6) / 2000
-    torch.testing.assert_close(shares, torch.full((6,), 0.5), rtol=0, atol=4 * 0.5 / 2000**0.5)
-
-
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 0.05, 0.97, float("nan")])
 def test_a_part_of_no_sequences_is_refused(share):
     with pytest.raises(ValueError, match=r"share must (leave a sequence to each|be finite)"):
@@ -241,27 +216,10 @@ def test_padding_and_missing_steps_are_not_observed():
     assert observed[0, 2]  # the caller's own is left as it was
 
 
-def test_by_default_everything_that_exists_is_observed():
-    data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3]))
-    assert data.observed.tolist() == [[True, True, False], [True, True, True]]
-    assert data.labels is None
-
-
 def test_nan_is_legal_where_nothing_is_observed():
     values = torch.tensor([[1.0, torch.nan, torch.nan]])
     data = Sequences(values, torch.tensor([2]), torch.tensor([[True, False, False]]))
     assert data.num_observed == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32], ids=str)
-def test_lengths_of_any_integers_become_long(dtype):
-    data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3], dtype=dtype))
-    assert data.lengths.dtype == torch.long
-
-
-def test_complex_values_are_refused():
-    with pytest.raises(TypeError, match="values must be real"):
-        Sequences(torch.ones(1, 2, dtype=torch.complex64), torch.tensor([2]))
 
 
 def test_moving_keeps_lengths_on_the_cpu():
@@ -274,122 +232,6 @@ def test_moving_keeps_lengths_on_the_cpu():
 def test_repr_says_how_much_there_is():
     text = repr(make(7, event=(2,)))
     assert re.search(r"7 sequences of up to 5 steps, \d+ observed, .*\(7, 5, 2\) on cpu", text)
-
-
-def good():
-    return {"values": torch.zeros(2, 3), "lengths": torch.tensor([3, 2])}
-
-
-BAD = {  # changes to good arguments; the error; the name and what the message must say
-    "values are a list": (
-        {"values": lambda: [[0.0]]},
-        TypeError,
-        "values .*torch.Tensor; got list",
-    ),
-    "values are a vector": (
-        {"values": lambda: torch.zeros(3)},
-        ValueError,
-        r"values .*\(N, T, \*E\).*\(3,\)",
-    ),
-    "no sequence": (
-        {"values": lambda: torch.zeros(0, 3)},
-        ValueError,
-        r"values .*at least one sequence.*\(0, 3\)",
-    ),
-    "no step": ({"values": lambda: torch.zeros(2, 0)}, ValueError, r"values .*one step.*\(2, 0\)"),
-    "NaN is observed": (
-        {"values": lambda: torch.full((2, 3), torch.nan)},
-        ValueError,
-        "values .*NaN at sequence 0, step 0",
-    ),
-    "all components are NaN": (
-        {
-            "values": lambda: torch.tensor(
-                [[[0.0, 0.0]] * 3, [[0.0, 0.0], [torch.nan, torch.nan], [0.0, 0.0]]]
-            )
-        },
-        ValueError,
-        "values .*NaN at sequence 1, step 1",
-    ),
-    "lengths are a list": (
-        {"lengths": lambda: [3, 2]},
-        TypeError,
-        "lengths .*torch.Tensor; got list",
-    ),
-    "lengths are fractions": (
-        {"lengths": lambda: torch.ones(2)},
-        TypeError,
-        "lengths .*integers; got dtype torch.float64",
-    ),
-    "too few lengths": (
-        {"lengths": lambda: torch.tensor([3])},
-        ValueError,
-        r"lengths .*\(N,\) = \(2,\); got shape \(1,\)",
-    ),
-    "lengths of two dimensions": (
-        {"lengths": lambda: torch.tensor([[3, 2]])},
-        ValueError,
-        r"lengths .*\(2,\); got shape \(1, 2\)",
-    ),
-    "a length of zero": (
-        {"lengths": lambda: torch.tensor([3, 0])},
-        ValueError,
-        "lengths .*between 1 and .*3; got values from 0 to 3",
-    ),
-    "a length too large": (
-        {"lengths": lambda: torch.tensor([4, 1])},
-        ValueError,
-        "lengths .*between 1 and .*3; got values from 1 to 4",
-    ),
-    "observed is a list": (
-        {"observed": lambda: [[True] * 3] * 2},
-        TypeError,
-        "observed .*torch.Tensor; got list",
-    ),
-    "observed of numbers": (
-        {"observed": lambda: torch.ones(2, 3)},
-        TypeError,
-        "observed .*boolean.*torch.float64",
-    ),
-    "observed of another shape": (
-        {"observed": lambda: torch.ones(3, 2).bool()},
-        ValueError,
-        r"observed .*\(N, T\) = \(2, 3\); got shape \(3, 2\)",
-    ),
-    "observed with a dimension more": (
-        {"observed": lambda: torch.ones(5, 2, 3).bool()},
-        ValueError,
-        r"observed .*\(2, 3\); got shape \(5, 2, 3\)",
-    ),
-    "labels are fractions": (
-        {"labels": lambda: torch.zeros(2, 3)},
-        TypeError,
-        "labels .*integers; got dtype torch.float64",
-    ),
-    "labels of another shape": (
-        {"labels": lambda: torch.zeros(2, 4).long()},
-        ValueError,
-        r"labels .*\(N, T\) = \(2, 3\); got shape \(2, 4\)",
-    ),
-    "total is too small": (
-        {"total": lambda: 1},
-        ValueError,
-        "total .*at least the number of sequences, 2; got 1",
-    ),
-    "total is infinite": (
-        {"total": lambda: float("inf")},
-        ValueError,
-        "total must be at least .*; got inf",
-    ),
-    "total is text": ({"total": lambda: "many"}, TypeError, "total .*str"),
-}
-
-
-@pytest.mark.parametrize("wrong", BAD)
-def test_a_bad_argument_is_named(wrong):
-    changed, kind, words = BAD[wrong]
-    with pytest.raises(kind, match=words):
-        Sequences(**good() | {name: make() for name, make in changed.items()})
 
 
 BAD_LISTS = {
@@ -416,18 +258,6 @@ def test_a_bad_list_is_explained(wrong):
 def test_labels_must_fit_the_list(labels):
     with pytest.raises(ValueError, match="labels must have one item per sequence"):
         Sequences.from_list([[1], [2, 3]], labels=labels)
-
-
-@pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (-1, ValueError), (1.5, TypeError)])
-def test_a_batch_size_is_a_number_of_sequences(size, kind):
-    with pytest.raises(kind, match=r"batch_size"):
-        next(make().batches(size))
-
-
-@pytest.mark.parametrize(("size", "kind"), [(0, ValueError), (1.5, TypeError)])
-def test_a_cut_is_after_a_number_of_steps(size, kind):
-    with pytest.raises(kind, match="num_steps"):
-        make().truncate(size)
 
 
 def test_steps_that_no_sequence_has_are_dropped():

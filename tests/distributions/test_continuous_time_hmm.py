@@ -105,15 +105,6 @@ def test_labels_answer_as_all_paths_do(values):
     assert hmm.viterbi(values)[0, 2] == 2
 
 
-def test_paths_are_drawn_from_the_posterior(rates, values):
-    hmm = model(rates)
-    paths = hmm.sample_states(values, (4000,))
-    for i, answer in enumerate(answers(hmm, values)):
-        for t in range(int(LENGTHS[i])):
-            counts = paths[:, i, t].bincount(minlength=K)
-            assert oracle.looks_drawn_from(counts.numpy(), answer.states[t])
-
-
 def test_samples_are_of_the_chain_at_the_times():
     times = torch.tensor([0.0, 0.3, 2.0])
     lengths = torch.tensor(3)

@@ -15,7 +15,6 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     FactorialHMM,
-    Filter,
     MarginalModel,
     Sequences,
     TabularFactorialHMM,
@@ -175,18 +174,6 @@ def test_nothing_leaves_the_range_of_numbers():
     assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
 
 
-def test_samples_have_the_posterior_as_their_frequencies(hmm, values):
-    paths = hmm.sample_states(values, (3000,))
-    shares = torch.nn.functional.one_hot(paths, K).double().mean(0)
-    wanted = hmm.posterior(values).states
-    exists = hmm.exists.unsqueeze(-1)
-    assert ((shares - wanted) * exists).abs().max() < 0.05  # five standard deviations
-    pairs = torch.nn.functional.one_hot(paths[:, 0, 1] * K + paths[:, 0, 2], K * K)
-    large = hmm.expanded().sample_states(values[:, :], (3000,))
-    other = torch.nn.functional.one_hot(large[:, 0, 1] * K + large[:, 0, 2], K * K)
-    assert (pairs.double().mean(0) - other.double().mean(0)).abs().max() < 0.06
-
-
 def test_samples_of_the_prior(hmm):
     values, states = hmm.sample_with_states((4000,))
     assert values.shape == (4000, 4, T)
@@ -306,8 +293,6 @@ def test_a_fit_goes_on_from_an_hmm(values):
     fit = fit_em(model(observed=False), Sequences(values, LENGTHS), num_steps=3)
     assert fit.losses[-1] < fit.losses[0]
     assert isinstance(fit.hmm(Sequences(values, LENGTHS)), FactorialHMM)
-    with pytest.raises(ValueError, match="reseed"):
-        fit_em(model(), Sequences(values, LENGTHS), reseed=True)
 
 
 def test_it_is_saved_and_loaded(hmm, values, tmp_path):
@@ -315,14 +300,6 @@ def test_it_is_saved_and_loaded(hmm, values, tmp_path):
     loaded = load_hmm(tmp_path / "chains")
     assert (type(loaded), loaded.sizes) == (FactorialHMM, SIZES)
     assert torch.equal(loaded.log_prob(values), hmm.log_prob(values))
-
-
-def test_online_filtering(values):
-    hmm = model(observed=False)
-    online = Filter(hmm.with_lengths(torch.tensor(T)))
-    for value in values[0]:
-        online.update(value)
-    torch.testing.assert_close(online.states, hmm.filtered(values)[0, -1])
 
 
 @pytest.mark.parametrize(

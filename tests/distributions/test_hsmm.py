@@ -1,7 +1,5 @@
 """``HSMM`` against all segmentations, all paths, and its chain of K D states."""
 
-import math
-
 import numpy as np
 import oracle
 import pytest
@@ -109,16 +107,6 @@ def test_the_joint_density_of_each_path(hsmm, values):
         torch.testing.assert_close(found, torch.tensor(wanted))
 
 
-def test_samples_of_states_keep_to_the_posterior(ongoing, values):
-    hsmm = ongoing
-    samples = hsmm.sample_states(values, (4000,))
-    assert samples.shape == (4000, 4, T)
-    share = torch.nn.functional.one_hot(samples, K).double().mean(0)
-    states = hsmm.posterior(values).states
-    share = share.masked_fill(~hsmm.exists.unsqueeze(-1), 0.0)
-    torch.testing.assert_close(share, states, atol=6 * 0.5 / math.sqrt(4000), rtol=0)
-
-
 def of_states(chain, probs):
     """Probabilities of the K states, of those of an expanded chain."""
     index = chain.emission.index
@@ -221,19 +209,6 @@ def test_samples_have_the_durations_asked_for(censored):
         else:
             assert row.length == wanted[row.state]
     assert cut is censored
-
-
-@pytest.mark.parametrize("left_censored", [False, True])
-def test_samples_are_those_of_the_density(left_censored):
-    """The share of each sequence of symbols, of four steps."""
-    emission = Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]]))
-    hsmm = HSMM(*parameters(), emission, torch.tensor(4), censored_start=left_censored)
-    values = hsmm.sample((20_000,))
-    every = torch.cartesian_prod(*[torch.arange(2)] * 4)
-    counts = (values @ torch.tensor([8, 4, 2, 1])).bincount(minlength=16)
-    probs = hsmm.expand([16]).log_prob(every).exp()
-    torch.testing.assert_close(probs.sum(), torch.tensor(1.0))
-    assert oracle.looks_drawn_from(counts.numpy(), probs.numpy())
 
 
 def test_batched_parameters_broadcast_with_sequences(values):

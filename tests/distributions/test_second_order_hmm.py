@@ -205,20 +205,6 @@ def test_nothing_leaves_the_range_of_numbers():
     assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
 
 
-def test_samples_have_the_posterior_as_their_frequencies(values):
-    hmm = model(zero=True)
-    paths = hmm.sample_states(values, (4000,))
-    assert (paths[:, ~hmm.exists] == 0).all()
-    codes = (paths[:, 0, 0] * 3 + paths[:, 0, 1]) * 3 + paths[:, 0, 2]
-    shares = torch.bincount(codes, minlength=27) / 4000
-    other = hmm.expanded().sample_states(values, (4000,))[:, 0] % 3
-    codes = (other[:, 0] * 3 + other[:, 1]) * 3 + other[:, 2]
-    assert (shares - torch.bincount(codes, minlength=27) / 4000).abs().max() < 0.05
-    states = torch.nn.functional.one_hot(paths, 3).double().mean(0)
-    wanted = hmm.posterior(values).states
-    assert ((states - wanted) * hmm.exists.unsqueeze(-1)).abs().max() < 0.05
-
-
 @pytest.mark.parametrize("batch", [(), (2, 1)], ids=["shared", "batched"])
 def test_samples_of_the_prior(batch):
     emission = Normal(torch.arange(3.0), 1.5)
@@ -355,8 +341,6 @@ def test_a_fit_goes_on_from_an_hmm(values):
     again = fit_em(TabularSecondOrderHMM(3, normal(0)), data, num_steps=2,
                    start=starts.from_hmm(fit.hmm(data)))  # fmt: skip
     assert again.losses.isfinite().all()
-    with pytest.raises(ValueError, match="reseed"):
-        fit_em(TabularSecondOrderHMM(2, normal(0)), data, reseed=True)
     with pytest.raises(ValueError, match="one matrix"):
         fit_em(TabularSecondOrderHMM(2, normal(0)), data, log_prior=DiversityPrior(1.0))
 

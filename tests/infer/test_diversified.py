@@ -92,7 +92,7 @@ def test_the_objective_never_falls_and_is_what_it_should_be(case, restarts, alph
 
 @pytest.mark.parametrize(
     "step",
-    [msteps.FixedPoint(), msteps.ProjectedGradient(500), msteps.LogitGradient()],
+    [msteps.FixedPoint(), msteps.LogitGradient()],
     ids=lambda step: type(step).__name__,
 )
 def test_the_end_is_stationary(step):
@@ -259,7 +259,9 @@ def test_a_prior_of_the_users_is_one_of_transitions_by_its_density_of_a_matrix()
             "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
             "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
         }
-        fits.append(fit_em(module, data, log_prior=prior, start=values, num_steps=30))
+        fits.append(
+            fit_em(module, data, log_prior=prior, start=values, num_steps=30, tolerance=None)
+        )
     hmms = [fit.hmm(data) for fit in fits]
     torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
     torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
@@ -325,7 +327,7 @@ def test_a_frozen_transition_of_a_users_chain_stays_under_a_prior():
 def test_transitions_that_a_users_chain_rules_out_stay_zero():
     allowed = left_to_right(3)
     options = {"log_prior": DiversityPrior(5.0), "num_steps": 3}
-    for step in (None, msteps.LogitGradient(), msteps.ProjectedGradient()):
+    for step in (None, msteps.LogitGradient()):
         fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
         assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
 

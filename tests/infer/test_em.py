@@ -48,7 +48,7 @@ from pyrohmm import (
     to_hmmlearn,
 )
 from pyrohmm.infer import expectation
-from pyrohmm.infer.maximization import ClosedForms
+from pyrohmm.infer.maximization import Maximization
 from pyrohmm.infer.models import build
 from pyrohmm.infer.parameters import Parameters
 from pyrohmm.nn.family import Emission
@@ -628,28 +628,6 @@ def test_a_state_that_nothing_supports_stays_where_it_was_and_is_reported():
     assert "note      no observation supports state 2" in fit.summary()
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_a_state_that_nothing_supports_is_seeded_again_if_asked(restarts):
-    begin = away_from(2)
-    if restarts == 2:
-        begin = {one: np.stack([value, value]) for one, value in begin.items()}
-    fit = fit_em(
-        TabularHMM(3, categorical(2)),
-        coins(),
-        num_steps=5,
-        start=start_at(begin),
-        tolerance=None,
-        reseed=True,
-        restarts=restarts,
-    )
-    data = coins()
-    visits = fit.hmm(data).posterior(data.values).states.sum((0, 1))
-    assert (visits > 0.1).all()
-    assert fit.notes == []
-    assert fit.losses.isfinite().all()
-    assert fit.losses[-1] <= fit.losses[0]
-
-
 STARTS = {
     "prior": starts.from_prior,
     "k-means": starts.by_kmeans,
@@ -764,12 +742,13 @@ def test_one_state_and_one_step(num_states, num_steps):
 def test_it_ends_by_its_tolerance_and_reports_it():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
-    fit = fit_em(module, data, num_steps=500, tolerance=1e-4)
-    falls = -fit.losses.diff() / fit.losses[1:].abs()
-    assert fit.converged
-    assert (falls[:-1] >= 1e-4).all()
-    assert falls[-1] < 1e-4
-    assert fit.reason == "the loss fell by less than 0.0001 of itself"
+    ended = fit_em(module, data, num_steps=2000, tolerance=None).losses[-1]
+    for acceleration in (None, False, True):
+        pyro.set_rng_seed(0)
+        fit = fit_em(module, data, tolerance=1e-6, acceleration=acceleration)
+        assert fit.converged
+        assert fit.reason == "the loss may fall by less than 1e-06 of itself"
+        assert fit.losses[-1] - ended < 3e-6 * ended
     short = fit_em(module, data, num_steps=2, tolerance=None)
     assert (len(short.losses), short.converged) == (3, False)
     assert short.reason == "it took all 2 steps"
@@ -1314,18 +1293,6 @@ def test_a_module_that_is_part_of_a_model_can_be_fitted():
         assert fit.losses[-1] == pytest.approx(0.0, abs=1e-2) or fit.losses[-1] > 0
 
 
-@pytest.mark.parametrize(
-    ("labels", "allowed"),
-    [(torch.zeros(6, 5).long(), None), (None, torch.tensor([[True, False], [True, False]]))],
-)
-def test_states_that_are_ruled_out_are_not_revived(labels, allowed):
-    first = None if allowed is None else allowed[0]
-    module = TabularHMM(2, categorical(2), initial_allowed=first, transition_allowed=allowed)
-    data = plain(torch.randint(0, 2, (6, 5)), labels=labels)
-    fit = fit_em(module, data, reseed=True)
-    assert_climbs(fit.losses)
-
-
 def test_a_part_of_a_larger_set_counts_for_all_of_it():
     data = plain(torch.randint(0, 3, (4, 6)), total=400)
     module = TabularHMM(2, categorical(3, 5.0))
@@ -1477,21 +1444,6 @@ def test_transitions_that_underflow_leave_gradient_steps_finite():
         assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()
 
 
-def test_a_state_that_is_revived_is_fitted_on():
-    """Runs of zeros and of ones, and a start in which one state has it all."""
-    data = plain(torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, 1, 1] * 4] * 5))
-
-    def start(module, data, restarts):
-        return torch.tensor([1.0, 0.0]).expand(restarts, len(data), data.num_steps, 2)
-
-    module = TabularHMM(2, categorical(2))
-    plain_fit = fit_em(module, data, start=start)
-    fit = fit_em(module, data, start=start, reseed=True)
-    assert plain_fit.losses[-1] > 130  # log 2 a step
-    assert fit.losses[-1] < 100
-    assert not any("supports" in note for note in fit.notes)
-
-
 def test_gradient_steps_may_be_used_again():
     """Each fit has an optimizer of its own."""
     step = GradientStep(3, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
@@ -1535,8 +1487,6 @@ def test_the_log_prior_is_that_of_the_values_as_they_are(name, restarts):
     data = data_of(CASES[name])
     for module in (module_of(CASES[name]), TabularHMM(STATES, CASES[name].family())):
         parameters = Parameters(module, data, restarts, None)
-        assert {"initial", "transition"} <= parameters.constant
-        assert "emission.loc" not in parameters.constant
         for _ in range(3):
             parameters.set_values(starts.from_prior(module, data, restarts))
             _, prior = parameters.build(data)
@@ -1587,7 +1537,6 @@ def test_a_prior_that_changes_between_iterations_is_followed():
     data = data_of(CASES["symbols"])
     module = Annealed(STATES, categorical(4), transition_concentration=9.0)
     parameters = Parameters(module, data, 1, None)
-    assert not parameters.constant
     parameters.set_values(starts.from_prior(module, data, 1))
     for _ in range(3):
         _, prior = parameters.build(data)
@@ -1649,8 +1598,8 @@ class Wrapped(PyroModule):
 
 def test_an_m_step_of_ones_own_knows_the_priors_below_it():
     data = Sequences.from_list([[0, 1, 2], [2, 1]])
-    closed = ClosedForms(Parameters(TabularHMM(2, Wrapped), data, 1, None), None)
-    assert closed.emission is not None
+    parameters = Parameters(TabularHMM(2, Wrapped), data, 1, None)
+    assert Maximization(parameters, None, GradientStep()).emission is not None
 
 
 def test_vectors_under_a_prior_of_ones_own_begin_at_their_clusters():

@@ -4,7 +4,6 @@ import inspect
 import math
 import re
 import warnings
-from dataclasses import fields
 from functools import partial
 
 import numpy as np
@@ -42,7 +41,7 @@ from pyrohmm import (
     normal,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.infer.training import FitOptions, Settings
+from pyrohmm.infer.options import FitOptions, Settings
 from pyrohmm.infer.validation import Validation
 
 QUICK = {"num_steps": 30, "progress": False}
@@ -1265,7 +1264,7 @@ def test_bad_arguments_are_named(options, error, message):
 def test_options_are_those_of_the_settings():
     """What several fits share is written once, and those that all name have one default."""
     plain = {"num_steps", "learning_rate", "tolerance", "batch_size", "validation"}
-    assert {field.name for field in fields(Settings)} == plain | {*FitOptions.__annotations__}
+    assert {*Settings.__annotations__} == plain | {*FitOptions.__annotations__}
     svi, by_map, pairs = (
         inspect.signature(fit).parameters for fit in (fit_svi, fit_map, fit_cooccurrence)
     )

@@ -21,7 +21,6 @@ from pyrohmm import (
 
 KINDS = {
     "fixed point": lambda n: msteps.FixedPoint(n, tolerance=1e-13),
-    "projected": lambda n: msteps.ProjectedGradient(n, tolerance=1e-16),
     "logits": lambda n: msteps.LogitGradient(GradientStep(n)),
 }
 
@@ -137,22 +136,21 @@ def test_a_fit_ends_no_lower_than_its_anchor(kind, restarts):
 @pytest.mark.parametrize("alpha", [1.0, 10.0, 300.0])
 @pytest.mark.parametrize("size", [8, 16])
 def test_the_default_steps_converge(size, alpha):
-    """Both ascents end where they end with many more steps, at a stationary point."""
+    """It ends where it ends with many more steps, at a stationary point."""
     rows, counts = problems(4, size, zeros=0.3)
     prior = DiversityPrior(alpha)
-    for step in (msteps.FixedPoint(), msteps.ProjectedGradient()):
-        found = step(rows, counts, prior)
-        longer = type(step)(5000)(found, counts, prior)
-        heights = [msteps.objective(each, counts, prior) for each in (found, longer)]
-        torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
-        roots = longer.sqrt()
-        gains = roots * torch.linalg.inv(roots).mT
-        right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
-        assert (longer - right).abs().max() < 1e-6
+    found = msteps.FixedPoint()(rows, counts, prior)
+    longer = msteps.FixedPoint(5000)(found, counts, prior)
+    heights = [msteps.objective(each, counts, prior) for each in (found, longer)]
+    torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
+    roots = longer.sqrt()
+    gains = roots * torch.linalg.inv(roots).mT
+    right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
+    assert (longer - right).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_all_three_reach_the_same_optimum(size):
+def test_both_reach_the_same_optimum(size):
     """Where counts weigh more than the prior, so that there is one; elsewhere there are several."""
     _, counts = problems(40, size)
     counts = counts + 5.0
@@ -164,9 +162,8 @@ def test_all_three_reach_the_same_optimum(size):
         torch.testing.assert_close(other, heights[0], rtol=1e-9, atol=0)
     found = KINDS["fixed point"](4000)(start, counts, prior)
     # L-BFGS ends where the objective does not change: half of the digits of the point
-    for name, far in (("projected", 1e-6), ("logits", 1e-4)):
-        other = KINDS[name](4000)(start, counts, prior)
-        torch.testing.assert_close(other, found, rtol=0, atol=far)
+    other = KINDS["logits"](4000)(start, counts, prior)
+    torch.testing.assert_close(other, found, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("alpha", [0.5, 5.0, 50.0, 500.0])
@@ -252,7 +249,7 @@ def best_of_softmax_starts(counts, anchor, alpha, weight, starts):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_search_is_as_good_as_fifty_starts_of_a_general_optimiser(count):
     """Under an anchor; also where the counts alone have a determinant of zero."""
     cases = [*ANCHORED, *((c, more, *rest) for c, more, *rest in anchored_cases(count))]
@@ -281,16 +278,6 @@ def test_a_labelled_fit_searches():
     found = fit.hmm(data).log_transition.exp()[None].double()
     assert msteps.objective(found, counts[None], prior) > -72.0
     assert not [note for note in fit.notes if "converged" in note]
-
-
-@pytest.mark.parametrize("case", ANCHORED)
-def test_projected_gradient_goes_on_where_the_determinant_is_zero(case):
-    counts, more, alpha, weight = torch.tensor(case[0]).double()[None], *case[1:]
-    anchor = (counts + more) / (counts + more).sum(-1, keepdim=True)
-    prior = DiversityPrior(alpha, anchor=anchor[0], anchor_weight=weight)
-    start = counts / counts.sum(-1, keepdim=True)
-    found = msteps.ProjectedGradient()(start, counts, prior)
-    assert msteps.objective(found, counts, prior) > -80.0
 
 
 def test_a_heavy_anchor_holds():
@@ -351,7 +338,7 @@ def test_steps_stay_on_the_device_and_in_double_precision(kind, monkeypatch):
 def test_a_last_step_that_has_not_converged_is_noted(steps):
     values = torch.randint(0, 5, (20, 30), generator=torch.Generator().manual_seed(0))
     data = Sequences(values, torch.full((20,), 30), labels=values)
-    step = msteps.ProjectedGradient(steps)
+    step = msteps.FixedPoint(steps)
     options = {"log_prior": DiversityPrior(100.0), "transition_step": step, "num_steps": 1}
     fit = fit_em(TabularHMM(5, categorical(5)), data, tolerance=None, **options)
     assert any("has not converged" in note for note in fit.notes) == (steps == 1)
@@ -384,12 +371,13 @@ def test_zeros_that_are_ruled_out_stay(kind):
                  > msteps.objective(rows, counts, prior)).all())  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["fixed point", "projected"])
-def test_restarts_do_not_touch_each_other(name):
+@pytest.mark.parametrize("weight", [0.0, 20.0])
+def test_restarts_do_not_touch_each_other(weight):
     rows, counts = problems(7, 4, zeros=0.3)
-    prior = DiversityPrior(30.0)
-    together = KINDS[name](25)(rows, counts, prior)
-    alone = [KINDS[name](25)(a, c, prior) for a, c in zip(rows.split(1), counts.split(1))]
+    anchor = {"anchor": problems(1, 4, seed=3)[0][0], "anchor_weight": weight} if weight else {}
+    prior, step = DiversityPrior(30.0, **anchor), msteps.FixedPoint(25)
+    together = step(rows, counts, prior)
+    alone = [step(a, c, prior) for a, c in zip(rows.split(1), counts.split(1))]
     heights = msteps.objective(together, counts, prior)
     torch.testing.assert_close(
         msteps.objective(torch.cat(alone), counts, prior), heights, rtol=1e-5, atol=0
@@ -414,27 +402,17 @@ def test_equal_rows_without_counts_stay(kind):
     torch.testing.assert_close(kind(5)(rows, counts, DiversityPrior(2.0)), rows)
 
 
-@pytest.mark.parametrize("name", ["projected", "logits"])
-def test_other_exponents(name):
+def test_other_exponents_end_where_no_logit_has_a_slope():
     _, counts = problems(5, 3)
     counts = counts + 5.0
     start = counts / counts.sum(-1, keepdim=True)
     prior = DiversityPrior(3.0, rho=1.0)
-    found = [KINDS[each](3000)(start, counts, prior) for each in ("projected", "logits")]
-    heights = [msteps.objective(each, counts, prior) for each in found]
-    torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
-    assert bool((heights[0] > msteps.objective(start, counts, prior)).all())
-
-
-def test_exponents_under_which_rows_underflow():
-    """1/6 to the power of 500 is 1e-389; the kernel is of shares, in which nothing underflows."""
-    _, counts = problems(2, 6)
-    start = (counts + 5) / (counts + 5).sum(-1, keepdim=True)
-    prior = DiversityPrior(1e-3, rho=500.0)
-    found = KINDS["projected"](50)(start, counts, prior)
-    heights = [msteps.objective(each, counts, prior) for each in (start, found)]
-    assert bool(heights[0].isfinite().all())
-    assert bool((heights[1] > heights[0]).all())
+    found = msteps.LogitGradient(GradientStep(3000))(start, counts, prior)
+    logits = found.log().requires_grad_()
+    height = msteps.objective(logits.softmax(-1), counts, prior)
+    (slopes,) = torch.autograd.grad(height.sum(), logits)
+    assert slopes.abs().max() < 1e-5 * counts.max()
+    assert bool((height > msteps.objective(start, counts, prior)).all())
 
 
 def test_counts_that_underflow_are_none(kind):
@@ -459,6 +437,5 @@ def test_bad_input():
     rows, counts = problems(1, 2)
     with pytest.raises(ValueError, match="rho = 0"):
         msteps.FixedPoint()(rows, counts, DiversityPrior(1.0, rho=1.0))
-    for step in (msteps.FixedPoint, msteps.ProjectedGradient):
-        with pytest.raises(ValueError, match="num_steps"):
-            step(0)
+    with pytest.raises(ValueError, match="num_steps"):
+        msteps.FixedPoint(0)

@@ -34,7 +34,7 @@ from pyrohmm import (
     normal_tied,
     starts,
 )
-from pyrohmm.infer.training import FREE, FitOptions
+from pyrohmm.infer.options import FREE, FitOptions
 from pyrohmm.io.identity import describe, difference
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -167,9 +167,9 @@ CHANGES = {
         "batch_size": ({}, 2),
         "decay": ({"batch_size": 2}, 0.8),
         "log_prior": ({}, quadratic),
-        "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.ProjectedGradient()),
+        "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.LogitGradient()),
         "gradient_step": ({}, GradientStep(3)),
-        "reseed": ({}, True),
+        "bounds": ({}, True),
         "acceleration": ({}, True),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),

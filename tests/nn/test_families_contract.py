@@ -15,6 +15,8 @@ FAMILIES = {
     "tied": (pyrohmm.normal_tied(2), lambda: torch.randn(30, 2)),
     "poisson": (pyrohmm.poisson(), lambda: torch.poisson(torch.full((30,), 3.0))),
     "poisson of vectors": (pyrohmm.poisson(2), lambda: torch.poisson(torch.full((30, 2), 3.0))),
+    "gamma": (pyrohmm.gamma(), lambda: torch.rand(30) + 0.1),
+    "gamma of vectors": (pyrohmm.gamma(2), lambda: torch.rand(30, 2) + 0.1),
     "von mises": (pyrohmm.von_mises(0), lambda: 4 * torch.randn(30)),
     "von mises of vectors": (pyrohmm.von_mises(2), lambda: 1 + torch.randn(30, 2)),
     "bernoulli": (pyrohmm.bernoulli(3), lambda: torch.randint(2, (30, 3)).double()),

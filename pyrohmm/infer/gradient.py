@@ -1,4 +1,4 @@
-"""``fit_map``: maximum a posteriori estimates, from several initial values at once if wanted."""
+"""Fits by gradient steps: ``fit_svi``, and ``fit_map``, from several initial values if wanted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,89 @@ from ..data.parts import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from ..nn.tabular import SharedRows
-from .exclusive import exclusive
-from .loop import check_model_and_data, train
-from .models import to_model_device
-from .objective import ParametersRead, check_events, is_enumerated, latent_sites
+from .models import exclusive, to_model_device
+from .objective import check_events, is_enumerated, latent_sites, parameters_read
+from .options import FitOptions, Settings, check_names, check_settings, sees_all
 from .results import WINDOW, Fit, Point, Restarts
-from .training import FitOptions, Settings, check_names
+from .training import check_model_and_data, train
+
+
+@exclusive()
+def fit_svi(
+    model: Callable[..., Any],
+    guide: Callable[..., Any],
+    data: Sequences,
+    *,
+    num_steps: int = 1000,
+    learning_rate: float = 0.01,
+    tolerance: float | None = None,
+    batch_size: int | None = None,
+    validation: Sequences | None = None,
+    **options: Unpack[FitOptions],
+) -> Fit:
+    r"""Maximise the evidence lower bound (ELBO) :math:`E_q[\log p(x, \theta) - \log q(\theta)]`.
+
+    The fit runs on the device of the parameters; with minibatches the data may stay on the host.
+    Two runs after the same ``pyro.set_rng_seed`` are equal. Modules are in ``train()`` mode during
+    steps, in ``eval()`` mode for held-out data and where a :class:`Fit` is used.
+
+    With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
+    resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
+    with the same bits as one that was never killed. The file of another fit is refused: compared
+    are the data, the numbers, text and tensors that arguments are or keep as attributes, shapes of
+    parameters, and functions and classes by name; not the code of functions and classes, what they
+    read from elsewhere, nor the values of parameters, for which there is ``name``. Free to change
+    are ``num_steps``, ``tolerance``, ``patience``, ``progress`` and ``report``.
+
+    Threads that fit wait for each other, as Pyro keeps its state in the process; queries of an
+    :class:`HMM` run in parallel. A fit inside another, such as in its ``log_prior``, is one by
+    itself.
+
+    Where ``torch.distributed`` has been initialised, as ``torchrun`` does, all processes make the
+    same call, with the same seed and the whole data, and each takes its shard of every batch. The
+    result is that of one process, to rounding.
+
+    Args:
+        model: A Pyro model that takes :class:`Sequences`.
+        guide: A Pyro guide that takes the same, such as ``AutoNormal(model)``. If the model
+            enumerates states, build it over ``poutine.block`` of the model, as Pyro asks for. An
+            autoguide gets a unique name, so that parameters of two guides never mix.
+        data: The sequences.
+        num_steps: Largest number of gradient steps.
+        learning_rate: Of Adam, if there is no ``optimizer``.
+        tolerance: End when the mean loss of 25 steps is below that of the 25 before by less than
+            this share of itself. None takes all steps, which noisy losses may need.
+        batch_size: Number of sequences in a minibatch; all of them by default. The likelihood is
+            scaled by total over batch size, priors are not.
+        validation: Held-out sequences. The fit ends with the parameters of the largest held-out
+            evidence: at the medians of latent variables if the guide has them, else at a sample.
+        **options: Further arguments: :class:`FitOptions` explains them.
+
+    Raises:
+        FloatingPointError: If the loss becomes infinite or NaN.
+        FileNotFoundError: If the directory of ``checkpoint`` does not exist.
+        TypeError: If an argument is of the wrong type, ``model`` is a module that builds an HMM, or
+            the model returns no HMM for ``validation``.
+        ValueError: If a number is out of range, arguments exclude or need each other, there is
+            nothing to fit, processes start differently, or ``checkpoint`` is that of another fit.
+        RuntimeError: Under ``torch.inference_mode``.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> model = MarginalModel(TabularHMM(1, categorical(2)))
+        >>> data = Sequences.from_list([[1, 1, 0]])
+        >>> guide = pyro.infer.autoguide.AutoNormal(model)
+        >>> fit = fit_svi(model, guide, data, num_steps=500, learning_rate=0.05)
+        >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
+        tensor(True)
+    """
+    check_names(fit_svi, options, ())
+    settings: Settings = {
+        "num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance,
+        "batch_size": batch_size, "validation": validation, **options,
+    }  # fmt: skip
+    check_settings(settings)
+    return train(model, guide, data, settings, "SVI")
 
 
 @exclusive()
@@ -75,10 +152,11 @@ def fit_map(
         tensor(-1.4000)
     """
     check_names(fit_map, options, ())
-    settings = Settings(
-        num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
-        batch_size=batch_size, validation=validation, **options,
-    )  # fmt: skip
+    settings: Settings = {
+        "num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance,
+        "batch_size": batch_size, "validation": validation, **options,
+    }  # fmt: skip
+    check_settings(settings)
     check_size("restarts", restarts)
     data, start = in_parts(data), partial(_interior_value, init)
     if restarts == 1:
@@ -111,20 +189,21 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
 def _check_restarts(model: Any, data: Sequences | Parts, settings: Settings) -> None:
     """Raise unless ``model`` can be fitted by batched restarts."""
     check_model_and_data(model, data)
-    if settings.validation is not None:
+    if settings["validation"] is not None:
         raise ValueError("validation is that of one fit; give restarts=1, and start at the best "
                          "of several: init=init_to_value(values=fit.start).")  # fmt: skip
-    if settings.elbo is not None:
+    if settings.get("elbo") is not None:
         raise ValueError("elbo is that of one fit; the loss of restarts is minus their log joint "
                          "density. Give restarts=1.")  # fmt: skip
     with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-        whole = settings.in_one and isinstance(data, Sequences)
+        whole = sees_all(settings) and isinstance(data, Sequences)
         first = data if whole else first_sequence(data)
-        probe = to_model_device(model, None, first)
-        with ParametersRead(model) as read:
-            trace = poutine.trace(model).get_trace(probe)
+        with poutine.trace(param_only=True) as read:
+            trace = poutine.trace(model).get_trace(to_model_device(model, None, first))
         supports, enumerated = latent_sites(trace)
-        parameters = [*model.parameters()] if isinstance(model, nn.Module) else read.parameters
+        parameters = parameters_read(model, read)
+        if isinstance(model, nn.Module):
+            parameters = [*model.parameters()]
         if any(parameter.requires_grad for parameter in parameters):
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has another "
@@ -160,4 +239,5 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
         restarts=Restarts(model, losses, final, values, best, plated, fit.plates, fit.fitted),
         values={name: value[best] for name, value in values.items()},
         notes=fit.notes + notes,
+        history={name: part[:, best] for name, part in fit.history.items()},
     )

@@ -1,0 +1,236 @@
+"""The whole posterior: effective samples a second of Gibbs sampling, HMC and NUTS, ours and others.
+
+The same model, data and starts (at the best of ten fits by EM); of each sampler the effective
+sample size of the worst parameter (the smallest of bulk sizes), for each second of processor time
+of the samples, after a warmup, of which compilation is a part; R-hat of the worst parameter. One
+thread. Each sampler is a run of its own, ``--sampler`` and ``--model``, and adds to
+``posterior.json``; those of NumPyro need it installed. Without ``--sampler`` the picture is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from common import pyplot, write
+from torch import Tensor
+
+from pyrohmm import (
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    datasets,
+    fit_em,
+    fit_gibbs,
+    fit_mcmc,
+    normal,
+    poisson,
+    scale_priors,
+)
+from pyrohmm.infer.convergence import agreement
+from pyrohmm.infer.sampled import Chains
+
+HERE = Path(__file__).parent
+SAMPLERS = ("gibbs", "hmc", "pyro-nuts", "numpyro-nuts", "numpyro-nuts-vectorized")
+# chains, warmup, samples of each
+SIZES = {
+    "gibbs": (64, 200, 1000),
+    "hmc": (32, 160, 60),
+    "pyro-nuts": (1, 100, 100),
+    "numpyro-nuts": (2, 200, 200),
+    "numpyro-nuts-vectorized": (8, 200, 200),
+}
+SHARE = {"casino": 1.0, "normal": 0.5, "poisson": 1.0, "large": 0.15}  # of the samples
+
+
+def problem(name: str) -> tuple[TabularHMM, Sequences]:
+    """A module and its data."""
+    torch.manual_seed(0)
+    if name == "casino":
+        data = datasets.casino(num_sequences=20, num_steps=100).without_labels()
+        return TabularHMM(2, categorical(6)), data
+    kinds = {"normal": (3, 50, 100), "poisson": (2, 1, 107), "large": (20, 200, 50)}
+    num_states, count, steps = kinds[name]
+    matrix = 0.85 * torch.eye(num_states) + 0.15 / num_states
+    states = [torch.randint(num_states, (count,))]
+    for _ in range(steps - 1):
+        states.append(torch.multinomial(matrix[states[-1]], 1).squeeze(-1))
+    path = torch.stack(states, 1)
+    lengths = torch.full((count,), steps)
+    if name == "normal":
+        centres = torch.tensor([[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0]])
+        values = centres[path] + torch.randn(count, steps, 2)
+        return TabularHMM(3, normal(2)), Sequences(values, lengths)
+    if name == "poisson":
+        values = torch.poisson(torch.tensor([15.0, 26.0])[path])
+        return TabularHMM(2, poisson()), Sequences(values, lengths)
+    rows = torch.distributions.Dirichlet(torch.full((50,), 0.2)).sample((num_states,))
+    values = torch.multinomial(rows[path].flatten(0, 1), 1).reshape(count, steps)
+    return TabularHMM(20, categorical(50)), Sequences(values, lengths)
+
+
+def ours(sampler: str, module: TabularHMM, data: Sequences, start: Any, sizes: Any) -> Any:
+    """Samples by name, and seconds of warmup and of samples, of this package."""
+    chains, warmup, samples = sizes
+    times: list[float] = []  # the clock is read at each step
+    kind = "Gibbs" if sampler == "gibbs" else "HMC"
+    owner = next(part for part in Chains.__subclasses__() if part.__name__ == kind)
+    original = owner.step
+
+    def timed(self: Any) -> None:
+        times.append(time.process_time())
+        original(self)
+
+    owner.step = timed  # type: ignore[method-assign]
+    options = {"num_chains": chains, "warmup": warmup, "num_samples": samples, "start": start}
+    first = time.process_time()
+    if sampler == "gibbs":
+        fit = fit_gibbs(module, data, **options)
+    else:
+        fit = fit_mcmc(MarginalModel(module), data, **options)
+    end = time.process_time()
+    owner.step = original  # type: ignore[method-assign]
+    return fit.chains, times[warmup] - first, end - times[warmup]
+
+
+def by_pyro(module: TabularHMM, data: Sequences, start: Any, sizes: Any) -> Any:
+    """Samples and seconds of Pyro's NUTS of the same model."""
+    _, warmup, samples = sizes
+    scale_priors(module, data)
+    values = {name: value.clone() for name, value in start.start.items()}
+    init = pyro.infer.autoguide.init_to_value(values=values)
+    kernel = pyro.infer.NUTS(MarginalModel(module), init_strategy=init)
+    times = [time.process_time()]
+    sampler = pyro.infer.MCMC(
+        kernel, samples, warmup, disable_progbar=True,
+        hook_fn=lambda *_: times.append(time.process_time()),
+    )  # fmt: skip
+    sampler.run(data)
+    found = sampler.get_samples(group_by_chain=True)
+    return found, times[warmup] - times[0], times[-1] - times[warmup]
+
+
+def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str) -> Any:
+    """Samples and seconds of NumPyro's NUTS of the same model, filtered by ``lax.scan``."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import numpyro
+    import numpyro.distributions as dist
+
+    chains, warmup, samples = sizes
+    scale_priors(module, data)
+    emission, num_states = module.emission, module.num_states
+    values = jnp.array(data.values.numpy())
+
+    def likelihoods() -> Any:
+        if hasattr(emission, "prior_loc"):
+            shape, rate = (jnp.array(part.numpy()) for part in (emission.shape, emission.rate))
+            inner = dist.InverseGamma(shape, rate).to_event(2)
+            variance = numpyro.sample("module.emission.variance", inner)
+            centre = jnp.array(emission.prior_loc.numpy())
+            prior = dist.Normal(centre, jnp.sqrt(variance / emission.weight)).to_event(2)
+            loc = numpyro.sample("module.emission.loc", prior)
+            return dist.Normal(loc, jnp.sqrt(variance)).log_prob(values[..., None, :]).sum(-1)
+        if hasattr(emission, "weight"):
+            parts = emission.concentration, emission.weight
+            prior = dist.Gamma(*(jnp.array(part.numpy()) for part in parts)).to_event(1)
+            rate = numpyro.sample("module.emission.rate", prior)
+            return dist.Poisson(rate).log_prob(values[..., None])
+        prior = dist.Dirichlet(jnp.array(emission.concentration.numpy())).to_event(1)
+        return jnp.log(numpyro.sample("module.emission.probs", prior)).T[values]
+
+    def model() -> None:
+        ones = jnp.ones((num_states, num_states))
+        initial = numpyro.sample("module.initial", dist.Dirichlet(ones[0]))
+        matrix = numpyro.sample("module.transition", dist.Dirichlet(ones).to_event(1))
+        logs = likelihoods()
+
+        def step(alpha: Any, log: Any) -> Any:
+            peak = alpha.max(-1, keepdims=True)
+            return jnp.log(jnp.exp(alpha - peak) @ matrix) + peak + log, None
+
+        alpha, _ = jax.lax.scan(step, jnp.log(initial) + logs[:, 0], logs[:, 1:].swapaxes(0, 1))
+        numpyro.factor("x", jax.scipy.special.logsumexp(alpha, -1).sum())
+
+    init = {name: jnp.array(value.numpy()) for name, value in start.start.items()}
+    kernel = numpyro.infer.NUTS(model, init_strategy=numpyro.infer.init_to_value(values=init))
+    sampler = numpyro.infer.MCMC(
+        kernel, num_warmup=warmup, num_samples=samples, num_chains=chains, chain_method=method,
+        progress_bar=False,
+    )  # fmt: skip
+    times = [time.process_time()]
+    sampler.warmup(jax.random.PRNGKey(0))
+    sampler.run(jax.random.PRNGKey(1))  # compiles
+    times.append(time.process_time())
+    sampler.post_warmup_state = sampler.last_state
+    sampler.run(jax.random.PRNGKey(2))
+    found = sampler.get_samples(group_by_chain=True)
+    times.append(time.process_time())
+    samples_of = {name: torch.tensor(np.array(value)) for name, value in found.items()}
+    return samples_of, times[1] - times[0], times[2] - times[1]
+
+
+def measure(sampler: str, name: str) -> dict[str, Any]:
+    """One sampler of one model."""
+    module, data = problem(name)
+    pyro.set_rng_seed(1)
+    start = fit_em(module, data, restarts=10)
+    chains, warmup, samples = SIZES[sampler]
+    sizes = chains, max(50, int(warmup * SHARE[name] ** 0.5)), max(50, int(samples * SHARE[name]))
+    if sampler in ("gibbs", "hmc"):
+        ours(sampler, module, data, start, (chains, 1, 4))  # compiles
+        found, first, rest = ours(sampler, module, data, start, sizes)
+    elif sampler == "pyro-nuts":
+        found, first, rest = by_pyro(module, data, start, sizes)
+    else:
+        method = "vectorized" if sampler.endswith("vectorized") else "sequential"
+        found, first, rest = by_numpyro(module, data, start, sizes, method)
+    parts: dict[str, Tensor] = {n: value for n, value in found.items() if n.startswith("module.")}
+    judged = [agreement(value) for value in parts.values()]
+    ess = min(part.bulk.nan_to_num(1e9).min().item() for part in judged)
+    tail = min(part.tail.nan_to_num(1e9).min().item() for part in judged)
+    rhat = max(part.rhat.nan_to_num(1.0).max().item() for part in judged)
+    return {
+        "sampler": sampler, "model": name, "chains": sizes[0], "warmup": sizes[1],
+        "samples": sizes[2], "seconds of warmup": round(first, 2), "seconds": round(rest, 2),
+        "bulk": round(ess, 1), "tail": round(tail, 1), "rhat": round(rhat, 3),
+        "bulk a second": round(ess / rest, 2),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure one sampler of one model, or draw all of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sampler", choices=SAMPLERS)
+    parser.add_argument("--model", choices=list(SHARE))
+    options = parser.parse_args()
+    path = HERE / "posterior.json"
+    known = json.loads(path.read_text()).get("rows", []) if path.exists() else []
+    if options.sampler:
+        found = measure(options.sampler, options.model)
+        print(found)
+        known = [run for run in known if (run["sampler"], run["model"]) !=
+                 (options.sampler, options.model)] + [found]  # fmt: skip
+        write("posterior", known, numpyro="0.22.0")
+        return
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for i, sampler in enumerate(SAMPLERS):
+        rates = {run["model"]: run["bulk a second"] for run in known if run["sampler"] == sampler}
+        places = [list(SHARE).index(model) + 0.16 * (i - 2) for model in rates]
+        axes.bar(places, list(rates.values()), 0.15, label=sampler)
+    axes.set_xticks(range(len(SHARE)), list(SHARE))
+    axes.set(yscale="log", ylabel="effective samples a second")
+    axes.legend(fontsize=7)
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""The arguments that gradient fits share, named and explained once, and their checks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from pyro.infer import ELBO
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from .._checks import check_size, check_tolerance
+from ..data.sequences import Sequences
+from .validation import Validation
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
+Report = Callable[[Validation], object]
+
+# What another call may change and still resume from a checkpoint: it changes no step, only how many
+# there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
+FREE = ("num_steps", "tolerance", "patience", "progress", "report", "checkpoint")
+ALIASES = {  # of other packages
+    "lr": "learning_rate", "n_iter": "num_steps", "max_iter": "num_steps", "tol": "tolerance",
+    "steps": "num_steps", "n_restarts": "restarts", "verbose": "progress",
+}  # fmt: skip
+
+
+class RunOptions(TypedDict, total=False):
+    """Arguments that do not depend on how a fit takes steps and minibatches.
+
+    Attributes:
+        patience: End after this many validations without an improvement.
+        progress: Whether to show a progress bar on stderr; by default if that is a terminal.
+        checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
+        name: Of the fit, which its checkpoint must have: choose another where your own code, or
+            what it reads, has changed.
+        elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
+        average: Decay below one of a moving average of the parameters, with which the fit ends and
+            is validated. After step n the decay is (1 + n) / (10 + n) where that is less.
+        validate_every: Number of steps between validations; by default one follows every round of
+            minibatches, or every 25 steps without them. The last step is followed by one too.
+        report: Called with each :class:`Validation`, in the first process, such as ``print``.
+        generator: Source of randomness for minibatches; torch's global one by default.
+        precision: ``torch.bfloat16`` computes networks, and inner products of large models, in
+            that at every step, as ``torch.autocast`` does; parameters and probabilities keep
+            theirs, and held-out data are evaluated in full precision.
+    """
+
+    patience: int | None
+    progress: bool | None
+    checkpoint: str | Path | None
+    name: str | None
+    elbo: ELBO | None
+    average: float | None
+    validate_every: int | None
+    report: Report | None
+    generator: torch.Generator | None
+    precision: torch.dtype | None
+
+
+class FitOptions(RunOptions, total=False):
+    """Further arguments of gradient fits: :func:`fit_map`, :func:`fit_svi` and those above them.
+
+    Attributes:
+        batch_tokens: Largest number of steps in a minibatch, padding included, in place of
+            ``batch_size``: sequences of similar length share a batch, each once per round, and a
+            longer one is a batch alone. The mean loss of a round is that of the whole set.
+        windows: ``(streams, steps)``, in place of both: the sequences of a round, concatenated,
+            are split into so many streams, and each minibatch is the next so many steps of all.
+            For a :class:`StatefulModel`.
+        optimizer: Called with the parameters, returns a torch optimizer; Adam by default.
+        schedule: Called with the optimizer, returns a torch learning-rate scheduler. It is stepped
+            after every gradient step; a ``ReduceLROnPlateau`` after every validation.
+        clip_norm: Largest norm of the whole gradient, per observed step.
+
+    Those that any fit takes are explained at :class:`pyrohmm.infer.options.RunOptions`.
+    """
+
+    batch_tokens: int | None
+    windows: tuple[int, int] | None
+    optimizer: OptimizerFactory | None
+    schedule: ScheduleFactory | None
+    clip_norm: float | None
+
+
+class Settings(FitOptions):
+    """All arguments of a gradient fit but model, guide and data: see :func:`fit_svi`."""
+
+    num_steps: int
+    learning_rate: float
+    tolerance: float | None
+    batch_size: int | None
+    validation: Sequences | None
+
+
+def sees_all(settings: Settings) -> bool:
+    """Whether every step sees all the data."""
+    sizes = settings["batch_size"], settings.get("batch_tokens"), settings.get("windows")
+    return sizes == (None, None, None)
+
+
+def check_names(fit: Callable[..., Any], options: Mapping[str, Any], but: Iterable[str]) -> None:
+    """Raise unless ``options`` are those of :class:`FitOptions`, and none of ``but``."""
+    plain = [name for name in inspect.signature(fit).parameters if name != "options"]
+    known = {*plain, *FitOptions.__annotations__} - {*but}
+    for name in options:
+        if name not in known:
+            near = get_close_matches(ALIASES.get(name, name), known, 1)
+            cure = f" Did you mean {near[0]}?" if near else ""
+            raise TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise unless numbers are in their ranges, and no argument excludes or needs another."""
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    check_size("num_steps", settings["num_steps"])
+    check_tolerance(settings["tolerance"])
+    if not settings["learning_rate"] > 0:
+        raise ValueError(f"learning_rate must be positive; got {settings['learning_rate']}.")
+    for name in ("batch_size", "batch_tokens", "validate_every", "patience"):
+        if name in given:
+            check_size(name, given[name])
+    if "windows" in given:
+        windows = given["windows"]
+        if not isinstance(windows, tuple) or len(windows) != 2:
+            raise TypeError(f"windows must be a pair, (streams, steps); got {windows!r}.")
+        check_size("the streams of windows", windows[0])
+        check_size("the steps of windows", windows[1])
+    if len({"batch_size", "batch_tokens", "windows"} & {*given}) > 1:
+        raise ValueError(
+            "batch_size, batch_tokens and windows exclude each other: a minibatch has a number "
+            "of sequences, or of steps, or the next steps of streams. Give one of them."
+        )
+    if not given.get("clip_norm", 1.0) > 0:
+        raise ValueError(f"clip_norm must be positive; got {given['clip_norm']}.")
+    if not 0 < given.get("average", 0.5) < 1:
+        raise ValueError(f"average must be between 0 and 1, such as 0.999; got {given['average']}.")
+    validation = settings["validation"]
+    if validation is not None and not isinstance(validation, Sequences):
+        raise TypeError(f"validation must be Sequences; got {type(validation).__name__}.")
+    if settings.get("precision") not in (None, torch.bfloat16, torch.float16):
+        raise ValueError(
+            "precision must be torch.bfloat16, torch.float16 or None, for that of the "
+            f"parameters; got {settings.get('precision')!r}."
+        )
+    for name in ("validate_every", "patience", "report"):
+        if name in given and validation is None:
+            raise ValueError(f"{name} needs validation, the sequences that are held out.")
