@@ -19,7 +19,7 @@ import torch
 from block_ways import Call, lines
 from common import arguments, interleaved, ratio, write
 
-from pyrohmm.ops import _numba_losses, _numba_pieces, evidence, recursions
+from pyrohmm.ops import backends, recursions
 
 NAME = "engine_ways"
 
@@ -44,11 +44,14 @@ def gradient(num_states: int, steps: int, count: int, cycle: bool) -> Call:
     return run
 
 
+loops = backends.compiled("dense")
+
+
 def whole(call: Call) -> Call:
     """The same with sequences as they are."""
 
     def run() -> None:
-        with mock.patch.object(evidence, "_Pieces", evidence._Whole):
+        with mock.patch.object(loops, "_is_long", return_value=False):
             call()
 
     return run
@@ -57,11 +60,11 @@ def whole(call: Call) -> Call:
 def unsure_again(call: Call) -> Call:
     """The same with every sequence of which steps may have lost anything done in a wider range."""
 
-    def drop(self: Any, found: Any) -> None:
-        found.exact[:] &= found.sure
+    def drop(self: Any, found: Any, unsure: Any) -> Any:
+        return found.exact & ~unsure
 
     def run() -> None:
-        with mock.patch.object(evidence._Sweep, "bound_losses", drop):
+        with mock.patch.object(loops._Passes, "bound_losses", drop):
             call()
 
     return run
@@ -74,12 +77,12 @@ def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
         steps = 4000 if quick else steps
         call = gradient(num_states, steps, 1, cycle=False)
         shape = f"one sequence of {steps:,} steps, {num_states} states"
-        sources = [_numba_pieces, evidence._Pieces]
+        sources = [loops._Pieces, loops._chain_of_pieces]
         found.append(("long sequences in pieces", shape, sources, call, whole(call)))
     steps = 50 if quick else 500
     call = gradient(10, steps, 64, cycle=True)
     shape = f"64 sequences of {steps} steps, cycle of 10 states, float32"
-    sources = [_numba_losses, evidence._Sweep.bound_losses]
+    sources = [loops._Passes.bound_losses]
     found.append(("bound of what was lost", shape, sources, call, unsure_again(call)))
     return found
 

@@ -82,3 +82,37 @@ class _Recomputed(torch.autograd.Function):
         gradients = differentiable_gradient(ctx.function, ctx.saved_tensors, weights)
         kept = (x if again or x is None else x.detach() for x in gradients)
         return None, *kept
+
+
+Forward = Callable[..., tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]]
+
+
+def with_gradient(forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The value of ``forward(*inputs)``, with the gradient that it returns.
+
+    Args:
+        forward: Returns the value, and a function of weights of the value's shape that returns the
+            derivatives of the weighted sum by each of the inputs; called with constants.
+        twin: The same value by differentiable operations of torch: for derivatives of the gradient,
+            and within the transforms of ``torch.func``.
+        *inputs: Tensors.
+    """
+    if transforming():
+        return twin(*inputs)
+    return _WithGradient.apply(forward, twin, *inputs)
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        value, ctx.gradient = forward(*inputs)
+        ctx.save_for_backward(*inputs)
+        ctx.twin = twin
+        return value
+
+    @staticmethod
+    @in_full_precision
+    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+            return None, None, *differentiable_gradient(ctx.twin, ctx.saved_tensors, weights)
+        return None, None, *ctx.gradient(weights)

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-MILLISECOND = 20_000_000  # multiplications, by compiled loops
-SHARED = 1 << 15  # numbers, from which most operations of torch go to several threads
+from ._choices import MILLISECOND
 
 
 @contextmanager

@@ -55,3 +55,19 @@ def evidence_and_gradient(
     transformed: Any = torch.func.vjp(evidence, *logs)
     value, pull = transformed
     return value, pull(torch.ones_like(value))
+
+
+def gradients(
+    function: Callable[..., Tensor], *arguments: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Values ``(*B)`` of ``function`` and the gradients of their sum by all arguments."""
+    if transforming():
+        return evidence_and_gradient(function, *arguments)
+    with torch.inference_mode(False), torch.enable_grad():
+        leaves = [  # tensors made in inference mode cannot ask for gradients
+            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
+            for part in arguments
+        ]
+        value = function(*leaves)
+        found = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+    return value.detach(), found

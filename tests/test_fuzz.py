@@ -31,8 +31,9 @@ from pyrohmm import (
 )
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state
-from pyrohmm.ops import backends, blocks, factorial, precision
-from pyrohmm.ops.chain import group
+from pyrohmm.ops import backends, blocks, factorial
+from pyrohmm.ops.dense import chain as chains
+from pyrohmm.ops.dense import scaling
 
 NAN = np.nan
 CHUNK = 500
@@ -1061,15 +1062,18 @@ def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
     rare[0, 1] = -800.0  # no number that is not a logarithm holds it
 
     def dense(matrix, seen):
-        chain, _ = group(EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000]))
-        return precision.evidence_of(chain, None).sum()
+        arguments = EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000])
+        chain = chains.arrange(chains.check_arguments(*arguments))
+        value, gradient = scaling.solve(chain, None)
+        return value.sum(), gradient(torch.ones_like(value))[1]
 
     def product(matrix, seen):
-        return factorial.log_evidence(EVEN, [matrix, matrix], seen, torch.tensor(2000))
+        table = matrix.clone().requires_grad_()
+        value = factorial.log_evidence(EVEN, [table, table], seen, torch.tensor(2000))
+        return value.detach(), torch.autograd.grad(value, table)[0]
 
     for evidence, logs in ((dense, rare), (product, PAIR)):
-        table = logs.clone().requires_grad_()
-        values = [evidence(table, seen) for seen in (scores, scores + offsets)]
-        plain, moved = (torch.autograd.grad(value, table)[0] for value in values)
+        found = [evidence(logs, seen) for seen in (scores, scores + offsets)]
+        values, (plain, moved) = zip(*found)
         assert (moved - plain).abs().max() < 1e-11 * plain.abs().max()
         assert abs(values[1] - values[0] - offsets.sum()) < 1e-14 * values[1]

@@ -17,7 +17,7 @@ from ..ops.blocks.plan import PlannedChain
 from ..ops.blocks.states import Blocks
 from ..ops.blocks.transitions import Transitions
 from ..ops.log_space import logsumexp
-from ..ops.lookup import take_rows
+from ..ops.products import take_rows
 from ..ops.recursions import Posterior
 from ..ops.sampling import refuse_nan, sample_path
 from .base import Chain, ExpectedCounts, gradients

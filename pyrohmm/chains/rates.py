@@ -15,7 +15,7 @@ from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
 from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
-from ..ops.lookup import take_rows
+from ..ops.products import take_rows
 from .base import Chain, Core, ExpectedCounts
 from .markov import MarkovRecursions
 

@@ -17,7 +17,7 @@ from .._precision import at_least_single
 from ..ops import masks
 from ..ops.blocks.emission import log_product
 from ..ops.blocks.states import Blocks
-from ..ops.lookup import take_rows
+from ..ops.products import take_rows
 from ..ops.tensor_cache import cached
 
 

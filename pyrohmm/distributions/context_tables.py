@@ -7,7 +7,7 @@ from pyro.distributions import Categorical as PyroCategorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from ..ops.lookup import look_up
+from ..ops.products import look_up
 from .autoregressive import Autoregressive
 from .hard_zeros import log_probs
 from .observation import is_categorical, permuted

@@ -28,7 +28,7 @@ from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
 from ..ops import masks
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.log_space import logsumexp
-from ..ops.lookup import take_rows
+from ..ops.products import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols, ContextSymbols
 

@@ -29,7 +29,7 @@ from .._checks import check_broadcast, check_integers, check_range
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
-from ..ops.lookup import look_up
+from ..ops.products import look_up
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
 from .linear_emissions import component_log_prob, linear_log_prob
 

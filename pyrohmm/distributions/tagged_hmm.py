@@ -32,7 +32,7 @@ from .._lazy import lazy
 from .._precision import full_precision
 from .._transforms import refuse_transforms
 from ..ops import masks
-from ..ops.lookup import take_rows
+from ..ops.products import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
 from .forecast import sample_emission

@@ -29,7 +29,7 @@ from ..nn.closed_form import (
     inside,
     under,
 )
-from ..ops.lookup import add_rows
+from ..ops.products import add_rows
 from . import msteps
 from .models import check_gradients
 from .msteps import GradientStep, TransitionPrior, TransitionStep

@@ -19,7 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._threads import SHARED
+from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM

@@ -11,11 +11,12 @@ from weakref import WeakKeyDictionary
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .._choices import WIDEST
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
 from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
-from ..ops import evidence
+from ..ops import recursions
 from ..ops.backends import NUMBA, backend_for
 from ..ops.log_space import log
 from .parameters import Parameters
@@ -45,7 +46,7 @@ class TableCounts:
             and data.labels is None
             and parameters.sites.keys() == parameters.constant_priors() == set(_SITES)
             and parameters.log_prior is None
-            and module.num_states <= evidence.WIDEST
+            and module.num_states <= WIDEST
             and backend_for(data.device) is NUMBA
         )
 
@@ -62,15 +63,15 @@ class TableCounts:
             log(value).reshape(restarts, *value.shape[-dim:])
             for value, dim in zip((self.parameters.values[name] for name in _SITES), (1, 2, 2))
         )
-        symbols, lengths = (part.expand(restarts, *part.shape) for part in read)
-        found = evidence.expected_counts(
-            evidence.Uniform(initial, transition, table, symbols, lengths)
-        )
-        if found is None:
-            return None
-        value, starts, pairs, emitted = found
-        counts = {"log_initial": starts, "log_transition": pairs}
-        return ExpectedCounts(value, emitted.mT.unsqueeze(1), counts)
+        symbols, lengths = read
+        missing = table.size(-1)
+        found = recursions.expected_counts_of_symbols(
+            initial.unsqueeze(1), transition.unsqueeze(1).unsqueeze(1), table.unsqueeze(1),
+            symbols.masked_fill(symbols == missing, 0), lengths, symbols != missing,
+        )  # fmt: skip
+        counts = {"log_initial": found.initial.squeeze(1),
+                  "log_transition": found.transitions.squeeze(1).squeeze(1)}  # fmt: skip
+        return ExpectedCounts(found.log_evidence, found.states, counts)
 
     def _symbols(self, batch: Sequences) -> tuple[Tensor, Tensor] | None:
         """Symbols ``(N, T)``, V where there is none, and lengths; None if some are none of V."""

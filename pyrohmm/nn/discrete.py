@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..ops.log_space import log
-from ..ops.lookup import add_rows
+from ..ops.products import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
 from .family import Components, Emission, averaged, family, positive
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._checks import check_floats, check_size
 from ..ops.blocks.states import Blocks
-from ..ops.lookup import take_rows
+from ..ops.products import take_rows
 
 USES = ("start", "leave", "enter", "emit")  # of the embedding of a state
 

@@ -21,12 +21,13 @@ from numba.core import event
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
+from .._choices import WORTH
+
 kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 # for rounding that is meant; if it were not said, it would be as the caller has it
 exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
 u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
 _single = np.float32
-WORTH = 2_000_000  # multiplications, a millisecond or less, for which a thread is asked
 
 
 class _Announcement(event.Listener):
@@ -92,6 +93,16 @@ def share(run: Callable[[int], Any], parts: int) -> list[Any]:
     """Call ``run`` for each of several parts of some work, on threads; returns what it does."""
     tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
     return [run(0), *(task.result() for task in tasks)]
+
+
+@kernel
+def add_rows(first, last, rows, values, out):
+    """Add ``values[i]`` to ``out[rows[i]]``, where that lies between ``first`` and ``last``."""
+    for i in range(rows.shape[0]):
+        if first <= rows[i] < last:
+            row = out[rows[i]]
+            for k in range(out.shape[1]):
+                row[k] += values[i, k]
 
 
 # The exponential, as Numba would call it one number at a time ------------------------------------

@@ -1,9 +1,9 @@
-"""Which backend computes: Numba's compiled loops on the CPU where it is installed, else torch.
+"""What computes: loops that Numba compiles, on the CPU where it is installed, or torch.
 
 Example:
     >>> with use(TORCH):  # this thread, whatever is installed
-    ...     backend_for(torch.device("cpu")) is TORCH
-    True
+    ...     pick(torch.device("cpu"))
+    <Backend.TORCH: 'operations of torch'>
 """
 
 from __future__ import annotations
@@ -13,30 +13,40 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from enum import Enum
 from functools import cache
-from types import FrameType
+from importlib import import_module
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
 
-from ._numba_backend import NUMBA as NUMBA
-from .operations import TORCH as TORCH
-from .operations import Backend as Backend
 
-_chosen: ContextVar[Backend | None] = ContextVar("pyrohmm_backend", default=None)
+class Backend(Enum):
+    """What computes."""
+
+    TORCH = "operations of torch"
+    NUMBA = "compiled loops"
+
+
+TORCH, NUMBA = Backend.TORCH, Backend.NUMBA
 CPU = torch.device("cpu")
+_forced: ContextVar[Backend] = ContextVar("pyrohmm_backend", default=NUMBA)
 
 
-def backend_for(device: torch.device) -> Backend:
-    """The backend for tensors on ``device``."""
-    chosen = _chosen.get()
-    if chosen is None:
-        return NUMBA if device.type == "cpu" and has_numba() else TORCH
-    if chosen is NUMBA and device.type != "cpu":
-        raise ValueError(
-            f"NUMBA computes on the CPU only; got tensors on {device}. Use TORCH for them."
-        )
-    return chosen
+def pick(device: torch.device, fits: bool = True) -> Backend:
+    """What computes on ``device``; torch does what does not fit loops: see :mod:`.._choices`."""
+    compiled = fits and device.type == "cpu" and _forced.get() is NUMBA and has_numba()
+    return NUMBA if compiled else TORCH
+
+
+@cache
+def compiled(folder: str) -> ModuleType:
+    """The compiled loops of a folder of this room."""
+    return import_module(f".{folder}._numba", __package__)
+
+
+backend_for = pick
 
 
 @contextmanager
@@ -44,21 +54,18 @@ def use(backend: Backend) -> Iterator[None]:
     """Compute by ``backend`` within a ``with`` statement, in this thread.
 
     Args:
-        backend: ``TORCH`` or ``NUMBA``.
+        backend: ``TORCH``, or ``NUMBA`` for what is chosen without this context.
 
     Raises:
-        TypeError: If it is neither.
         ImportError: If it is ``NUMBA``, and Numba is not installed.
     """
-    if backend not in (TORCH, NUMBA):
-        raise TypeError(f"backend must be TORCH or NUMBA; got {backend!r}.")
-    if backend is NUMBA and not has_numba():
+    if Backend(backend) is NUMBA and not has_numba():
         raise ImportError("NUMBA needs Numba. Install it with pip install 'pyrohmm[compiled]'.")
-    token = _chosen.set(backend)
+    token = _forced.set(backend)
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _forced.reset(token)
 
 
 @cache
@@ -66,7 +73,7 @@ def has_numba() -> bool:
     """Whether Numba can be imported; the first call imports it."""
     try:
         with _signals_delayed():
-            NUMBA.load()
+            import_module("._numba_math", __package__)
     except ImportError:
         return False
     return True

@@ -32,7 +32,7 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
-from . import torch_factorial as engine
+from .product import _torch as engine
 
 
 class ProductTransition:
@@ -90,7 +90,8 @@ def _arrange(
         }
         | {name: table.shape[:-2] for name, table in tables.items()}
     )
-    return engine.arrange(log_initial, log_transitions, log_likelihood, lengths, batch)
+    matrices = [table[..., None, None, :, :] for table in log_transitions]
+    return engine.arrange(log_initial, matrices, log_likelihood, lengths, batch)
 
 
 def log_evidence(

@@ -1,9 +1,10 @@
-r"""Products of matrices between observations and states.
+r"""Products of matrices between observations and states, look-ups, and the sums of their gradients.
 
 Rows are features of observations, ``(*A, F)``, columns belong to states, ``(*b, K, F)``; their
 batch dimensions broadcast from the right. What has a size of its own on both sides, as parameters
 per sequence have, becomes a batch of products; all else is one product. Neither values nor
-gradients make one number for each observation, state and feature.
+gradients make one number for each observation, state and feature. A look-up is the product with a
+row of zeros and a one.
 
 Gradients by columns are sums over all observations whose terms cancel: they are added up in
 float64, whatever the dtype of the rows. Columns may be in float64 beside rows in float32: then what
@@ -15,18 +16,73 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from .._precision import differentiable_gradient, full_precision, in_full_precision
+from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE
+from .._precision import full_precision, with_gradient
 from .._threads import threads_for
-from .._transforms import transforming
-from .backends import backend_for
+from .backends import NUMBA, pick
 
-CHUNK = 1 << 17  # numbers made at once: they stay in the cache of a core
-NARROW, BLOCK = 32, 512  # states; and rows whose sums are in single precision, where there are more
+CHUNK = CACHED
+
+
+def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
+    """Log-probabilities ``(*A, K)`` of symbols ``(*A)`` in each of K states.
+
+    Args:
+        log_probs: ``(*b, K, V)``, where b broadcasts with A from the right.
+        symbols: Integers below V.
+
+    Raises:
+        IndexError: If a symbol is none.
+    """
+    table = log_probs.mT.reshape(-1, log_probs.size(-2))
+    rows = symbols.long()
+    if log_probs.dim() > 2:
+        matrices = torch.arange(len(table) // log_probs.size(-1), device=rows.device)
+        beyond = (rows < 0) | (rows >= log_probs.size(-1))  # not the row of another matrix
+        rows = rows + matrices.reshape(log_probs.shape[:-2]) * log_probs.size(-1)
+        rows = rows.masked_fill(beyond, len(table))
+    return take_rows(table, rows)
+
+
+def take_rows(table: Tensor, rows: Tensor) -> Tensor:
+    """Rows of ``table`` ``(M, K)`` for each of the integers ``rows`` ``(*)``: ``(*, K)``.
+
+    (``torch.nn.functional.embedding`` spends 100 ns on the gradient of a row however short it is,
+    which for few states is longer than the recursions take.)
+    """
+    flat = rows.reshape(-1)
+
+    def taken(table: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor]]]:
+        size, dtype = len(table), table.dtype
+        return (
+            table.index_select(0, flat),
+            lambda weights: (add_rows(weights, flat, size).to(dtype),),
+        )
+
+    def twin(table: Tensor) -> Tensor:
+        return table.double()[flat].to(table.dtype)  # so that sums of gradients are in float64
+
+    return with_gradient(taken, twin, table).reshape(*rows.shape, table.size(-1))
+
+
+def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
+    """Sums ``(size, K)`` in float64 of the rows of ``values`` ``(M, K)`` that have the same index.
+
+    (In float32, a long sum of small numbers stops growing.) No gradient is kept.
+    """
+    values = values.detach()
+    out = values.new_zeros(size, values.size(1), dtype=torch.float64)
+    if pick(values.device, values.numel() >= ADDED) is NUMBA:
+        loops = import_module("._numba_math", __package__)
+        work = values.numel() // max(size, 1)
+        loops.run(loops.add_rows, size, work, rows, values.contiguous(), out)
+        return out
+    return out.index_add_(0, rows, values.double())
 
 
 def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
@@ -40,21 +96,24 @@ def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
         rows: ``(*S, N, F)``.
         cancels: Whether most of the sums may cancel in what is made of them, as in a gradient by
             means. If not, and there are many states, those over ``BLOCK`` rows are of the dtype of
-            the rows: 7e-6 wrong at most, in half of the time.
+            the rows.
 
     Example:
         >>> tenth = torch.full((1_000_000, 1), 0.1)
         >>> accumulated(tenth, torch.ones_like(tenth)).round(decimals=1)
         tensor([[100000.]], dtype=torch.float64)
     """
-    if weights.dtype == torch.float64 or torch.is_grad_enabled():
-        return weights.double().mT @ rows.double()
+    size = BLOCK
+    if cancels or weights.size(-1) < NARROW:
+        width = weights.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
+        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
+        if weights.dtype == torch.float64 or torch.is_grad_enabled() or rows.size(-2) <= size:
+            return weights.double().mT @ rows.double()
     shape = *weights.shape[:-2], weights.size(-1), rows.size(-1)
     out = rows.new_zeros(shape, dtype=torch.float64)
-    if cancels or weights.size(-1) < NARROW:
-        backend_for(rows.device).add_products(weights, rows, out)
-        return out
-    for weight, part in zip(weights.split(BLOCK, -2), rows.split(BLOCK, -2)):
+    for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
+        if size != BLOCK:
+            weight, part = weight.double(), part.double()
         out += weight.mT @ part
     return out
 
@@ -72,10 +131,7 @@ def product(rows: Tensor, columns: Tensor) -> Tensor:
         >>> product(torch.ones(5, 2), torch.ones(3, 1, 4, 2)).shape  # three restarts
         torch.Size([3, 5, 4])
     """
-    batch = _Batch(rows.shape[:-1], columns.shape[:-2])
-    multiply = _product if transforming() else _Product.apply
-    with full_precision(rows):
-        return batch.join(multiply(batch.of_rows(rows), batch.of_columns(columns, 2)))
+    return _batched(_product_and_gradient, _summed_in_double, rows, columns, 2)
 
 
 def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
@@ -87,10 +143,7 @@ def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
         rows: ``(*A, F)``.
         columns: ``(*b, K, D, F)``.
     """
-    batch = _Batch(rows.shape[:-1], columns.shape[:-3])
-    compute = _all_squared_norms if transforming() else _SquaredNorms.apply
-    with full_precision(rows):
-        return batch.join(compute(batch.of_rows(rows), batch.of_columns(columns, 3)))
+    return _batched(_norms_and_gradient, _all_squared_norms, rows, columns, 3)
 
 
 def quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
@@ -103,10 +156,30 @@ def quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
         rows: ``(*A, F)``.
         matrices: ``(*b, K, F, F)``, symmetric.
     """
-    batch = _Batch(rows.shape[:-1], matrices.shape[:-3])
-    compute = _all_quadratic_forms if transforming() else _QuadraticForms.apply
+    return _batched(_forms_and_gradient, _all_quadratic_forms, rows, matrices, 3)
+
+
+def _batched(
+    compute: Callable[..., tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor]]]],
+    twin: Callable[[Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor, own: int,
+) -> Tensor:  # fmt: skip
+    """A product over all batch dimensions: ``own`` are the dimensions of columns behind them."""
+    batch = _Batch(rows.shape[:-1], columns.shape[: columns.dim() - own])
+    parts = batch.of_rows(rows), batch.of_columns(columns, own)
+    by_rows = rows.requires_grad
+
+    def computed(rows: Tensor, columns: Tensor):  # type: ignore[no-untyped-def]
+        with _threads_for(rows, columns):
+            value, gradient = compute(rows, columns, by_rows)
+
+        def on_threads(weights: Tensor) -> tuple[Tensor | None, Tensor]:
+            with _threads_for(rows, columns):
+                return gradient(weights)
+
+        return value, on_threads
+
     with full_precision(rows):
-        return batch.join(compute(batch.of_rows(rows), batch.of_columns(matrices, 3)))
+        return batch.join(with_gradient(computed, twin, *parts))
 
 
 def upper_products(rows: Tensor) -> Tensor:
@@ -183,100 +256,79 @@ class _Batch:
         return products.permute(*(self.order.index(i) for i in range(len(self.order))), -1)
 
 
-def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    return rows @ columns.to(rows.dtype).mT
-
-
 def _threads_for(rows: Tensor, columns: Tensor) -> AbstractContextManager[None]:
     """Threads for the product of ``([S,] L, F)`` and ``([S,] K, *D, F)``."""
     shared = len(rows) if rows.dim() == 3 else 1
     return threads_for(rows.numel() * columns.numel() / max(shared * rows.size(-1), 1))
 
 
-class _Product(torch.autograd.Function):
+Computed = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor]]]
+
+
+def _product(rows: Tensor, columns: Tensor) -> Tensor:
+    return rows @ columns.to(rows.dtype).mT
+
+
+def _summed_in_double(rows: Tensor, columns: Tensor) -> Tensor:
+    """The product by float64, in which autograd then adds up the gradients too."""
+    return (rows.double() @ columns.double().mT).to(rows.dtype)
+
+
+def _product_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Computed:
     """``rows @ columns.mT``; the gradients are products also."""
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, columns)
-        with _threads_for(rows, columns):
-            return _product(rows, columns)
+    def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
+        by_columns = accumulated(weights, rows).to(columns.dtype)
+        return weights @ columns.to(rows.dtype) if by_rows else None, by_columns
 
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        rows, columns = ctx.saved_tensors
-        by_rows, by_columns = ctx.needs_input_grad
-        with _threads_for(rows, columns):
-            return (
-                gradient @ columns.to(rows.dtype) if by_rows else None,
-                accumulated(gradient, rows).to(columns.dtype) if by_columns else None,
-            )
+    return _product(rows, columns), gradient
 
 
-class _SquaredNorms(torch.autograd.Function):
+def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Computed:
     """Squared norms ``([S,] L, K)`` of rows ``([S,] L, F)`` by columns ``([S,] K, D, F)``."""
+    out = rows.new_empty(*rows.shape[:-1], columns.size(-3))
+    for chunk, inner in _inner_products(rows, columns):
+        torch.sum(inner.square_(), -2, out=out[..., chunk, :])
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, columns)
-        out = rows.new_empty(*rows.shape[:-1], columns.size(-3))
-        with _threads_for(rows, columns):
-            for chunk, inner in _inner_products(rows, columns):
-                torch.sum(inner.square_(), -2, out=out[..., chunk, :])
-        return out
-
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, columns = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient will itself be differentiated
-            return tuple(differentiable_gradient(_all_squared_norms, (rows, columns), gradient))
+    def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
         flat = _flat(columns).to(rows.dtype)
-        by_rows, by_flat = torch.zeros_like(rows), torch.zeros_like(flat.mT, dtype=torch.float64)
-        with _threads_for(rows, columns):
-            for chunk, inner in _inner_products(rows, columns):
-                inner = inner.mul_(2 * gradient[..., chunk, :].unsqueeze(-2)).flatten(-2)
-                by_flat += accumulated(rows[..., chunk, :], inner)
-                if ctx.needs_input_grad[0]:
-                    by_rows[..., chunk, :] = inner @ flat
+        of_rows = torch.zeros_like(rows) if by_rows else None
+        by_flat = torch.zeros_like(flat.mT, dtype=torch.float64)
+        for chunk, inner in _inner_products(rows, columns):
+            inner = inner.mul_(2 * weights[..., chunk, :].unsqueeze(-2)).flatten(-2)
+            by_flat += accumulated(rows[..., chunk, :], inner)
+            if of_rows is not None:
+                of_rows[..., chunk, :] = inner @ flat
         by_columns = by_flat.unflatten(-1, (columns.size(-2), columns.size(-3)))
-        return by_rows, by_columns.movedim(-3, -1).transpose(-3, -2).to(columns.dtype)
+        return of_rows, by_columns.movedim(-3, -1).transpose(-3, -2).to(columns.dtype)
+
+    return out, gradient
 
 
-class _QuadraticForms(torch.autograd.Function):
+def _forms_and_gradient(rows: Tensor, matrices: Tensor, by_rows: bool) -> Computed:
     """Quadratic forms ``([S,] L, K)`` of rows ``([S,] L, F)`` by matrices ``([S,] K, F, F)``."""
+    size = rows.size(-1)
+    first, second = torch.triu_indices(size, size, device=rows.device)
+    flat = matrices[..., first, second] * torch.where(first == second, 1.0, 2.0)
+    flat = flat.to(rows.dtype)
+    out = rows.new_empty(*rows.shape[:-1], matrices.size(-3))
+    width = flat.size(-1) // 4  # they are made one by one
+    for chunk in _chunks(rows, width):
+        torch.matmul(upper_products(rows[..., chunk, :]), flat.mT, out=out[..., chunk, :])
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, matrices: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, matrices)
-        first, second = torch.triu_indices(rows.size(-1), rows.size(-1), device=rows.device)
-        flat = matrices[..., first, second] * torch.where(first == second, 1.0, 2.0)
-        flat = flat.to(rows.dtype)
-        out = rows.new_empty(*rows.shape[:-1], matrices.size(-3))
-        with _threads_for(rows, matrices):
-            for chunk in _chunks(rows, flat.size(-1) // 4):  # they are made one by one
-                torch.matmul(upper_products(rows[..., chunk, :]), flat.mT, out=out[..., chunk, :])
-        return out
+    def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
+        by_flat = torch.zeros_like(flat, dtype=torch.float64)
+        of_rows = torch.zeros_like(rows) if by_rows else None
+        wide = matrices.flatten(-2).to(rows.dtype)
+        for chunk in _chunks(rows, width):
+            part, weight = rows[..., chunk, :], weights[..., chunk, :]
+            by_flat += accumulated(weight, upper_products(part))
+            if of_rows is not None:
+                mixed = (weight @ wide).unflatten(-1, (size, size))
+                of_rows[..., chunk, :] = 2 * (mixed @ part.unsqueeze(-1)).squeeze(-1)
+        return of_rows, symmetric(by_flat, size).to(matrices.dtype)
 
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, matrices = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient will itself be differentiated
-            return tuple(differentiable_gradient(_all_quadratic_forms, (rows, matrices), gradient))
-        size = rows.size(-1)
-        shape = *gradient.shape[:-2], gradient.size(-1), size * (size + 1) // 2
-        flat, wide = rows.new_zeros(shape, dtype=torch.float64), matrices.flatten(-2).to(rows.dtype)
-        by_rows = torch.zeros_like(rows) if ctx.needs_input_grad[0] else None
-        with _threads_for(rows, matrices):
-            for chunk in _chunks(rows, flat.size(-1) // 4):  # they are made one by one
-                part, weights = rows[..., chunk, :], gradient[..., chunk, :]
-                flat += accumulated(weights, upper_products(part))
-                if by_rows is not None:
-                    mixed = (weights @ wide).unflatten(-1, (size, size))
-                    by_rows[..., chunk, :] = 2 * (mixed @ part.unsqueeze(-1)).squeeze(-1)
-        return by_rows, symmetric(flat, size).to(matrices.dtype)
+    return out, gradient
 
 
 def _chunks(rows: Tensor, width: int) -> Iterator[slice]:
@@ -300,10 +352,12 @@ def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tens
 
 
 def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
-    inner = _product(rows, _flat(columns)).unflatten(-1, (columns.size(-2), columns.size(-3)))
+    inner = _summed_in_double(rows, _flat(columns)).unflatten(
+        -1, (columns.size(-2), columns.size(-3))
+    )
     return inner.square().sum(-2)
 
 
 def _all_quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
-    apart = _product(rows, matrices.flatten(-3, -2)).unflatten(-1, matrices.shape[-3:-1])
+    apart = _summed_in_double(rows, matrices.flatten(-3, -2)).unflatten(-1, matrices.shape[-3:-1])
     return (apart * rows.unsqueeze(-2)).sum(-1)

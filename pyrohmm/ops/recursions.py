@@ -18,22 +18,19 @@ not lie between 1 and T.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._checks import check_booleans, check_broadcast, check_integers, check_real, check_tensor
-from .._precision import at_least_single
+from .._precision import with_gradient
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
-from . import evidence as compiled
-from .backends import NUMBA, backend_for
-from .chain import Arguments, Chain, arrange, check_arguments, group
-from .lookup import look_up
-from .precision import evidence_of, filtered_of, posterior_of, scaled_messages, wider
-from .torch_chain import log_space_by_steps
+from .dense import _torch as torch_engine
+from .dense import scaling
+from .dense.chain import Arguments, arrange, check_arguments, spread
+from .log_space import finite_or_zero, logsumexp
+from .masks import exists
 
 
 class Posterior(NamedTuple):
@@ -87,14 +84,7 @@ def log_evidence(
         >>> log_evidence(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).exp()
         tensor(0.0900)
     """
-    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
-    if transforming():
-        return log_space_by_steps(*arrange(arguments))[0].reshape(arguments.batch)
-    if (chain := _uniform(arguments, arguments.likelihood)) is None:
-        chains = arrange(arguments)
-        return evidence_of(chains, chains.likelihood.dtype).reshape(arguments.batch)
-    batch = arguments.batch
-    return _uniform_evidence(chain, arguments, lambda logs: logs.reshape(*batch, *logs.shape[-2:]))
+    return _evidence(check_arguments(log_initial, log_transition, log_likelihood, lengths))
 
 
 def log_evidence_of_symbols(
@@ -126,11 +116,9 @@ def log_evidence_of_symbols(
         >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
         tensor(0.4225)
     """
-    parts = log_initial, log_transition, log_symbols
-    likelihood, arguments, chain = _of_symbols(*parts, symbols, lengths, known)
-    if arguments is None or chain is None:
-        return log_evidence(log_initial, log_transition, likelihood(log_symbols), lengths)
-    return _uniform_evidence(chain, arguments, likelihood)
+    return _evidence(
+        check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
+    )
 
 
 def posterior(
@@ -141,17 +129,18 @@ def posterior(
     A sequence of probability zero has no posterior: its entries are zero. They carry no gradient,
     but within the transforms of ``torch.func`` have derivatives.
     """
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    batch, dtype = arguments.batch, arguments.dtype
     if transforming():
-        arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
-        rows = log_transition.expand(*arguments.batch, *log_transition.shape[-3:])
-        counts = expected_counts(log_initial, rows, log_likelihood, lengths)
+        wide = arguments.transition.expand(*batch, *arguments.transition.shape[-3:])
+        counts = _counts(arguments._replace(transition=wide))
         return Posterior(counts.log_evidence, counts.states, counts.transitions.sum(-3))
     with torch.no_grad():
-        chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-        parts = posterior_of(chain, chain.likelihood.dtype)
-        return Posterior(
-            *(part.to(chain.likelihood.dtype).reshape(batch + part.shape[1:]) for part in parts)
-        )
+        value, gradient = scaling.solve(arrange(arguments), dtype, each=True)
+        found = gradient(torch.ones_like(value))
+        assert found is not None
+        parts = value, found[2], found[1].sum(0).unflatten(0, value.shape)
+        return Posterior(*(part.to(dtype).reshape((*batch, *part.shape[2:])) for part in parts))
 
 
 def expected_counts(
@@ -168,15 +157,7 @@ def expected_counts(
         tensor([[[0.5000, 0.5000],
                  [0.0000, 0.0000]]])
     """
-    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
-    shape = *arguments.batch, *log_likelihood.shape[-2:]
-    log_likelihood = log_likelihood.expand(shape)
-    chain = None if transforming() else _uniform(arguments, log_likelihood)
-
-    def evidence(initial: Tensor, transition: Tensor, likelihood: Tensor) -> Tensor:
-        return log_evidence(initial, transition, likelihood, lengths)
-
-    return _counts(evidence, arguments, chain, log_initial, log_transition, log_likelihood)
+    return _counts(check_arguments(log_initial, log_transition, log_likelihood, lengths))
 
 
 def expected_counts_of_symbols(
@@ -204,46 +185,9 @@ def expected_counts_of_symbols(
         tensor([[2., 0.],
                 [0., 1.]])
     """
-
-    def evidence(initial: Tensor, transition: Tensor, table: Tensor) -> Tensor:
-        return log_evidence_of_symbols(initial, transition, table, symbols, lengths, known)
-
-    parts = log_initial, log_transition, log_symbols
-    _, arguments, chain = _of_symbols(*parts, symbols, lengths, known)
-    counts = _counts(evidence, arguments, chain, *parts)
+    arguments = check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
+    counts = _counts(arguments)
     return counts._replace(states=counts.states.mT)
-
-
-def _counts(
-    evidence: Callable[[Tensor, Tensor, Tensor], Tensor],
-    arguments: Arguments | None,
-    chain: compiled.Uniform | None,
-    *logs: Tensor,
-) -> ExpectedCounts:
-    """The evidence, and its gradients by its arguments; those of a ``chain`` need no autograd."""
-    if transforming():
-        value, counts = evidence_and_gradient(evidence, *logs)
-        return ExpectedCounts(value, *counts)
-    with torch.inference_mode(False), torch.enable_grad():
-        found = None if chain is None else compiled.expected_counts(chain)
-        if arguments is not None and found is not None:
-            shaped = (_like(part, like) for part, like in zip(found[1:], logs))
-            return ExpectedCounts(found[0].reshape(arguments.batch), *shaped)
-        # tensors made in inference mode cannot ask for gradients
-        leaves = [
-            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in logs
-        ]
-        value = evidence(*leaves)
-        counts = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
-    return ExpectedCounts(value.detach(), *counts)
-
-
-def _like(counts: Tensor, logs: Tensor) -> Tensor:
-    """Counts of the shape and dtype of ``logs``, summed over what shares them."""
-    alike = counts.numel() == logs.numel()
-    shaped = counts.reshape(logs.shape) if alike else counts.sum_to_size(logs.shape)
-    return shaped.to(logs.dtype)
 
 
 def filtered(
@@ -253,14 +197,16 @@ def filtered(
 
     -inf at padded steps, and from the step at which the observations become impossible.
     """
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     if transforming():
-        chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-        messages = scaled_messages(log_space_by_steps(*chain)[1], chain)
-        return messages.reshape(*batch, *messages.shape[-2:])
-    with torch.no_grad():
-        chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-        (messages,) = filtered_of(chain, chain.likelihood.dtype)
-        return messages.to(chain.likelihood.dtype).reshape(*batch, *messages.shape[-2:])
+        scores = log_space_by_steps(arguments)[1]
+        scores = scores - finite_or_zero(logsumexp(scores, -1).unsqueeze(-1))
+    else:
+        with torch.no_grad():
+            scores = scaling.filtered(arrange(arguments), arguments.dtype)
+    scores = scores.to(arguments.dtype).reshape(*arguments.batch, *scores.shape[-2:])
+    padded = ~exists(arguments.lengths, scores.size(-2), scores.device)
+    return scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
 
 
 def viterbi(
@@ -272,12 +218,11 @@ def viterbi(
         ``(*B, T)`` integers; among equal paths the first; 0 at padded steps.
     """
     refuse_transforms("the most probable path")
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     with torch.no_grad():
-        chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-        shape, device = chain.likelihood.shape[:3], chain.likelihood.device
-        best = torch.zeros(shape, dtype=torch.long, device=device)
-        backend_for(device).viterbi(chain, best)
-        return best.permute(1, 2, 0).reshape(*batch, len(best))
+        chain = arrange(arguments)
+        best: Tensor = scaling.engine(chain).viterbi(chain)
+        return best.reshape(*arguments.batch, best.size(-1))
 
 
 def sample_states(
@@ -293,152 +238,80 @@ def sample_states(
         ``(num_samples, *B, T)`` integers; 0 at padded steps.
     """
     refuse_transforms("samples of paths")
+    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     with torch.no_grad():
-        chain, batch = group(log_initial, log_transition, log_likelihood, lengths)
-        steps, groups, size, num_states = chain.likelihood.shape
-        (messages,) = filtered_of(chain, chain.likelihood.dtype)  # (G * n, T, K)
-        messages = messages.movedim(1, 0).reshape(steps, groups, size, num_states).contiguous()
-        uniform = torch.rand(
-            num_samples, steps, groups, size, dtype=messages.dtype, device=messages.device
-        )
-        states = torch.zeros(uniform.shape, dtype=torch.long, device=messages.device)
-        transposed = chain.transition.mT.to(messages.dtype).contiguous()
-        backend_for(states.device).sample_states(
-            messages, transposed, chain.lengths, uniform, states
-        )
-        return states.permute(0, 2, 3, 1).reshape(num_samples, *batch, steps)
+        chain = arrange(arguments)
+        if (loops := scaling.engine(chain)) is torch_engine:
+            states: Tensor = torch_engine.sample_states(chain, num_samples)
+        else:
+            filters = scaling.filtered(chain, arguments.dtype)
+            states = loops.sample_states(chain, filters, num_samples)
+        return states.reshape(num_samples, *arguments.batch, states.size(-1))
 
 
-def _of_symbols(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_symbols: Tensor,
-    symbols: Tensor,
-    lengths: Tensor,
-    known: Tensor | None,
-) -> tuple[Callable[[Tensor], Tensor], Arguments | None, compiled.Uniform | None]:
-    """Lookup of log-likelihoods, the arguments, and the kernel's input or None, of symbols.
+def _evidence(arguments: Arguments) -> Tensor:
+    """Log evidence ``(*B)``, differentiable any number of times."""
+    tensors = arguments.tensors
+    differentiable = torch.is_grad_enabled() and any(part.requires_grad for part in tensors)
 
-    There are no log-likelihoods among the arguments, but for their shape.
-    """
-    _check_symbols(log_initial, log_symbols, symbols, known)
-    log_symbols = at_least_single(log_symbols)
-    outer = {"log_symbols": log_symbols.shape[:-2], "symbols": symbols.shape[:-1]}
-    if known is not None:
-        outer["known"] = known.shape[:-1]
-    shape = *check_broadcast(outer), symbols.size(-1), log_symbols.size(-2)
-    symbols = symbols.expand(shape[:-1])  # so that its dimensions are those of log_symbols
+    def solved(*_: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+        return _solved(arguments, differentiable)
 
-    def likelihood(logs: Tensor) -> Tensor:
-        scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
-        return scores if known is None else scores.masked_fill(~known.unsqueeze(-1), 0.0)
+    return with_gradient(solved, _twin(arguments), *tensors)
 
+
+def _solved(
+    arguments: Arguments, differentiable: bool = True
+) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
+    """Log evidence ``(*B)``, and its gradient by weights ``(*B)``."""
+    chain = arrange(arguments)
+    evidence, gradient = scaling.solve(chain, arguments.dtype, differentiable)
+
+    def by_arguments(weights: Tensor) -> list[Tensor]:
+        found = gradient(weights.reshape(evidence.shape))
+        assert found is not None
+        return spread(arguments, found)
+
+    return evidence.reshape(arguments.batch).to(arguments.dtype), by_arguments
+
+
+def _twin(arguments: Arguments) -> Callable[..., Tensor]:
+    """Log evidence ``(*B)`` of tensors in place of those of ``arguments``, by autograd."""
+
+    def evidence(initial: Tensor, transition: Tensor, logs: Tensor) -> Tensor:
+        parts = arguments._replace(initial=initial, transition=transition, logs=logs)
+        return log_space_by_steps(parts)[0].to(arguments.dtype)
+
+    return evidence
+
+
+def _counts(arguments: Arguments) -> ExpectedCounts:
+    """The evidence, and its gradients by its arguments; log-likelihoods are of each sequence."""
+    if arguments.symbols is None:
+        logs = arguments.logs.expand(*arguments.batch, *arguments.logs.shape[-2:])
+        arguments = arguments._replace(logs=logs)
     if transforming():
-        return likelihood, None, None
-    shown = log_symbols.detach().as_strided(shape, (0,) * len(shape))
-    arguments = check_arguments(log_initial, log_transition, shown, lengths)
-    return likelihood, arguments, _uniform(arguments, log_symbols, symbols, known)
+        value, counts = evidence_and_gradient(_twin(arguments), *arguments.tensors)
+        return ExpectedCounts(value, *counts)
+    with torch.no_grad():
+        value, gradient = _solved(arguments)
+        return ExpectedCounts(value, *gradient(torch.ones_like(value)))
 
 
-def _check_symbols(
-    log_initial: Tensor, log_symbols: Tensor, symbols: Tensor, known: Tensor | None
-) -> None:
-    """Raise unless types and shapes are those of :func:`log_evidence_of_symbols`."""
-    check_tensor("log_initial", log_initial)
-    check_real("log_symbols", log_symbols)
-    if not log_symbols.dtype.is_floating_point:
-        raise TypeError(
-            f"log_symbols must be floating point; got {log_symbols.dtype}. Call .float() on it."
-        )
-    check_integers("symbols", symbols)
-    num_states = log_initial.size(-1) if log_initial.dim() else 1
-    if log_symbols.dim() < 2 or log_symbols.size(-2) != num_states:
-        raise ValueError(
-            f"log_symbols must have shape (*B, K, V) with K = {num_states}, that of log_initial; "
-            f"got {tuple(log_symbols.shape)}."
-        )
-    if symbols.dim() == 0:
-        raise ValueError("symbols must have shape (*B, T); got shape ().")
-    if known is not None:
-        check_booleans("known", known)
-        if known.shape[-1:] != symbols.shape[-1:]:
-            raise ValueError(
-                f"known must have shape (*B, T) with T = {symbols.size(-1)}, that of symbols; got "
-                f"{tuple(known.shape)}."
-            )
-        check_broadcast({"known": known.shape[:-1], "symbols": symbols.shape[:-1]})
+def log_space_by_steps(arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Evidence ``(*B)`` and messages log p(x_{1:t}, z_t) ``(*B, T, K)``, by plain autograd.
 
-
-# One matrix for many sequences -----------------------------------------------------------------
-
-
-def _uniform(
-    arguments: Arguments, logs: Tensor, symbols: Tensor | None = None, known: Tensor | None = None
-) -> compiled.Uniform | None:
-    """The arguments as compiled loops over whole sequences take them; None if they do not.
-
-    Args:
-        arguments: With log-likelihoods of any strides.
-        logs: Log-likelihoods, or with ``symbols`` of each symbol.
-        symbols: ``(*B, T)``.
-        known: ``(*B, T)``.
+    In float64, in which the sums of gradients over steps are then too.
     """
-    initial, transition, likelihood, lengths, batch = arguments
-    num_states = initial.size(-1)
-    if (
-        backend_for(likelihood.device) is not NUMBA
-        or num_states > compiled.WIDEST
-        or transition.size(-3) != 1
-    ):
-        return None
-    split = arguments.split
-    within = initial.shape[:-1][max(split - len(batch) + initial.dim() - 1, 0) :]
-    if math.prod(within) != 1:  # first states of each sequence
-        return None
-    count, size = math.prod(batch[:split]), math.prod(batch[split:])
-    if count > 1:
-        lead = batch[:split] + (1,) * (len(batch) - split)
-        initial = initial.expand(*lead, num_states)
-        transition = transition.expand(*lead, 1, num_states, num_states)
-    if symbols is None:
-        logs = logs.expand(*batch, *logs.shape[-2:]).reshape(count, size, *logs.shape[-2:])
-    else:
-        if math.prod(logs.shape[:-2][max(split - len(batch) + logs.dim() - 2, 0) :]) != 1:
-            return None  # probabilities of symbols for each sequence
-        if count > 1:
-            logs = logs.expand(*batch[:split], *(1,) * (len(batch) - split), *logs.shape[-2:])
-        low, high = (int(end) for end in torch.aminmax(symbols))
-        if low < 0 or high >= logs.size(-1):
-            raise ValueError(
-                f"symbols must lie between 0 and V - 1 = {logs.size(-1) - 1}, with V that of "
-                f"log_symbols; got {low} to {high}."
-            )
-        symbols = symbols.expand(*batch, symbols.size(-1)).long()
-        if known is not None:
-            symbols = symbols.masked_fill(~known, logs.size(-1))
-    return compiled.Uniform(
-        initial, transition, logs.to(likelihood.dtype), symbols,
-        lengths.expand(batch).reshape(count, size),
-    )  # fmt: skip
-
-
-def _uniform_evidence(
-    chain: compiled.Uniform, arguments: Arguments, likelihood: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Log evidence, ``(*B)``; ``likelihood`` makes log-likelihoods of ``chain.logs``."""
-
-    def arranged(initial: Tensor, transition: Tensor, logs: Tensor) -> Chain:
-        return arrange(arguments._replace(
-            initial=initial, transition=transition, likelihood=likelihood(logs)
-        ))  # fmt: skip
-
-    def general(*logs: Tensor) -> Tensor:
-        return log_space_by_steps(*arranged(*logs))[0]
-
-    value, exact = compiled.log_evidence(chain, general)
-    if not bool(exact.all()):
-        chosen = (~exact).flatten().nonzero().squeeze(-1)
-        chains = arranged(chain.initial, chain.transition, chain.logs).subset(chosen)
-        redone = evidence_of(chains, wider(value.dtype)).flatten()
-        value = value.flatten().index_put((chosen,), redone)
-    return value.reshape(arguments.batch)
+    initial, transition, likelihood = (
+        part.double() for part in (arguments.initial, arguments.transition, arguments.likelihood)
+    )
+    lengths = arguments.lengths.to(initial.device)
+    alpha = (initial + likelihood[..., 0, :]).expand(*arguments.batch, initial.size(-1))
+    alphas, varying = [alpha], transition.size(-3) > 1
+    for t in range(1, likelihood.size(-2)):
+        matrix = transition[..., t - 1 if varying else 0, :, :]
+        arrived = logsumexp(alpha.unsqueeze(-1) + matrix, -2) + likelihood[..., t, :]
+        alpha = torch.where((t < lengths).unsqueeze(-1), arrived, alpha)
+        alphas.append(alpha)
+    return logsumexp(alpha, -1), torch.stack(alphas, -2)

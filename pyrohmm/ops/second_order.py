@@ -29,8 +29,8 @@ from .._checks import (
     check_same_device,
     check_trailing,
 )
-from . import torch_factorial as engine
 from .masks import exists
+from .product import _torch as engine
 
 
 def _arrange(
@@ -70,9 +70,8 @@ def _arrange(
     pairs = (log_initial + log_likelihood[..., 0, :]).unsqueeze(-1)
     pairs = pairs + torch.where(alone, only, log_second)
     later = later.masked_fill(alone, 0.0)
-    return engine.arrange(
-        pairs.flatten(-2), [log_transition], later, (lengths - 1).clamp(min=1), batch, core=3
-    )
+    by_middle = log_transition.transpose(-3, -2).unsqueeze(-4)  # [j, i, k]
+    return engine.arrange(pairs.flatten(-2), [by_middle], later, (lengths - 1).clamp(min=1), batch)
 
 
 def log_evidence(

@@ -29,20 +29,21 @@ Source: Yu, 2010, Hidden semi-Markov models; the gradient as in
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from .._checks import check_broadcast, check_floats
-from .._precision import differentiable_gradient, in_full_precision
-from .._transforms import evidence_and_gradient, refuse_transforms, transforming
-from . import torch_segments
-from .backends import backend_for
+from .._precision import with_gradient
+from .._transforms import gradients, refuse_transforms, transforming
+from .backends import NUMBA, compiled, pick
 from .log_space import finite_or_zero, logsumexp
 from .masks import exists
 from .recursions import ExpectedCounts
-from .segment_chain import SegmentChain, Segmented, arrange
+from .segments import _torch as torch_engine
+from .segments.chain import SegmentChain, Segmented, arrange
 
 
 def log_survival(log_duration: Tensor) -> Tensor:
@@ -144,39 +145,29 @@ def log_evidence(
     return (_evidence(chain) + shift).reshape(batch).to(dtype)
 
 
+def _engine(chain: SegmentChain) -> ModuleType:
+    """The module that computes: compiled loops, or torch."""
+    return compiled("segments") if pick(chain.likelihood.device) is NUMBA else torch_engine
+
+
 def _evidence(chain: SegmentChain) -> Tensor:
     """Log evidence ``(N,)`` in float64, differentiable."""
-    if transforming():
-        return torch_segments.forward(chain, False)[2]
-    evidence: Tensor = _Evidence.apply(*chain)
-    return evidence
 
+    def solved(*tensors: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+        parts = SegmentChain._make([*tensors, chain.lengths]).detach()
+        engine = _engine(parts)
+        arrive, ends, evidence, _ = engine.forward(parts, False)
 
-class _Evidence(torch.autograd.Function):
-    """Log evidence ``(N,)``; the gradient is analytic."""
+        def gradient(weight: Tensor) -> tuple[Tensor, ...]:
+            messages = arrive, ends, evidence, weight.contiguous()
+            return engine.backward(parts, *messages)
 
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        chain = SegmentChain._make(tensors).detach()
-        backend = backend_for(chain.likelihood.device)
-        arrive, ends, evidence, _ = backend.segment_forward(chain, False)
-        ctx.save_for_backward(*tensors[:-1])
-        ctx.lengths, ctx.messages, ctx.backend = chain.lengths, (arrive, ends, evidence), backend
-        return evidence.clone()
+        return evidence.clone(), gradient
 
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, weight: Tensor) -> tuple[Tensor | None, ...]:
-        chain = SegmentChain._make([*ctx.saved_tensors, ctx.lengths])
-        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+    def twin(*tensors: Tensor) -> Tensor:
+        return torch_engine.forward(SegmentChain._make([*tensors, chain.lengths]), False)[2]
 
-            def evidence(*tensors: Tensor) -> Tensor:
-                parts = SegmentChain._make([*tensors, ctx.lengths])
-                return torch_segments.forward(parts, False)[2]
-
-            return (*differentiable_gradient(evidence, chain[:-1], weight), None)
-        weight = weight.contiguous()
-        return (*ctx.backend.segment_backward(chain.detach(), *ctx.messages, weight), None)
+    return with_gradient(solved, twin, *chain[:-1])
 
 
 def expected_counts(
@@ -220,20 +211,8 @@ def expected_counts(
         chain, shift, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
         return (_evidence(chain) + shift).reshape(batch).to(dtype)
 
-    if transforming():
-        evidence, counts = evidence_and_gradient(log_evidence, *logs)
-        starts, transitions, durations, states = counts
-        return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [  # tensors made in inference mode cannot ask for gradients
-            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in logs
-        ]
-        evidence = log_evidence(*leaves)
-        starts, transitions, durations, states = torch.autograd.grad(
-            evidence.sum(), leaves, materialize_grads=True
-        )
-    return ExpectedCounts(evidence.detach(), starts, transitions.unsqueeze(-3), states, durations)
+    evidence, (starts, transitions, durations, states) = gradients(log_evidence, *logs)
+    return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
 
 
 def filtered(
@@ -254,10 +233,9 @@ def filtered(
             log_initial, log_transition, log_duration, log_likelihood, lengths, True, censored_start
         )
         if transforming():
-            scores = torch_segments.forward(chain, True)[3]
+            scores = torch_engine.forward(chain, True)[3]
         else:
-            backend, chain = backend_for(chain.likelihood.device), chain.detach()
-            scores = backend.segment_forward(chain, True)[3]
+            scores = _engine(chain).forward(chain.detach(), True)[3]
         scores = scores - finite_or_zero(logsumexp(scores, -1).unsqueeze(-1))
         padded = ~exists(chain.lengths, scores.size(1), scores.device)
         scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
@@ -285,10 +263,8 @@ def viterbi(
             log_initial, log_transition, log_duration, log_likelihood, lengths,
             censored_end, censored_start,
         )  # fmt: skip
-        shape, device = chain.likelihood.shape[:2], chain.likelihood.device
-        best = torch.zeros(shape, dtype=torch.long, device=device)
-        backend_for(device).segment_viterbi(chain.detach(), best)
-        return best.reshape(*batch, shape[1])
+        best: Tensor = _engine(chain).viterbi(chain.detach())
+        return best.reshape(*batch, best.size(1))
 
 
 def sample_states(
@@ -312,14 +288,12 @@ def sample_states(
             log_initial, log_transition, log_duration, log_likelihood, lengths,
             censored_end, censored_start,
         )  # fmt: skip
-        chain, device = chain.detach(), chain.likelihood.device
-        arrive, ends, *_ = backend_for(device).segment_forward(chain, False)
-        count, steps, _ = chain.likelihood.shape
-        shape = num_samples, count, steps
-        uniform = torch.rand(*shape, 2, dtype=torch.float64, device=device)
-        states = torch.zeros(shape, dtype=torch.long, device=device)
-        backend_for(device).segment_sample(chain, arrive, ends, uniform, states)
-        return states.reshape(num_samples, *batch, steps)
+        chain, device, engine = chain.detach(), chain.likelihood.device, _engine(chain)
+        arrive, ends, *_ = engine.forward(chain, False)
+        shape = num_samples, *chain.likelihood.shape[:2], 2
+        uniform = torch.rand(shape, dtype=torch.float64, device=device)
+        states: Tensor = engine.sample_states(chain, arrive, ends, uniform)
+        return states.reshape(num_samples, *batch, states.size(-1))
 
 
 # Segments of paths ------------------------------------------------------------------------------

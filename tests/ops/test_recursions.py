@@ -23,10 +23,8 @@ from hypothesis.extra import numpy as hnp
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import recursions
-from pyrohmm.ops import backends, evidence
-from pyrohmm.ops import chain as chains
-from pyrohmm.ops import message_passing as _messages
-from pyrohmm.ops import torch_chunks as _chunks
+from pyrohmm.ops import backends
+from pyrohmm.ops.dense import scaling
 
 NEVER = -np.inf
 
@@ -46,24 +44,13 @@ def engine(request):
 def ranges(monkeypatch):
     """Record the ranges of numbers that are tried, in their order."""
     tried = []
-    scaled, logarithms = _messages.forward, _messages.in_log_space
-    whole = evidence.log_evidence
+    solve = scaling.solve
 
-    def whole_sequences(chain, general):
-        tried.append(chain.logs.dtype)
-        return whole(chain, general)
+    def noted(chain, dtype, *arguments, **keywords):
+        tried.append(dtype or "log")
+        return solve(chain, dtype, *arguments, **keywords)
 
-    def forward(chain, dtype):
-        tried.append(dtype)
-        return scaled(chain, dtype)
-
-    def log_space(*arguments, **keywords):
-        tried.append("log")
-        return logarithms(*arguments, **keywords)
-
-    monkeypatch.setattr(evidence, "log_evidence", whole_sequences)
-    monkeypatch.setattr(_messages, "forward", forward)
-    monkeypatch.setattr(_messages, "in_log_space", log_space)
+    monkeypatch.setattr(scaling, "solve", noted)
     return tried
 
 
@@ -380,79 +367,6 @@ def test_many_states_with_zeros_and_an_impossible_sequence():
     assert_gradients(chain, answer, None, ROUNDING[torch.float64])
 
 
-@pytest.fixture
-def steps_only(monkeypatch):
-    """Torch operations; returns how often long chains were cut in chunks."""
-    calls = []
-    for name in ("forward_by_chunks", "backward_by_chunks"):
-        plain = getattr(_chunks, name)
-
-        def counted(*arguments, plain=plain, name=name):
-            calls.append(name)
-            return plain(*arguments)
-
-        monkeypatch.setattr(_chunks, name, counted)
-    with backends.use(backends.TORCH):
-        yield calls
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(
-    ("num_states", "steps", "batch", "groups", "scale"),
-    [
-        (3, 256, (), (), 3.0),  # 16 chunks of 16
-        (3, 257, (2,), (), 3.0),  # one step left over
-        (2, 300, (2, 2), (2, 1), 3.0),  # 17 chunks of 17 and 11 steps; two groups
-        (1, 271, (2,), (), 3.0),
-        (4, 290, (3,), (3,), 300.0),  # most weights underflow
-    ],
-)
-def test_chunks_of_a_long_chain_agree_with_its_steps(
-    num_states, steps, batch, groups, scale, dtype, steps_only, monkeypatch
-):
-    chain = random_chain(num_states, steps, batch, scale=scale, groups=groups, dtype=dtype)
-    answer = chain.solved()
-    size = float(np.abs(chain.arrays()[2]).max())
-    tolerance = {"rtol": 1e-9 if dtype == torch.float64 else 1e-5,
-                 "atol": 1e-9 if dtype == torch.float64 else 2e-5 * max(size, 10)}  # fmt: skip
-    posterior = recursions.posterior(*chain)
-    assert steps_only == ["forward_by_chunks", "backward_by_chunks"]
-    assert_close(posterior.log_evidence, answer.evidence, **tolerance)
-    assert_close(posterior.states, answer.states, **tolerance)
-    loose = {**tolerance, "atol": 10 * tolerance["atol"]}  # a sum of many
-    assert_close(posterior.transitions, answer.transitions.sum(-3), **loose)
-    assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
-    assert_gradients(chain, answer, None, loose)
-    steps_only.clear()
-    monkeypatch.setattr(_chunks, "chunk_length", lambda *_: 0)
-    plain = recursions.posterior(*chain)
-    assert not steps_only
-    for one, other in zip(posterior, plain):
-        torch.testing.assert_close(one, other, **loose)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 5, 8, 11])
-def test_the_prefix_sum_gives_the_vector_after_each_operator(count):
-    torch.manual_seed(0)
-    first, operators = torch.rand(2, 3).double(), torch.rand(count, 2, 3, 3).double()
-    wanted = [first]
-    for operator in operators:
-        wanted.append((wanted[-1].unsqueeze(-2) @ operator).squeeze(-2))
-    found, wanted = _chunks.prefixes(first, operators), torch.stack(wanted)
-    parts = (each / each.sum(-1, keepdim=True) for each in (found, wanted))
-    torch.testing.assert_close(*parts)
-
-
-def test_chunks_hand_on_a_sequence_they_cannot_hold(steps_only):
-    chain = random_chain(3, 260, (3,))
-    chain.log_likelihood[1, 100] = NEVER
-    chain.log_likelihood[2, :, 1:] = NEVER
-    answer = chain.solved()
-    assert_close(recursions.log_evidence(*chain), answer.evidence, rtol=1e-9, atol=1e-9)
-    assert_gradients(chain, answer, None, {"rtol": 1e-8, "atol": 1e-8})
-    assert "forward_by_chunks" in steps_only
-
-
 def test_float32_keeps_the_evidence_of_a_hundred_thousand_steps(engine):
     chain = random_chain(3, 100_000, dtype=torch.float32, scale=1.0)
     initial, transition, likelihood, _ = chain.arrays()
@@ -656,19 +570,6 @@ def test_expected_counts_lose_no_path_that_matters(count, name, dtype, engine):
     assert_close(counts.states, answer.states, name, **loose)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", [name for name in UNDERFLOW if "density" not in name])
-def test_messages_of_both_ways_know_what_they_lose(name, dtype):
-    """Where they call a sequence exact, it is: what one way lost, the other must not lose, too."""
-    transition, likelihood = UNDERFLOW[name]
-    likelihood = np.array(likelihood, float)
-    initial = np.log([0.5, 0.5] if likelihood.shape[1] == 2 else [0.3, 0.3, 0.4])
-    chain = Chain.of(initial, transition, likelihood, dtype=dtype)
-    found = _messages.both_ways(chains.group(*chain)[0], dtype)
-    if found.exact is None or bool(found.exact.all()):
-        assert_close(found.evidence.flatten(), chain.solved().evidence[None], **ROUNDING[dtype])
-
-
 @pytest.mark.parametrize(
     ("name", "tried"),
     [
@@ -858,14 +759,9 @@ def test_a_chain_that_cycles_has_one_path_from_each_start(dtype, engine):
     assert_close(recursions.posterior(*chain).states, np.eye(4)[path], **ROUNDING[dtype])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "steps", "used"), [(torch.float64, 3000, "log"), (torch.float32, 700, torch.float64)]
-)
-def test_a_long_chain_from_left_to_right(dtype, steps, used, engine, ranges):
-    """The states that are left behind become negligible: the longer, the wider the range.
-
-    The compiled loops prove that nothing is lost, and stay in the range of the caller.
-    """
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, 3000), (torch.float32, 700)])
+def test_a_long_chain_from_left_to_right(dtype, steps, engine, ranges):
+    """The states that are left behind become negligible; nothing that matters is lost."""
     forwards = np.full((4, 4), NEVER)
     forwards[range(4), range(4)] = np.log([0.7, 0.7, 0.7, 1.0])
     forwards[range(3), range(1, 4)] = np.log(0.3)
@@ -876,7 +772,7 @@ def test_a_long_chain_from_left_to_right(dtype, steps, used, engine, ranges):
     wide = dtype == torch.float64
     tolerance = {"rtol": 1e-9, "atol": 1e-7} if wide else {"rtol": 1e-5, "atol": 1e-3}
     assert_close(recursions.log_evidence(*chain), answer.evidence, **tolerance)
-    assert set(ranges) == {dtype} if engine == "compiled" else used in ranges
+    assert set(ranges) == {dtype}
     assert_gradients(chain, answer, None, tolerance)
     reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
     assert_close(reached, answer.best, rtol=1e-6, atol=1e-5)

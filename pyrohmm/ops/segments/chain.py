@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_broadcast, check_same_device, check_tensor
-from .._transforms import transforming
-from .chain import check_arguments
-from .log_space import finite_or_zero
-from .masks import exists
+from ..._checks import check_broadcast, check_same_device, check_tensor
+from ..._transforms import transforming
+from ..dense.chain import check_arguments
+from ..log_space import finite_or_zero
+from ..masks import exists
 
 
 class SegmentChain(NamedTuple):
@@ -88,7 +88,7 @@ def arrange(
         return table.expand(batch[:split] + core).reshape(groups, *core)
 
     lengths = parts.lengths.expand(batch).reshape(count)
-    likelihood = parts.likelihood.double()
+    likelihood = parts.logs.double()
     likelihood = likelihood.expand(*batch, *likelihood.shape[-2:])
     likelihood = likelihood.reshape(count, *likelihood.shape[-2:])
     if transforming() or bool((lengths < likelihood.size(1)).any()):
@@ -99,5 +99,5 @@ def arrange(
     initial = parts.initial.double().expand(*batch, num_states).reshape(count, num_states)
     tables = [grouped(table).mT for table in log_weights]
     chain = SegmentChain._make([initial, grouped(log_transition), *tables, likelihood, lengths])
-    dtype = torch.promote_types(parts.likelihood.dtype, log_duration.dtype)
+    dtype = torch.promote_types(parts.dtype, log_duration.dtype)
     return Segmented(chain, shift, batch, dtype)

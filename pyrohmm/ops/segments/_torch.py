@@ -1,7 +1,7 @@
 """The recursions of chains with durations as torch operations, a step at a time.
 
 For any device, and for second derivatives: :func:`forward` has a tape of T steps. Tensors are
-those of :class:`.segment_chain.SegmentChain`; a step holds the N * D * K segments that end or begin
+those of :class:`.chain.SegmentChain`; a step holds the N * D * K segments that end or begin
 there.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .log_space import finite_or_zero, logsumexp
-from .segment_chain import SegmentChain
+from ..log_space import finite_or_zero, logsumexp
+from .chain import SegmentChain
 
 
 def _each(table: Tensor, count: int) -> Tensor:
@@ -50,7 +50,18 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
 
 
 def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
-    """Forward messages, evidence and filtered states; differentiable by the chain."""
+    """Forward messages of a chain with durations, in logarithms; differentiable by the chain.
+
+    Args:
+        chain: The arguments.
+        filtering: Whether to filter states: as if each step were the last, by the weights
+            ``right_censored`` and ``both_censored``.
+
+    Returns:
+        Of segments that begin at each step and of those that end there, both together with the
+        observations before and in them, ``(N, T, K)``; the log evidence ``(N,)``; and log
+        p(x_{1:t}, z_t) ``(N, T, K)``, or an empty tensor. Padded steps hold anything.
+    """
     steps = chain.likelihood.size(1)
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
     arrived, running = chain.initial, None
@@ -75,7 +86,10 @@ def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
 def backward(
     chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """Derivatives of the evidences: see :meth:`.operations.Backend.segment_backward`."""
+    """Derivatives of the evidences times ``weight`` ``(N,)`` by the tensors of the chain.
+
+    ``arrive``, ``ends`` and ``evidence`` are those of :func:`forward`.
+    """
     count, steps, num_states = chain.likelihood.shape
     groups, size, _ = chain.interior.shape
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
@@ -111,10 +125,11 @@ def backward(
     return starts, transitions, *sums, gamma
 
 
-def viterbi(chain: SegmentChain, best: Tensor) -> None:
-    """Most probable paths: see :meth:`.operations.Backend.segment_viterbi`."""
+def viterbi(chain: SegmentChain) -> Tensor:
+    """Most probable paths ``(N, T)``; zeros at padded steps."""
     steps = chain.likelihood.size(1)
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
+    best = torch.zeros_like(chain.likelihood[..., 0], dtype=torch.long)
     last = (chain.lengths - 1).to(best.device)
     arrived, running = chain.initial, None
     lasted, origin = [], []
@@ -142,12 +157,15 @@ def viterbi(chain: SegmentChain, best: Tensor) -> None:
         span = lasted[t].gather(-1, state.unsqueeze(-1)).squeeze(-1)
         begin = torch.where(opens, t - span, begin)
         best[:, t] = state.masked_fill(last < t, 0)
+    return best
 
 
-def sample_states(
-    chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor, states: Tensor
-) -> None:
-    """Paths sampled backwards: see :meth:`.operations.Backend.segment_sample`."""
+def sample_states(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
+    """Paths ``(S, N, T)`` sampled backwards, from the messages of the forward pass.
+
+    ``uniform`` ``(S, N, T, 2)``, numbers from 0 to 1, decide on state and duration.
+    """
+    states = torch.zeros_like(uniform[..., 0], dtype=torch.long)
     samples, (count, steps, _) = len(states), chain.likelihood.shape
     size = chain.interior.size(1)
     matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
@@ -172,6 +190,7 @@ def sample_states(
         lasted = _choose(scores.mT[each, state], uniform[:, :, t, 1])
         begin = torch.where(opens, t - lasted, begin)
         states[:, :, t] = state.masked_fill(last < t, 0)
+    return states
 
 
 def _choose(logs: Tensor, uniform: Tensor) -> Tensor:

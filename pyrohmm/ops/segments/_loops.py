@@ -1,6 +1,6 @@
 """Compiled recursions of chains with durations, in float64.
 
-Arrays are those of :class:`.segment_chain.SegmentChain`. For each state, the segments that may
+Arrays are those of :class:`.chain.SegmentChain`. For each state, the segments that may
 cover a step are kept as numbers relative to a logarithm of their own, its *frame*; a step adds its
 log-likelihood to the frame, a new segment stands beside the others, and the sum over durations is a
 product of two vectors. What falls out of the range of numbers is so small that such a sum does not
@@ -18,10 +18,7 @@ import math
 
 import numpy as np
 
-from ._numba_math import exp, kernel, logsumexp
-from ._numba_math import run as run
-from ._numba_math import share as share
-from ._numba_math import threads_of as threads_of
+from .._numba_math import exp, kernel, logsumexp
 
 ABOVE = 40.0  # how far an entry may lie above its frame
 FLOOR = 1e-150  # a smaller number is zero, so that products are normal numbers
@@ -216,7 +213,7 @@ def forward(
     first, last, initial, transition, interior, right_censored, left_censored, both_censored,
     likelihood, lengths, filtering, arrive, ends, evidence, filtered,
 ):  # fmt: skip
-    """Forward messages: see :meth:`.operations.Backend.segment_forward`."""
+    """Forward messages: see :func:`._torch.forward`."""
     num_durations, num_states = interior.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
     scores, column = np.empty(num_durations), np.empty(num_states)
@@ -296,7 +293,7 @@ def backward(
     lengths, arrive, ends, evidence, weight, starts, gamma, transitions,
     interior_sums, right_sums, left_sums, both_sums,
 ):  # fmt: skip
-    """Posterior counts times ``weight``: see :meth:`.operations.Backend.segment_backward`."""
+    """Posterior counts times ``weight``: see :func:`._torch.backward`."""
     num_durations, num_states = interior.shape[1:]
     steps = likelihood.shape[1]
     per = lengths.shape[0] // transition.shape[0]
@@ -370,7 +367,7 @@ def viterbi(
     first, last, initial, transition, interior, right_censored, left_censored, both_censored,
     likelihood, lengths, best,
 ):  # fmt: skip
-    """Most probable paths: see :meth:`.operations.Backend.segment_viterbi`."""
+    """Most probable paths: see :func:`._torch.viterbi`."""
     num_durations, num_states = interior.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
     scores = np.empty((num_durations, num_states))
@@ -444,7 +441,7 @@ def sample_states(
     first, last, transition, interior, right_censored, left_censored, both_censored, likelihood,
     lengths, arrive, ends, uniform, states,
 ):  # fmt: skip
-    """Paths sampled backwards: see :meth:`.operations.Backend.segment_sample`."""
+    """Paths sampled backwards: see :func:`._torch.sample_states`."""
     num_durations, num_states = interior.shape[1:]
     per = lengths.shape[0] // transition.shape[0]
     logs, spans = np.empty(num_states), np.empty(num_durations)

@@ -1,12 +1,15 @@
-"""Compiled recursions of dense chains in logarithms: log space, Viterbi, sampling of paths."""
+"""Compiled recursions of Markov chains in logarithms: log space, Viterbi, sampling of paths.
+
+Arrays are of N sequences in groups that share matrices ``(S, G, K, K)``: log-likelihoods
+``(N, T, K)``, initial ``(N, K)``.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ._numba_lanes import LANES, load, pack, reach
-from ._numba_math import exp, kernel, logsumexp, u64
-from ._numba_math import run as run
+from .._numba_math import exp, kernel, logsumexp, u64
+from ._lanes import _LANES, LANES, load, reach
 
 SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
 
@@ -33,24 +36,21 @@ def log_space(
     Sums are products with ``probs``, those of ``transition``, where they surely lose nothing, and
     of logarithms where they might.
     """
-    num_states = likelihood.shape[3]
-    size = likelihood.shape[2]
-    steps = transition.shape[0]
+    num_states, steps = likelihood.shape[2], transition.shape[0]
+    size = lengths.shape[0] // transition.shape[1]
     sure = SURE
     for value in probs.flat:  # potentials may be above one
         sure = max(sure, SURE * value)
     scores, mass, sums = np.empty(num_states), np.empty(num_states), np.empty(num_states)
     beta, later = np.empty(num_states), np.empty(num_states)
     for i in range(first, last):
-        g = i // size
-        b = i % size
-        end = lengths[g, b] - 1
+        g, end = i // size, lengths[i] - 1
         for k in range(num_states):
-            messages[0, g, b, k] = initial[g, b, k] + likelihood[0, g, b, k]
+            messages[i, 0, k] = initial[i, k] + likelihood[i, 0, k]
         for t in range(1, end + 1):
             here = 0 if steps == 1 else t - 1
             matrix = transposed[here, g]
-            peak = _over_largest(mass, messages[t - 1, g, b])
+            peak = _over_largest(mass, messages[i, t - 1])
             sums[:] = 0.0
             for j in range(num_states):
                 if mass[j] != 0.0:
@@ -61,14 +61,14 @@ def log_space(
                     value = peak + np.log(sums[k])
                 else:
                     for j in range(num_states):
-                        scores[j] = messages[t - 1, g, b, j] + matrix[k, j]
+                        scores[j] = messages[i, t - 1, j] + matrix[k, j]
                     value = logsumexp(scores)
-                messages[t, g, b, k] = value + likelihood[t, g, b, k]
-        whole = logsumexp(messages[end, g, b])
-        evidence[g, b] = whole
+                messages[i, t, k] = value + likelihood[i, t, k]
+        whole = logsumexp(messages[i, end])
+        evidence[i] = whole
         if not with_posterior or not (whole > -np.inf and whole < np.inf):
             if not whole < np.inf:  # NaN or inf: there is no posterior
-                gamma[:, g, b] = np.nan
+                gamma[i] = np.nan
                 counts[:, i] = np.nan
             continue
         beta[:] = 0.0
@@ -77,7 +77,7 @@ def log_space(
                 here = 0 if steps == 1 else t
                 matrix, flows = transition[here, g], counts[here, i]
                 for k in range(num_states):
-                    later[k] = likelihood[t + 1, g, b, k] + beta[k]
+                    later[k] = likelihood[i, t + 1, k] + beta[k]
                 peak = _over_largest(mass, later)
                 for j in range(num_states):
                     total = 0.0
@@ -86,109 +86,112 @@ def log_space(
                         total += scores[k]
                     if sure <= total < np.inf:
                         beta[j] = peak + np.log(total)
-                        share = np.exp(messages[t, g, b, j] + beta[j] - whole) / total
+                        share = np.exp(messages[i, t, j] + beta[j] - whole) / total
                         for k in range(num_states):
                             flows[j, k] += share * scores[k]
                         continue
                     for k in range(num_states):
                         scores[k] = matrix[j, k] + later[k]
-                        flow = messages[t, g, b, j] + scores[k] - whole
+                        flow = messages[i, t, j] + scores[k] - whole
                         if flow > -745.0:
                             flows[j, k] += np.exp(flow)
                     beta[j] = logsumexp(scores)
             for k in range(num_states):
-                gamma[t, g, b, k] = np.exp(messages[t, g, b, k] + beta[k] - whole)
+                gamma[i, t, k] = np.exp(messages[i, t, k] + beta[k] - whole)
 
 
 @kernel
 def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
-    """Most probable paths of many sequences, of up to 256 states."""
-    num_states = transition.shape[2]
-    count, groups = lengths.shape[0], transition.shape[1]
-    per = count // groups
-    size, height, lanes = u64(num_states), u64((num_states + 3) // 4 * 4), u64(LANES)
-    packed = np.full(height * height, -np.inf, likelihood.dtype)
-    score = np.full(height * lanes, -np.inf, likelihood.dtype)
-    reached = np.full(height * lanes, -np.inf, likelihood.dtype)
-    origin = np.zeros(height * lanes, likelihood.dtype)
-    back = np.zeros(u64(best.shape[0]) * size * lanes, np.uint8)
-    seen, peak = np.zeros(height * lanes, likelihood.dtype), np.zeros(LANES, likelihood.dtype)
-    zero = likelihood.dtype.type(0)
+    """Most probable paths of many sequences, of up to 256 states; a group is a unit of work."""
+    steps, groups, num_states, _ = transition.shape
+    size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
+    count, real = lengths.shape[0] // groups, likelihood.dtype
+    packed = np.full(height * height, -np.inf, real)
+    score, reached = (
+        np.full(height * _LANES, -np.inf, real),
+        np.full(height * _LANES, -np.inf, real),
+    )
+    origin, seen = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    back = np.zeros(u64(best.shape[1]) * size * _LANES, np.uint8)
+    zero, peak = real.type(0), np.zeros(LANES, real)
     offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
     states = np.zeros(LANES, np.uint64)
-    current = -1
-    start = first
-    while start < last:
-        g = start // per
-        width = min(LANES, last - start, (g + 1) * per - start)
+    tiles, current = (count + LANES - 1) // LANES, -1  # which matrix is packed
+    for tile in range(first, last):
+        g, start = tile // tiles, tile // tiles * count + tile % tiles * LANES
+        width = min(LANES, (g + 1) * count - start)
         longest = lengths[start : start + width].max()
         for t in range(longest):
             for i in range(LANES):
                 active[i] = i < width and t < lengths[start + i]
-                offsets[i] = u64(t * count + start + i) * size
+                offsets[i] = u64((start + i) * best.shape[1] + t) * size
             if t == 0:
-                load(reached, lanes, initial, offsets, active, size, zero)
+                for i in range(width):
+                    for k in range(num_states):
+                        reached[u64(k) * _LANES + u64(i)] = initial[start + i, k]
             else:
-                current = pack(packed, transition, t - 1, g, current, False)
+                wanted = g if steps == 1 else (t - 1) * groups + g
+                if wanted != current:
+                    current = wanted
+                    for j in range(num_states):
+                        for k in range(num_states):
+                            packed[j * height + k] = transition[wanted // groups, g, j, k]
                 reach(reached, origin, score, packed, height)
-                row = u64(t) * size * lanes
-                for k in range(size * lanes):
+                row = u64(t) * size * _LANES
+                for k in range(size * _LANES):
                     back[row + k] = np.uint8(origin[k])
-            load(seen, lanes, likelihood, offsets, active, size, zero)
-            for i in range(lanes):
+            load(seen, _LANES, likelihood.ravel(), offsets, active, size, zero)
+            for i in range(_LANES):
                 peak[i] = -np.inf
             for k in range(size):
-                for i in range(lanes):
-                    x = reached[k * lanes + i] + seen[k * lanes + i]
-                    score[k * lanes + i] = x
+                for i in range(_LANES):
+                    x = reached[k * _LANES + i] + seen[k * _LANES + i]
+                    score[k * _LANES + i] = x
                     peak[i] = x if x > peak[i] else peak[i]
-            for i in range(lanes):
+            for i in range(_LANES):
                 peak[i] = peak[i] if peak[i] > -np.inf else zero
             for k in range(size):
-                for i in range(lanes):
-                    score[k * lanes + i] -= peak[i]
+                for i in range(_LANES):
+                    score[k * _LANES + i] -= peak[i]
             for i in range(width):
                 if t == lengths[start + i] - 1:
                     lane, state = u64(i), u64(0)
                     for k in range(size):
-                        if score[u64(k) * lanes + lane] > score[state * lanes + lane]:
+                        if score[u64(k) * _LANES + lane] > score[state * _LANES + lane]:
                             state = u64(k)
                     states[i] = state
-                    best[t, start + i] = state
+                    best[start + i, t] = state
         for t in range(longest - 1, 0, -1):
             for i in range(width):
                 if t < lengths[start + i]:
-                    state = u64(back[(u64(t) * size + states[i]) * lanes + u64(i)])
+                    state = u64(back[(u64(t) * size + states[i]) * _LANES + u64(i)])
                     states[i] = state
-                    best[t - 1, start + i] = state
-        start += width
+                    best[start + i, t - 1] = state
 
 
 @kernel
-def viterbi_rows(first, last, initial, transition, transposed, likelihood, lengths, delta, best):
-    """Most probable paths of few sequences; ``delta`` becomes their scores."""
-    num_states = likelihood.shape[3]
-    size = likelihood.shape[2]
-    steps = transition.shape[0]
+def viterbi_rows(first, last, initial, transition, likelihood, lengths, best):
+    """Most probable paths of few sequences, one after the other."""
+    steps, groups, num_states, _ = transition.shape
+    size, longest = lengths.shape[0] // groups, likelihood.shape[1]
+    scores = np.empty((longest, num_states), likelihood.dtype)
     for i in range(first, last):
-        g = i // size
-        b = i % size
-        end = lengths[g, b] - 1
+        g, end = i // size, lengths[i] - 1
         for t in range(end + 1):
-            row = delta[t, g, b]
+            row = scores[t]
             if t == 0:
-                row[:] = initial[g, b]
+                row[:] = initial[i]
             else:
                 matrix = transition[0 if steps == 1 else t - 1, g]
                 row[:] = -np.inf
                 for j in range(num_states):
-                    score = delta[t - 1, g, b, j]
+                    score = scores[t - 1, j]
                     origin = matrix[j]
                     for k in range(num_states):
                         reached = score + origin[k]
                         row[k] = reached if reached > row[k] else row[k]
             for k in range(num_states):
-                row[k] += likelihood[t, g, b, k]
+                row[k] += likelihood[i, t, k]
             peak = row[0]
             for k in range(1, num_states):
                 peak = row[k] if row[k] > peak else peak
@@ -197,41 +200,34 @@ def viterbi_rows(first, last, initial, transition, transposed, likelihood, lengt
                     row[k] -= peak
         state = 0
         for t in range(end, -1, -1):
-            row = delta[t, g, b]
-            after = transposed[0 if steps == 1 else t, g, state] if t < end else row
-            top = row[0] + after[0] if t < end else row[0]
-            choice = 0
+            row, matrix = scores[t], transition[0 if steps == 1 else min(t, steps - 1), g]
+            top, choice = row[0] + matrix[0, state] if t < end else row[0], 0
             for k in range(1, num_states):
-                score = row[k] + after[k] if t < end else row[k]
+                score = row[k] + matrix[k, state] if t < end else row[k]
                 if score > top:
-                    top = score
-                    choice = k
+                    top, choice = score, k
             state = choice
-            best[t, g, b] = state
+            best[i, t] = state
 
 
 @kernel
-def sample_states(first, last, messages, transposed, lengths, low, uniform, states):
-    """Sample paths backwards from log filtered ``messages``.
+def sample_states(first, last, messages, transition, lengths, low, uniform, states):
+    """Sample paths backwards from log filtered ``messages`` ``(N, T, K)``.
 
     A state less probable than the exponential of ``low``, relative to another, is not sampled.
     """
-    num_states = messages.shape[3]
-    size = messages.shape[2]
-    steps = transposed.shape[0]
+    steps, groups, num_states, _ = transition.shape
+    size = lengths.shape[0] // groups
     mass = np.empty(num_states, messages.dtype)
     lowest, zero = messages.dtype.type(low), messages.dtype.type(0)
     for i in range(first, last):
-        g = i // size
-        b = i % size
-        end = lengths[g, b] - 1
+        g, end = i // size, lengths[i] - 1
         for s in range(states.shape[0]):
             state = 0
             for t in range(end, -1, -1):
-                row = messages[t, g, b]
-                after = transposed[0 if steps == 1 else t, g, state] if t < end else row
+                row, matrix = messages[i, t], transition[0 if steps == 1 else min(t, steps - 1), g]
                 for k in range(num_states):
-                    mass[k] = row[k] + after[k] if t < end else row[k]
+                    mass[k] = row[k] + matrix[k, state] if t < end else row[k]
                 peak = mass[0]
                 for k in range(1, num_states):
                     peak = mass[k] if mass[k] > peak else peak
@@ -247,6 +243,6 @@ def sample_states(first, last, messages, transposed, lengths, low, uniform, stat
                     total += mass[k]
                     mass[k] = total
                 state = 0
-                while state < num_states - 1 and not mass[state] > uniform[s, t, g, b] * total:
+                while state < num_states - 1 and not mass[state] > uniform[s, i, t] * total:
                     state += 1
-                states[s, t, g, b] = state
+                states[s, i, t] = state

@@ -9,10 +9,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._numba_math import exp, kernel, u64
+from .._numba_math import exp, kernel, u64
 
 LANES = 32  # sequences that go through a matrix together, if there are so many
 _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
+
+
+@kernel
+def scratch(size, real):
+    """Zeros with space around them.
+
+    Compiled loops over several arrays take another way, with other rounding, where these might
+    overlap; what is near in memory might. Results would depend on where the arrays lie.
+    """
+    around = u64(4) * size + u64(64)
+    return np.zeros(size + around + around, real)[around : around + size]
 
 
 @kernel
@@ -42,33 +53,6 @@ def add_block(array, a, b, c, d, tile, at, stride):
         array[b + k] += tile[o + _1]
         array[c + k] += tile[o + _2]
         array[d + k] += tile[o + _3]
-
-
-@kernel
-def pack(packed, transition, t, g, current, transposed):
-    """Write matrix t of group g, or its transpose, with zeros around it, unless it is there.
-
-    ``current`` is the number of the matrix that is there; returns that of the new one.
-    """
-    steps, groups, size, _ = transition.shape
-    wanted = g if steps == 1 else t * groups + g
-    if wanted == current:
-        return current
-    matrix = transition[0 if steps == 1 else t, g]
-    height = (size + 3) // 4 * 4
-    for j in range(size):
-        for k in range(size):
-            packed[j * height + k] = matrix[k, j] if transposed else matrix[j, k]
-    return wanted
-
-
-@kernel
-def clear(array, i, begin, end, count, size):
-    """Zero the steps from ``begin`` to ``end`` of sequence ``i``."""
-    for t in range(begin, end):
-        offset = u64(t * count + i) * size
-        for k in range(size):
-            array[offset + k] = 0
 
 
 @kernel
@@ -206,40 +190,6 @@ def scale_lanes(tile, factor, lanes, size):
     for k in range(size):
         for i in range(lanes):
             tile[k * lanes + i] *= factor[i]
-
-
-@kernel
-def sum_rows(norm, product, first, second, height):
-    """As :func:`sum_products`, of full tiles, four states at a time."""
-    for k in range(_0, height, _4):
-        o = k * _LANES
-        for i in range(o, o + _LANES):
-            product[i] = first[i] * second[i]
-            product[i + _LANES] = first[i + _LANES] * second[i + _LANES]
-            product[i + _2 * _LANES] = first[i + _2 * _LANES] * second[i + _2 * _LANES]
-            product[i + _3 * _LANES] = first[i + _3 * _LANES] * second[i + _3 * _LANES]
-        if k == _0:
-            for i in range(_LANES):
-                norm[i] = (product[i] + product[i + _LANES]) + (
-                    product[i + _2 * _LANES] + product[i + _3 * _LANES]
-                )
-        else:
-            for i in range(_LANES):
-                norm[i] += (product[o + i] + product[o + i + _LANES]) + (
-                    product[o + i + _2 * _LANES] + product[o + i + _3 * _LANES]
-                )
-
-
-@kernel
-def scale_rows(tile, factor, height):
-    """As :func:`scale_lanes`, of full tiles, four states at a time."""
-    for o in range(_0, height * _LANES, _4 * _LANES):
-        for i in range(_LANES):
-            x = factor[i]
-            tile[o + i] *= x
-            tile[o + i + _LANES] *= x
-            tile[o + i + _2 * _LANES] *= x
-            tile[o + i + _3 * _LANES] *= x
 
 
 @kernel

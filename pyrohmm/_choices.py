@@ -1,0 +1,48 @@
+"""Constants that choose between two ways of computing, each with the measurement that set it.
+
+Processor time of one thread on an EPYC with two cores; ``figures/engine_ways.json`` holds the
+factors of the ways of :mod:`pyrohmm.ops`.
+"""
+
+from __future__ import annotations
+
+MILLISECOND = 20_000_000
+"""Multiplications by compiled loops, up to which torch has one thread: about a millisecond.
+
+Where other processes have the cores, a second thread is scheduled after tens of milliseconds.
+"""
+
+SHARED = 1 << 15
+"""Numbers from which most operations of torch go to several threads: torch's own grain size."""
+
+WORTH = 2_000_000
+"""Multiplications for which a compiled loop is given one more thread: 0.3 to 1 ms."""
+
+WIDEST = 128
+"""States up to which compiled loops are faster than matrix products of torch, 64 sequences."""
+
+FEW = 4
+"""Sequences up to which loops are faster at any number of states: a product has few rows then."""
+
+SIDE_BY_SIDE = 16
+"""Sequences of a group from which arithmetic runs along them, 32 at a time, not along states."""
+
+PIECES = 4, 3200
+"""Most states and fewest steps of one sequence that is cut in pieces: 2.0 times at 50,000 steps
+and 2 states, 1.8 at 4, 1.1 at 4,000 steps."""
+
+ADDED = 1 << 10
+"""Numbers from which sums by index are by a compiled loop: 1.5 to 4.3 times from 40,000 on."""
+
+CACHED = 1 << 17
+"""Numbers of float64 that are made at once on the CPU: they stay in the cache of a core."""
+
+ON_DEVICE = 1 << 24
+"""The same on an accelerator, where each piece is a launch."""
+
+NARROW, BLOCK = 32, 512
+"""States from which sums that do not cancel are in single precision over so many rows at a time:
+half the time of float64, and 7e-6 wrong at most."""
+
+ALL_PAIRS = 256
+"""Symbols up to which losses of all pairs of them take less time than of those that occur."""

@@ -1,0 +1,1 @@
+"""Markov chains: see :mod:`pyrohmm.ops.recursions`."""

@@ -1,0 +1,410 @@
+"""Compiled evidence of chains, and its gradient, in one pass each over whole sequences.
+
+What a sum over paths needs is done in the loop itself: symbols are looked up, and expected
+transitions and counts of symbols added up, so that nothing of size N T K is written but the
+forward messages, and those only where a gradient is wanted. Probabilities of symbols are scaled by
+the largest of each symbol, log-likelihoods by that of each step; how numbers are watched is said in
+:mod:`.scaling`. K is rounded up to a multiple of four, with zeros.
+
+A tile is ``LANES`` sequences of one group side by side: entry k of sequence i lies at
+``LANES * k + i``. Few sequences go one after the other instead, along their states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .._numba_math import kernel, u64
+from ._lanes import (
+    _LANES,
+    LANES,
+    _0,
+    _1,
+    _2,
+    _3,
+    _4,
+    add_rows,
+    multiply,
+    multiply_row,
+    scale_lanes,
+    scratch,
+    store,
+    sum_products,
+)
+from ._steps import accumulate, begin_step, read, read_row, take, tile_of, watch
+
+STEPS = 8  # whose transitions are added up together
+_STEPS = u64(STEPS)
+_ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cache
+
+
+class Messages(NamedTuple):
+    """What a forward pass writes, and a backward pass reads.
+
+    Attributes:
+        evidence: ``(N,)``, log.
+        exact: ``(N,)``, cleared where numbers left their range.
+        sure: ``(N,)``, cleared where a step that is watched may have lost something.
+        ends: ``(N, K)``, last messages.
+        alpha: Filtered probabilities, flat: by tiles, steps, states, sequences; or by sequences,
+            steps, states. Empty if no message is to be kept.
+        total: Their sums before they were scaled, flat.
+    """
+
+    evidence: np.ndarray
+    exact: np.ndarray
+    sure: np.ndarray
+    ends: np.ndarray
+    alpha: np.ndarray
+    total: np.ndarray
+
+
+@kernel
+def forward_tiles(first, last, data, kept, found):
+    """Forward pass of several tiles of sequences; messages are written if ``kept``."""
+    for tile in range(first, last):
+        _forward_tile(tile, data, kept, found)
+
+
+@kernel
+def _forward_tile(tile, data, kept, found):
+    """Forward pass over one tile of sequences."""
+    matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits
+    real, several = matrices.dtype, matrices.shape[0] > 1
+    size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
+    g, start, width = tile_of(data, tile)
+    steps = data.steps
+    mass, arrived = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    seen = np.zeros(height * _LANES, real)
+    norm, peak = np.zeros(LANES, real), np.zeros(LANES, real)
+    smallest, low_mass = np.zeros(LANES, real), np.zeros(LANES, real)
+    scale = np.ones(LANES, real)
+    faint = np.zeros(LANES, np.bool_)
+    product, logs = np.ones(LANES), np.zeros(LANES)
+    rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    one, lowest = real.type(1), real.type(low)
+    faint[:] = least < tiny
+    shortest = lengths[start : start + width].min()
+    for t in range(lengths[start : start + width].max()):
+        begin_step(rows, active, data, t, start, width, found.exact)
+        read(seen, peak, rows, active, data, g, size, height, lowest)
+        if t == 0:
+            for i in range(LANES):  # those that are not there as the first, so that none is zero
+                row = start + i if i < width else start
+                for k in range(size):
+                    arrived[k * _LANES + u64(i)] = data.initial[row, k]
+        else:
+            multiply(arrived, mass, matrices[t - 1 if several else 0, g].ravel(), height)
+        if least >= 0.0:
+            watch(
+                smallest, low_mass, faint, scale, slack, arrived, seen, active, width, size,
+                found.sure, start,
+            )  # fmt: skip
+        sum_products(norm, mass, arrived, seen, _LANES, height)
+        if take(norm, peak, active, logs, product, slack) > 0:
+            for i in range(LANES):
+                if not (norm[i] >= slack and norm[i] < np.inf):
+                    if active[i]:
+                        found.exact[start + i] = False
+                    norm[i] = np.inf  # so that its messages become zero
+                    for k in range(size):  # as NaN would remain
+                        mass[k * _LANES + u64(i)] = 0
+        if least >= 0.0:
+            for i in range(LANES):
+                faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
+                scale[i] = norm[i]
+        at = u64(tile * steps + t) * _LANES
+        for i in range(_LANES if kept else _0):
+            found.total[at + i] = norm[i]
+        for i in range(_LANES):
+            norm[i] = one / norm[i]
+        scale_lanes(mass, norm, _LANES, height)
+        for k in range(size * _LANES if kept else _0):
+            found.alpha[at * size + k] = mass[k]
+        for i in range(width if t >= shortest - 1 else 0):
+            if t == lengths[start + i] - 1:
+                for k in range(size):
+                    found.ends[start + i, k] = mass[k * _LANES + u64(i)]
+    for i in range(width):
+        found.evidence[start + i] = logs[i] + np.log(product[i])
+
+
+@kernel
+def forward_rows(first, last, data, kept, found):
+    """Forward pass over sequences one after the other."""
+    for row in range(first, last):
+        _forward_row(row, data, kept, found)
+
+
+@kernel
+def _forward_row(row, data, kept, found):
+    """Forward pass over one sequence."""
+    matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits
+    real, several = matrices.dtype, matrices.shape[0] > 1
+    size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
+    g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
+    mass, arrived, seen = scratch(height, real), scratch(height, real), scratch(height, real)
+    zero, one, lowest = real.type(0), real.type(1), real.type(low)
+    product, logs = 1.0, 0.0  # of the norms of several steps
+    faint, scale, smallest = least < tiny, one, zero
+    for t in range(lengths[row]):
+        at = row * steps + t
+        peak = read_row(seen, data.first[row] + t * data.along, data, g, size, lowest)
+        if t == 0:
+            for k in range(size):
+                arrived[k] = data.initial[row, k]
+        else:
+            multiply_row(arrived, mass, matrices[t - 1 if several else 0, g].ravel(), height)
+        if least >= 0.0:
+            smallest = zero + real.type(np.inf)
+            for k in range(size):
+                if faint and arrived[k] * scale < slack:
+                    found.sure[row] = False
+                if arrived[k] > zero and seen[k] > zero:
+                    smallest = min(smallest, arrived[k] * seen[k])
+        norm = zero
+        for k in range(size):
+            mass[k] = arrived[k] * seen[k]
+            norm += mass[k]
+        if not (norm >= slack and norm < np.inf):
+            found.exact[row] = False
+            break
+        faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
+        logs, product = accumulate(logs + peak, product, norm)
+        inverse = one / norm
+        for k in range(size):
+            mass[k] *= inverse
+        if kept:
+            found.total[at] = norm
+            offset = u64(at) * size
+            for k in range(size):
+                found.alpha[offset + k] = mass[k]
+    found.evidence[row] = logs + np.log(product)
+    for k in range(size):
+        found.ends[row, k] = mass[k]
+
+
+@kernel
+def _add_transitions(counts, before, after, height):
+    """Add the products of states before and after several steps, summed over the sequences."""
+    zero = before.dtype.type(0)
+    for j in range(_0, height, _4):
+        for k in range(_0, height, _2):
+            p, q = j * _ALL, k * _ALL
+            a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
+            for i in range(_STEPS * _LANES):
+                x, y = after[q + i], after[q + _ALL + i]
+                a, b = before[p + i], before[p + _ALL + i]
+                c, d = before[p + _2 * _ALL + i], before[p + _3 * _ALL + i]
+                a0 += a * x
+                a1 += a * y
+                b0 += b * x
+                b1 += b * y
+                c0 += c * x
+                c1 += c * y
+                d0 += d * x
+                d1 += d * y
+            counts[j, k] += a0
+            counts[j, k + _1] += a1
+            counts[j + _1, k] += b0
+            counts[j + _1, k + _1] += b1
+            counts[j + _2, k] += c0
+            counts[j + _2, k + _1] += c1
+            counts[j + _3, k] += d0
+            counts[j + _3, k + _1] += d1
+
+
+class Back(NamedTuple):
+    """What a backward pass takes and writes.
+
+    Attributes:
+        transposed: ``(S, G, height, height)``, those of :class:`Data`, transposed.
+        weights: ``(N,)``, of each sequence.
+        after: ``(N, K)``, what follows the last steps: ones if it is nothing.
+        exact: ``(N,)``, which sequences to go through; cleared where numbers left their range.
+        most: If positive, only ``exact`` is of interest: it is cleared where more than ``most``
+            of the evidence may have been lost. Every transition is then larger by what a product
+            may lose.
+        starts: ``(N, K)``, the posterior of first states.
+        gamma: ``(N T, K)``, that of all states; with symbols it has no rows.
+    """
+
+    transposed: np.ndarray
+    weights: np.ndarray
+    after: np.ndarray
+    exact: np.ndarray
+    most: float
+    starts: np.ndarray
+    gamma: np.ndarray
+
+
+@kernel
+def backward_tiles(first, last, data, found, back, counts, emitted):
+    """Backward pass of several tiles; returns how many sequences left the range of numbers.
+
+    Adds to ``counts``, of the shape of the matrices, expected transitions over their probabilities,
+    and to ``emitted``, of the shape of the tables, those of symbols.
+    """
+    lost = 0
+    for tile in range(first, last):
+        lost += _backward_tile(tile, data, found, back, counts, emitted)
+    return lost
+
+
+@kernel
+def _backward_tile(tile, data, found, back, counts, emitted):
+    """Backward pass over one tile of sequences."""
+    matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits
+    real, several, exact = matrices.dtype, matrices.shape[0] > 1, back.exact
+    size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
+    g, start, width = tile_of(data, tile)
+    if not exact[start : start + width].any():
+        return 0
+    steps, bounding = data.steps, back.most > 0.0
+    beta, later = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    seen, probs = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    before, after = np.zeros(height * _ALL, real), np.zeros(height * _ALL, real)
+    norm, peak, weight = np.zeros(LANES, real), np.zeros(LANES, real), np.zeros(LANES, real)
+    loss, every = np.zeros(LANES), np.zeros(LANES, real)
+    rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    places = np.zeros(LANES, np.uint64)
+    zero, one, lowest = real.type(0), real.type(1), real.type(low)
+    for i in range(width):
+        weight[i] = back.weights[start + i]
+    longest, shortest = lengths[start : start + width].max(), lengths[start : start + width].min()
+    filled, lost = _0, 0
+    for t in range(longest - 1, -1, -1):
+        begin_step(rows, active, data, t, start, width, exact)
+        if t < longest - 1:
+            multiply(beta, later, back.transposed[t if several else 0, g].ravel(), height)
+        for i in range(width if t >= shortest - 1 else 0):
+            if t == lengths[start + i] - 1:
+                for k in range(size):
+                    beta[k * _LANES + u64(i)] = back.after[start + i, k]
+        place = u64(tile * steps + t) * _LANES
+        offset = place * size
+        here, total = found.alpha[offset : offset + size * _LANES], found.total[place:]
+        sum_products(norm, probs, here, beta, _LANES, size)
+        if bounding:
+            _add_losses(loss, every, beta, norm, total, active, (size + 4) * tiny, size)
+        for i in range(LANES):
+            far = bounding and not loss[i] <= back.most
+            if active[i] and (far or not abs(norm[i] - one) < 1e-2):
+                exact[start + i] = False
+                active[i] = False
+                lost += 1
+            norm[i] = one / norm[i] if active[i] else zero
+            peak[i] = norm[i] * weight[i]
+        scale_lanes(probs, peak, _LANES, size)
+        if data.symbols.shape[0]:
+            for i in range(LANES):
+                places[i] = rows[i] * height
+            add_rows(emitted[g].ravel(), places, height, probs, _LANES)
+        else:
+            for i in range(LANES):
+                places[i] = u64((start + i) * steps + t) * size
+            store(back.gamma.ravel(), places, active, size, probs, _LANES)
+        if t == 0:
+            for i in range(width):
+                for k in range(size):
+                    back.starts[start + i, k] = probs[k * _LANES + u64(i)]
+            break
+        read(seen, peak, rows, active, data, g, size, height, lowest)
+        for i in range(LANES):
+            peak[i] = norm[i] / total[i] if active[i] else zero
+        q, row = offset - size * _LANES, filled * _LANES
+        for k in range(size):
+            p = k * _LANES
+            for i in range(_LANES):
+                value = seen[p + i] * beta[p + i] * peak[i]
+                value = value if here[p + i] > zero or bounding else zero
+                later[p + i] = value
+                after[k * _ALL + row + i] = value * weight[i]
+                before[k * _ALL + row + i] = found.alpha[q + p + i]
+        filled += _1
+        if filled == _STEPS or t == 1 or several:
+            for k in range(size):
+                for i in range(filled * _LANES, _STEPS * _LANES):
+                    after[k * _ALL + i] = 0
+            _add_transitions(counts[t - 1 if several else 0, g], before, after, height)
+            filled = _0
+    return lost
+
+
+@kernel
+def _add_losses(loss, every, beta, norm, total, active, tiny, size):
+    """Add to the bound of what each sequence has lost that of one step: see :mod:`.scaling`."""
+    for i in range(_LANES):
+        every[i] = 0
+    for k in range(size):
+        for i in range(_LANES):
+            every[i] += beta[k * _LANES + i]
+    for i in range(_LANES):
+        if active[i]:
+            loss[i] += tiny * np.float64(every[i]) / (np.float64(norm[i]) * np.float64(total[i]))
+
+
+@kernel
+def backward_rows(first, last, data, found, back, message, emitted):
+    """Backward pass of sequences one after the other, as :func:`backward_tiles`.
+
+    ``message`` ``(N T, K)``, times the forward messages of the step before, is expected transitions
+    over their probabilities.
+    """
+    lost = 0
+    for row in range(first, last):
+        lost += _backward_row(row, data, found, back, message, emitted)
+    return lost
+
+
+@kernel
+def _backward_row(row, data, found, back, message, emitted):
+    """Backward pass over one sequence."""
+    matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits
+    real, several, exact = matrices.dtype, matrices.shape[0] > 1, back.exact
+    size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
+    g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
+    beta, later = scratch(height, real), scratch(height, real)
+    seen, probs = scratch(height, real), scratch(height, real)
+    zero, one, lowest, loss = real.type(0), real.type(1), real.type(low), 0.0
+    bounding, weight = back.most > 0.0, real.type(back.weights[row])
+    for k in range(size):
+        beta[k] = back.after[row, k]
+    for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
+        at, place = row * steps + t, data.first[row] + t * data.along
+        offset = u64(at) * size
+        here = found.alpha[offset : offset + size]
+        norm = every = zero
+        for k in range(size):
+            probs[k] = here[k] * beta[k]
+            norm += probs[k]
+            every += beta[k]
+        total = found.total[at]
+        loss += (size + 4) * tiny * np.float64(every) / (np.float64(norm) * np.float64(total))
+        if not abs(norm - one) < 1e-2 or (bounding and not loss <= back.most):
+            exact[row] = False
+            return 1
+        inverse = weight / norm
+        for k in range(size):
+            probs[k] *= inverse
+        if data.symbols.shape[0]:
+            target = emitted[g, data.symbols[place]]
+            for k in range(size):
+                target[k] += probs[k]
+        else:
+            for k in range(size):
+                back.gamma[at, k] = probs[k]
+        if t == 0:
+            for k in range(size):
+                back.starts[row, k] = probs[k]
+            break
+        read_row(seen, place, data, g, size, lowest)
+        inverse = one / (norm * total)
+        for k in range(size):
+            value = seen[k] * beta[k] * inverse
+            later[k] = value if here[k] > zero or bounding else zero
+            message[at, k] = later[k] * weight
+        multiply_row(beta, later, back.transposed[t - 1 if several else 0, g].ravel(), height)
+    return 0

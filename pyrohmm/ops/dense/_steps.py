@@ -1,0 +1,154 @@
+"""What compiled passes read at a step, and how they add up what they find."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .._numba_math import exp, kernel, u64
+from ._lanes import _LANES, LANES, _1, load, weigh
+
+
+class Data(NamedTuple):
+    """Arguments of both passes over N sequences in G groups; symbols or likelihoods are empty.
+
+    Attributes:
+        initial: ``(N, K)``, probabilities.
+        matrices: ``(S, G, height, height)``, probabilities, S = 1 or T - 1.
+        symbols: Their numbers, flat.
+        tables: ``(G, V + 1, height)``, probabilities of symbols, scaled; the last row is for
+            missing ones.
+        peaks: ``(G, V + 1)``, logarithms of the scales.
+        likelihood: Log-likelihoods, flat.
+        first: ``(N,)``, where the first step of each sequence lies in those.
+        along: How much further each next step lies.
+        lengths: ``(N,)``.
+        steps: T.
+        limits: The smallest positive probability of the chain, or -1 if no step is watched; the
+            logarithm of the smallest normal number; twice that number, above which nothing was
+            raised to it; what a product must be above to be surely exact.
+    """
+
+    initial: np.ndarray
+    matrices: np.ndarray
+    symbols: np.ndarray
+    tables: np.ndarray
+    peaks: np.ndarray
+    likelihood: np.ndarray
+    first: np.ndarray
+    along: int
+    lengths: np.ndarray
+    steps: int
+    limits: tuple[float, float, float, float]
+
+
+@kernel
+def accumulate(logs, product, norm):
+    """Multiply a norm into a product, which becomes part of the logarithm before it underflows."""
+    if norm < 1e-100:  # even two of them might underflow
+        logs += np.log(norm)
+    else:
+        product *= norm
+    if product < 1e-200:
+        logs += np.log(product)
+        product = 1.0
+    return logs, product
+
+
+@kernel
+def tile_of(data, tile):
+    """Group of a tile, its first sequence, and how many there are."""
+    count, groups = data.lengths.shape[0], data.matrices.shape[1]
+    size = count // groups
+    tiles = (size + LANES - 1) // LANES
+    start = tile // tiles * size + tile % tiles * LANES
+    return tile // tiles, start, min(LANES, (tile // tiles + 1) * size - start)
+
+
+@kernel
+def begin_step(rows, active, data, t, start, width, exact):
+    """Which sequences of a tile have a step t, and their symbols, or where its numbers lie."""
+    missing = u64(data.peaks.shape[1] - 1)
+    for i in range(LANES):
+        here = i < width and t < data.lengths[start + i] and exact[start + i]
+        active[i] = here
+        rows[i] = missing
+        if here:
+            place = data.first[start + i] + t * data.along
+            rows[i] = u64(data.symbols[place]) if data.symbols.shape[0] else u64(place)
+
+
+@kernel
+def read(seen, peak, rows, active, data, g, size, height, low):
+    """Write the likelihoods of a step over their largest, and the logarithms of those."""
+    if data.symbols.shape[0]:
+        entries, peaks = data.tables[g].ravel(), data.peaks[g]
+        for i in range(LANES):
+            peak[i] = peaks[rows[i]]
+            rows[i] *= height
+        load(seen, _LANES, entries, rows, active, height, entries.dtype.type(1))
+        return
+    load(seen, _LANES, data.likelihood, rows, active, size, low - low)
+    weigh(seen, _LANES, size, peak, low)
+
+
+@kernel
+def watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size, sure, start):
+    """Note each sequence's smallest positive product; clear ``sure`` where mass may be lost.
+
+    And in ``low`` the least mass that arrives.
+    """
+    for i in range(_LANES):
+        smallest[i] = low[i] = np.inf
+    for k in range(size):
+        for i in range(_LANES):
+            p, q = arrived[k * _LANES + i], seen[k * _LANES + i]
+            low[i] = p if p < low[i] else low[i]
+            product = p * q if p > 0 and q > 0 else np.inf
+            smallest[i] = product if product < smallest[i] else smallest[i]
+    for i in range(width):
+        if faint[i] and active[i] and low[i] * scale[i] < slack:
+            sure[start + i] = False
+
+
+@kernel
+def take(norm, peak, active, logs, product, slack):
+    """Multiply the norms of a step into the products; returns how many are out of range.
+
+    A product becomes part of the logarithm before it underflows.
+    """
+    lost, small = 0, 0
+    for i in range(_LANES):
+        lost += not (norm[i] >= slack and norm[i] < np.inf)
+        small += norm[i] < 1e-100 or product[i] < 1e-150
+    if small > 0:
+        for i in range(LANES):
+            if active[i]:
+                logs[i], product[i] = accumulate(logs[i] + peak[i], product[i], norm[i])
+        return lost
+    for i in range(_LANES):
+        product[i] *= norm[i] if active[i] else 1.0
+        logs[i] += peak[i] if active[i] else 0.0
+    return lost
+
+
+@kernel
+def read_row(seen, place, data, g, size, low):
+    """As :func:`read`, for one step of one sequence; returns the logarithm of the largest."""
+    if data.symbols.shape[0]:
+        symbol = data.symbols[place]
+        for k in range(size):
+            seen[k] = data.tables[g, symbol, k]
+        return data.peaks[g, symbol]
+    offset, zero = u64(place), low - low
+    peak = data.likelihood[offset]
+    for k in range(_1, size):
+        x = data.likelihood[offset + k]
+        peak = x if x > peak else peak
+    peak = zero if peak == -np.inf else peak
+    for k in range(size):
+        x = data.likelihood[offset + k] - peak
+        value = exp(low if x < low else x)
+        seen[k] = zero if x == -np.inf else value
+    return peak

@@ -1,0 +1,227 @@
+"""The recursions of Markov chains as torch operations, on any device, of any number of states."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..._sync import exceeds
+from ..product import _torch as product
+from ..products import accumulated
+from .chain import Chain, Gradient
+
+
+def scaled(
+    chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
+) -> tuple[Tensor, Tensor | None, Gradient]:
+    """Evidence by scaled messages: see :func:`.scaling.solve`.
+
+    Returns:
+        Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if everywhere;
+        and the gradient.
+    """
+    initial, transition = chain.initial.to(dtype), chain.transition.to(dtype)
+    on_cpu, limits = initial.device.type == "cpu", torch.finfo(dtype)
+    weight, peak, last, padded = _weigh(chain, dtype)
+    steps, num_states = len(weight), weight.size(-1)
+    back = differentiable or not on_cpu or not _is_safe(chain, dtype)
+    state, norm, arrived, probs = _by_steps(
+        initial, transition, weight, last if back else None, back
+    )
+    groups = initial.size(0)
+    alpha, total = state[:, :groups], norm[:, :groups]
+    logs, mass, least = total.double().log().add_(peak), total, limits.tiny / limits.eps
+    if back:
+        beta = arrived[:, groups:].flip(0)
+        beta = beta if last is None else beta.masked_fill_(last, 1.0)
+        gamma = alpha * beta
+        agreement = gamma.sum(-1, keepdim=True)
+        mass, least = total * agreement, least * 3 * steps
+        gamma.div_(agreement)
+        message = weight.mul_(beta).div_(mass)
+    if padded is not None:
+        logs.masked_fill_(padded, 0.0)
+        mass = mass.masked_fill(padded, torch.inf)
+    evidence, exact = logs.sum((0, -1)), None
+    mass = mass / probs.amax().clamp(min=1.0) if probs.numel() else mass
+    if not exceeds(mass.amin(), num_states * least):
+        exact = (mass > num_states * least).all(0).squeeze(-1)
+    if not back:
+        return evidence, exact, lambda _: None
+    for part in (gamma, message):
+        if padded is not None:
+            part.masked_fill_(padded, 0.0)
+        if exact is not None:
+            part.masked_fill_(~exact.unsqueeze(-1), 0.0)
+    if exact is not None:
+        alpha = alpha.masked_fill(~exact.unsqueeze(-1), 0.0)
+
+    def gradient(weights: Tensor) -> tuple[Tensor, ...]:
+        factor = weights.to(dtype).unsqueeze(-1)
+        states = gamma * factor
+        counts = _transitions(alpha * factor, message, probs, each)
+        return states[0], counts, chain.by_logs(states.movedim(0, 2))
+
+    return evidence, exact, gradient
+
+
+def _weigh(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Likelihoods over their peak ``(T, G, n, K)``, and the logarithm of that ``(T, G, n, 1)``.
+
+    Both are one and zero at padded steps. And booleans ``(T, G, n, 1)``, True from the last step of
+    each sequence on, and after it; None if all sequences have T steps.
+    """
+    likelihood = chain.likelihood.to(dtype).movedim(2, 0)
+    last = padded = None
+    if bool((chain.lengths < len(likelihood)).any()):
+        time = torch.arange(len(likelihood)).reshape(-1, 1, 1)
+        masks = torch.stack([time >= chain.lengths - 1, time >= chain.lengths]).unsqueeze(-1)
+        last, padded = masks.to(likelihood.device, non_blocking=True)
+        likelihood = likelihood.masked_fill(padded, 0.0)
+    peak = likelihood.amax(-1, keepdim=True)
+    return (likelihood - peak).exp_().contiguous(), peak, last, padded
+
+
+def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
+    """Whether no mass that matters can be lost, whatever is observed: see :mod:`.scaling`."""
+    tables = [part.to(dtype) for part in (chain.initial, chain.transition) if part.numel()]
+    least = torch.stack([part.amin() for part in tables]).amin().exp()
+    most = torch.stack([part.amax() for part in tables]).amax().exp().clamp(min=1.0)
+    limits = torch.finfo(dtype)
+    slack = most.double() * chain.initial.size(-1) * limits.tiny / limits.eps
+    return bool(least.double().square() >= slack)
+
+
+def _by_steps(
+    log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scaled messages, four kernels a step: the way back is a second set of groups.
+
+    On that way each probability is larger by as much as a product may lose, so that no message is
+    too small.
+
+    Args:
+        log_initial: ``(G, n, K)``.
+        log_transition: ``(S, G, K, K)``.
+        weight: ``(T, G, n, K)``; one at padded steps.
+        last: ``(T, G, n, 1)`` booleans, True from the last step of each sequence on; None if all
+            have T steps.
+        back: Whether to go back too.
+
+    Returns:
+        Messages ``(T, 2 G, n, K)``, their norms ``(T, 2 G, n, 1)`` and what arrives at each step,
+        ``(T, 2 G, n, K)``, those of the way back in their own order; transition probabilities.
+    """
+    steps, groups, num_states, _ = log_transition.shape
+    ways = 1 + back
+    matrices = log_transition.new_empty(steps, ways * groups, num_states, num_states)
+    transition, floor = matrices[:, :groups], (num_states + 2) * torch.finfo(weight.dtype).tiny
+    torch.exp(log_transition, out=transition)
+    if back:
+        there = transition if steps == 1 else transition.flip(0)
+        torch.add(there, floor, out=matrices[:, groups:].mT)
+    seen, restart = torch.cat([weight, weight.flip(0)], 1) if back else weight, None
+    if last is not None:  # back, a sequence begins anew at its last step
+        going, ending = weight.masked_fill(last, 0.0), weight.masked_fill(~last, 0.0)
+        seen = torch.cat([weight, going.flip(0)], 1)
+        restart = torch.cat([torch.zeros_like(weight), ending.flip(0)], 1)
+    arrived, state = torch.empty_like(seen), torch.empty_like(seen)
+    norm = seen.new_empty(*seen.shape[:-1], 1)
+    torch.exp(log_initial, out=arrived[0, :groups])
+    arrived[0, groups:].fill_(1.0)
+    for t in range(len(weight)):
+        if t > 0:
+            matrix = matrices[t - 1 if len(matrices) > 1 else 0]
+            torch.bmm(state[t - 1], matrix, out=arrived[t])
+        if restart is None:
+            torch.mul(arrived[t], seen[t], out=state[t])
+        else:
+            torch.addcmul(restart[t], arrived[t], seen[t], out=state[t])
+        torch.sum(state[t], -1, keepdim=True, out=norm[t])
+        state[t].div_(norm[t])
+    return state, norm, arrived, transition
+
+
+def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> Tensor:
+    """Joint distributions of adjacent states, summed over what shares a matrix, or of ``each``.
+
+    ``(S, G, K, K)``, or ``(S, G n, K, K)``.
+    """
+    size = alpha.size(2)
+    before, after = alpha[:-1].transpose(0, 1), message[1:].transpose(0, 1)  # (G, T - 1, n, K)
+    if len(alpha) == 1:
+        return torch.zeros_like(probs).repeat_interleave(size if each else 1, 1)
+    if each:
+        before, after = (part.transpose(1, 2).flatten(0, 1) for part in (before, after))
+        probs = probs.repeat_interleave(size, 1)  # (N, T - 1, K)
+        if len(probs) > 1:
+            return (before.unsqueeze(-1) * after.unsqueeze(-2)).transpose(0, 1) * probs
+    elif len(probs) > 1:
+        return accumulated(before, after, cancels=False).transpose(0, 1) * probs
+    else:
+        before, after = before.flatten(1, 2), after.flatten(1, 2)
+    return accumulated(before, after, cancels=False).unsqueeze(0) * probs
+
+
+def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Filtered log-probabilities ``(G, n, T, K)``, and where they are exact, ``(G, n)``."""
+    weight, _, _, padded = _weigh(chain, dtype)
+    exact = torch.zeros(chain.lengths.shape, dtype=torch.bool, device=weight.device)
+    if not _is_safe(chain, dtype):
+        return weight.movedim(0, 2), exact
+    tables = chain.initial.to(dtype), chain.transition.to(dtype)
+    state, norm, *_ = _by_steps(*tables, weight, None, back=False)
+    limits = torch.finfo(dtype)
+    right = norm.squeeze(-1) >= weight.size(-1) * limits.tiny / limits.eps
+    right = right if padded is None else right | padded.squeeze(-1)
+    return state.log_().movedim(0, 2), right.all(0)
+
+
+# In logarithms ----------------------------------------------------------------------------------
+
+
+def _arranged(chain: Chain, each: bool = False) -> product.Arranged:
+    """The chain as product states of a single chain, with matrices of each sequence if need be."""
+    size, matrices = chain.lengths.size(1), chain.transition.movedim(0, 1)  # (G, S, K, K)
+    if each or len(matrices) > 1:
+        matrices = matrices.repeat_interleave(size, 0)
+    lengths = chain.lengths.reshape(-1)
+    parts = chain.initial.flatten(0, 1), [matrices.unsqueeze(-3)], chain.likelihood.flatten(0, 1)
+    return product.arrange(*parts, lengths, lengths.shape)
+
+
+def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
+    """Log evidence ``(G, n)``, and the gradient, in logarithms and float64."""
+    arranged, shape = _arranged(chain, each), chain.lengths.shape
+    value, gradient = product.solve(arranged.chain)
+
+    def restored(weight: Tensor) -> tuple[Tensor, ...]:
+        order = arranged.order.to(weight.device)
+        initial, states, table = gradient(weight.double().reshape(-1)[order])
+        initial, states = (
+            arranged.restored(part).reshape(*shape, *part.shape[1:]) for part in (initial, states)
+        )
+        table = table.squeeze(2)
+        if table.size(1) > 1:
+            table = arranged.restored(table, 1)
+            table = table if each else table.unflatten(1, shape).sum(2)
+        return initial, table, chain.by_logs(states)
+
+    return arranged.restored(value + arranged.shift).reshape(shape), restored
+
+
+def filtered_in_log_space(chain: Chain) -> Tensor:
+    """Filtered log-probabilities ``(G, n, T, K)``."""
+    found = product.filtered(_arranged(chain))
+    return found.reshape(*chain.lengths.shape, *found.shape[1:])
+
+
+def viterbi(chain: Chain) -> Tensor:
+    """Most probable paths ``(G, n, T)``; zeros at padded steps."""
+    return product.viterbi(_arranged(chain)).reshape(*chain.lengths.shape, -1)
+
+
+def sample_states(chain: Chain, num_samples: int) -> Tensor:
+    """Paths ``(S, G, n, T)`` of the posterior; zeros at padded steps."""
+    found = product.sample_states(_arranged(chain), num_samples)
+    return found.reshape(num_samples, *chain.lengths.shape, -1)

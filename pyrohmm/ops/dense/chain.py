@@ -1,0 +1,246 @@
+"""The arguments of the recursions of Markov chains, checked and in one form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._checks import (
+    check_booleans,
+    check_broadcast,
+    check_integers,
+    check_lengths,
+    check_same_device,
+    check_tensor,
+    check_trailing,
+)
+from ..._precision import at_least_single
+from ..products import add_rows, look_up
+
+Gradient = Callable[[Tensor], tuple[Tensor, ...] | None]  # of weights (G, n) of the evidences
+
+
+class Chain(NamedTuple):
+    """N sequences in G groups of n, each of which shares matrices, and a table of symbols."""
+
+    initial: Tensor  # (G, n, K), log
+    transition: Tensor  # (S, G, K, K), log, S = 1 or T - 1
+    logs: Tensor  # (G, n, T, K), log-likelihoods; with symbols (G, K, V), of each of them
+    symbols: Tensor | None  # (G, n, T)
+    known: Tensor | None  # (G, n, T), False where a symbol is missing; None if all are known
+    lengths: Tensor  # (G, n), on the CPU
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return self.logs.size(2) if self.symbols is None else self.symbols.size(2)
+
+    @property
+    def likelihood(self) -> Tensor:
+        """Log-likelihoods ``(G, n, T, K)``."""
+        if self.symbols is None:
+            return self.logs
+        return symbol_scores(self.logs.unsqueeze(1), self.symbols, self.known)
+
+    def by_logs(self, states: Tensor) -> Tensor:
+        """Gradient by ``logs``, from that by the log-likelihoods, ``(G, n, T, K)``."""
+        if self.symbols is None:
+            return states
+        if self.known is not None:
+            states = states.masked_fill(~self.known.unsqueeze(-1), 0.0)
+        groups, num_states, num_symbols = self.logs.shape
+        first = num_symbols * torch.arange(groups, device=states.device).reshape(-1, 1, 1)
+        rows, count = (self.symbols + first).reshape(-1), groups * num_symbols
+        sums = add_rows(states.reshape(-1, num_states), rows, count)
+        return sums.reshape(groups, num_symbols, num_states).mT
+
+    def subset(self, chosen: Tensor) -> Chain:
+        """The sequences ``chosen``, indices into the ``G * n``: in one group, or one in each."""
+        groups, size = self.lengths.shape
+        where = chosen.to(self.initial.device)
+
+        def rows(part: Tensor, index: Tensor = where) -> Tensor:
+            part = part.flatten(0, 1)[index]
+            return part.unsqueeze(0 if groups == 1 else 1)
+
+        shared = self.transition, self.logs
+        if groups > 1:
+            shared = self.transition[:, where // size], self.logs[where // size]
+        return Chain(
+            rows(self.initial), shared[0],
+            rows(self.logs) if self.symbols is None else shared[1],
+            None if self.symbols is None else rows(self.symbols),
+            None if self.known is None else rows(self.known),
+            rows(self.lengths, chosen.cpu()),
+        )  # fmt: skip
+
+
+class Arguments(NamedTuple):
+    """The arguments of a recursion, checked; dimensions as they came."""
+
+    initial: Tensor  # (*b, K), log
+    transition: Tensor  # (*b, 1|T-1, K, K), log
+    logs: Tensor  # (*b, T, K), log; with symbols (*b, K, V)
+    symbols: Tensor | None  # (*b, T)
+    known: Tensor | None  # (*b, T)
+    lengths: Tensor  # (*b), on the CPU
+    batch: torch.Size  # what the (*b) broadcast to
+    dtype: torch.dtype
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What is differentiated by."""
+        return self.initial, self.transition, self.logs
+
+    @property
+    def split(self) -> int:
+        """How many dimensions of the batch have matrices or tables of their own."""
+        leads = [self.transition.shape[:-3]]
+        if self.symbols is not None:
+            leads.append(self.logs.shape[:-2])
+        return max(
+            (len(self.batch) - len(lead) + place + 1
+             for lead in leads for place, size in enumerate(lead) if size != 1),
+            default=0,
+        )  # fmt: skip
+
+    @property
+    def likelihood(self) -> Tensor:
+        """Log-likelihoods ``(*b, T, K)``."""
+        if self.symbols is None:
+            return self.logs
+        return symbol_scores(self.logs, self.symbols, self.known)
+
+
+def symbol_scores(logs: Tensor, symbols: Tensor, known: Tensor | None) -> Tensor:
+    """Log-likelihoods ``(*b, T, K)`` of symbols ``(*b, T)``, zero where they are missing."""
+    scores = look_up(logs, symbols.movedim(-1, 0)).movedim(0, -2)
+    return scores if known is None else scores.masked_fill(~known.unsqueeze(-1), 0.0)
+
+
+def check_arguments(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    logs: Tensor,
+    lengths: Tensor,
+    symbols: Tensor | None = None,
+    known: Tensor | None = None,
+) -> Arguments:
+    """Raise unless dtypes, devices and shapes agree."""
+    name = "log_likelihood" if symbols is None else "log_symbols"
+    parts = {"log_initial": log_initial, "log_transition": log_transition, name: logs}
+    shapes = "(*B, K)", "(*B, 1|T-1, K, K)", "(*B, T, K)" if symbols is None else "(*B, K, V)"
+    for (each, tensor), shape in zip(parts.items(), shapes):
+        check_tensor(each, tensor)
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(
+                f"{each} must be floating point; got {tensor.dtype}. Call .float() on it."
+            )
+        if tensor.dim() < shape.count(","):
+            raise ValueError(
+                f"{each} must have shape {shape}; got shape {tuple(tensor.shape)}. Insert "
+                "dimensions of size 1 with unsqueeze."
+            )
+    check_integers("lengths", lengths)
+    check_same_device(parts)
+    num_states = logs.size(-1) if symbols is None else log_initial.size(-1)
+    leads = {
+        "log_initial": log_initial.shape[:-1],
+        "log_transition": log_transition.shape[:-3],
+        name: logs.shape[:-2],
+        "lengths": lengths.shape,
+    }
+    if symbols is None:
+        steps = logs.size(-2)
+        cure = "K is that of log_likelihood."
+        check_trailing("log_initial", log_initial, (num_states,), "(K,)", cure)
+    else:
+        steps = _check_symbols(logs, symbols, known, num_states)
+        leads["symbols"] = symbols.shape[:-1]
+        if known is not None:
+            leads["known"] = known.shape[:-1]
+    if steps == 0:
+        raise ValueError(f"{name} must have at least one step; got shape {tuple(logs.shape)}.")
+    check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
+    lengths = lengths.cpu().long()
+    check_lengths(lengths, steps)
+    varying = log_transition.size(-3)
+    if varying != 1 and varying != steps - 1:
+        raise ValueError(
+            f"log_transition must have 1 or T - 1 = {steps - 1} matrices in dimension -3; got "
+            f"{varying}."
+        )
+    dtype = at_least_single(log_initial).dtype
+    for tensor in (log_transition, logs):
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    batch = check_broadcast(leads)
+    return Arguments(log_initial, log_transition, logs, symbols, known, lengths, batch, dtype)
+
+
+def _check_symbols(
+    log_symbols: Tensor, symbols: Tensor, known: Tensor | None, num_states: int
+) -> int:
+    """Raise unless types and shapes agree; return the number of steps."""
+    check_integers("symbols", symbols)
+    if log_symbols.size(-2) != num_states:
+        raise ValueError(
+            f"log_symbols must have shape (*B, K, V) with K = {num_states}, that of log_initial; "
+            f"got {tuple(log_symbols.shape)}."
+        )
+    if symbols.dim() == 0:
+        raise ValueError("symbols must have shape (*B, T); got shape ().")
+    if known is not None:
+        check_booleans("known", known)
+        if known.shape[-1:] != symbols.shape[-1:]:
+            raise ValueError(
+                f"known must have shape (*B, T) with T = {symbols.size(-1)}, that of symbols; got "
+                f"{tuple(known.shape)}."
+            )
+    return symbols.size(-1)
+
+
+def arrange(arguments: Arguments) -> Chain:
+    """The arguments in groups that share a matrix, of one dtype."""
+    initial, transition, logs, symbols, known, lengths, batch, dtype = arguments
+    split = arguments.split
+    shape = math.prod(batch[:split]), math.prod(batch[split:])
+
+    def grouped(table: Tensor, core: int) -> Tensor:
+        lead, tail = table.shape[:-core], table.shape[-core:]
+        if shape[0] > 1:
+            lead = torch.Size((1,) * (len(batch) - len(lead))) + lead
+            table = table.reshape(lead[:split] + tail).expand(batch[:split] + tail)
+        return table.reshape(shape[0], *tail).to(dtype)
+
+    def each(part: Tensor, core: int) -> Tensor:
+        tail = part.shape[part.dim() - core :]
+        return part.expand((*batch, *tail)).reshape(*shape, *tail)
+
+    return Chain(
+        each(initial, 1).to(dtype), grouped(transition, 3).movedim(1, 0),
+        grouped(logs, 2) if symbols is not None else each(logs, 2).to(dtype),
+        None if symbols is None else each(symbols, 1),
+        None if known is None else each(known, 1),
+        each(lengths, 0),
+    )  # fmt: skip
+
+
+def spread(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
+    """Gradients by the tensors of a chain as gradients by the arguments, of their shapes."""
+    initial, transition, logs = found
+    batch, split = arguments.batch, arguments.split
+    lead = (*batch[:split], *(1,) * (len(batch) - split))
+    shapes = (
+        (*batch, initial.size(-1)),
+        (*lead, *transition.shape[:1], *transition.shape[2:]),
+        (*batch, *logs.shape[2:]) if arguments.symbols is None else (*lead, *logs.shape[1:]),
+    )
+    parts = initial, transition.movedim(0, 1), logs
+    return [
+        part.reshape(shape).sum_to_size(like.shape).to(like.dtype)
+        for part, shape, like in zip(parts, shapes, arguments.tensors)
+    ]

@@ -1,0 +1,1 @@
+"""Chains whose messages have several axes: see :mod:`pyrohmm.ops.factorial`."""

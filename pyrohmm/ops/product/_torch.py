@@ -1,0 +1,359 @@
+"""Chains whose messages have several axes, in logarithms and float64, as torch operations.
+
+Product states are numbered with the last axis fastest. A transition takes the first axis of the
+messages ``(n, K)`` and leaves one as the last. Of M chains behind one observation, one transition
+follows another, so that after M of them the axes are in order again: see
+:mod:`pyrohmm.ops.factorial`. Of pairs of states of one chain, a transition takes (i, j) to (j, k)
+by a matrix for each j: see :mod:`pyrohmm.ops.second_order`. A Markov chain is the case of one axis:
+so are computed its best paths and samples, and sequences whose scaled messages leave the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..._precision import with_gradient
+from ..log_space import finite_or_zero, largest, logsumexp
+from ..masks import exists
+
+LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
+SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
+MOST = 200.0  # logarithm of a factor by which such products may be multiplied afterwards
+AT_ONCE = 1 << 22  # numbers made at once, of all pairs of states
+Gradient = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+class Chains(NamedTuple):
+    """N sequences, the longest first, in float64."""
+
+    initial: Tensor  # (N, K), log
+    likelihood: Tensor  # (N, T, W), log; of the last W states, and again of those before
+    tables: tuple[Tensor, ...]  # (S, N|1, R|1, K_m, K_m), log, S = 1 or T - 1: see Step
+    counts: list[int]  # how many sequences have each step, up to the last that one has
+
+    def emitted(self, t: int) -> Tensor:
+        """Log-likelihoods ``(n, K)`` of the product states at a step."""
+        here = self.likelihood[: self.counts[t], t]
+        return here.repeat(1, self.initial.size(-1) // here.size(-1))
+
+
+class Arranged(NamedTuple):
+    """Sequences as the recursions below take them, and as they came."""
+
+    chain: Chains
+    order: Tensor  # (N,), the sequence that each row is
+    batch: torch.Size
+    dtype: torch.dtype
+    shift: Tensor  # (N,), what was subtracted from the logarithms of each sequence
+
+    def restored(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Results of sequences ``(*, N, *)`` in the order and the batch shape of the arguments."""
+        rows = rows.index_select(dim, self.order.argsort().to(rows.device))
+        return rows.reshape((*rows.shape[:dim], *self.batch, *rows.shape[dim + 1 :]))
+
+
+def arrange(
+    initial: Tensor, tables: Sequence[Tensor], likelihood: Tensor, lengths: Tensor,
+    batch: torch.Size,
+) -> Arranged:  # fmt: skip
+    """Sort the longest sequences first, by differentiable operations.
+
+    The largest logarithm of each step is subtracted, lest sums over steps grow so large that none
+    of their digits are left for the differences.
+
+    Args:
+        initial: ``(*b, K)``.
+        tables: M of ``(*b, S, R|1, K_m, K_m)``, S = 1 or T - 1.
+        likelihood: ``(*b, T, W)``.
+        lengths: ``(*b)``, on the CPU.
+        batch: What ``(*b)`` broadcast to.
+    """
+    lengths = lengths.expand(batch).reshape(-1)
+    order = lengths.argsort(descending=True, stable=True)
+    longest = int(lengths.max()) if len(lengths) else 1
+    where = order.to(likelihood.device)
+
+    def rows(tensor: Tensor, core: int) -> Tensor:
+        tail = tensor.shape[tensor.dim() - core :]
+        wide = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
+        return wide.index_select(0, where)
+
+    def matrices(table: Tensor) -> Tensor:
+        shared = table.shape[:-4].numel() == 1
+        wide = table.double().reshape(1, *table.shape[-4:]) if shared else rows(table, 4)
+        return wide.movedim(1, 0)
+
+    seen = rows(likelihood, 2)
+    peak = largest(seen, (-1,))
+    steps = exists(lengths[order], seen.size(1), where.device)
+    seen = (seen - peak).masked_fill(~steps.unsqueeze(-1), 0.0)
+    chain = Chains(
+        rows(initial, 1), seen, tuple(map(matrices, tables)),
+        (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist(),
+    )  # fmt: skip
+    dtype = torch.promote_types(likelihood.dtype, initial.dtype)
+    for table in tables:
+        dtype = torch.promote_types(dtype, table.dtype)
+    return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
+
+
+class Step:
+    """One transition, along the first axis of messages in logarithms.
+
+    Sums are products of matrices of each fibre over its largest entry, where they surely lose only
+    rounding; else, and where the result is to be differentiated, sums over all pairs of states.
+
+    Args:
+        logs: ``(N|1, R|1, k, k)``: for each sequence or all, for each fibre or all.
+        by_pairs: Whether the sums are to be differentiable.
+    """
+
+    def __init__(self, logs: Tensor, by_pairs: bool = False) -> None:
+        self.logs, self.size, self.by_pairs = logs, logs.size(-1), by_pairs
+        self.axes = "n" * (len(logs) > 1) + "r" * (logs.size(1) > 1)
+        if not by_pairs:
+            self.probs = logs.exp()
+            self.safe = bool((logs >= LEAST).all())
+            self.sure = SURE * self.probs.amax().clamp(min=1.0)
+
+    def fibres(self, scores: Tensor) -> Tensor:
+        """Messages ``(n, K)`` as ``(n, R, k)``, by the states that the transition leaves."""
+        return scores.reshape(len(scores), self.size, -1).mT
+
+    def table(self, table: Tensor, rows: Tensor | int) -> Tensor:
+        """What ``table`` holds for some rows of the sequences, or the first ones."""
+        if len(table) == 1:
+            return table
+        return table[:rows] if isinstance(rows, int) else table[rows]
+
+    def sums(self, scores: Tensor, back: bool = False) -> Tensor:
+        """Log of sums over transitions of ``scores`` ``(n, R, k)``, by the state at the end.
+
+        With ``back`` the scores are by that state, and the sums by the one before.
+        """
+        logs = self.logs.mT if back else self.logs
+        if self.by_pairs:
+            return _over_pairs(scores, self.table(logs, len(scores)))
+        top = finite_or_zero(scores.amax(-1, keepdim=True))
+        total = self._product((scores - top).exp(), self.probs, back)
+        found = total.log() + top
+        if not self.safe:
+            possible = (scores > -torch.inf).double(), (self.logs > -torch.inf).double()
+            lost = (total < self.sure) & (self._product(*possible, back) > 0)
+            rows = lost.flatten(1).any(-1).nonzero().squeeze(-1)
+            if len(rows):
+                found[rows] = _over_pairs(scores[rows], self.table(logs, rows))
+        return found
+
+    def _product(self, values: Tensor, table: Tensor, back: bool) -> Tensor:
+        """Sums ``(n, R, k)`` of ``values`` ``(n, R, k)`` times a table."""
+        here = self.table(table, len(values))[:, 0 if table.size(1) == 1 else slice(None)]
+        here = here if len(table) > 1 else here[0]
+        of, to = "ki" if back else "ik", "nrk"
+        return torch.einsum(f"nri,{self.axes}{of}->{to}", values, here)
+
+    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Maxima over transitions, and the states before, both ``(n, R, k)``."""
+        size = max(1, AT_ONCE // (scores[0].numel() * self.size))
+        found = [
+            (part.unsqueeze(-1) + self.table(self.logs, torch.arange(at, at + len(part)))).max(-2)
+            for at, part in zip(range(0, len(scores), size), scores.split(size))
+        ]
+        return torch.cat([part.values for part in found]), torch.cat([p.indices for p in found])
+
+    def counts(self, before: Tensor, after: Tensor, evidence: Tensor, weight: Tensor) -> Tensor:
+        """Expected transitions, of the shape of ``logs`` for the first n sequences.
+
+        Args:
+            before: ``(n, R, k)``, messages that come to this step.
+            after: ``(n, R, k)``, messages that come back to it.
+            evidence: ``(n,)``.
+            weight: ``(n,)``.
+        """
+        tops = before.amax(-1), after.amax(-1)  # -inf where nothing comes: its share is zero
+        share = tops[0] + tops[1] - evidence.unsqueeze(-1)
+        lost = share.amax(-1) > MOST
+        share = share.masked_fill(lost.unsqueeze(-1), -torch.inf).exp() * weight.unsqueeze(-1)
+        left = (before - finite_or_zero(tops[0]).unsqueeze(-1)).exp()
+        right = (after - finite_or_zero(tops[1]).unsqueeze(-1)).exp() * share.unsqueeze(-1)
+        outer = torch.einsum(f"nri,nrk->{self.axes}ik", left, right)
+        shape = (len(before) if "n" in self.axes else 1, *self.logs.shape[1:])
+        counts = self.table(self.probs, len(before)) * outer.reshape(shape)
+        for row in lost.nonzero().squeeze(-1):
+            pairs = before[row].unsqueeze(-1) + after[row].unsqueeze(-2)
+            pairs = pairs + self.table(self.logs, row.reshape(1))[0] - evidence[row]
+            pairs = (pairs.exp() * weight[row]).sum_to_size(self.logs.shape[1:])
+            counts[row if "n" in self.axes else 0] += pairs
+        return counts
+
+    def into(self, states: Tensor, fibres: Tensor) -> Tensor:
+        """Log-probabilities ``(*s, n, k)`` of coming to ``states`` ``(*s, n)`` of ``fibres``."""
+        row = torch.arange(states.size(-1), device=states.device) % len(self.logs)
+        return self.logs[row, fibres % self.logs.size(1), :, states]
+
+
+def _over_pairs(scores: Tensor, logs: Tensor) -> Tensor:
+    """Log of sums over all pairs of states, differentiable."""
+    return logsumexp(scores.unsqueeze(-1) + logs, -2)
+
+
+def steps_of(chain: Chains, by_pairs: bool = False) -> Callable[[int], list[Step]]:
+    """The transitions to step t, as a function of t."""
+    if all(len(table) == 1 for table in chain.tables):
+        steps = [Step(table[0], by_pairs) for table in chain.tables]
+        return lambda t: steps
+    return lambda t: [Step(table[t - 1], by_pairs) for table in chain.tables]
+
+
+def through(scores: Tensor, steps: list[Step]) -> list[Tensor]:
+    """Messages ``(n, R, k)`` before each transition, and after the last one, ``(n, K)``."""
+    messages = []
+    for step in steps:
+        messages.append(step.fibres(scores))
+        scores = step.sums(messages[-1]).flatten(1)
+    return [*messages, scores]
+
+
+def forward(chain: Chains, by_pairs: bool = False) -> list[Tensor]:
+    """Log-probabilities of the past and the product states, ``(n_t, K)`` for each step t."""
+    messages, steps = [chain.initial + chain.emitted(0)], steps_of(chain, by_pairs)
+    for t, count in enumerate(chain.counts[1:], 1):
+        messages.append(through(messages[-1][:count], steps(t))[-1] + chain.emitted(t))
+    return messages
+
+
+def last(chain: Chains, messages: list[Tensor]) -> Tensor:
+    """The messages at the last step of each sequence, ``(N, K)``."""
+    ends = [*chain.counts[1:], 0]
+    return torch.cat([message[end:] for message, end in zip(messages, ends)][::-1])
+
+
+def solve(chain: Chains) -> tuple[Tensor, Gradient]:
+    """Log evidence ``(N,)``; and the derivatives of its sum with weights, by all tensors."""
+    messages = forward(chain)
+    evidence = last(chain, messages).logsumexp(-1)
+    return evidence.clone(), lambda weight: _gradient(chain, messages, evidence, weight)
+
+
+def _gradient(
+    chain: Chains, messages: list[Tensor], evidence: Tensor, weight: Tensor
+) -> tuple[Tensor, ...]:
+    """Derivatives by initial, likelihood and tables of the evidences times weights ``(N,)``."""
+    steps_to = steps_of(chain)
+    states, initial = torch.zeros_like(chain.likelihood), messages[0]
+    tables = [torch.zeros_like(table) for table in chain.tables]
+    evidence = evidence.masked_fill(evidence.isneginf(), torch.inf)
+    back = torch.zeros_like(messages[-1])
+    for t in range(len(messages) - 1, -1, -1):
+        count = chain.counts[t]
+        whole, weights = evidence[:count], weight[:count]
+        initial = (messages[t] + back - whole.unsqueeze(-1)).exp() * weights.unsqueeze(-1)
+        states[:count, t] = initial.unflatten(-1, (-1, states.size(-1))).sum(1)
+        if t == 0:
+            break
+        back, steps = back + chain.emitted(t), steps_to(t)
+        for m, before in reversed([*enumerate(through(messages[t - 1][:count], steps)[:-1])]):
+            step, table = steps[m], tables[m]
+            back = back.reshape(count, -1, step.size)
+            counts = step.counts(before, back, whole, weights)
+            table[t - 1 if len(table) > 1 else 0, : len(counts)] += counts
+            back = step.sums(back, back=True).mT.flatten(1)
+        back = torch.nn.functional.pad(back, (0, 0, 0, chain.counts[t - 1] - count))
+    return initial, states, *tables
+
+
+def log_evidence(arranged: Arranged) -> Tensor:
+    """Log evidence ``(*B)``, differentiable any number of times."""
+    chain = arranged.chain
+
+    def made(initial: Tensor, likelihood: Tensor, *tables: Tensor) -> Chains:
+        return Chains(initial, likelihood, tables, chain.counts)
+
+    def twin(*tensors: Tensor) -> Tensor:
+        parts = made(*tensors)
+        return logsumexp(last(parts, forward(parts, by_pairs=True)), -1)
+
+    tensors = chain.initial, chain.likelihood, *chain.tables
+    value = with_gradient(lambda *tensors: solve(made(*tensors)), twin, *tensors)
+    return arranged.restored(value + arranged.shift).to(arranged.dtype)
+
+
+def filtered(arranged: Arranged) -> Tensor:
+    """Filtered log-probabilities ``(*B, T, W)`` of the last W states; -inf where padded."""
+    scores = torch.full_like(arranged.chain.likelihood, -torch.inf)
+    for t, message in enumerate(forward(arranged.chain)):
+        total = finite_or_zero(message.logsumexp(-1, keepdim=True))
+        states = (message - total).unflatten(-1, (-1, scores.size(-1)))
+        scores[: len(message), t] = states.logsumexp(1)
+    return arranged.restored(scores).to(arranged.dtype)
+
+
+def viterbi(arranged: Arranged) -> Tensor:
+    """Most probable path of the product states, ``(*B, T)``; 0 at padded steps."""
+    chain = arranged.chain
+    steps_to, pointers = steps_of(chain), []
+    score, scores = chain.initial + chain.emitted(0), []
+    for t, count in enumerate(chain.counts):
+        if t:
+            score, before = score[:count], []
+            for step in steps_to(t):
+                score, state = step.best(step.fibres(score))
+                score = score.flatten(1)
+                before.append(state)
+            score = score + chain.emitted(t)
+            pointers.append(before)
+        scores.append(score)
+
+    def previous(t: int, states: Tensor) -> Tensor:
+        for pointer in reversed(pointers[t - 1]):
+            fibre, here = states // pointer.size(-1), states % pointer.size(-1)
+            rows = torch.arange(len(states), device=states.device)
+            states = pointer[rows, fibre, here] * pointer.size(1) + fibre
+        return states
+
+    return arranged.restored(walk_back(chain, last(chain, scores).argmax(-1), previous))
+
+
+def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
+    """Samples of paths of the product states, ``(num_samples, *B, T)``; 0 at padded steps."""
+    chain = arranged.chain
+    steps_to, messages = steps_of(chain), forward(chain)
+
+    def previous(t: int, states: Tensor) -> Tensor:
+        count, steps = states.size(-1), steps_to(t)  # before the sequences are the samples
+        rows = torch.arange(count, device=states.device)
+        scores = through(messages[t - 1][:count], steps)[:-1]
+        for step, score in zip(reversed(steps), reversed(scores)):
+            fibre, here = states // step.size, states % step.size
+            logs = score[rows, fibre] + step.into(here, fibre)
+            states = drawn(logs) * score.size(1) + fibre
+        return states
+
+    ends = last(chain, messages).expand(num_samples, -1, -1)
+    return arranged.restored(walk_back(chain, drawn(ends), previous), 1)
+
+
+def walk_back(chain: Chains, last: Tensor, previous: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Paths ``(*S, N, T)`` from their last states ``(*S, N)``; 0 at padded steps."""
+    shape = (*last.shape[:-1], *chain.likelihood.shape[:2])
+    path = torch.zeros(shape, dtype=torch.long, device=last.device)
+    states = last[..., :0]
+    for t in range(len(chain.counts) - 1, -1, -1):
+        if t + 1 < len(chain.counts) and states.size(-1):
+            states = previous(t + 1, states)
+        states = torch.cat([states, last[..., states.size(-1) : chain.counts[t]]], -1)
+        path[..., : states.size(-1), t] = states
+    return path
+
+
+def drawn(logs: Tensor) -> Tensor:
+    """A column of each row of log-probabilities ``(*n, S)``, up to a constant, ``(*n)``."""
+    probs = (logs - finite_or_zero(logs.amax(-1, keepdim=True))).exp()
+    sums = probs.cumsum(-1)
+    uniform = torch.rand_like(sums[..., :1]) * (1 - 1e-9)
+    place = torch.searchsorted(sums, sums[..., -1:] * uniform, right=True)
+    return place.squeeze(-1).clamp(max=logs.size(-1) - 1)

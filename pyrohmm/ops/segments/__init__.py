@@ -1,0 +1,1 @@
+"""Chains with durations: see :mod:`pyrohmm.ops.semi_markov`."""
