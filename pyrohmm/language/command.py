@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
 from ..data.readers import read_lines
-from ..infer.options import FitOptions
+from ..infer.options import RunOptions
 from ..infer.process_group import ProcessGroup
 from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
@@ -323,9 +323,9 @@ def _given(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]
 def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> None:
     """Options of a function's arguments, with its defaults, and what its docstring says of them."""
     parameters = inspect.signature(function).parameters
-    texts = _explained(FitOptions) | _explained(function)
+    texts = _explained(RunOptions) | _explained(function)
     for flag, name in flags.items():
-        annotation, default = FitOptions.__annotations__.get(name, ""), None
+        annotation, default = RunOptions.__annotations__.get(name, ""), None
         if name in parameters:
             annotation, default = parameters[name].annotation, parameters[name].default
         kind: dict[str, Any] = {"metavar": flag.upper()}

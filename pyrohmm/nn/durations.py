@@ -33,7 +33,7 @@ from .family import family, positive
 
 BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
 LONGEST = 3.0  # step of all parameters together
-CLOSE = 1e-11  # length of a step that is not worth taking
+CLOSE = 1e-8  # length of a step that is not worth taking
 
 DurationFamily = Callable[[int], PyroModule]
 
@@ -458,7 +458,7 @@ def maximum(function: Callable[[Tensor], Tensor], start: Tensor, free: Tensor) -
         if bool(((trial - point).abs() <= CLOSE).all()):
             break
         new = evaluate(trial)
-        level = (new[0] - value).abs() <= 1e-13 * value.abs()  # rounding
+        level = (new[0] - value).abs() <= 1e-11 * value.abs()  # rounding
         flatter = new[1].norm(dim=-1) < slope.norm(dim=-1)
         better = torch.where(level, flatter, new[0] > value)
         point = torch.where(better.unsqueeze(-1), trial, point)
