@@ -261,7 +261,7 @@ class Fit:
             >>> data = Sequences.from_list([torch.randn(400)])
             >>> fit = fit_em(TabularHMM(1, normal(0)), data)
             >>> fit.std_errors(data)["module.emission.loc"]
-            tensor([0.0501], dtype=torch.float64)
+            tensor([0.0487], dtype=torch.float64)
         """
         if self.method == "SVI":
             raise ValueError(
