@@ -729,7 +729,7 @@ def posterior_table() -> str:
 def control_table() -> str:
     """Milliseconds a token of steering, and seconds for each constraint."""
     body = [
-        [f"{row['blocks']} blocks" if row.get("blocks") else "dense",
+        [f"{row['blocks']} blocks" if row["blocks"] > 1 else "dense",
          f"{row['milliseconds_a_token'][0]:.0f}",
          f"{row['processor_milliseconds_a_token'][0]:.0f}", plain(row["seconds_once"])]
         for row in rows("control")
