@@ -258,7 +258,7 @@ class Information:
         if self.decrement > FAR:
             raise ValueError(
                 f"the fit ended {self.decrement:.2g} nats below the maximum near it. Standard "
-                "errors would not show that: fit on, with more steps or a smaller tol."
+                "errors would not show that: fit on, with more steps or a smaller tolerance."
             )
 
     def _check_rank(self) -> None:
