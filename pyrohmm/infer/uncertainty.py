@@ -263,6 +263,11 @@ class Information:
 
     def _check_rank(self) -> None:
         """Raise unless the information is positive definite, naming the directions that are not."""
+        if not bool(self.matrix.isfinite().all()):
+            raise ValueError(
+                "the Hessian is not finite here, as where components of vectors with full "
+                "covariance are missing (NaN): leave such steps out, or sample with fit_gibbs."
+            )
         scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
         flat = values < RANK * len(values)
