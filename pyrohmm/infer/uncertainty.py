@@ -91,7 +91,7 @@ class Coordinates:
         return cls(name, estimate, kept, lost, value, LOGIT if inside else IDENTITY)
 
     def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
-        """Estimates less and plus ``z`` standard errors on :attr:`scale`."""
+        """Estimates less and plus ``z`` standard errors on ``scale``."""
         at = self.scale(self.estimate)
         width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
         return self.scale.inv(at - width), self.scale.inv(at + width)
