@@ -699,6 +699,44 @@ def intervals_table() -> str:
     return table(["", "pyrohmm", "msm"], body)
 
 
+def fixed_cost_table() -> str:
+    """A small HMM: the whole call, the recursion on prepared tensors, torch's graph alone."""
+    body = [
+        [f"{row['sequences']}, {row['steps']}, {row['states']}, {row['observations']}"]
+        + [f"{row['microseconds_' + part]:.0f}" for part in ("hmm", "recursion", "torch")]
+        for row in rows("fixed_cost")
+    ]
+    return table(["N, T, K", "HMM", "recursion alone", "torch alone"], body)
+
+
+def posterior_table() -> str:
+    """Effective samples a second by sampler and model."""
+    models = ["casino", "poisson", "normal", "large"]
+    samplers = list(dict.fromkeys(row["sampler"] for row in rows("posterior")))
+    body = []
+    for sampler in samplers:
+        cells = []
+        for model in models:
+            found = rows("posterior", sampler=sampler, model=model)
+            text = DASH
+            if found and found[0].get("bulk a second") is not None:
+                text = f"{found[0]['bulk a second']:,.0f} ({found[0]['rhat']:.2f})"
+            cells.append(text)
+        body.append([sampler, *cells])
+    return table(["", "casino", "Poisson", "normal", "20 states"], body)
+
+
+def control_table() -> str:
+    """Milliseconds a token of steering, and seconds for each constraint."""
+    body = [
+        [f"{row['blocks']} blocks" if row["blocks"] > 1 else "dense",
+         f"{row['milliseconds_a_token'][0]:.0f}",
+         f"{row['processor_milliseconds_a_token'][0]:.0f}", plain(row["seconds_once"])]
+        for row in rows("control")
+    ]  # fmt: skip
+    return table(["HMM", "wall", "processor", "seconds for each constraint"], body)
+
+
 # What pages say ---------------------------------------------------------------------------------
 
 MUSIC = {
@@ -828,6 +866,9 @@ TABLES = {
     "music_example": music_example_table,
     "num_states": num_states_table,
     "intervals": intervals_table,
+    "fixed_cost": fixed_cost_table,
+    "posterior": posterior_table,
+    "control": control_table,
 }
 
 

@@ -210,7 +210,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sampler", choices=SAMPLERS)
     parser.add_argument("--model", choices=list(SHARE))
+    parser.add_argument("--quick", action="store_true", help="a few samples; nothing is written")
     options = parser.parse_args()
+    if options.quick:
+        module, data = problem("poisson")
+        pyro.set_rng_seed(1)
+        start = fit_em(module, data)
+        for sampler in ("gibbs", "hmc"):
+            ours(sampler, module, data, start, (4, 2, 4))
+        return
     path = HERE / "posterior.json"
     known = json.loads(path.read_text()).get("rows", []) if path.exists() else []
     if options.sampler:

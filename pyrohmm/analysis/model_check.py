@@ -58,12 +58,18 @@ class ModelCheck:
 
     @property
     def p_values(self) -> dict[str, Tensor]:
-        """Two-sided posterior predictive p-values, by name; small where the model is wrong."""
+        """Two-sided posterior predictive p-values, by name; small where the model is wrong.
+
+        NaN for a statistic that the data do not have; simulated data without it do not count.
+        """
         found = {}
         for name, observed in self.observed.items():
-            below = (self.simulated[name] <= observed).double().mean(0)
-            above = (self.simulated[name] >= observed).double().mean(0)
+            simulated = self.simulated[name]
+            known = (~simulated.isnan()).sum(0)
+            below = (simulated <= observed).sum(0) / known.double()
+            above = (simulated >= observed).sum(0) / known.double()
             found[name] = (2 * torch.minimum(below, above)).clamp(max=1.0)
+            found[name] = found[name].masked_fill(observed.isnan(), torch.nan)
         return found
 
     def __str__(self) -> str:

@@ -71,7 +71,7 @@ def only_base(axes: Axes) -> None:
 
 
 def history(fit: Fit, axes: Axes | None = None) -> Axes:
-    """Draw the parts of the loss at each step: :attr:`Fit.history`, in nats."""
+    """Draw the parts of the loss at each step: ``Fit.history``, in nats."""
     axes = axes_or_new(axes)
     for name, values in fit.history.items():
         axes.plot(values.cpu().numpy(), label=name.replace("_", " "))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -336,7 +337,7 @@ class ChainDistribution(TorchDistribution):
 
     def refuse_one_series(self, batch: torch.Size) -> None:
         """Raise if values of one series, of this batch shape, are given for several lengths."""
-        if self._shortest < self._longest and batch.numel() == 1:
+        if self._shortest < self._longest and math.prod(batch) == 1:
             raise ValueError(
                 f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
                 f"lengths differ; got one, of batch shape {tuple(batch)}. Of other data ask "

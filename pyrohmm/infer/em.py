@@ -317,7 +317,8 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
     slack = (1e-6 if single else 1e-10) * (
         1 + history.abs().amax().item() + parameters.data.num_observed
     )
-    rise = history.diff(dim=1).max().item() if history.size(1) > 1 else 0.0
+    alive = history[history.isfinite().all(1)]  # a restart that has failed has no losses
+    rise = alive.diff(dim=1).max().item() if alive.numel() > len(alive) else 0.0
     if rise <= slack + parameters.data.num_observed * _rounding(parameters):
         return []
     note = (

@@ -253,7 +253,7 @@ class Fit:
             data: The sequences that were fitted, with the labels that the fit kept to.
 
         Raises:
-            ValueError: If the fit is one of SVI, whose guide is its own approximation; or if the
+            ValueError: If the fit is one of SVI or of chains, which have quantiles; or if the
                 data do not determine some parameters, which the message names.
 
         Example:
@@ -261,11 +261,12 @@ class Fit:
             >>> data = Sequences.from_list([torch.randn(400)])
             >>> fit = fit_em(TabularHMM(1, normal(0)), data)
             >>> fit.std_errors(data)["module.emission.loc"]
-            tensor([0.0501], dtype=torch.float64)
+            tensor([0.0487], dtype=torch.float64)
         """
-        if self.method == "SVI":
+        if self.method not in ("EM", "MAP"):
             raise ValueError(
-                "the guide of SVI is its own approximation of the posterior: ask fit.quantiles()."
+                f"the samples of {self.method} are its own picture of the posterior, and no point "
+                "of them is its maximum: ask fit.quantiles()."
             )
         with self.at_rest():
             return Information(self.model, self.values, self.supports, data)

@@ -189,7 +189,7 @@ class Training:
         return [*self.objective.parameters, *self.objective.module.buffers()]
 
     def run(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take all steps; returns the losses and :attr:`Fit.history`.
+        """Take all steps; returns the losses and ``Fit.history``.
 
         If it fails, the parameters are the best that were validated, or those before the fit.
         """

@@ -91,7 +91,7 @@ class Coordinates:
         return cls(name, estimate, kept, lost, value, LOGIT if inside else IDENTITY)
 
     def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
-        """Estimates less and plus ``z`` standard errors on :attr:`scale`."""
+        """Estimates less and plus ``z`` standard errors on ``scale``."""
         at = self.scale(self.estimate)
         width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
         return self.scale.inv(at - width), self.scale.inv(at + width)
@@ -258,11 +258,16 @@ class Information:
         if self.decrement > FAR:
             raise ValueError(
                 f"the fit ended {self.decrement:.2g} nats below the maximum near it. Standard "
-                "errors would not show that: fit on, with more steps or a smaller tol."
+                "errors would not show that: fit on, with more steps or a smaller tolerance."
             )
 
     def _check_rank(self) -> None:
         """Raise unless the information is positive definite, naming the directions that are not."""
+        if not bool(self.matrix.isfinite().all()):
+            raise ValueError(
+                "the Hessian is not finite here, as where components of vectors with full "
+                "covariance are missing (NaN): leave such steps out, or sample with fit_gibbs."
+            )
         scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
         flat = values < RANK * len(values)

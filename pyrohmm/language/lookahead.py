@@ -87,7 +87,7 @@ class Emissions:
                 return weights @ self.blocks[0][2].mT
             found = weights.new_empty(len(weights), self.num_tokens)
             for tokens, states, probs in self.blocks:
-                found[:, tokens] = weights[:, states] @ probs.mT
+                found[:, tokens.to(self.device)] = weights[:, states] @ probs.mT
         return found
 
     @property
@@ -211,7 +211,7 @@ class Lookahead:
         source, target = self.column[t][self._source], self.column[t + 1][self._target]
         some = ((source < len(alive)) & (target < len(self.alive[t + 1]))).nonzero().squeeze(-1)
         source, target = source[some].to(self.device), target[some].to(self.device)
-        terms = self.after[t + 1][target] + self._log_mass_of_pairs[some]
+        terms = self.after[t + 1][target] + self._log_mass_of_pairs[some.to(self.device)]
         cells = source.unsqueeze(-1).expand_as(terms)
         peak = finite_or_zero(found.scatter_reduce(0, cells, terms, "amax"))
         sums = (found - peak).exp().index_add_(0, source, (terms - peak[source]).exp())
@@ -271,17 +271,20 @@ class Lookahead:
         counts[:, dead] = 0
         row, column = counts.nonzero().unbind(1)
         peak = finite_or_zero(after.amax(-1))[column.to(self.device)]
-        weights = probs[row] * (after[column.to(self.device)] - peak.unsqueeze(-1)).exp()
+        weights = (
+            probs[row.to(self.device)] * (after[column.to(self.device)] - peak.unsqueeze(-1)).exp()
+        )
         together = counts[row, column] > FEW * num_tokens * self.emissions.is_dense
         place = torch.full_like(counts, -1)  # of the sums of each pair; the last is zero
         place[row[together], column[together]] = torch.arange(int(together.sum()))
         place = place.gather(1, goals).to(self.device)
-        sums = pad(self.emissions.sums(weights[together]), (0, 0, 0, 1))
+        here = together.to(self.device)
+        sums = pad(self.emissions.sums(weights[here]), (0, 0, 0, 1))
         joint = sums[place, torch.arange(num_tokens, device=self.device)].double().log()
-        joint += pad(peak[together], (0, 1))[place]
+        joint += pad(peak[here], (0, 1))[place]
         for number in (~together).nonzero().flatten().tolist():
             i = int(row[number])
-            tokens = (goals[i] == column[number]).nonzero().squeeze(-1)
+            tokens = (goals[i] == column[number]).nonzero().squeeze(-1).to(self.device)
             total = self.emissions.sums_of(tokens, weights[number]).double()
             joint[i, tokens] = total.log() + peak[number]
         return joint

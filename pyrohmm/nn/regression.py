@@ -39,7 +39,7 @@ class Linear(PyroModule):
 
     def __init__(self, columns: Columns, shape: tuple[int, ...], scale: float | None) -> None:
         super().__init__()
-        self.columns = columns
+        self.columns, self.shape = columns, shape
         size = (*shape, max(len(columns.indices), 1))
         if scale is None:
             self.coefficients = PyroParam(0.1 * torch.randn(size), constraints.real)
@@ -48,14 +48,28 @@ class Linear(PyroModule):
             self.coefficients = PyroSample(prior)
 
     def forward(self, covariates: Tensor) -> Tensor:
-        """Predictors ``(*B, *shape)`` of ``covariates`` ``(*B, C)``."""
+        """Predictors ``(*B, *shape)`` of ``covariates`` ``(*B, C)``.
+
+        Coefficients may have dimensions of chains or restarts on their left; those stand for as
+        many of the first dimensions of the covariates, or are before them.
+        """
         if not self.columns.indices:
             x = covariates.new_ones(*covariates.shape[:-1], 1)
         else:
+            if max(self.columns.indices) >= covariates.size(-1) or min(self.columns.indices) < 0:
+                raise ValueError(
+                    f"columns must lie between 0 and {covariates.size(-1) - 1}, those of the "
+                    f"covariates of the data; got {', '.join(map(str, self.columns.indices))}."
+                )
             x = covariates[..., self.columns.indices]
         table = self.coefficients
-        predicted = torch.nn.functional.linear(x, table.flatten(0, -2))
-        return predicted.unflatten(-1, table.shape[:-1])
+        if table.dim() == len(self.shape) + 1:
+            predicted = torch.nn.functional.linear(x, table.flatten(0, -2))
+        else:  # (R, 1, *shape, P), with (N, P) or (N, T, P)
+            rows = x if x.dim() > 2 else x.unsqueeze(-2)
+            predicted = rows @ table.flatten(-1 - len(self.shape), -2).mT
+            predicted = predicted if x.dim() > 2 else predicted.squeeze(-2)
+        return predicted.unflatten(-1, self.shape)
 
 
 def _after_zero(logits: Tensor) -> Tensor:

@@ -111,7 +111,8 @@ class ChainTables(HMMModule, Family):
     def _take_values(self, hmm: HMM) -> None:
         """Replace the tables by points with the values of ``hmm``."""
         for name, logs in hmm.chain.parameters.items():
-            if (site := name.removeprefix("log_")) in self._pyro_samples:
+            site = name.removeprefix("log_")
+            if site != name and site in self._pyro_samples:
                 self.set_points(**{site: logs.exp()})
 
     def emission_module(self) -> PyroModule:

@@ -35,7 +35,7 @@ _forced: ContextVar[Backend] = ContextVar("pyrohmm_backend", default=NUMBA)
 
 
 def pick(device: torch.device, fits: bool = True) -> Backend:
-    """What computes on ``device``; torch does what does not fit loops: see :mod:`.._choices`."""
+    """What computes on ``device``; torch does what does not fit loops: see ``_choices``."""
     compiled = fits and device.type == "cpu" and _forced.get() is NUMBA and has_numba()
     return NUMBA if compiled else TORCH
 

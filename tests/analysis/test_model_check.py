@@ -94,3 +94,9 @@ def test_a_page_about_a_fit(tmp_path, emission):
     assert "emission" in page
     assert ("Not shown" in page) == (size == 2)
     assert not plt.get_fignums()
+
+
+def test_a_statistic_that_the_data_lack_has_no_p_value() -> None:
+    data = Sequences.from_list([[0.1], [0.5], [-0.3]])
+    fit = fit_em(TabularHMM(1, normal(0)), data)
+    assert check_model(fit, data, num_samples=3).p_values["autocorrelation"].isnan()

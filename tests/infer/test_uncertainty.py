@@ -17,6 +17,7 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     fit_em,
+    fit_gibbs,
     fit_map,
     fit_svi,
     left_to_right,
@@ -214,3 +215,10 @@ def test_coordinates_are_zero_at_the_estimate(support, value):
     slopes = torch.autograd.functional.jacobian(part.value, zero).reshape(-1, len(zero))
     assert torch.linalg.matrix_rank(slopes) == len(zero)
     assert bool(Poisson(1.0).support.check(torch.tensor(len(part.held))))
+
+
+def test_samples_are_no_maximum() -> None:
+    data = Sequences.from_list([[0.1, 0.5, -0.3]])
+    fit = fit_gibbs(TabularHMM(1, normal(0)), data, num_samples=2, num_chains=2, warmup=0)
+    with pytest.raises(ValueError, match="samples of Gibbs"):
+        fit.information(data)

@@ -5,6 +5,7 @@ import pandas as pd
 import pyro
 import pytest
 import torch
+from pyro import poutine
 from pyro.distributions import Bernoulli, Normal, Poisson
 from pyro.infer.autoguide import AutoNormal
 from scipy.optimize import minimize
@@ -16,6 +17,7 @@ from pyrohmm import (
     TabularHMM,
     fit_em,
     fit_map,
+    fit_mcmc,
     fit_svi,
     formulas,
     poisson,
@@ -183,3 +185,25 @@ def test_data_without_covariates_are_refused():
     module = RegressionHMM(1, regression(Poisson, rate=[0]))
     with pytest.raises(ValueError, match="data has no covariates"):
         fit_em(module, Sequences.from_list([[1, 2]]))
+
+
+def test_coefficients_with_priors_have_chains_and_restarts() -> None:
+    pyro.set_rng_seed(0)
+    x = torch.stack([torch.ones(2, 60), torch.randn(2, 60)], -1)
+    counts = torch.poisson((1 + 0.5 * x[..., 1]).exp())
+    data = Sequences(counts, torch.tensor([60, 40]), covariates=x)
+    family = regression(Poisson, scale=1.0, rate=[0, 1])
+    model = MarginalModel(RegressionHMM(2, family, transition=[0, 1], scale=1.0))
+    fit = fit_mcmc(model, data, num_samples=3, num_chains=3, warmup=2)
+    last = fit_map(model, data, restarts=3, num_steps=3)
+    assert last.restarts.hmm(data).log_transition.shape == (3, 2, 59, 2, 2)
+    for chain, lp in zip(range(3), fit.stats["lp"][:, -1]):
+        values = {name: value[chain, -1] for name, value in fit.chains.items()}
+        one = poutine.trace(poutine.condition(model, values)).get_trace(data).log_prob_sum()
+        assert torch.allclose(one.double(), lp, atol=1e-3)
+
+
+def test_columns_that_the_covariates_do_not_have_are_refused() -> None:
+    module = RegressionHMM(2, regression(Poisson, rate=[0, 5]))
+    with pytest.raises(ValueError, match=r"columns must lie between 0 and 1.*got 0, 5"):
+        module(torch.tensor([4]), None, torch.ones(1, 4, 2))
