@@ -241,10 +241,6 @@ def spread(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
     )
     parts = initial, transition.movedim(0, 1), logs
     return [
-        (
-            part.reshape(like.shape)
-            if part.numel() == like.numel()
-            else part.reshape(shape).sum_to_size(like.shape)
-        ).to(like.dtype)
+        part.reshape(shape).sum_to_size(like.shape).to(like.dtype)
         for part, shape, like in zip(parts, shapes, arguments.tensors)
     ]
