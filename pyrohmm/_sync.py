@@ -38,8 +38,8 @@ class Guesses:
             return True, []
         if len(values) == 1 and not others:
             return values[0].item() > self._bounds[0], []
-        if len(others) == 1 and not self._values:
-            return True, [others[0].detach().double().cpu()]
+        if not self._values and (len(others) == 1 or all(x.device.type == "cpu" for x in others)):
+            return True, [other.detach().double().cpu() for other in others]
         flat = torch.cat([value.detach().double().reshape(-1) for value in values]).cpu()
         guessed, *read = flat.split([len(self._bounds), *(other.numel() for other in others)])
         right = bool((guessed > torch.tensor(self._bounds, dtype=torch.float64)).all())
@@ -90,7 +90,7 @@ def with_one_wait(compute: Callable[[], Result], device: torch.device | None = N
 
 
 def read_with_one_wait(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """What ``compute()`` returns, on the CPU and in float64."""
+    """Value of ``compute()`` on the CPU, in float64, read with one wait."""
     with guessing() as guesses:
         found = compute()
     right, read = guesses.read(*found)

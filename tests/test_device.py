@@ -313,7 +313,7 @@ def test_a_step_of_evidence_and_gradient_is_four_kernels(ragged):
     each = (long.launches - short.launches) / 20
     assert each <= 4, long.kernels - short.kernels
     # some of them add up transitions in float64, over blocks of steps
-    assert short.launches - 10 * each <= (72 if ragged else 56), short.kernels
+    assert short.launches - 10 * each <= (64 if ragged else 48), short.kernels
 
 
 def reads_of_a_further_iteration(fit, module, data):
@@ -331,13 +331,12 @@ def reads_of_a_further_iteration(fit, module, data):
 @pytest.mark.parametrize(
     ("fit", "name", "most"),
     [
-        # of EM: the messages, what closed forms have guessed, and the loss
-        (by_em, "table", 3), (by_em, "normal", 3), (by_map, "table", 1), (by_map, "normal", 1),
+        (by_em, "table", 2), (by_em, "normal", 2), (by_map, "table", 1), (by_map, "normal", 1),
         (by_map, "dense", 1), (by_map, "neural", 0), (by_map, "two levels", 0),
         (by_svi, "table", 1),
     ],
 )  # fmt: skip
-def test_an_iteration_of_a_fit_waits_for_the_device_three_times_at_most(fit, name, most):
+def test_an_iteration_of_a_fit_waits_for_the_device_twice_at_most(fit, name, most):
     data = some_data(name == "normal")
     count, places = reads_of_a_further_iteration(fit, MODULES[name], data)
     assert count <= most, places

@@ -41,7 +41,7 @@ def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Te
 
 
 def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
-    """How many steps of known truth have each predicted (row) and true (column) state, (K, K)."""
+    """Counts of steps by predicted (row) and true (column) state, ``(K, K)``."""
     check_integers("predicted", predicted)
     check_integers("truth", truth)
     if predicted.shape != truth.shape:
@@ -167,7 +167,7 @@ def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
 
 
 def state_histogram(states: Tensor, num_states: int) -> Tensor:
-    """How many steps are in each state, ``(K,)`` integers.
+    """Number of steps in each state, ``(K,)`` integers.
 
     Args:
         states: ``(*)`` integers, such as a decoding; -1 where a step does not count. At padded

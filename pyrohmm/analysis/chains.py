@@ -1,4 +1,4 @@
-"""What posterior queries ask of an HMM: the factors of its paths, and refusals."""
+"""Factors of the paths of an HMM, as posterior queries read them, and refusals."""
 
 from __future__ import annotations
 

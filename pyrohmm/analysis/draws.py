@@ -454,5 +454,5 @@ def _other_order(hmm: HMM) -> Tensor:
 
 
 def _room(data: Sequences, hmm: HMM) -> int:
-    """How many samples at a time make some four million numbers N T K."""
+    """Number of samples per batch, so that S N T K stays near four million."""
     return max(1, CELLS // (data.observed.numel() * hmm.num_states))

@@ -203,7 +203,7 @@ def _dimension(constraint: Any, value: Tensor) -> int:
 
 
 def _rank(module: torch.nn.Module, data: Sequences, names: list[str]) -> int | None:
-    """How many parameters change the HMM independently; None if they are too many to say.
+    """Rank of the HMM's Jacobian by its parameters; None if there are too many parameters.
 
     The rank of random combinations of the rows of the Jacobian of all probabilities of the chain
     and of observations, in float64.

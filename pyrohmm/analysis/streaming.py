@@ -347,7 +347,7 @@ class Filter:
     def _in_time(
         self, chain: RateChain, num_steps: int, known: Tensor | None, times: Any
     ) -> tuple[list[Tensor | None], Tensor]:
-        """As :meth:`_matrices`, of a chain in continuous time."""
+        """Transition matrices over the gaps between the times of a chain in continuous time."""
         check_real("times", times)
         if times.dim() == 0 or times.size(-1) != num_steps:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How many states of a large HMM are in use, and how many dimensions of its transitions.
+"""Expected usage of the states of a large HMM, and the spectrum of its transitions.
 
 ``K`` states. Nothing of size K x K is kept, unless the HMM has a matrix of transitions already.
 """
@@ -54,7 +54,7 @@ class TransitionSpectrum(NamedTuple):
         return self.squares / float(self.singular_values[0]) ** 2
 
     def effective_rank(self, share: float = 0.99) -> int | None:
-        """How many singular values have this share of the sum of squares; None if more than n.
+        """Number of singular values with this share of the sum of squares; None if more than n.
 
         Args:
             share: Above 0, at most 1.

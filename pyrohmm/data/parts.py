@@ -190,7 +190,7 @@ def _num_rows(name: str, values: Any) -> int:
 
 
 def _places(lengths: Tensor, max_steps: int) -> list[int]:
-    """Where parts begin, and the number of sequences: sequences times longest stay below a size."""
+    """First sequence of each part, and N: sequences times the longest stay below a size."""
     places, longest = [0], 0
     for place, length in enumerate(lengths.tolist()):
         longest = max(longest, length)

@@ -1,4 +1,4 @@
-"""What ``Sequences`` are made of: steps of arrays and lists, read, checked, cut into sequences."""
+"""Steps of arrays and lists: read, checked, and cut into the sequences of ``Sequences``."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
 
 
 def padded_parts(parts: Mapping[str, Any], lengths: Tensor) -> dict[str, Any]:
-    """Those of the labels, covariates and times of all steps that are not None, ``(N, T, *)``."""
+    """Padded labels, covariates and times ``(N, T, *)``; those that are None are left out."""
     tensors = {name: read_part(name, part) for name, part in parts.items() if part is not None}
     for name, tensor in tensors.items():
         check_num_rows(name, tuple(tensor.shape), int(lengths.sum()))
@@ -264,7 +264,7 @@ def check_observed(values: Tensor, observed: Tensor) -> None:
 
 
 def first(wrong: Tensor) -> str:
-    """Where a mask ``(N, T)`` is first True, in words; empty if nowhere."""
+    """Text with the first place at which a mask ``(N, T)`` is True; empty if nowhere."""
     if not bool(wrong.any()):
         return ""
     sequence, step = wrong.nonzero()[0].tolist()

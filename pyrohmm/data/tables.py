@@ -172,7 +172,7 @@ def _sizes(number: np.ndarray) -> Tensor:
 
 
 def absent_steps(distance: np.ndarray, gaps: Gaps | None) -> np.ndarray:
-    """How many steps are missing between two rows, by their distances in time.
+    """Number of steps missing between neighbouring rows, from their distances in time.
 
     The smallest distance is one step. Where the others are no multiples of it there are no gaps;
     where less than half of them are one step, only by ``gaps="missing"`` or ``"error"``.

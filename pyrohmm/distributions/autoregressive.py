@@ -108,7 +108,7 @@ class Autoregressive(TorchDistribution):
 
     @property
     def num_first(self) -> int:
-        """How many observations have the distribution ``initial``: L, or none after a history."""
+        """Number of observations with the distribution ``initial``: L, or none after a history."""
         return self.lags - self.history.size(-1 - len(self.event_shape))
 
     def windows(self, values: Tensor) -> Tensor:

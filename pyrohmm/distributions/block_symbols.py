@@ -110,7 +110,7 @@ class BlockSymbols:
     def _of(
         self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`likelihood`, of the symbols that ``values`` hold.
+        """Log-likelihoods of symbols ``values``, by block: see :meth:`likelihood`.
 
         While these values live and are not written to, an accelerator is not asked for the symbols
         again; if they are None it always is.
@@ -165,7 +165,7 @@ class ContextSymbols(BlockSymbols):
     def likelihood(
         self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`BlockSymbols.likelihood`, with every step observed."""
+        """Log-likelihoods with every step observed: see :meth:`BlockSymbols.likelihood`."""
         if observed is not None:
             self.refuse("missing step")
         return super().likelihood(values, lengths, None, check)

@@ -50,7 +50,7 @@ def arguments_of(distribution: Any) -> dict[str, Any]:
 
 
 def holder_of(distribution: Any) -> Any:
-    """What has the probabilities as attributes: the distribution, or a categorical one within."""
+    """The distribution that has the probabilities as attributes: itself, or one within."""
     return getattr(distribution, "_categorical", distribution)
 
 

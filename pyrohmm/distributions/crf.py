@@ -82,7 +82,7 @@ class ScoreChain(MarkovRecursions):
         )
 
     def offset(self, lengths: Tensor) -> Tensor:
-        """What was subtracted from the score of each path, ``(*B)``."""
+        """Amount subtracted from the score of each path, ``(*B)``."""
         first, later = self._peaks
         count = (lengths - 1).to(first.device)
         return first.squeeze(-1) + count * later.squeeze((-1, -2, -3))

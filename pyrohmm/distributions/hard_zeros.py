@@ -72,7 +72,7 @@ def _weighted(counts: Tensor, logs: Tensor) -> Tensor:
 
 
 def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
-    """As ``distribution.log_prob(values)``, with -inf where a probability of zero makes it so.
+    """Log-density of ``values``, -inf where a probability is exactly zero.
 
     Example:
         >>> from pyro.distributions import Categorical

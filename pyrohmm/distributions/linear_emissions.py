@@ -314,7 +314,7 @@ def _at_all(values: Tensor, constant: Tensor) -> Tensor:
 
 
 def _by_forms(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
-    """As :func:`_whitened`, by quadratic forms of values and a one beside them."""
+    """Log-densities of full normals by quadratic forms of (values, 1): see :func:`_whitened`."""
     columns = torch.cat([inverse.expand(*loc.shape, -1), -inverse @ loc.unsqueeze(-1)], -1)
     constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1) - HALF_LOG_TAU * loc.size(-1)
     rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)

@@ -134,7 +134,7 @@ class NGramSymbols(ContextSymbols):
         return blocks, mixed.masked_fill(beyond, -torch.inf)
 
     def of_rows(self, count: int) -> NGramProbs:
-        """What the n-gram says of N rows, ``(N, T)``: of its sequences, repeated."""
+        """Log-probabilities of the n-gram for N rows ``(N, T)``: its sequences, repeated."""
         parts = (part.reshape(-1, part.size(-1)) for part in self.ngram)
         return NGramProbs(*(part.repeat(count // len(part), 1) for part in parts))
 
@@ -220,7 +220,7 @@ class NGramBlockHMM(BlockHMM):
 
     @property
     def ngram(self) -> NGramProbs:
-        """What the n-gram says of the sequences; zeros where they are padded."""
+        """Log-probabilities of the n-gram for the sequences; zeros at padded steps."""
         return self._emission.ngram
 
     @property

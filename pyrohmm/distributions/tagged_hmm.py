@@ -151,7 +151,7 @@ class TaggedSymbols(BlockSymbols):
         observed: Tensor | None = None,
         check: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`BlockSymbols.likelihood`, of pairs ``(N, T, 2)``."""
+        """Log-likelihoods by block of pairs ``(N, T, 2)``: see :meth:`BlockSymbols.likelihood`."""
         known = masks.exists(lengths, values.size(1), values.device)
         known = known if observed is None else known & observed
         words, tags = self.split(values, known, check)
@@ -242,7 +242,7 @@ class TaggedHMM(BlockHMM):
         return cast(BlockHMM, self._with(BlockHMM, self._emission.words))
 
     def _with(self, kind: type[BlockHMM], symbols: BlockSymbols) -> HMM:
-        """The same chain and sequences with another emission."""
+        """HMM of this chain and these sequences with another emission."""
         data = self.lengths, self.observed
         new = kind.of(self.chain, symbols, *data, validate_args=False, allowed=self.allowed)
         return self._validated_alike(new)

@@ -19,7 +19,7 @@ FEWEST = 100  # effective samples of each chain, below which estimates are said 
 
 
 class Agreement(NamedTuple):
-    r"""What is known of the convergence of one variable, of the shape of the variable each.
+    r"""Convergence of one variable: R-hat and effective sample sizes, each of its shape.
 
     Attributes:
         rhat: :math:`\hat R`, one where chains agree; NaN of what is constant.

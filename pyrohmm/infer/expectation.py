@@ -83,14 +83,15 @@ class Expectation:
             validate = is_validation_enabled() and self._seen[1] <= 2
             with guessing() as guesses, validation_enabled(validate):
                 loss, statistics = self._compute(batch, check=False)
-            self._guesses, (read,) = guesses.read(loss)
+            self._guesses, (read, log_prior) = guesses.read(loss, self.log_prior)
             if self._guesses and bool(read.isfinite().any()) and not bool(read.isnan().any()):
+                self.log_prior = log_prior
                 return read, statistics
         loss, statistics = self._compute(batch, check=True)
         return loss.cpu(), statistics
 
     def _of_tables(self, tables: TableCounts, batch: Sequences) -> tuple[Tensor, Statistics] | None:
-        """As :meth:`__call__`; None if numbers go out of range, or there is an error to be told."""
+        """Loss and statistics without an HMM; None if out of range, or an error is due."""
         statistics: Statistics = {}
         total: Any = 0.0
         for _, part, scale in self._pieces(batch):
@@ -107,7 +108,7 @@ class Expectation:
         return (loss, statistics) if bool(loss.isfinite().all()) else None
 
     def _compute(self, batch: Sequences | Parts, check: bool) -> tuple[Tensor, Statistics]:
-        """As :meth:`__call__`, the loss where the data are; ``check`` raises if it is infinite."""
+        """Loss, on the device of the data, and statistics; ``check`` raises if it is infinite."""
         total: Any = 0.0
         statistics: Statistics = {}
         self._kept = []
@@ -156,10 +157,10 @@ class Expectation:
                     hmm, piece.data.values, piece.counts, self.parameters.restarts
                 )
                 rise = rise + piece.scale * (value - piece.value).to(rise)
-        return rise + (prior - old).to(rise) - loss
+        return rise + prior.to(rise) - old.to(rise) - loss
 
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
-        """What goes together: which sequences of a part these are, they, and their scale."""
+        """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
         for part in parts_of(batch):
             scale = part.total / len(part)
             apart = self.maximize.apart
@@ -183,7 +184,7 @@ class Expectation:
 
 
 def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
-    """As :meth:`HMM.expected_counts`, with ``states`` ``(*, V, K)``: by symbol, not by step.
+    """Expected counts of an HMM of symbols, ``states`` ``(*, V, K)`` by symbol, not by step.
 
     Parameters, and so their counts, have the batch dimensions of all of them.
     """

@@ -285,7 +285,7 @@ class Gibbs(Chains):
 
 
 class Others:
-    """What has no conjugate posterior: a trajectory of Hamiltonian Monte Carlo in each sweep.
+    """Variables without a conjugate posterior: one Hamiltonian trajectory in each sweep.
 
     Paths are summed out, so that it and the paths together are one exact step given all else.
 

@@ -70,7 +70,7 @@ class Coordinates:
 
 @dataclass
 class State:
-    """Where chains are: coordinates ``(C, D)``, log-density ``(C,)``, gradient ``(C, D)``."""
+    """Coordinates ``(C, D)`` of the chains, log-density ``(C,)``, gradient ``(C, D)``."""
 
     place: Tensor
     log_density: Tensor

@@ -399,7 +399,7 @@ class Maximization:
 
 
 def _maximum(part: Any, statistics: Statistics) -> Maximum:
-    """What the M-step of a module, perhaps a user's, returns."""
+    """Checked result of the M-step of a module, perhaps a user's."""
     found = part.m_step(statistics)
     if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], dict):
         raise TypeError(

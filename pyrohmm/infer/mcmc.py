@@ -211,7 +211,7 @@ class HMC(Chains):
         self.keep(self.done - self.warmup, now)
 
     def tuned(self) -> dict[str, float]:
-        """What the warmup has found."""
+        """Step size, trajectory length, mean leapfrog steps and acceptance, after the warmup."""
         step, length = map(math.exp, self.tuning.averages)
         return {
             "step size": step, "trajectory length": length,
@@ -220,7 +220,7 @@ class HMC(Chains):
         }  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """Where the chains are and what has been tuned, for checkpoints."""
+        """State of the chains and of what has been tuned, for checkpoints."""
         return {"state": vars(self.state_now), "tuning": vars(self.tuning)}
 
     def restore(self, state: Fields) -> None:
@@ -260,7 +260,7 @@ class LogJoint(Messenger):
 
 
 def _depth(site: Any) -> int:
-    """How many batch dimensions a latent variable has, those of its plates."""
+    """Number of batch dimensions of a latent variable, those of its plates."""
     return len(cast(Any, site["fn"]).batch_shape)
 
 

@@ -230,7 +230,7 @@ class StatefulModel(MarginalModel):
 
 
 class EnumeratedModel(_Model):
-    """The same density with one enumerated site per state inside ``pyro.markov``.
+    """Pyro model with one enumerated site per state inside ``pyro.markov``.
 
     This is the form that a Pyro user would write and edit. It needs ``TraceEnum_ELBO`` (or NUTS,
     which recognises enumerated sites), and agrees with :class:`MarginalModel` in loss and gradient.

@@ -94,7 +94,7 @@ class GradientStep:
 
 
 def _closure(evaluate: Callable[[], list[Tensor]], leaves: list[Tensor]) -> Callable[[], Tensor]:
-    """What a torch optimizer of ``leaves`` calls; ``evaluate`` gives the loss and its gradients."""
+    """Closure for a torch optimizer of ``leaves``; ``evaluate`` gives loss and gradients."""
 
     def closure() -> Tensor:
         value, *gradients = evaluate()
@@ -450,7 +450,7 @@ def _from_the_best(
     prior: TransitionPrior,
     allowed: Tensor | None,
 ) -> Tensor:
-    """Where ``climb`` leads from ``rows``; if another start is higher than that, from there."""
+    """Rows that ``climb`` reaches from ``rows``, or from a better start if there is one."""
     end = climb(rows.detach().double())
     start = best_start(end, counts, prior, allowed)
     moved = (start != end).any(-1).any(-1)

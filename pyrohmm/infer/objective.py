@@ -114,7 +114,7 @@ class Objective:
 
 
 class _UnreadELBO(Trace_ELBO):
-    """As :class:`Trace_ELBO`, whose values stay where they are: Pyro reads that of every site."""
+    """``Trace_ELBO`` whose values stay on the device; Pyro's reads that of every site."""
 
     parts: Tensor | None = None
 

@@ -198,7 +198,7 @@ def _resized(part: Any, num_states: int, change: Change) -> Any:
 
 
 def _unit(tables: dict[str, Tensor]) -> Tensor:
-    """By what locations are measured, of each state."""
+    """Unit in which locations are measured, of each state."""
     if "scale_tril" in tables:
         return tables["scale_tril"].diagonal(dim1=-2, dim2=-1)
     return tables.get("scale", torch.ones_like(next(iter(tables.values()))))

@@ -110,7 +110,7 @@ class Chains:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """Where the chains are, for checkpoints."""
+        """State of the chains, for checkpoints."""
         raise NotImplementedError
 
     def restore(self, state: Fields) -> None:

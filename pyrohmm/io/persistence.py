@@ -175,7 +175,7 @@ def _state(module: nn.Module) -> dict[str, Tensor]:
 def _differences(
     module: nn.Module, state: dict[str, Tensor], saved: dict[str, Tensor], meta: dict[str, Any]
 ) -> list[str]:
-    """What keeps ``saved`` from being the state of ``module``, in words."""
+    """Text with the differences between ``saved`` and the state of ``module``."""
     found, wanted = meta.get("class"), type(module).__qualname__
     differences = [] if found == wanted else [f"class {found} in the file, {wanted} in module"]
     for name in sorted(state.keys() | saved.keys()):
@@ -230,7 +230,7 @@ def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
-    """What :func:`_describe_hmm` described; the tensors it needs are taken out of ``tensors``."""
+    """HMM from its description; the tensors it needs are taken out of ``tensors``."""
     families = {family.__name__: family for family in _CHAINS}
     name = meta.get("class", "HMM")
     if name not in families:
@@ -267,7 +267,7 @@ def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockHMM:
-    """As :func:`_build_hmm`."""
+    """Block HMM from its description: see :func:`_build_hmm`."""
     initial, emission = tensors.pop("log_initial"), tensors.pop("log_emission")
     states = [row[row >= 0] for row in tensors.pop("states")]
     blocks = Blocks(tensors.pop("symbol_block"), states, len(initial))
@@ -283,7 +283,7 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
 
 
 def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """What a distribution is built from; its tensors are put into ``tensors`` under ``path``."""
+    """Description of a distribution; its tensors are put into ``tensors`` under ``path``."""
     if isinstance(part, list | tuple):
         return [_describe_part(item, f"{path}.{i}", tensors) for i, item in enumerate(part)]
     family = type(part)
@@ -317,7 +317,7 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _build_part(
     node: Any, path: str, tensors: dict[str, Tensor]
 ) -> TorchDistribution | list[TorchDistribution]:
-    """What :func:`_describe_part` described; its tensors are taken out of ``tensors``."""
+    """Distribution from its description; its tensors are taken out of ``tensors``."""
     if isinstance(node, list):
         return [_build_part(item, f"{path}.{i}", tensors) for i, item in enumerate(node)]
     if not isinstance(node, dict) or not isinstance(node.get("class"), str):

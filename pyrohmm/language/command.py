@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def constraint(options: argparse.Namespace) -> Automaton | None:
-    """What the sentences that are written must and must not contain."""
+    """Constraint of the sentences that are written, from the options."""
     parts = [must_contain(*options.must)] if options.must else []
     parts += [must_not_contain(*options.must_not)] if options.must_not else []
     return reduce(Automaton.__and__, parts) if parts else None
@@ -311,7 +311,7 @@ def _process_group(device: str) -> Iterator[None]:
 
 
 def _name(flag: str) -> str:
-    """What an option is called after it has been read."""
+    """Name of an option as an attribute of what is read."""
     return (OF_WORDS | OF_MODEL | OF_FIT).get(flag, flag.replace("-", "_"))
 
 
@@ -341,7 +341,7 @@ def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> Non
 
 
 def _explained(function: object) -> dict[str, str]:
-    """What a docstring says of each argument."""
+    """Explanation of each argument, from a docstring."""
     text = re.sub(r":\w+:`~?(.*?)`|`", r"\1", inspect.getdoc(function) or "").replace("%", "%%")
     entries = re.findall(r"^    (\w+): ((?:.|\n {8})*)", text, re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in entries}

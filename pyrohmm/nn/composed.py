@@ -169,7 +169,7 @@ class TiedEmission(Emission, emits=Tied):
         return under("part.", values), notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Those of the distinct emissions, if they can be sampled."""
+        """Sample of the parameters of the distinct emissions, if they can be sampled."""
         if not isinstance(self.part, ConjugateSampler):
             return {}
         own = (inside(each, "part.") for each in (statistics, current))

@@ -243,7 +243,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return {"loc": slopes[..., 0, :] + self.centre} if self.is_free("loc") else {}
 
     def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
-        """By parameter of the mean: its slopes, their prior precision, their values if frozen."""
+        """Regressors of the mean by parameter: slopes, prior precision, values if frozen."""
         value = None if self.is_free("loc") else (self.loc.double() - self.centre).unsqueeze(-2)
         return {"loc": (slice(0, 1), self.weight, value)}
 
@@ -467,7 +467,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         return under("initial.", first) | mode, notes + more
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Those of the first vectors, and of the regression of the others."""
+        """Sample of the parameters of the first vectors and of the regression of the others."""
         own = inside(current, "initial.")
         first = self.initial.sample_parameters(inside(statistics, "initial."), own)
         return under("initial.", first) | super().sample_parameters(statistics, current)

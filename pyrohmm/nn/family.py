@@ -153,7 +153,7 @@ def family(
 
 
 def falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Where a falling function of positive numbers is zero, within [1e-9, 1e6], by bisection."""
+    """Root in [1e-9, 1e6] of a falling function of positive numbers, by bisection."""
     low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e6))
     for _ in range(60):
         middle = (low + high) / 2

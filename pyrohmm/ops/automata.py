@@ -216,7 +216,7 @@ def template(*items: str | int | EllipsisType | None) -> Automaton:
     symbols = dict.fromkeys(each for each in atoms if each is not None and each is not Ellipsis)
 
     def closed(places: Iterable[int]) -> frozenset[int]:
-        """The same with what follows each gap that may be empty."""
+        """Positions together with those that follow each gap that may be empty."""
         found = set(places)
         for place in range(len(atoms)):
             if place in found and atoms[place] is Ellipsis:

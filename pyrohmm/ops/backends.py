@@ -1,4 +1,4 @@
-"""What computes: loops that Numba compiles, on the CPU where it is installed, or torch.
+"""The two engines: loops compiled by Numba, on a CPU where it is installed, or torch.
 
 Example:
     >>> with use(TORCH):  # this thread, whatever is installed
@@ -23,7 +23,7 @@ import torch
 
 
 class Backend(Enum):
-    """What computes."""
+    """Engine of a computation: compiled loops, or torch operations."""
 
     TORCH = "operations of torch"
     NUMBA = "compiled loops"
@@ -35,7 +35,7 @@ _forced: ContextVar[Backend] = ContextVar("pyrohmm_backend", default=NUMBA)
 
 
 def pick(device: torch.device, fits: bool = True) -> Backend:
-    """What computes on ``device``; torch does what does not fit loops: see ``_choices``."""
+    """Engine for ``device``; torch where loops do not fit: see ``_choices``."""
     compiled = fits and device.type == "cpu" and _forced.get() is NUMBA and has_numba()
     return NUMBA if compiled else TORCH
 

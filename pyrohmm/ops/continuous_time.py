@@ -58,7 +58,7 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
 
 
 def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
-    """The same in float64, of all gaps at once."""
+    """Log transition matrices of all gaps at once, in float64."""
     size = wide.size(-1)
     fastest = -wide.detach().diagonal(dim1=-2, dim2=-1).amin(-1)
     # paths of more terms than the series has are then made of parts which have few of them each

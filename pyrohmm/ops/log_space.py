@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def logsumexp(scores: Tensor, dim: int) -> Tensor:
-    """As :func:`torch.logsumexp`, but where all scores are -inf the gradient is zero, not NaN.
+    """``torch.logsumexp`` with gradient zero, not NaN, where all scores are -inf.
 
     Such rows are ordinary in an HMM: a state that cannot be reached.
     """
@@ -23,7 +23,7 @@ def log(probs: Tensor) -> Tensor:
 
 
 def finite_or_zero(logs: Tensor) -> Tensor:
-    """The same with zeros for -inf: what may be subtracted from scores without making NaN."""
+    """Logarithms with zeros for -inf, which may be subtracted without making NaN."""
     return logs.masked_fill(logs.isneginf(), 0.0)
 
 

@@ -223,5 +223,5 @@ class _Products(torch.autograd.Function):
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """As :func:`torch.stack`; a single part is not copied."""
+    """``torch.stack`` of parts; a single part is not copied."""
     return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)

@@ -40,11 +40,14 @@ def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
         IndexError: If a symbol is none.
     """
     table = log_probs.mT.reshape(-1, log_probs.size(-2))
+    batch = log_probs.shape[:-2]
     rows = symbols.long()
-    if log_probs.dim() > 2:
+    if batch.numel() == 1:
+        rows = rows.expand(torch.broadcast_shapes(batch, rows.shape))
+    else:
         matrices = torch.arange(len(table) // log_probs.size(-1), device=rows.device)
         beyond = (rows < 0) | (rows >= log_probs.size(-1))  # not the row of another matrix
-        rows = rows + matrices.reshape(log_probs.shape[:-2]) * log_probs.size(-1)
+        rows = rows + matrices.reshape(batch) * log_probs.size(-1)
         rows = rows.masked_fill(beyond, len(table))
     return take_rows(table, rows)
 

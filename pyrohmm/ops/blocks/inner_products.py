@@ -144,7 +144,7 @@ class InnerProductTransition:
         return self.log_block_probs_from(self.leave, self.block_logits)
 
     def log_block_probs_from(self, leave: Tensor, block_logits: Tensor | None) -> Tensor:
-        """The same from states with the vectors ``leave`` ``(n, D)``, ``(n, B)``."""
+        """Log-probabilities ``(n, B)`` of the next block, from vectors ``leave`` ``(n, D)``."""
         if block_logits is not None:
             return block_logits.log_softmax(-1)
         with full_precision(leave):

@@ -148,13 +148,13 @@ class LogChain:
         return self.plan.block[self.steps[t].start + rows]
 
     def places(self, t: int, rows: Tensor) -> Tensor:
-        """Where the states of blocks are in the messages of step t, ``(r, w)``."""
+        """Indices ``(r, w)`` of the states of blocks in the messages of step t."""
         if self.wide[t]:
             return self.transitions.places(self._blocks(t, rows)).to(self.device)
         return torch.arange(self.width, device=self.device).expand(len(rows), -1)
 
     def _places_of(self, t: int, block: int) -> Tensor:
-        """Where the states of a block, or all, are in the messages of step t, ``(1, c)``."""
+        """Indices ``(1, c)`` of the states of a block, or all, in the messages of step t."""
         states = self.transitions.states_of(block)
         states = states if self.wide[t] else torch.arange(len(states))
         return states.unsqueeze(0).to(self.device)

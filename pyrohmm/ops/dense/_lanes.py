@@ -194,7 +194,7 @@ def scale_lanes(tile, factor, lanes, size):
 
 @kernel
 def reach(out, origin, tile, packed, height):
-    """As :func:`multiply`, with sums for products and the largest for the sum.
+    """Max-plus product of rows and a matrix, in lanes: see :func:`multiply`.
 
     ``origin`` is the number of the state that the largest comes from, the first of equal ones.
     """

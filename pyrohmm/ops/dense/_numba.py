@@ -202,7 +202,7 @@ class _Passes:
         return rows[:, : self.count // self.groups]
 
     def bound_losses(self, found: Messages, unsure: np.ndarray) -> np.ndarray:
-        """Where the pass is exact: sequences that were unsure may have lost more than rounding."""
+        """Booleans of the sequences whose pass is exact, from a bound on what unsure ones lost."""
         size, tiny = self.size, self.data.limits[2]
         back = self._back(unsure.copy(), np.ones(self.count))
         raised = back.transposed.copy()

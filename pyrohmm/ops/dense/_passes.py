@@ -41,7 +41,7 @@ _ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cach
 
 
 class Messages(NamedTuple):
-    """What a forward pass writes, and a backward pass reads.
+    """Scaled messages and norms that a forward pass writes and a backward pass reads.
 
     Attributes:
         evidence: ``(N,)``, log.
@@ -217,7 +217,7 @@ def _add_transitions(counts, before, after, height):
 
 
 class Back(NamedTuple):
-    """What a backward pass takes and writes.
+    """Arguments and results of a backward pass.
 
     Attributes:
         transposed: ``(S, G, height, height)``, those of :class:`Data`, transposed.

@@ -1,4 +1,4 @@
-"""What compiled passes read at a step, and how they add up what they find."""
+"""Reads of compiled passes at a step, and sums of what they find."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def take(norm, peak, active, logs, product, slack):
 
 @kernel
 def read_row(seen, place, data, g, size, low):
-    """As :func:`read`, for one step of one sequence; returns the logarithm of the largest."""
+    """Read one step of one sequence; returns the logarithm of the largest likelihood."""
     if data.symbols.shape[0]:
         symbol = data.symbols[place]
         for k in range(size):

@@ -53,9 +53,11 @@ class Chain(NamedTuple):
         if self.known is not None:
             states = states.masked_fill(~self.known.unsqueeze(-1), 0.0)
         groups, num_states, num_symbols = self.logs.shape
-        first = num_symbols * torch.arange(groups, device=states.device).reshape(-1, 1, 1)
-        rows, count = (self.symbols + first).reshape(-1), groups * num_symbols
-        sums = add_rows(states.reshape(-1, num_states), rows, count)
+        rows = self.symbols
+        if groups > 1:
+            first = num_symbols * torch.arange(groups, device=states.device)
+            rows = rows + first.reshape(-1, 1, 1)
+        sums = add_rows(states.reshape(-1, num_states), rows.reshape(-1), groups * num_symbols)
         return sums.reshape(groups, num_symbols, num_states).mT
 
     def subset(self, chosen: Tensor) -> Chain:
@@ -93,12 +95,12 @@ class Arguments(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is differentiated by."""
+        """Tensors by which the evidence is differentiated."""
         return self.initial, self.transition, self.logs
 
     @property
     def split(self) -> int:
-        """How many dimensions of the batch have matrices or tables of their own."""
+        """Number of batch dimensions with matrices or tables of their own."""
         leads = [self.transition.shape[:-3]]
         if self.symbols is not None:
             leads.append(self.logs.shape[:-2])
@@ -240,7 +242,9 @@ def spread(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
         (*batch, *logs.shape[2:]) if arguments.symbols is None else (*lead, *logs.shape[1:]),
     )
     parts = initial, transition.movedim(0, 1), logs
-    return [
-        part.reshape(shape).sum_to_size(like.shape).to(like.dtype)
-        for part, shape, like in zip(parts, shapes, arguments.tensors)
-    ]
+    gradients = []
+    for part, shape, like in zip(parts, shapes, arguments.tensors):
+        same = part.numel() == like.numel()  # there is nothing to add up
+        part = part.reshape(like.shape if same else shape).sum_to_size(like.shape)
+        gradients.append(part.to(like.dtype))
+    return gradients

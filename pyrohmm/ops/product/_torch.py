@@ -125,7 +125,7 @@ class Step:
         return scores.reshape(len(scores), self.size, -1).mT
 
     def table(self, table: Tensor, rows: Tensor | int) -> Tensor:
-        """What ``table`` holds for some rows of the sequences, or the first ones."""
+        """Entries of ``table`` for some rows of the sequences, or the first ones."""
         if len(table) == 1:
             return table
         return table[:rows] if isinstance(rows, int) else table[rows]

@@ -108,7 +108,7 @@ def _dot(t, k, span, window, others, first):
 
 @kernel
 def _log_sum(t, k, span, enter, seen, others, first, scores):
-    """The same in logarithms, and ``scores`` by duration; how many there are."""
+    """Log-sum over durations, with ``scores`` by duration; returns how many there are."""
     within, peak, count = 0.0, -np.inf, 0
     for d in range(span):
         within += seen[t - d, k]
