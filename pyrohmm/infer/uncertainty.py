@@ -27,7 +27,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .models import EnumeratedModel, MarginalModel
 
-BOUNDARY = 1e-7  # a probability or positive number below this, relative to the rest, counts as zero
+BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
 CHUNK = 16  # columns of the Hessian that are computed as one batch
 LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
@@ -66,7 +66,7 @@ class Coordinates:
         if _is_simplex(estimate, support):
             return _of_rows(name, estimate)
         if _is_positive(support):
-            return _of_positive(name, estimate)
+            return _of_positive(name, estimate, _least(estimate, support))
         kind = type(_base(support)).__name__
         triangular = "Cholesky" in kind or "PositiveDefinite" in kind
         transform = transform_to(support) if triangular else biject_to(support)
@@ -75,8 +75,11 @@ class Coordinates:
             labels = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
         else:
             labels = [f"{name}, free coordinate {n}" for n in range(free.numel())]
-        lost = [label for label, u in zip(labels, free.flatten()) if not bool(u.isfinite())]
+        inside = _base(support) is constraints.unit_interval
         keep = free.isfinite()
+        if inside:
+            keep = keep & (estimate > BOUNDARY) & (estimate < 1 - BOUNDARY)
+        lost = [label for label, is_kept in zip(labels, keep.flatten()) if not bool(is_kept)]
         if triangular:
             keep = keep & torch.ones_like(keep).tril()
         keep = keep.flatten()
@@ -87,7 +90,6 @@ class Coordinates:
             return torch.where(keep.reshape(free.shape), moved, estimate) if lost else moved
 
         kept = [label for label, k in zip(labels, keep) if bool(k)]
-        inside = _base(support) is constraints.unit_interval
         return cls(name, estimate, kept, lost, value, LOGIT if inside else IDENTITY)
 
     def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
@@ -113,17 +115,26 @@ def _of_rows(name: str, estimate: Tensor) -> Coordinates:
     return Coordinates(name, estimate, labels, held, value, LOGIT)
 
 
-def _of_positive(name: str, estimate: Tensor) -> Coordinates:
-    """Positive numbers: their logarithms. Zeros are held, as are entries that must be zero."""
-    free = (estimate > 0).flatten()
+def _of_positive(name: str, estimate: Tensor, least: float) -> Coordinates:
+    """Positive numbers: their logarithms. Those of at most ``least`` are held."""
+    free = (estimate > least).flatten()
 
     def value(u: Tensor) -> Tensor:
-        return estimate * _placed(u, free).reshape(estimate.shape).exp()
+        moved = estimate * _placed(u, free).reshape(estimate.shape).exp()
+        return torch.where(free.reshape(estimate.shape), moved, estimate)  # no slope at zero
 
     names = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
     labels = [label for label, is_free in zip(names, free) if bool(is_free)]
     held = [label for label, is_free in zip(names, free) if not bool(is_free)]
     return Coordinates(name, estimate, labels, held, value, LOG)
+
+
+def _least(estimate: Tensor, support: Any) -> float:
+    """Number below which a fit has left an entry at zero: none where only the unit is small."""
+    if isinstance(_base(support), constraints.greater_than_eq):
+        return BOUNDARY
+    rates = "Positive" in type(support).__name__ and estimate.numel()
+    return BOUNDARY * float(estimate.max()) if rates else 0.0
 
 
 def _indices(shape: torch.Size) -> list[tuple[int, ...]]:
@@ -258,7 +269,8 @@ class Information:
         if self.decrement > FAR:
             raise ValueError(
                 f"the fit ended {self.decrement:.2g} nats below the maximum near it. Standard "
-                "errors would not show that: fit on, with more steps or a smaller tolerance."
+                "errors would not show that: fit on, with more steps or a smaller tolerance; and "
+                "give the data that were fitted."
             )
 
     def _check_rank(self) -> None:
@@ -359,6 +371,12 @@ def _points(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, A
     with poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
         model(data)
     nodes = {n: node for n, node in found.trace.nodes.items() if node["type"] == "param"}
+    plain = [name.replace("$$$", ".") for name in nodes if "$$$" in name]
+    if plain:
+        raise ValueError(
+            f"standard errors need parameters of PyroModules; {plain[0]} is one of a plain torch "
+            "module. Wrap it, as in PyroModule[torch.nn.Linear](...), or freeze it."
+        )
     values = {name: node["value"] for name, node in nodes.items()}
     spaces = {name: node["kwargs"].get("constraint") for name, node in nodes.items()}
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()

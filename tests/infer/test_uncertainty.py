@@ -12,9 +12,11 @@ from torch.distributions import constraints
 from pyrohmm import (
     HMM,
     EnumeratedModel,
+    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
+    bernoulli,
     categorical,
     fit_em,
     fit_gibbs,
@@ -164,6 +166,41 @@ def test_what_must_be_zero_is_held():
     probs = counts[:, 0] / counts.sum(-1)
     wanted = (probs * (1 - probs) / counts.sum(-1)).sqrt()
     torch.testing.assert_close(error.diagonal()[:2], wanted)
+
+
+@pytest.mark.parametrize("family", ["bernoulli", "poisson"])
+def test_what_falls_to_zero_is_held(family):
+    """One state has seen no event, in two ways of counting them."""
+    states = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1]])
+    events = torch.tensor([[0.0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0]])
+    values = events.unsqueeze(-1) if family == "bernoulli" else events
+    data = Sequences(values, torch.tensor([12]), labels=states)
+    emission = {"bernoulli": bernoulli(1), "poisson": poisson(rate=1e-9)}[family]
+    information = fit_em(TabularHMM(2, emission), data).information(data)
+    name = {"bernoulli": "module.emission.probs", "poisson": "module.emission.rate"}[family]
+    error = information.std_errors()[name].flatten()
+    share = torch.tensor(4 / 6, dtype=torch.float64)
+    wanted = share * (1 - share) / 6 if family == "bernoulli" else share / 6
+    assert error[0].isnan()
+    assert any(label.startswith(name) for label in information.held)
+    torch.testing.assert_close(error[1], wanted.sqrt())
+
+
+def test_parameters_of_plain_torch_modules_are_named():
+    class Network(HMMModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(1, 2)
+
+        def forward(self, lengths, observed=None):
+            half = torch.full((2, 2), 0.5).log()
+            emission = Categorical(logits=self.net(torch.ones(2, 1)))
+            return HMM(half[0], half, emission, lengths, observed)
+
+    data = Sequences.from_list([[0, 1, 1]])
+    fit = fit_map(MarginalModel(Network()), data, num_steps=3)
+    with pytest.raises(ValueError, match=r"net\.\w+ is one of a plain torch module"):
+        fit.std_errors(data)
 
 
 def test_what_the_data_do_not_determine_is_named():
