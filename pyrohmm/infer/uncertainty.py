@@ -11,7 +11,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Dirichlet
+from pyro.distributions import Dirichlet, Gamma
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
@@ -66,7 +66,8 @@ class Coordinates:
         if _is_simplex(estimate, support):
             return _of_rows(name, estimate)
         if _is_positive(support):
-            return _of_positive(name, estimate, _least(estimate, support))
+            floor = 1e-100 if isinstance(_base(support), constraints.greater_than_eq) else 0.0
+            return _of_positive(name, estimate, _least(estimate, support), floor)
         kind = type(_base(support)).__name__
         triangular = "Cholesky" in kind or "PositiveDefinite" in kind
         transform = transform_to(support) if triangular else biject_to(support)
@@ -115,13 +116,16 @@ def _of_rows(name: str, estimate: Tensor) -> Coordinates:
     return Coordinates(name, estimate, labels, held, value, LOGIT)
 
 
-def _of_positive(name: str, estimate: Tensor, least: float) -> Coordinates:
-    """Positive numbers: their logarithms. Those of at most ``least`` are held."""
-    free = (estimate > least).flatten()
+def _of_positive(name: str, estimate: Tensor, least: float, floor: float) -> Coordinates:
+    """Positive numbers: their logarithms. Those of at most ``least`` are held, above ``floor``.
+
+    (A density of a rate of zero has no second derivative.)
+    """
+    free, held_at = (estimate > least).flatten(), estimate.clamp(min=floor)
 
     def value(u: Tensor) -> Tensor:
         moved = estimate * _placed(u, free).reshape(estimate.shape).exp()
-        return torch.where(free.reshape(estimate.shape), moved, estimate)  # no slope at zero
+        return torch.where(free.reshape(estimate.shape), moved, held_at)
 
     names = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
     labels = [label for label, is_free in zip(names, free) if bool(is_free)]
@@ -251,7 +255,8 @@ class Information:
             with _AtParameters(values):
                 trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
             for site in trace.nodes.values():
-                if isinstance(getattr(site.get("fn"), "base_dist", site.get("fn")), Dirichlet):
+                prior = getattr(site.get("fn"), "base_dist", site.get("fn"))
+                if isinstance(prior, Dirichlet | Gamma):
                     # at zero, where entries are held, its slope is not finite
                     site["value"] = site["value"].clamp(min=torch.finfo(u.dtype).tiny)
             return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
