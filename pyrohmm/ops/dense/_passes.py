@@ -75,9 +75,11 @@ def _forward_tile(tile, data, kept, found):
     real, several = matrices.dtype, matrices.shape[0] > 1
     size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
     g, start, width = tile_of(data, tile)
-    steps = data.steps
-    mass, arrived = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
-    seen = np.zeros(height * _LANES, real)
+    steps, entries, peaks = data.steps, data.tables[g].ravel(), data.peaks[g]
+    symbols, likelihood, exact = data.symbols, data.likelihood, found.exact
+    starts, along, missing = data.first, data.along, u64(data.peaks.shape[1] - 1)
+    mass, arrived = scratch(height * _LANES, real), scratch(height * _LANES, real)
+    seen = scratch(height * _LANES, real)
     norm, peak = np.zeros(LANES, real), np.zeros(LANES, real)
     smallest, low_mass = np.zeros(LANES, real), np.zeros(LANES, real)
     scale = np.ones(LANES, real)
@@ -88,15 +90,19 @@ def _forward_tile(tile, data, kept, found):
     faint[:] = least < tiny
     shortest = lengths[start : start + width].min()
     for t in range(lengths[start : start + width].max()):
-        begin_step(rows, active, data, t, start, width, found.exact)
-        read(seen, peak, rows, active, data, g, size, height, lowest)
+        begin_step(
+            rows, active, symbols, starts, along, lengths, t, start, width, missing, exact
+        )  # fmt: skip
+        read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, lowest)
         if t == 0:
             for i in range(LANES):  # those that are not there as the first, so that none is zero
                 row = start + i if i < width else start
                 for k in range(size):
                     arrived[k * _LANES + u64(i)] = data.initial[row, k]
         else:
-            multiply(arrived, mass, matrices[t - 1 if several else 0, g].ravel(), height)
+            if several or t == 1:
+                matrix = matrices[t - 1, g].ravel()
+            multiply(arrived, mass, matrix, height)
         if least >= 0.0:
             watch(
                 smallest, low_mass, faint, scale, slack, arrived, seen, active, width, size,
@@ -145,18 +151,24 @@ def _forward_row(row, data, kept, found):
     real, several = matrices.dtype, matrices.shape[0] > 1
     size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
+    symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
+    likelihood, begin, along = data.likelihood, data.first[row], data.along
     mass, arrived, seen = scratch(height, real), scratch(height, real), scratch(height, real)
     zero, one, lowest = real.type(0), real.type(1), real.type(low)
     product, logs = 1.0, 0.0  # of the norms of several steps
     faint, scale, smallest = least < tiny, one, zero
     for t in range(lengths[row]):
         at = row * steps + t
-        peak = read_row(seen, data.first[row] + t * data.along, data, g, size, lowest)
+        peak = read_row(
+            seen, begin + t * along, symbols, entries, peaks, likelihood, size, height, lowest
+        )  # fmt: skip
         if t == 0:
             for k in range(size):
                 arrived[k] = data.initial[row, k]
         else:
-            multiply_row(arrived, mass, matrices[t - 1 if several else 0, g].ravel(), height)
+            if several or t == 1:
+                matrix = matrices[t - 1, g].ravel()
+            multiply_row(arrived, mass, matrix, height)
         if least >= 0.0:
             smallest = zero + real.type(np.inf)
             for k in range(size):
@@ -263,8 +275,12 @@ def _backward_tile(tile, data, found, back, counts, emitted):
     if not exact[start : start + width].any():
         return 0
     steps, bounding = data.steps, back.most > 0.0
-    beta, later = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
-    seen, probs = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    entries, peaks, sums = data.tables[g].ravel(), data.peaks[g], emitted[g].ravel()
+    symbols, likelihood = data.symbols, data.likelihood
+    starts, along, missing = data.first, data.along, u64(data.peaks.shape[1] - 1)
+    gamma = back.gamma.ravel()
+    beta, later = scratch(height * _LANES, real), scratch(height * _LANES, real)
+    seen, probs = scratch(height * _LANES, real), scratch(height * _LANES, real)
     before, after = np.zeros(height * _ALL, real), np.zeros(height * _ALL, real)
     norm, peak, weight = np.zeros(LANES, real), np.zeros(LANES, real), np.zeros(LANES, real)
     loss, every = np.zeros(LANES), np.zeros(LANES, real)
@@ -276,13 +292,15 @@ def _backward_tile(tile, data, found, back, counts, emitted):
     longest, shortest = lengths[start : start + width].max(), lengths[start : start + width].min()
     filled, lost = _0, 0
     for t in range(longest - 1, -1, -1):
-        begin_step(rows, active, data, t, start, width, exact)
+        begin_step(
+            rows, active, symbols, starts, along, lengths, t, start, width, missing, exact
+        )  # fmt: skip
         if t < longest - 1:
-            multiply(beta, later, back.transposed[t if several else 0, g].ravel(), height)
-        for i in range(width if t >= shortest - 1 else 0):
-            if t == lengths[start + i] - 1:
-                for k in range(size):
-                    beta[k * _LANES + u64(i)] = back.after[start + i, k]
+            if several or t == longest - 2:
+                matrix = back.transposed[t if several else 0, g].ravel()
+            multiply(beta, later, matrix, height)
+        if t >= shortest - 1:
+            _begin_back(beta, back.after, lengths, t, start, width, size)
         place = u64(tile * steps + t) * _LANES
         offset = place * size
         here, total = found.alpha[offset : offset + size * _LANES], found.total[place:]
@@ -298,39 +316,54 @@ def _backward_tile(tile, data, found, back, counts, emitted):
             norm[i] = one / norm[i] if active[i] else zero
             peak[i] = norm[i] * weight[i]
         scale_lanes(probs, peak, _LANES, size)
-        if data.symbols.shape[0]:
+        if symbols.shape[0]:
             for i in range(LANES):
                 places[i] = rows[i] * height
-            add_rows(emitted[g].ravel(), places, height, probs, _LANES)
+            add_rows(sums, places, height, probs, _LANES)
         else:
             for i in range(LANES):
                 places[i] = u64((start + i) * steps + t) * size
-            store(back.gamma.ravel(), places, active, size, probs, _LANES)
+            store(gamma, places, active, size, probs, _LANES)
         if t == 0:
             for i in range(width):
                 for k in range(size):
                     back.starts[start + i, k] = probs[k * _LANES + u64(i)]
             break
-        read(seen, peak, rows, active, data, g, size, height, lowest)
+        read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, lowest)
         for i in range(LANES):
             peak[i] = norm[i] / total[i] if active[i] else zero
-        q, row = offset - size * _LANES, filled * _LANES
-        for k in range(size):
-            p = k * _LANES
+        earlier, row = found.alpha[offset - size * _LANES :], filled * _LANES
+        for p in range(_0, size * _LANES, _LANES):
             for i in range(_LANES):
                 value = seen[p + i] * beta[p + i] * peak[i]
-                value = value if here[p + i] > zero or bounding else zero
-                later[p + i] = value
-                after[k * _ALL + row + i] = value * weight[i]
-                before[k * _ALL + row + i] = found.alpha[q + p + i]
+                later[p + i] = value if here[p + i] > zero or bounding else zero
+        _note_step(before, after, earlier, later, weight, row, size)
         filled += _1
         if filled == _STEPS or t == 1 or several:
             for k in range(size):
-                for i in range(filled * _LANES, _STEPS * _LANES):
-                    after[k * _ALL + i] = 0
+                after[k * _ALL + filled * _LANES : k * _ALL + _STEPS * _LANES] = 0
             _add_transitions(counts[t - 1 if several else 0, g], before, after, height)
             filled = _0
     return lost
+
+
+@kernel
+def _begin_back(beta, after, lengths, t, start, width, size):
+    """Write what follows the last steps of those sequences that end at t."""
+    for i in range(width):
+        if t == lengths[start + i] - 1:
+            for k in range(size):
+                beta[k * _LANES + u64(i)] = after[start + i, k]
+
+
+@kernel
+def _note_step(before, after, earlier, later, weight, row, size):
+    """Write forward messages, and backward ones times weights, beside those of other steps."""
+    for k in range(size):
+        p, q = k * _LANES, k * _ALL + row
+        for i in range(_LANES):
+            after[q + i] = later[p + i] * weight[i]
+            before[q + i] = earlier[p + i]
 
 
 @kernel
@@ -366,6 +399,8 @@ def _backward_row(row, data, found, back, message, emitted):
     real, several, exact = matrices.dtype, matrices.shape[0] > 1, back.exact
     size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
+    symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
+    likelihood, begin, along = data.likelihood, data.first[row], data.along
     beta, later = scratch(height, real), scratch(height, real)
     seen, probs = scratch(height, real), scratch(height, real)
     zero, one, lowest, loss = real.type(0), real.type(1), real.type(low), 0.0
@@ -373,7 +408,7 @@ def _backward_row(row, data, found, back, message, emitted):
     for k in range(size):
         beta[k] = back.after[row, k]
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
-        at, place = row * steps + t, data.first[row] + t * data.along
+        at, place = row * steps + t, begin + t * along
         offset = u64(at) * size
         here = found.alpha[offset : offset + size]
         norm = every = zero
@@ -389,8 +424,8 @@ def _backward_row(row, data, found, back, message, emitted):
         inverse = weight / norm
         for k in range(size):
             probs[k] *= inverse
-        if data.symbols.shape[0]:
-            target = emitted[g, data.symbols[place]]
+        if symbols.shape[0]:
+            target = emitted[g, symbols[place]]
             for k in range(size):
                 target[k] += probs[k]
         else:
@@ -400,11 +435,13 @@ def _backward_row(row, data, found, back, message, emitted):
             for k in range(size):
                 back.starts[row, k] = probs[k]
             break
-        read_row(seen, place, data, g, size, lowest)
+        read_row(seen, place, symbols, entries, peaks, likelihood, size, height, lowest)
         inverse = one / (norm * total)
         for k in range(size):
             value = seen[k] * beta[k] * inverse
             later[k] = value if here[k] > zero or bounding else zero
             message[at, k] = later[k] * weight
-        multiply_row(beta, later, back.transposed[t - 1 if several else 0, g].ravel(), height)
+        if several or t == lengths[row] - 1:
+            matrix = back.transposed[t - 1 if several else 0, g].ravel()
+        multiply_row(beta, later, matrix, height)
     return 0

@@ -66,30 +66,31 @@ def tile_of(data, tile):
     return tile // tiles, start, min(LANES, (tile // tiles + 1) * size - start)
 
 
+# Arrays are passed by themselves, for each that is in a tuple takes its time in every call.
+
+
 @kernel
-def begin_step(rows, active, data, t, start, width, exact):
+def begin_step(rows, active, symbols, first, along, lengths, t, start, width, missing, exact):
     """Which sequences of a tile have a step t, and their symbols, or where its numbers lie."""
-    missing = u64(data.peaks.shape[1] - 1)
     for i in range(LANES):
-        here = i < width and t < data.lengths[start + i] and exact[start + i]
+        here = i < width and t < lengths[start + i] and exact[start + i]
         active[i] = here
         rows[i] = missing
         if here:
-            place = data.first[start + i] + t * data.along
-            rows[i] = u64(data.symbols[place]) if data.symbols.shape[0] else u64(place)
+            place = first[start + i] + t * along
+            rows[i] = u64(symbols[place]) if symbols.shape[0] else u64(place)
 
 
 @kernel
-def read(seen, peak, rows, active, data, g, size, height, low):
+def read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, low):
     """Write the likelihoods of a step over their largest, and the logarithms of those."""
-    if data.symbols.shape[0]:
-        entries, peaks = data.tables[g].ravel(), data.peaks[g]
+    if symbols.shape[0]:
         for i in range(LANES):
             peak[i] = peaks[rows[i]]
             rows[i] *= height
-        load(seen, _LANES, entries, rows, active, height, entries.dtype.type(1))
+        load(seen, _LANES, entries, rows, active, height, low * 0 + 1)
         return
-    load(seen, _LANES, data.likelihood, rows, active, size, low - low)
+    load(seen, _LANES, likelihood, rows, active, size, low - low)
     weigh(seen, _LANES, size, peak, low)
 
 
@@ -134,21 +135,21 @@ def take(norm, peak, active, logs, product, slack):
 
 
 @kernel
-def read_row(seen, place, data, g, size, low):
+def read_row(seen, place, symbols, entries, peaks, likelihood, size, height, low):
     """Read one step of one sequence; returns the logarithm of the largest likelihood."""
-    if data.symbols.shape[0]:
-        symbol = data.symbols[place]
+    if symbols.shape[0]:
+        offset = u64(symbols[place]) * height
         for k in range(size):
-            seen[k] = data.tables[g, symbol, k]
-        return data.peaks[g, symbol]
+            seen[k] = entries[offset + k]
+        return peaks[symbols[place]]
     offset, zero = u64(place), low - low
-    peak = data.likelihood[offset]
+    peak = likelihood[offset]
     for k in range(_1, size):
-        x = data.likelihood[offset + k]
+        x = likelihood[offset + k]
         peak = x if x > peak else peak
     peak = zero if peak == -np.inf else peak
     for k in range(size):
-        x = data.likelihood[offset + k] - peak
+        x = likelihood[offset + k] - peak
         value = exp(low if x < low else x)
         seen[k] = zero if x == -np.inf else value
     return peak

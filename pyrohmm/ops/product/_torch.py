@@ -23,7 +23,7 @@ from ..masks import exists
 LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
 SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
 MOST = 200.0  # logarithm of a factor by which such products may be multiplied afterwards
-AT_ONCE = 1 << 22  # numbers made at once, of all pairs of states
+AT_ONCE = 1 << 17  # numbers made at once, of all pairs of states: they stay in the cache
 Gradient = Callable[[Tensor], tuple[Tensor, ...]]
 
 
@@ -156,14 +156,13 @@ class Step:
         of, to = "ki" if back else "ik", "nrk"
         return torch.einsum(f"nri,{self.axes}{of}->{to}", values, here)
 
-    def best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Maxima over transitions, and the states before, both ``(n, R, k)``."""
+    def best(self, scores: Tensor) -> Tensor:
+        """Maxima over transitions ``(n, R, k)``, of ``scores`` ``(n, R, k)``."""
         size = max(1, AT_ONCE // (scores[0].numel() * self.size))
-        found = [
-            (part.unsqueeze(-1) + self.table(self.logs, torch.arange(at, at + len(part)))).max(-2)
-            for at, part in zip(range(0, len(scores), size), scores.split(size))
-        ]
-        return torch.cat([part.values for part in found]), torch.cat([p.indices for p in found])
+        parts = scores.unsqueeze(-1).split(size)
+        tables = self.table(self.logs, len(scores)).split(size)
+        tables = tables if len(tables) == len(parts) else tables * len(parts)
+        return torch.cat([(part + table).amax(-2) for part, table in zip(parts, tables)])
 
     def counts(self, before: Tensor, after: Tensor, evidence: Tensor, weight: Tensor) -> Tensor:
         """Expected transitions, of the shape of ``logs`` for the first n sequences.
@@ -295,56 +294,63 @@ def filtered(arranged: Arranged) -> Tensor:
 def viterbi(arranged: Arranged) -> Tensor:
     """Most probable path of the product states, ``(*B, T)``; 0 at padded steps."""
     chain = arranged.chain
-    steps_to, pointers = steps_of(chain), []
-    score, scores = chain.initial + chain.emitted(0), []
-    for t, count in enumerate(chain.counts):
-        if t:
-            score, before = score[:count], []
-            for step in steps_to(t):
-                score, state = step.best(step.fibres(score))
-                score = score.flatten(1)
-                before.append(state)
-            score = score + chain.emitted(t)
-            pointers.append(before)
+    steps_to, before = steps_of(chain), []
+    score = chain.initial + chain.emitted(0)
+    scores = [score]
+    for t, count in enumerate(chain.counts[1:], 1):
+        score, parts = score[:count], []
+        for step in steps_to(t):
+            parts.append(step.fibres(score))
+            score = step.best(parts[-1]).flatten(1)
+        score = score + chain.emitted(t)
+        before.append(parts)
         scores.append(score)
 
-    def previous(t: int, states: Tensor) -> Tensor:
-        for pointer in reversed(pointers[t - 1]):
-            fibre, here = states // pointer.size(-1), states % pointer.size(-1)
-            rows = torch.arange(len(states), device=states.device)
-            states = pointer[rows, fibre, here] * pointer.size(1) + fibre
-        return states
+    def choose(logs: Tensor) -> Tensor:
+        return logs.argmax(-1)
 
-    return arranged.restored(walk_back(chain, last(chain, scores).argmax(-1), previous))
+    def messages(t: int, _: int) -> list[Tensor]:
+        return before[t - 1]
+
+    ends = last(chain, scores).argmax(-1)
+    return arranged.restored(_walk_back(chain, ends, messages, choose))
 
 
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
     """Samples of paths of the product states, ``(num_samples, *B, T)``; 0 at padded steps."""
     chain = arranged.chain
-    steps_to, messages = steps_of(chain), forward(chain)
+    steps_to, found = steps_of(chain), forward(chain)
 
-    def previous(t: int, states: Tensor) -> Tensor:
-        count, steps = states.size(-1), steps_to(t)  # before the sequences are the samples
-        rows = torch.arange(count, device=states.device)
-        scores = through(messages[t - 1][:count], steps)[:-1]
-        for step, score in zip(reversed(steps), reversed(scores)):
-            fibre, here = states // step.size, states % step.size
-            logs = score[rows, fibre] + step.into(here, fibre)
-            states = drawn(logs) * score.size(1) + fibre
-        return states
+    def messages(t: int, count: int) -> list[Tensor]:
+        return through(found[t - 1][:count], steps_to(t))[:-1]
 
-    ends = last(chain, messages).expand(num_samples, -1, -1)
-    return arranged.restored(walk_back(chain, drawn(ends), previous), 1)
+    ends = drawn(last(chain, found).expand(num_samples, -1, -1))
+    return arranged.restored(_walk_back(chain, ends, messages, drawn), 1)
 
 
-def walk_back(chain: Chains, last: Tensor, previous: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Paths ``(*S, N, T)`` from their last states ``(*S, N)``; 0 at padded steps."""
+def _walk_back(
+    chain: Chains, last: Tensor, messages: Callable[[int, int], list[Tensor]],
+    choose: Callable[[Tensor], Tensor],
+) -> Tensor:  # fmt: skip
+    """Paths ``(*S, N, T)`` from their last states ``(*S, N)``; 0 at padded steps.
+
+    Args:
+        chain: The arguments.
+        last: The last states.
+        messages: Of t and n: what comes to each transition to step t, M of ``(n, R, k)``.
+        choose: A column for each row of log-probabilities.
+    """
     shape = (*last.shape[:-1], *chain.likelihood.shape[:2])
     path = torch.zeros(shape, dtype=torch.long, device=last.device)
-    states = last[..., :0]
+    states, steps_to = last[..., :0], steps_of(chain)
     for t in range(len(chain.counts) - 1, -1, -1):
-        if t + 1 < len(chain.counts) and states.size(-1):
-            states = previous(t + 1, states)
+        if count := states.size(-1):
+            rows = torch.arange(count, device=states.device)
+            pairs = zip(reversed(steps_to(t + 1)), reversed(messages(t + 1, count)))
+            for step, score in pairs:
+                fibre, here = states // step.size, states % step.size
+                logs = score[rows, fibre] + step.into(here, fibre)
+                states = choose(logs) * score.size(1) + fibre
         states = torch.cat([states, last[..., states.size(-1) : chain.counts[t]]], -1)
         path[..., : states.size(-1), t] = states
     return path
