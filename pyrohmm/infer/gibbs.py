@@ -240,7 +240,7 @@ class Gibbs(Chains):
         if self.emission is not None:
             symbols = counted is not None and len(counted.emitted) > 0
             if counted is not None and symbols and type(self.emission) is CategoricalEmission:
-                statistics = {"counts": counted.emitted.mT}
+                statistics = {"probs": counted.emitted.mT}
             else:
                 statistics = self._emission_statistics(hmm, states)
             sample = self.emission.sample_parameters(statistics, self._own(self.prefix))

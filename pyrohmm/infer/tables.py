@@ -14,6 +14,7 @@ from torch import Tensor
 from .._choices import WIDEST
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
+from ..nn.closed_form import has_foreign_priors
 from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
 from ..ops import recursions
@@ -44,7 +45,8 @@ class TableCounts:
             and _is_plain(module.emission, CategoricalEmission)
             and isinstance(data, Sequences)
             and data.labels is None
-            and parameters.sites.keys() == parameters.constant_priors() == set(_SITES)
+            and parameters.sites.keys() == set(_SITES)
+            and not has_foreign_priors(module)
             and parameters.log_prior is None
             and module.num_states <= WIDEST
             and backend_for(data.device) is NUMBA

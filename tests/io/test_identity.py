@@ -336,7 +336,7 @@ EM_INSIDE = {
     ),
     "transition_step": (
         {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint()},
-        {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint(tolerance=1e-3)},
+        {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint(100)},
     ),
     "steps of a transition_step": (
         {"log_prior": DiversityPrior(1.0),
