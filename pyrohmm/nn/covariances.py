@@ -228,7 +228,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return samples | {n: v for n, v in self._regression(slopes).items() if self.has_prior(n)}
 
     def _pooled(self, sums: Tensor) -> Tensor:
-        """Sums ``(R, [K,] ...)`` over the states that share a covariance, of sums ``(R, K, ...)``."""
+        """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
         return sums.sum(1) if self.tied else sums
 
     def _residuals(self, squares: Tensor, fit: LeastSquares) -> Tensor:
