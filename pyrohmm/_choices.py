@@ -21,6 +21,9 @@ WORTH = 2_000_000
 WIDEST = 128
 """States up to which compiled loops are faster than matrix products of torch, 64 sequences."""
 
+WIDEST_PATHS = 1 << 16
+"""States up to which loops, which note a state in two bytes, find best paths: ten times at 256."""
+
 FEW = 4
 """Sequences up to which loops are faster at any number of states: a product has few rows then."""
 

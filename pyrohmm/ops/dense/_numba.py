@@ -62,12 +62,13 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     passes = _Passes(_data(chain, dtype), each=False)
     found = passes.forward(True)
     exact = torch.from_numpy(found.exact & found.sure).reshape(chain.lengths.shape)
-    return passes.view(found.alpha).log(), exact
+    return passes.view(found.alpha).log_(), exact
 
 
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
-    initial, transition, logs = (part.detach().to(dtype).numpy() for part in chain[:3])
+    initial, transition, logs = (part.detach().to(dtype) for part in chain[:3])
+    initial, transition = initial.numpy(), transition.numpy()
     real, num_states, height = initial.dtype, initial.shape[-1], -(-initial.shape[-1] // 4) * 4
     groups, num_steps = len(chain.lengths), chain.num_steps
     tiny, eps = LIMITS[real]
@@ -84,13 +85,13 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
     smallest = math.exp(min(least, 0.0))
     watched = zeros or not smallest**2 >= slack
     if chain.symbols is None:
-        if logs.strides[-1] != logs.itemsize and num_states > 1:
-            logs = np.ascontiguousarray(logs)
+        if logs.stride(-1) != 1:
+            logs = logs.contiguous()
         table, peaks = np.zeros((groups, 0, height), real), np.zeros((groups, 1), real)
         seen, first, along = _flat(logs)
         chosen = np.zeros(0, np.int64)
     else:
-        table, peaks = _scaled_table(logs, low, height)
+        table, peaks = _scaled_table(logs.numpy(), low, height)
         chosen, first, along = _flat(_codes(chain))
         seen = np.zeros(0, real)
     return Data(
@@ -123,7 +124,7 @@ def _scaled_table(logs: np.ndarray, low: float, height: int) -> tuple[np.ndarray
     return table, peaks
 
 
-def _codes(chain: Chain) -> np.ndarray:
+def _codes(chain: Chain) -> Tensor:
     """Symbols ``(G, n, T)``; V where they are missing."""
     symbols, count = chain.symbols, chain.logs.size(-1)
     assert symbols is not None
@@ -134,17 +135,15 @@ def _codes(chain: Chain) -> np.ndarray:
             f"{low} to {high}."
         )
     symbols = symbols.long()
-    return (symbols if chain.known is None else symbols.masked_fill(~chain.known, count)).numpy()
+    return symbols if chain.known is None else symbols.masked_fill(~chain.known, count)
 
 
-def _flat(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
     """The memory of ``(G, n, T, *)``, where each sequence begins in it, and from step to step."""
-    groups, size = array.shape[:2]
-    over_groups, over, along = (stride // array.itemsize for stride in array.strides[:3])
-    length = 1 + sum((n - 1) * (s // array.itemsize) for n, s in zip(array.shape, array.strides))
-    memory = np.lib.stride_tricks.as_strided(array, (length,), (array.itemsize,))
-    first = np.add.outer(over_groups * np.arange(groups), over * np.arange(size)).reshape(-1)
-    return memory, first, along
+    (groups, size), (over_groups, over, along) = tensor.shape[:2], tensor.stride()[:3]
+    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    first = over_groups * np.arange(groups)[:, None] + over * np.arange(size)
+    return tensor.as_strided((length,), (1,)).numpy(), first.reshape(-1), along
 
 
 class _Passes:
