@@ -36,7 +36,7 @@ and 2 states, 1.8 at 4, 1.1 at 4,000 steps."""
 
 CHUNKS, CHUNKED_ON_DEVICE = (256, 1000), 32_000
 """Fewest steps, and most sequences times K^2, that torch takes in chunks side by side: 2.4 to 24
-times below, 1.2 to 1.6 there. On an accelerator, where launches are what counts, it is estimated."""
+times below, 1.2 to 1.6 there. On an accelerator, where launches count, it is estimated."""
 
 CLOSE = 256
 """Rounding errors by which messages at the ends of chunks may differ from those of a scan."""
