@@ -67,8 +67,8 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
-    initial, transition, logs = (part.detach().to(dtype) for part in chain[:3])
-    initial, transition = initial.numpy(), transition.numpy()
+    initial, transition = (part.detach().to(dtype).numpy() for part in chain[:2])
+    logs = chain.logs.detach().to(dtype)
     real, num_states, height = initial.dtype, initial.shape[-1], -(-initial.shape[-1] // 4) * 4
     groups, num_steps = len(chain.lengths), chain.num_steps
     tiny, eps = LIMITS[real]
