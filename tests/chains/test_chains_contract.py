@@ -117,5 +117,5 @@ def test_a_chain_whose_zeros_have_no_gradient_is_named():
             return (stay * eye + go * eye.roll(1, -1)).log().unsqueeze(-3)  # 0 / 0 at zero
 
     chain = Careless(rows(3), rows(3, 2))
-    with pytest.raises(ValueError, match="by log_moves is NaN. Where probabilities may be zero"):
+    with pytest.raises(ValueError, match="the gradient of the evidence by log_moves is NaN"):
         chain.expected_counts(torch.randn(4, 3), torch.tensor(4))
