@@ -23,11 +23,9 @@ from pyrohmm import (
     fit_map,
     fit_svi,
     load_into,
-    recursions,
     save,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.distributions.block_symbols import BlockSymbols
 from pyrohmm.nn.networks import CharCNN, ProjectedEmbedding, Residual
 from pyrohmm.nn.neural import LinearDropout, sample_kept_states
 
