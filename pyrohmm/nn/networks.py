@@ -8,7 +8,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._checks import check_floats
+from .._checks import check_floats, check_size
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
 
