@@ -126,6 +126,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     """
 
     rate: Tensor
+    shape: Tensor  # type: ignore[assignment]  # of the prior of the variance
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "variance": constraints.positive,
         "loc": constraints.real,
