@@ -7,7 +7,7 @@ import oracle
 import pyro.distributions as dist
 import pytest
 import torch
-from test_hmm import LAYOUTS, assert_close, build, cases
+from hmm_cases import LAYOUTS, assert_close, build, cases
 
 from pyrohmm import HMM, HSMM, ContinuousTimeHMM, Filter, SecondOrderHMM
 from pyrohmm.distributions import AutoregressiveNormal

@@ -333,7 +333,7 @@ def test_single_sequences_are_joined():
 
 def test_two_columns_for_a_normal_of_one_name_the_family():
     data = Sequences.from_concatenated(np.random.default_rng(0).normal(size=(20, 2)))
-    with pytest.raises(ValueError, match=r"normal\(2\)"):
+    with pytest.raises(ValueError, match=r"normal\(D\) for vectors"):
         fit_em(TabularHMM(2, normal()), data)
 
 
