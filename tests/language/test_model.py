@@ -210,14 +210,12 @@ def test_a_vocabulary_that_could_not_be_saved_is_refused_before_any_training():
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-@pytest.mark.parametrize("num_epochs", [1, 3])
-def test_a_fit_that_fails_gives_back_the_parameters(num_epochs, held_out):
-    """After one step too, which no loss follows."""
+def test_a_fit_that_fails_gives_back_the_parameters(held_out):
     vocabulary, data = prepared(text(30))
     model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
     before = [parameter.detach().clone() for parameter in model.module.parameters()]
     with pytest.raises(FloatingPointError, match="a parameter has left its range"):
-        model.fit(data, data if held_out else None, num_epochs=num_epochs, learning_rate=1e300)
+        model.fit(data, data if held_out else None, num_epochs=3, learning_rate=1e300)
     assert all(map(torch.equal, before, model.module.parameters()))
 
 
