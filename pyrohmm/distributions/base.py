@@ -280,8 +280,8 @@ class ChainDistribution(TorchDistribution):
         if values.shape[len(outer) :] != self.event_shape:
             raise ValueError(
                 f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "
-                f"{tuple(values.shape)}. T is that of lengths. Build the emission for such "
-                "observations, as normal(D) for vectors of D, or call values.unsqueeze(-1)."
+                f"{tuple(values.shape)}. Give values and lengths of the same data, and build the "
+                "emission for it, as normal(D) for vectors of D; or call values.unsqueeze(-1)."
             )
         symbols = is_categorical(emission)
         if symbols:

@@ -30,7 +30,7 @@ NEVER = -np.inf
 every_layout = pytest.mark.parametrize(
     ("emission", "layout"),
     [("symbols", layout) for layout in LAYOUTS]
-    + [("vectors", "restarts with values each"), ("counts", "restarts")],
+    + [("vectors", "restarts with values each"), ("numbers", "restarts")],
 )
 
 
