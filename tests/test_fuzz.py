@@ -36,7 +36,6 @@ from pyrohmm.ops.dense import chain as chains
 from pyrohmm.ops.dense import scaling
 
 NAN = np.nan
-CHUNK = 500
 
 # Emissions ---------------------------------------------------------------------------------------
 
@@ -841,41 +840,28 @@ def check_all(seeds, check=check):
         raise AssertionError(f"seeds {list(failed)} failed; here is {first}") from failed[first]
 
 
-def test_random_models_agree_with_the_table_of_paths():
-    check_all(range(100))
+def check_saved_here(seed, tmp_path):
+    check_saved(seed, tmp_path / str(seed % 40))
 
 
-def test_random_models_that_were_saved_give_the_same_bits(tmp_path):
-    check_all(range(40), lambda seed: check_saved(seed, tmp_path / str(seed)))
+CHECKS = {  # how many seeds at once, how many in all, and what is checked
+    "sums over paths": (100, 10_000, lambda seed, _: check(seed)),
+    "saved and loaded": (40, 6_000, check_saved_here),
+    "batches of parameters": (30, 4_000, lambda seed, _: check_broadcast(seed)),
+}
 
 
-def test_random_batches_of_parameters_are_separate_models():
-    check_all(range(30), check_broadcast)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 3)])
-def test_an_empty_batch_of_sequences_is_refused(shape):
-    lengths = torch.zeros(shape, dtype=torch.long)
-    with pytest.raises(ValueError, match="lengths is empty; wanted at least one sequence"):
-        HMM(torch.zeros(1), torch.zeros(1, 1), dist.Poisson(torch.ones(1)), lengths)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 10_000, CHUNK))
-def test_thousands_of_random_models_agree_with_the_table_of_paths(start):
-    check_all(range(start, start + CHUNK))
+@pytest.mark.parametrize("name", CHECKS)
+def test_random_models_are_right(name, tmp_path):
+    count, _, each = CHECKS[name]
+    check_all(range(count), lambda seed: each(seed, tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 6_000, CHUNK))
-def test_thousands_of_random_models_that_were_saved_give_the_same_bits(start, tmp_path):
-    check_all(range(start, start + CHUNK), lambda seed: check_saved(seed, tmp_path / "hmm"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 4_000, CHUNK))
-def test_thousands_of_random_batches_of_parameters_are_separate_models(start):
-    check_all(range(start, start + CHUNK), check_broadcast)
+@pytest.mark.parametrize("name", CHECKS)
+def test_thousands_of_random_models_are_right(name, tmp_path):
+    count, total, each = CHECKS[name]
+    check_all(range(count, total), lambda seed: each(seed, tmp_path))
 
 
 # Long sums in single precision -------------------------------------------------------------------
