@@ -655,59 +655,25 @@ def check_queries(hmm, case, batch, single, so_far):
 # Saved files -------------------------------------------------------------------------------------
 
 
-def any_saved_family(rng, shape):
-    """A distribution of each class with probabilities that are zero or one, and some without."""
-    dim = int(rng.integers(1, 4))
-
-    def table(*sizes):
-        return torch.tensor(np.exp(log_rows(rng, (*shape, *sizes), zeros=rng.random() < 0.7)))
-
-    def chances(*sizes):
-        return torch.tensor(rng.choice([0.0, 1.0, 0.3, 1e-9], size=(*shape, *sizes)))
-
-    def numbers(*sizes):
-        return torch.tensor(rng.uniform(0.2, 3.0, size=(*shape, *sizes)))
-
-    as_logs = bool(rng.random() < 0.5)
-
-    def given(family, probs, *more):
-        if as_logs:
-            is_bit = family in (dist.Bernoulli, dist.Binomial)
-            return family(*more, logits=probs.logit() if is_bit else probs.log())
-        return family(*more, probs=probs)
-
-    return [
-        lambda: given(dist.Categorical, table(4)),
-        lambda: given(dist.Categorical, table(dim, 4)).to_event(1),
-        lambda: given(dist.OneHotCategorical, table(4)),
-        lambda: given(dist.Multinomial, table(4), 3),
-        lambda: given(dist.Bernoulli, chances()),
-        lambda: given(dist.Bernoulli, chances(dim)).to_event(1),
-        lambda: dist.Binomial(3, probs=chances(dim)).to_event(1),
-        lambda: dist.NegativeBinomial(3, probs=chances() * 0.5),
-        lambda: dist.Geometric(probs=chances().clamp(min=0.3)),
-        lambda: dist.Poisson(numbers(dim)).to_event(1),
-        lambda: dist.Normal(numbers(dim), numbers(1)).to_event(1),
-        lambda: dist.MultivariateNormal(numbers(dim), torch.eye(dim)),
-        lambda: dist.Uniform(-numbers(dim), numbers(dim)).to_event(1),
-        lambda: dist.MixtureSameFamily(
-            given(dist.Categorical, table(2)), dist.Normal(numbers(2, dim), 1.0).to_event(1)
-        ),
-        lambda: dist.MixtureSameFamily(
-            given(dist.Categorical, table(2)), dist.Bernoulli(chances(2, dim)).to_event(1)
-        ),
-    ][rng.integers(15)]()
-
-
 def saved_emission(rng, num_states):
-    """One of the families, or several side by side, or shared by states."""
-    kind = rng.integers(4)
-    if kind == 0:
-        return Tied(any_saved_family(rng, (2,)), torch.tensor(rng.integers(2, size=num_states)))
-    if kind == 1:
-        parts = [any_saved_family(rng, (num_states,)) for _ in range(2)]
-        return Streams([part for part in parts if len(part.event_shape) < 2])
-    return any_saved_family(rng, (num_states,))
+    """Any emission, or one of the classes with probabilities that are zero or one."""
+    if rng.random() < 0.5:
+        emission = any_emission(rng, (1, num_states))
+        return emission.build(lambda array: torch.tensor(array.squeeze(0)))
+    probs = torch.tensor(np.exp(log_rows(rng, (num_states, 2, 4), zeros=rng.random() < 0.7)))
+    rare = torch.tensor(rng.choice([0.0, 1.0, 0.3, 1e-9], size=(num_states, 2, 3)))
+    parts = dist.Categorical(probs[..., 0, :2])
+    return [
+        lambda: dist.Categorical(probs).to_event(1),
+        lambda: dist.OneHotCategorical(logits=probs[:, 0].log()),
+        lambda: dist.Multinomial(3, probs[:, 0]),
+        lambda: dist.Bernoulli(rare[:, 0]).to_event(1),
+        lambda: dist.Bernoulli(logits=rare[:, 0].logit()).to_event(1),
+        lambda: dist.Binomial(3, probs=rare[:, 0]).to_event(1),
+        lambda: dist.NegativeBinomial(3, probs=rare[:, 0, 0] * 0.5),
+        lambda: dist.Geometric(probs=rare[:, 0, 0].clamp(min=0.3)),
+        lambda: dist.MixtureSameFamily(parts, dist.Bernoulli(rare).to_event(1)),
+    ][rng.integers(9)]()
 
 
 def check_saved(seed, directory):

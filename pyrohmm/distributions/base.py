@@ -104,7 +104,9 @@ class ChainDistribution(TorchDistribution):
         return check_broadcast(shapes), num_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        _unmark(self.__dict__)
+        """Attributes without Pyro's weak references, which cannot be pickled; it makes new ones."""
+        for tensor in _tensors(self.__dict__, set()):
+            tensor.__dict__.pop("unconstrained", None)
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -133,11 +135,6 @@ class ChainDistribution(TorchDistribution):
     def transition_per_step(self) -> bool:
         """Whether transitions change with the step."""
         return self.chain.per_step
-
-    @property
-    def order(self) -> int:
-        """On how many states before it the next state depends."""
-        return self.chain.order
 
     @property
     def emission(self) -> TorchDistribution:
@@ -217,22 +214,19 @@ class ChainDistribution(TorchDistribution):
 
         None if observations are not symbols, parameters not constant, or states restricted.
         """
-        constant = type(self.chain) is MarkovChain and not self.chain.per_step
-        constant = constant and not self.emission_per_step
-        if not (constant and self.allowed is None):
-            return None
-        emission = self.emission
+        chain, emission = self.chain, self.emission
+        constant = type(chain) is MarkovChain and not (chain.per_step or self.emission_per_step)
         with_context = isinstance(emission, AutoregressiveCategorical)
-        if not (with_context or is_categorical(emission)):
+        of_symbols = with_context or is_categorical(emission)
+        if not (constant and of_symbols and self.allowed is None):
             return None
         symbols, known = self.prepare_values(values)
         if isinstance(emission, AutoregressiveCategorical):
             symbols, table = emission.codes(emission.windows(symbols)), emission.log_symbols
         else:
             table = log_probs(emission)
-        transition = self.chain.matrices
         known = known if self.observed is not None else None  # recursions know of padding
-        return self.log_initial, transition, table, symbols, self.lengths, known
+        return self.log_initial, chain.matrices, table, symbols, self.lengths, known
 
     def _read(self, values: Tensor, check: bool = False, with_labels: bool = True) -> Any:
         """Log-likelihoods as the chain reads them, -inf for states that labels exclude.
@@ -350,12 +344,6 @@ def check_likelihood(likelihood: Tensor) -> None:
         likelihood,
         "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
     )
-
-
-def _unmark(part: Any) -> None:
-    """Take from parameters Pyro's weak references, which cannot be pickled; it makes new ones."""
-    for tensor in _tensors(part, set()):
-        tensor.__dict__.pop("unconstrained", None)
 
 
 def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
