@@ -137,6 +137,11 @@ class ChainDistribution(TorchDistribution):
         return self.chain.per_step
 
     @property
+    def order(self) -> int:
+        """On how many states before it the next state depends."""
+        return self.chain.order
+
+    @property
     def emission(self) -> TorchDistribution:
         r"""Batched over ``(K,)``, or ``(T, K)`` per step: :math:`p(x_t \mid z_t)`."""
         emission = self._emission

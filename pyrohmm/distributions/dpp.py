@@ -122,7 +122,7 @@ class DiversityPrior(nn.Module):
                 "a diversity prior is one of a single transition matrix; this HMM has one for "
                 "each step. Write another log_prior, with dpp.log_diversity."
             )
-        if hmm.chain.order != 1:
+        if hmm.order != 1:
             raise ValueError(
                 "DiversityPrior is of one matrix of transitions; those of a "
                 f"{type(hmm).__name__} depend on more than one state. Give its rows a Dirichlet "
