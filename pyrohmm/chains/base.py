@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
-from .._transforms import evidence_and_gradient, transforming
+from .._sync import exceeds
+from .._transforms import gradients, transforming
 from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 
 Core = tuple[str, ...]
@@ -192,6 +193,9 @@ class Chain:
         """Expected counts: gradients of the evidence by the parameters and log-likelihoods.
 
         A sequence of probability zero counts nowhere.
+
+        Raises:
+            ValueError: If a gradient is NaN where the evidence is finite.
         """
         names = list(self.parameters)
 
@@ -201,6 +205,13 @@ class Chain:
         batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
         likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
         total, (states, *counts) = gradients(evidence, likelihood, *self.parameters.values())
+        for name, count in zip(names, counts) if not transforming() else ():
+            if not exceeds((total.isnan().any() | ~count.isnan().any()).double(), 0.5):
+                raise ValueError(
+                    f"the gradient of the evidence by {name} is NaN. Where probabilities may be "
+                    f"zero, {type(self).__name__} should take pyrohmm.ops.log_space.log of them, "
+                    "whose gradient at zero is zero."
+                )
         return ExpectedCounts(total, states, dict(zip(names, counts)))
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
@@ -281,23 +292,6 @@ def refuse_steps(purpose: str) -> NoReturn:
         f"{purpose} needs an hmm that does not change with the step; this one has "
         "parameters per step. Extend them, and mark the steps to come as not observed."
     )
-
-
-def gradients(
-    function: Callable[..., Tensor], *arguments: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Values ``(*B)`` of ``function`` and the gradients of their sum by all arguments."""
-    if transforming():
-        value, found = evidence_and_gradient(function, *arguments)
-        return value, tuple(found)
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [  # tensors made in inference mode cannot ask for gradients
-            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in arguments
-        ]
-        value = function(*leaves)
-        found = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
-    return value.detach(), found
 
 
 def entry(table: Tensor, *places: Tensor) -> Tensor:

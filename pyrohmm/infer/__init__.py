@@ -8,6 +8,7 @@ Its modules; each imports only those above it:
 ``guides``        ``RotationGuide``; samples, and one value, of any guide
 ``plates``        latent variables of which each sequence has one
 ``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
+``options``       ``FitOptions``: the arguments that gradient fits share
 ``starts``        where EM begins
 ``resizing``      merge and split of states
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
@@ -16,7 +17,6 @@ Its modules; each imports only those above it:
 ``uncertainty``   ``Information``: standard errors and intervals
 ``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
-``options``       ``FitOptions``: the arguments that gradient fits share
 ``descent``       gradient steps: optimizer, schedule, clipping, averages
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
