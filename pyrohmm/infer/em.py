@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 from tqdm import tqdm
 
@@ -295,7 +296,8 @@ def _finish(loop: Loop) -> Fit:
     parameters, data = loop.parameters, loop.parameters.data
     losses, priors = (torch.stack(past, 1) for past in (loop.losses, loop.log_priors))  # (R, steps)
     loop.keep_values()
-    parameters.check_supports()
+    if is_validation_enabled():
+        parameters.check_supports()
     place = int(losses[loop.alive, -1].argmin())
     best = int(loop.alive[place])
     going = losses[loop.alive]

@@ -155,13 +155,6 @@ def test_the_proximal_term_of_equation_8():
     assert changes[2] < 1e-3 < changes[0]
 
 
-def test_forbidden_transitions_stay_zero():
-    module = TabularHMM(3, categorical(4), transition_allowed=left_to_right(3))
-    fit = fit_em(module, symbols(), log_prior=DiversityPrior(30.0), num_steps=20)
-    matrix = fit.hmm(symbols()).log_transition.exp()
-    assert bool((matrix.tril(-1) == 0).all())
-
-
 def test_zeros_of_an_hmm_stay_and_other_entries_change():
     rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
     emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
@@ -263,55 +256,12 @@ def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
         torch.testing.assert_close(fit.values, expected.values)
 
 
-def test_a_frozen_transition_of_a_users_chain_stays_under_a_prior():
-    module, matrix = Rows(), torch.eye(3) * 0.7 + 0.1
-    freeze(module, "transition", matrix)
-    fit = fit_em(module, symbols(), log_prior=DiversityPrior(5.0), num_steps=3)
-    torch.testing.assert_close(fit.hmm(symbols()).log_transition.exp(), matrix)
-
-
 def test_transitions_that_a_users_chain_rules_out_stay_zero():
     allowed = left_to_right(3)
     options = {"log_prior": DiversityPrior(5.0), "num_steps": 3}
     for step in (None, msteps.LogitGradient()):
         fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
         assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
-
-
-def test_a_prior_with_a_log_density_of_an_hmm_is_one_of_any_parameter():
-    """It gets the HMM, not a matrix, and all parameters follow gradient steps."""
-
-    class OfHMM:
-        def __call__(self, hmm):
-            return self.log_density(hmm)
-
-        def log_density(self, hmm):
-            return 2 * hmm.log_transition.sum((-2, -1)) + 3 * hmm.emission.logits.sum((-2, -1))
-
-    data, options = symbols(3, count=20), {"num_steps": 3, "tolerance": None}
-    options["start"] = {
-        "initial": torch.tensor([0.5, 0.5]),
-        "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
-        "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
-    }
-    prior = OfHMM()
-    fit = fit_em(TabularHMM(2, categorical(3)), data, log_prior=prior, **options)
-    plain = fit_em(TabularHMM(2, categorical(3)), data, log_prior=lambda hmm: prior(hmm), **options)
-    assert torch.equal(fit.losses, plain.losses)
-
-
-def test_a_killed_fit_goes_on_but_not_with_another_prior(tmp_path):
-    data, path = symbols(count=20), tmp_path / "fit"
-    whole, half = {"num_steps": 12, "tolerance": None}, {"num_steps": 6, "tolerance": None}
-    fits = []
-    for options in (whole, half | {"checkpoint": path}, whole | {"checkpoint": path}):
-        pyro.set_rng_seed(0)
-        module = TabularHMM(3, categorical(4))
-        fits.append(fit_em(module, data, log_prior=DiversityPrior(4.0), **options))
-    torch.testing.assert_close(fits[2].losses, fits[0].losses)
-    with pytest.raises(ValueError, match=r"log_prior\.alpha is 4\.0, and here it is 5\.0"):
-        fit_em(TabularHMM(3, categorical(4)), data, log_prior=DiversityPrior(5.0),
-               checkpoint=path, **whole)  # fmt: skip
 
 
 @pytest.mark.parametrize(

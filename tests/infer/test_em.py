@@ -14,7 +14,6 @@ import pytest
 import torch
 from families import CASES, STATES
 from hmmlearn import hmm as hmmlearn_models
-from pyro import poutine
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from scipy import stats
 from torch.distributions import constraints
@@ -43,7 +42,6 @@ from pyrohmm import (
 )
 from pyrohmm.infer import expectation
 from pyrohmm.infer.maximization import Maximization
-from pyrohmm.infer.models import build
 from pyrohmm.infer.parameters import Parameters
 
 NAN = math.nan
@@ -561,7 +559,7 @@ def test_one_state_and_one_step(num_states, num_steps):
 def test_it_ends_by_its_tolerance_and_reports_it():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
-    ended = fit_em(module, data, num_steps=2000, tolerance=None).losses[-1]
+    ended = fit_em(module, data, num_steps=600, tolerance=None).losses[-1]
     for acceleration in (None, False, True):
         pyro.set_rng_seed(0)
         fit = fit_em(module, data, tolerance=1e-6, acceleration=acceleration)
@@ -795,7 +793,6 @@ def test_what_an_m_step_returns_for_a_frozen_parameter_is_ignored(restarts):
 @pytest.mark.parametrize(
     ("kind", "point"),
     [
-        ("constrained", "frozen"),
         ("constrained", "without gradient"),
         ("constrained", "fitted"),
         ("plain", "frozen"),
@@ -832,39 +829,6 @@ def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
         torch.testing.assert_close(stay, counts.diagonal() / counts.sum(-1), **close)
     else:
         torch.testing.assert_close(after, before)
-
-
-def test_what_an_m_step_does_not_return_follows_gradient_steps():
-    """Here the first state, and an emission that is no module of its own."""
-
-    class Mixed(ClosedCycle):
-        def __init__(self):
-            super().__init__(Failures)
-            self.begin = torch.nn.Parameter(torch.zeros(3))
-            self.rate = PyroSample(dist.Gamma(torch.full((3,), 2.0), 1.0).to_event(1))
-            del self.emission
-
-        def emission_module(self):
-            return None
-
-        def forward(self, lengths, observed=None):
-            self.emission = lambda: dist.Poisson(self.rate)
-            hmm = super().forward(lengths, observed)
-            return hmm.replace(log_initial=self.begin.log_softmax(-1))
-
-    data = failures()
-    fit = fit_em(Mixed(), data, num_steps=150, tolerance=1e-12)
-    assert_climbs(fit.losses)
-    hmm = fit.hmm(data)
-    counts = hmm.expected_counts(data.values)
-    pairs = counts.counts["log_transition"]
-    stay = (pairs.diagonal() + 1) / (pairs.sum(-1) + 3)
-    close = {"rtol": 0.0, "atol": 5e-3}
-    torch.testing.assert_close(fit.values["module.stay"], stay, **close)
-    torch.testing.assert_close(hmm.log_initial.exp(), counts.counts["log_initial"] / 6, **close)
-    sums = torch.einsum("ntk,nt->k", counts.states, data.values) + 1
-    rates = sums / (counts.states.sum((0, 1)) + 1)
-    torch.testing.assert_close(fit.values["module.rate"], rates, rtol=5e-3, atol=5e-3)
 
 
 # Starts
@@ -907,20 +871,6 @@ def test_where_a_fitted_hmm_begins_is_one_step_of_it():
     torch.testing.assert_close(from_it.losses[0], point.losses[1])
     wide = fit_em(module, data, num_steps=2, tolerance=None, restarts=2, start=starts.from_hmm(hmm))
     torch.testing.assert_close(wide.restarts.losses, first.losses[1:].expand(2, 3))
-
-
-def test_points_begin_where_they_are():
-    case = CASES["count"]
-    data = data_of(case)
-    hmm = HMM(
-        torch.full((3,), 1 / 3).log(),
-        torch.full((3, 3), 1 / 3).log(),
-        dist.Poisson(torch.tensor([1.0, 2.0, 5.0])),
-        torch.tensor([1]),
-    )
-    fit = fit_em(hmm, data, num_steps=2)
-    own = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, data.lengths, data.observed)
-    torch.testing.assert_close(-fit.losses[0], own.log_prob(data.values).sum())
 
 
 # What it leaves alone
@@ -1052,18 +1002,6 @@ def test_where_there_is_nothing_to_see_nothing_is_wrong():
     assert fit.losses.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "words"),
-    [
-        (normal(2), torch.zeros(2, 3, 3), "values must end in shape"),
-        (poisson(), -torch.ones(2, 3), "values must lie in the support"),
-    ],
-)
-def test_values_that_cannot_be_emitted_are_named_before_anything_is_fitted(family, values, words):
-    with pytest.raises(ValueError, match=words):
-        fit_em(TabularHMM(2, family), plain(values))
-
-
 def test_latent_variables_that_are_not_one_event_are_named():
     class Careless(PyroModule):
         def __init__(self, num_states):
@@ -1103,42 +1041,6 @@ def test_what_cannot_be_frozen_is_named(name, value, error, words):
     assert "initial" in dict(points.named_buffers())
 
 
-def test_transitions_that_underflow_leave_gradient_steps_finite():
-    """In float32 a chance of 1e-44 becomes zero while it is still expected to be used."""
-    torch.set_default_dtype(torch.float32)
-
-    class Watching(GradientStep):
-        def __call__(self, loss, parameters):
-            assert loss().isfinite().all()  # else it would have nothing to go by
-            super().__call__(loss, parameters)
-
-    class Laplace(PyroModule):
-        def __init__(self, num_states):
-            super().__init__()
-            self.loc = PyroSample(dist.Normal(torch.zeros(num_states), 5.0).to_event(1))
-
-        def forward(self):
-            return dist.Laplace(self.loc, 1.0)
-
-    pyro.set_rng_seed(2)
-    data = plain(torch.randn(6, 40).float())
-    for chance in (1e-44, 3e-43):
-        begin = {
-            "initial": torch.tensor([0.0, 1.0]),
-            "transition": torch.tensor([[1.0, 0.0], [chance, 1.0]]),
-            "emission.loc": torch.tensor([4.0, 1.0]),
-        }
-        fit = fit_em(
-            TabularHMM(2, Laplace),
-            data,
-            num_steps=2,
-            tolerance=None,
-            start=lambda *_, begin=begin: begin,
-            gradient_step=Watching(3),
-        )
-        assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()
-
-
 def test_gradient_steps_may_be_used_again():
     """Each fit has an optimizer of its own."""
     step = GradientStep(3, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
@@ -1164,29 +1066,6 @@ def test_a_fit_in_closed_form_needs_no_gradient_of_the_caller(mode, restarts):
             fit = fit_em(TabularHMM(2, categorical(3)), data, num_steps=3, restarts=restarts)
             losses.append(torch.as_tensor(fit.losses))
     torch.testing.assert_close(*losses)
-
-
-def log_prior_of_a_trace(parameters):
-    """The log-prior ``(R,)`` of the parameters as they are, by Pyro alone."""
-    with torch.no_grad(), poutine.block(), poutine.condition(data=parameters.values):
-        trace = poutine.trace(lambda: build(parameters.module, parameters.data)).get_trace()
-        trace.compute_log_prob()
-    sites = [trace.nodes[name]["log_prob"] for name in parameters.sites]
-    return sum(log_prob.reshape(parameters.restarts) for log_prob in sites)
-
-
-@pytest.mark.parametrize("restarts", [1, 3])
-@pytest.mark.parametrize("name", ["symbols", "plane", "several"])
-def test_the_log_prior_is_that_of_the_values_as_they_are(name, restarts):
-    """Also where the prior of one variable depends on another, as that of means on variances."""
-    data = data_of(CASES[name])
-    for module in (module_of(CASES[name]), TabularHMM(STATES, CASES[name].family())):
-        parameters = Parameters(module, data, restarts, None)
-        for _ in range(2):
-            parameters.set_values(starts.from_prior(module, data, restarts))
-            _, prior = parameters.build(data)
-            expected = log_prior_of_a_trace(parameters)
-            torch.testing.assert_close(prior.reshape(-1).expand(restarts), expected)
 
 
 def test_a_part_that_is_not_read_has_no_say():

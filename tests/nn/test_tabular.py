@@ -8,11 +8,9 @@ from pyro import poutine
 
 from pyrohmm import (
     HMM,
-    Sequences,
     TabularHMM,
     banded,
     categorical,
-    fit_em,
     left_to_right,
     normal,
 )
@@ -240,32 +238,6 @@ def test_an_hmm_with_parameters_per_step_makes_no_module():
         TabularHMM.from_hmm(hmm)
 
 
-@pytest.mark.parametrize(
-    "emission",
-    [
-        dist.LogNormal(torch.zeros(2), torch.ones(2)),
-        dist.Beta(torch.ones(2), torch.ones(2)),
-        dist.MixtureSameFamily(
-            dist.Categorical(torch.ones(2, 3)), dist.Normal(torch.zeros(2, 3), 1.0)
-        ),
-        dist.ZeroInflatedPoisson(rate=torch.ones(2), gate=torch.full((2,), 0.3)),
-    ],
-    ids=["LogNormal", "Beta", "mixture", "zero-inflated"],
-)
-def test_an_emission_is_made_a_module_or_refused_by_name(emission):
-    """Distributions built of others keep their arguments elsewhere."""
-    hmm = HMM(*parts(), emission, LENGTHS)
-    values = hmm.sample()
-    try:
-        module = TabularHMM.from_hmm(hmm)
-        found = module(LENGTHS).log_prob(values)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        assert type(emission).__name__ in str(error)  # noqa: PT017
-        assert "emission" in str(error)  # noqa: PT017
-    else:
-        torch.testing.assert_close(found, hmm.log_prob(values))
-
-
 def test_draws_of_a_posterior_make_a_module_with_a_batch():
     """R samples in a batch, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
     initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)
@@ -310,11 +282,3 @@ def test_a_distance_between_states_is_a_number_of_them(pattern, distance, error)
     with pytest.raises(error, match=r"(width|jump) must"):
         pattern(3, distance)
     assert torch.equal(pattern(3, 0), torch.eye(3).bool())
-
-
-@pytest.mark.parametrize("rows", [[[1.0, 2.0, 5.0], [2.0, 0.1]], [[1.0, 2.0]] * 2])
-def test_scalars_for_an_emission_of_vectors_of_one_are_told_the_cure(rows):
-    data = Sequences.from_list(rows)
-    with pytest.raises(ValueError, match=r"scalars.*normal\(0\).*unsqueeze\(-1\)"):
-        fit_em(TabularHMM(2, normal()), data)
-    fit_em(TabularHMM(2, normal(0)), data, num_steps=1)
