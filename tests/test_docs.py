@@ -1,4 +1,4 @@
-"""The documentation: its numbers are those of the results, its links lead on; the site runs its code."""
+"""The documentation: numbers are those of the results, links lead on; its code runs at build."""
 
 import ast
 import inspect
