@@ -28,7 +28,8 @@ from ..infer.models import MarginalModel, StatefulModel
 from ..infer.results import Fit
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
-from ..nn.neural import LinearDropout, NeuralHMM
+from ..nn.dropout import LinearDropout
+from ..nn.neural import NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
