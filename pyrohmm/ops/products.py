@@ -114,9 +114,9 @@ def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
             return loops.sum_products(rows.detach(), weights.detach()).mT
         return loops.sum_products(weights.detach(), rows.detach())
     size = BLOCK
-    if cancels or weights.size(-1) < NARROW:
-        width = weights.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
-        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
+    if cancels or height < NARROW:
+        numbers = weights.shape[:-2].numel() * (height + width)  # of a row
+        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(numbers, 1))
         if weights.dtype == torch.float64 or torch.is_grad_enabled() or rows.size(-2) <= size:
             return weights.double().mT @ rows.double()
     out = rows.new_zeros(*weights.shape[:-2], height, width, dtype=torch.float64)
