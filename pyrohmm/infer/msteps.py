@@ -279,6 +279,7 @@ def _climb(
     row: Array, counts: Array, alpha: float, anchor: Any, weight: float, allowed: Array, steps: int
 ) -> Array:
     """The end ``(K, K)`` of an ascent by L-BFGS on the roots, scaled by the Fisher information."""
+    counts = np.where(allowed, counts, 0.0)
     totals = counts.sum(-1, keepdims=True)
     scale = np.sqrt(np.maximum(totals + alpha, 1e-3))
     shape, start = counts.shape, np.sqrt(row)
@@ -287,14 +288,14 @@ def _climb(
     least = 1e-6 * np.sqrt(counts / np.maximum(totals, TINY))  # of a root with a count
     most = np.where(allowed, np.inf, 0.0)
 
-    def fall(point: Array) -> tuple[float, Array]:
+    def fall(flat: Array) -> tuple[float, Array]:
         """Minus the objective, and its slopes."""
-        roots = point.reshape(shape) / scale
+        roots = flat.reshape(shape) / scale
         length = np.linalg.norm(roots, axis=-1, keepdims=True)
         unit = roots / np.maximum(length, TINY)
         volume = np.linalg.slogdet(unit)[1] if alpha > 0 else 0.0
         if not (volume > -60 and length.all()):  # the inverse has no digits left
-            return 1e10, np.zeros_like(point)
+            return 1e10, np.zeros_like(flat)
         value = 2 * (xlogy(counts, unit).sum() + alpha * volume)
         slope = 2 * np.divide(counts, unit, out=np.zeros(shape), where=counts > 0)
         if alpha > 0:
@@ -306,12 +307,18 @@ def _climb(
         along = (slope - (slope * unit).sum(-1, keepdims=True) * unit) / length / scale
         return -value, -along.ravel()
 
-    first, low, high = (np.ravel(x * scale) for x in (np.maximum(start, least), least, most))
-    found = optimize.minimize(
-        fall, first, jac=True, method="L-BFGS-B", bounds=np.stack([low, high], -1),
-        options={"maxiter": steps, "maxcor": 10, "ftol": 1e-15, "gtol": 1e-9},
-    )  # fmt: skip
-    squares: Array = (found.x.reshape(shape) / scale) ** 2
+    point, low, high = (np.ravel(x * scale) for x in (np.maximum(start, least), least, most))
+    lowest = np.inf
+    while steps > 0:  # again, without the metric so far, until that does not help
+        found = optimize.minimize(
+            fall, point, jac=True, method="L-BFGS-B", bounds=np.stack([low, high], -1),
+            options={"maxiter": steps, "maxcor": 10, "ftol": 1e-15, "gtol": 1e-9},
+        )  # fmt: skip
+        steps, point = steps - max(found.nit, 1), found.x
+        if found.fun >= lowest - 1e-12 * abs(found.fun):
+            break
+        lowest = found.fun
+    squares: Array = (point.reshape(shape) / scale) ** 2
     return squares / squares.sum(-1, keepdims=True)
 
 

@@ -36,7 +36,7 @@ class TableCounts:
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
-        self._read: WeakKeyDictionary[Sequences, list[Tensor]] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[Sequences, tuple[Tensor, ...]] = WeakKeyDictionary()
 
     @staticmethod
     def suit(parameters: Parameters) -> bool:
@@ -67,8 +67,9 @@ class TableCounts:
             log(values[name]).reshape(restarts, *values[name].shape[-dim:])
             for name, dim in zip(_SITES, (1, 2, 2))
         )
+        wide = (part.expand(restarts, *part.shape) for part in read)  # fewer after each round
         chain = Chain(
-            initial.unsqueeze(1).expand(-1, len(batch), -1), transition.unsqueeze(0), table, *read
+            initial.unsqueeze(1).expand(-1, len(batch), -1), transition.unsqueeze(0), table, *wide
         )
         evidence, gradient = scaling.solve(chain, initial.dtype)
         found = gradient(torch.ones_like(evidence))
@@ -76,10 +77,10 @@ class TableCounts:
         counts = {"log_initial": found[0].sum(1), "log_transition": found[1][0]}
         return ExpectedCounts(evidence, found[2].mT.unsqueeze(1), counts)
 
-    def _symbols(self, batch: Sequences) -> list[Tensor] | None:
-        """Symbols, booleans of those that are known, and lengths, of all restarts.
+    def _symbols(self, batch: Sequences) -> tuple[Tensor, ...] | None:
+        """Symbols and booleans of those that are known, ``(N, T)``, and lengths.
 
-        ``(R, N, T)`` and ``(R, N)``; None if some are none of V.
+        None if some are none of V.
         """
         if batch not in self._read:
             count = self.parameters.values["emission.probs"].size(-1)
@@ -88,9 +89,7 @@ class TableCounts:
             symbols = batch.values.long().masked_fill(~batch.observed, 0)
             if symbols.amin() < 0 or symbols.amax() >= count:
                 return None
-            parts = symbols, batch.observed, batch.lengths.cpu().long()
-            restarts = self.parameters.restarts
-            self._read[batch] = [part.expand(restarts, *part.shape) for part in parts]
+            self._read[batch] = symbols, batch.observed, batch.lengths.cpu().long()
         return self._read[batch]
 
 
