@@ -32,6 +32,7 @@ from pyrohmm import (
     queries,
     tagging,
 )
+from pyrohmm.infer import msteps
 from pyrohmm.ops import backends, recursions
 from pyrohmm.ops.dense import _torch as torch_engine
 from pyrohmm.ops.dense import chain as chains
@@ -344,17 +345,17 @@ def test_an_iteration_of_a_fit_waits_for_the_device_twice_at_most(fit, name, mos
 
 def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
     points = 0
-    original = recursions.torch.optim.LBFGS.step
+    original = msteps.optimize.minimize
 
-    def counted(optimizer, closure):
-        def once():
+    def counted(function, *arguments, **options):
+        def once(point):
             nonlocal points
             points += 1
-            return closure()
+            return function(point)
 
-        return original(optimizer, once)
+        return original(once, *arguments, **options)
 
-    monkeypatch.setattr(torch.optim.LBFGS, "step", counted)
+    monkeypatch.setattr(msteps.optimize, "minimize", counted)
     with pyro.validation_enabled(False), watched() as seen:
         by_em(there(MODULES["dense"]()), there(some_data()), num_steps=2)
     assert points > 10

@@ -121,7 +121,7 @@ def _minimize(
         return value.item(), torch.cat([x.flatten() for x in gradients]).double().numpy()
 
     start = torch.cat([x.detach().flatten().double() for x in parameters]).cpu().numpy()
-    limits = {"maxiter": num_steps, "maxcor": 20, "ftol": 1e-12, "gtol": 1e-9}
+    limits = {"maxiter": num_steps, "maxfun": 5 * num_steps // 4, "ftol": 1e-11, "gtol": 1e-9}
     write(optimize.minimize(function, start, jac=True, method="L-BFGS-B", options=limits).x)
 
 
@@ -202,7 +202,7 @@ class FixedPoint:
                  [0.2680, 0.7320]]], dtype=torch.float64)
     """
 
-    def __init__(self, num_steps: int = 500, num_starts: int = 0) -> None:
+    def __init__(self, num_steps: int = 1000, num_starts: int = 0) -> None:
         check_size("num_steps", num_steps)
         self.num_steps, self.num_starts = num_steps, num_starts
         self._last: tuple[Any, Tensor, Tensor] | None = None  # of a search

@@ -179,6 +179,10 @@ class Parameters:
         device, values = self.data.device, state["values"]
         if values.keys() != self.sites.keys():
             raise ValueError(f"wanted values of {list(self.sites)}")
+        lead = (self.restarts, 1) if self.restarts > 1 else ()
+        for name, site in self.sites.items():
+            if values[name].shape != (*lead, *site.batch_shape, *site.event_shape):
+                raise ValueError(f"{name} has shape {tuple(values[name].shape)}")
         self.values = {name: value.to(device) for name, value in values.items()}
         self.check_supports()
         with torch.no_grad():
