@@ -8,7 +8,6 @@ Its modules; each imports only those above it:
 ``usage``           states that are used, rank of the transitions
 ``metrics``         perplexity, information criteria, accuracy, diversity
 ``chains``          factors of a chain as queries read them
-``block_steps``     steps of filters of chains in blocks
 ``decoding``        the k best paths, entropy of paths
 ``prediction``      one step ahead, continuation, imputation
 ``dwell_times``     how long a chain stays in a state; visits of a path

@@ -221,13 +221,13 @@ def test_a_filter_holds_no_more_after_many_steps():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"log_states": torch.zeros(3, 2)}, ValueError, r"log_states must have shape \(\*B, K\)"),
-        ({"log_evidence": torch.zeros(1)}, ValueError, r"log_evidence must have shape \(\*B\)"),
-        ({"log_states": torch.zeros(2, 2).float()}, ValueError, "log_states must have dtype"),
-        ({"log_evidence": [0.0, 0.0]}, TypeError, "log_evidence must be a torch.Tensor"),
+        ({"log_states": torch.zeros(3, 2)}, ValueError, "log_states must be a tensor"),
+        ({"log_evidence": torch.zeros(1)}, ValueError, "log_evidence must be"),
+        ({"log_states": torch.zeros(2, 2).float()}, ValueError, "log_states must be"),
+        ({"log_evidence": [0.0, 0.0]}, ValueError, "log_evidence must be a tensor"),
         ({"num_steps": 1.5}, TypeError, "num_steps must be an int"),
         ({"num_steps": -1}, ValueError, "num_steps must be at least 0"),
-        ({"steps": 1}, ValueError, "state_dict must have the entries"),
+        ({"steps": 1}, TypeError, "steps"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
@@ -243,14 +243,14 @@ def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((torch.tensor([0, 1, 2]),), ValueError, "observation must have the batch shape"),
+        ((torch.tensor([0, 1, 2]),), ValueError, "observation must have shape"),
         ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
         ((torch.tensor([0, 3]),), ValueError, "values must lie between 0 and V - 1 = 2"),
         ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
-        (("three",), TypeError, "observation must be a torch.Tensor"),
+        (("three",), TypeError, "observation must be numbers"),
         ((3,), ValueError, "values must lie between 0 and V - 1 = 2"),
         ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),
-        ((torch.tensor([0, 1]), torch.ones(3).bool()), ValueError, "observed must have the batch"),
+        ((torch.tensor([0, 1]), torch.ones(3).bool()), ValueError, "observed must have shape"),
     ],
 )
 def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, message):
@@ -437,10 +437,10 @@ def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_i
 @pytest.mark.parametrize(
     ("observation", "observed", "message"),
     [
-        (torch.zeros(3, 0), None, "observation has no step"),
-        (torch.zeros(2, 4), None, "observation must have the batch shape"),
-        (torch.zeros(3, 4), torch.ones(3, 2) > 0, "observed must end in shape"),
-        (torch.zeros(3, 3, 4), None, "observation must have the batch shape"),
+        (torch.zeros(3, 0), None, "observation must have shape"),
+        (torch.zeros(2, 4), None, "observation must have shape"),
+        (torch.zeros(3, 4), torch.ones(3, 2) > 0, "observed must have shape"),
+        (torch.zeros(3, 3, 4), None, "observation must have shape"),
     ],
 )
 def test_wrong_chunks_leave_the_filter_as_it_was(observation, observed, message):
