@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from .._checks import check_returned, check_size
-from ..data.parts import in_parts
+from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM

@@ -14,6 +14,7 @@ from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
 from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain
+from ..chains.paths import normalised
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
@@ -21,7 +22,7 @@ from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
-from .chains import in_blocks, normalised
+from .prediction import in_blocks
 
 
 class Message(NamedTuple):
@@ -268,7 +269,7 @@ class Filter:
                     f"model; got {like[0]} of {like[1]}."
                 )
         device = self._surprise.device
-        moved = {
+        moved: dict[str, Any] = {
             name: part.to(device) if isinstance(part, Tensor) else part
             for name, part in new.copied().items()
         }
@@ -376,6 +377,7 @@ class Filter:
             validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
         )  # fmt: skip
         found = reader.log_likelihood(values).narrow(-2, before, num_steps)
+        assert self._state_of is not None
         found = found.index_select(-1, self._state_of)
         start = max(before + num_steps - lags, 0)
         kept = before + num_steps - start
@@ -431,9 +433,9 @@ class Filter:
             with suppress(RuntimeError):  # of sizes that do not expand
                 return tensor.expand(shape)
         raise ValueError(
-            f"{name} must have shape (*B, L, *E) with batch shape {tuple(self.batch_shape)}, or one "
-            f"that expands to it, L at least 1 and *E = {event}; got {tuple(tensor.shape)}. For "
-            "more streams, build the filter from hmm.expand."
+            f"{name} must have shape (*B, L, *E), with batch shape {tuple(self.batch_shape)} or "
+            f"one that expands to it, L at least 1 and *E = {event}; got {tuple(tensor.shape)}. "
+            "For more streams, build the filter from hmm.expand."
         )
 
     def _of_model(self, log_states: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from ..data.parts import Parts, StoredSequences, in_parts, parts_of
+from ..data.batches import Parts, StoredSequences, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM

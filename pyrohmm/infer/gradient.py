@@ -14,7 +14,7 @@ from pyro.infer.autoguide import AutoDelta, init_to_sample
 from torch import nn
 
 from .._checks import check_returned, check_size
-from ..data.parts import Parts, first_sequence, in_parts
+from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from ..nn.tabular import SharedRows

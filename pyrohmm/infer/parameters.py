@@ -17,7 +17,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from .._checks import check_returned
-from ..data.parts import Parts
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields

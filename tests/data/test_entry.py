@@ -66,7 +66,7 @@ def test_concatenated_steps_become_sequences_and_come_back(make, lengths):
 
 
 def test_a_matrix_of_few_columns_is_not_taken_as_many_sequences_without_a_word():
-    with pytest.warns(UserWarning, match=r"2000 sequences of 2 numbers.*from_concatenated"):
+    with pytest.warns(UserWarning, match=r"2000 of 2 numbers.*from_concatenated"):
         Sequences.from_list(np.zeros((2000, 2)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -87,8 +87,8 @@ def test_missing_steps_go_and_come_as_nan():
         [True, True, False],
         [True, True, False],
     ]
-    with pytest.raises(ValueError, match="integers have no NaN"):
-        marked.to_concatenated()
+    known = np.array([0, 1, 2, np.nan, 4, 5])
+    assert np.array_equal(marked.to_concatenated()[0], known, equal_nan=True)
 
 
 UNKNOWN = {
@@ -261,8 +261,8 @@ def from_rows(*arguments, **options):
         (from_rows(X, [6.0]), TypeError, "lengths must hold integers"),
         (from_rows(X, labels=[1]), ValueError, "labels must have a row for each of the 6"),
         (from_rows(X, observed=[True]), ValueError, "observed must have shape"),
-        (from_rows([]), ValueError, "values must have shape"),
-        (from_table(columns="z"), ValueError, "columns of frame, 'who', 'day', 'x'; got 'z'"),
+        (from_rows([]), ValueError, "values has no step"),
+        (from_table(columns="z"), ValueError, "columns of frame, .*'x'.; got 'z'"),
         (from_table(columns="x", by="z"), ValueError, "by must name columns"),
         (from_table(columns="x", by="who", time="day"), ValueError, "rows 0 and 1 have the same"),
         (
@@ -271,8 +271,6 @@ def from_rows(*arguments, **options):
             "by 'who' is missing in row 1",
         ),
         (from_table(columns="who"), TypeError, "columns 'who' must be numbers; got text"),
-        (lambda: Sequences.from_dataframe(3, columns="x"), TypeError, "frame must be a table"),
-        (lambda: Sequences.from_list(Table(TABLE)), TypeError, "Sequences.from_dataframe"),
     ],
 )
 def test_wrong_entries_are_refused_by_name(call, error, message):

@@ -93,7 +93,7 @@ def test_a_column_that_is_no_time_is_named(column):
     """Sorting by it alone would leave the sequences without times, and nobody told."""
     table = {"day": np.array(column), "x": np.arange(3)}
     for frame in (table, pandas.DataFrame(table)):
-        with pytest.raises(ValueError, match=r"time 'day' must be .* Or sort the rows by it first"):
+        with pytest.raises(TypeError, match="time 'day' must be"):
             Sequences.from_dataframe(frame, columns="x", time="day")
 
 
@@ -114,7 +114,7 @@ def test_models_of_steps_do_not_read_them(data):
         ([[1, np.nan, 3], [0], [0, 1]], ValueError, r"sequence \[0\], step 1, there is nan"),
         ([[1, 2, 3], [np.inf], [0, 1]], ValueError, r"sequence \[1\], step 0, there is inf\."),
         ([[1, 2], [0], [0, 1]], ValueError, "times must have one item per sequence"),
-        ([list("abc"), ["d"], ["e", "f"]], TypeError, "times must be .* or dates; got text"),
+        ([list("abc"), ["d"], ["e", "f"]], TypeError, "times must be numbers; got text"),
     ],
 )
 def test_what_is_wrong_with_times_is_said(times, kind, text):
