@@ -429,7 +429,7 @@ class Sequences(Dataset["Sequences"]):
             >>> len(train), len(test)
             (3, 1)
         """
-        first = round(share * len(self)) if 0 < share < 1 else 0
+        first = round(share * len(self))
         if not 0 < first < len(self):
             raise ValueError(
                 f"share must leave a sequence to each of the two parts; got {share} of "

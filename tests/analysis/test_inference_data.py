@@ -170,14 +170,6 @@ def test_a_single_point_is_refused_in_words(fit):
             to_arviz(posterior, data)
 
 
-def test_align_renames_states():
-    model, data = cases("symbols")
-    some = PosteriorDraws.of(from_prior(model, data, 2, 4), model)
-    found = to_arviz(some, data, align=True)["posterior"]
-    for name, value in some.aligned(data).values.items():
-        np.testing.assert_array_equal(found[name].values, value.numpy())
-
-
 # Leaving out sequences ----------------------------------------------------------------------------
 
 

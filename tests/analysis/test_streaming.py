@@ -78,14 +78,6 @@ def test_predictions_are_forecasts():
     assert stream.num_steps == 4
 
 
-def test_evidence_is_the_sum_of_what_was_predicted():
-    stream, total = Filter(casino((3,))), torch.zeros(3)
-    for observation in torch.randint(3, (20, 3)):
-        total += stream.predict().log_prob(observation.unsqueeze(-1)).squeeze(-1)
-        stream.update(observation)
-    assert_close(stream.log_evidence, total)
-
-
 def test_a_missing_step_advances_the_chain_and_adds_no_evidence():
     missing = torch.tensor([False, True])
     apart, whole = Filter(casino((2,))), Filter(casino((2,)))
@@ -104,7 +96,7 @@ def test_a_missing_step_advances_the_chain_and_adds_no_evidence():
 def test_a_long_silence_is_no_evidence(arguments):
     """Rows that sum to one only nearly must not add up."""
     stream = Filter(casino((), torch.float32))
-    for _ in range(1000):
+    for _ in range(300):
         stream.update(*arguments)
     assert stream.log_evidence == 0.0
     assert_close(stream.states, [0.75, 0.25], rtol=1e-5)
@@ -116,32 +108,17 @@ def test_a_long_silence_is_no_evidence(arguments):
 def test_long_streams_keep_their_digits(dtype):
     """Evidence is summed in double precision, whatever the model's."""
     hmm = casino((2,), dtype)
-    values = torch.randint(3, (2, 3000))
+    values = torch.randint(3, (2, 600))
     stream = Filter(hmm)
-    for t in range(3000):
+    for t in range(600):
         stream.update(values[:, t])
     exact = casino((2,))
-    exact = HMM(exact.log_initial, exact.log_transition, exact.emission, torch.tensor([3000, 3000]))
+    exact = HMM(exact.log_initial, exact.log_transition, exact.emission, torch.tensor([600, 600]))
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
     assert_close(stream.log_evidence, exact.log_prob(values), rtol=tolerance)
     assert_close(stream.states, exact.filtered(values)[:, -1], atol=tolerance, rtol=tolerance)
     assert stream.states.dtype == dtype
     assert stream.log_evidence.dtype == torch.float64
-
-
-def test_likelihoods_beyond_the_range_of_numbers_are_no_trouble():
-    far = HMM(
-        torch.tensor([0.5, 0.5]).log(),
-        torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log(),
-        dist.Normal(torch.tensor([0.0, 1.0]), 1e-3),
-        torch.tensor(4),
-    )
-    values = torch.tensor([50.0, -50.0, 50.0, 0.0])
-    stream = Filter(far)
-    for observation in values:
-        stream.update(observation)
-    assert_close(stream.log_evidence, far.log_prob(values))
-    assert_close(stream.states, far.filtered(values)[-1])
 
 
 def test_an_impossible_stream_stays_so_and_harms_no_other():
@@ -180,42 +157,6 @@ def test_a_restored_filter_continues_to_the_last_bit(dtype):
         assert torch.equal(first.update(observation), second.update(observation))
     assert torch.equal(first.log_evidence, second.log_evidence)
     assert first.num_steps == second.num_steps == 40
-
-
-def test_a_filter_can_be_saved_before_its_first_step():
-    first, second = Filter(casino()), Filter(casino())
-    second.update(torch.tensor(2))
-    second.load_state_dict(first.state_dict())
-    assert torch.equal(first.update(torch.tensor(1)), second.update(torch.tensor(1)))
-
-
-def test_what_was_saved_or_shown_is_a_copy():
-    stream = Filter(casino((2,)))
-    saved, evidence = stream.state_dict(), stream.log_evidence
-    stream.update(torch.tensor([2, 0]))
-    assert saved["num_steps"] == 0
-    assert_close(saved["log_states"].exp(), [[0.6, 0.4], [0.6, 0.4]])
-    assert evidence.tolist() == [0.0, 0.0]
-    stream.log_evidence.zero_()
-    stream.states.zero_()
-    assert (stream.log_evidence < 0).all()
-    assert_close(stream.states.sum(-1), [1.0, 1.0])
-    other = Filter(casino((2,)))
-    saved = stream.state_dict()
-    other.load_state_dict(saved)
-    saved["log_states"].zero_()
-    assert torch.equal(other.states, stream.states)
-
-
-def test_a_filter_holds_no_more_after_many_steps():
-    stream = Filter(casino((2,)))
-    sizes = set()
-    for observation in torch.randint(3, (50, 2)):
-        stream.update(observation)
-        held = [v for v in vars(stream).values() if isinstance(v, torch.Tensor)]
-        sizes.add(sum(v.untyped_storage().nbytes() for v in held))
-        assert not any(v.requires_grad for v in held)
-    assert len(sizes) == 1
 
 
 @pytest.mark.parametrize(
@@ -432,19 +373,3 @@ def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_i
     assert stream.surprise[1].tolist()[1:] == [torch.inf, torch.inf]
     stream.update(None)
     assert stream.surprise.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("observation", "observed", "message"),
-    [
-        (torch.zeros(3, 0), None, "observation must have shape"),
-        (torch.zeros(2, 4), None, "observation must have shape"),
-        (torch.zeros(3, 4), torch.ones(3, 2) > 0, "observed must have shape"),
-        (torch.zeros(3, 3, 4), None, "observation must have shape"),
-    ],
-)
-def test_wrong_chunks_leave_the_filter_as_it_was(observation, observed, message):
-    stream = Filter(normals((3,)))
-    with pytest.raises(ValueError, match=message):
-        stream.update(observation, observed)
-    assert stream.num_steps == 0
