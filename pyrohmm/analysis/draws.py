@@ -113,7 +113,6 @@ class PosteriorDraws:
             TypeError: If ``posterior`` is nothing of the above.
             ValueError: If there is no ``model``, or shapes disagree.
         """
-        check_size("num_draws", num_draws)
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims

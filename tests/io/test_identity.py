@@ -290,35 +290,6 @@ def test_what_arguments_hold_is_compared(name, tmp_path):
     check_refused(fit_map, tmp_path / "x", one | data, other | data)
 
 
-EM_INSIDE = {
-    "weight": (
-        {"module": TabularHMM(2, normal(2))}, {"module": TabularHMM(2, normal(2, weight=9))}
-    ),
-    "optimizer of a gradient step": (
-        {"gradient_step": GradientStep(3, partial(torch.optim.SGD, lr=0.1))},
-        {"gradient_step": GradientStep(3, partial(torch.optim.SGD, lr=0.9))},
-    ),
-    "transition_step": (
-        {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint()},
-        {"log_prior": DiversityPrior(1.0), "transition_step": msteps.FixedPoint(tolerance=1e-3)},
-    ),
-    "steps of a transition_step": (
-        {"log_prior": DiversityPrior(1.0),
-         "transition_step": msteps.LogitGradient(GradientStep(3))},
-        {"log_prior": DiversityPrior(1.0),
-         "transition_step": msteps.LogitGradient(GradientStep(5))},
-    ),
-    "log_prior": ({"log_prior": quadratic}, {"log_prior": stronger}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EM_INSIDE)
-def test_em_compares_what_arguments_hold(name, tmp_path):
-    one, other = EM_INSIDE[name]
-    data = {"data": numbers()} if name == "weight" else {}
-    check_refused(fit_em, tmp_path / "x", one | data, other | data)
-
-
 def test_code_is_not_compared_and_a_name_is(tmp_path):
     """What only the user can know to be another fit."""
     run(fit_map, tmp_path / "x", model=model(log_prior=scaled(1.0)), name="weak")
