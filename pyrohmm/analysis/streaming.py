@@ -44,11 +44,11 @@ class Message(NamedTuple):
     past: Tensor | None = None
     past_known: Tensor | None = None
 
-    def copied(self) -> dict[str, Any]:
-        """The fields that are there, by name, as copies."""
+    def copied(self, device: torch.device | None = None) -> dict[str, Any]:
+        """The fields that are there, by name, as copies, on a device if one is given."""
         fields = {name: value for name, value in self._asdict().items() if value is not None}
         return {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
+            name: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
             for name, value in fields.items()
         }
 
@@ -158,7 +158,7 @@ class Filter:
     @property
     def states(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
-        return self._of_model(self._message.log_states)
+        return _summed(self._message.log_states, self._state_of, self.hmm.num_states)
 
     def update(
         self,
@@ -197,7 +197,7 @@ class Filter:
                 score = joint.logsumexp(-1).masked_fill(~known[..., t], 0.0)  # rounding is none
                 evidence = evidence + score
                 log_states = normalised(joint).to(log_states.dtype)
-                states.append(self._of_model(log_states))
+                states.append(_summed(log_states, self._state_of, self.hmm.num_states))
                 scores.append(score)
             self._message = Message(log_states, evidence, num_steps + len(states), time, *past)
             # after what is impossible nothing follows, not even a surprise
@@ -230,7 +230,7 @@ class Filter:
             num_steps = num_steps if times is None else times.size(-1)
             for matrix in self._matrices(num_steps, None, times)[0]:
                 log_states = self._predicted(log_states, matrix)
-                states.append(self._of_model(log_states))
+                states.append(_summed(log_states, self._state_of, self.hmm.num_states))
             ahead = torch.stack(states, -2)
             if not isinstance(emission, Autoregressive):
                 return Forecast(ahead, emission)
@@ -268,12 +268,7 @@ class Filter:
                     f"{name} must be a tensor {tuple(old.shape)} of {old.dtype}, as those of this "
                     f"model; got {like[0]} of {like[1]}."
                 )
-        device = self._surprise.device
-        moved: dict[str, Any] = {
-            name: part.to(device) if isinstance(part, Tensor) else part
-            for name, part in new.copied().items()
-        }
-        self._message = Message(**moved)
+        self._message = Message(**new.copied(self._surprise.device))
 
     # The recursion
 
@@ -310,7 +305,11 @@ class Filter:
         before, chain = self.num_steps, self.hmm.chain
         if isinstance(chain, RateChain):
             check_real("times", times)
-            at = self._of_streams("times", times, num_steps).to(chain.rates.device).double()
+            at = (
+                _of_streams("times", times, self.batch_shape, num_steps)
+                .to(chain.rates.device)
+                .double()
+            )
             last = self._message.time
             joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
             check_times(joined, torch.ones_like(joined, dtype=torch.bool))
@@ -353,8 +352,8 @@ class Filter:
                 known.to(self._surprise.dtype) if self._message.past is None else self._message.past
             )
             values = like.new_zeros(*self.batch_shape, 1, *hmm.event_shape[1:])
-        if self._blocks is not None:
-            return self._in_blocks(self._blocks, values, known), ()
+        if self._blocks is not None and isinstance(hmm, BlockHMM):
+            return _in_blocks(hmm, self._blocks, values, known), ()
         before, after, seen = 0, 0, known
         at = values.dim() - events
         if self._message.past is not None and self._message.past_known is not None:
@@ -384,64 +383,66 @@ class Filter:
         past = (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
         return lambda t: (found[..., t, :], None), past
 
-    def _in_blocks(
-        self, transitions: Transitions, values: Tensor, known: Tensor
-    ) -> Callable[[int], tuple[Any, Any]]:
-        """Log-likelihoods of symbols, in the states of their blocks, and the blocks."""
-        num_steps, shape = known.size(-1), self._message.log_states.shape
-        rows, mask = values.reshape(-1, num_steps), known.reshape(-1, num_steps)
-        lengths = torch.full((len(rows),), num_steps)
-        blocks, logs = self.hmm.symbols.likelihood(rows, lengths, mask, self.hmm._validate_args)
-        blocks = blocks.masked_fill(~mask.cpu(), transitions.all)
-
-        def at(t: int) -> tuple[Tensor, Tensor]:
-            wide = transitions.widened(logs[:, t], blocks[:, t])[:, :-1]
-            wide = wide.masked_fill(~mask[:, t, None], 0.0)
-            return wide.reshape(shape), blocks[:, t]
-
-        return at
-
     def _read(self, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
         """Observations ``(*B, L, *E)``, which are observed ``(*B, L)``, and whether L was given."""
-        event, device = tuple(self.hmm.event_shape[1:]), self._surprise.device
+        batch, event, like = self.batch_shape, tuple(self.hmm.event_shape[1:]), self._surprise
         if observation is None:
-            return None, torch.zeros(*self.batch_shape, 1, dtype=torch.bool, device=device), False
+            return None, torch.zeros(*batch, 1, dtype=torch.bool, device=like.device), False
         values = observation
         if not isinstance(values, Tensor):
-            values = to_tensor("observation", observation).to(device)
+            values = to_tensor("observation", observation).to(like.device)
             if values.dtype.is_floating_point and values.dim() == 0:
-                values = values.to(self._surprise.dtype)
-        several = values.dim() > len(self.batch_shape) + len(event)
+                values = values.to(like.dtype)
+        several = values.dim() > len(batch) + len(event)
         values = values if several else values.unsqueeze(-1 - len(event))
         num_steps = values.size(-1 - len(event))
-        values = self._of_streams("observation", values, num_steps, *event)
-        known = torch.ones(*self.batch_shape, num_steps, dtype=torch.bool, device=device)
+        values = _of_streams("observation", values, batch, num_steps, *event)
+        known = torch.ones(*batch, num_steps, dtype=torch.bool, device=like.device)
         if observed is not None:
             check_booleans("observed", observed)
             marks = observed if several else observed.unsqueeze(-1)
-            known = self._of_streams("observed", marks, num_steps)
+            known = _of_streams("observed", marks, batch, num_steps)
         if values.dtype.is_floating_point:
             numbers = ~values.isnan()
             known = known & (numbers.flatten(-len(event)).any(-1) if event else numbers)
         return values, known, several
 
-    def _of_streams(self, name: str, tensor: Tensor, num_steps: int, *event: int) -> Tensor:
-        """``tensor`` with the batch shape of the streams."""
-        shape = torch.Size([*self.batch_shape, num_steps, *event])
-        tail = len(shape) - len(self.batch_shape)
-        if num_steps and tensor.shape[-tail:] == shape[-tail:]:
-            with suppress(RuntimeError):  # of sizes that do not expand
-                return tensor.expand(shape)
-        raise ValueError(
-            f"{name} must have shape (*B, L, *E), with batch shape {tuple(self.batch_shape)} or "
-            f"one that expands to it, L at least 1 and *E = {event}; got {tuple(tensor.shape)}. "
-            "For more streams, build the filter from hmm.expand."
-        )
 
-    def _of_model(self, log_states: Tensor) -> Tensor:
-        """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
-        probs = log_states.exp()
-        if self._state_of is None or probs.size(-1) == self.hmm.num_states:
-            return probs
-        zeros = probs.new_zeros(*probs.shape[:-1], self.hmm.num_states)
-        return zeros.index_add(-1, self._state_of, probs)
+def _summed(log_states: Tensor, state_of: Tensor | None, num_states: int) -> Tensor:
+    """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
+    probs = log_states.exp()
+    if state_of is None or probs.size(-1) == num_states:
+        return probs
+    return probs.new_zeros(*probs.shape[:-1], num_states).index_add(-1, state_of, probs)
+
+
+def _in_blocks(
+    hmm: BlockHMM, transitions: Transitions, values: Tensor, known: Tensor
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Log-likelihoods of symbols, in the states of their blocks, and the blocks."""
+    num_steps, shape = known.size(-1), (*hmm.batch_shape, hmm.num_states)
+    rows, mask = values.reshape(-1, num_steps), known.reshape(-1, num_steps)
+    lengths = torch.full((len(rows),), num_steps)
+    blocks, logs = hmm.symbols.likelihood(rows, lengths, mask, bool(hmm._validate_args))
+    blocks = blocks.masked_fill(~mask.cpu(), transitions.all)
+
+    def at(t: int) -> tuple[Tensor, Tensor]:
+        wide = transitions.widened(logs[:, t], blocks[:, t])[:, :-1]
+        return wide.masked_fill(~mask[:, t, None], 0.0).reshape(shape), blocks[:, t]
+
+    return at
+
+
+def _of_streams(
+    name: str, tensor: Tensor, batch: torch.Size, num_steps: int, *event: int
+) -> Tensor:
+    """``tensor`` with the batch shape of the streams."""
+    shape = torch.Size([*batch, num_steps, *event])
+    if num_steps and tensor.shape[-1 - len(event) :] == shape[len(batch) :]:
+        with suppress(RuntimeError):  # of sizes that do not expand
+            return tensor.expand(shape)
+    raise ValueError(
+        f"{name} must have shape (*B, L, *E), with batch shape {tuple(batch)} or one that expands "
+        f"to it, L at least 1 and *E = {event}; got {tuple(tensor.shape)}. For more streams, build "
+        "the filter from hmm.expand."
+    )
