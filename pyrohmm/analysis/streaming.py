@@ -180,10 +180,8 @@ class Filter:
             ``(*B, K)`` or ``(*B, L, K)``, probabilities of the state at each step.
 
         Raises:
-            TypeError: If an argument is of the wrong type or dtype.
-            ValueError: If shapes disagree, times do not increase, the HMM has parameters for fewer
-                steps, or (with its ``validate_args``) an observation is not in the support of the
-                emission. The filter is then unchanged.
+            TypeError, ValueError: If dtypes or shapes disagree, times do not increase, or (with
+                ``validate_args``) an observation is impossible. The filter is then unchanged.
         """
         with torch.no_grad():
             values, known, several = self._read(observation, observed)
@@ -217,7 +215,6 @@ class Filter:
             A distribution of batch shape ``(*B, H)``; see :class:`Forecast`.
 
         Raises:
-            TypeError: If ``num_steps`` is not an int.
             ValueError: If ``num_steps`` is less than one, emissions change with the step, or depend
                 on observations of which too few were seen.
         """
