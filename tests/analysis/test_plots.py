@@ -347,26 +347,7 @@ def test_durations_are_drawn_as_long_as_visits_last(axes):
     assert len(axes.lines[0].get_xdata()) == 200
 
 
-@pytest.mark.parametrize("num_states", [11, 60])
-def test_many_states_have_colours_of_their_own_and_no_legend(axes, num_states):
-    hmm = of(dist.Normal(torch.arange(float(num_states)), 1.0), num_states)
-    path = torch.arange(num_states)
-    draws = [
-        lambda: plots.states(torch.eye(num_states), axes=axes),
-        lambda: plots.timeline(path, axes=axes),
-        lambda: plots.series(hmm, path.double(), axes=axes),
-        lambda: plots.durations(hmm, 5, axes=axes),
-        lambda: plots.emission(hmm, axes=axes),
-        lambda: plots.transition(hmm, axes=axes),
-        lambda: plots.graph(hmm, axes=axes),
-    ]
-    for draw in draws:
-        axes.clear()
-        draw()
-        assert axes.get_legend() is None
-        if len(axes.lines) == num_states:
-            assert len({tuple(matplotlib.colors.to_rgba(x.get_color())) for x in axes.lines}) == (
-                num_states
-            )
-    arrows = [text for text in axes.texts if getattr(text, "arrow_patch", None)]
-    assert len(arrows) == 40  # of many that are equally probable
+def test_colours_are_distinct_and_long_legends_left_out(axes):
+    plots.states(torch.eye(60), axes=axes)
+    assert axes.get_legend() is None
+    assert len({part.get_facecolor()[0].tobytes() for part in axes.collections}) == 60

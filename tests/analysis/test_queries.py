@@ -284,28 +284,6 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
         assert_close(marginals.variance[exists], (square - centre**2)[exists], case)
 
 
-@pytest.mark.parametrize("per_step", [False, True])
-def test_marginals_of_restarts_take_values_of_the_sequences(per_step):
-    """As many restarts as sequences as steps: no shape tells them apart."""
-    even = torch.full((2, 2), 0.5).log()
-    torch.manual_seed(0)
-    loc = 5 * torch.randn(3, 1, *([3] if per_step else []), 2)
-    values = torch.randn(3, 3)
-    seen = torch.tensor([[True, False, True]]).expand(3, 3)
-    lengths = torch.tensor([3, 3, 3])
-    hmm = HMM(even[0], even, dist.Normal(loc, 1.0), lengths, seen, emission_per_step=per_step)
-    marginals = queries.observation_marginals(hmm, values)
-    expected = [
-        queries.observation_marginals(
-            HMM(even[0], even, dist.Normal(one[0], 1.0), lengths, seen, emission_per_step=per_step),
-            values,
-        ).log_prob(values)
-        for one in loc
-    ]
-    assert_close(marginals.log_prob(values), torch.stack(expected))
-    assert_close(marginals.log_prob(values), marginals.log_prob(values.expand(3, 3, 3)))
-
-
 # Dwelling ----------------------------------------------------------------------------------------
 
 

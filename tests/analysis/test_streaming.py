@@ -64,34 +64,6 @@ def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state
     assert_close(stream.predict().probs[:, 0], [[0.34, 0.26, 0.4], [0.34, 0.26, 0.4]])
 
 
-def test_predictions_are_forecasts():
-    values = torch.tensor([[0, 2, 2, 1], [1, 2, 0, 2]])
-    stream = Filter(casino((2,)))
-    for t in range(4):
-        stream.update(values[:, t])
-    whole = HMM(*(getattr(stream.hmm, n) for n in ("log_initial", "log_transition", "emission")),
-                torch.tensor([4, 4]))  # fmt: skip
-    ahead = stream.predict(3)
-    assert ahead.batch_shape == (2, 3)
-    assert_close(ahead.probs, whole.forecast(values, 3).probs)
-    assert_close(ahead.probs[:, :1], stream.predict().probs)
-    assert stream.num_steps == 4
-
-
-def test_a_missing_step_advances_the_chain_and_adds_no_evidence():
-    missing = torch.tensor([False, True])
-    apart, whole = Filter(casino((2,))), Filter(casino((2,)))
-    for stream in (apart, whole):
-        stream.update(torch.tensor([2, 0]))
-    before, states = apart.log_evidence, apart.states
-    apart.update(torch.tensor([99, 1]), missing)  # what stands there may be anything
-    whole.update(None)
-    assert torch.equal(apart.log_evidence[0], before[0])
-    assert torch.equal(whole.log_evidence, before)
-    assert_close(apart.states[0], whole.states[0])
-    assert_close(whole.states, states @ torch.tensor([[0.9, 0.1], [0.3, 0.7]]))
-
-
 @pytest.mark.parametrize("arguments", [(None,), (torch.tensor(0), torch.tensor(False))])
 def test_a_long_silence_is_no_evidence(arguments):
     """Rows that sum to one only nearly must not add up."""
@@ -228,6 +200,7 @@ LEVELS = dist.Normal(torch.tensor([-1.0, 0.0, 2.0]).double(), 1.0)
 TIMES = torch.tensor([[0.0, 0.3, 2.0, 2.5, 7.0], [1.0, 1.1, 4.0, 4.5, 5.5]]).double()
 FIVES = torch.tensor([5, 5])
 OF_EVERY_KIND = {
+    "plain": lambda: HMM(log_rows(3), log_rows(3, 3), LEVELS, FIVES),
     "durations": lambda: HSMM(
         log_rows(3), without_loops(), log_rows(3, 3), LEVELS, FIVES
     ),
@@ -277,7 +250,7 @@ def test_chains_and_emissions_of_every_kind_are_filtered(kind, chunks):
 
 def test_predictions_of_every_kind_are_forecasts():
     torch.manual_seed(0)
-    for kind in ("durations", "second order", "continuous time", "autoregressive"):
+    for kind in ("plain", "durations", "second order", "continuous time", "autoregressive"):
         hmm = OF_EVERY_KIND[kind]()
         values, stream = hmm.sample(), Filter(hmm)
         if kind == "continuous time":

@@ -143,29 +143,6 @@ def test_hard_zeros_are_exact_on_both_sides(kind):
         assert hmm.emission.logits[0, 1] == -torch.inf
 
 
-@pytest.mark.parametrize(
-    "kind", ["symbols", "counts", "gaussian tied", "gaussian spherical", "mixture full"]
-)
-def test_a_model_that_was_fitted_is_converted(kind):
-    rng = np.random.default_rng(1)
-    lengths = [30, 20]
-    _, draw = KINDS[kind](rng, 2, 2, False)
-    joined = draw(50)
-    if kind == "symbols":
-        joined[0] = 3  # every symbol occurs
-    empty = {
-        "symbols": library.CategoricalHMM(2, n_iter=3, random_state=0),
-        "counts": library.PoissonHMM(2, n_iter=3, random_state=0),
-        "gaussian tied": library.GaussianHMM(2, "tied", n_iter=3, random_state=0),
-        "gaussian spherical": library.GaussianHMM(2, "spherical", n_iter=3, random_state=0),
-        "mixture full": library.GMMHMM(2, 2, covariance_type="full", n_iter=3, random_state=0),
-    }[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, and of too few iterations
-        model = empty.fit(joined, lengths)
-    check_same(model, from_hmmlearn(model, lengths), joined, lengths)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_converted_model_can_be_fitted_further(kind):
     """From its parameters: the first iteration does not begin anew."""
@@ -197,16 +174,6 @@ def test_scalars_become_vectors_of_one_component(emission):
     values = emission.sample((4,))[:, 0].abs().unsqueeze(0)
     score = to_hmmlearn(hmm).score(values.mT.reshape(4, 1).numpy())
     torch.testing.assert_close(hmm.log_prob(values).sum().item(), score, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["means_", "covars_", "weights_"])
-def test_a_model_that_lacks_a_parameter_is_refused(name):
-    builds = [mixture("diag")] if name == "weights_" else [mixture("diag"), gaussian("diag")]
-    for build in builds:
-        model, _ = build(np.random.default_rng(0), 2, 2, False)
-        delattr(model, "_covars_" if hasattr(model, "_covars_") and name == "covars_" else name)
-        with pytest.raises(ValueError, match=f"no {name}"):
-            from_hmmlearn(model, [3])
 
 
 @pytest.mark.parametrize("model", [library.MultinomialHMM(2), library, None, "GaussianHMM"])

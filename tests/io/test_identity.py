@@ -31,7 +31,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.infer.options import FREE, FitOptions
-from pyrohmm.io.identity import describe, difference
+from pyrohmm.io.identity import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)
@@ -318,9 +318,3 @@ def test_what_is_computed_when_it_is_read_is_no_part():
     _ = one.logits
     assert describe(one) == describe(other)
     assert describe(one) != describe(pyro.distributions.Categorical(torch.tensor([0.4, 0.6])))
-
-
-def test_a_description_ends_where_objects_hold_each_other():
-    one = Hidden(1.0)
-    one.self = one
-    assert difference(describe(one), describe(Hidden(1.0)))[0] == "self"
