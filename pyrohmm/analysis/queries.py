@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from ..chains.paths import normalised
 from ..distributions.hmm import HMM
 from ..ops.blocks import queries as block_queries
 from .dwell_times import Segment as Segment
@@ -96,42 +95,3 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
             blocks, shape = hmm.log_chain(values)
             return block_queries.entropy(blocks).reshape(shape[:-1])
         return chain_factors(hmm, values).entropy()
-
-
-def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
-    r"""Expected number of visits to each state given the observations, ``(*B, K)``.
-
-    .. math:: p(z_1 = k \mid x) + \sum_{t > 1} p(z_{t-1} \neq k, z_t = k \mid x)
-
-    A visit is a run of steps in one state: as :math:`\sum_t p(z_t = k \mid x)` is the expected time
-    in a state, their ratio is the mean length of a visit. Zero where a sequence has probability
-    zero.
-
-    Args:
-        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
-            :class:`SecondOrderHMM` that of a chain of K (K + 1).
-        values: ``(*B, T, *E)``, observations.
-
-    Example:
-        >>> seen = Categorical(probs=torch.eye(2))
-        >>> fair = torch.full((2, 2), 0.5).log()
-        >>> hmm = HMM(fair[0], fair, seen, torch.tensor(5))
-        >>> expected_visits(hmm, torch.tensor([0, 0, 1, 0, 0]))
-        tensor([2., 1.], dtype=torch.float64)
-    """
-    with torch.no_grad():
-        chain = chain_factors(hmm, values)
-        backward = chain.backward()
-        stays = chain.state_of.unsqueeze(-1) == chain.state_of
-        first = chain.initial + chain.likelihood[..., 0, :]
-        entered = normalised(first + backward[..., 0, :]).exp()
-        filtered = normalised(first)
-        for t in range(1, hmm.num_steps):
-            pairs = filtered.unsqueeze(-1) + chain.matrix(t)
-            later = chain.likelihood[..., t, :] + backward[..., t, :]
-            share = normalised((pairs + later.unsqueeze(-2)).flatten(-2)).exp().view_as(pairs)
-            exists = chain.exists[..., t, None]
-            entered = entered + share.masked_fill(stays, 0.0).sum(-2).masked_fill(~exists, 0.0)
-            filtered = normalised(pairs.logsumexp(-2) + chain.likelihood[..., t, :])
-        visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
-        return visits.index_add(-1, chain.state_of, entered)

@@ -160,8 +160,7 @@ def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
 
 # An HMM --------------------------------------------------------------------------------------
 
-# functions of scale_tril that a distribution may keep: a second computation may round otherwise
-_CACHED = ("covariance_matrix", "precision_matrix")
+_COMPUTED = {"covariance_matrix", "precision_matrix"}  # from scale_tril
 # Of every class the chain that it is built with: HMM.of gives an HMM any other.
 _CHAINS: dict[type[HMM], type[Chain]] = {
     HMM: MarkovChain,
@@ -262,7 +261,6 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     options: dict[str, int] = {}
     parts: list[Any] = []
-    held = dict(vars(part))  # reading an attribute may compute it
     for name, value in arguments_of(part).items():
         if isinstance(value, Tensor):
             tensors[f"{path}.{name}"] = value
@@ -271,14 +269,9 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         else:
             inner = f"{path}.{ATTRIBUTES.get(name, name)}"
             parts.append(_describe_part(value, inner, tensors))
-    tensors.update({f"{path}.{name}": held[name] for name in _CACHED if name in held})
-    validation = held.get("_validate_args")
-    return {
-        "class": family.__name__,
-        "validate_args": validation,
-        "options": options,
-        "parts": parts,
-    }
+    validation = vars(part).get("_validate_args")
+    node = {"class": family.__name__, "validate_args": validation}
+    return node | {"options": options, "parts": parts}
 
 
 def _build_part(
@@ -297,16 +290,14 @@ def _build_part(
     either: dict[str, Tensor] = {
         name: given.pop(name) for name in ("probs", "logits") if name in given
     }
-    cached = {name: given.pop(name) for name in _CACHED if name in given}
+    for name in _COMPUTED & given.keys():  # of files of version 0.4
+        del given[name]
     for name, inner in zip(names, node["parts"]):
         given[name] = _build_part(inner, f"{path}.{ATTRIBUTES.get(name, name)}", tensors)
     first = dict(list(either.items())[:1])
     built = family(**given, **first, **node["options"], validate_args=node.get("validate_args"))
     if either:
         _restore(holder_of(built), either, path)
-    for name, tensor in cached.items():
-        _check_agreement(getattr(built, name), tensor, f"{path}.{name}")
-        setattr(built, name, tensor)
     return built
 
 
