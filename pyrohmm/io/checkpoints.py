@@ -44,7 +44,9 @@ class Checkpoint:
     ) -> None:
         self.path = Path(path)
         if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(f"checkpoint must be a file in a directory there is; got {path}.")
+            raise ValueError(
+                f"checkpoint: there is no directory {self.path.parent}, or {path} is one itself."
+            )
         self.identity = identity
         self.generators = [generator for generator in generators if generator is not None]
         self.writes = writes

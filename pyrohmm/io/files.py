@@ -180,6 +180,8 @@ def check_directory(directory: FilePath) -> None:
         OSError: If nothing can be written there.
     """
     target = Path(os.path.realpath(directory))
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {target.parent} to make {target.name} in.")
     if target.exists():
         _check_replaceable(target)
     with tempfile.TemporaryDirectory(prefix=".pyrohmm-", dir=target.parent):

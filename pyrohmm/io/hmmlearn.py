@@ -67,8 +67,6 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
             f"model must be one of {', '.join(cls.__name__ for cls in emissions)} of hmmlearn; got "
             f"{type(model).__name__}."
         )
-    if lengths is None:
-        raise TypeError("lengths must be a list of integers; got None. Of one sequence: [len(X)].")
     return HMM(
         _tensor(model, "startprob_").log(),
         _tensor(model, "transmat_").log(),
@@ -207,14 +205,10 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         else:
             model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_ = _array(normal.mean)
-        if is_mixture and kind == "tied":
-            model.covars_ = _array(normal.covariance_matrix[:, 0])
-        elif kind == "tied":
-            model.covars_ = _array(normal.covariance_matrix[0])
-        elif kind == "spherical":
-            model.covars_ = _array(normal.variance[..., 0])
-        else:
-            model.covars_ = _array(normal.covariance_matrix if full else normal.variance)
+        covars = normal.covariance_matrix if full else normal.variance
+        if kind == "tied":
+            covars = covars[:, 0] if is_mixture else covars[0]
+        model.covars_ = _array(covars[..., 0] if kind == "spherical" else covars)
         model.n_features = normal.event_shape[0]
     else:
         raise TypeError(
