@@ -45,7 +45,7 @@ class Checkpoint:
         self.path = Path(path)
         if self.path.is_dir() or not self.path.parent.is_dir():
             raise ValueError(
-                f"checkpoint: there is no directory {self.path.parent}, or {path} is one itself."
+                f"checkpoint: there is no directory {self.path.parent}, or {path} is a directory."
             )
         self.identity = identity
         self.generators = [generator for generator in generators if generator is not None]
