@@ -122,6 +122,11 @@ class Filter:
                 self._chain, self._state_of, _ = chain.expanded(hmm.lengths, hmm.num_steps)
                 initial = self._chain.log_initial.detach()
                 initial = initial.to(torch.promote_types(initial.dtype, self._chain.matrices.dtype))
+                even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
+                self._reader = HMM.of(  # of any number of steps
+                    MarkovChain(even[0], even), hmm.emission, hmm.lengths.expand(self.batch_shape),
+                    validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
+                )  # fmt: skip
             log_states = initial.expand(*self.batch_shape, initial.size(-1)).clone()
         evidence = log_states.new_zeros(self.batch_shape, dtype=torch.float64)
         self._message = Message(log_states, evidence)
@@ -215,8 +220,7 @@ class Filter:
             A distribution of batch shape ``(*B, H)``; see :class:`Forecast`.
 
         Raises:
-            ValueError: If ``num_steps`` is less than one, emissions change with the step, or depend
-                on observations of which too few were seen.
+            ValueError: If emissions change with the step, or depend on more than was seen.
         """
         check_size("num_steps", num_steps)
         emission, past = self.hmm.emission, self._message.past
@@ -366,12 +370,8 @@ class Filter:
                 )
             values = pad(values, (0, 0) * (events - 1) + (before, after))
             seen = pad(known, (before, after))
-        even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
-        reader = HMM.of(  # of any number of steps
-            MarkovChain(even[0], even), hmm.emission,
-            torch.full(self.batch_shape, before + num_steps + after), seen,
-            validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
-        )  # fmt: skip
+        lengths = torch.full(self.batch_shape, before + num_steps + after)
+        reader = self._reader.with_lengths(lengths, None if bool(seen.all()) else seen)
         found = reader.log_likelihood(values).narrow(-2, before, num_steps)
         assert self._state_of is not None
         found = found.index_select(-1, self._state_of)
