@@ -40,6 +40,7 @@ def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None
     """Counts of steps by predicted (row) and true (column) state, ``(K, K)``."""
     check_integers("predicted", predicted)
     check_integers("truth", truth)
+    check_shape("predicted", predicted, tuple(truth.shape), "that of truth")
     predicted, truth = predicted.long(), truth.long()
     known = truth >= 0
     rows, columns = predicted[known].flatten(), truth[known].flatten()
@@ -76,6 +77,7 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
         tensor([2, 0, 1])
     """
     size = truth.size(-1)
+    check_shape("truth", truth, (size, size), "(K, K)")
     check_shape("found", found, (size, size), "(K, K)")
     if size <= 8:
         orders = torch.tensor(list(itertools.permutations(range(size))), device=found.device)

@@ -120,6 +120,8 @@ class Sequences(Dataset["Sequences"]):
         if indices is not None:
             check_integers("indices", indices)
             check_shape("indices", indices, (len(values),), "(N,)", "N is that of values.")
+            if bool((indices < 0).any()):
+                raise ValueError("indices must not be negative: they number sequences from 0.")
             self.indices = indices.cpu().long().clone()
 
     def _part(self, name: str, part: Any, exists: Tensor) -> Tensor | None:
