@@ -31,7 +31,6 @@ TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
 KINDS = {
     "hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load",
-    "distillation": "distil",
 }  # fmt: skip
 
 
