@@ -279,15 +279,11 @@ def _parameters(fit: Fit, data: Sequences) -> str:
     for part in information.coordinates:
         columns = (part.estimate, errors[part.name], *limits[part.name])
         for place in part.estimate.isfinite().nonzero().tolist():
-            numbers = [f"{_entry(column, place):.4g}" for column in columns]
+            numbers = [f"{column[tuple(place)].item():.4g}" for column in columns]
             rows.append([f"{part.name}{place or ''}", *numbers])
     more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
     header = ["parameter", "estimate", "standard error", "2.5 %", "97.5 %"]
     return _table(header, rows[:MOST_ROWS]) + more
-
-
-def _entry(tensor: Tensor, place: list[int]) -> float:
-    return tensor[tuple(place)].item()
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -103,11 +103,7 @@ class Vocabulary(tuple[str, ...]):
             ValueError: If a symbol is not listed and nothing stands for the unknown.
         """
         symbols = list(symbols)
-        if callable(self.unknown):
-            codes = [self._code(symbol) for symbol in symbols]
-        else:
-            other = None if self.unknown is None else self._codes[self.unknown]
-            codes = [self._codes.get(symbol, other) for symbol in symbols]
+        codes = [self._code(symbol) for symbol in symbols]
         if None in codes:
             raise ValueError(
                 f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols of the "
@@ -117,8 +113,9 @@ class Vocabulary(tuple[str, ...]):
 
     def _code(self, symbol: str) -> int | None:
         """Code of a symbol, or of the first that may stand for it."""
-        if symbol not in self._codes and callable(self.unknown):
-            symbol = next((each for each in self.unknown(symbol) if each in self._codes), symbol)
+        if symbol not in self._codes and self.unknown is not None:
+            others = self.unknown(symbol) if callable(self.unknown) else (self.unknown,)
+            symbol = next((other for other in others if other in self._codes), symbol)
         return self._codes.get(symbol)
 
     def decode(self, codes: Tensor) -> list[str]:

@@ -315,7 +315,10 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
     if len(either) == 2:
         other = "logits" if name == "probs" else "probs"
         convert = probs_to_logits if name == "probs" else logits_to_probs
-        _check_agreement(convert(held[name], is_binary), held.pop(other), f"{path}.{other}")
+        computed, saved = convert(held[name], is_binary), held.pop(other)
+        scale = float(computed.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        if not torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True):
+            raise ValueError(f"{path}.{other} disagrees with {name} beside it")
     if "_param" in held:  # torch keeps there what a distribution was built from
         held["_param"] = held[name]
     probs = held[name] if name == "probs" else logits_to_probs(held[name], is_binary)
@@ -327,14 +330,6 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
         raise ValueError(
             f"{path}.{name} must be probabilities that sum to one, or their logarithms"
         )
-
-
-def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:
-    """Raise unless what was saved is what its distribution computes, up to rounding."""
-    scale = float(computed.abs().nan_to_num(0.0, 0.0, 0.0).max()) if computed.numel() else 0.0
-    alike = computed.shape == saved.shape and computed.dtype == saved.dtype
-    if not (alike and torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True)):
-        raise ValueError(f"{name} disagrees with the parameters beside it")
 
 
 def _classes() -> dict[str, type]:
