@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.hmm import HMM
+from ..ops import recursions
 from ..ops.blocks import queries as block_queries
 from .dwell_times import Segment as Segment
 from .dwell_times import dwell_counts as dwell_counts
@@ -95,3 +96,33 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
             blocks, shape = hmm.log_chain(values)
             return block_queries.entropy(blocks).reshape(shape[:-1])
         return chain_factors(hmm, values).entropy()
+
+
+def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
+    r"""Expected number of visits to each state given the observations, ``(*B, K)``.
+
+    .. math:: p(z_1 = k \mid x) + \sum_{t > 1} p(z_{t-1} \neq k, z_t = k \mid x)
+
+    A visit is a run of steps in one state: as :math:`\sum_t p(z_t = k \mid x)` is the expected time
+    in a state, their ratio is the mean length of a visit. Zero where a sequence has probability
+    zero.
+
+    Args:
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
+            :class:`SecondOrderHMM` that of a chain of K (K + 1).
+        values: ``(*B, T, *E)``, observations.
+
+    Example:
+        >>> seen = Categorical(probs=torch.eye(2))
+        >>> fair = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(fair[0], fair, seen, torch.tensor(5))
+        >>> expected_visits(hmm, torch.tensor([0, 0, 1, 0, 0]))
+        tensor([2., 1.], dtype=torch.float64)
+    """
+    with torch.no_grad():
+        initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
+        found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
+        stays = state_of.unsqueeze(-1) == state_of
+        entered = found.states[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
+        visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
+        return visits.index_add(-1, state_of, entered)

@@ -116,6 +116,16 @@ def test_the_best_paths_and_the_entropy_are_those_of_all_paths(hmm):
     assert torch.equal(found[:, 0], hmm.viterbi(values))
 
 
+def test_expected_visits_are_those_of_all_paths(hmm):
+    values = hmm.sample()
+    found = queries.expected_visits(hmm, values)
+    for n in range(3):
+        paths, joint = all_paths(hmm, values, n)
+        begins = torch.cat([torch.ones_like(paths[:, :1]), paths.diff(dim=-1)], -1) != 0
+        visits = torch.stack([(begins & (paths == k)).sum(-1) for k in range(hmm.num_states)], -1)
+        torch.testing.assert_close(found[n], joint.double().softmax(0) @ visits.double())
+
+
 def test_predictions_are_those_of_the_expanded_chain(hmm):
     values, chain = hmm.sample(), hmm.expanded()
     predicted = queries.predictive_log_prob(hmm, values)
