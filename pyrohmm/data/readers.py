@@ -23,7 +23,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 from scipy.io import loadmat
-from scipy.io.matlab import MatReadError
 
 from .._checks import check_size
 from .sequences import Sequences
@@ -130,8 +129,6 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
     check_size("chunk", chunk)
     vocabulary = Vocabulary(alphabet)
     codes = vocabulary.encode(plain(text, alphabet))
-    if not len(codes):
-        raise ValueError("text is empty; wanted at least one character.")
     return Corpus(Sequences.from_list(codes.split(chunk)), vocabulary)
 
 
@@ -155,25 +152,18 @@ def read_conllu(
     Raises:
         ValueError: If a line is malformed, or a word or tag is not known.
     """
-    if column not in ("upos", "xpos"):
-        raise ValueError(f"column must be 'upos' or 'xpos'; got {column!r}.")
-    place = 3 if column == "upos" else 4
-    rows = []
-    for block in _blocks(path):
-        words: list[str] = []
-        marks: list[str | None] = []
-        for number, line in block:
-            if line.startswith("#"):
-                continue
-            fields = line.split("\t")
-            if len(fields) != 10 or "" in fields or not re.fullmatch(r"\d+([-.]\d+)?", fields[0]):
-                raise malformed(path, number, "10 tab-separated fields, the first a number", line)
-            if fields[0].isdigit():
-                words.append(fields[1])
-                marks.append(None if fields[place] == "_" else fields[place])
-        if words:
-            rows.append(Entry(block[0][0], words, marks))
-    return corpus_of(path, rows, vocabulary, tags)
+    place = {"upos": 3, "xpos": 4}[column]
+
+    def read(number: int, line: str) -> tuple[str, str | None] | None:
+        if line.startswith("#"):
+            return None
+        fields = line.split("\t")
+        if len(fields) != 10 or "" in fields or not re.fullmatch(r"\d+([-.]\d+)?", fields[0]):
+            raise malformed(path, number, "10 tab-separated fields, the first a number", line)
+        tag = None if fields[place] == "_" else fields[place]
+        return (fields[1], tag) if fields[0].isdigit() else None
+
+    return corpus_of(path, _entries(path, read), vocabulary, tags)
 
 
 def read_tagged(
@@ -194,19 +184,14 @@ def read_tagged(
     Raises:
         ValueError: If a line is malformed, or a word or tag is not known.
     """
-    rows = []
-    for block in _blocks(path):
-        pairs = []
-        for number, line in block:
-            pair = line.split("\t")
-            if len(pair) != 2 or not all(pair):
-                raise malformed(path, number, "a word, a tab and a tag", line)
-            if pair[1] not in drop:
-                pairs.append(pair)
-        if pairs:
-            words, marks = zip(*pairs, strict=True)
-            rows.append(Entry(block[0][0], words, marks))
-    return corpus_of(path, rows, vocabulary, tags)
+
+    def read(number: int, line: str) -> tuple[str, str | None] | None:
+        word, _, tag = line.partition("\t")
+        if not (word and tag) or "\t" in tag:
+            raise malformed(path, number, "a word, a tab and a tag", line)
+        return None if tag in drop else (word, tag)
+
+    return corpus_of(path, _entries(path, read), vocabulary, tags)
 
 
 def read_fasta(
@@ -242,8 +227,6 @@ def read_fasta(
         if not residues:
             raise malformed(path, number, "a sequence under the header", f">{header}")
     kept = [chain for chain in chains if keep is None or keep(chain[1])]
-    if chains and not kept:
-        raise ValueError(f"keep must keep some sequence of {path}; it kept none.")
     if missing is None:
         missing = "N" if all(NUCLEOTIDES.issuperset(residues) for *_, residues in kept) else ""
     rows = [Entry(n, [None if s in missing else s for s in residues]) for n, _, residues in kept]
@@ -266,17 +249,9 @@ def read_piano_rolls(path: FilePath) -> dict[str, Sequences]:
     Returns:
         Training, validation and test set by the names "train", "valid" and "test": values
         ``(N, T, 88)``, 1 where a key is down, as float32.
-
-    Raises:
-        ValueError: If the file is not one of these.
     """
-    try:
-        tables = loadmat(path)
-        rolls = {split: list(tables[f"{split}data"].ravel()) for split in _SPLITS}
-    except (KeyError, ValueError, MatReadError, NotImplementedError) as error:
-        raise ValueError(
-            f"{path} must be a MATLAB file of traindata, validdata and testdata; got {error}."
-        ) from error
+    tables = loadmat(path)
+    rolls = {split: list(tables[f"{split}data"].ravel()) for split in _SPLITS}
     return {
         split: Sequences.from_list([torch.from_numpy(roll.astype(np.float32)) for roll in part])
         for split, part in rolls.items()
@@ -298,11 +273,17 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
         raise malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
 
 
-def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
-    """The numbered lines between blank ones, block by block."""
+def _entries(
+    path: FilePath, read: Callable[[int, str], tuple[str, str | None] | None]
+) -> list[Entry]:
+    """A sequence for each block of lines between blank ones, of what ``read`` makes of a line."""
+    entries = []
     for filled, block in itertools.groupby(_lines(path), lambda line: bool(line[1].strip())):
-        if filled:
-            yield list(block)
+        lines = list(block)
+        pairs = [pair for number, line in lines if filled and (pair := read(number, line))]
+        if pairs:
+            entries.append(Entry(lines[0][0], *zip(*pairs)))
+    return entries
 
 
 def plain(text: str, alphabet: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributions import transform_to
 from .._sync import with_one_wait
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
-from ..data.parts import Parts
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.hard_zeros import log_probs
