@@ -32,7 +32,6 @@ from pyrohmm import (
     queries,
     tagging,
 )
-from pyrohmm.infer import msteps
 from pyrohmm.ops import backends, recursions
 from pyrohmm.ops.dense import _torch as torch_engine
 from pyrohmm.ops.dense import chain as chains
@@ -345,17 +344,17 @@ def test_an_iteration_of_a_fit_waits_for_the_device_twice_at_most(fit, name, mos
 
 def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
     points = 0
-    original = msteps.optimize.minimize
+    original = recursions.torch.optim.LBFGS.step
 
-    def counted(function, *arguments, **options):
-        def once(point):
+    def counted(optimizer, closure):
+        def once():
             nonlocal points
             points += 1
-            return function(point)
+            return closure()
 
-        return original(once, *arguments, **options)
+        return original(optimizer, once)
 
-    monkeypatch.setattr(msteps.optimize, "minimize", counted)
+    monkeypatch.setattr(torch.optim.LBFGS, "step", counted)
     with pyro.validation_enabled(False), watched() as seen:
         by_em(there(MODULES["dense"]()), there(some_data()), num_steps=2)
     assert points > 10

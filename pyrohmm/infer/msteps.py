@@ -29,6 +29,7 @@ from ..ops.log_space import log
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 TINY = 1e-300  # in place of a denominator of zero
+ROUND = 100  # iterations of an ascent before it begins anew
 MOST_WORK = 3_000_000  # cubed states of all starts of a search
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
@@ -65,6 +66,7 @@ class GradientStep:
         with torch.no_grad():
             before = loss()
         kept = [leaf.detach().clone() for leaf in parameters]
+        sizes = before.masked_fill(~before.isfinite(), 0.0).abs().sum()
 
         @torch.enable_grad()
         def evaluate() -> list[Tensor]:
@@ -73,7 +75,6 @@ class GradientStep:
             value = values.masked_fill(failed, 0.0).sum()
             gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
             # a restart that has failed must not change the others, nor look good
-            sizes = before.masked_fill(~before.isfinite(), 0.0).abs().sum()
             value = value.detach() + failed.sum() * (1e3 + 10 * sizes)
             return [value, *(gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in gradients)]
 
@@ -84,7 +85,7 @@ class GradientStep:
             return value
 
         if self.optimizer is None:
-            _minimize(evaluate, parameters, self.num_steps)
+            _minimize(evaluate, parameters, sizes, self.num_steps)
         else:
             self._stepper = self._stepper or self.optimizer(parameters)
             for _ in range(self.num_steps):
@@ -99,30 +100,37 @@ class GradientStep:
 
 
 def _minimize(
-    evaluate: Callable[[], list[Tensor]], parameters: list[Tensor], num_steps: int
+    evaluate: Callable[[], list[Tensor]], parameters: list[Tensor], size: Tensor, num_steps: int
 ) -> None:
-    """L-BFGS of SciPy on the CPU; waits for an accelerator once at each point.
+    """L-BFGS on copies on the CPU, so that it waits for an accelerator once at each point.
 
     Args:
         evaluate: Value and gradients at the parameters as they are.
         parameters: They are set to where it ends.
+        size: Of the value, below whose rounding it ends.
         num_steps: Largest number of iterations.
     """
+    scale, *points = read_with_one_wait(lambda: [size, *parameters])
+    leaves = [point.to(like.dtype).requires_grad_() for point, like in zip(points, parameters)]
 
     @torch.no_grad()
-    def write(point: Any) -> None:
-        sizes = [parameter.numel() for parameter in parameters]
-        for parameter, piece in zip(parameters, torch.as_tensor(point).split(sizes)):
-            parameter.copy_(piece.view_as(parameter))
+    def copy() -> None:
+        for leaf, parameter in zip(leaves, parameters):
+            parameter.copy_(leaf)
 
-    def function(point: Any) -> tuple[float, Any]:
-        write(point)
+    def closure() -> Tensor:
+        copy()
         value, *gradients = read_with_one_wait(evaluate)
-        return value.item(), torch.cat([x.flatten() for x in gradients]).double().numpy()
+        for leaf, gradient in zip(leaves, gradients):
+            leaf.grad = gradient.to(leaf)
+        return value
 
-    start = torch.cat([x.detach().flatten().double() for x in parameters]).cpu().numpy()
-    limits = {"maxiter": num_steps, "maxfun": 5 * num_steps // 4, "ftol": 1e-11, "gtol": 1e-9}
-    write(optimize.minimize(function, start, jac=True, method="L-BFGS-B", options=limits).x)
+    optimizer = torch.optim.LBFGS(
+        leaves, max_iter=num_steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe",
+        tolerance_change=1e-11 * max(100.0, scale.item()),
+    )  # fmt: skip
+    optimizer.step(closure)
+    copy()
 
 
 @runtime_checkable
@@ -308,11 +316,12 @@ def _climb(
         return -value, -along.ravel()
 
     point, low, high = (np.ravel(x * scale) for x in (np.maximum(start, least), least, most))
-    lowest = np.inf
-    while steps > 0:  # again, without the metric so far, until that does not help
+    counted, lowest = counts.ravel() > 0, np.inf
+    while steps > 0:  # in rounds: near zero the logarithm of a count is too steep for long steps
+        near = np.where(counted, np.maximum(low, 0.1 * point), low)
         found = optimize.minimize(
-            fall, point, jac=True, method="L-BFGS-B", bounds=np.stack([low, high], -1),
-            options={"maxiter": steps, "maxcor": 10, "ftol": 1e-15, "gtol": 1e-9},
+            fall, point, jac=True, method="L-BFGS-B", bounds=np.stack([near, high], -1),
+            options={"maxiter": min(steps, ROUND), "maxcor": 10, "ftol": 1e-15, "gtol": 1e-9},
         )  # fmt: skip
         steps, point = steps - max(found.nit, 1), found.x
         if found.fun >= lowest - 1e-12 * abs(found.fun):
