@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
+from pyro.ops.stats import gelman_rubin, quantile
 from torch import Tensor
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
@@ -43,9 +44,8 @@ def agreement(samples: Tensor) -> Agreement:
     """
     split = _split(samples)
     bulk = _effective(_ranks(split))
-    ends = torch.tensor([0.05, 0.95], dtype=split.dtype)
-    low, high = _quantiles(split.flatten(0, 1), ends)
-    below, above = (_effective((split <= end).to(split)) for end in (low, high))
+    ends = quantile(split.flatten(0, 1), [0.05, 0.95])
+    below, above = (_effective((split <= end).to(split)) for end in ends)
     shape = samples.shape[2:]
     parts = rhat_of(split), bulk, torch.fmin(below, above)
     return Agreement(*(part.reshape(shape) for part in parts))
@@ -54,7 +54,7 @@ def agreement(samples: Tensor) -> Agreement:
 def rhat_of(split: Tensor) -> Tensor:
     """The larger one of R-hat of ranks and of ranks of distances from the median, ``(P,)``."""
     centre = split.flatten(0, 1).median(0).values
-    return torch.fmax(_spread(_ranks(split)), _spread(_ranks((split - centre).abs())))
+    return torch.fmax(gelman_rubin(_ranks(split)), gelman_rubin(_ranks((split - centre).abs())))
 
 
 def worst_rhat(samples: Mapping[str, Tensor]) -> float:
@@ -118,26 +118,14 @@ def _ranks(split: Tensor) -> Tensor:
     return torch.special.ndtri((ranks - 0.375) / (len(flat) + 0.25)).reshape(split.shape)
 
 
-def _variances(split: Tensor) -> tuple[Tensor, Tensor]:
-    """Variance within chains, and an estimate of that of the distribution, ``(P,)``."""
-    size = split.size(1)
-    within = split.var(1).mean(0)
-    return within, within * (size - 1) / size + split.mean(1).var(0)
-
-
-def _spread(split: Tensor) -> Tensor:
-    """R-hat of chains that have been split."""
-    within, whole = _variances(split)
-    return (whole / within).sqrt()
-
-
 def _effective(split: Tensor) -> Tensor:
     """Effective sample size ``(P,)`` by Geyer's initial monotone sequence."""
     chains, size, _ = split.shape
     centred = split - split.mean(1, keepdim=True)
     spectrum = torch.fft.rfft(centred, n=2 * size, dim=1)
     covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * size, dim=1)[:, :size] / size
-    within, whole = _variances(split)
+    within = split.var(1).mean(0)
+    whole = within * (size - 1) / size + split.mean(1).var(0)
     correlation = 1 - (within - covariance.mean(0)) / whole  # (S, P)
     correlation[0] = 1.0
     pairs = correlation[: size // 2 * 2].unflatten(0, (-1, 2)).sum(1)
@@ -145,11 +133,3 @@ def _effective(split: Tensor) -> Tensor:
     falling = pairs.cummin(0).values * positive
     time = (2 * falling.sum(0) - 1).clamp(min=1 / math.log10(chains * size))
     return torch.where(whole > 0, chains * size / time, torch.nan)
-
-
-def _quantiles(flat: Tensor, probs: Tensor) -> Tensor:
-    """Quantiles ``(Q, P)`` of samples ``(S, P)``, of which torch takes many only sorted."""
-    places = probs * (len(flat) - 1)
-    ordered, low = flat.sort(0).values, places.floor().long()
-    share = (places - low).unsqueeze(-1)
-    return torch.lerp(ordered[low], ordered[(low + 1).clamp(max=len(flat) - 1)], share)

@@ -32,7 +32,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy
 import pyro
 import scipy.linalg
 import torch
@@ -289,12 +288,6 @@ def repeatable() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-def quantiles_of(samples: Tensor, probs: Tensor) -> Tensor:
-    """Quantiles ``(Q, ...)`` of samples ``(S, ...)``, component by component."""
-    found = numpy.quantile(samples.cpu().double().numpy(), probs.tolist(), axis=0)
-    return torch.as_tensor(found).to(samples)
 
 
 def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
