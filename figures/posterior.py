@@ -33,7 +33,7 @@ from pyrohmm import (
     poisson,
     scale_priors,
 )
-from pyrohmm.infer.convergence import agreement
+from pyrohmm.infer.sampled import agreement
 from pyrohmm.infer.sampled import Chains
 
 HERE = Path(__file__).parent

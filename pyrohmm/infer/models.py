@@ -23,10 +23,10 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import check_returned, check_size
+from .._checks import check_returned
 from ..data.batches import Window
 from ..data.parts import Parts, parts_of
-from ..data.sequences import Sequences
+from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
@@ -49,8 +49,7 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
-    if not isinstance(data, Sequences):
-        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    check_sequences("data", data)
     given = {"covariates": data.covariates, "times": data.times}
     further = {name: value for name, value in given.items() if value is not None}
     if further:
@@ -185,13 +184,11 @@ class StatefulModel(MarginalModel):
         self, module: NeuralHMM, num_streams: int, log_prior: LogPrior | None = None
     ) -> None:
         super().__init__(module, log_prior)
-        check_size("num_streams", num_streams)
-        if not isinstance(module, NeuralHMM):
-            raise TypeError(f"module must be a NeuralHMM; got {type(module).__name__}.")
-        blocks = module.blocks
+        blocks = module.blocks if isinstance(module, NeuralHMM) else None
         if blocks is None or not blocks.disjoint:
             raise ValueError(
-                "module must have disjoint blocks, for state probabilities to be carried over."
+                "module must be a NeuralHMM with disjoint blocks, for state probabilities to be "
+                "carried over."
             )
         shape = num_streams, blocks.width
         self.register_buffer("states", torch.full(shape, -1))

@@ -66,7 +66,7 @@ class RowPermutationNUTS(NUTS):
         super()._initialize_model_properties(model_args, model_kwargs)
         site = self._prototype_trace.nodes.get(self.site, {})
         space = getattr(getattr(site.get("fn"), "support", None), "base_constraint", None)
-        shape = site["value"].shape if space is constraints.simplex else ()
+        shape: tuple[int, ...] = site["value"].shape if space is constraints.simplex else ()
         if len(shape) != 2 or shape[0] < 2:
             raise ValueError(
                 "site must hold two or more rows of probabilities, (K, V), without forbidden "

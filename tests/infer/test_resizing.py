@@ -19,9 +19,7 @@ from pyrohmm import (
     TabularHMM,
     fit_em,
     merge_states,
-    normal,
     split_state,
-    starts,
 )
 from pyrohmm.distributions import Streams, Tied
 
@@ -118,20 +116,6 @@ def test_usage_weighs_the_states():
     torch.testing.assert_close(merged.log_transition.exp()[0], wanted)
     never = merge_states(hmm, 0, 1, usage=torch.zeros(3))
     torch.testing.assert_close(never.emission.mean[0], torch.tensor([1.5, 4.0]))
-
-
-def test_a_fit_goes_on_from_a_split():
-    emission = Normal(torch.tensor([-4.0, 0.0, 4.0]), 0.5)
-    stay = (torch.eye(3) * 0.85 + 0.05).log()
-    truth = HMM(torch.full((3,), 1 / 3).log(), stay, emission, torch.tensor([150, 150]))
-    data = Sequences(truth.sample(), torch.tensor([150, 150]))
-    two = fit_em(TabularHMM(2, normal(0)), data, restarts=4)
-    hmms = [split_state(two.hmm(data), state) for state in (0, 1)]
-    fits = [fit_em(TabularHMM(3, normal(0)), data, start=starts.from_hmm(hmm)) for hmm in hmms]
-    best = min(fits, key=lambda fit: fit.losses[-1])
-    assert best.losses[-1] < two.losses[-1] - 50
-    means = best.hmm(data).emission.mean.sort().values
-    assert (means - emission.loc).abs().max() < 0.3
 
 
 @pytest.mark.parametrize(
