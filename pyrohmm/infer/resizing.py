@@ -114,6 +114,8 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
         (tensor([1., 9., 9.]), tensor([0.5000, 0.2500, 0.2500]))
     """
     _check_plain(hmm, state)
+    if not noise >= 0:
+        raise ValueError(f"noise must be at least 0; got {noise}.")
     index = torch.cat([torch.arange(hmm.num_states), torch.tensor([state])])
     copies = torch.tensor([state, hmm.num_states])
     half = torch.zeros(hmm.num_states + 1).to(hmm.log_initial)
