@@ -235,9 +235,11 @@ class NGramBlockHMM(BlockHMM):
             f"{self.num_steps} steps)"
         )
 
-    def _read(self, values: Tensor, with_labels: bool = True) -> BlockLikelihood:
+    def _read(
+        self, values: Tensor, check: bool = False, with_labels: bool = True
+    ) -> BlockLikelihood:
         """Log-likelihoods, and the choice of each block, mixed with the n-gram."""
-        seen = super()._read(values, with_labels)
+        seen = super()._read(values, check, with_labels)
         block, logs = seen.blocks.to(seen.logs.device), seen.logs
         log_block, _, classes, _ = self._emission.of_rows(len(block))
         shares = cast(InnerProductTransition, self.transition).log_block_probs

@@ -23,9 +23,7 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import check_returned
-from ..data.batches import Window
-from ..data.parts import Parts, parts_of
+from ..data.batches import Parts, Window, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
@@ -42,9 +40,7 @@ Data = TypeVar("Data", bound=Sequences | Parts)
 
 def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
     """The factor of a further log-density of the HMM built."""
-    value = log_prior(hmm)
-    check_returned("log_prior", value, Tensor | float, "a tensor, or a number")
-    pyro.factor("log_prior", value)
+    pyro.factor("log_prior", log_prior(hmm))
 
 
 def build(module: HMMModule, data: Sequences) -> HMM:

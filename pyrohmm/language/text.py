@@ -35,9 +35,8 @@ def count_words(
     """
     rows = split_words("lines", lines)
     check_size("min_count", min_count)
-    if max_size is not None and max_size < 3:
-        raise ValueError(f"max_size must be at least 3, for {UNKNOWN}, {END} and a word; got "
-                         f"{max_size}.")  # fmt: skip
+    if max_size is not None:
+        check_size("max_size", max_size, 3)  # the marks and a word
     counts: Counter[str] = Counter()
     for words in rows:
         counts.update(words)
@@ -74,8 +73,6 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") ->
                 f"{number} has. Take it out."
             )
         rows.append(vocabulary.encode([*words, END]))
-    if not rows:
-        raise ValueError(f"{name} is empty; wanted at least one sentence.")
     return Sequences.from_list(rows)
 
 
@@ -97,13 +94,12 @@ def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
 
 def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """The words of each line; raise at a single string, whose letters would be taken for lines."""
-    if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
-        got = type(lines).__name__
-        got = f"a single {got}. Put it into a list" if isinstance(lines, str | bytes) else got
-        raise TypeError(f"{name} must be lines of text, such as a list of str; got {got}.")
-    for number, line in enumerate(lines, 1):
-        if not isinstance(line, str):
-            raise TypeError(f"{name} must hold str; item {number} is {type(line).__name__}.")
+    if isinstance(lines, str | bytes):
+        raise TypeError(
+            f"{name} must be lines of text, such as a list of str; got a single "
+            f"{type(lines).__name__}. Put it into a list."
+        )
+    for line in lines:
         yield line.removeprefix("\ufeff").split()  # a byte-order mark may begin a file
 
 

@@ -21,7 +21,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE
+from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN
 from .._precision import full_precision, with_gradient
 from .._threads import threads_for
 from .backends import NUMBA, pick
@@ -106,14 +106,20 @@ def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
         >>> accumulated(tenth, torch.ones_like(tenth)).round(decimals=1)
         tensor([[100000.]], dtype=torch.float64)
     """
+    height, width = weights.size(-1), rows.size(-1)
+    fits = weights.dim() == 2 and min(height, width) <= THIN and len(rows) * height >= ADDED
+    if pick(rows.device, fits and not torch.is_grad_enabled()) is NUMBA:
+        loops = import_module("._numba_math", __package__)
+        if width <= height:
+            return loops.sum_products(rows.detach(), weights.detach()).mT
+        return loops.sum_products(weights.detach(), rows.detach())
     size = BLOCK
-    if cancels or weights.size(-1) < NARROW:
-        width = weights.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
-        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
+    if cancels or height < NARROW:
+        numbers = weights.shape[:-2].numel() * (height + width)  # of a row
+        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(numbers, 1))
         if weights.dtype == torch.float64 or torch.is_grad_enabled() or rows.size(-2) <= size:
             return weights.double().mT @ rows.double()
-    shape = *weights.shape[:-2], weights.size(-1), rows.size(-1)
-    out = rows.new_zeros(shape, dtype=torch.float64)
+    out = rows.new_zeros(*weights.shape[:-2], height, width, dtype=torch.float64)
     for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
         if size != BLOCK:
             weight, part = weight.double(), part.double()
@@ -147,19 +153,6 @@ def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
         columns: ``(*b, K, D, F)``.
     """
     return _batched(_norms_and_gradient, _all_squared_norms, rows, columns, 3)
-
-
-def quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
-    r"""Quadratic forms :math:`\sum_{fg} r_f M_{kfg} r_g`, ``(*A, K)``, in chunks of rows.
-
-    A product with the products of components, of which there are half as many numbers as in
-    :func:`squared_norms`; but these may cancel. Differentiable as there.
-
-    Args:
-        rows: ``(*A, F)``.
-        matrices: ``(*b, K, F, F)``, symmetric.
-    """
-    return _batched(_forms_and_gradient, _all_quadratic_forms, rows, matrices, 3)
 
 
 def _batched(
@@ -308,32 +301,6 @@ def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compute
     return out, gradient
 
 
-def _forms_and_gradient(rows: Tensor, matrices: Tensor, by_rows: bool) -> Computed:
-    """Quadratic forms ``([S,] L, K)`` of rows ``([S,] L, F)`` by matrices ``([S,] K, F, F)``."""
-    size = rows.size(-1)
-    first, second = torch.triu_indices(size, size, device=rows.device)
-    flat = matrices[..., first, second] * torch.where(first == second, 1.0, 2.0)
-    flat = flat.to(rows.dtype)
-    out = rows.new_empty(*rows.shape[:-1], matrices.size(-3))
-    width = flat.size(-1) // 4  # they are made one by one
-    for chunk in _chunks(rows, width):
-        torch.matmul(upper_products(rows[..., chunk, :]), flat.mT, out=out[..., chunk, :])
-
-    def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
-        by_flat = torch.zeros_like(flat, dtype=torch.float64)
-        of_rows = torch.zeros_like(rows) if by_rows else None
-        wide = matrices.flatten(-2).to(rows.dtype)
-        for chunk in _chunks(rows, width):
-            part, weight = rows[..., chunk, :], weights[..., chunk, :]
-            by_flat += accumulated(weight, upper_products(part))
-            if of_rows is not None:
-                mixed = (weight @ wide).unflatten(-1, (size, size))
-                of_rows[..., chunk, :] = 2 * (mixed @ part.unsqueeze(-1)).squeeze(-1)
-        return of_rows, symmetric(by_flat, size).to(matrices.dtype)
-
-    return out, gradient
-
-
 def _chunks(rows: Tensor, width: int) -> Iterator[slice]:
     """Slices of rows of which ``width`` numbers each are made."""
     size = max(1, CHUNK // max(1, width * math.prod(rows.shape[:-2])))
@@ -359,8 +326,3 @@ def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
         -1, (columns.size(-2), columns.size(-3))
     )
     return inner.square().sum(-2)
-
-
-def _all_quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
-    apart = _summed_in_double(rows, matrices.flatten(-3, -2)).unflatten(-1, matrices.shape[-3:-1])
-    return (apart * rows.unsqueeze(-2)).sum(-1)
