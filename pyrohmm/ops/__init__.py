@@ -35,7 +35,6 @@ Its modules; each imports only those above it:
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
 ``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
 ``blocks.queries``    posterior queries of those, best paths, paths sampled from the posterior
-``blocks.scaled``     the same chains by compiled scaled messages
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``blocks.recursions``  evidence of block-sparse chains by whichever computes
 ``blocks.states``     ``Blocks``: which states emit which symbols

@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .._checks import check_broadcast, check_floats, check_lengths, check_trailing

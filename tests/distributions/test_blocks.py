@@ -21,6 +21,7 @@ from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
+WAYS = [(kind, False) for kind in KINDS] + [("one level", True)]  # whether all at once
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,10 +86,9 @@ def zeros(blocks, logits):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("lengths", [[1], [5], [4, 1, 6, 6, 2]], ids=str)
-@pytest.mark.parametrize("sizes", [[1], [1, 1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("all_transitions", [False, True])
+@pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
+@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
 def test_everything_is_as_in_the_hmm_with_zeros(
     all_transitions, kind, sizes, lengths, engine, monkeypatch
 ):
@@ -166,16 +166,15 @@ QUERIES = {
 }
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("query", QUERIES)
-@pytest.mark.parametrize("kind", ["two levels", "one level", "overlapping"])
-def test_a_query_before_takes_no_gradient_away(kind, query, mode):
+@pytest.mark.parametrize("kind", ["two levels", "overlapping"])
+def test_a_query_before_takes_no_gradient_away(kind, query):
     gradients = []
     for asked in (False, True):
         torch.manual_seed(5)
         case = Case(kind, [3, 1, 4], [4, 1, 6])
         if asked:
-            with mode():
+            with torch.inference_mode():
                 QUERIES[query](case.hmm, case.values)
         evidence = case.hmm.log_prob(case.values) + case.hmm.dense().log_prob(case.values)
         gradients.append(torch.autograd.grad(evidence.sum(), case.parameters))
@@ -214,15 +213,14 @@ def in_single_precision(case):
     return BlockHMM(initial, transition, emission, case.blocks, case.lengths)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("kind", ["matrix", "two levels"])
-def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, scale, engine):
+def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, engine):
     """Their evidence is thousands of nats, of which single precision has few decimals."""
     torch.manual_seed(0)
-    case = Case(kind, [3, 4, 4], [1500, 7], num_symbols=40, scale=scale)
+    case = Case(kind, [3, 4, 4], [500, 7], num_symbols=40, scale=3.0)
     single = in_single_precision(case)
     evidence = [hmm.log_prob(case.values) for hmm in (single, case.hmm)]
-    assert evidence[1].min() < -3000
+    assert evidence[1].min() < -1000
     torch.testing.assert_close(evidence[0].double(), evidence[1], rtol=1e-6, atol=1e-6)
     gradients = [
         torch.cat(
@@ -263,9 +261,8 @@ def test_single_precision_is_as_good_as_its_numbers(data):
     assert all(each is None or bool(each.isfinite().all()) for each in got)
 
 
-@pytest.mark.parametrize("all_transitions", [False, True])
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 2, 4]], ids=str)
-@pytest.mark.parametrize("kind", ["one level", "two levels"])
+@pytest.mark.parametrize(("kind", "all_transitions"), [WAYS[0], WAYS[1], WAYS[-1]])
 def test_inner_products_may_be_in_lower_precision(
     kind, sizes, all_transitions, engine, monkeypatch
 ):
@@ -325,7 +322,7 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("stay", [10.0, 200.0])
 @pytest.mark.parametrize("sizes", [[3], [3, 2], "overlapping"], ids=str)
 def test_symbols_that_come_in_runs_to_states_that_stay(sizes, stay, seed):
@@ -439,17 +436,6 @@ def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
     assert not found.log_probs.requires_grad
 
 
-def test_a_sequence_that_is_impossible_has_no_last_state(engine):
-    three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
-    transitions = torch.full((4, 4), -torch.inf)
-    transitions[:, :3] = math.log(1 / 3)  # never to the last state
-    words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    hmm = BlockHMM(torch.full((4,), 0.25).log(), transitions, words, three, torch.tensor([2, 2]))
-    found = hmm.final_state(torch.tensor([[0, 1], [0, 0]]))
-    assert bool(found.log_probs[0].isneginf().all())
-    torch.testing.assert_close(found.log_probs[1].exp(), torch.full((3,), 1 / 3))
-
-
 class Largest(TorchDispatchMode):
     """How many numbers the largest tensor has that any operation makes."""
 
@@ -465,8 +451,7 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("all_transitions", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
 def test_second_derivatives_are_those_of_the_hmm_with_zeros(
     all_transitions, kind, engine, monkeypatch
 ):
@@ -524,8 +509,6 @@ def test_what_is_no_block_is_refused():
         Blocks(torch.tensor([0, 1]), [torch.tensor([0, 1]), torch.tensor([-1])])
     with pytest.raises(ValueError, match="assignment must number clusters from 0 on"):
         from_clusters(torch.tensor([0, 2]), 2)
-    with pytest.raises(ValueError, match="states must be ascending"):
-        from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([2, 0]))
     with pytest.raises(ValueError, match="num_states must lie between"):
         uniform(2, 9, 3)
     case = Case("overlapping", [2, 2], [2])
@@ -534,10 +517,6 @@ def test_what_is_no_block_is_refused():
     hmm = Case("one level", [2, 2], [2]).hmm
     with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
         hmm.log_prob(torch.tensor([[0, 9]]))
-    torch.testing.assert_close(
-        hmm.log_prob(torch.tensor([[0, 8]], dtype=torch.uint8)),
-        hmm.log_prob(torch.tensor([[0, 8]])),
-    )
     other = Case("one level", [3, 1], [2]).hmm
     with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
         BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
@@ -546,11 +525,6 @@ def test_what_is_no_block_is_refused():
     with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
         BlockHMM(
             hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),
-            validate_args=True,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="log_initial must hold"):
-        BlockHMM(
-            hmm.log_initial + 1, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([1]),
             validate_args=True,
         )  # fmt: skip
 
@@ -611,26 +585,6 @@ def test_second_derivatives_with_missing_steps(kind, engine):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["one level", "two levels"])
-def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
-    torch.manual_seed(0)
-    case = Case(kind, [3, 4, 4], [300, 7], num_symbols=40)
-    seen = torch.rand(2, 300) < 0.98
-    found = in_single_precision(case).replace(observed=seen).log_prob(case.values)
-    wanted = case.hmm.replace(observed=seen).dense().log_prob(case.values)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
-    got, want = (
-        torch.cat(
-            [
-                part.flatten()
-                for part in torch.autograd.grad(each.sum(), case.parameters, retain_graph=True)
-            ]
-        )
-        for each in (found, wanted)
-    )
-    assert (got - want).norm() < 1e-4 * want.norm()
-
-
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine):
@@ -664,43 +618,6 @@ def by_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_queries_in_blocks_are_those_of_the_dense_hmm(kind, by_blocks):
-    torch.manual_seed(7)
-    case = Case(kind, [3, 1, 2, 4], [1, 5, 6, 3])
-    hmm, wide, values = case.hmm, case.hmm.dense(), case.values
-    wanted = {
-        "predictive": queries.predictive_log_prob(wide, values),
-        "entropy": queries.path_entropy(wide, values),
-        "posterior": wide.posterior(values),
-    }
-    paths, best = queries.k_best(wide, values, 4)
-    by_blocks()
-    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted["predictive"])
-    torch.testing.assert_close(queries.path_entropy(hmm, values), wanted["entropy"])
-    for one, other in zip(hmm.posterior(values), wanted["posterior"]):
-        torch.testing.assert_close(one, other)
-    found, log_joint = queries.k_best(hmm, values, 4)
-    torch.testing.assert_close(log_joint, best)
-    assert torch.equal(found, paths)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_filters_step_from_block_to_block(kind, by_blocks):
-    """With a missing step in between, and predictions of the next state."""
-    torch.manual_seed(9)
-    case = Case(kind, [3, 1, 2, 4], [5, 5, 5])
-    found, wanted = [], []
-    streams = Filter(case.hmm), Filter(case.hmm.dense())
-    assert streams[0]._blocks is not None
-    for stream, results in zip(streams, (found, wanted)):
-        for t in range(5):
-            results.append(stream.update(None if t == 2 else case.values[:, t]))
-            results.append(stream.predict(2).states)
-        results.append(stream.log_evidence)
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
     torch.manual_seed(10)
     case = Case(kind, [3, 1, 2, 4], [5, 5, 5, 5])
@@ -709,9 +626,10 @@ def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
         [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 0, 1, 0, 1]]
     ).bool()
     values = case.values.masked_fill(~observed, -7)
-    states = wanted.update(case.values, observed)
+    states, ahead = wanted.update(case.values, observed), wanted.predict(2).states
     by_blocks()
     torch.testing.assert_close(found.update(values, observed), states)
+    torch.testing.assert_close(found.predict(2).states, ahead)
     torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
     torch.testing.assert_close(found.surprise, wanted.surprise)
     before = found.states
@@ -804,7 +722,7 @@ def test_best_paths_and_entropy_with_missing_steps(kind, scale, by_blocks, monke
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_with_missing_steps_are_sampled_from_the_posterior(kind, by_blocks):
     torch.manual_seed(12)
-    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 20_000
+    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 8_000
     hmm, wide, values = with_gaps(case)
     posterior = wide.posterior(case.values)
     by_blocks()

@@ -104,16 +104,6 @@ def test_ragged_sequences_do_not_read_their_padding(engine, censored):
     torch.testing.assert_close(whole.durations, durations)
 
 
-@pytest.mark.parametrize("censored_start", [False, True])
-def test_filtered_states_are_those_of_the_observations_so_far(engine, censored_start):
-    *chain, likelihood = problem(3, 3, 5, zeros=True, seed=4)
-    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5), censored_start).exp()
-    for t in range(5):
-        so_far = likelihood[: t + 1], torch.tensor(t + 1)
-        wanted = semi_markov.expected_counts(*chain, *so_far, True, censored_start).states[t]
-        torch.testing.assert_close(found[t], wanted, rtol=1e-10, atol=1e-14)
-
-
 @pytest.mark.parametrize("censored", CUTS, ids=str)
 def test_samples_come_from_the_posterior_of_paths(engine, censored):
     *chain, likelihood = problem(3, 3, 4)
@@ -138,24 +128,19 @@ def test_parameters_of_batches_broadcast(engine):
     found = semi_markov.log_evidence(
         initial.unsqueeze(1), transition.unsqueeze(1), duration.unsqueeze(1), likelihood, lengths
     )
-    mixed = semi_markov.log_evidence(
-        initial.unsqueeze(1), transition[0], duration.unsqueeze(1), likelihood, lengths
-    )
     each = semi_markov.log_evidence(initial[0], transition[:2], duration[0], likelihood, lengths)
-    assert found.shape == mixed.shape == (3, 2)
+    assert found.shape == (3, 2)
     for r in range(3):
         for i in range(2):
             data = likelihood[i], lengths[i]
             parts = initial[r], transition[r], duration[r]
             torch.testing.assert_close(found[r, i], semi_markov.log_evidence(*parts, *data))
-            parts = initial[r], transition[0], duration[r]
-            torch.testing.assert_close(mixed[r, i], semi_markov.log_evidence(*parts, *data))
     for i in range(2):
         parts = initial[0], transition[i], duration[0], likelihood[i], lengths[i]
         torch.testing.assert_close(each[i], semi_markov.log_evidence(*parts))
 
 
-@pytest.mark.parametrize("censored", CUTS, ids=str)
+@pytest.mark.parametrize("censored", CUTS[::3], ids=str)
 def test_gradients_of_first_and_second_order(engine, censored):
     initial, transition, duration, likelihood = problem(3, 3, 4)
     lengths = torch.tensor([4, 2])
@@ -213,17 +198,9 @@ def test_nothing_leaves_the_range_of_numbers(engine):
     np.testing.assert_allclose(found.durations, wanted.durations, atol=1e-12)
 
 
-def test_nan_reaches_the_result(engine):
-    for place in range(4):
-        parts = list(problem(2, 3, 4))
-        parts[place] = parts[place].clone()
-        parts[place].view(-1)[1] = torch.nan
-        assert semi_markov.log_evidence(*parts, torch.tensor(4)).isnan()
-
-
 @pytest.mark.parametrize("censored", CUTS, ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("size", [(2, 4, 2), (2, 8, 5), (3, 2, 5), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("size", [(2, 4, 2), (3, 2, 5)], ids=str)
 def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censored):
     """A number is left only where any other entry leaves the same."""
     parts, length = problem(*size, zeros), torch.tensor(size[2])
@@ -239,19 +216,6 @@ def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censor
             if not found.isnan():
                 torch.testing.assert_close(evidence(-0.5), found)
                 torch.testing.assert_close(evidence(60.0), found)
-
-
-def test_mean_durations_are_those_of_the_dtype_of_the_table():
-    for dtype in (torch.float32, torch.float64):
-        even = torch.full((2, 7), 1 / 7, dtype=dtype).log()
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            found = semi_markov.log_mean_duration(even)
-        finally:
-            torch.set_default_dtype(default)
-        wanted = torch.full((2,), 4.0, dtype=dtype).log()
-        torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
 
 
 def test_float32_is_computed_in_float64_and_returned_in_float32(engine):
@@ -293,9 +257,6 @@ def test_survival_of_durations():
     torch.testing.assert_close(survival.exp(), wanted)
     (gradient,) = torch.autograd.grad(survival[:, 0].sum(), duration)
     torch.testing.assert_close(gradient, duration.exp().detach())
-
-
-def test_survival_keeps_what_a_sum_of_probabilities_would_lose():
     survival = semi_markov.log_survival(torch.tensor([[0.0, -2000.0, -2001.0]]))
     torch.testing.assert_close(survival[0, 1], -2000 + torch.tensor(-1.0).exp().log1p())
 

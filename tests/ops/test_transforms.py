@@ -3,7 +3,7 @@
 import pyro
 import pytest
 import torch
-from pyro.distributions import Bernoulli, Categorical, MultivariateNormal, Normal, Poisson
+from pyro.distributions import Categorical, MultivariateNormal, Normal, Poisson
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from pyrohmm import HMM, HSMM, LinearChainCRF, NeuralHMM, NeuralTagger, blocks, recursions
@@ -32,10 +32,6 @@ def rates(theta):
     return Poisson(theta.exp(), validate_args=False).to_event(1)
 
 
-def bits(theta):
-    return Bernoulli(logits=theta, validate_args=False).to_event(1)
-
-
 def normal(theta):
     return Normal(theta, 0.7, validate_args=False).to_event(1)
 
@@ -52,7 +48,6 @@ FAMILIES = {
     "normal with gaps": (normal, GAPS, 2),
     "covariance": (covariance, logs(N, T, 2, seed=3), 2),
     "poisson": (rates, logs(N, T, 2, seed=3).exp().floor(), 2),
-    "bits": (bits, (logs(N, T, 2, seed=3) > 0).double(), 2),
 }
 
 
@@ -207,20 +202,6 @@ def test_queries_have_derivatives(name, query):
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_gradients_of_each_sequence_of_a_chain(name):
-    make, size = CHAINS[name]
-    theta, values = logs(size, 2, seed=4), logs(N, T, 2, seed=3)
-    (expected,) = by_autograd(lambda theta: make(theta).log_prob(values), theta)
-    for n, length in enumerate(LENGTHS):
-
-        def of_one(theta, values):
-            return make(theta).with_lengths(length).log_prob(values)  # noqa: B023  # called here
-
-        each = vmap(grad(of_one), (None, 0))(theta, values[n : n + 1, :length])
-        torch.testing.assert_close(each[0], expected[n])
-
-
-@pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize(
     "query",
     [lambda chain, values: chain.viterbi(values),
@@ -275,25 +256,6 @@ def test_a_sequence_of_probability_zero_has_gradient_zero():
     for part, other in zip(posterior(initial, transition, scores, lengths),
                            recursions.posterior(initial, transition, scores, lengths)):  # fmt: skip
         torch.testing.assert_close(part, other)
-
-
-def test_a_network_by_functional_call():
-    """Gradients of each sequence by all parameters of a module."""
-    torch.manual_seed(0)
-    network, features = torch.nn.Linear(2, 3), torch.randn(K, 2)
-    values, parameters = FAMILIES["symbols"][1], dict(network.named_parameters())
-    chain = start_and_transition()
-
-    def evidence(parameters):
-        logits = torch.func.functional_call(network, parameters, features)
-        return HMM(*chain, Categorical(logits=logits), LENGTHS).log_prob(values)
-
-    found = jacrev(evidence)(parameters)
-    whole = HMM(*chain, Categorical(logits=network(features)), LENGTHS).log_prob(values)
-    for n in range(N):
-        expected = torch.autograd.grad(whole[n], list(parameters.values()), retain_graph=True)
-        for one, other in zip(found.values(), expected):
-            assert torch.allclose(one[n], other)
 
 
 @pytest.mark.parametrize("unknown", [False, True])

@@ -7,8 +7,8 @@ follows another, so that after M of them the axes are in order again: see
 by a matrix for each j: see :mod:`pyrohmm.ops.second_order`. A Markov chain is the case of one axis:
 so are computed its best paths and samples, and sequences whose scaled messages leave the range.
 
-Everything is summed in logarithms and float64, and comes back in the dtype of the arguments; -inf is
-legal everywhere. A sequence of probability zero has evidence -inf and gradient zero.
+Everything is summed in logarithms and float64, and comes back in the dtype of the arguments; -inf
+is legal everywhere. A sequence of probability zero has evidence -inf and gradient zero.
 """
 
 from __future__ import annotations
@@ -379,7 +379,7 @@ def recursions(arrange: Callable[..., Arranged]) -> tuple[Callable[..., Tensor],
     """Evidence, filtered states, best path and samples of what ``arrange`` makes of arguments."""
 
     def evidence(*arguments: Any) -> Tensor:
-        r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(*B)``; differentiable any number of times."""
+        r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(*B)``; differentiable."""
         return log_evidence(arrange(*arguments))
 
     @torch.no_grad()

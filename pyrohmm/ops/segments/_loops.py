@@ -189,32 +189,23 @@ def _products(vector, matrix, logs, logarithms, out):
 
 
 @kernel
-def _scores_ending(t, arrive, seen, others, first, scores, within, peak):
-    """Scores ``(D, K)`` of the segments that end at t, and their largest; how many durations.
-
-    Their weights are ``first`` for the one that began the sequence, else ``others``.
-    """
-    num_durations, num_states = others.shape
-    span = min(t + 1, num_durations)
-    within[:] = 0.0
-    peak[:] = -np.inf
-    for d in range(span):
-        table = first if d == t else others
-        for k in range(num_states):
-            within[k] += seen[t - d, k]
-            score = arrive[t - d, k] + table[d, k] + within[k]
-            scores[d, k] = score
-            peak[k] = score if score > peak[k] else peak[k]
-    return span
+def _tables(weights, g):
+    """Probabilities ``(2, 2, K, D)`` of the weights of a group: see :func:`_table`."""
+    num_durations, num_states = weights.shape[3:]
+    tables = np.empty((2, 2, num_states, num_durations))
+    for is_first in range(2):
+        for is_last in range(2):
+            tables[is_first, is_last] = _table(weights[is_first, is_last, g])
+    return tables
 
 
 @kernel
 def forward(
-    first, last, initial, transition, interior, right_censored, left_censored, both_censored,
-    likelihood, lengths, filtering, arrive, ends, evidence, filtered,
+    first, last, initial, transition, weights, likelihood, lengths, filtering, arrive, ends,
+    evidence, filtered,
 ):  # fmt: skip
     """Forward messages: see :func:`._torch.forward`."""
-    num_durations, num_states = interior.shape[1:]
+    num_durations, num_states = weights.shape[3:]
     per = lengths.shape[0] // transition.shape[0]
     scores, column = np.empty(num_durations), np.empty(num_states)
     window = np.empty((num_states, likelihood.shape[1]))
@@ -223,31 +214,24 @@ def forward(
     for i in range(first, last):
         g = i // per
         if g != group:
-            group, matrix = g, _matrix(transition[g])
-            among, ending = _table(interior[g]), _table(right_censored[g])
-            left, whole = _table(left_censored[g]), _table(both_censored[g])
+            group, matrix, tables = g, _matrix(transition[g]), _tables(weights, g)
         end = lengths[i] - 1
         seen, enter = likelihood[i], arrive[i]
         enter[0] = initial[i]
         frame[:] = -np.inf
         for t in range(end + 1):
-            span = min(t + 1, num_durations)
+            span, ending = min(t + 1, num_durations), int(t == end)
             for k in range(num_states):
                 row = window[k]
                 frame[k] = _advance(t, k, span, enter, seen, row, frame[k])
-                if t < end:
-                    frame[k], ends[i, t, k], _ = _sum(
-                        t, k, span, enter, seen, row, frame[k], among, left, interior[g],
-                        left_censored[g], scores,
-                    )  # fmt: skip
-                if t == end or filtering:
+                for is_last in range(ending, 2 if filtering else ending + 1):
                     frame[k], value, _ = _sum(
-                        t, k, span, enter, seen, row, frame[k], ending, whole, right_censored[g],
-                        both_censored[g], scores,
+                        t, k, span, enter, seen, row, frame[k], tables[0, is_last],
+                        tables[1, is_last], weights[0, is_last, g], weights[1, is_last, g], scores,
                     )  # fmt: skip
-                    if t == end:
+                    if is_last == ending:
                         ends[i, t, k] = value
-                    if filtering:
+                    if is_last and filtering:
                         filtered[i, t, k] = value
             if t < end:
                 _products(ends[i, t], matrix, transition[g], column, enter[t + 1])
@@ -289,12 +273,11 @@ def _pass_back(before, inside, matrix, logs, whole, weight, row, counts, onward)
 
 @kernel
 def backward(
-    first, last, transition, interior, right_censored, left_censored, both_censored, likelihood,
-    lengths, arrive, ends, evidence, weight, starts, gamma, transitions,
-    interior_sums, right_sums, left_sums, both_sums,
+    first, last, transition, weights, likelihood, lengths, arrive, ends, evidence, weight, starts,
+    gamma, transitions, sums,
 ):  # fmt: skip
     """Posterior counts times ``weight``: see :func:`._torch.backward`."""
-    num_durations, num_states = interior.shape[1:]
+    num_durations, num_states = weights.shape[3:]
     steps = likelihood.shape[1]
     per = lengths.shape[0] // transition.shape[0]
     scores, inside = np.empty(num_durations), np.empty(num_states)
@@ -309,18 +292,16 @@ def backward(
             continue
         g = i // per
         if g != group:
-            group, matrix = g, _matrix(transition[g])
-            among, ending = _table(interior[g]), _table(right_censored[g])
-            left, both = _table(left_censored[g]), _table(both_censored[g])
+            group, matrix, tables = g, _matrix(transition[g]), _tables(weights, g)
         end = lengths[i] - 1
         for r in range(end + 1):  # steps, counted from the end
             seen[r] = likelihood[i, end - r]
         frame[:], onward[0], counts[:], cover[:] = -np.inf, 0.0, 0.0, 0.0
         for r in range(end + 1):
             t, span = end - r, min(r + 1, num_durations)
-            others, of_last, logs, last_logs = among, ending, interior[g], right_censored[g]
-            if t == 0:
-                others, of_last, logs, last_logs = left, both, left_censored[g], both_censored[g]
+            is_first = int(t == 0)
+            others, of_last = tables[is_first, 0], tables[is_first, 1]
+            logs, last_logs = weights[is_first, 0, g], weights[is_first, 1, g]
             for k in range(num_states):
                 row = window[k]
                 frame[k] = _advance(r, k, span, onward, seen, row, frame[k])
@@ -340,12 +321,11 @@ def backward(
                 if t == 0:
                     starts[i, k] = within
                 if begin == 0:
-                    of = both_sums if t == 0 else right_sums
-                    of[g, span - 1, k] += shares[0]
+                    sums[is_first, 1, g, span - 1, k] += shares[0]
                     shares[0] = 0.0
                 if t == 0:
                     for s in range(span):
-                        left_sums[g, span - 1 - s, k] += shares[s]
+                        sums[1, 0, g, span - 1 - s, k] += shares[s]
                     continue
                 for s in range(span):
                     counts[k, num_durations - span + s] += shares[s]
@@ -359,73 +339,53 @@ def backward(
                 gamma[i, end - r, k] = cover[k, r]
         for d in range(num_durations):
             for k in range(num_states):
-                interior_sums[g, d, k] += counts[k, num_durations - 1 - d]
+                sums[0, 0, g, d, k] += counts[k, num_durations - 1 - d]
 
 
 @kernel
-def viterbi(
-    first, last, initial, transition, interior, right_censored, left_censored, both_censored,
-    likelihood, lengths, best,
-):  # fmt: skip
-    """Most probable paths: see :func:`._torch.viterbi`."""
-    num_durations, num_states = interior.shape[1:]
+def largest(first, last, initial, transition, weights, likelihood, lengths, arrive, ends):
+    """Forward messages with maxima for sums."""
+    num_durations, num_states = weights.shape[3:]
     per = lengths.shape[0] // transition.shape[0]
-    scores = np.empty((num_durations, num_states))
-    within, peak = np.empty(num_states), np.empty(num_states)
-    steps = likelihood.shape[1]
-    starts = np.empty((steps, num_states))
-    origin = np.zeros((steps, num_states), np.int64)
-    lasted = np.ones((steps, num_states), np.int64)
+    within = np.empty(num_states)
     for i in range(first, last):
-        g = i // per
-        end = lengths[i] - 1
-        starts[0] = initial[i]
+        g, end = i // per, lengths[i] - 1
+        seen, enter, peaks = likelihood[i], arrive[i], ends[i]
+        enter[0] = initial[i]
+        peaks[:] = -np.inf
         for t in range(end + 1):
-            table, whole = (
-                (right_censored[g], both_censored[g])
-                if t == end
-                else (interior[g], left_censored[g])
-            )
-            seen = likelihood[i]
-            span = _scores_ending(t, starts, seen, table, whole, scores, within, peak)
-            for k in range(num_states):
-                lasted[t, k] = 1
-                for d in range(span):
-                    if scores[d, k] == peak[k]:
-                        lasted[t, k] = d + 1
-                        break
+            within[:] = 0.0
+            for d in range(min(t + 1, num_durations)):
+                table = weights[int(d == t), int(t == end), g]
+                for k in range(num_states):
+                    within[k] += seen[t - d, k]
+                    score = enter[t - d, k] + table[d, k] + within[k]
+                    peaks[t, k] = score if score > peaks[t, k] else peaks[t, k]
             if t < end:
                 for k in range(num_states):
-                    top, choice = -np.inf, 0
-                    for j in range(num_states):
-                        score = peak[j] + transition[g, j, k]
-                        if score > top:
-                            top, choice = score, j
-                    starts[t + 1, k], origin[t + 1, k] = top, choice
-        state = 0
-        for k in range(1, num_states):
-            state = k if peak[k] > peak[state] else state
-        t = end
-        while t >= 0:
-            begin = t + 1 - lasted[t, state]
-            best[i, begin : t + 1] = state
-            state = origin[begin, state]
-            t = begin - 1
+                    enter[t + 1, k] = -np.inf
+                for j in range(num_states):
+                    for k in range(num_states):
+                        score = peaks[t, j] + transition[g, j, k]
+                        enter[t + 1, k] = score if score > enter[t + 1, k] else enter[t + 1, k]
 
 
 @kernel
 def _choose(logs, count, uniform):
-    """An index below ``count`` with probabilities in proportion to exp(``logs``)."""
-    peak = -np.inf
+    """An index below ``count`` with probabilities in proportion to exp(``logs``).
+
+    That of the first largest, if ``uniform`` is negative.
+    """
+    peak, choice = -np.inf, 0  # an impossible sequence has no posterior: any path will do
     for i in range(count):
-        peak = logs[i] if logs[i] > peak else peak
-    if peak == -np.inf:  # an impossible sequence has no posterior: any path will do
-        return 0
+        if logs[i] > peak:
+            peak, choice = logs[i], i
+    if peak == -np.inf or uniform < 0.0:
+        return choice
     total = 0.0
     for i in range(count):
         total += np.exp(logs[i] - peak)
     rest = uniform * total
-    choice = 0
     for i in range(count):
         share = np.exp(logs[i] - peak)
         if share > 0.0:
@@ -437,17 +397,13 @@ def _choose(logs, count, uniform):
 
 
 @kernel
-def sample_states(
-    first, last, transition, interior, right_censored, left_censored, both_censored, likelihood,
-    lengths, arrive, ends, uniform, states,
-):  # fmt: skip
-    """Paths sampled backwards: see :func:`._torch.sample_states`."""
-    num_durations, num_states = interior.shape[1:]
+def walk_back(first, last, transition, weights, likelihood, lengths, arrive, ends, uniform, states):
+    """Paths from the last segment to the first: see :func:`._torch.sample_states`."""
+    num_durations, num_states = weights.shape[3:]
     per = lengths.shape[0] // transition.shape[0]
     logs, spans = np.empty(num_states), np.empty(num_durations)
     for i in range(first, last):
-        g = i // per
-        end = lengths[i] - 1
+        g, end = i // per, lengths[i] - 1
         for s in range(states.shape[0]):
             t, state = end, 0
             while t >= 0:
@@ -456,17 +412,11 @@ def sample_states(
                     if t < end:
                         logs[k] += transition[g, k, state]
                 state = _choose(logs, num_states, uniform[s, i, t, 0])
-                table, whole = (
-                    (right_censored[g], both_censored[g])
-                    if t == end
-                    else (interior[g], left_censored[g])
-                )
-                span = min(t + 1, num_durations)
-                within = 0.0
+                span, within = min(t + 1, num_durations), 0.0
                 for d in range(span):
-                    table = whole if d == t else table
                     within += likelihood[i, t - d, state]
-                    spans[d] = arrive[i, t - d, state] + table[d, state] + within
+                    weight = weights[int(d == t), int(t == end), g, d, state]
+                    spans[d] = arrive[i, t - d, state] + weight + within
                 begin = t - _choose(spans, span, uniform[s, i, t, 1])
                 states[s, i, begin : t + 1] = state
                 t = begin - 1

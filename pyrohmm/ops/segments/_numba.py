@@ -12,7 +12,7 @@ from .chain import SegmentChain
 
 def _work(chain: SegmentChain) -> int:
     """Multiplications for each sequence."""
-    size, num_states = chain.interior.shape[1:]
+    size, num_states = chain.weights.shape[3:]
     return chain.likelihood.size(1) * num_states * (num_states + 10 * size)
 
 
@@ -34,7 +34,7 @@ def backward(
     count = len(chain.lengths)
     threads = threads_of(count, count * _work(chain))
     gamma, starts = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.initial)
-    sums = [[torch.zeros_like(table) for table in chain[1:6]] for _ in range(threads)]
+    sums = [[torch.zeros_like(table) for table in chain[1:3]] for _ in range(threads)]
     constant = [part.numpy() for part in (*chain[1:], arrive, ends, evidence, weight)]
 
     def run_part(part: int) -> None:
@@ -48,15 +48,15 @@ def backward(
 
 def viterbi(chain: SegmentChain) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
-    best = torch.zeros(chain.likelihood.shape[:2], dtype=torch.long)
-    run(_loops.viterbi, len(best), _work(chain), *chain, best)
-    return best
+    arrive, ends = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.likelihood)
+    run(_loops.largest, len(ends), _work(chain), *chain, arrive, ends)
+    best = ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2)
+    return sample_states(chain, arrive, ends, best)[0]
 
 
 def sample_states(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
-    """Paths ``(S, N, T)`` sampled backwards: see :func:`._torch.sample_states`."""
+    """Paths ``(S, N, T)`` sampled backwards, where ``uniform`` is not negative; else the best."""
     states = torch.zeros(uniform.shape[:-1], dtype=torch.long)
     work = 10 * len(states) * chain.likelihood[0].numel()
-    constant = *chain[1:], arrive, ends, uniform
-    run(_loops.sample_states, len(chain.lengths), work, *constant, states)
+    run(_loops.walk_back, len(chain.lengths), work, *chain[1:], arrive, ends, uniform, states)
     return states
