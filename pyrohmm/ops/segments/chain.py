@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._checks import check_broadcast, check_same_device, check_tensor
+from ..._checks import check_broadcast, check_same_device
 from ..._transforms import transforming
 from ..dense.chain import check_arguments
 from ..log_space import finite_or_zero
@@ -56,11 +56,6 @@ def arrange(
 
     ``log_weights`` ``(2, 2, *B, K, D)`` become ``weights``.
     """
-    check_tensor("log_transition", log_transition)
-    if log_transition.dim() < 2:
-        raise ValueError(
-            f"log_transition must have shape (*B, K, K); got {tuple(log_transition.shape)}."
-        )
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states = parts.initial.size(-1)
     shape = log_duration.shape
