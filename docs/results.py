@@ -219,37 +219,6 @@ def structure_table() -> str:
     return table(["chain", "ms", "over the plain one"], body)
 
 
-def chunks_table() -> str:
-    """Long chains by torch alone: steps, chunks, a prefix sum, and both."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows("prefix_sum"):
-        found.setdefault(", ".join(map(str, row["shape N, T, K"])), {})[row["method"]] = row
-    body = [
-        [shape, *(plain(row["milliseconds"]) for row in ways.values()), ways["steps"]["taken"]]
-        for shape, ways in found.items()
-    ]
-    names = ["step by step", "chunks", "prefix sum", "both"]
-    return table(["N, T, K", *(f"{name}, ms" for name in names), "taken"], body)
-
-
-def prefix_numbers() -> dict[str, str]:
-    """How many times longer than both together chunks and the prefix sum alone take."""
-    shown = [row for row in rows("prefix_sum", taken="both")]
-    ways = {name: [row for row in shown if row["method"] == name]
-            for name in ("chunks", "prefix sum", "both")}  # fmt: skip
-    slower = {name: [row["times_slower_than_both"][0] for row in found]
-              for name, found in ways.items()}  # fmt: skip
-    fewer = [chunks["operations"] / both["operations"]
-             for chunks, both in zip(ways["chunks"], ways["both"])]  # fmt: skip
-    return {
-        "chunks": bounds(slower["chunks"], 1),
-        "scan": bounds(slower["prefix sum"], 1),
-        "fewer": bounds(fewer, 1),
-        "won": str(sum(ratio >= 1.5 for ratio in slower["chunks"])),
-        "shapes": str(len(slower["chunks"])),
-    }
-
-
 def query_table() -> str:
     """Posterior, Viterbi and path samples."""
     body = []
@@ -845,7 +814,6 @@ TABLES = {
     "block_queries": block_queries_table,
     "block_ways": block_ways_table,
     "engine_ways": engine_ways_table,
-    "chunks": chunks_table,
     "pairs": pairs_table,
     "fits": fits_table,
     "matrix": matrix_table,
@@ -1103,6 +1071,5 @@ def substitutions() -> dict[str, Any]:
         "diversity": diversity_numbers(),
         "language": language_numbers(),
         "switch": switch_numbers(),
-        "prefix": prefix_numbers(),
         "intervals": intervals_numbers(),
     }

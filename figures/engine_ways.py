@@ -20,6 +20,7 @@ from block_ways import Call, lines
 from common import arguments, interleaved, ratio, write
 
 from pyrohmm.ops import backends, recursions
+from pyrohmm.ops.dense import _paths, _torch
 
 NAME = "engine_ways"
 
@@ -70,6 +71,27 @@ def unsure_again(call: Call) -> Call:
     return run
 
 
+def by_torch(call: Call, chunked: bool = True) -> Call:
+    """The same by operations of torch, with long sequences in chunks or step by step."""
+    taken = _torch._by_chunks if chunked else lambda *_: None
+
+    def run() -> None:
+        with backends.use(backends.TORCH), mock.patch.object(_torch, "_by_chunks", taken):
+            call()
+
+    return run
+
+
+def best_path(num_states: int, steps: int) -> Call:
+    """Most probable paths of 64 sequences."""
+    torch.manual_seed(0)
+    initial, matrix = (
+        torch.randn(*lead, num_states).log_softmax(-1) for lead in ((), (1, num_states))
+    )
+    likelihood, lengths = torch.randn(64, steps, num_states), torch.full((64,), steps)
+    return lambda: recursions.viterbi(initial, matrix, likelihood, lengths)
+
+
 def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
     """For each way its shape, its source, and how it and the general way are called."""
     found = []
@@ -84,6 +106,17 @@ def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
     shape = f"64 sequences of {steps} steps, cycle of 10 states, float32"
     sources = [loops._Passes.bound_losses]
     found.append(("bound of what was lost", shape, sources, call, unsure_again(call)))
+    for count, num_states in ((1, 4), (1, 16), (8, 8)):
+        call = gradient(num_states, 300 if quick else 2000, count, cycle=False)
+        shape = f"{count} x 2,000 steps, {num_states} states, by torch"
+        sources = [_torch._by_chunks, _torch._operators, _torch._scaled, _torch.prefixes]
+        special, general = by_torch(call), by_torch(call, chunked=False)
+        found.append(("chunks joined by a prefix sum", shape, sources, special, general))
+    for num_states in (16, 256, 1000):
+        call = best_path(num_states, 5 if quick else 50)
+        shape = f"64 x 50 steps, {num_states} states"
+        sources = [_paths.viterbi_lanes.py_func, _paths.viterbi_rows.py_func]
+        found.append(("best paths by compiled loops", shape, sources, call, by_torch(call)))
     return found
 
 

@@ -21,6 +21,9 @@ WORTH = 2_000_000
 WIDEST = 128
 """States up to which compiled loops are faster than matrix products of torch, 64 sequences."""
 
+WIDEST_PATHS = 1 << 16
+"""States up to which loops, which note a state in two bytes, find best paths: ten times at 256."""
+
 FEW = 4
 """Sequences up to which loops are faster at any number of states: a product has few rows then."""
 
@@ -30,6 +33,13 @@ SIDE_BY_SIDE = 16
 PIECES = 4, 3200
 """Most states and fewest steps of one sequence that is cut in pieces: 2.0 times at 50,000 steps
 and 2 states, 1.8 at 4, 1.1 at 4,000 steps."""
+
+CHUNKS, CHUNKED_ON_DEVICE = (256, 1000), 32_000
+"""Fewest steps, and most sequences times K^2, that torch takes in chunks side by side: 2.4 to 24
+times below, 1.2 to 1.6 there. On an accelerator, where launches count, it is estimated."""
+
+CLOSE = 256
+"""Rounding errors by which messages at the ends of chunks may differ from those of a scan."""
 
 ADDED = 1 << 10
 """Numbers from which sums by index are by a compiled loop: 1.5 to 4.3 times from 40,000 on."""

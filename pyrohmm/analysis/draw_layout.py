@@ -21,7 +21,15 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.guides import samples_of
 from ..infer.models import check_returns_hmm, to_model_device
-from ..infer.plates import AtValues, Plates, SequencePlate, hmm_at, marks_of, sequence_plates
+from ..infer.plates import (
+    AtValues,
+    Plates,
+    SequencePlate,
+    hmm_at,
+    marks_of,
+    sequence_plates,
+    values_for,
+)
 from ..infer.results import Fit
 from ..infer.sampled import SampledFit
 from ..nn.base import in_mode
@@ -60,7 +68,7 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
     """
     with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
         try:
-            with AtValues(one, data, {}):
+            with AtValues(one):
                 trace = poutine.trace(model).get_trace(data)
         except WRONG:  # they are of other sequences, or none are of the model
             trace = poutine.trace(model).get_trace(data)
@@ -123,7 +131,7 @@ def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, cou
     """Log-density ``(S,)`` of S samples under the priors and the factors beside them."""
     total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
     with torch.no_grad(), poutine.block(), in_mode(False, model):
-        with AtValues(values, data, layout.plates):
+        with AtValues(values_for(values, data, layout.plates)):
             trace = poutine.trace(model).get_trace(data)
         for name, site in trace.nodes.items():
             factor = isinstance(site.get("fn"), Unit) and not site["cond_indep_stack"]
@@ -149,7 +157,7 @@ def own_from_prior(
     rows = []
     with torch.no_grad(), poutine.block(), in_mode(False, model):
         for i in range(shape.numel()):
-            with AtValues({name: value[i] for name, value in flat.items()}, data, {}):
+            with AtValues({name: value[i] for name, value in flat.items()}):
                 nodes = poutine.trace(model).get_trace(data).nodes
             rows.append({name: nodes[name]["value"] for name in plates})
     new = {name: torch.stack([row[name] for row in rows]) for name in plates}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
+from .._sync import exceeds
 from .._transforms import evidence_and_gradient, transforming
 from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 
@@ -192,6 +193,9 @@ class Chain:
         """Expected counts: gradients of the evidence by the parameters and log-likelihoods.
 
         A sequence of probability zero counts nowhere.
+
+        Raises:
+            ValueError: If a gradient is NaN where the evidence is finite.
         """
         names = list(self.parameters)
 
@@ -201,6 +205,13 @@ class Chain:
         batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
         likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
         total, (states, *counts) = gradients(evidence, likelihood, *self.parameters.values())
+        for name, count in zip(names, counts) if not transforming() else ():
+            if not exceeds((total.isnan().any() | ~count.isnan().any()).double(), 0.5):
+                raise ValueError(
+                    f"the gradient of the evidence by {name} is NaN. Where probabilities may be "
+                    f"zero, {type(self).__name__} should take pyrohmm.ops.log_space.log of them, "
+                    "whose gradient at zero is zero."
+                )
         return ExpectedCounts(total, states, dict(zip(names, counts)))
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.log_space import logsumexp
 from ..ops.products import take_rows
 from .block_hmm import BlockHMM
-from .block_symbols import BlockSymbols, ContextSymbols
+from .block_symbols import BlockSymbols
 
 
 class NGramProbs(NamedTuple):
@@ -63,36 +63,37 @@ class NGramWeights(NamedTuple):
     symbol: Tensor
 
 
+def _refuse(query: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{query} is not possible for a chain mixed with an n-gram, of which only the "
+        "probabilities of the given symbols are known. hmm.words is the chain without the "
+        "n-gram, which can."
+    )
+
+
 class _NGramChain(BlockChain):
     """A chain whose transitions depend on the symbols before: it is known within blocks alone."""
-
-    def _refuse(self, query: str) -> NoReturn:
-        raise NotImplementedError(
-            f"{query} is not possible for a chain mixed with an n-gram, of which only the "
-            "probabilities of the given symbols are known. hmm.words is the chain without the "
-            "n-gram, which can."
-        )
 
     @property
     def log_transition(self) -> NoReturn:
         """Refused: it depends on the symbols before."""
-        self._refuse("log_transition")
+        _refuse("log_transition")
 
     def check_constant(self, purpose: str) -> NoReturn:
         """Raise: it changes with the symbols before."""
-        self._refuse(purpose)
+        _refuse(purpose)
 
     def transitions(self) -> NoReturn:
         """Refused: they depend on the symbols before."""
-        self._refuse("a step without the n-gram")
+        _refuse("a step without the n-gram")
 
     def going_on(self, carried: CarriedState) -> NoReturn:
         """Refused: what the n-gram says of the first symbols is not known."""
-        self._refuse("continue_from")
+        _refuse("continue_from")
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> NoReturn:
         """Refused: it depends on the symbols before."""
-        self._refuse("sampling")
+        _refuse("sampling")
 
     def first(self, block: Tensor, log_block: Tensor, logits: Tensor) -> Tensor:
         """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)``.
@@ -107,7 +108,7 @@ class _NGramChain(BlockChain):
         return within[block] + _mixed(shares[block].unsqueeze(-1), log_block, logits)
 
 
-class NGramSymbols(ContextSymbols):
+class NGramSymbols(BlockSymbols):
     """Symbols of the states of their blocks, mixed with what an n-gram says of some sequences.
 
     Args:
@@ -115,8 +116,6 @@ class NGramSymbols(ContextSymbols):
         ngram: What the n-gram says of the sequences.
         weights: Logits of its weights.
     """
-
-    kind = "a chain mixed with an n-gram"
 
     def __init__(self, words: BlockSymbols, ngram: NGramProbs, weights: NGramWeights) -> None:
         super().__init__(words.log_probs, words.blocks)
@@ -132,6 +131,15 @@ class NGramSymbols(ContextSymbols):
             mixed = _mixed(alone, log_symbol, logits)
         beyond = (self.blocks.states[blocks] < 0).to(alone.device)
         return blocks, mixed.masked_fill(beyond, -torch.inf)
+
+    @property
+    def distribution(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        _refuse("an emission of all states")
+
+    def sample(self, states: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        _refuse("a sample")
 
     def of_rows(self, count: int) -> NGramProbs:
         """Log-probabilities of the n-gram for N rows ``(N, T)``: its sequences, repeated."""

@@ -8,6 +8,7 @@ Its modules; each imports only those above it:
 ``guides``        ``RotationGuide``; samples, and one value, of any guide
 ``plates``        latent variables of which each sequence has one
 ``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
+``options``       ``FitOptions``: the arguments that gradient fits share
 ``starts``        where EM begins
 ``resizing``      merge and split of states
 ``ascent``        how M-steps under a diversity prior rise
@@ -17,7 +18,6 @@ Its modules; each imports only those above it:
 ``uncertainty``   ``Information``: standard errors and intervals
 ``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
-``options``       ``FitOptions``: the arguments that gradient fits share
 ``descent``       gradient steps: optimizer, schedule, clipping, averages
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``

@@ -19,7 +19,6 @@ from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
 
-from .._checks import check_returned, check_size
 from ..data.pair_counts import binned as binned
 from ..data.pair_counts import check_edges
 from ..data.pair_counts import count_pairs as count_pairs
@@ -28,7 +27,6 @@ from ..data.pair_counts import quantile_edges as quantile_edges
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..distributions.structured_hmm import HSMM
 from ..nn.base import HMMModule, OwnParameters
 from ..ops.pair_losses import cross_entropy as cross_entropy
 from ..ops.pair_losses import relative_distance as relative_distance
@@ -40,7 +38,7 @@ from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
 from .gradient import fit_map
 from .models import LogPrior, build, exclusive, factor_log_prior
-from .options import FitOptions, check_names
+from .options import FitOptions
 from .results import Fit
 
 Target = Pairs | Tensor
@@ -93,44 +91,6 @@ def _cdf(distribution: Any, points: Tensor) -> Tensor:
         ) from None
 
 
-def average_probs(hmm: HMM, num_steps: int) -> Tensor:
-    r"""Marginal distribution of the first state of a random pair of adjacent steps.
-
-    .. math:: \frac{1}{T - 1} \sum_{t=1}^{T-1} p(z_t)
-
-    For chains that do not start in their stationary distribution:
-    ``predicted(average_probs(hmm, T), hmm.log_transition, probs)`` is the joint distribution of
-    adjacent symbols in sequences of T steps.
-
-    Args:
-        hmm: Its initial probabilities and its transition matrix are used.
-        num_steps: T, at least 2.
-
-    Returns:
-        ``(*B, K)`` probabilities.
-
-    Example:
-        >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-        >>> coins = Categorical(torch.ones(2, 2) / 2)
-        >>> hmm = HMM(torch.tensor([1.0, 0.0]).log(), swap.log(), coins, torch.tensor(4))
-        >>> average_probs(hmm, 4)  # of the states 0, 1, 0
-        tensor([0.6667, 0.3333])
-    """
-    check_size("num_steps", num_steps)
-    if num_steps < 2:
-        raise ValueError("num_steps must be at least 2: a single step is in no pair; got 1.")
-    hmm.check_markov("average_probs")
-    if hmm.transition_per_step:
-        raise ValueError("hmm must have one transition matrix for all steps; it has one per step.")
-    transition = hmm.log_transition.exp()
-    probs = hmm.log_initial.exp().unsqueeze(-2)  # (*B, 1, K)
-    total = probs
-    for _ in range(num_steps - 2):
-        probs = probs @ transition
-        total = total + probs
-    return total.squeeze(-2) / (num_steps - 1)
-
-
 class CooccurrenceModel(OwnParameters):
     r"""Joint distribution of symbols d steps apart, counted and predicted; their loss is a factor.
 
@@ -160,10 +120,9 @@ class CooccurrenceModel(OwnParameters):
         generator: Source of randomness for them; torch's global one by default.
 
     Raises:
-        TypeError: If a target is neither pairs nor a tensor, or the module emits neither symbols
-            nor numbers with edges.
-        ValueError: If the model changes with the step, V is not that of the target, there are not
-            as many weights as targets, or pairs are to be sampled from a dense target.
+        TypeError: If the module emits neither symbols nor numbers with edges.
+        ValueError: If the model changes with the step, V is not that of the target, or there are
+            not as many weights as targets.
     """
 
     # What fits say of an infinite loss, in place of what they say of sequences.
@@ -187,76 +146,41 @@ class CooccurrenceModel(OwnParameters):
     ) -> None:
         super().__init__()
         self.targets = [target] if isinstance(target, Pairs | Tensor) else list(target)
+        if len(self.targets) > 1 and any(isinstance(each, Tensor) for each in self.targets):
+            raise ValueError(
+                "target: dense shares do not say of which lag they are; several targets must be "
+                "Pairs. Call pair_counts.count_pairs for each lag."
+            )
         self.weights: list[Any] = (
             list(weight) if isinstance(weight, Sequence) else [weight] * len(self.targets)
         )
+        if not all(0 < each < math.inf for each in self.weights):
+            raise ValueError(
+                f"weight must be a positive number, or one for each target; got {weight!r}."
+            )
         self.module, self.log_prior, self.loss, self.stationary = (
             module, log_prior, loss, stationary
         )  # fmt: skip
         self.pairs_per_step, self.generator = pairs_per_step, generator
-        self._check()
         self.register_buffer("edges", edges)
-
-    def _check(self) -> None:
-        """Raise unless the arguments fit together."""
-        for target in self.targets:
-            if not isinstance(target, Pairs | Tensor):
-                raise TypeError(
-                    "target must be Pairs or a dense tensor, or a list of them; got "
-                    f"{type(target).__name__}. Call pair_counts.count_pairs on sequences."
-                )
-            if isinstance(target, Tensor) and len(self.targets) > 1:
-                raise ValueError(
-                    "target: dense shares are of adjacent symbols, and do not say of which lag; "
-                    "several targets must be Pairs. Call pair_counts.count_pairs for each lag."
-                )
-            if isinstance(target, Tensor) and self.pairs_per_step is not None:
-                raise ValueError("pairs_per_step needs Pairs to sample from; the target is dense.")
-        if len(self.weights) != len(self.targets) or not self.targets:
-            raise ValueError(
-                f"weight must be one number, or one for each target; got {len(self.weights)} for "
-                f"{len(self.targets)} targets."
-            )
-        for weight in self.weights:
-            if isinstance(weight, Tensor) or not 0 < weight < math.inf:
-                raise ValueError(
-                    f"weight must be a positive number, or one for each target; got {weight!r}."
-                )
-        for name in ("loss", "stationary"):
-            if not callable(function := getattr(self, name)):
-                raise TypeError(f"{name} must be a function; got {type(function).__name__}.")
-        if self.pairs_per_step is not None:
-            check_size("pairs_per_step", self.pairs_per_step)
 
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
-        if isinstance(hmm, HSMM):
-            raise ValueError(
-                "co-occurrences need a Markov chain; the states of the model last for durations of "
-                "their own. Fit it with fit_map or fit_em."
-            )
-        if hmm.transition_per_step or hmm.emission_per_step:
-            raise ValueError(
-                "co-occurrences need one distribution for all steps; the model changes with the "
-                "step. Fit it with fit_map or fit_em."
-            )
+        hmm.check_constant("fit_cooccurrence")
         emission: Any = hmm.emission
         probs = _symbol_probs(emission) if self.edges is None else bin_probs(emission, self.edges)
         if self.log_prior is not None:
             factor_log_prior(self.log_prior, hmm)
         marginal = self.stationary(hmm.log_transition)
-        check_returned("stationary", marginal, Tensor, "a tensor of probabilities (*B, K)")
         self.targets = [target.to(probs.device) for target in self.targets]
         total: Any = 0.0
-        for target, weight in zip(self.targets, self.weights):
+        for target, weight in zip(self.targets, self.weights, strict=True):
             lag = 1 if isinstance(target, Tensor) else target.lag
             if self.pairs_per_step is not None and isinstance(target, Pairs):
                 target = target.sample(self.pairs_per_step, self.generator)
             joint = joint_probs(marginal, hmm.log_transition, lag)
-            loss = self.loss(joint, probs, target)
-            check_returned("loss", loss, Tensor, "a tensor of losses (*B)")
-            total = total - weight * loss
+            total = total - weight * self.loss(joint, probs, target)
         pyro.factor("pairs", total)
         return hmm
 
@@ -332,7 +256,6 @@ def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
-    check_names(fit_cooccurrence, options, ("batch_size", "batch_tokens", "windows", "precision"))
     targets, notes = _targets(module, data, num_symbols, lags, edges)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
@@ -372,15 +295,7 @@ def _targets(
         if lags is not None:
             raise ValueError("lags are of sequences; pairs have theirs already. Count each lag: "
                              "pair_counts.count_pairs(data, num_symbols, lag).")  # fmt: skip
-        targets = [data] if isinstance(data, Pairs | Tensor) else list(data)
-        other = [type(each).__name__ for each in targets if not isinstance(each, Pairs | Tensor)]
-        if other or not targets:
-            raise TypeError(
-                "data must be Sequences or what was counted; got several "
-                f"{other[0] if other else 'of nothing'}. Count their pairs: "
-                "pair_counts.count_pairs(data, num_symbols)."
-            )
-        return targets, []
+        return [data] if isinstance(data, Pairs | Tensor) else list(data), []
     if data.covariates is not None:
         raise ValueError(
             "co-occurrences need one distribution for all steps; data has covariates. Fit it with "
@@ -392,12 +307,7 @@ def _targets(
     elif num_symbols is None:
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
             num_symbols = _symbol_probs(module(torch.tensor([1])).emission).size(-1)
-    lags = (1,) if lags is None else lags
-    if not isinstance(lags, Iterable) or isinstance(lags, Tensor) or not (lags := list(lags)):
-        raise ValueError(f"lags must be some numbers of steps, such as (1, 2); got {lags}.")
-    for lag in lags:
-        check_size("each of lags", lag)
-    return [count_pairs(data, num_symbols, lag) for lag in lags], notes
+    return [count_pairs(data, num_symbols, lag) for lag in lags or (1,)], notes
 
 
 def _symbol_probs(emission: Any) -> Tensor:

@@ -30,7 +30,7 @@ from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, u
 from ..nn.discrete import CategoricalEmission
 from ..nn.family import Emission
 from ..ops.path_samples import PathSamples, sample_paths
-from .hmc import Coordinates, State, Tuning, trajectory
+from .hmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .parameters import Parameters
 from .results import Fit
@@ -272,7 +272,7 @@ class Gibbs(Chains):
         others = (
             {}
             if self.others is None
-            else {"others": vars(self.others.tuning) | {"names": self.others.names}}
+            else {"others": vars(self.others.hamiltonian.tuning) | {"names": self.others.names}}
         )
         return self.parameters.state() | others
 
@@ -281,7 +281,7 @@ class Gibbs(Chains):
         self.parameters.restore(state)
         if "others" in state:
             self.others = Others(self.parameters, state["others"].pop("names"), self.warmup)
-            self.others.tuning = Tuning(**state["others"])
+            self.others.hamiltonian.tuning = Tuning(**state["others"])
 
 
 class Others:
@@ -297,22 +297,18 @@ class Others:
 
     def __init__(self, parameters: Parameters, names: list[str], warmup: int) -> None:
         self.parameters, self.names = parameters, names
-        now = {name: parameters.get(name) for name in names}
         supports = {name: parameters.sites[name].support for name in names}
-        self.coordinates = Coordinates(supports, now)
-        place = self.coordinates.free(now)
-        self.tuning = Tuning(torch.ones_like(place[0]), warmup)
+        self.hamiltonian = Hamiltonian(supports, self._now(), self.log_density, warmup)
+
+    def _now(self) -> Values:
+        return {name: self.parameters.get(name) for name in self.names}
 
     def step(self) -> None:
         """One trajectory of every chain, given the other parameters."""
-        parameters, coordinates = self.parameters, self.coordinates
-        place = coordinates.free({name: parameters.get(name) for name in self.names})
-        state = State(place, *coordinates.density(self.log_density, place))
-        step, num_steps, _ = self.tuning.steps()
-        parts = coordinates, self.log_density, state, self.tuning.scale
-        end, moved = trajectory(*parts, step, num_steps)
-        self.tuning.learn(state, end, moved)
-        self._set(coordinates.constrain(end.place)[0])
+        hamiltonian = self.hamiltonian
+        hamiltonian.state = hamiltonian.at(hamiltonian.free(self._now()))
+        hamiltonian.step()
+        self._set(hamiltonian.constrain(hamiltonian.state.place)[0])
 
     def log_density(self, values: Values) -> Tensor:
         """The log joint density of each chain, with the other parameters as they are."""

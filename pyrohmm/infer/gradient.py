@@ -11,16 +11,15 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample
-from torch import nn
 
 from .._checks import check_returned, check_size
-from ..data.parts import Parts, first_sequence, in_parts
+from ..data.parts import first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
 from ..nn.tabular import SharedRows
 from .models import exclusive, to_model_device
-from .objective import check_events, is_enumerated, latent_sites, parameters_read
-from .options import FitOptions, Settings, check_names, check_settings, sees_all
+from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
+from .options import MINIBATCHES, FitOptions, settings_of
 from .results import WINDOW, Fit, Point, Restarts
 from .training import check_model_and_data, train
 
@@ -94,12 +93,10 @@ def fit_svi(
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
-    check_names(fit_svi, options, ())
-    settings: Settings = {
-        "num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance,
-        "batch_size": batch_size, "validation": validation, **options,
-    }  # fmt: skip
-    check_settings(settings)
+    settings = settings_of(
+        fit_svi, num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
+        batch_size=batch_size, validation=validation, **options,
+    )  # fmt: skip
     return train(model, guide, data, settings, "SVI")
 
 
@@ -151,18 +148,28 @@ def fit_map(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    check_names(fit_map, options, ())
-    settings: Settings = {
-        "num_steps": num_steps, "learning_rate": learning_rate, "tolerance": tolerance,
-        "batch_size": batch_size, "validation": validation, **options,
-    }  # fmt: skip
-    check_settings(settings)
+    settings = settings_of(
+        fit_map, num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
+        batch_size=batch_size, validation=validation, **options,
+    )  # fmt: skip
     check_size("restarts", restarts)
     data, start = in_parts(data), partial(_interior_value, init)
     if restarts == 1:
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=start)
         return train(model, guide, data, settings, "MAP")
-    _check_restarts(model, data, settings)
+    for name in ("validation", "elbo"):
+        if settings[name] is not None:
+            raise ValueError(
+                f"{name} is that of one fit: give restarts=1, and start at the best of several: "
+                "init=init_to_value(values=fit.start)."
+            )
+    check_model_and_data(model, data)
+    at_once = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
+    example = data if at_once and isinstance(data, Sequences) else first_sequence(data)
+    with pyro.get_param_store().scope():
+        trace = trace_of_batchable(model, to_model_device(model, None, example))
+    latent = [trace.nodes[name] for name in latent_sites(trace)[0]]
+    check_events({site["name"]: site["fn"] for site in latent if not site["cond_indep_stack"]})
 
     @wraps(model, assigned=(), updated=())
     def batched(batch: Sequences) -> Any:
@@ -170,7 +177,7 @@ def fit_map(
             return model(batch)
 
     guide = AutoDelta(batched, init_loc_fn=start)
-    return _best(train(batched, guide, data, settings, "MAP", batched=True), model)
+    return _best(train(batched, guide, data, settings, "MAP", restarts), model)
 
 
 def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
@@ -184,38 +191,6 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
     value = init(site)
     check_returned("init", value, torch.Tensor, "a tensor, the initial value of a site")
     return interior(site["fn"].support, value).clone()  # the optimizer changes it in place
-
-
-def _check_restarts(model: Any, data: Sequences | Parts, settings: Settings) -> None:
-    """Raise unless ``model`` can be fitted by batched restarts."""
-    check_model_and_data(model, data)
-    if settings["validation"] is not None:
-        raise ValueError("validation is that of one fit; give restarts=1, and start at the best "
-                         "of several: init=init_to_value(values=fit.start).")  # fmt: skip
-    if settings.get("elbo") is not None:
-        raise ValueError("elbo is that of one fit; the loss of restarts is minus their log joint "
-                         "density. Give restarts=1.")  # fmt: skip
-    with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-        whole = sees_all(settings) and isinstance(data, Sequences)
-        first = data if whole else first_sequence(data)
-        with poutine.trace(param_only=True) as read:
-            trace = poutine.trace(model).get_trace(to_model_device(model, None, first))
-        supports, enumerated = latent_sites(trace)
-        parameters = parameters_read(model, read)
-        if isinstance(model, nn.Module):
-            parameters = [*model.parameters()]
-        if any(parameter.requires_grad for parameter in parameters):
-            raise ValueError(
-                "restarts need every parameter to have a prior, so that each restart has another "
-                "value; the model has parameters without one. Fit it once for each start."
-            )
-        if enumerated:
-            raise ValueError(
-                "restarts need a model whose states are summed out, such as MarginalModel; this "
-                "one enumerates them."
-            )
-        nodes = trace.nodes
-        check_events({n: nodes[n]["fn"] for n in supports if not nodes[n]["cond_indep_stack"]})
 
 
 def _best(fit: Fit, model: Callable[..., Any]) -> Fit:

@@ -17,55 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
+from ..distributions.sparse_dirichlet import interior
+
 ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
 TARGET = 0.651  # acceptance that is best for trajectories whose length is tuned
 LONGEST = 256  # leapfrog steps of a trajectory
-WINDOWS = (0.05, 0.15, 0.35, 0.65)  # of the warmup, at whose ends the metric is renewed
+WINDOWS = (0.05, 0.15, 0.35)  # of the warmup, at whose ends the metric is renewed
 
 LogDensity = Callable[[dict[str, Tensor]], Tensor]
-
-
-class Coordinates:
-    """Unconstrained coordinates ``(C, D)`` of latent variables.
-
-    Args:
-        supports: Space of each variable, by name.
-        values: Of the variables, ``(C, ...)``.
-    """
-
-    def __init__(
-        self, supports: Mapping[str, constraints.Constraint], values: Mapping[str, Tensor]
-    ) -> None:
-        self.transforms: Any = {name: biject_to(supports[name]) for name in values}
-        free = {name: self.transforms[name].inv(value) for name, value in values.items()}
-        self.shapes = {name: value.shape[1:] for name, value in free.items()}
-        self.dtype = next(iter(free.values())).dtype
-
-    def free(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Coordinates of values."""
-        parts = [self.transforms[name].inv(values[name]).flatten(1) for name in self.shapes]
-        return torch.cat(parts, -1)
-
-    def constrain(self, free: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Values of coordinates, and the log-determinant ``(C,)`` of the slope of the map."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        values, total = {}, free.new_zeros(len(free))
-        for (name, shape), part in zip(self.shapes.items(), free.split(sizes, -1)):
-            part = part.reshape(len(free), *shape)
-            transform = self.transforms[name]
-            values[name] = value = transform(part)
-            slope = transform.log_abs_det_jacobian(part, value)
-            total = total + slope.reshape(len(free), -1).sum(-1)
-        return values, total
-
-    def density(self, log_density: LogDensity, free: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-density ``(C,)`` of coordinates and its gradient ``(C, D)``."""
-        with torch.enable_grad():
-            free = free.detach().requires_grad_()
-            values, slope = self.constrain(free)
-            total = log_density(values) + slope
-            (gradient,) = torch.autograd.grad(total.sum(), free)
-        return total.detach(), gradient
 
 
 @dataclass
@@ -75,6 +34,15 @@ class State:
     place: Tensor
     log_density: Tensor
     gradient: Tensor
+
+    def replaced(self, by: State, where: Tensor) -> State:
+        """The state ``by`` of the chains ``where`` ``(C,)``, this one of the others."""
+        wide = where.unsqueeze(-1)
+        return State(
+            torch.where(wide, by.place, self.place),
+            torch.where(where, by.log_density, self.log_density),
+            torch.where(wide, by.gradient, self.gradient),
+        )
 
 
 @dataclass
@@ -101,16 +69,17 @@ class Tuning:
     since: int = 0
     averages: list[float] = field(default_factory=lambda: [math.log(0.1), 0.0])
     square: float = 0.0
-    places: list[Tensor] = field(default_factory=list)
+    sums: Any = 0.0
+    count: int = 0
 
-    def steps(self) -> tuple[float, int, float]:
-        """Step size, number of leapfrog steps, and time of the next trajectory."""
+    def steps(self) -> tuple[float, int]:
+        """Step size, and number of leapfrog steps, of the next trajectory."""
         log_step, log_length = self.log_step, self.log_length
         if self.done >= self.warmup:
             log_step, log_length = self.averages
         step = math.exp(log_step)
         time = _halton(self.done + 1) * math.exp(log_length)
-        return step, min(max(1, math.ceil(time / step)), LONGEST), time
+        return step, min(max(1, math.ceil(time / step)), LONGEST)
 
     def learn(self, before: State, after: State, moved: Moved) -> None:
         """Adapt to the trajectory that has led from ``before``; ``after`` is where chains are."""
@@ -155,27 +124,19 @@ class Tuning:
         normal distribution, and near it long before the chains have spread.
         """
         bounds = [int(self.warmup * part) for part in WINDOWS]
-        if self.done >= bounds[-1] or self.done == 1:
-            self.places = []
-        if not self.places:
-            self.places = [torch.zeros_like(state.place, dtype=torch.float64) for _ in range(4)]
-            self.places.append(torch.zeros((), dtype=torch.float64))
-        for i, part in enumerate((state.place, state.gradient)):
-            self.places[2 * i] += part
-            self.places[2 * i + 1] += part.double().square()
-        self.places[4] += 1
-        if self.done not in bounds or self.places[4] < 10:
+        if self.done > bounds[-1]:
             return
-        count = self.places[4]
-        spread = [
-            (square / count - (total / count).square()).mean(0).clamp(min=0)
-            for total, square in (self.places[:2], self.places[2:4])
-        ]
-        new = (spread[0] / spread[1]).pow(0.25)
+        now = torch.stack([state.place, state.gradient]).double()
+        self.sums, self.count = self.sums + torch.stack([now, now.square()]), self.count + 1
+        if self.done not in bounds or self.count < 10:
+            return
+        mean, square = self.sums / self.count
+        places, gradients = (square - mean.square()).mean(1).clamp(min=0)  # variances (D,)
+        new = (places / gradients).pow(0.25)
         new = torch.where(new.isfinite() & (new > 0), new, self.scale.double())
         self.scale = new.to(self.scale)
-        self.places = []
-        if self.done < bounds[2]:  # what has been learnt in other units is void
+        self.sums, self.count = 0.0, 0
+        if self.done < bounds[-1]:  # what has been learnt in other units is void
             self.log_length = self.averages[1] = math.log(1.5)
         self.centre, self.error, self.since, self.square = self.averages[0] + 1.0, 0.0, 0, 0.0
 
@@ -191,57 +152,104 @@ class Moved:
     time: float
 
 
-def trajectory(
-    coordinates: Coordinates,
-    log_density: LogDensity,
-    state: State,
-    scale: Tensor,
-    step: float,
-    num_steps: int,
-) -> tuple[State, Moved]:
-    """One trajectory of every chain, which ends where it began if it is not accepted."""
-    momentum = torch.randn_like(state.place)
-    begin = state.log_density - 0.5 * momentum.square().sum(-1)
-    place, gradient, log_density_now = state.place, state.gradient, state.log_density
-    lost = torch.zeros_like(begin, dtype=torch.bool)
-    momentum = momentum + 0.5 * step * scale * gradient
-    for i in range(num_steps):
-        place = torch.where(lost.unsqueeze(-1), state.place, place + step * scale * momentum)
-        log_density_now, gradient = coordinates.density(log_density, place)
-        kick = step if i < num_steps - 1 else 0.5 * step
-        momentum = momentum + kick * scale * gradient
-        energy = log_density_now - 0.5 * momentum.square().sum(-1)
-        lost = lost | ~(begin - energy < ASTRAY)
-        momentum = momentum.masked_fill(lost.unsqueeze(-1), 0.0)
-    ratio = (energy - begin).masked_fill(lost, -torch.inf)
-    accepted = ratio.clamp(max=0.0).exp()
-    taken = torch.rand_like(accepted) < accepted
-    wide = taken.unsqueeze(-1)
-    end = State(
-        torch.where(wide, place, state.place),
-        torch.where(taken, log_density_now, state.log_density),
-        torch.where(wide, gradient, state.gradient),
-    )
-    return end, Moved(place, momentum, accepted, lost, step * num_steps)
+class Hamiltonian:
+    """Chains that follow the log-density of latent variables, in unconstrained coordinates.
 
+    Args:
+        supports: Space of each variable, by name.
+        values: Of the variables, ``(C, ...)``.
+        log_density: From values by name to their log-density ``(C,)``.
+        warmup: Number of trajectories that tune.
+        target: Acceptance that the step size aims at.
 
-def climb(coordinates: Coordinates, log_density: LogDensity, place: Tensor, count: int) -> State:
-    """Steps of Adam up the log-density, from where each chain ends at the best place it has met."""
-    leaf = place.clone()
-    adam = torch.optim.Adam([leaf], lr=0.1)
-    best = State(place, *coordinates.density(log_density, place))
-    for _ in range(count):
-        value, gradient = coordinates.density(log_density, leaf)
-        better = (value > best.log_density) | ~best.log_density.isfinite()
-        wide = better.unsqueeze(-1)
-        best = State(
-            torch.where(wide, leaf.detach(), best.place),
-            torch.where(better, value, best.log_density),
-            torch.where(wide, gradient, best.gradient),
-        )
-        leaf.grad = -gradient.nan_to_num(0.0)
-        adam.step()
-    return best
+    Attributes:
+        state: Where the chains are.
+        tuning: What the warmup finds.
+    """
+
+    def __init__(
+        self,
+        supports: Mapping[str, constraints.Constraint],
+        values: Mapping[str, Tensor],
+        log_density: LogDensity,
+        warmup: int,
+        target: float = TARGET,
+    ) -> None:
+        self.transforms: Any = {name: biject_to(supports[name]) for name in values}
+        free = {name: self.transforms[name].inv(value) for name, value in values.items()}
+        self.shapes = {name: value.shape[1:] for name, value in free.items()}
+        self.log_density = log_density
+        place = self.free(values)
+        self.state = State(place, place.new_empty(0), place)
+        self.tuning = Tuning(torch.ones_like(place[0]), warmup, target)
+
+    def free(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Coordinates of values, off the boundary of their spaces."""
+        parts = []
+        for name, transform in self.transforms.items():
+            parts.append(transform.inv(interior(transform.codomain, values[name])).flatten(1))
+        return torch.cat(parts, -1)
+
+    def constrain(self, free: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Values of coordinates, and the log-determinant ``(C,)`` of the slope of the map."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        values, total = {}, free.new_zeros(len(free))
+        for (name, shape), part in zip(self.shapes.items(), free.split(sizes, -1)):
+            part = part.reshape(len(free), *shape)
+            transform = self.transforms[name]
+            values[name] = value = transform(part)
+            slope = transform.log_abs_det_jacobian(part, value)
+            total = total + slope.reshape(len(free), -1).sum(-1)
+        return values, total
+
+    def at(self, place: Tensor) -> State:
+        """The state of chains at coordinates ``(C, D)``."""
+        with torch.enable_grad():
+            free = place.detach().requires_grad_()
+            values, slope = self.constrain(free)
+            total = self.log_density(values) + slope
+            (gradient,) = torch.autograd.grad(total.sum(), free)
+        return State(place.detach(), total.detach(), gradient)
+
+    def step(self) -> tuple[Moved, int]:
+        """A trajectory of every chain, from which warmup learns; and its leapfrog steps."""
+        step, num_steps = self.tuning.steps()
+        before = self.state
+        self.state, moved = self.trajectory(step, num_steps)
+        self.tuning.learn(before, self.state, moved)
+        return moved, num_steps
+
+    def trajectory(self, step: float, num_steps: int) -> tuple[State, Moved]:
+        """One trajectory of every chain, which ends where it began if it is not accepted."""
+        begin, scale = self.state, self.tuning.scale
+        momentum = torch.randn_like(begin.place)
+        energy = start = begin.log_density - 0.5 * momentum.square().sum(-1)
+        now, lost = begin, torch.zeros_like(start, dtype=torch.bool)
+        momentum = momentum + 0.5 * step * scale * now.gradient
+        for i in range(num_steps):
+            place = now.place + step * scale * momentum
+            now = self.at(torch.where(lost.unsqueeze(-1), begin.place, place))
+            kick = step if i < num_steps - 1 else 0.5 * step
+            momentum = momentum + kick * scale * now.gradient
+            energy = now.log_density - 0.5 * momentum.square().sum(-1)
+            lost = lost | ~(start - energy < ASTRAY)
+            momentum = momentum.masked_fill(lost.unsqueeze(-1), 0.0)
+        accepted = (energy - start).masked_fill(lost, -torch.inf).clamp(max=0.0).exp()
+        end = begin.replaced(now, torch.rand_like(accepted) < accepted)
+        return end, Moved(now.place, momentum, accepted, lost, step * num_steps)
+
+    def climb(self, place: Tensor, count: int) -> State:
+        """Steps of Adam up the log-density: the best place that each chain has met."""
+        leaf = place.clone()
+        adam = torch.optim.Adam([leaf], lr=0.1)
+        best = self.at(place)
+        for _ in range(count):
+            now = self.at(leaf.clone())
+            better = (now.log_density > best.log_density) | ~best.log_density.isfinite()
+            best = best.replaced(now, better)
+            leaf.grad = -now.gradient.nan_to_num(0.0)
+            adam.step()
+        return best
 
 
 def _halton(index: int) -> float:

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
-from pyro.poutine.util import site_is_subsample
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..distributions.sparse_dirichlet import interior
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
-from .hmc import TARGET, Coordinates, State, Tuning, climb, trajectory
+from .hmc import TARGET, Hamiltonian, State, Tuning
 from .models import exclusive, scale_priors, to_model_device
-from .objective import latent_sites
+from .objective import LogJoint, latent_sites, trace_of_batchable
 from .plates import marks_of, sequence_plates
 from .results import Fit
 from .sampled import Chains, SampledFit
@@ -123,59 +119,43 @@ class HMC(Chains):
         target: float,
     ) -> None:
         super().__init__(num_samples, warmup)
-        self.model, self.data, self.num_chains, self.target = model, data, num_chains, target
+        self.model, self.data, self.num_chains = model, data, num_chains
+        trace = trace_of_batchable(model, data)
         with poutine.block(), torch.no_grad():
-            trace = poutine.trace(model).get_trace(data)
             self.plates = sequence_plates(model, data, trace)
             with pyro.plate("chains", num_chains, dim=-2):
                 wide = poutine.trace(model).get_trace(data)
-        self.supports, enumerated = latent_sites(trace)
-        if enumerated:
-            raise ValueError(
-                "model must have its states summed out, as MarginalModel has; this one enumerates "
-                "them."
-            )
-        parts = model.parameters() if isinstance(model, nn.Module) else ()
-        if any(part.requires_grad for part in parts) or trace.param_nodes:
-            raise ValueError(
-                "every parameter must have a prior, of which a posterior can be sampled; the model "
-                "has parameters without one. Give them one by PyroSample, or freeze them."
-            )
+        self.supports, _ = latent_sites(trace)
         if not self.supports:
             raise ValueError("model has no latent variables to sample: all of it is frozen.")
         self.prior = {name: wide.nodes[name]["value"] for name in self.supports}
-        self.deep = {name for name in self.supports if _depth(trace.nodes[name]) > 0}
-        self.coordinates = Coordinates(
-            {name: wide.nodes[name]["fn"].support for name in self.supports}, self.prior
-        )
-        self.tuning: Any = None
-        self.state_now: Any = None
+        self.deep = {name for name in self.supports if trace.nodes[name]["fn"].batch_shape}
+        spaces = {name: wide.nodes[name]["fn"].support for name in self.supports}
+        self.hamiltonian = Hamiltonian(spaces, self.prior, self.log_density, warmup, target)
 
     def log_density(self, values: dict[str, Tensor]) -> Tensor:
         """The log joint density of each chain, ``(C,)``."""
         with LogJoint(values, self.num_chains) as joint:
             with pyro.plate("chains", self.num_chains, dim=-2):
                 self.model(self.data)
-        return joint.total
+        return joint.likelihood + joint.prior
 
     def begin(self, start: Fit | Values | None) -> None:
         """Put the chains where they start."""
+        hamiltonian = self.hamiltonian
         if start is None:
-            place = self.coordinates.free(_inside(self.prior, self.coordinates))
-            ends = climb(self.coordinates, self.log_density, place, CLIMB)
+            ends = hamiltonian.climb(hamiltonian.free(self.prior), CLIMB)
             best = ends.log_density.nan_to_num(-torch.inf).argmax()
             place = ends.place[best].expand_as(ends.place)
         else:
             values = start.values if isinstance(start, Fit) else start
-            place = self.coordinates.free(_inside(self._widened(values), self.coordinates))
-        place = place + JITTER * torch.randn_like(place)
-        self.state_now = State(place, *self.coordinates.density(self.log_density, place))
-        if not bool(self.state_now.log_density.isfinite().all()):
+            place = hamiltonian.free(self._widened(values))
+        hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
+        if not bool(hamiltonian.state.log_density.isfinite().all()):
             raise FloatingPointError(
                 "the log joint density is not finite where a chain begins; give start values that "
                 "are possible, such as those of fit_map."
             )
-        self.tuning = Tuning(torch.ones_like(place[0]), self.warmup, self.target)
 
     def _widened(self, values: Values) -> Values:
         """Start values with a dimension of chains."""
@@ -191,28 +171,22 @@ class HMC(Chains):
         return wide
 
     def step(self) -> None:
-        """A trajectory of every chain."""
-        step, num_steps, _ = self.tuning.steps()
-        parts = self.coordinates, self.log_density, self.state_now, self.tuning.scale
-        state, moved = trajectory(*parts, step, num_steps)
-        self.tuning.learn(self.state_now, state, moved)
-        self.state_now = state
-        if self.done >= self.warmup:
-            self._keep(moved.diverged, moved.accepted, num_steps)
-
-    def _keep(self, diverged: Tensor, accepted: Tensor, num_steps: int) -> None:
-        """Keep the values of all chains, and what is known of the trajectories."""
-        values, slope = self.coordinates.constrain(self.state_now.place)
+        """A trajectory of every chain; its end is kept after the warmup."""
+        moved, num_steps = self.hamiltonian.step()
+        if self.done < self.warmup:
+            return
+        state = self.hamiltonian.state
+        values, slope = self.hamiltonian.constrain(state.place)
         now = {n: v if n in self.deep else v.squeeze(1) for n, v in values.items()}
         now |= {
-            "lp": (self.state_now.log_density - slope).double(), "diverging": diverged,
-            "acceptance": accepted, "leapfrogs": torch.full_like(accepted, num_steps),
+            "lp": (state.log_density - slope).double(), "diverging": moved.diverged,
+            "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, num_steps),
         }  # fmt: skip
         self.keep(self.done - self.warmup, now)
 
     def tuned(self) -> dict[str, float]:
         """Step size, trajectory length, mean leapfrog steps and acceptance, after the warmup."""
-        step, length = map(math.exp, self.tuning.averages)
+        step, length = map(math.exp, self.hamiltonian.tuning.averages)
         return {
             "step size": step, "trajectory length": length,
             "leapfrog steps": self.kept["leapfrogs"].double().mean().item(),
@@ -221,52 +195,9 @@ class HMC(Chains):
 
     def state(self) -> dict[str, Any]:
         """State of the chains and of what has been tuned, for checkpoints."""
-        return {"state": vars(self.state_now), "tuning": vars(self.tuning)}
+        return {"state": vars(self.hamiltonian.state), "tuning": vars(self.hamiltonian.tuning)}
 
     def restore(self, state: Fields) -> None:
         """Go on from a checkpoint."""
-        self.state_now, self.tuning = State(**state["state"]), Tuning(**state["tuning"])
-
-
-class LogJoint(Messenger):
-    """Runs a model at values of its variables, and adds up the log-densities of each chain.
-
-    Args:
-        values: By name, ``(C, ...)``.
-        num_chains: C.
-    """
-
-    def __init__(self, values: dict[str, Tensor], num_chains: int) -> None:
-        super().__init__()
-        self.values, self.num_chains = values, num_chains
-        self.total: Any = 0.0
-
-    def _pyro_sample(self, message: Any) -> None:
-        if message["name"] in self.values and not message["is_observed"]:
-            message["value"], message["done"] = self.values[message["name"]], True
-
-    def _pyro_post_sample(self, message: Any) -> None:
-        if site_is_subsample(message):
-            return
-        arguments = message["args"], message["kwargs"]
-        scores = message["fn"].log_prob(message["value"], *arguments[0], **arguments[1])
-        scores = scale_and_mask(scores, message["scale"], message["mask"])
-        if scores.dim() < 2 or scores.size(-2) != self.num_chains:
-            raise ValueError(
-                f"site {message['name']!r} is the same in all chains; its parameters must keep the "
-                "dimensions to the left of their own."
-            )
-        self.total = self.total + scores.sum(-1).reshape(-1, self.num_chains).sum(0)
-
-
-def _depth(site: Any) -> int:
-    """Number of batch dimensions of a latent variable, those of its plates."""
-    return len(cast(Any, site["fn"]).batch_shape)
-
-
-def _inside(values: Values, coordinates: Coordinates) -> Values:
-    """Values off the boundary of their spaces."""
-    return {
-        name: interior(coordinates.transforms[name].codomain, value)
-        for name, value in values.items()
-    }
+        self.hamiltonian.state = State(**state["state"])
+        self.hamiltonian.tuning = Tuning(**state["tuning"])

@@ -5,27 +5,23 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.util import is_identically_zero
+from pyro.distributions.util import is_identically_zero, scale_and_mask
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, AutoGuideList, AutoNormal
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from .guides import RotationGuide
-from .models import to_model_device
-from .plates import PlatesOfBatch, sequence_plates
+from .plates import AtValues, PlatesOfBatch, sequence_plates
 
 WHEN_IMPOSSIBLE = (
     "a sequence has probability zero: check for symbols or transitions that no path allows"
@@ -34,7 +30,7 @@ LEFT = "a parameter has left its range at step {}; lower learning_rate or set cl
 
 
 class Objective:
-    """Minus the evidence lower bound, or with ``batched`` minus each restart's log joint density.
+    """Minus the evidence lower bound, or minus the log joint density of each of R restarts.
 
     Model and guide are run once on ``probe``; an autoguide makes its parameters there.
 
@@ -52,25 +48,24 @@ class Objective:
         guide: Callable[..., Any],
         probe: Sequences,
         elbo: ELBO | None = None,
-        batched: bool = False,
+        restarts: int = 1,
     ) -> None:
+        batched = restarts > 1
         with poutine.block(), torch.no_grad():
             with poutine.trace(param_only=True) as of_model:
                 trace = poutine.trace(model).get_trace(probe)
             self.supports, enumerated = latent_sites(trace)
             asked = inspect.unwrap(model) if batched else model
             self.plates = sequence_plates(asked, probe, None if batched else trace)
-            self.cost = _cost(trace)
             with poutine.trace(param_only=True) as of_guide:
                 guide(probe)
         self.model, self.guide = model, guide
         self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else _UnreadELBO())
-        self.module = RestartLosses(model, guide) if batched else self.elbo(model, guide)
+        self.module = RestartLosses(model, guide, restarts) if batched else self.elbo(model, guide)
         read = parameters_read(model, of_model) + parameters_read(guide, of_guide)
         distinct = {id(each): each for each in [*self.module.parameters(), *read]}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
-        if has_networks(self.parameters, model, guide):
-            self.cost = math.inf
+        self.cost = step_cost(_hmms_in(trace), self.parameters)
         if not self.parameters:
             raise ValueError(
                 "model and guide have no parameters to fit. Give the module PyroParam or "
@@ -83,21 +78,14 @@ class Objective:
         holder = self.module if isinstance(self.module, RestartLosses) else self.elbo
         return getattr(holder, "parts", None)
 
-    def explain(self, error: ValueError, step: int) -> None:
-        """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
-        finite = all(bool(parameter.isfinite().all()) for parameter in self.parameters)
-        if step > 0 and (not finite or re.search(r"Expected parameter|\bnan\b", str(error))):
-            raise FloatingPointError(LEFT.format(step)) from error
-
     def check_finite(self, loss: Tensor, step: int, batch: Sequences) -> None:
         """Raise FloatingPointError, with the likely cause, if the ``loss`` is not finite."""
         value = loss.min().item() if loss.isfinite().any() else loss.flatten()[0].item()
         if math.isfinite(value):
             return
-        if math.isnan(value):  # the losses that Pyro differentiates turn infinity into NaN
+        if math.isnan(value) and not loss.dim():  # Pyro's differentiable losses make NaN of inf
             with torch.no_grad(), poutine.block():
-                value = (self.module(batch).min().item() if loss.dim()
-                         else self.elbo.loss(self.model, self.guide, batch))  # fmt: skip
+                value = self.elbo.loss(self.model, self.guide, batch)
         cause = (
             "lower learning_rate, set clip_norm, or keep scales and probabilities away from zero"
         )
@@ -119,34 +107,77 @@ class _UnreadELBO(Trace_ELBO):
     parts: Tensor | None = None
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss, with the gradient of its surrogate."""
+        """The loss, with the gradient of its surrogate where the guide needs one."""
         ((of_model, of_guide),) = self._get_traces(model, guide, args, kwargs)
-        loss, surrogate = self._differentiable_loss_particle(of_model, of_guide)
-        self.parts = torch.stack(_by_part(of_model, "log_prob_sum")).detach()
-        return loss + (surrogate - surrogate.detach())
+        model_sites, guide_sites = (
+            [site for site in trace.nodes.values() if site["type"] == "sample"]
+            for trace in (of_model, of_guide)
+        )
+        zero = torch.zeros(())
+        likelihood = sum((s["log_prob_sum"] for s in model_sites if is_likelihood(s)), zero)
+        prior = sum((s["log_prob_sum"] for s in model_sites if not is_likelihood(s)), zero)
+        self.parts = torch.stack([likelihood, prior]).detach()
+        if any(not is_identically_zero(s["score_parts"].score_function) for s in guide_sites):
+            loss, surrogate = self._differentiable_loss_particle(of_model, of_guide)
+            return loss + (surrogate - surrogate.detach())
+        return sum((s["log_prob_sum"] for s in guide_sites), zero) - likelihood - prior
 
-    def _differentiable_loss_particle(self, model_trace: Any, guide_trace: Any) -> Any:
-        of_guide = [site for site in guide_trace.nodes.values() if site["type"] == "sample"]
-        if any(not is_identically_zero(site["score_parts"].score_function) for site in of_guide):
-            return super()._differentiable_loss_particle(model_trace, guide_trace)
-        evidence = sum(_by_part(model_trace, "log_prob_sum"))
-        entropies = [site["score_parts"].entropy_term for site in of_guide]
-        entropy = sum(term.sum() for term in entropies if not is_identically_zero(term))
-        bound = evidence - sum(site["log_prob_sum"] for site in of_guide)
-        return -bound.detach(), entropy - evidence
+
+def is_likelihood(site: Any) -> bool:
+    """Whether the log-density of a site is a part of the likelihood, not of the prior."""
+    return bool(site["is_observed"]) and site["name"] != "log_prior"
 
 
-def _by_part(trace: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Log-likelihood and log-prior: sums of the numbers ``name`` of the sites of a model."""
-    likelihood, prior = torch.zeros(()), torch.zeros(())
-    for site in trace.nodes.values():
-        if site["type"] != "sample" or site_is_subsample(site):
-            continue
-        if site["is_observed"] and site["name"] != "log_prior":
-            likelihood = likelihood + site[name]
+class LogJoint(AtValues):
+    """Runs a model at values of its variables, and adds up log-densities of each of R copies.
+
+    Args:
+        values: By name, ``(R, ...)``.
+        copies: R.
+
+    Attributes:
+        likelihood: ``(R,)``.
+        prior: ``(R,)``.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], copies: int) -> None:
+        super().__init__(values)
+        self.copies = copies
+        self.likelihood: Any = torch.zeros(())
+        self.prior: Any = torch.zeros(())
+
+    def _pyro_post_sample(self, message: Any) -> None:
+        if site_is_subsample(message):
+            return
+        scores = message["fn"].log_prob(message["value"], *message["args"], **message["kwargs"])
+        scores = scale_and_mask(scores, message["scale"], message["mask"])
+        if scores.dim() < 2 or scores.size(-2) != self.copies:
+            raise ValueError(
+                f"site {message['name']!r} is the same in all restarts or chains; its parameters "
+                "must keep the dimensions to the left of their own."
+            )
+        total = scores.sum(-1).reshape(-1, self.copies).sum(0)
+        if is_likelihood(message):
+            self.likelihood = self.likelihood + total
         else:
-            prior = prior + site[name]
-    return likelihood, prior
+            self.prior = self.prior + total
+
+
+class RestartLosses(nn.Module):
+    """Minus the log joint density of each of R batched restarts, ``(R,)``."""
+
+    def __init__(self, model: Any, guide: Any, restarts: int) -> None:
+        super().__init__()
+        self.model, self.guide, self.restarts = model, guide, restarts
+        self.parts: Tensor | None = None
+
+    def forward(self, batch: Sequences) -> Tensor:
+        """Run the guide, and the model at its values."""
+        with LogJoint(self.guide(batch), self.restarts) as joint:
+            self.model(batch)
+        parts = torch.broadcast_tensors(joint.likelihood, joint.prior)
+        self.parts = torch.stack(parts).detach()
+        return -(joint.likelihood + joint.prior)
 
 
 def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
@@ -165,73 +196,35 @@ def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
             if hasattr(value, "unconstrained") or isinstance(value, nn.Parameter)]  # fmt: skip
 
 
-class RestartLosses(nn.Module):
-    """Minus the log joint density of each of R batched restarts, ``(R,)``."""
+def step_cost(hmms: list[HMM], parameters: Iterable[Tensor]) -> float:
+    """Multiplications for one step of a sequence, about; infinite without an HMM.
 
-    def __init__(self, model: Any, guide: Any) -> None:
-        super().__init__()
-        self.model, self.guide = model, guide
-        self.parts: Tensor | None = None
+    Each parameter counts once, as the weight of a network is used once for a step.
+    """
+    total = sum(parameter.numel() for parameter in parameters)
+    for hmm in hmms:
+        width, further = math.prod(hmm.event_shape[1:]), 16
+        if isinstance(hmm, HSMM):
+            further += hmm.log_duration.size(-1)
+        states = hmm.num_states * (hmm.num_states**hmm.order + further + width**2)
+        total += states * math.prod(hmm.batch_shape[:-1])
+    return total if hmms else math.inf
 
-    def forward(self, batch: Sequences) -> Tensor:
-        """Run the guide, and the model against it."""
-        point = poutine.trace(self.guide).get_trace(batch)
-        trace = poutine.trace(poutine.replay(self.model, trace=point)).get_trace(batch)
-        trace.compute_log_prob()
-        for site in trace.nodes.values():
-            if site["type"] == "sample" and not site_is_subsample(site):
-                scores = site["log_prob"]
-                if scores.dim() < 2:
-                    raise ValueError(
-                        f"site {site['name']!r} is the same in all restarts; its parameters must "
-                        "keep the dimensions to the left of their own."
-                    )
-                site["of_restarts"] = scores.sum(-1).reshape(-1, scores.size(-2)).sum(0)
-        likelihood, prior = _by_part(trace, "of_restarts")
-        self.parts = torch.stack(torch.broadcast_tensors(likelihood, prior)).detach()
-        return -(likelihood + prior)
+
+def _hmms_in(trace: poutine.Trace) -> list[HMM]:
+    """The HMMs that distributions of sites are, or are made of."""
+    found = []
+    for site in trace.nodes.values():
+        distribution = site.get("fn")
+        while distribution is not None and not isinstance(distribution, HMM):
+            distribution = getattr(distribution, "base_dist", None)
+        found += [] if distribution is None else [distribution]
+    return found
 
 
 def is_enumerated(site: dict[str, Any]) -> bool:
     """Whether a site is summed out in parallel."""
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
-
-
-def has_networks(parameters: Iterable[Tensor], *functions: Any) -> bool:
-    """Whether there is more to compute than an HMM: many parameters, or layers of a network."""
-    parts = [part for each in functions if isinstance(each, nn.Module) for part in each.modules()]
-    layers = any(
-        kind.__module__.startswith("torch.nn.modules.") and kind not in (nn.Module, *_CONTAINERS)
-        for part in parts
-        for kind in type(part).__mro__
-    )
-    registered = any("$$$" in name for name in pyro.get_param_store())  # by pyro.module
-    return layers or registered or sum(each.numel() for each in parameters) > SHARED
-
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
-
-
-def step_cost(hmm: HMM) -> float:
-    """Multiplications for one step of a sequence of ``hmm``, about."""
-    width, further = math.prod(hmm.event_shape[1:]), 16
-    if isinstance(hmm, HSMM):
-        further += hmm.log_duration.size(-1)
-    return hmm.num_states * (hmm.num_states**hmm.order + further + width**2)
-
-
-def _cost(trace: poutine.Trace) -> float:
-    """Cost of all HMMs of a model; infinite if it has none."""
-    hmms = [inner for site in trace.nodes.values() for inner in _hmms_in(site.get("fn"))]
-    batch = max((math.prod(hmm.batch_shape) for hmm in hmms), default=0)
-    return batch * sum(map(step_cost, hmms)) if hmms else math.inf
-
-
-def _hmms_in(fn: Any) -> list[HMM]:
-    """The HMM that a site's distribution is, or is made of."""
-    while fn is not None and not isinstance(fn, HMM):
-        fn = getattr(fn, "base_dist", None)
-    return [] if fn is None else [fn]
 
 
 def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint], bool]:
@@ -240,6 +233,30 @@ def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint
     hidden = [site for site in hidden if not site_is_subsample(site)]
     supports = {site["name"]: site["fn"].support for site in hidden if not is_enumerated(site)}
     return supports, any(is_enumerated(site) for site in hidden)
+
+
+def trace_of_batchable(model: Callable[..., Any], data: Sequences) -> poutine.Trace:
+    """Trace of a model of which many restarts or chains can be run as one batch.
+
+    Raises:
+        ValueError: If it enumerates states, or has parameters without a prior.
+    """
+    with poutine.block(), torch.no_grad():
+        with poutine.trace(param_only=True) as read:
+            trace = poutine.trace(model).get_trace(data)
+    known = model.parameters() if isinstance(model, nn.Module) else parameters_read(model, read)
+    if any(parameter.requires_grad for parameter in known):
+        raise ValueError(
+            "every parameter must have a prior, so that restarts and chains differ; the model has "
+            "parameters without one. Give them one by PyroSample, freeze them, or fit once for "
+            "each start."
+        )
+    if latent_sites(trace)[1]:
+        raise ValueError(
+            "restarts and chains need a model whose states are summed out, such as MarginalModel; "
+            "this one enumerates them."
+        )
+    return trace
 
 
 def check_events(sites: dict[str, Any]) -> None:
@@ -253,11 +270,7 @@ def check_events(sites: dict[str, Any]) -> None:
             )
 
 
-def follow_batches(
-    model: Callable[..., Any],
-    guide: Callable[..., Any],
-    probe: Sequences,
-) -> None:
+def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:
     """Let ``guide`` take, of variables of which each sequence has one, those of a minibatch.
 
     Raises:
@@ -281,26 +294,10 @@ def follow_batches(
     with poutine.block(), torch.no_grad():
         guide(probe)
     for part in guide if isinstance(guide, AutoGuideList) else [guide]:
-        names = getattr(part.prototype_trace, "nodes", {})
-        for name in plates:
-            if name in names and not isinstance(part, AutoNormal | AutoDelta):
-                raise ValueError(
-                    f"guide must take values of site {name!r} for the sequences of a minibatch, "
-                    f"which {type(part).__name__} cannot. Use AutoNormal or AutoDelta for it, or "
-                    "fit all sequences at once, without batch_size."
-                )
-
-
-def check_shared(model: Callable[..., Any], data: Sequences) -> None:
-    """Raise if a latent variable belongs to single sequences, which data-parallel ranks divide."""
-    shapes = []
-    for number in (1, 2):
-        with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
-            trace = poutine.trace(model).get_trace(to_model_device(model, None, data[:number]))
-        shapes.append({name: trace.nodes[name]["value"].shape for name in trace.stochastic_nodes})
-    for name, shape in shapes[0].items():
-        if shape != shapes[1].get(name) and not site_is_subsample(trace.nodes[name]):
+        names = plates.keys() & getattr(part.prototype_trace, "nodes", {}).keys()
+        if names and not isinstance(part, AutoNormal | AutoDelta):
             raise ValueError(
-                f"site {name!r} grows with the number of sequences, which several processes share. "
-                "Fit this model in one process."
+                f"guide must take values of site {min(names)!r} for the sequences of a minibatch, "
+                f"which {type(part).__name__} cannot. Use AutoNormal or AutoDelta for it, or fit "
+                "all sequences at once, without batch_size."
             )

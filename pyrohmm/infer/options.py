@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from pyro.infer import ELBO
@@ -15,19 +15,31 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .._checks import check_size, check_tolerance
 from ..data.sequences import Sequences
-from .validation import Validation
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
-Report = Callable[[Validation], object]
+Report = Callable[["Validation"], object]
 
 # What another call may change and still resume from a checkpoint: it changes no step, only how many
 # there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
 FREE = ("num_steps", "tolerance", "patience", "progress", "report", "checkpoint")
+MINIBATCHES = ("batch_size", "batch_tokens", "windows")
 ALIASES = {  # of other packages
     "lr": "learning_rate", "n_iter": "num_steps", "max_iter": "num_steps", "tol": "tolerance",
     "steps": "num_steps", "n_restarts": "restarts", "verbose": "progress",
 }  # fmt: skip
+
+
+class Validation(NamedTuple):
+    """Held-out evidence at some step of a fit.
+
+    Attributes:
+        step: Number of gradient steps taken before.
+        nats: Minus the log evidence per observed step; ``exp(nats)`` is the perplexity.
+    """
+
+    step: int
+    nats: float
 
 
 class RunOptions(TypedDict, total=False):
@@ -98,56 +110,32 @@ class Settings(FitOptions):
     validation: Sequences | None
 
 
-def sees_all(settings: Settings) -> bool:
-    """Whether every step sees all the data."""
-    sizes = settings["batch_size"], settings.get("batch_tokens"), settings.get("windows")
-    return sizes == (None, None, None)
+def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
+    """All arguments by name, None where they were not given to ``fit``.
 
-
-def check_names(fit: Callable[..., Any], options: Mapping[str, Any], but: Iterable[str]) -> None:
-    """Raise unless ``options`` are those of :class:`FitOptions`, and none of ``but``."""
-    plain = [name for name in inspect.signature(fit).parameters if name != "options"]
-    known = {*plain, *FitOptions.__annotations__} - {*but}
-    for name in options:
+    Raises:
+        TypeError: If there is no argument of such a name.
+        ValueError: If a number is out of its range, or an argument excludes or needs another.
+    """
+    known = Settings.__annotations__
+    for name in given:
         if name not in known:
             near = get_close_matches(ALIASES.get(name, name), known, 1)
             cure = f" Did you mean {near[0]}?" if near else ""
             raise TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
-
-
-def check_settings(settings: Settings) -> None:
-    """Raise unless numbers are in their ranges, and no argument excludes or needs another."""
-    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
-    check_size("num_steps", settings["num_steps"])
+    settings: Any = dict.fromkeys(known) | given
     check_tolerance(settings["tolerance"])
-    if not settings["learning_rate"] > 0:
-        raise ValueError(f"learning_rate must be positive; got {settings['learning_rate']}.")
-    for name in ("batch_size", "batch_tokens", "validate_every", "patience"):
-        if name in given:
-            check_size(name, given[name])
-    if "windows" in given:
-        windows = given["windows"]
-        if not isinstance(windows, tuple) or len(windows) != 2:
-            raise TypeError(f"windows must be a pair, (streams, steps); got {windows!r}.")
-        check_size("the streams of windows", windows[0])
-        check_size("the steps of windows", windows[1])
-    if len({"batch_size", "batch_tokens", "windows"} & {*given}) > 1:
-        raise ValueError(
-            "batch_size, batch_tokens and windows exclude each other: a minibatch has a number "
-            "of sequences, or of steps, or the next steps of streams. Give one of them."
-        )
-    if not given.get("clip_norm", 1.0) > 0:
-        raise ValueError(f"clip_norm must be positive; got {given['clip_norm']}.")
-    if not 0 < given.get("average", 0.5) < 1:
-        raise ValueError(f"average must be between 0 and 1, such as 0.999; got {given['average']}.")
-    validation = settings["validation"]
-    if validation is not None and not isinstance(validation, Sequences):
-        raise TypeError(f"validation must be Sequences; got {type(validation).__name__}.")
-    if settings.get("precision") not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            "precision must be torch.bfloat16, torch.float16 or None, for that of the "
-            f"parameters; got {settings.get('precision')!r}."
-        )
+    for name in ("num_steps", "batch_size", "batch_tokens", "validate_every", "patience"):
+        if settings[name] is not None:
+            check_size(name, settings[name])
+    for name, most in (("learning_rate", math.inf), ("clip_norm", math.inf), ("average", 1.0)):
+        if settings[name] is not None and not 0 < settings[name] < most:
+            below = f" and below {most:g}" if most < math.inf else ""
+            raise ValueError(f"{name} must be positive{below}; got {settings[name]}.")
+    sizes = [name for name in MINIBATCHES if settings[name] is not None]
+    if len(sizes) > 1:
+        raise ValueError(f"{' and '.join(sizes)} exclude each other: give one of them.")
     for name in ("validate_every", "patience", "report"):
-        if name in given and validation is None:
+        if settings[name] is not None and settings["validation"] is None:
             raise ValueError(f"{name} needs validation, the sequences that are held out.")
+    return settings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, scale_priors, to_model_device
-from .objective import check_events, has_networks, step_cost
+from .objective import check_events, step_cost
 from .starts import Values
 
 PACKAGE = __name__.partition(".")[0]
@@ -40,7 +39,7 @@ class Parameters:
         points: The parameters without priors.
         fitted: Names of the latent variables and of the points; all else is frozen.
         example: An HMM that the module has built.
-        cost: Multiplications for one step of a sequence, about; infinite with networks.
+        cost: Multiplications for one step of a sequence, about.
         units: What the unit of the data adds to the loss: see :func:`scale_priors`.
 
     Raises:
@@ -74,9 +73,7 @@ class Parameters:
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
         self.example: HMM = trace.nodes["_RETURN"]["value"]
-        self.cost = math.inf
-        if not has_networks(self.points, module):
-            self.cost = restarts * step_cost(self.example)
+        self.cost = restarts * step_cost([self.example], self.points)
         if restarts > 1 and self.points:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "

@@ -89,27 +89,29 @@ def _plates_of_size(trace: poutine.Trace, data: Sequences) -> dict[str, Sequence
 
 
 class AtValues(Messenger):
-    """Runs a model at values of its variables, which stay latent.
-
-    Where each sequence has a value, those of the sequences at hand are taken.
+    """Runs a model at values of its variables, which stay latent, and of ``pyro.param`` statements.
 
     Args:
         values: By name, any dimensions of samples on the left.
-        data: The sequences on which the model is run.
-        plates: Of the variables of which each sequence has one.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], data: Sequences, plates: Plates) -> None:
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.values = {
-            name: _of_sequences(name, value, data, plates[name]) if name in plates else value
-            for name, value in values.items()
-        }
+        self.values = values
 
     def _pyro_sample(self, msg: Any) -> None:
         if msg["name"] in self.values and not msg["is_observed"]:
-            msg["value"] = self.values[msg["name"]]
-            msg["done"] = True
+            msg["value"], msg["done"] = self.values[msg["name"]], True
+
+    _pyro_param = _pyro_sample
+
+
+def values_for(values: Mapping[str, Tensor], data: Sequences, plates: Plates) -> dict[str, Tensor]:
+    """Values by name; where each sequence has one, those of the sequences of ``data``."""
+    return {
+        name: _of_sequences(name, value, data, plates[name]) if name in plates else value
+        for name, value in values.items()
+    }
 
 
 def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlate) -> Tensor:
@@ -178,7 +180,7 @@ def hmm_at(
     model: Callable[..., Any], values: Mapping[str, Tensor], data: Sequences, plates: Plates
 ) -> HMM:
     """The HMM that ``model`` builds for ``data`` at these values, without a gradient."""
-    with torch.no_grad(), poutine.block(), AtValues(values, data, plates):
+    with torch.no_grad(), poutine.block(), AtValues(values_for(values, data, plates)):
         return detached(check_returns_hmm(model(data)))
 
 

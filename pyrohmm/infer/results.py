@@ -24,9 +24,9 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
 from .guides import quantiles_of, repeatable, samples_of
+from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
 from .uncertainty import Information
-from .validation import Validation
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
@@ -16,8 +17,9 @@ from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
 from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
-from ..ops import recursions
-from ..ops.backends import NUMBA, backend_for
+from ..ops.backends import NUMBA, pick
+from ..ops.dense import scaling
+from ..ops.dense.chain import Chain
 from ..ops.log_space import log
 from .parameters import Parameters
 
@@ -33,7 +35,7 @@ class TableCounts:
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
-        self._read: WeakKeyDictionary[Sequences, tuple[Tensor, Tensor]] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[Sequences, list[Tensor]] = WeakKeyDictionary()
 
     @staticmethod
     def suit(parameters: Parameters) -> bool:
@@ -47,7 +49,7 @@ class TableCounts:
             and parameters.sites.keys() == parameters.constant_priors() == set(_SITES)
             and parameters.log_prior is None
             and module.num_states <= WIDEST
-            and backend_for(data.device) is NUMBA
+            and pick(data.device) is NUMBA
         )
 
     def __call__(self, batch: Sequences) -> ExpectedCounts | None:
@@ -56,33 +58,37 @@ class TableCounts:
         What it returns depends on its arguments alone: a fit that goes on from a checkpoint has the
         same bits.
         """
-        restarts, read = self.parameters.restarts, self._symbols(batch)
-        if read is None:
+        if (read := self._symbols(batch)) is None:
             return None
+        values, restarts = self.parameters.values, self.parameters.restarts
         initial, transition, table = (
-            log(value).reshape(restarts, *value.shape[-dim:])
-            for value, dim in zip((self.parameters.values[name] for name in _SITES), (1, 2, 2))
+            log(values[name]).reshape(restarts, *values[name].shape[-dim:])
+            for name, dim in zip(_SITES, (1, 2, 2))
         )
-        symbols, lengths = read
-        missing = table.size(-1)
-        found = recursions.expected_counts_of_symbols(
-            initial.unsqueeze(1), transition.unsqueeze(1).unsqueeze(1), table.unsqueeze(1),
-            symbols.masked_fill(symbols == missing, 0), lengths, symbols != missing,
-        )  # fmt: skip
-        counts = {"log_initial": found.initial.squeeze(1),
-                  "log_transition": found.transitions.squeeze(1).squeeze(1)}  # fmt: skip
-        return ExpectedCounts(found.log_evidence, found.states, counts)
+        chain = Chain(
+            initial.unsqueeze(1).expand(-1, len(batch), -1), transition.unsqueeze(0), table, *read
+        )
+        evidence, gradient = scaling.solve(chain, initial.dtype)
+        found = gradient(torch.ones_like(evidence))
+        assert found is not None
+        counts = {"log_initial": found[0].sum(1), "log_transition": found[1][0]}
+        return ExpectedCounts(evidence, found[2].mT.unsqueeze(1), counts)
 
-    def _symbols(self, batch: Sequences) -> tuple[Tensor, Tensor] | None:
-        """Symbols ``(N, T)``, V where there is none, and lengths; None if some are none of V."""
+    def _symbols(self, batch: Sequences) -> list[Tensor] | None:
+        """Symbols, booleans of those that are known, and lengths, of all restarts.
+
+        ``(R, N, T)`` and ``(R, N)``; None if some are none of V.
+        """
         if batch not in self._read:
-            missing = self.parameters.values["emission.probs"].size(-1)
+            count = self.parameters.values["emission.probs"].size(-1)
             if batch.values.dtype.is_floating_point or batch.values.dim() != 2:
                 return None
-            symbols = batch.values.long().masked_fill(~batch.observed, missing)
-            if symbols.amin() < 0 or (batch.observed & (symbols >= missing)).any():
+            symbols = batch.values.long().masked_fill(~batch.observed, 0)
+            if symbols.amin() < 0 or symbols.amax() >= count:
                 return None
-            self._read[batch] = symbols.contiguous(), batch.lengths.cpu().long()
+            parts = symbols, batch.observed, batch.lengths.cpu().long()
+            restarts = self.parameters.restarts
+            self._read[batch] = [part.expand(restarts, *part.shape) for part in parts]
         return self._read[batch]
 
 

@@ -7,7 +7,6 @@ fit with the same names would start, silently, where the first one ended.
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,7 +34,7 @@ from ..nn.base import HMMModule, in_mode
 from .descent import Descent, copy_values, describe_schedule
 from .guides import point_of
 from .models import scale_priors, to_model_device
-from .objective import LEFT, Objective, check_shared, follow_batches
+from .objective import LEFT, Objective, follow_batches
 from .options import FREE, Settings
 from .plates import marks_of
 from .process_group import ProcessGroup
@@ -51,17 +50,17 @@ def train(
     data: Sequences | Parts,
     settings: Settings,
     method: str,
-    batched: bool = False,
+    restarts: int = 1,
 ) -> Fit:
     """Minimise the loss of ``model`` and ``guide`` on ``data`` by gradient steps.
 
     Args:
-        model: The Pyro model; with ``batched``, of restarts in a plate.
+        model: The Pyro model; with several restarts, in a plate of them.
         guide: The Pyro guide.
         data: The sequences.
         settings: All else that fits take.
         method: "MAP" or "SVI".
-        batched: Whether there is one loss for each of R restarts.
+        restarts: R, of which each has a loss.
     """
     check_model_and_data(model, data)
     if isinstance(guide, AutoGuide):
@@ -72,32 +71,28 @@ def train(
         in_mode(True, model, guide),
         _scaled_priors(module, data) as units,
     ):
-        training = Training(model, guide, data, settings, batched, units)
-        losses, history = training.run()
+        training = Training(model, guide, data, settings, restarts, units)
+        losses = training.run()
         values = training.values()
     plates, supports = training.objective.plates, training.objective.supports
     return Fit(
-        model, guide, losses, training.reason is not None,
-        training.reason or training.ended, training.seconds,
-        data.num_observed, names=list(supports), params=dict(store),
+        model, guide, losses, training.reason is not None, training.reason or training.ended,
+        training.seconds, data.num_observed, list(supports), dict(store), method=method,
         notes=uses_labels(data) if isinstance(module, HMMModule) else [],
-        method=method, validation=training.held_out.history if training.held_out else [],
-        supports=supports, values=values, plates=plates,
-        fitted=torch.cat([*map(marks_of, parts_of(data))]) if plates else None, history=history,
+        validation=training.held_out.history if training.held_out else [],
+        supports=supports, values=values, plates=plates, history=training.history(losses),
+        fitted=torch.cat([*map(marks_of, parts_of(data))]) if plates else None,
     )  # fmt: skip
 
 
 @contextmanager
 def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
     """Priors in the units of ``data``, which are those of before again at the end."""
-    if not isinstance(module, HMMModule):
-        yield 0.0
-        return
-    emission: Any = module.emission_module()
+    emission = module.emission_module() if isinstance(module, HMMModule) else None
     parts = list(emission.modules()) if isinstance(emission, PyroModule) else []
     kept = [dict(part._buffers) for part in parts]
     try:
-        yield scale_priors(module, data)
+        yield 0.0 if emission is None else scale_priors(module, data)
     finally:
         for part, buffers in zip(parts, kept):
             part._buffers.update(buffers)
@@ -111,7 +106,7 @@ class Training:
         guide: The Pyro guide.
         data: The sequences.
         settings: All else.
-        batched: Whether there is one loss for each of R restarts.
+        restarts: R, of which each has a loss.
         units: What the unit of the data adds to the loss.
 
     Attributes:
@@ -127,46 +122,46 @@ class Training:
         guide: Callable[..., Any],
         data: Sequences | Parts,
         settings: Settings,
-        batched: bool,
+        restarts: int,
         units: float,
     ) -> None:
         self.start_time = time.perf_counter()
         self.model, self.guide, self.data, self.settings = model, guide, data, settings
         self.units, self.group = units, ProcessGroup.all()
         self.num_observed = max(data.num_observed, 1)
-        windows, batch_tokens = settings.get("windows"), settings.get("batch_tokens")
-        if windows is not None and self.group.size > 1:
+        if settings["windows"] is not None and self.group.size > 1:
             raise ValueError("windows continue each other, and cannot be shared by processes.")
         self.batches = Batches(
-            data, settings["batch_size"], settings.get("generator"), batch_tokens=batch_tokens,
-            windows=windows, shard=self.group.share, agree=self.group.from_first,
+            data, settings["batch_size"], settings["generator"], windows=settings["windows"],
+            batch_tokens=settings["batch_tokens"], shard=self.group.share,
+            agree=self.group.from_first,
         )  # fmt: skip
         whole = self.batches.whole
-        if isinstance(data, Parts):
-            check_shared(model, next(iter(data)))
         in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
         self.probe = to_model_device(model, guide, in_memory)
         if whole is None and len(data) > 1:
-            follow_batches(inspect.unwrap(model) if batched else model, guide, self.probe)
-        self.objective = Objective(model, guide, self.probe, settings.get("elbo"), batched)
+            follow_batches(inspect.unwrap(model) if restarts > 1 else model, guide, self.probe)
+        self.objective = Objective(model, guide, self.probe, settings["elbo"], restarts)
+        plates = self.objective.plates
+        if plates and (isinstance(data, Parts) or self.group.size > 1):
+            raise ValueError(
+                f"site {min(plates)!r} has one value for each sequence, which are divided among "
+                "processes, or parts of the data. Fit this model in one process, to one Sequences."
+            )
         self.descent = Descent(self.objective.parameters, settings, self.num_observed)
         self.held_out = None
         if settings["validation"] is not None:
-            every = settings.get("validate_every") or (None if whole is None else WINDOW)
-            self.held_out = HeldOut(
-                model, guide, settings["validation"], self.values, self.objective.plates, every,
-                settings.get("patience"), settings.get("report"), self.group,
-                settings["batch_size"], batch_tokens,
-            )  # fmt: skip
+            every = settings["validate_every"] or (None if whole is None else WINDOW)
+            self.held_out = HeldOut(model, guide, settings, self.values, plates, every, self.group)
         device = self.objective.parameters[0].device.type
         around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        self.precision = device, settings.get("precision") or around
+        self.precision = device, settings["precision"] or around
         self.losses: list[Tensor] = []
         self.parts: list[Tensor] = []
         self.reason: str | None = None
         self.ended = f"it took all {settings['num_steps']} steps"  # if it has not converged
         # which a resumed fit may change
-        self._tests = [settings["tolerance"], settings.get("patience")]
+        self._tests = [settings["tolerance"], settings["patience"]]
 
     @property
     def seconds(self) -> float:
@@ -176,8 +171,7 @@ class Training:
     def values(self) -> dict[str, Tensor]:
         """Latent variables by name, at the medians of the guide or at a sample of it."""
         data = self.probe
-        in_batches = self.batches.whole is None and isinstance(self.data, Sequences)
-        if self.objective.plates and in_batches:
+        if self.objective.plates and self.batches.whole is None:
             data = to_model_device(self.model, self.guide, cast(Sequences, self.data))
         with torch.no_grad(), poutine.block(), in_mode(False, self.model, self.guide):
             found = point_of(self.guide, data)
@@ -188,55 +182,51 @@ class Training:
         """Parameters and buffers, which the fit changes."""
         return [*self.objective.parameters, *self.objective.module.buffers()]
 
-    def run(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Take all steps; returns the losses and ``Fit.history``.
+    def run(self) -> Tensor:
+        """Take all steps; returns the losses.
 
         If it fails, the parameters are the best that were validated, or those before the fit.
         """
-        checkpoint, path = None, self.settings.get("checkpoint")
+        checkpoint, path, generator = None, self.settings["checkpoint"], self.settings["generator"]
         if path is not None:
-            generators = (self.settings.get("generator"),)
-            checkpoint = Checkpoint(path, self._identity(), generators, self.group.is_first)
+            checkpoint = Checkpoint(path, self._identity(), (generator,), self.group.is_first)
             checkpoint.resume(self._restore, self.tensors())
         if self.group.size > 1:
-            self._check_ranks()
+            parameters = self.objective.parameters
+            self.group.check_alike(self.data, generator, parameters, len(self.losses))
         first = [tensor.detach().clone() for tensor in self.tensors()]
         try:
             self._descend(checkpoint)
-            losses = self._finish(first)
+            return self._finish(first)
         except (FloatingPointError, ValueError):
-            held_out = self.held_out
-            found = held_out is not None and any(math.isfinite(p.nats) for p in held_out.history)
-            copy_values(held_out.best if held_out and found else first, self.tensors())
+            validated = self.held_out.best if self.held_out is not None else []
+            copy_values(validated or first, self.tensors())
             raise
-        return losses, self._history(losses)
 
     def _descend(self, checkpoint: Checkpoint | None) -> None:
         """Take gradient steps until a test ends the fit, or all are taken."""
-        num_steps, hidden = self.settings["num_steps"], self.settings.get("progress")
-        done, losses = len(self.losses), self.losses
-        steps = range(done, done if self.reason is not None else num_steps)
+        num_steps, asked, done = self.settings["num_steps"], self.settings["progress"], self.losses
         shown: dict[str, str] = {}
-        hide = not self.group.is_first or (None if hidden is None else not hidden)
-        with tqdm(total=num_steps, initial=done, disable=hide) as bar:
+        steps = range(len(done), len(done) if self.reason is not None else num_steps)
+        hide = not self.group.is_first or (None if asked is None else not asked)
+        with tqdm(total=num_steps, initial=len(done), disable=hide) as bar:
             for step in steps:
                 with threads_for(self.objective.cost * self.batches.steps_at_once):
                     self._step(step)
                 bar.update()
                 ended = None
-                if self.held_out is not None and self.held_out.is_due(
-                    step + 1, self.batches.at_end_of_round
-                ):
-                    nats = self._validate(self.held_out)
+                held_out, at_end = self.held_out, self.batches.at_end_of_round
+                if held_out is not None and held_out.is_due(step + 1, at_end):
+                    nats = self._validate(held_out)
                     shown["held_out"] = f"{nats:.4f}"
                     if self.descent.plateau is not None:
                         self.descent.plateau.step(nats)
-                    ended = self.held_out.why_ended
+                    ended = held_out.why_ended
                 if (step + 1) % WINDOW == 0:
-                    level = torch.stack(losses[-WINDOW:]).mean(0).min().item()
-                    shown["nats_per_step"] = f"{level / self.num_observed:.4f}"
+                    level = torch.stack(done[-WINDOW:]).mean(0).min().item() / self.num_observed
+                    shown["nats_per_step"] = f"{level:.4f}"
                     bar.set_postfix(shown)
-                self.reason = why_converged(losses, self.settings["tolerance"], self.units) or ended
+                self.reason = why_converged(done, self.settings["tolerance"], self.units) or ended
                 if self.reason is not None:
                     break
                 if checkpoint is not None and checkpoint.is_due():
@@ -252,12 +242,18 @@ class Training:
             loss, batch = self._backward(self.batches.take())
         except ValueError as error:
             self.batches.explain(error)
-            self.objective.explain(error, step)
+            self._explain(error)
             raise
         self.losses.append(self.group.mean(loss))
         if loss.device.type == "cpu" or step % WINDOW == 0:  # or the host would wait
             self.objective.check_finite(self.losses[-1], step, batch)
         self.descent.step(self.losses[-1], self.group, step + 1)
+
+    def _explain(self, error: ValueError) -> None:
+        """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
+        finite = all(bool(parameter.isfinite().all()) for parameter in self.objective.parameters)
+        if self.losses and (not finite or "Expected parameter" in str(error)):
+            raise FloatingPointError(LEFT.format(len(self.losses))) from error
 
     def _backward(self, batch: Sequences | Parts) -> tuple[Tensor, Sequences]:
         """Compute the gradient of the loss of a batch.
@@ -295,7 +291,7 @@ class Training:
             try:
                 return held_out.validate(len(self.losses), self.tensors())
             except ValueError as error:
-                self.objective.explain(error, len(self.losses))
+                self._explain(error)
                 raise
 
     def _finish(self, first: list[Tensor]) -> Tensor:
@@ -317,7 +313,7 @@ class Training:
             raise FloatingPointError(LEFT.format(len(losses)))
         return losses
 
-    def _history(self, losses: Tensor) -> dict[str, Tensor]:
+    def history(self, losses: Tensor) -> dict[str, Tensor]:
         """Parts of the loss by name, ``(num_steps,)`` or ``(num_steps, R)``."""
         if len(self.parts) < len(losses):
             return {}
@@ -368,11 +364,9 @@ class Training:
         """Fingerprint of the fit, for checkpoints."""
         settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
         model = inspect.unwrap(self.model)
-        compared = {
-            name: settings.get(name)
-            for name in [*Settings.__required_keys__, *Settings.__optional_keys__]
-            if name not in (*FREE, "optimizer", "schedule", "generator")
-        } | {"precision": self.precision[1]}
+        apart = {*FREE, "optimizer", "schedule", "generator"}
+        compared = {name: value for name, value in settings.items() if name not in apart}
+        compared["precision"] = self.precision[1]
         groups: dict[str, list[Any]] = {}
         for group in optimizer.param_groups:
             rate = group.get("initial_lr", group.get("lr"))  # before a schedule has changed it
@@ -385,19 +379,12 @@ class Training:
             "shapes": [list(parameter.shape) for parameter in self.objective.parameters],
             **{name: describe(value) for name, value in compared.items()},
             "optimizer": describe({"class": type(optimizer)} | groups),
-            "schedule": schedule and describe_schedule(schedule, settings.get("schedule")),
+            "schedule": schedule and describe_schedule(schedule, settings["schedule"]),
             "data": fingerprint(self.data),
-            "seed of the generator": describe(settings.get("generator")),
+            "seed of the generator": describe(settings["generator"]),
             "model": describe(model),
             "guide": describe(self.guide),
         }
-
-    def _check_ranks(self) -> None:
-        """Raise unless all data-parallel ranks start alike, and share all latent variables."""
-        check_shared(self.model, next(iter(parts_of(self.data))))
-        self.group.check_alike(
-            self.data, self.settings.get("generator"), self.objective.parameters, len(self.losses)
-        )
 
 
 def why_converged(losses: list[Tensor], tolerance: float | None, units: float = 0.0) -> str | None:

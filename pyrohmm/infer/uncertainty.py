@@ -12,7 +12,6 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.distributions import Dirichlet, Gamma
-from pyro.poutine.messenger import Messenger
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import (
@@ -26,12 +25,14 @@ from .._checks import check_returned
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .models import EnumeratedModel, MarginalModel
+from .plates import AtValues
 
 BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
 CHUNK = 16  # columns of the Hessian that are computed as one batch
 LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
 RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
+AT_LEAST = constraints.greater_than_eq
 IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
 MOST_PARAMETERS = 3_000  # the Hessian has as many columns, each a gradient of the gradient
 
@@ -62,36 +63,53 @@ class Coordinates:
     @classmethod
     def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
         """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
-        estimate = estimate.detach().double()
+        estimate, base = estimate.detach().double(), _base(support)
+        scale: Transform = IDENTITY
+        moved: Callable[[Tensor], Tensor]  # value of the parameter after a change of coordinates
         if _is_simplex(estimate, support):
-            return _of_rows(name, estimate)
-        if _is_positive(support):
-            floor = 1e-100 if isinstance(_base(support), constraints.greater_than_eq) else 0.0
-            return _of_positive(name, estimate, _least(estimate, support), floor)
-        kind = type(_base(support)).__name__
-        triangular = "Cholesky" in kind or "PositiveDefinite" in kind
-        transform = transform_to(support) if triangular else biject_to(support)
-        free = transform.inv(estimate)
-        if free.numel() == estimate.numel():
-            labels = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
+            scale, inside = LOGIT, estimate > BOUNDARY
+            largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
+            free, logits = inside & ~largest, estimate.log().masked_fill(~inside, -torch.inf)
+
+            def moved(change: Tensor) -> Tensor:
+                return (logits + change).softmax(-1)
+
+        elif _is_positive(support):
+            scale, free = LOG, estimate > _least(estimate, support)
+            # of zeros: a density of a rate of zero has no second derivative
+            edge = estimate.clamp(min=1e-100 if isinstance(base, AT_LEAST) else 0.0)
+            inside = free
+
+            def moved(change: Tensor) -> Tensor:
+                return torch.where(free, estimate * change.exp(), edge)
+
         else:
-            labels = [f"{name}, free coordinate {n}" for n in range(free.numel())]
-        inside = _base(support) is constraints.unit_interval
-        keep = free.isfinite()
-        if inside:
-            keep = keep & (estimate > BOUNDARY) & (estimate < 1 - BOUNDARY)
-        lost = [label for label, is_kept in zip(labels, keep.flatten()) if not bool(is_kept)]
-        if triangular:
-            keep = keep & torch.ones_like(keep).tril()
-        keep = keep.flatten()
+            kind = type(base).__name__
+            triangular = "Cholesky" in kind or "PositiveDefinite" in kind
+            transform = transform_to(support) if triangular else biject_to(support)
+            origin = transform.inv(estimate)
+            inside = origin.isfinite()
+            if base is constraints.unit_interval:
+                scale = LOGIT
+                inside = inside & (estimate > BOUNDARY) & (estimate < 1 - BOUNDARY)
+            free = inside.tril() if triangular else inside
+            origin = origin.masked_fill(~free, 0.0)
+
+            def moved(change: Tensor) -> Tensor:
+                value = transform(origin + unit * change)
+                return value if bool(inside.all()) else torch.where(inside, value, estimate)
 
         def value(u: Tensor) -> Tensor:
-            full = free.flatten().masked_fill(~keep, 0.0)
-            moved = transform((full + unit * _placed(u, keep)).reshape(free.shape))
-            return torch.where(keep.reshape(free.shape), moved, estimate) if lost else moved
+            change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten()]
+            return moved(change.reshape(free.shape))
 
-        kept = [label for label, k in zip(labels, keep) if bool(k)]
-        return cls(name, estimate, kept, lost, value, LOGIT if inside else IDENTITY)
+        names = [f"{name}, free coordinate {n}" for n in range(free.numel())]
+        if free.numel() == estimate.numel():
+            places = torch.ones(estimate.shape).nonzero().tolist() if estimate.dim() else [[]]
+            names = [f"{name}{place}" for place in places]
+        labels = [label for label, at in zip(names, free.flatten().tolist()) if at]
+        held = [label for label, at in zip(names, inside.flatten().tolist()) if not at]
+        return cls(name, estimate, labels, held, value, scale)
 
     def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
         """Estimates less and plus ``z`` standard errors on ``scale``."""
@@ -100,54 +118,12 @@ class Coordinates:
         return self.scale.inv(at - width), self.scale.inv(at + width)
 
 
-def _of_rows(name: str, estimate: Tensor) -> Coordinates:
-    """Rows of probabilities: logits of the positive entries against the largest of the row."""
-    inside = estimate > BOUNDARY
-    largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
-    free = (inside & ~largest).flatten()
-    logits = estimate.log().masked_fill(~inside, -torch.inf)
-
-    def value(u: Tensor) -> Tensor:
-        return (logits + _placed(u, free).reshape(estimate.shape)).softmax(-1)
-
-    names = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
-    labels = [label for label, is_free in zip(names, free) if bool(is_free)]
-    held = [label for label, is_in in zip(names, inside.flatten()) if not bool(is_in)]
-    return Coordinates(name, estimate, labels, held, value, LOGIT)
-
-
-def _of_positive(name: str, estimate: Tensor, least: float, floor: float) -> Coordinates:
-    """Positive numbers: their logarithms. Those of at most ``least`` are held, above ``floor``.
-
-    (A density of a rate of zero has no second derivative.)
-    """
-    free, held_at = (estimate > least).flatten(), estimate.clamp(min=floor)
-
-    def value(u: Tensor) -> Tensor:
-        moved = estimate * _placed(u, free).reshape(estimate.shape).exp()
-        return torch.where(free.reshape(estimate.shape), moved, held_at)
-
-    names = [f"{name}{list(index)}" for index in _indices(estimate.shape)]
-    labels = [label for label, is_free in zip(names, free) if bool(is_free)]
-    held = [label for label, is_free in zip(names, free) if not bool(is_free)]
-    return Coordinates(name, estimate, labels, held, value, LOG)
-
-
 def _least(estimate: Tensor, support: Any) -> float:
     """Number below which a fit has left an entry at zero: none where only the unit is small."""
-    if isinstance(_base(support), constraints.greater_than_eq):
+    if isinstance(_base(support), AT_LEAST):
         return BOUNDARY
     rates = "Positive" in type(support).__name__ and estimate.numel()
     return BOUNDARY * float(estimate.max()) if rates else 0.0
-
-
-def _indices(shape: torch.Size) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in torch.ones(shape).nonzero().tolist()] if shape else [()]
-
-
-def _placed(u: Tensor, free: Tensor) -> Tensor:
-    """A vector with ``u`` where ``free`` is True, else zero."""
-    return u @ torch.eye(len(free), dtype=u.dtype)[free]
 
 
 def _is_simplex(estimate: Tensor, support: Any) -> bool:
@@ -158,7 +134,7 @@ def _is_simplex(estimate: Tensor, support: Any) -> bool:
 def _is_positive(support: Any) -> bool:
     base = _base(support)
     bound = getattr(base, "lower_bound", None)
-    positive = isinstance(base, constraints.greater_than | constraints.greater_than_eq)
+    positive = isinstance(base, constraints.greater_than | AT_LEAST)
     return (positive and bound == 0) or "Positive" in type(support).__name__
 
 
@@ -166,22 +142,6 @@ def _base(support: Any) -> Any:
     while isinstance(support, constraints.independent):
         support = support.base_constraint
     return support
-
-
-class _AtParameters(Messenger):
-    """Runs a model at values of its latent variables and of its ``pyro.param`` statements."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, message: Any) -> None:
-        if message["name"] in self.values and not message["is_observed"]:
-            message["value"], message["done"] = self.values[message["name"]], True
-
-    def _pyro_param(self, message: Any) -> None:
-        if message["name"] in self.values:
-            message["value"], message["done"] = self.values[message["name"]], True
 
 
 class Information:
@@ -252,7 +212,7 @@ class Information:
         parts = zip(self.coordinates, u.split(self.sizes))
         values = {part.name: part.value(own) for part, own in parts}
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with _AtParameters(values):
+            with AtValues(values):
                 trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
             for site in trace.nodes.values():
                 prior = getattr(site.get("fn"), "base_dist", site.get("fn"))

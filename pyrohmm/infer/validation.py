@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ..data.sequences import Sequences
 from ..io.checkpoints import Fields
 from ..nn.base import in_mode
 from .models import to_model_device
+from .options import Settings, Validation
 from .plates import Plates, new_log_evidence
 from .process_group import ProcessGroup
 
@@ -22,64 +23,46 @@ BATCH_SIZE = 256  # sequences in an evaluated batch, if the fit has no minibatch
 NUM_SAMPLES = 32  # of variables of which each sequence has one
 
 
-class Validation(NamedTuple):
-    """Held-out evidence at some step of a fit.
-
-    Attributes:
-        step: Number of gradient steps taken before.
-        nats: Minus the log evidence per observed step; ``exp(nats)`` is the perplexity.
-    """
-
-    step: int
-    nats: float
-
-
 class HeldOut:
     """Held-out sequences, their evidence so far, and the best parameters.
 
     Args:
         model: The Pyro model, which must return an HMM.
         guide: Its guide.
-        data: The held-out sequences; labels that they may have are not used.
+        settings: Of the fit: the sequences, whose labels are not used, and when to evaluate them.
         values: Returns values of the latent variables, as the fit has them now.
         plates: Of the variables of which each sequence has one; held-out sequences have others,
             which are averaged over their prior.
         every: Number of steps between validations; None for one after each round of minibatches.
-        patience: Number of validations without an improvement after which to end, if any.
-        report: Called with each :class:`Validation`, in rank 0.
         group: The data-parallel ranks.
-        batch_size: Of the minibatches of the fit, if they are of that kind.
-        batch_tokens: The same.
     """
 
     def __init__(
         self,
         model: Callable[..., Any],
         guide: Callable[..., Any],
-        data: Sequences,
+        settings: Settings,
         values: Callable[[], dict[str, Tensor]],
         plates: Plates,
         every: int | None,
-        patience: int | None,
-        report: Callable[[Validation], object] | None,
         group: ProcessGroup,
-        batch_size: int | None,
-        batch_tokens: int | None,
     ) -> None:
+        data = cast(Sequences, settings["validation"])
         self.num_observed = data.num_observed
         if self.num_observed == 0:
             raise ValueError("validation has no observed step; there is nothing to average over.")
         order = data.lengths.argsort(stable=True)
-        if batch_tokens is not None:
-            parts = cut_by_steps(data.lengths, order, LARGER * batch_tokens)
+        size, tokens = settings["batch_size"], settings["batch_tokens"]
+        if tokens is not None:
+            parts = cut_by_steps(data.lengths, order, LARGER * tokens)
         else:
-            parts = list(order.split(LARGER * batch_size if batch_size else BATCH_SIZE))
+            parts = list(order.split(LARGER * size if size else BATCH_SIZE))
         self.model, self.guide, self.group = model, guide, group
         self.values, self.plates = values, plates
         self.first = data[:1]
         self.parts = [data[part] for part in parts[group.rank :: group.size]]
-        self.every, self.patience = every, patience
-        self.report = report if group.is_first else None
+        self.every, self.patience = every, settings["patience"]
+        self.report = settings["report"] if group.is_first else None
         self.history: list[Validation] = []
         self.best: list[Tensor] = []  # parameters
         self._log_evidence([self.first])  # raises here what it would raise after hours
@@ -93,7 +76,7 @@ class HeldOut:
         total = self.group.mean(self._log_evidence(self.parts))
         nats = -self.group.size * total.item() / self.num_observed
         nats = math.inf if math.isnan(nats) else nats
-        if not self.history or nats < min(past.nats for past in self.history):
+        if nats < min((past.nats for past in self.history), default=math.inf):
             self.best = [tensor.detach().clone() for tensor in tensors]
         self.history.append(Validation(step, nats))
         if self.report is not None:
@@ -117,7 +100,8 @@ class HeldOut:
     def restore(self, state: Fields, tensors: list[Tensor]) -> None:
         """Continue from the :meth:`state` of another one, whose best are like ``tensors``."""
         self.history = [Validation(int(step), float(nats)) for step, nats in state["trail"]]
-        self.best = state.tensors_like("best", tensors if self.history else [])
+        finite = any(math.isfinite(past.nats) for past in self.history)
+        self.best = state.tensors_like("best", tensors if finite else [])
 
     def _log_evidence(self, parts: list[Sequences]) -> Tensor:
         """Log evidence of some data in ``eval()`` mode, at one value of each latent variable."""

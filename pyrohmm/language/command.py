@@ -32,9 +32,8 @@ from tqdm import tqdm
 
 from ..analysis.metrics import Perplexity
 from ..data.readers import read_lines
-from ..infer.options import RunOptions
+from ..infer.options import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
-from ..infer.validation import Validation
 from ..io.checkpoints import Checkpoint
 from ..io.files import check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain

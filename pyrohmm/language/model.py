@@ -30,8 +30,7 @@ from ..infer.objective import LEFT
 from ..infer.results import Fit
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
-from ..nn.dropout import LinearDropout
-from ..nn.neural import NeuralHMM
+from ..nn.neural import LinearDropout, NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks

@@ -81,16 +81,9 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         means = spread("loc", 0.0 if loc is None else loc, (num_states, dim))
         self.register_buffer("prior_loc", means)
         matrix = torch.as_tensor(1.0 if scale is None else scale, dtype=means.dtype)
-        if matrix.dim() == 0:
-            matrix = matrix * torch.eye(dim)
-        proper = matrix.shape == (dim, dim) and torch.equal(matrix, matrix.mT)
-        if not proper or bool(torch.linalg.cholesky_ex(matrix)[1]):
-            raise ValueError(
-                f"scale must be a positive number or a positive definite matrix ({dim}, {dim}); "
-                f"got {tuple(matrix.shape)}."
-            )
-        self.register_buffer("scale", matrix)
-        InverseWishart(self.degrees, matrix)  # checks the degrees
+        matrix = matrix if matrix.dim() else matrix * torch.eye(dim)
+        self.register_buffer("scale", spread("scale", matrix, (dim, dim)))
+        InverseWishart(self.degrees, self.scale, validate_args=True)  # checks both
         matrices = () if tied else (num_states,)
         self.add_parameters(covariance=(*matrices, dim, dim), loc=(num_states, dim))
 
@@ -162,60 +155,66 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         dim, weights, about = values.size(-1), weights.double(), self.centre
         restarts, _, states = weights.shape
         values, loc = values.double() - about, current.loc.double() - about
-        loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim)
+        loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim).unsqueeze(-2)
         matrix = current.covariance_matrix.double()
         matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
-        missing = values.isnan()
-        sums, squares = torch.zeros_like(loc), torch.zeros_like(matrix)
+        missing, pad = values.isnan(), torch.nn.functional.pad
+        total = matrix.new_zeros(restarts, states, 1 + dim, 1 + dim)
         for pattern in missing.unique(dim=0):
             here = (missing == pattern).all(-1)
-            share, seen = weights[:, here], values[here]  # (R, m, K), (m, D)
-            known, absent = (~pattern).nonzero().squeeze(-1), pattern.nonzero().squeeze(-1)
-            whole = seen.nan_to_num(0.0).expand(restarts, states, -1, dim).clone()  # (R, K, m, D)
-            extra = torch.zeros_like(matrix)
-            if len(absent):
-                inner = matrix[..., known.unsqueeze(-1), known]
-                across = matrix[..., absent.unsqueeze(-1), known]
-                slope = torch.linalg.solve(inner, across.mT).mT if len(known) else across
-                residual = seen[:, known] - loc[..., known].unsqueeze(-2)
-                whole[..., absent] = loc[..., absent].unsqueeze(-2) + residual @ slope.mT
-                left = matrix[..., absent.unsqueeze(-1), absent] - slope @ across.mT
-                if self.imputes:
-                    root = torch.linalg.cholesky(left)
-                    whole[..., absent] += torch.randn_like(whole[..., absent]) @ root.mT
-                else:
-                    extra[..., absent.unsqueeze(-1), absent] = left
-            weighted = share.mT.unsqueeze(-1) * whole
-            sums = sums + weighted.sum(-2)
-            squares = squares + weighted.mT @ whole + share.sum(1)[..., None, None] * extra
-        count = weights.sum(1)[..., None, None]
-        top = torch.cat([count, sums.unsqueeze(-2)], -1)
-        return torch.cat([top, torch.cat([sums.unsqueeze(-1), squares], -1)], -2)
+            share = weights[:, here].mT.unsqueeze(-1)  # (R, K, m, 1)
+            known = (~pattern).diag().double()
+            absent = torch.eye(dim).to(known) - known
+            # the regression of all components on those that are known
+            slope = torch.linalg.solve(known @ matrix @ known + absent, known @ matrix)
+            left = absent @ (matrix - matrix @ slope) @ absent
+            whole = loc + (values[here] - loc).masked_fill(pattern, 0.0) @ slope
+            if self.imputes:
+                root = torch.linalg.cholesky(left + known) @ absent
+                whole = whole + torch.randn_like(whole) @ root.mT @ absent
+                left = torch.zeros_like(left)
+            rows = pad(whole, (1, 0), value=1.0)
+            extra = share.sum(-2, keepdim=True) * pad(left, (1, 0, 1, 0))
+            total += (share * rows).mT @ rows + extra
+        return total
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the matrix-normal-inverse-Wishart posterior: weighted least squares."""
-        squares, dim = statistics["squares"], self.dim
-        fit = self._least_squares(squares)
-        mode = self._regression(fit[0])
+        squares, dtype = statistics["squares"], self.prior_loc.dtype
+        slopes, _, precision = fit = self._least_squares(squares)
+        mode = self._regression(slopes)
         if not self.is_free("covariance"):
             return mode, []
-        scatter, count = self._residuals(squares, fit)
-        spent = (fit[2] > 0).sum(-1)
-        divisor = count + (spent.sum() if self.tied else spent)
-        total = squares.sum(1)
-        mean = total[:, 0, -dim:] / total[:, :1, 0]
-        spread = total.diagonal(dim1=-2, dim2=-1)[:, -dim:] / total[:, :1, 0] - mean**2
-        least = floor_of(spread, mean + self.centre, self.prior_loc.dtype)
-        mode["covariance"], notes = self._covariance_mode(scatter, divisor, least)
-        return mode, notes
+        scatter = self._pooled(self._residuals(squares, fit))
+        divisor = self._pooled(squares[..., 0, 0] + (precision > 0).sum(-1))
+        has_prior = self.has_prior("covariance")
+        if has_prior:
+            scatter = scatter + self.scale.double()
+            divisor = divisor + self.degrees + self.dim + 1
+        matrix = scatter / divisor[..., None, None]
+        # a matrix that is singular up to rounding has no inverse
+        floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
+        if not has_prior:
+            least = self._floor(squares)
+            least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
+            floor = torch.maximum(floor, least)
+        mode["covariance"], low = lift(matrix, floor)
+        if exceeds((~low).all().byte(), 0):
+            return mode, []
+        singular = (
+            f"a covariance was numerically singular in {dtype}: components are almost functions of "
+            "each other. Drop some, or compute in float64."
+        )
+        return mode, [singular if has_prior else floor_note("covariance")]
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Covariances and slopes from their matrix-normal-inverse-Wishart posterior."""
         samples, squares = {}, statistics["squares"]
         slopes, _, precision = fit = self._least_squares(squares)
         if self.has_prior("covariance"):
-            scatter, count = self._residuals(squares, fit)
-            root = sample_root(self.degrees + count, self.scale.double() + scatter)
+            scatter = self._pooled(self._residuals(squares, fit))
+            degrees = self.degrees + self._pooled(squares[..., 0, 0])
+            root = sample_root(degrees, self.scale.double() + scatter)
             samples = {"covariance": root @ root.mT}
         else:
             root = torch.linalg.cholesky(self.covariance.double())
@@ -228,22 +227,31 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         slopes[..., free, :] += noise
         return samples | {n: v for n, v in self._regression(slopes).items() if self.has_prior(n)}
 
-    def _residuals(self, squares: Tensor, fit: LeastSquares) -> tuple[Tensor, Tensor]:
-        """Squares of residuals, and of slopes about prior means, ``(R, [K,] D, D)``; how many."""
-        (slopes, prior, precision), dim, count = fit, self.dim, squares[..., 0, 0]
-        inner, cross = squares[..., :-dim, :-dim], squares[..., :-dim, -dim:]
-        apart, across = slopes - prior, slopes.mT @ cross
-        scatter = squares[..., -dim:, -dim:] - across - across.mT + slopes.mT @ inner @ slopes
-        scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
-        scatter = scatter.nan_to_num(0.0)  # of slopes without observations
-        return (scatter.sum(1), count.sum(1)) if self.tied else (scatter, count)
+    def _pooled(self, sums: Tensor) -> Tensor:
+        """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
+        return sums.sum(1) if self.tied else sums
+
+    def _residuals(self, squares: Tensor, fit: LeastSquares) -> Tensor:
+        """Squares of residuals, and of slopes about prior means, ``(R, K, D, D)``."""
+        slopes, prior, precision = fit
+        eye = torch.eye(self.dim).to(slopes).expand(*slopes.shape[:2], -1, -1)
+        columns, apart = torch.cat([-slopes, eye], -2), slopes - prior
+        scatter = columns.mT @ squares @ columns + apart.mT @ (precision.unsqueeze(-1) * apart)
+        return scatter.nan_to_num(0.0)  # of slopes without observations
+
+    def _floor(self, squares: Tensor) -> Tensor:
+        """Least variances ``(R, D)`` without a prior, by moments of all the states."""
+        total, dim = squares.sum(1), self.dim
+        mean = total[:, 0, -dim:] / total[:, :1, 0]
+        spread = total.diagonal(dim1=-2, dim2=-1)[:, -dim:] / total[:, :1, 0] - mean**2
+        return floor_of(spread, mean + self.centre, self.prior_loc.dtype)
 
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
         return {"loc": slopes[..., 0, :] + self.centre} if self.is_free("loc") else {}
 
     def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
-        """Regressors of the mean by parameter: slopes, prior precision, values if frozen."""
+        """Rows of the slopes by parameter of the mean, prior precision, and values if frozen."""
         value = None if self.is_free("loc") else (self.loc.double() - self.centre).unsqueeze(-2)
         return {"loc": (slice(0, 1), self.weight, value)}
 
@@ -254,20 +262,25 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         prior = squares.new_zeros(states, size, dim)
         prior[:, 0] = self.prior_loc.double() - self.centre
         precision = squares.new_zeros(states, size)
-        slopes = prior.expand(len(squares), -1, -1, -1).clone()
-        free = torch.zeros(size, dtype=torch.bool, device=squares.device)
-        for name, (part, strength, value) in self._regressors().items():
+        slopes = squares.new_zeros(len(squares), states, size, dim)
+        parts = []
+        for name, (rows, strength, value) in self._regressors().items():
             if self.has_prior(name):
-                precision[:, part] = strength
-            free[part] = value is None
-            if value is not None:
-                slopes[..., part, :] = value
-        if not bool(free.any()):
+                precision[:, rows] = strength
+            if value is None:
+                parts.append(rows)
+            else:
+                slopes[..., rows, :] = value
+        if not parts:
             return slopes, prior, precision
+        free = slice(parts[0].start, parts[-1].stop)
         inner = squares[..., :size, :size] + torch.diag_embed(precision)
         wanted = squares[..., :size, size:] + precision.unsqueeze(-1) * prior
-        wanted = wanted[..., free, :] - inner[..., free, :][..., ~free] @ slopes[..., ~free, :]
-        inner = inner[..., free, :][..., free]
+        wanted = (wanted - inner @ slopes)[..., free, :]
+        inner = inner[..., free, free]
+        if inner.size(-1) == 1:
+            slopes[..., free, :] = wanted / inner
+            return slopes, prior, precision
         scale = inner.diagonal(dim1=-2, dim2=-1).sqrt()
         scale = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)  # of a state without observations
         inverse = torch.linalg.pinv(inner / scale / scale.mT, hermitian=True)
@@ -275,35 +288,6 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         nothing = (squares[..., 0, 0] == 0) & (precision[:, free] == 0).any(-1)
         slopes[..., free, :] = found.masked_fill(nothing[..., None, None], torch.nan)
         return slopes, prior, precision
-
-    def _covariance_mode(
-        self, scatter: Tensor, divisor: Tensor, least: Tensor
-    ) -> tuple[Tensor, list[str]]:
-        """Mode of the covariances ``(R, [K,] D, D)``, and remarks.
-
-        Args:
-            scatter: Sums of outer products of residuals, of the shape of the mode.
-            divisor: ``(R, [K])``, their number.
-            least: ``(R, D)``, variances below which there is none without a prior.
-        """
-        if self.has_prior("covariance"):
-            scatter = scatter + self.scale.double()
-            divisor = divisor + self.degrees + self.dim + 1
-        matrix = scatter / divisor[..., None, None]
-        dtype = self.prior_loc.dtype
-        # a matrix that is singular up to rounding has no inverse
-        floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
-        if not self.has_prior("covariance"):
-            least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
-            floor = torch.maximum(floor, least)
-        matrix, low = lift(matrix, floor)
-        if exceeds((~low).all().byte(), 0):
-            return matrix, []
-        singular = (
-            f"a covariance was numerically singular in {dtype}: components are almost functions of "
-            "each other. Drop some, or compute in float64."
-        )
-        return matrix, [singular if self.has_prior("covariance") else floor_note("covariance")]
 
 
 normal_full = family("normal_full", CovarianceEmission, dim=1)
@@ -481,7 +465,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
     def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
         precision = (self.ridge * self.scale.diagonal().double()).repeat(self.lags)
         value = None if self.is_free("weights") else self.weights.double().flatten(-3, -2)
-        return super()._regressors() | {"weights": (slice(1, None), precision, value)}
+        return super()._regressors() | {"weights": (slice(1, 1 + len(precision)), precision, value)}
 
 
 autoregressive_normal = family("autoregressive_normal", AutoregressiveNormalEmission, dim=1, lags=1)

@@ -25,11 +25,11 @@ from ..distributions.units import InUnits, InverseGamma
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, row_mode, sample_rows
 from .family import (
+    Components,
     Emission,
     EmissionFamily,
     averaged,
     check_strengths,
-    component_sums,
     family,
     positive,
     spread,
@@ -94,7 +94,7 @@ class CentredEmission(Emission):
         raise NotImplementedError
 
 
-class NormalEmission(CentredEmission, emits=torch_dist.Normal):
+class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     r"""Emission family of vectors whose components are independent and normal in each state.
 
     The prior is conjugate and weak, and keeps the variance of a state with a single observation
@@ -126,6 +126,7 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
     """
 
     rate: Tensor
+    shape: Tensor  # type: ignore[assignment]  # of the prior of the variance
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "variance": constraints.positive,
         "loc": constraints.real,
@@ -141,7 +142,7 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
         rate: float | Tensor | None = None,
         spherical: bool = False,
     ) -> None:
-        super().__init__()
+        Emission.__init__(self)
         self.dim = dim
         shape = (num_states, dim) if dim else (num_states,)
         self._add_normals(shape, loc, weight, concentration, rate, spherical)
@@ -209,20 +210,13 @@ class NormalEmission(CentredEmission, emits=torch_dist.Normal):
         variance = self.variance
         return variance.unsqueeze(-1) if self.spherical else variance
 
-    def forward(self) -> TorchDistribution:
-        """The distribution of an observation, batched over states."""
+    def components(self) -> TorchDistribution:
+        """Normal components."""
         variance = self._wide()  # read first: the prior of the mean depends on it
-        components = Normal(self.loc, variance.sqrt())
-        return components.to_event(1) if self.dim else components
+        return Normal(self.loc, variance.sqrt())
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
-        """Expected number of observations, their sums and sums of squares, about the centre."""
-        sums = component_sums(values if self.dim else values.unsqueeze(-1), weights, self._features)
-        return sums if self.dim else {name: each.squeeze(-1) for name, each in sums.items()}
-
-    def _features(self, values: Tensor) -> dict[str, Tensor]:
+    def features(self, values: Tensor) -> dict[str, Tensor]:
+        """The values about the centre, and their squares."""
         values = values - self.centre
         return {"sums": values, "squares": values.square()}
 

@@ -122,7 +122,7 @@ class ChainTables(HMMModule, Family):
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """Expected counts of what is free: see :class:`ChainMStep`."""
         counts = {name.removeprefix("log_"): value for name, value in expected.counts.items()}
-        return {n: value for n, value in counts.items() if hasattr(self, n) and self.is_free(n)}
+        return {name: value for name, value in counts.items() if self.is_free(name)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts, those of the Dirichlet priors included."""

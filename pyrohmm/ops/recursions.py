@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._choices import WIDEST_PATHS
 from .._precision import with_gradient
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from .dense import _torch as torch_engine
@@ -205,6 +206,8 @@ def filtered(
         with torch.no_grad():
             scores = scaling.filtered(arrange(arguments), arguments.dtype)
     scores = scores.to(arguments.dtype).reshape(*arguments.batch, *scores.shape[-2:])
+    if bool((arguments.lengths == scores.size(-2)).all()):
+        return scores
     padded = ~exists(arguments.lengths, scores.size(-2), scores.device)
     return scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
 
@@ -221,7 +224,7 @@ def viterbi(
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     with torch.no_grad():
         chain = arrange(arguments)
-        best: Tensor = scaling.engine(chain).viterbi(chain)
+        best: Tensor = scaling.engine(chain, WIDEST_PATHS).viterbi(chain)
         return best.reshape(*arguments.batch, best.size(-1))
 
 

@@ -290,13 +290,8 @@ class CovarianceMixture(CovarianceEmission):
         values, notes = super().m_step(statistics)
         return values | {"weights": row_mode(statistics["counts"], None)}, notes
 
-    def _covariance_mode(
-        self, scatter: Tensor, divisor: Tensor, least: Tensor
-    ) -> tuple[Tensor, list[str]]:
-        if self.by_state:
-            scatter = scatter.unflatten(1, self.lead).sum(2)
-            divisor = divisor.unflatten(1, self.lead).sum(2)
-        return super()._covariance_mode(scatter, divisor, least)
+    def _pooled(self, sums: Tensor) -> Tensor:
+        return sums.unflatten(1, self.lead).sum(2) if self.by_state else sums
 
 
 # What they share ---------------------------------------------------------------------------------

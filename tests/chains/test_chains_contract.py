@@ -106,3 +106,16 @@ class Late(MarkovChain):
 def test_the_contract_sees_a_fault():
     with pytest.raises(AssertionError, match="log_evidence differs from the sum over all paths"):
         check_chain(Late(rows(2), rows(2, 2)))
+
+
+def test_a_chain_whose_zeros_have_no_gradient_is_named():
+    class Careless(Ring):
+        @property
+        def matrices(self):
+            stay, go = self.log_moves.exp().unsqueeze(-2).unbind(-1)
+            eye = torch.eye(self.num_states)
+            return (stay * eye + go * eye.roll(1, -1)).log().unsqueeze(-3)  # 0 / 0 at zero
+
+    chain = Careless(rows(3), rows(3, 2))
+    with pytest.raises(ValueError, match="the gradient of the evidence by log_moves is NaN"):
+        chain.expected_counts(torch.randn(4, 3), torch.tensor(4))

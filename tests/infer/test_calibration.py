@@ -73,10 +73,9 @@ def uniform(ranks):
     return min(stats.chisquare(count).pvalue for count in counts)
 
 
-@pytest.mark.parametrize("name", EMISSIONS)
-def test_ranks_are_uniform_under_gibbs(name):
+def test_ranks_are_uniform_under_gibbs():
     pyro.set_rng_seed(0)
-    assert uniform(ranks_of(name, by_gibbs, 100)) > 1e-4
+    assert uniform(ranks_of("categorical", by_gibbs, 60)) > 1e-4
 
 
 @pytest.mark.slow

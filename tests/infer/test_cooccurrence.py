@@ -7,14 +7,11 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyro import poutine
 from pyro.distributions import (
     Categorical,
     Gamma,
     MixtureSameFamily,
-    MultivariateNormal,
     Normal,
     Poisson,
 )
@@ -34,11 +31,10 @@ from pyrohmm import (
     fit_em,
     fit_map,
     normal,
-    normal_full,
 )
 from pyrohmm.data import pair_counts
 from pyrohmm.data.pair_counts import binned, count_pairs, counted, quantile_edges
-from pyrohmm.infer.cooccurrence import average_probs, bin_probs
+from pyrohmm.infer.cooccurrence import bin_probs
 from pyrohmm.ops import pair_losses
 from pyrohmm.ops.pair_losses import cross_entropy, relative_distance, squared_distance
 from pyrohmm.ops.pairs import Pairs
@@ -83,15 +79,6 @@ def random_pairs(num_symbols, seed=0, share=0.5):
     return Pairs(keys // num_symbols, keys % num_symbols, counts, num_symbols)
 
 
-@pytest.mark.parametrize(("lag", "error"), [(-1, ValueError), (0, ValueError), (1.0, TypeError)])
-def test_a_lag_is_a_number_of_steps(lag, error):
-    matrix = torch.full((2, 2), 0.5).log()
-    with pytest.raises(error, match="lag must be"):
-        joint_probs(stationary(matrix), matrix, lag=lag)
-    with pytest.raises(error, match="lag must be"):
-        predicted(stationary(matrix), matrix, torch.eye(2), lag=lag)
-
-
 def random_joint(*batch, num_states=3, num_symbols=4, seed=0):
     """Joint probabilities of two states, and probabilities of symbols."""
     generator = torch.Generator().manual_seed(seed)
@@ -116,9 +103,8 @@ def by_formula(loss, joint, probs, shares):
 
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(3))
-def test_counts_are_those_of_a_loop(seed, lag):
-    data = random_data(seed)
+def test_counts_are_those_of_a_loop(lag):
+    data = random_data(0)
     pairs, expected = count_pairs(data, 4, lag), by_loop(data, 4, lag)
     table = torch.zeros(4, 4, dtype=torch.long)
     table[pairs.first, pairs.second] = pairs.counts
@@ -131,8 +117,7 @@ def test_counts_are_those_of_a_loop(seed, lag):
     torch.testing.assert_close(counted(data, 4, lag), pairs.dense())
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("chunk", "size"), [(1, 3), (5, 1), (1 << 20, 3)])
 def test_a_stream_is_counted_as_the_whole(monkeypatch, chunk, size):
     data = random_data(0, num_sequences=11)
     whole = count_pairs(data, 4)
@@ -142,23 +127,6 @@ def test_a_stream_is_counted_as_the_whole(monkeypatch, chunk, size):
         found = count_pairs(source, 4)
         for name in ("first", "second", "counts"):
             assert torch.equal(getattr(found, name), getattr(whole, name))
-
-
-def test_a_stream_is_not_kept(monkeypatch):
-    """What is held while counting is in proportion to the distinct pairs, not to the stream."""
-    monkeypatch.setattr(pair_counts, "CHUNK", 64)
-    largest = 0
-    add_up = pair_counts._add_up
-
-    def watched(keys, counts):
-        nonlocal largest
-        largest = max(largest, len(keys))
-        return add_up(keys, counts)
-
-    monkeypatch.setattr(pair_counts, "_add_up", watched)
-    stream = (random_data(seed, num_steps=30, num_symbols=5) for seed in range(100))
-    assert count_pairs(stream, 5).total > 5000
-    assert largest < 64 + 4 * 25
 
 
 def test_lags_longer_than_all_sequences_leave_nothing_to_count():
@@ -175,55 +143,25 @@ def test_lags_longer_than_all_sequences_leave_nothing_to_count():
 def test_only_symbols_are_counted():
     with pytest.raises(TypeError, match=r"^values of data must hold integers"):
         count_pairs(Sequences(torch.randn(2, 3), torch.tensor([3, 3])), 3)
-    with pytest.raises(TypeError, match="data must be Sequences; got Tensor"):
-        count_pairs([torch.tensor([0, 1])], 3)
-    with pytest.raises(ValueError, match=r"shape \(N, T\), one symbol at a step"):
-        count_pairs(Sequences(torch.zeros(2, 3, 1).long(), torch.tensor([3, 3])), 3)
     with pytest.raises(ValueError, match="V - 1 = 0; got values from 0 to 1"):
         counted(Sequences(torch.tensor([[0, 1]]), torch.tensor([2])), 1)
     with pytest.raises(ValueError, match="lag must be at least 1"):
         count_pairs(random_data(0), 4, lag=0)
 
 
-def test_pairs_are_sorted_and_added_up():
-    pairs = Pairs(
-        torch.tensor([2, 0, 2, 0], dtype=torch.int32),
-        torch.tensor([1, 2, 1, 0]),
-        torch.tensor([3, 1, 4, 2]),
-        3,
-        lag=2,
-    )
-    assert pairs.first.tolist() == [0, 0, 2]
-    assert pairs.second.tolist() == [0, 2, 1]
-    assert pairs.counts.tolist() == [2, 1, 7]
-    assert repr(pairs) == "Pairs(3 distinct pairs of 3 symbols, 10 in all, lag 2)"
-    assert pairs.to("cpu") is pairs
-    assert pairs.squares == pytest.approx(0.2**2 + 0.1**2 + 0.7**2)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "counts", "message"),
-    [
-        ([], [], [], "first must have shape .* at least one pair"),
-        ([0, 1], [0], [1, 1], "second must have shape"),
-        ([0], [3], [1], "second must be symbols from 0 to V - 1 = 2; got values from 3 to 3"),
-        ([-1], [0], [1], "first must be symbols from 0"),
-        ([0], [0], [0], "counts must be at least 1; got 0"),
-    ],
-)
-def test_pairs_that_cannot_be_are_refused(first, second, counts, message):
-    with pytest.raises(ValueError, match=message):
-        Pairs(*(torch.tensor(each, dtype=torch.long) for each in (first, second, counts)), 3)
-    with pytest.raises(TypeError, match="counts must hold integers"):
-        Pairs(torch.tensor([0]), torch.tensor([0]), torch.tensor([0.5]), 3)
+def test_pairs_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="second must be symbols from 0 to V - 1 = 2; got values"):
+        Pairs(torch.tensor([0]), torch.tensor([3]), torch.tensor([1]), 3)
+    with pytest.raises(ValueError, match="counts must be at least 1; got 0"):
+        Pairs(torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), 3)
 
 
 # Losses
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("batch", [(), (2,), (3, 1)])
-@pytest.mark.parametrize(("num_states", "num_symbols"), [(1, 1), (1, 4), (4, 1), (2, 3), (5, 17)])
+@pytest.mark.parametrize("batch", [(), (3, 1)])
+@pytest.mark.parametrize(("num_states", "num_symbols"), [(1, 1), (2, 3), (5, 17)])
 @pytest.mark.parametrize("small", [0, 256])
 def test_losses_of_pairs_are_those_of_the_dense_law(
     monkeypatch, loss, batch, num_states, num_symbols, small
@@ -246,26 +184,6 @@ def test_losses_of_pairs_are_those_of_the_dense_law(
     torch.testing.assert_close(loss(*parts, pairs.dense()), expected[0], rtol=1e-10, atol=1e-12)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    st.integers(1, 5), st.integers(1, 12), st.floats(0.01, 1), st.integers(0, 99),
-    st.sampled_from(LOSSES),
-)  # fmt: skip
-def test_losses_of_pairs_are_those_of_the_dense_law_for_any_size(k, v, share, seed, loss):
-    torch.set_default_dtype(torch.float64)
-    parts = random_joint(num_states=k, num_symbols=v, seed=seed)
-    pairs = random_pairs(v, seed, share)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_losses, "SMALL", 0)
-        joint, probs = (part.clone().requires_grad_() for part in parts)
-        value = loss(joint, probs, pairs)
-        slopes = torch.autograd.grad(value, (joint, probs))
-    expected = by_formula(loss, joint, probs, pairs.dense())
-    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
-    for one, other in zip(slopes, torch.autograd.grad(expected, (joint, probs))):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.usefixtures("sparse")
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("batch", [(), (2, 1)])
@@ -274,23 +192,6 @@ def test_losses_can_be_differentiated_twice(loss, batch):
     pairs = random_pairs(4)
     assert torch.autograd.gradcheck(lambda *parts: loss(*parts, pairs), (joint, probs))
     assert torch.autograd.gradgradcheck(lambda *parts: loss(*parts, pairs), (joint, probs))
-
-
-@pytest.mark.usefixtures("sparse")
-@pytest.mark.parametrize("loss", LOSSES)
-def test_one_of_the_two_may_be_held(loss):
-    """Only what needs a gradient gets one, in the first derivative and in the second."""
-    joint, probs = random_joint()
-    pairs = random_pairs(4)
-    for free, held in ((joint, probs), (probs, joint)):
-        free = free.clone().requires_grad_()
-        parts = (free, held) if held is probs else (held, free)
-        (slope,) = torch.autograd.grad(loss(*parts, pairs), free, create_graph=True)
-        again = by_formula(loss, *parts, pairs.dense())
-        (expected,) = torch.autograd.grad(again, free, create_graph=True)
-        torch.testing.assert_close(slope, expected)
-        (curve,) = torch.autograd.grad(slope.square().sum(), free)
-        torch.testing.assert_close(curve, torch.autograd.grad(expected.square().sum(), free)[0])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -388,15 +289,14 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_no_table_of_all_pairs_is_made(loss):
+def test_no_table_of_all_pairs_is_made():
     """A fit with V = 20,000, where such a table would hold 400 million numbers."""
     torch.set_default_dtype(torch.float32)
     num_symbols, num_states = 20_000, 2
     data = Sequences(torch.randint(num_symbols, (5, 20_000)), torch.full((5,), 20_000))
     with LargestTensor() as seen:
         fit = fit_cooccurrence(
-            TabularHMM(num_states, categorical(num_symbols)), data, loss=loss, num_steps=2
+            TabularHMM(num_states, categorical(num_symbols)), data, loss=cross_entropy, num_steps=2
         )
     assert fit.losses.isfinite().all()
     assert 0 < seen.largest < 3e6  # 2 * 100,000 pairs with both neighbours, in 64 bits, at most
@@ -420,32 +320,6 @@ def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
         ]
         torch.testing.assert_close(pairs.flatten(), torch.stack(by_evidence))
         torch.testing.assert_close(pairs.sum(0), pairs.sum(1))
-
-
-@pytest.mark.parametrize("num_steps", [2, 3, 6])
-def test_the_average_law_is_that_of_a_random_pair_of_a_sequence(num_steps):
-    hmm = TabularHMM(3, categorical(2))(torch.tensor([num_steps]))
-    found = predicted(average_probs(hmm, num_steps), hmm.log_transition, hmm.emission.probs)
-    expected = torch.zeros(2, 2)
-    for values in itertools.product(range(2), repeat=num_steps):
-        chance = hmm.log_prob(torch.tensor([values])).exp().squeeze()
-        for pair in itertools.pairwise(values):
-            expected[pair] += chance / (num_steps - 1)
-    torch.testing.assert_close(found, expected)
-
-
-def test_the_average_law_of_a_stationary_chain_is_stationary():
-    hmm = TabularHMM(3, categorical(2))(torch.tensor([2]))
-    hmm = HMM(hmm.stationary().log(), hmm.log_transition, hmm.emission, torch.tensor([2]))
-    torch.testing.assert_close(average_probs(hmm, 7), hmm.stationary())
-    with pytest.raises(ValueError, match="num_steps must be at least 2"):
-        average_probs(hmm, 1)
-    per_step = HMM(
-        hmm.log_initial, hmm.log_transition.expand(1, 3, 3), hmm.emission, torch.tensor([2]),
-        transition_per_step=True,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="one transition matrix for all steps"):
-        average_probs(per_step, 2)
 
 
 def test_no_gradient_passes_through_a_detached_law():
@@ -506,11 +380,8 @@ def test_emissions_without_bins_are_refused():
         bin_probs(Normal(torch.zeros(3, 2), 1.0).to_event(1), edges)
     with pytest.raises(TypeError, match="Poisson has none"):
         bin_probs(Poisson(torch.ones(3)), edges)
-    with pytest.raises(TypeError, match="MultivariateNormal has none"):
-        bin_probs(MultivariateNormal(torch.zeros(3, 1), torch.eye(1)), edges)
-    for wrong in ([], [1.0, 1.0], [2.0, 1.0], [0.0, math.nan]):
-        with pytest.raises(ValueError, match=r"edges must be .* that rise"):
-            bin_probs(Normal(torch.zeros(3), 1.0), torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"edges must be .* that rise"):
+        bin_probs(Normal(torch.zeros(3), 1.0), torch.tensor([1.0, 1.0]))
 
 
 def test_quantile_edges_part_the_observed_values_evenly():
@@ -524,10 +395,6 @@ def test_quantile_edges_part_the_observed_values_evenly():
     assert torch.equal(symbols.lengths, data.lengths)
     with pytest.raises(ValueError, match="num_bins = 3 is too many"):
         quantile_edges(Sequences.from_list([[1.0, 1.0, 1.0, 2.0]]), 3)
-    with pytest.raises(ValueError, match="num_bins must lie between 2 and"):
-        quantile_edges(data, 1)
-    with pytest.raises(ValueError, match=r"numbers, of shape \(N, T\) or \(N, T, 1\)"):
-        quantile_edges(Sequences(torch.randn(2, 3, 2), torch.tensor([3, 3])), 2)
 
 
 # Minibatches of pairs
@@ -598,13 +465,12 @@ def small_model():
 ONE_STEP = Sequences(torch.zeros(1, 1).long(), torch.tensor([1]))
 
 
-@pytest.mark.parametrize("restarts", [1, 3])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(restarts, loss):
+def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(loss):
     matrix, probs = small_model()
     target = predicted(stationary(matrix), matrix, probs)
     model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4, loss=loss)
-    fit = fit_map(model, ONE_STEP, restarts=restarts, num_steps=300, tolerance=None)
+    fit = fit_map(model, ONE_STEP, restarts=3, num_steps=300, tolerance=None)
     hmm = fit.hmm(ONE_STEP)
     pair_probs = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
     torch.testing.assert_close(pair_probs, target, rtol=0.0, atol=1e-3)
@@ -642,16 +508,8 @@ def test_many_runs_batched_are_what_each_is_alone():
 
 def test_a_model_says_what_it_cannot_take():
     pairs, module = random_pairs(4), TabularHMM(2, categorical(4))
-    with pytest.raises(TypeError, match=r"target must be Pairs or a dense tensor.*got Sequences"):
-        CooccurrenceModel(module, [ONE_STEP])
-    with pytest.raises(ValueError, match="got 1 for 2 targets"):
-        CooccurrenceModel(module, [pairs, pairs], [1.0])
-    with pytest.raises(ValueError, match="got 0 for 0 targets"):
-        CooccurrenceModel(module, [])
-    with pytest.raises(ValueError, match="pairs_per_step needs Pairs"):
-        CooccurrenceModel(module, pairs.dense(), pairs_per_step=3)
-    with pytest.raises(ValueError, match="pairs_per_step must be at least 1"):
-        CooccurrenceModel(module, pairs, pairs_per_step=0)
+    with pytest.raises(ValueError, match="shorter"):
+        CooccurrenceModel(module, [pairs, pairs], [1.0])(ONE_STEP)
     with pytest.raises(ValueError, match=r"V = 3; it is of 4"):
         CooccurrenceModel(TabularHMM(2, categorical(3)), pairs)(ONE_STEP)
     with pytest.raises(TypeError, match="the module emits Normal"):
@@ -665,7 +523,7 @@ def test_a_model_says_what_it_cannot_take():
                 transition_per_step=True,
             )  # fmt: skip
 
-    with pytest.raises(ValueError, match="the model changes with the step"):
+    with pytest.raises(ValueError, match="fit_cooccurrence needs"):
         CooccurrenceModel(Changing(), pairs)(ONE_STEP)
 
 
@@ -735,15 +593,14 @@ def test_an_own_loss_and_a_detached_law_are_used():
     assert (losses[0][2:] != losses[1][2:]).all()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
+def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all():
     matrix, probs = small_model()
     target = predicted(stationary(matrix), matrix, probs).flatten()
     keys = torch.arange(9)
     pairs = Pairs(keys // 3, keys % 3, (1e6 * target).round().long(), 3)
     pyro.set_rng_seed(1)
     fit = fit_cooccurrence(
-        TabularHMM(2, categorical(3)), pairs, loss=loss, pairs_per_step=4000, restarts=2,
+        TabularHMM(2, categorical(3)), pairs, loss=cross_entropy, pairs_per_step=4000, restarts=2,
         num_steps=200, tolerance=None, learning_rate=0.1,
         schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     )  # fmt: skip
@@ -756,35 +613,28 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all(loss):
 
 def test_what_a_fit_does_not_read_is_refused_or_told():
     data, module = random_data(1), TabularHMM(2, categorical(4))
-    for name in ("batch_size", "batch_tokens", "windows"):
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            fit_cooccurrence(module, data, **{name: 2})
     with pytest.raises(ValueError, match="data has covariates"):
         fit_cooccurrence(
             module, Sequences(data.values, data.lengths, covariates=torch.zeros(7, 9, 1))
         )
     with pytest.raises(ValueError, match="weight must be given for dense shares"):
         fit_cooccurrence(module, counted(data, 4))
-    with pytest.raises(TypeError, match="the module emits Normal"):
-        fit_cooccurrence(TabularHMM(2, normal(0)), data)
     labels = torch.zeros(7, 9).long()
     labelled = Sequences(data.values, data.lengths, data.observed, labels)
     fit = fit_cooccurrence(module, labelled, num_steps=2)
     assert fit.notes == ["the labels of the data were not used: pairs have none"]
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("family", [lambda: normal(0, weight=0.2), lambda: normal(1, weight=0.2)])
-def test_numbers_are_fitted_by_their_bins(loss, family):
+@pytest.mark.parametrize(("loss", "size"), [(relative_distance, 0), (cross_entropy, 1)])
+def test_numbers_are_fitted_by_their_bins(loss, size):
     """Two normal states that take turns."""
     pyro.set_rng_seed(0)
     transition = torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log()
     normals = Normal(torch.tensor([-1.0, 2.0]), 0.5)
     truth = HMM(stationary(transition).log(), transition, normals, torch.full((50,), 200))
-    module = TabularHMM(2, family())
-    vectors = bool(module(torch.tensor([1])).emission.event_shape)
+    module = TabularHMM(2, normal(size, weight=0.2))
     values = truth.sample()
-    data = Sequences(values.unsqueeze(-1) if vectors else values, truth.lengths)
+    data = Sequences(values.unsqueeze(-1) if size else values, truth.lengths)
     edges = quantile_edges(data, 12)
     fit = fit_cooccurrence(
         module, data, edges=edges, loss=loss, restarts=6, num_steps=250, learning_rate=0.2
@@ -798,22 +648,9 @@ def test_numbers_are_fitted_by_their_bins(loss, family):
     assert torch.equal(fit.model.targets[0].counts, count_pairs(binned(data, edges), 12).counts)
 
 
-def test_bins_need_numbers():
-    data = random_data(1)
-    with pytest.raises(TypeError, match="values of data must be floating point"):
-        fit_cooccurrence(TabularHMM(2, normal(0)), data, edges=torch.tensor([0.0]))
-    numbers = Sequences(torch.randn(2, 9, 1), torch.tensor([9, 9]))
-    with pytest.raises(TypeError, match="MultivariateNormal has none"):
-        fit_cooccurrence(TabularHMM(2, normal_full(1)), numbers, edges=torch.tensor([0.0]))
-
-
-@pytest.mark.parametrize("restarts", [1, 3])
-@pytest.mark.parametrize(
-    "build", [lambda: TabularHMM(3, categorical(4, 1.1)), lambda: DenseHMM(3, 4, 2)]
-)
-def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs(build, restarts):
-    data, module = random_data(2, 20, 30), build()
-    fit = fit_cooccurrence(module, data, restarts=restarts, num_steps=100)
+def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs():
+    data, module = random_data(2, 20, 30), TabularHMM(3, categorical(4, 1.1))
+    fit = fit_cooccurrence(module, data, restarts=3, num_steps=100)
     model = MarginalModel(module)
     reached = []
     for values in (fit.values, fit.start):
@@ -829,8 +666,7 @@ def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs(build, restarts
     assert by_em.losses[-1] < reached[0]
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path, restarts):
+def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path):
     data, module = random_data(1), TabularHMM(2, categorical(4))
 
     def fit(num_steps, path=None, source=data, **more):
@@ -841,7 +677,7 @@ def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path, restarts)
             "generator": torch.Generator().manual_seed(7),
         } | more
         return fit_cooccurrence(
-            module, source, num_steps=num_steps, tolerance=None, restarts=restarts,
+            module, source, num_steps=num_steps, tolerance=None, restarts=2,
             checkpoint=path, **given,
         )  # fmt: skip
 
@@ -861,25 +697,15 @@ def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path, restarts)
             fit(30, path, **other)
 
 
-# What cannot be meant of several targets
-
-
-def refused(error, words, *args, **options):
-    with pytest.raises(error, match=words):
-        fit_cooccurrence(TabularHMM(2, categorical(3)), *args, num_steps=1, **options)
-
-
-def test_what_cannot_be_meant_of_a_fit_is_refused_by_name():
-    data = Sequences.from_list([[0, 1, 2, 1], [2, 0]])
+def test_what_would_be_read_otherwise_than_meant_is_refused():
+    data, module = Sequences.from_list([[0, 1, 2, 1], [2, 0]]), TabularHMM(2, categorical(3))
     pairs, dense = count_pairs(data, 3), counted(data, 3)
-    refused(ValueError, "lags must be some numbers", data, lags=2)
-    refused(ValueError, "lags must be some numbers", data, lags=())
-    refused(ValueError, "pairs have theirs already", pairs, lags=(1, 2))
-    refused(ValueError, "several targets must be Pairs", [dense, dense], weight=1.0)
-    refused(TypeError, "Count their pairs", (data for _ in range(2)))
-    refused(TypeError, "loss must be a function; got str", data, loss="x")
-    for weight in (-1.0, float("nan"), torch.tensor(1.0)):
-        refused(ValueError, "weight must be a positive number", data, weight=weight)
+    with pytest.raises(ValueError, match="pairs have theirs already"):
+        fit_cooccurrence(module, pairs, lags=(1, 2))
+    with pytest.raises(ValueError, match="several targets must be Pairs"):
+        fit_cooccurrence(module, [dense, dense], weight=1.0)
+    with pytest.raises(ValueError, match="weight must be a positive number"):
+        fit_cooccurrence(module, data, weight=-1.0)
 
 
 def test_numbers_far_from_every_state_are_explained():

@@ -10,15 +10,13 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from hmmlearn.hmm import CategoricalHMM, GaussianHMM
+from hmmlearn.hmm import CategoricalHMM
 from pyro import distributions as dist
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO, TraceEnum_ELBO
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
-    AutoMultivariateNormal,
     AutoNormal,
-    init_to_sample,
     init_to_value,
 )
 from pyro.nn import PyroModule, PyroParam, PyroSample
@@ -35,14 +33,12 @@ from pyrohmm import (
     blocks,
     categorical,
     fit_cooccurrence,
-    fit_em,
     fit_map,
     fit_svi,
     normal,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.infer.options import FitOptions, Settings
-from pyrohmm.infer.validation import Validation
+from pyrohmm.infer.options import FitOptions, Settings, Validation
 
 QUICK = {"num_steps": 30, "progress": False}
 TO_THE_END = {
@@ -196,7 +192,7 @@ def fail_at_third_call():
 
 
 @both_settings
-@pytest.mark.parametrize("make_guide", [AutoDelta, AutoNormal, AutoMultivariateNormal])
+@pytest.mark.parametrize("make_guide", [AutoDelta, AutoNormal])
 def test_an_earlier_fit_draws_as_before_after_a_later_one(local, make_guide):
     """The same model, the same sites, two guides: each keeps its own parameters."""
     data = symbols()
@@ -214,15 +210,14 @@ def test_an_earlier_fit_draws_as_before_after_a_later_one(local, make_guide):
 
 
 @both_settings
-@pytest.mark.parametrize("make_guide", [partial(AutoDelta, init_loc_fn=init_to_sample), AutoNormal])
-def test_guides_used_outside_of_their_fits_leave_each_other_alone(local, make_guide):
+def test_guides_used_outside_of_their_fits_leave_each_other_alone(local):
     """Two fits, and their medians looked at: names of parameters must not collide."""
     data = symbols()
     with local_params(local):
         fits = []
         for _ in range(2):
             model = tabular()
-            fits.append(fit_svi(model, make_guide(model), data, **QUICK))
+            fits.append(fit_svi(model, AutoNormal(model), data, **QUICK))
         fits[1].guide.median(data)
         medians = [fit.guide.median(data)["module.transition"] for fit in reversed(fits)]
         before = [parameters_of(fit.guide) for fit in fits]
@@ -258,11 +253,10 @@ def parameters_of(part):
 
 
 @both_settings
-@pytest.mark.parametrize("make", [Net, lambda: a_module(torch.eye(2))])
-def test_parameters_of_the_module_are_trained_in_both_settings(local, make):
+def test_parameters_of_the_module_are_trained_in_both_settings(local):
     data = symbols()
     with local_params(local):
-        module = make()
+        module = Net()
         before = {name: value.detach().clone() for name, value in module.named_parameters()}
         fit = fit_map(MarginalModel(module), data, **QUICK)
         assert fit.losses[-1] < fit.losses[0] - 0.1
@@ -293,7 +287,7 @@ def test_modules_in_functions_are_trained(way, named, beside):
 
     before = [each.clone() for each in net.parameters()]
     if way == "fit":
-        with pytest.raises(ValueError, match="restarts need every parameter to have a prior"):
+        with pytest.raises(ValueError, match="every parameter must have a prior"):
             fit_map(model, data, restarts=2)
         losses = fit_map(model, data, num_steps=20, tolerance=None).losses
     else:
@@ -306,25 +300,16 @@ def test_modules_in_functions_are_trained(way, named, beside):
     assert not any(torch.equal(one, two) for one, two in zip(before, net.parameters()))
 
 
-@both_settings
-def test_the_setting_of_pyro_is_left_alone(local):
-    """T3: it cannot be changed once modules exist."""
-    with local_params(local):
-        fit_map(tabular(), symbols(), num_steps=2).hmm(symbols())
-        assert pyro.settings.get("module_local_params") is local
-
-
 # The same bits
 
 
-@pytest.mark.parametrize("batch_size", [None, 3])
-def test_a_seed_makes_a_fit_reproducible_to_the_bit(batch_size):
+def test_a_seed_makes_a_fit_reproducible_to_the_bit():
     data = symbols(8)
     runs = []
     for _ in range(2):
         pyro.set_rng_seed(7)
         model = tabular()
-        fit = fit_svi(model, AutoNormal(model), data, batch_size=batch_size, **QUICK)
+        fit = fit_svi(model, AutoNormal(model), data, batch_size=3, **QUICK)
         runs.append((fit.losses, fit.hmm(data).log_transition))
     assert runs[0][0].equal(runs[1][0])
     assert runs[0][1].equal(runs[1][1])
@@ -344,30 +329,16 @@ def test_a_generator_alone_decides_on_minibatches():
     assert not runs[0].equal(runs[2])
 
 
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_both_forms_take_the_same_path(form):
+def test_both_forms_take_the_same_path():
     data = symbols()
     options = {"init": from_point(), "tolerance": None, **QUICK}
     expected = fit_map(tabular(), data, **options)
-    found = fit_map(form(TabularHMM(2, categorical(3))), data, **options)
+    found = fit_map(EnumeratedModel(TabularHMM(2, categorical(3))), data, **options)
     torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-9)
     assert found.names == expected.names == list(POINT)
     torch.testing.assert_close(
         found.hmm(data).log_transition, expected.hmm(data).log_transition, rtol=0.0, atol=1e-9
     )
-
-
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_svi_of_both_forms_on_minibatches_is_finite_and_falls(form):
-    model = form(TabularHMM(2, normal(2)))
-    values = torch.randn(6, 4, 2) + torch.tensor([3.0, -3.0])
-    data = Sequences(values, torch.tensor([4, 3, 4, 1, 2, 4]))
-    guide = AutoNormal(poutine.block(model, hide_fn=lambda site: "_state_" in site["name"]))
-    fit = fit_svi(
-        model, guide, data, batch_size=2, learning_rate=0.1, num_steps=100, progress=False
-    )
-    assert fit.losses.isfinite().all()
-    assert fit.losses[-25:].mean() < fit.losses[:25].mean()
 
 
 # What a loss is
@@ -439,23 +410,6 @@ def test_batches_of_steps_hold_each_sequence_once_a_round_beside_others_each_tim
     assert len(neighbours[0]) < 45
 
 
-def test_a_fit_on_batches_of_steps_comes_near_the_full_one():
-    _, data = drawn_from(truth(), torch.randint(1, 20, (60,)))
-    options = TO_THE_END | {"init": from_point(), "num_steps": 150, "progress": False}
-    expected = fit_map(tabular(), data, **options)
-    found = fit_map(tabular(), data, batch_tokens=200, **options)
-    gap = log_likelihood(expected, data) - log_likelihood(found, data)
-    assert abs(gap) < 0.003 * abs(log_likelihood(expected, data))
-
-
-def test_a_fit_on_minibatches_comes_near_the_full_one():
-    hmm, data = drawn_from(truth(), torch.full((60,), 8))
-    full = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
-    parts = fit_map(tabular(), data, init=from_point(), batch_size=20, **TO_THE_END)
-    assert abs(log_likelihood(full, data) - log_likelihood(parts, data)) < 2.0
-    assert log_likelihood(parts, data) > hmm.log_prob(data.values).sum() - 2.0
-
-
 # When it ends
 
 
@@ -464,16 +418,6 @@ def test_without_tolerance_all_steps_are_taken():
     assert len(fit.losses) == 60
     assert not fit.converged
     assert fit.reason == "it took all 60 steps"
-
-
-@pytest.mark.parametrize("tolerance", [math.nan, math.inf, -1e-3])
-@pytest.mark.parametrize("fit", [fit_map, fit_em, fit_cooccurrence])
-def test_a_tolerance_that_is_no_share_of_the_loss_is_refused(fit, tolerance):
-    module = TabularHMM(2, categorical(3))
-    with pytest.raises(ValueError, match="tolerance must be a share of the loss"):
-        fit(MarginalModel(module) if fit is fit_map else module, symbols(), tolerance=tolerance)
-    with pytest.raises(TypeError, match="tolerance must be a number or None; got str"):
-        fit(MarginalModel(module) if fit is fit_map else module, symbols(), tolerance="1e-3")
 
 
 def test_tolerance_compares_the_means_of_two_windows_of_25():
@@ -487,13 +431,6 @@ def test_tolerance_compares_the_means_of_two_windows_of_25():
     fell = (means[:-1] - means[1:]) / means[1:].abs()
     assert fell[-1] < tolerance
     assert (fell[1:-1] >= tolerance).all()
-
-
-def test_a_loss_that_does_not_change_ends_the_fit_soon():
-    still = lambda given: torch.optim.SGD(given, lr=0.0)  # noqa: E731
-    fit = fit_map(tabular(), symbols(), num_steps=1000, optimizer=still)
-    assert fit.converged
-    assert len(fit.losses) <= 75
 
 
 def test_the_summary_says_what_was_fitted_and_how_it_ended():
@@ -524,12 +461,6 @@ def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
     seen = capsys.readouterr()
     assert not seen.out
     assert bool(seen.err) is bool(progress)
-
-
-def test_progress_shows_what_is_held_out(capsys):
-    data = symbols()
-    fit = fit_map(tabular(), data, validation=data, num_steps=26, tolerance=None, progress=True)
-    assert f"held_out={fit.validation[0].nats:.4f}" in capsys.readouterr().err
 
 
 # What steers it
@@ -587,13 +518,12 @@ def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
     assert (module.training, module.drop.training) == (False, True)
 
 
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_a_network_without_latent_variables_is_fitted_by_any_optimizer(form):
+def test_a_network_without_latent_variables_is_fitted_by_any_optimizer():
     """Of one state its log-odds are known: those of the data."""
     module = Dropout()
     module.drop = torch.nn.Identity()
     fit = fit_map(
-        form(module),
+        MarginalModel(module),
         ones(0.7),
         num_steps=300,
         tolerance=None,
@@ -763,31 +693,6 @@ def test_averages_are_those_of_the_parameters_after_each_step():
     assert last == logit
 
 
-def test_an_optimizer_is_given_the_parameters_of_model_and_guide():
-    class Mixed(Net):
-        def __init__(self):
-            super().__init__()
-            self.loc = PyroSample(dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-        def forward(self, lengths, observed=None):
-            hmm = super().forward(lengths, observed)
-            emission = dist.Normal(self.loc, 1.0)
-            return HMM(hmm.log_initial, hmm.log_transition, emission, lengths, observed)
-
-    given = []
-
-    def optimizer(parameters):
-        given.extend(parameters)
-        return torch.optim.Adam(given, lr=0.1)
-
-    data = Sequences(torch.randn(3, 4), torch.tensor([4, 2, 3]))
-    module = Mixed()
-    fit = fit_map(MarginalModel(module), data, num_steps=3, optimizer=optimizer)
-    expected = {id(p) for part in (module, fit.guide) for p in part.parameters()}
-    assert {id(p) for p in given} == expected
-    assert len(given) == 5  # start, transition, two of the network, and the point of loc
-
-
 def test_an_elbo_of_the_user_is_the_objective():
     class Counted(Trace_ELBO):
         calls = 0
@@ -806,21 +711,6 @@ def test_an_elbo_of_the_user_is_the_objective():
     )
     assert Counted.calls >= 4
     assert fit.losses.isfinite().all()
-
-
-def test_enumerated_sites_are_summed_out_without_being_told_to():
-    """TraceEnum_ELBO is chosen; the same by hand gives the same losses."""
-    data = symbols()
-    options = {"init": from_point(), "num_steps": 3}
-    chosen = fit_map(EnumeratedModel(TabularHMM(2, categorical(3))), data, **options)
-    by_hand = fit_map(
-        EnumeratedModel(TabularHMM(2, categorical(3))),
-        data,
-        elbo=TraceEnum_ELBO(max_plate_nesting=1),
-        **options,
-    )
-    torch.testing.assert_close(chosen.losses, by_hand.losses)
-    assert not any("state" in name for name in chosen.names)
 
 
 # Models and guides of one's own
@@ -862,7 +752,7 @@ def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
         fit.hmm(data)
 
 
-def test_pyro_param_in_a_function_is_trained_or_refused():
+def test_pyro_param_in_a_function_is_trained():
     """Never left where it was in silence: pyro.param is how most Pyro models are written."""
     data = symbols()
     start = torch.tensor([[0.5, 0.5], [0.4, 0.6]])
@@ -876,16 +766,11 @@ def test_pyro_param_in_a_function_is_trained_or_refused():
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    try:
-        fit = fit_map(model, data, num_steps=30)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        assert "transition" in str(error)  # noqa: PT017
-    else:
-        assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
+    fit = fit_map(model, data, num_steps=30)
+    assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
 
 
-def test_a_guide_of_functions_is_trained_or_refused():
-    """Refused with words that help: the module of the guide is what is missing."""
+def test_a_guide_of_functions_is_trained():
     data = symbols()
 
     def guide(data):
@@ -893,32 +778,10 @@ def test_a_guide_of_functions_is_trained_or_refused():
             point = pyro.param(name + ".point", value, constraint=constraints.simplex)
             pyro.sample(name, dist.Delta(point, event_dim=value.dim()))
 
-    try:
-        fit = fit_svi(tabular(), guide, data, **QUICK)
-    except (TypeError, ValueError, NotImplementedError) as error:
-        assert "pyro.param" in str(error)  # noqa: PT017
-    else:
-        assert fit.losses[-1] < fit.losses[0]
-        transition = fit.hmm(data).log_transition.exp()
-        assert not torch.allclose(transition, POINT["module.transition"])
-
-
-def test_a_latent_variable_for_each_sequence_can_be_fitted():
-    """A random shift of each sequence, inside the plate."""
-    data = Sequences(torch.randn(5, 4), torch.tensor([4, 3, 4, 1, 2]))
-
-    def model(data):
-        with pyro.plate("data", len(data)):
-            shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
-            emission = dist.Normal(shift.unsqueeze(-1) + torch.tensor([-1.0, 1.0]), 1.0)
-            half = torch.full((2, 2), 0.5).log()
-            hmm = HMM(half[0], half, emission, data.lengths, data.observed)
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=50, learning_rate=0.05)
-    assert fit.guide.median(data)["shift"].shape == (5,)
-    assert fit.hmm(data).emission.batch_shape == (5, 2)
+    fit = fit_svi(tabular(), guide, data, **QUICK)
+    assert fit.losses[-1] < fit.losses[0]
+    transition = fit.hmm(data).log_transition.exp()
+    assert not torch.allclose(transition, POINT["module.transition"])
 
 
 def test_a_fit_gives_the_same_values_whenever_it_is_asked():
@@ -1023,13 +886,6 @@ def test_going_on_with_a_fitted_guide_goes_on():
 # What it finds
 
 
-def test_the_fit_is_at_least_as_likely_as_the_truth():
-    """Maximum likelihood beats the parameters that made the data; 0.1 nat for convergence."""
-    hmm, data = drawn_from(truth(), torch.randint(5, 21, (40,)))
-    fit = fit_map(tabular(), data, **TO_THE_END)
-    assert log_likelihood(fit, data) > hmm.log_prob(data.values).sum().item() - 0.1
-
-
 def test_flat_priors_reach_what_em_of_hmmlearn_reaches():
     """From the same start, on ragged sequences, within 0.1 nat."""
     _, data = drawn_from(truth(), torch.randint(3, 16, (30,)))
@@ -1042,40 +898,6 @@ def test_flat_priors_reach_what_em_of_hmmlearn_reaches():
     em.fit(stacked, lengths)
     fit = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
     assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
-
-
-def test_a_normal_module_without_priors_reaches_what_em_of_hmmlearn_reaches():
-    """The maximum of the likelihood itself: hmmlearn's own priors are taken away."""
-    parts = (
-        *truth()[:2],
-        dist.Normal(torch.tensor([[-1.0, 0.0], [1.5, 0.5]]), torch.ones(2, 2)).to_event(1),
-    )
-    hmm, data = drawn_from(parts, torch.randint(5, 16, (20,)))
-    exists = torch.arange(data.num_steps) < data.lengths.unsqueeze(-1)
-    em = GaussianHMM(
-        2, "diag", min_covar=0.0, covars_prior=0.0, covars_weight=0.0, means_weight=0.0,
-        n_iter=1000, tol=1e-7, init_params="",
-    )  # fmt: skip
-    em.startprob_, em.transmat_ = hmm.log_initial.exp().numpy(), hmm.log_transition.exp().numpy()
-    em.means_, em.covars_ = hmm.emission.mean.numpy(), hmm.emission.variance.numpy()
-    stacked, lengths = data.values[exists].numpy(), data.lengths.tolist()
-    em.fit(stacked, lengths)
-    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, **TO_THE_END)
-    assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
-    torch.testing.assert_close(
-        fit.hmm(data).emission.mean, torch.as_tensor(em.means_), rtol=0.0, atol=0.02
-    )
-
-
-def test_map_of_one_state_is_the_mode_of_the_dirichlet_posterior():
-    """(counts + c - 1) / sum, in the constrained space (T9)."""
-    data = Sequences.from_list([[0, 0, 2, 1, 0], [2, 0]])  # counts 4, 1, 2
-    concentration = torch.tensor([2.0, 3.5, 1.0])
-    model = MarginalModel(TabularHMM(1, categorical(3, concentration)))
-    fit = fit_map(model, data, **TO_THE_END)
-    expected = torch.tensor([4.0, 1.0, 2.0]) + concentration - 1
-    found = fit.hmm(data).emission.probs
-    torch.testing.assert_close(found, (expected / expected.sum()).unsqueeze(0), rtol=0, atol=1e-4)
 
 
 def test_map_of_known_states_is_the_mode_of_every_dirichlet_posterior():
@@ -1145,23 +967,6 @@ def test_svi_of_one_normal_state_finds_posterior_and_evidence_exactly():
     assert fit.losses[-100:].mean().item() == pytest.approx(-evidence.item(), abs=0.02)
 
 
-def test_svi_of_one_categorical_state_comes_near_the_dirichlet_posterior():
-    """A normal guide is not exact there: to a tenth of the posterior's standard deviations."""
-    counts = torch.tensor([120, 60, 20])
-    values = torch.arange(3).repeat_interleave(counts)[torch.randperm(200)]
-    data = Sequences(values.reshape(20, 10), torch.full((20,), 10))
-    model = MarginalModel(TabularHMM(1, categorical(3, 2.0)))
-    guide = AutoMultivariateNormal(model)
-    elbo = Trace_ELBO(4, vectorize_particles=True, max_plate_nesting=1)
-    fit_svi(model, guide, data, elbo=elbo, **TO_THE_END)
-    posterior = dist.Dirichlet(counts + 2.0)
-    with torch.no_grad():
-        drawn = torch.stack([guide(data)["module.emission.probs"][0] for _ in range(2000)])
-    spread = posterior.variance.sqrt()
-    assert ((drawn.mean(0) - posterior.mean).abs() < 0.1 * spread).all()
-    assert ((drawn.std(0) / spread - 1).abs() < 0.1).all()
-
-
 def test_svi_stays_finite_where_map_has_no_maximum():
     """T9: concentrations below one, where the density is unbounded at the corners."""
     model = MarginalModel(TabularHMM(2, categorical(3, 0.5), 0.5, 0.5))
@@ -1190,14 +995,6 @@ def test_hard_zeros_stay_zero_under_training():
 # What it refuses
 
 
-def test_a_sequence_of_probability_zero_is_named_as_the_cause():
-    half = torch.full((2, 2), 0.5).log()
-    hmm = HMM(half[0], half, dist.Categorical(torch.tensor([[0.5, 0.5, 0.0]] * 2)), ONE)
-    model = MarginalModel(TabularHMM.from_hmm(hmm))
-    with pytest.raises(FloatingPointError, match=r"at step 0; .*probability zero"):
-        fit_map(model, Sequences.from_list([[0, 1], [2, 0]]))
-
-
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
     half = torch.full((2, 2), 0.5).log()
@@ -1208,19 +1005,15 @@ def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
         fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_steps=40)
 
 
-@pytest.mark.parametrize("family", [categorical(3), normal(0)])
 @pytest.mark.filterwarnings("ignore:Encountered NaN")
 @pytest.mark.parametrize("checked", [True, False])
-def test_an_absurd_learning_rate_is_named_as_the_cause(family, checked):
+def test_an_absurd_learning_rate_is_named_as_the_cause(checked):
     """Also where Pyro's own checks meet the broken parameters first, as they do by default."""
-    data = symbols()
-    if "dim" in family.keywords:
-        data = Sequences(torch.randn(data.values.shape), data.lengths)
     with (
         pyro.validation_enabled(checked),
         pytest.raises(FloatingPointError, match=r"at step \d+.*learning_rate"),
     ):
-        fit_map(MarginalModel(TabularHMM(2, family)), data, learning_rate=1e6, num_steps=60)
+        fit_map(tabular(), symbols(), learning_rate=1e6, num_steps=60)
 
 
 @pytest.mark.filterwarnings("ignore:Encountered NaN")
@@ -1233,27 +1026,15 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_steps": 0}, ValueError, "num_steps"),
-        ({"num_steps": 2.5}, TypeError, "num_steps"),
-        ({"learning_rate": -1.0}, ValueError, "learning.rate"),
         ({"batch_size": 0}, ValueError, "batch_size"),
-        ({"batch_size": -2}, ValueError, "batch_size"),
-        ({"batch_size": 1.5}, TypeError, "batch_size"),
-        ({"batch_tokens": 0}, ValueError, "batch_tokens"),
         ({"batch_tokens": 9, "batch_size": 2}, ValueError, "exclude each other"),
         ({"average": 1.0}, ValueError, "average"),
-        ({"validation": torch.zeros(2, 3)}, TypeError, "validation must be Sequences"),
-        ({"validation": symbols(), "validate_every": 0}, ValueError, "validate_every"),
         ({"validation": symbols(), "patience": 0}, ValueError, "patience"),
         ({"validation": symbols(), "restarts": 2}, ValueError, "validation is that of one fit"),
         ({"elbo": Trace_ELBO(), "restarts": 2}, ValueError, "elbo is that of one fit"),
-        ({"validate_every": 2}, ValueError, "validate_every needs validation"),
         ({"patience": 2}, ValueError, "patience needs validation"),
-        ({"report": print}, ValueError, "report needs validation"),
         ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, ValueError, "validation"),
         ({"clip_norm": -1.0}, ValueError, "clip_norm"),
-        ({"clip_norm": 0.0}, ValueError, "clip_norm"),
-        ({"surprise": 1}, TypeError, "surprise"),
     ],
 )
 def test_bad_arguments_are_named(options, error, message):
@@ -1262,44 +1043,23 @@ def test_bad_arguments_are_named(options, error, message):
 
 
 def test_options_are_those_of_the_settings():
-    """What several fits share is written once, and those that all name have one default."""
+    """Arguments that several fits share are written once, and have one default."""
     plain = {"num_steps", "learning_rate", "tolerance", "batch_size", "validation"}
     assert {*Settings.__annotations__} == plain | {*FitOptions.__annotations__}
-    svi, by_map, pairs = (
-        inspect.signature(fit).parameters for fit in (fit_svi, fit_map, fit_cooccurrence)
-    )
-    assert plain <= svi.keys() & by_map.keys()
-    assert not {*FitOptions.__annotations__} & (svi.keys() | by_map.keys() | pairs.keys())
+    by_map, pairs = (inspect.signature(fit).parameters for fit in (fit_map, fit_cooccurrence))
     for name in plain & pairs.keys():
         assert pairs[name].default == by_map[name].default, name
 
 
 @pytest.mark.parametrize(
     ("wrong", "right"),
-    [("lr", "learning_rate"), ("n_iter", "num_steps"), ("restart", "restarts"), ("colour", None)],
+    [("lr", "learning_rate"), ("batchsize", "batch_size"), ("colour", None)],
 )
 def test_an_unknown_option_is_named_with_the_nearest(wrong, right):
     cure = f" Did you mean {right}?" if right else ""
     message = rf"^fit_map\(\) got an unexpected keyword argument '{wrong}'\.{re.escape(cure)}$"
     with pytest.raises(TypeError, match=message):
         fit_map(tabular(), symbols(), **{wrong: 3})
-
-
-def test_data_of_the_wrong_kind_are_named():
-    with pytest.raises(TypeError, match="Sequences"):
-        fit_map(tabular(), symbols().values, num_steps=3)
-
-
-def test_a_module_in_place_of_a_model_is_named():
-    """The likeliest slip of all: the module has to go into MarginalModel first."""
-    with pytest.raises(TypeError, match="MarginalModel"):
-        fit_map(TabularHMM(2, categorical(3)), symbols(), num_steps=3)
-
-
-def test_symbols_that_the_emission_does_not_know_are_named():
-    data = Sequences(torch.tensor([[0, 7]]), torch.tensor([2]))
-    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 2"):
-        fit_map(tabular(), data, num_steps=3)
 
 
 def test_a_pair_without_parameters_is_refused():

@@ -27,7 +27,6 @@ from pyrohmm import (
     normal,
     normal_full,
     normal_mixture,
-    normal_spherical,
     normal_tied,
     poisson,
     streams,
@@ -213,16 +212,15 @@ def test_what_is_not_conjugate_is_moved_by_trajectories():
     close_to(fit.chains["module.transition"], wanted[1])
 
 
-@pytest.mark.parametrize("censored", [True, False])
-def test_durations_agree_with_a_sampler_that_sums_paths_out(censored):
+def test_durations_agree_with_a_sampler_that_sums_paths_out():
     pyro.set_rng_seed(0)
     data = Sequences.from_list([[0, 0, 1, 1, 0], [1, 1, 0]])
     strength = torch.tensor([[5.0, 1.0], [1.0, 5.0]])
     durations = free_durations(3, torch.tensor([1.0, 2.0, 3.0]))
-    module = TabularHSMM(2, durations, categorical(2, strength), censored_end=censored)
+    module = TabularHSMM(2, durations, categorical(2, strength))
     gibbs = fit_gibbs(module, data, num_samples=400, warmup=50)
     assert gibbs.stats.keys() == {"lp"}
-    other = fit_mcmc(MarginalModel(module), data, num_samples=60, warmup=80)
+    other = fit_mcmc(MarginalModel(module), data, num_samples=50, warmup=60)
     for name in ("module.duration.probs", "module.initial", "module.emission.probs"):
         found, wanted = gibbs.chains[name], other.chains[name]
         torch.testing.assert_close(found.mean((0, 1)), wanted.mean((0, 1)), rtol=0, atol=0.03)
@@ -232,13 +230,10 @@ FAMILIES = {
     "categorical": (categorical(3, torch.tensor([0.5, 1.5, 2.0])), None),
     "bernoulli": (bernoulli(2, 1.5, 2.0), None),
     "poisson": (poisson(2, 2.0, 0.5), None),
-    "scalar counts": (poisson(0, 2.0, 0.5), None),
     "normal": (normal(2, 0.5, 1.0, 3.0, 2.0), None),
-    "spherical": (normal_spherical(2, 0.5, 1.0, 3.0, 2.0), None),
     "full": (normal_full(2, 0.5, 1.0, 6.0, 2.0), None),
     "tied covariance": (normal_tied(2, 0.5, 1.0, 6.0, 2.0), None),
     "full, in part": (normal_full(2, 0.5, 1.0, 6.0, 2.0), 1),
-    "normal, in part": (normal(2, 0.5, 1.0, 3.0, 2.0), 1),
     "mixture": (normal_mixture(2, 1, 0.5, 1.0, 3.0, 2.0, 2.0), None),
     "streams": (streams(poisson(0, 2.0, 0.5), normal(1, 0.5, 1.0, 3.0, 2.0)), None),
     "shared": (tied(poisson(0, 2.0, 0.5), [0, 0, 1]), None),
@@ -253,7 +248,7 @@ def test_parameters_given_data_of_the_prior_have_the_distribution_of_the_prior(n
     """
     family, missing = FAMILIES[name]
     pyro.set_rng_seed(0)
-    count, size, num_states = 1000, 12, 3
+    count, size, num_states = 500, 12, 3
     module = build_emission(family, num_states).double()
     module.imputes = True
     with torch.no_grad():

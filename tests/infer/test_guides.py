@@ -10,9 +10,8 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import Normal
-from pyro.infer import MCMC, NUTS, Trace_ELBO
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_value
-from pyro.ops.stats import effective_sample_size
 from scipy import stats
 
 from pyrohmm import (
@@ -23,7 +22,6 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
-    draws,
     fit_map,
     fit_svi,
     freeze,
@@ -33,7 +31,7 @@ from pyrohmm import (
 
 LENGTHS = torch.tensor([6, 4, 1])
 DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
-SIZES = [(1, 1), (3, 1), (2, 2), (5, 2), (4, 3), (2, 3), (1, 4)]  # n, D
+SIZES = [(1, 1), (5, 2), (2, 3), (1, 4)]  # n, D
 
 
 @pytest.mark.parametrize(("size", "dim"), SIZES)
@@ -57,7 +55,7 @@ def test_the_volume_of_an_orbit_makes_normal_embeddings_of_bartletts_triangles(s
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize(("rank", "dim"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize(("rank", "dim"), [(1, 1), (2, 3), (3, 3)])
 def test_rotations_are_orthogonal_and_uniform(rank, dim):
     """Uniform means that one more rotation changes nothing: moments of all orders are alike."""
     found = guides.uniform_rotation(torch.zeros(20000, 5, rank), dim)
@@ -127,7 +125,7 @@ def test_the_density_is_that_of_a_triangle_among_all_its_rotations(size, dim, au
     np.testing.assert_allclose(found.detach(), density(guide, torch.cat(rows, 1).numpy()))
 
 
-@pytest.mark.parametrize(("size", "dim"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("size", "dim"), [(1, 2), (2, 2)])
 def test_the_density_integrates_to_one(size, dim):
     """Averages of q/p over draws of p are one; p has heavier tails than any q."""
     guide = guide_of({"a": (size, dim)}, partial(AutoNormal, init_scale=0.5))
@@ -148,8 +146,6 @@ def test_the_density_integrates_to_one(size, dim):
     [
         (DenseHMM(2, 3, 2), [["leave", "enter", "start"], ["emit", "symbol"]]),
         (DenseHMM(2, 3, 2, symbol_dim=1), [["leave", "enter", "start"], ["emit", "symbol"]]),
-        (DenseHMM(2, 3, 2, stationary=True), [["leave", "enter"], ["emit", "symbol"]]),
-        (DenseHMM(2, 3, 2, tied=True), [["leave", "start", "symbol"]]),
         (DenseHMM(2, 3, 2, tied=True, stationary=True), [["leave", "symbol"]]),
         (DenseHMM(2, None, 2, emission=normal(1)), [["leave", "enter", "start"]]),
     ],
@@ -217,11 +213,10 @@ def build_emission(dim):
     return data, MarginalModel(DenseHMM(2, 3, dim))
 
 
-@pytest.mark.parametrize("dim", [1, 2])
-def test_a_guide_that_is_rotated_is_nearer_to_the_posterior(dim):
+def test_a_guide_that_is_rotated_is_nearer_to_the_posterior():
     """In one dimension by log 2 for each of two groups, which can be turned over."""
-    data, model = build_emission(dim)
-    start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
+    data, model = build_emission(1)
+    start = fit_map(model, data, num_steps=100, restarts=4, progress=False).start
     plain = AutoNormal(model, init_loc_fn=init_to_value(values=start), init_scale=0.3)
     _, _, before = bound(model, plain, data, 200)
     _, _, after = bound(
@@ -230,28 +225,6 @@ def test_a_guide_that_is_rotated_is_nearer_to_the_posterior(dim):
     gain = after.mean() - before.mean()
     error = (after.var() / 4000 + before.var() / 4000).sqrt()
     assert gain - 4 * error > 0.8
-
-
-def test_svi_and_nuts_agree_in_what_names_and_rotations_leave_alone():
-    """Draws of the guide, weighted by p/q, and draws of the sampler have the same averages."""
-    data, model = build_emission(1)
-    start = fit_map(model, data, num_steps=100, restarts=8, progress=False).start
-    guide = RotationGuide(model, start, autoguide=partial(AutoMultivariateNormal, init_scale=0.5))
-    _, some, ratios = bound(model, guide, data, 200)
-    weights = ratios.softmax(0)
-    mcmc = MCMC(NUTS(model, max_tree_depth=4), 120, 60, disable_progbar=True)
-    mcmc.run(data)
-    by_guide, by_sampler = (
-        each.map(data, lambda hmm: draws.invariants(hmm, data.values))
-        for each in (some, PosteriorDraws.of(mcmc))
-    )
-    for name in ("log_evidence", "effective_states", "transition_entropy"):
-        first, second = by_guide[name][0], by_sampler[name][0]
-        mean = (weights * first).sum()
-        error = (weights.square() * (first - mean).square()).sum()
-        error += second.var() / effective_sample_size(second[None], 0, 1)
-        assert (mean - second.mean()).abs() < 4 * error.sqrt()
-        assert error.sqrt() < 0.3 * second.std()  # so that this says something
 
 
 def test_a_saved_guide_knows_the_order_of_its_rows():

@@ -59,8 +59,9 @@ def test_the_entropy_of_a_guide_is_the_rest():
     torch.testing.assert_close(sum(fit.history.values()), -fit.losses)
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("make", [lambda: TabularHMM(2, normal(0)), lambda: module()])
+@pytest.mark.parametrize(
+    ("make", "restarts"), [(lambda: TabularHMM(2, normal(0)), 1), (lambda: module(), 2)]
+)
 def test_the_bound_lies_between_two_log_densities(make, restarts):
     data = numbers() if "Normal" in type(make().emission).__name__ else DATA
     options = {"num_steps": 6, "tolerance": None, "bounds": True, "restarts": restarts}
@@ -83,15 +84,13 @@ def test_restarts_that_are_behind_are_given_up():
     assert going.argmax() == fit.restarts.best == losses[:, -1].argmin()
     torch.testing.assert_close(losses[:, :20], every.restarts.losses[:, :20])
     assert fit.losses[-1] < every.restarts.final.min() + 1e-2
-    own = fit.restarts.hmm(DATA).log_prob(DATA.values).sum(-1)
-    assert own.argmax() == fit.restarts.best
 
 
 def test_a_slow_fit_ends_at_the_optimum():
     """States that are hard to tell apart; by default it extrapolates once it is slow."""
     pyro.set_rng_seed(0)
     data = datasets.casino(num_sequences=10, num_steps=60).without_labels()
-    long = fit_em(TabularHMM(2, categorical(6)).double(), data, num_steps=3000, tolerance=None)
+    long = fit_em(TabularHMM(2, categorical(6)).double(), data, num_steps=1000, tolerance=None)
     pyro.set_rng_seed(0)
     data = datasets.casino(num_sequences=10, num_steps=60).without_labels()
     fit = fit_em(TabularHMM(2, categorical(6)).double(), data)

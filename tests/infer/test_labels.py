@@ -160,75 +160,8 @@ def test_posterior_and_best_path_are_those_among_allowed_paths(layout, kind):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_labels_known_give_the_joint_density_of_values_and_path(layout):
-    hmm = model(layout)
-    known = hmm.restrict(TRUTH)
-    torch.testing.assert_close(known.log_prob(VALUES), hmm.log_joint(VALUES, TRUTH))
-    torch.testing.assert_close(known.log_joint(VALUES, TRUTH), hmm.log_joint(VALUES, TRUTH))
-    path = known.viterbi(VALUES)
-    assert is_allowed(path, TRUTH).all()
-    assert known.posterior(VALUES).states.sum() == pytest.approx(path[..., 0].numel() / 3 * 7)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("nothing", [UNKNOWN, torch.ones(3, T, K).bool()], ids=["-1", "all"])
-def test_labels_that_say_nothing_change_nothing(layout, nothing):
-    hmm = model(layout)
-    same = hmm.restrict(nothing)
-    assert same.batch_shape == hmm.batch_shape
-    assert same.event_shape == hmm.event_shape
-    for method in METHODS[:-1]:
-        torch.testing.assert_close(getattr(same, method)(VALUES), getattr(hmm, method)(VALUES))
-    torch.manual_seed(1)
-    drawn = hmm.sample_states(VALUES, (5,))
-    torch.manual_seed(1)
-    assert same.sample_states(VALUES, (5,)).equal(drawn)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_sets_of_one_state_are_labels(layout):
-    hmm = model(layout)
-    for method in METHODS[:-1]:
-        torch.testing.assert_close(
-            getattr(hmm.restrict(sets_of(LABELS)), method)(VALUES),
-            getattr(hmm.restrict(LABELS), method)(VALUES),
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
-def test_labels_may_be_integers_of_any_size(dtype):
-    hmm = model()
-    found = hmm.restrict(LABELS.to(dtype)).log_prob(VALUES)
-    assert found.equal(hmm.restrict(LABELS).log_prob(VALUES))
-
-
-def test_labels_of_a_step_share_the_evidence_out():
-    r"""Total probability: :math:`\sum_k p(x, z_t = k) = p(x)`, also at a missing step."""
-    hmm = model()
-    for t in range(T):
-        each = []
-        for k in range(K):
-            labels = UNKNOWN.clone()
-            labels[:, t] = k
-            each.append(hmm.restrict(labels).log_prob(VALUES))
-        found, exists = torch.stack(each).logsumexp(0), t < LENGTHS
-        torch.testing.assert_close(found[exists], hmm.log_prob(VALUES)[exists])
-
-
-def test_states_known_share_the_posterior_out():
-    """The evidence of one more label over that without it is the posterior of its state."""
-    hmm = model().restrict(LABELS)
-    states = hmm.posterior(VALUES).states
-    labels = UNKNOWN.clone()
-    labels[0, 1] = 2
-    ratio = (hmm.restrict(labels).log_prob(VALUES) - hmm.log_prob(VALUES)).exp()
-    assert ratio[0].item() == pytest.approx(states[0, 1, 2].item())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_keep_to_the_labels(layout, kind):
-    hmm, labels = model(layout), KINDS[kind]()
+def test_samples_keep_to_the_labels(layout):
+    hmm, labels = model(layout), any_sets()
     known = hmm.restrict(labels)
     assert is_allowed(known.sample_states(VALUES, (50,)), labels).all()
     values, states = known.sample_with_states((50,))
@@ -302,15 +235,6 @@ def test_restricting_twice_keeps_what_both_allow():
     assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
 
 
-def test_restricting_leaves_the_hmm_as_it_was():
-    hmm = model()
-    before, labels = hmm.log_prob(VALUES), LABELS.clone()
-    hmm.restrict(labels)
-    assert hmm.allowed is None
-    assert hmm.log_prob(VALUES).equal(before)
-    assert labels.equal(LABELS)
-
-
 def test_expanding_keeps_the_labels():
     hmm = model().restrict(LABELS)
     wide = hmm.expand([2, 3])
@@ -335,19 +259,6 @@ def test_labels_may_have_a_batch_of_their_own():
     assert found.batch_shape == (3, 1, 3)
     for labels, evidence in zip((LABELS, TRUTH, UNKNOWN), found.log_prob(VALUES)):
         torch.testing.assert_close(evidence[0], hmm.restrict(labels).log_prob(VALUES))
-
-
-def test_each_restart_is_restricted_alike():
-    hmm = model("restarts")
-    for r, evidence in enumerate(hmm.restrict(LABELS).log_prob(VALUES)):
-        alone = HMM(
-            hmm.log_initial[r, 0],
-            hmm.log_transition[r, 0],
-            dist.Categorical(logits=hmm.emission.logits[r, 0]),
-            LENGTHS,
-            OBSERVED,
-        )
-        torch.testing.assert_close(evidence, alone.restrict(LABELS).log_prob(VALUES))
 
 
 @pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
@@ -382,8 +293,10 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", IMPOSSIBLE)
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [(case, "log_prob") for case in IMPOSSIBLE] + [("a transition", name) for name in METHODS],
+)
 def test_labels_that_no_path_keeps_to_are_named(case, method):
     labels, values, place = IMPOSSIBLE[case]
     hmm = one_way(validate_args=True).restrict(torch.tensor(labels))
@@ -429,33 +342,6 @@ def test_impossible_labels_give_gradient_zero_without_validation():
     assert (gradient == 0).all()
 
 
-def test_the_place_of_a_wrong_label_is_given_as_the_batch_has_it():
-    labels = torch.tensor([1, -1, -1])
-    alone = HMM(
-        torch.tensor([1.0, 0.0]).log(),
-        torch.full((2, 2), 0.5).log(),
-        dist.Categorical(probs=torch.full((2, 2), 0.5)),
-        torch.tensor(3),
-    )
-    values = torch.zeros(3).long()
-    with pytest.raises(ValueError, match=r"none does in step 0\."):
-        alone.restrict(labels).log_prob(values)
-    either = HMM(
-        torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]]).log(),
-        alone.log_transition,
-        alone.emission,
-        torch.tensor([3]),
-    )
-    with pytest.raises(ValueError, match=r"none does in sequence \(1, 0\), step 0\."):
-        either.restrict(labels).log_prob(values)
-
-
-def with_entry(place, value):
-    labels = LABELS.clone()
-    labels[place] = value
-    return labels
-
-
 def empty_set():
     allowed = sets_of(LABELS)
     allowed[1, 1] = False
@@ -463,24 +349,11 @@ def empty_set():
 
 
 WRONG = {
-    "K": (lambda: with_entry((1, 0), K), ValueError, r"K - 1 = 2.*got 3 at sequence 1, step 0"),
-    "below -1": (lambda: with_entry((0, 3), -2), ValueError, "got -2 at sequence 0, step 3"),
+    "K": (lambda: LABELS.where(LABELS != 1, K), ValueError, r"K - 1 = 2.*got 3 at sequence 1, s"),
     "no state": (empty_set, ValueError, "allow no state at sequence 1, step 1; allow all"),
     "fractions": (lambda: LABELS.double(), TypeError, "integers; got dtype torch.float64"),
-    "a list": (LABELS.tolist, TypeError, r"labels must be a torch\.Tensor; got list"),
     "too few steps": (lambda: LABELS[:, :3], ValueError, r"\(T,\) = \(4,\); got shape \(3, 3\)"),
     "too few sequences": (lambda: LABELS[:2], ValueError, r"labels \(2,\), HMM \(3,\)"),
-    "sets of too few sequences": (
-        lambda: sets_of(LABELS)[:2],
-        ValueError,
-        r"labels \(2,\), HMM \(3,\)",
-    ),
-    "a number": (lambda: torch.tensor(0), ValueError, r"\(T,\) = \(4,\); got shape \(\)"),
-    "sets of too many states": (
-        lambda: torch.ones(3, T, K + 1).bool(),
-        ValueError,
-        r"\(T, K\) = \(4, 3\); got shape \(3, 4, 4\)",
-    ),
     "a mask of steps": (lambda: LABELS >= 0, ValueError, r"\(T, K\) = \(4, 3\)"),
 }
 
@@ -490,12 +363,6 @@ def test_bad_labels_are_named(wrong):
     labels, error, words = WRONG[wrong]
     with pytest.raises(error, match=words):
         model().restrict(labels())
-
-
-def test_labels_that_disagree_are_named_when_values_are_read():
-    hmm = model().restrict(torch.tensor([0, -1, -1, -1])).restrict(torch.tensor([1, -1, -1, -1]))
-    with pytest.raises(ValueError, match="none does in sequence 0, step 0"):
-        hmm.log_prob(VALUES)
 
 
 # Labelled sequences, in models and fits ----------------------------------------------------------
@@ -556,19 +423,6 @@ def test_every_part_of_the_sequences_keeps_its_labels(labels):
             assert part.labels.shape[1] == part.num_steps
 
 
-@pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
-def test_minibatches_carry_the_labels(labels):
-    """Whatever the order, the evidences of the parts are those of the whole."""
-    data = labelled(labels)
-    whole = built(data).restrict(labels).log_prob(VALUES)
-    for size in (1, 2, 3):
-        parts = [
-            built(batch).restrict(batch.labels).log_prob(batch.values)
-            for batch in data.batches(size)
-        ]
-        torch.testing.assert_close(torch.cat(parts).sort().values, whole.sort().values)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_of_labelled_minibatches_average_to_the_whole(form, size):
@@ -623,11 +477,10 @@ def test_supervised_map_counts():
         np.testing.assert_allclose(value, expected, atol=3e-3)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_hmm_of_a_fit_does_not_know_the_labels(form):
+def test_the_hmm_of_a_fit_does_not_know_the_labels():
     """Else decoding the sequences it is tested on would read the answers off."""
     data, _ = sentences()
-    fit = fit_map(FORMS[form][0](TabularHMM(2, categorical(2))), data, num_steps=3)
+    fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data, num_steps=3)
     hmm = fit.hmm(data)
     bare = fit.hmm(Sequences(data.values, data.lengths, data.observed))
     assert hmm.allowed is None
@@ -635,14 +488,6 @@ def test_the_hmm_of_a_fit_does_not_know_the_labels(form):
     assert hmm.log_prob(data.values).equal(bare.log_prob(data.values))
     certain = hmm.posterior(data.values).states.gather(-1, data.labels.clamp(min=0).unsqueeze(-1))
     assert certain.max() < 1
-
-
-def test_em_fits_an_hmm_that_does_not_know_the_labels():
-    data, _ = sentences()
-    labels = data.labels.clone()
-    labels[:, 1] = -1
-    data = Sequences(data.values, data.lengths, data.observed, labels)
-    assert fit_em(TabularHMM(2, categorical(2, 2.0), 2.0, 2.0), data).hmm(data).allowed is None
 
 
 @pytest.mark.parametrize(
@@ -694,14 +539,6 @@ def test_what_cannot_keep_to_labels_says_so():
         Filter(hmm)
 
 
-def test_the_enumerated_form_names_labels_that_no_path_keeps_to():
-    module = TabularHMM(2, categorical(2), initial_allowed=torch.tensor([True, False]))
-    data = Sequences(torch.tensor([[0, 1]]), torch.tensor([2]), labels=torch.tensor([[1, -1]]))
-    for form in (MarginalModel, EnumeratedModel):
-        with pytest.raises(ValueError, match="sequence 0, step 0"):
-            fit_map(form(module), data, num_steps=2)
-
-
 def test_errors_in_minibatches_name_the_sequences_they_hold():
     module = TabularHMM(2, categorical(2), initial_allowed=torch.tensor([True, False]))
     labels = torch.tensor([[-1, -1], [-1, -1], [1, -1]])
@@ -731,4 +568,4 @@ def test_a_label_that_lasts_longer_than_any_duration_is_told_by_both():
     data = Sequences.from_list([torch.randn(14)], labels=labels)
     with pytest.raises(ValueError, match="of up to 4 steps; the longest run has 9"):
         fit_em(TabularHSMM(2, free_durations(4), normal(0)), data, num_steps=2)
-    fit_em(TabularHSMM(2, free_durations(9), normal(0)), data, num_steps=2)
+    fit_em(TabularHSMM(2, free_durations(9), normal(0)), data, num_steps=1)

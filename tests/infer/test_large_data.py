@@ -19,10 +19,8 @@ from pyrohmm import (
     fit_em,
     fit_map,
     normal,
-    poisson,
     scale_priors,
     starts,
-    streams,
 )
 from pyrohmm.data import StoredSequences
 
@@ -37,8 +35,6 @@ VECTORS[1::9, 0] = np.nan
 MODULES = {
     "symbols": (lambda: TabularHMM(3, categorical(4)), SYMBOLS),
     "vectors": (lambda: TabularHMM(3, normal(2)), VECTORS),
-    "counts": (lambda: TabularHMM(3, poisson(0)), SYMBOLS),
-    "both": (lambda: TabularHMM(2, streams(normal(0), normal(0))), VECTORS),
     "embeddings": (lambda: DenseHMM(3, 4, 2), SYMBOLS),
 }
 
@@ -90,8 +86,7 @@ def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():
     assert "were known" in fits[1][0].notes[0]
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("name", ["symbols", "vectors"])
+@pytest.mark.parametrize(("name", "restarts"), [("symbols", 2), ("vectors", 1)])
 def test_gradients_of_parts_add_up(name, restarts):
     make, values = MODULES[name]
     options = {"num_steps": 5, "restarts": restarts}
@@ -200,8 +195,6 @@ def test_few_parts_are_held_at_a_time(fit):
         (lambda whole: (part for part in [whole]), TypeError, "iterable more than once"),
         (lambda whole: [], ValueError, "data is empty"),
         (lambda whole: [whole.values], TypeError, "must be Sequences; got Tensor"),
-        (lambda whole: {whole.values}, TypeError, "must be Sequences; got Tensor"),
-        (lambda whole: whole.values.tolist, TypeError, "data must be"),
     ],
 )
 @pytest.mark.parametrize("fit", [fit_em, fit_map])

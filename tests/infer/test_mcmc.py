@@ -24,6 +24,29 @@ from pyrohmm.infer import hmc, sampled
 from pyrohmm.infer.convergence import agreement
 
 
+def following(log_density, start, warmup=0):
+    """Chains of one variable ``x``, a vector."""
+    support = constraints.independent(constraints.real, 1)
+    return hmc.Hamiltonian({"x": support}, {"x": start}, log_density, warmup)
+
+
+def test_trajectories_are_leapfrog_steps_that_can_be_reversed(monkeypatch):
+    """From the end, with the momentum turned round, to where it began; errors of second order."""
+    start = torch.randn(5, 2, dtype=torch.float64)
+    chains = following(lambda values: -values["x"].pow(4).sum(-1) / 4, start)
+    chains.state = chains.at(start)
+    given = torch.randn(5, 2, dtype=torch.float64)
+    momentum = given
+    monkeypatch.setattr(torch, "randn_like", lambda like: momentum)
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)  # all are accepted
+    chains.state, moved = chains.trajectory(0.05, 8)
+    momentum = -moved.momentum
+    back, returned = chains.trajectory(0.05, 8)
+    torch.testing.assert_close(back.place, start)
+    torch.testing.assert_close(returned.momentum, -given)
+    assert moved.accepted.min() > 0.99
+
+
 def test_moments_and_tails_of_a_normal_distribution_in_unequal_units():
     """Correlated, with standard deviations from a hundredth to ten; the metric finds the units."""
     torch.manual_seed(0)
@@ -35,19 +58,14 @@ def test_moments_and_tails_of_a_normal_distribution_in_unequal_units():
         apart = values["x"] - mean
         return -0.5 * (apart @ precision * apart).sum(-1)
 
-    start = torch.zeros(32, 6, dtype=torch.float64)
-    support = constraints.independent(constraints.real, 1)
-    coordinates = hmc.Coordinates({"x": support}, {"x": start})
-    state = hmc.State(start, *coordinates.density(log_density, start))
-    tuning, places = hmc.Tuning(torch.ones_like(units), 400), []
-    for _ in range(800):
-        step, num_steps, _ = tuning.steps()
-        new, moved = hmc.trajectory(coordinates, log_density, state, tuning.scale, step, num_steps)
-        tuning.learn(state, new, moved)
-        state = new
-        places.append(state.place)
-    samples = (torch.stack(places[400:], 1) - mean) / units
-    assert 0.3 < (tuning.scale / units).min() <= (tuning.scale / units).max() < 1.5
+    chains = following(log_density, torch.zeros(32, 6, dtype=torch.float64), 300)
+    chains.state, places = chains.at(chains.state.place), []
+    for _ in range(600):
+        chains.step()
+        places.append(chains.state.place)
+    scale = chains.tuning.scale / units
+    samples = (torch.stack(places[300:], 1) - mean) / units
+    assert 0.3 < scale.min() <= scale.max() < 1.5
     for power, wanted in ((1, 0.0), (2, 1.0), (4, 3.0)):
         found = agreement(samples**power)
         assert found.rhat.max() < 1.02
@@ -89,9 +107,9 @@ def test_variables_of_sequences_keep_the_dimension_of_the_data():
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    fit = fit_mcmc(model, data, num_samples=100, warmup=80)
+    fit = fit_mcmc(model, data, num_samples=60, warmup=60)
     found = fit.samples()["level"]
-    assert fit.chains["level"].shape == (32, 100, 2)
+    assert fit.chains["level"].shape == (32, 60, 2)
     torch.testing.assert_close(found.mean(0), torch.tensor([1.5, -0.5]), rtol=0, atol=0.08)
     torch.testing.assert_close(found.var(0), torch.tensor([0.25, 0.5]), rtol=0.2, atol=0)
 

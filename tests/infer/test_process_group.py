@@ -259,4 +259,4 @@ def test_processes_that_begin_differently_are_refused_in_all_of_them(found):
         assert (
             "several processes needs a module whose M-step needs nothing but sums" in single_steps
         )
-        assert "'loc' grows with the number of sequences" in latent
+        assert "'loc' has one value for each sequence" in latent

@@ -148,7 +148,7 @@ def test_a_function_of_the_hmm_by_both_methods():
     share = matrix[1, 0] / (matrix[0, 1] + matrix[1, 0])
     torch.testing.assert_close((low + high)[0] / 2, share, rtol=1e-4, atol=0)
     torch.testing.assert_close((high - low)[0], (high - low)[1])  # they sum to one
-    sampled = fit.information(data).intervals(of=lambda hmm: hmm.stationary(), num_samples=1000)
+    sampled = fit.information(data).intervals(of=lambda hmm: hmm.stationary(), num_samples=400)
     torch.testing.assert_close(sampled["of"][0], low, rtol=0, atol=0.05)
     torch.testing.assert_close(sampled["of"][1], high, rtol=0, atol=0.05)
 

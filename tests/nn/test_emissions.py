@@ -658,9 +658,9 @@ WRONG = [
     (lambda: normal_full(0), ValueError, "dim must be at least 1"),
     (lambda: normal_full(2, weight=0.0), ValueError, "^weight must be positive"),
     (lambda: normal_full(2, degrees=1.0), ValueError, "degrees must be greater than D - 1"),
-    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must be a positive number"),
-    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must be a positive number"),
-    (lambda: normal_tied(2, scale=torch.zeros(2, 2)), ValueError, "scale must be a positive"),
+    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must "),
+    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must "),
+    (lambda: normal_tied(2, scale=torch.zeros(2, 2)), ValueError, "scale must "),
     (lambda: normal_mixture(0, 1), ValueError, "num_components must be at least 1"),
     (lambda: normal_mixture(2, 0), ValueError, "dim must be at least 1"),
     (lambda: normal_mixture(2, 1, weights_concentration=0.0), ValueError, "weights_conc"),
@@ -821,7 +821,7 @@ def test_columns_in_other_units_keep_their_covariance():
 
 
 def test_a_scale_that_is_not_symmetric_is_named():
-    with pytest.raises(ValueError, match="scale must be a positive number or a positive definite"):
+    with pytest.raises(ValueError, match="scale must hold symmetric positive definite"):
         normal_full(2, scale=torch.tensor([[1.0, 0.9], [0.0, 1.0]]))(2)
 
 

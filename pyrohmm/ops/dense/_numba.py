@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..._choices import MILLISECOND, PIECES, SIDE_BY_SIDE
-from ..._threads import threads_for
 from .._numba_math import run, share
 from ..log_space import largest
 from ..masks import exists
-from ..products import accumulated
 from . import _passes, _paths
 from ._lanes import LANES
 from ._passes import Back, Messages
@@ -65,12 +62,13 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     passes = _Passes(_data(chain, dtype), each=False)
     found = passes.forward(True)
     exact = torch.from_numpy(found.exact & found.sure).reshape(chain.lengths.shape)
-    return passes.view(found.alpha).log(), exact
+    return passes.view(found.alpha).log_(), exact
 
 
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
-    initial, transition, logs = (part.detach().to(dtype).numpy() for part in chain[:3])
+    initial, transition = (part.detach().to(dtype).numpy() for part in chain[:2])
+    logs = chain.logs.detach().to(dtype)
     real, num_states, height = initial.dtype, initial.shape[-1], -(-initial.shape[-1] // 4) * 4
     groups, num_steps = len(chain.lengths), chain.num_steps
     tiny, eps = LIMITS[real]
@@ -87,13 +85,13 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
     smallest = math.exp(min(least, 0.0))
     watched = zeros or not smallest**2 >= slack
     if chain.symbols is None:
-        if logs.strides[-1] != logs.itemsize and num_states > 1:
-            logs = np.ascontiguousarray(logs)
+        if logs.stride(-1) != 1:
+            logs = logs.contiguous()
         table, peaks = np.zeros((groups, 0, height), real), np.zeros((groups, 1), real)
         seen, first, along = _flat(logs)
         chosen = np.zeros(0, np.int64)
     else:
-        table, peaks = _scaled_table(logs, low, height)
+        table, peaks = _scaled_table(logs.numpy(), low, height)
         chosen, first, along = _flat(_codes(chain))
         seen = np.zeros(0, real)
     return Data(
@@ -126,7 +124,7 @@ def _scaled_table(logs: np.ndarray, low: float, height: int) -> tuple[np.ndarray
     return table, peaks
 
 
-def _codes(chain: Chain) -> np.ndarray:
+def _codes(chain: Chain) -> Tensor:
     """Symbols ``(G, n, T)``; V where they are missing."""
     symbols, count = chain.symbols, chain.logs.size(-1)
     assert symbols is not None
@@ -137,17 +135,15 @@ def _codes(chain: Chain) -> np.ndarray:
             f"{low} to {high}."
         )
     symbols = symbols.long()
-    return (symbols if chain.known is None else symbols.masked_fill(~chain.known, count)).numpy()
+    return symbols if chain.known is None else symbols.masked_fill(~chain.known, count)
 
 
-def _flat(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
     """The memory of ``(G, n, T, *)``, where each sequence begins in it, and from step to step."""
-    groups, size = array.shape[:2]
-    over_groups, over, along = (stride // array.itemsize for stride in array.strides[:3])
-    length = 1 + sum((n - 1) * (s // array.itemsize) for n, s in zip(array.shape, array.strides))
-    memory = np.lib.stride_tricks.as_strided(array, (length,), (array.itemsize,))
-    first = np.add.outer(over_groups * np.arange(groups), over * np.arange(size)).reshape(-1)
-    return memory, first, along
+    (groups, size), (over_groups, over, along) = tensor.shape[:2], tensor.stride()[:3]
+    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+    first = over_groups * np.arange(groups)[:, None] + over * np.arange(size)
+    return tensor.as_strided((length,), (1,)).numpy(), first.reshape(-1), along
 
 
 class _Passes:
@@ -172,23 +168,20 @@ class _Passes:
         ends = [parts * part // threads * (self.tiles // parts) for part in range(threads + 1)]
         self.bounds = [*pairwise(ends)]
 
-    def _sums(self, like: np.ndarray) -> list[np.ndarray]:
-        """Zeros for the sums of each thread: groups add to parts of their own."""
-        first = np.zeros(like.shape)
-        others = self.bounds[1:]
-        return [first, *(first if self.groups > 1 else np.zeros(like.shape) for _ in others)]
-
-    def _add(self, sums: Sequence[np.ndarray]) -> np.ndarray:
-        """The sums of all threads."""
-        return sums[0] if self.groups > 1 or len(sums) == 1 else np.sum(sums, 0)
+    def _sums(self, shape: tuple[int, ...], apart: bool) -> list[np.ndarray]:
+        """Zeros for the sums of each thread; one array if all add to places ``apart``."""
+        return (
+            [np.zeros(shape)] * len(self.bounds)
+            if apart
+            else [np.zeros(shape) for _ in self.bounds]
+        )
 
     def forward(self, kept: bool) -> Messages:
         """The pass; messages are written if ``kept``."""
         real, shape = self.data.matrices.dtype, self.shape if kept else (0, 0, 0, 0)
-        make: Any = np.zeros if self.alone else np.empty  # its rows are all added up
         found = Messages(
             np.zeros(self.count), np.ones(self.count, np.bool_), np.ones(self.count, np.bool_),
-            np.zeros((self.count, self.size), real), make(math.prod(shape), real),
+            np.zeros((self.count, self.size), real), np.empty(math.prod(shape), real),
             np.empty(shape[0] * shape[1] * shape[3], real),
         )  # fmt: skip
         loop = _passes.forward_rows if self.alone else _passes.forward_tiles
@@ -220,24 +213,21 @@ class _Passes:
             np.zeros((rows, self.size), real),
         )  # fmt: skip
 
-    def _run_back(
-        self, found: Messages, back: Back
-    ) -> tuple[bool, Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """Whether a sequence was lost; messages or transitions, and counts of symbols."""
-        emitted = self._sums(self.data.tables)
-        if self.alone:
-            rows = self.count * self.data.steps
-            message = np.zeros((rows, self.size), self.data.matrices.dtype)
-            loop, counts = _passes.backward_rows, [message] * len(self.bounds)
-        else:
-            loop, counts = _passes.backward_tiles, self._sums(self.data.matrices)
+    def _run_back(self, found: Messages, back: Back) -> tuple[bool, np.ndarray, np.ndarray]:
+        """Whether a sequence was lost; transitions over their probabilities; counts of symbols."""
+        matrices, tables, apart = self.data.matrices, self.data.tables, self.groups > 1
+        owners = self.count if self.each else self.groups
+        counts = self._sums((len(matrices), owners, *matrices.shape[2:]), apart or self.each)
+        emitted = self._sums(tables.shape, apart)
+        loop = _passes.backward_rows if self.alone else _passes.backward_tiles
 
         def run_part(part: int) -> int:
             ends = self.bounds[part]
             lost: int = loop(*ends, self.data, found, back, counts[part], emitted[part])
             return lost
 
-        return any(share(run_part, len(self.bounds))), counts, emitted
+        lost = any(share(run_part, len(self.bounds)))
+        return lost, _added(counts), _added(emitted)
 
     def backward(
         self, found: Messages, weight: Tensor, after: np.ndarray | None = None
@@ -249,29 +239,13 @@ class _Passes:
         )
         if lost:
             return None
-        if self.alone:
-            pairs = self._pairs(torch.from_numpy(found.alpha), torch.from_numpy(counts[0]))
-        else:
-            pairs = torch.from_numpy(self._add(counts)[..., : self.size, : self.size])
-        sums = self._add(emitted)[:, :-1, : self.size]
-        starts, symbols, states = map(torch.from_numpy, (back.starts, sums, back.gamma))
-        return _Counts(starts, symbols, states, pairs)
+        pairs, sums = counts[..., : self.size, : self.size], emitted[:, :-1, : self.size]
+        return _Counts(*map(torch.from_numpy, (back.starts, sums, back.gamma, pairs)))
 
-    def _pairs(self, alpha: Tensor, message: Tensor) -> Tensor:
-        """Sums over steps of products of messages, of sequences one after the other."""
-        shape = self.groups, self.count // self.groups, self.data.steps, self.size
-        before, after = alpha.view(shape)[:, :, :-1], message.view(shape)[:, :, 1:]
-        with threads_for(self.work):
-            if len(self.data.matrices) > 1 and self.each:
-                return (before.unsqueeze(-1) * after.unsqueeze(-2)).flatten(0, 1).movedim(1, 0)
-            if len(self.data.matrices) > 1:
-                return torch.einsum("gntj,gntk->tgjk", before, after)
-            if self.each:
-                parts = before.flatten(0, 1), after.flatten(0, 1)
-            else:  # the message to a first step is zero
-                flat = self.groups, -1, self.size
-                parts = alpha.view(flat)[:, :-1], message.view(flat)[:, 1:]
-            return accumulated(*parts, cancels=False).unsqueeze(0)
+
+def _added(sums: list[np.ndarray]) -> np.ndarray:
+    """Sum of different arrays."""
+    return sums[0] if sums[0] is sums[-1] else np.sum(sums, 0)
 
 
 class _Counts(NamedTuple):

@@ -199,14 +199,14 @@ def _forward_row(row, data, kept, found):
 
 
 @kernel
-def _add_transitions(counts, before, after, height):
-    """Add the products of states before and after several steps, summed over the sequences."""
+def _add_transitions(counts, before, after, height, width):
+    """Add the products of states before and after, summed over ``width`` steps of sequences."""
     zero = before.dtype.type(0)
     for j in range(_0, height, _4):
         for k in range(_0, height, _2):
             p, q = j * _ALL, k * _ALL
             a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
-            for i in range(_STEPS * _LANES):
+            for i in range(width):
                 x, y = after[q + i], after[q + _ALL + i]
                 a, b = before[p + i], before[p + _ALL + i]
                 c, d = before[p + _2 * _ALL + i], before[p + _3 * _ALL + i]
@@ -340,9 +340,8 @@ def _backward_tile(tile, data, found, back, counts, emitted):
         _note_step(before, after, earlier, later, weight, row, size)
         filled += _1
         if filled == _STEPS or t == 1 or several:
-            for k in range(size):
-                after[k * _ALL + filled * _LANES : k * _ALL + _STEPS * _LANES] = 0
-            _add_transitions(counts[t - 1 if several else 0, g], before, after, height)
+            target = counts[t - 1 if several else 0, g]
+            _add_transitions(target, before, after, height, filled * _LANES)
             filled = _0
     return lost
 
@@ -380,20 +379,20 @@ def _add_losses(loss, every, beta, norm, total, active, tiny, size):
 
 
 @kernel
-def backward_rows(first, last, data, found, back, message, emitted):
-    """Backward pass of sequences one after the other, as :func:`backward_tiles`.
+def backward_rows(first, last, data, found, back, counts, emitted):
+    """Backward pass of sequences one after the other: see :func:`backward_tiles`.
 
-    ``message`` ``(N T, K)``, times the forward messages of the step before, is expected transitions
-    over their probabilities.
+    ``counts`` may be of each sequence, ``(S, N, height, height)``.
     """
-    lost = 0
+    lost, length = 0, u64(data.matrices.shape[2]) * _ALL
+    before, after = np.zeros(length, data.matrices.dtype), np.zeros(length, data.matrices.dtype)
     for row in range(first, last):
-        lost += _backward_row(row, data, found, back, message, emitted)
+        lost += _backward_row(row, data, found, back, counts, emitted, before, after)
     return lost
 
 
 @kernel
-def _backward_row(row, data, found, back, message, emitted):
+def _backward_row(row, data, found, back, counts, emitted, before, after):
     """Backward pass over one sequence."""
     matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits
     real, several, exact = matrices.dtype, matrices.shape[0] > 1, back.exact
@@ -405,6 +404,7 @@ def _backward_row(row, data, found, back, message, emitted):
     seen, probs = scratch(height, real), scratch(height, real)
     zero, one, lowest, loss = real.type(0), real.type(1), real.type(low), 0.0
     bounding, weight = back.most > 0.0, real.type(back.weights[row])
+    filled, owner = _0, row * counts.shape[1] // lengths.shape[0]
     for k in range(size):
         beta[k] = back.after[row, k]
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
@@ -425,9 +425,8 @@ def _backward_row(row, data, found, back, message, emitted):
         for k in range(size):
             probs[k] *= inverse
         if symbols.shape[0]:
-            target = emitted[g, symbols[place]]
             for k in range(size):
-                target[k] += probs[k]
+                emitted[g, symbols[place], k] += probs[k]
         else:
             for k in range(size):
                 back.gamma[at, k] = probs[k]
@@ -440,7 +439,13 @@ def _backward_row(row, data, found, back, message, emitted):
         for k in range(size):
             value = seen[k] * beta[k] * inverse
             later[k] = value if here[k] > zero or bounding else zero
-            message[at, k] = later[k] * weight
+            before[k * _ALL + filled] = found.alpha[offset - size + k]
+            after[k * _ALL + filled] = later[k] * weight
+        filled += _1
+        if filled == _STEPS * _LANES or t == 1 or several:
+            target = counts[t - 1 if several else 0, owner]
+            _add_transitions(target, before, after, height, filled)
+            filled = _0
         if several or t == lengths[row] - 1:
             matrix = back.transposed[t - 1 if several else 0, g].ravel()
         multiply_row(beta, later, matrix, height)

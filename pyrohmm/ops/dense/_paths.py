@@ -102,7 +102,7 @@ def log_space(
 
 @kernel
 def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
-    """Most probable paths of many sequences, of up to 256 states; a group is a unit of work."""
+    """Most probable paths of many sequences; a group is a unit of work."""
     steps, groups, num_states, _ = transition.shape
     size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
     count, real = lengths.shape[0] // groups, likelihood.dtype
@@ -112,7 +112,7 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
         np.full(height * _LANES, -np.inf, real),
     )
     origin, seen = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
-    back = np.zeros(u64(best.shape[1]) * size * _LANES, np.uint8)
+    back = np.zeros(u64(best.shape[1]) * size * _LANES, np.uint16)
     zero, peak = real.type(0), np.zeros(LANES, real)
     offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
     states = np.zeros(LANES, np.uint64)
@@ -139,7 +139,7 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
                 reach(reached, origin, score, packed, height)
                 row = u64(t) * size * _LANES
                 for k in range(size * _LANES):
-                    back[row + k] = np.uint8(origin[k])
+                    back[row + k] = np.uint16(origin[k])
             load(seen, _LANES, likelihood.ravel(), offsets, active, size, zero)
             for i in range(_LANES):
                 peak[i] = -np.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE
 from ..._sync import exceeds
 from ..product import _torch as product
 from ..products import accumulated
@@ -25,7 +26,7 @@ def scaled(
     weight, peak, last, padded = _weigh(chain, dtype)
     steps, num_states = len(weight), weight.size(-1)
     back = differentiable or not on_cpu or not _is_safe(chain, dtype)
-    state, norm, arrived, probs = _by_steps(
+    state, norm, arrived, probs = _messages(
         initial, transition, weight, last if back else None, back
     )
     groups = initial.size(0)
@@ -92,8 +93,113 @@ def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
     return bool(least.double().square() >= slack)
 
 
-def _by_steps(
+def _messages(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None, back: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scaled messages: see :func:`_by_steps`; of few long sequences by chunks of their steps."""
+    steps, groups, size, num_states = weight.shape
+    most = CHUNKS[1] if weight.device.type == "cpu" else CHUNKED_ON_DEVICE
+    narrow = steps >= CHUNKS[0] and groups * size * num_states**2 <= most
+    if narrow and last is None and len(log_transition) == 1:
+        found = _by_chunks(log_initial, log_transition, weight, back)
+        if found is not None:
+            return found
+    return _by_steps(log_initial, log_transition, weight, last, back)
+
+
+def _by_chunks(
+    log_initial: Tensor, log_transition: Tensor, weight: Tensor, back: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """Scaled messages by chunks that go side by side; None if rounding spoils them.
+
+    A first pass goes through each chunk from every state, so K times as much. A prefix sum
+    (associative scan) over what it finds has the messages at the ends of chunks.
+    """
+    steps, groups, size, num_states = weight.shape
+    length = round(min(steps**0.5, max(8, num_states * (groups * size) ** 0.5 / 2)))
+    chunks = -(-steps // length)
+    padding = weight.new_ones(chunks * length - steps, groups, size, num_states)
+    inside = torch.cat([weight, padding]).unflatten(0, (chunks, length))
+    inside = inside.permute(1, 2, 0, 3, 4).contiguous()  # (L, G, C, n, K)
+    ends = torch.full((chunks, 1, 1), length - 1)  # last steps: the last chunk may be shorter
+    ends[-1] -= len(padding)
+    time = torch.arange(length).reshape(-1, 1, 1, 1, 1)
+    masks = torch.stack([time >= ends, time > ends]).to(weight.device, non_blocking=True)
+    last = masks[0].expand(-1, groups, -1, size, -1).flatten(2, 3)
+    start, matrix = log_initial.double().exp(), log_transition[0].double().exp().unsqueeze(1)
+    operators = _operators(matrix, inside.double(), masks[1])
+    later = _scaled(matrix @ operators[1:])
+    filters = prefixes((start.unsqueeze(-2) @ operators[0]).squeeze(-2), later)  # (C, G, n, K)
+    after = prefixes(torch.ones_like(start), later.flip(0).mT).flip(0)
+    begin = torch.cat([start.unsqueeze(0), filters[:-1] @ matrix.squeeze(1)])
+    after = after.clamp(min=(num_states + 2) * torch.finfo(weight.dtype).tiny)
+    begin, after = (part.transpose(0, 1).flatten(1, 2).to(weight) for part in (begin, after))
+    found = _by_steps(begin.log(), log_transition, inside.flatten(2, 3), last, back, after)
+
+    def join(part: Tensor) -> Tensor:  # (L, G, C n, *)
+        return part.unflatten(2, (chunks, size)).movedim(2, 0).flatten(0, 1)[:steps]
+
+    ways = [join(part[:, :groups]) for part in found[:3]]
+    wrong = ways[0][length - 1 :: length] - filters[: steps // length]
+    if not exceeds(-wrong.abs().amax(), -CLOSE * torch.finfo(weight.dtype).eps):
+        return None
+    if back:
+        state, norm, arrived = (part[:, groups:].flip(0) for part in found[:3])
+        arrived = torch.where(last, after, arrived)
+        back_ways = (join(part).flip(0) for part in (state, norm, arrived))
+        ways = [torch.cat(pair, 1) for pair in zip(ways, back_ways)]
+    return ways[0], ways[1], ways[2], found[3]
+
+
+def _operators(matrix: Tensor, weight: Tensor, padded: Tensor) -> Tensor:
+    """What chunks do to the mass at their first step, up to a factor, ``(C, G, n, K, K)``.
+
+    Args:
+        matrix: ``(G, 1, K, K)``, probabilities.
+        weight: ``(L, G, C, n, K)``.
+        padded: ``(L, 1, C, 1, 1)``, True after the last step of a chunk.
+    """
+    rows = torch.diag_embed(weight[0])
+    for here, over in zip(weight[1:], padded[1:].unsqueeze(-1)):
+        arrived = rows @ matrix.unsqueeze(1) * here.unsqueeze(-2)
+        rows = _scaled(torch.where(over, rows, arrived))
+    return rows.movedim(1, 0)
+
+
+def _scaled(operators: Tensor) -> Tensor:
+    """Matrices ``(*, K, K)`` up to a factor each; their largest entry is one."""
+    return operators / operators.amax((-2, -1), keepdim=True)
+
+
+def prefixes(first: Tensor, operators: Tensor) -> Tensor:
+    """Vectors v_0 to v_C that sum to one, with v_c = v_{c-1} M_c, in 2 log C products.
+
+    Pairs of operators are multiplied to half as many, which give every other vector (Blelloch,
+    1990).
+
+    Args:
+        first: ``(*, K)``, v_0 up to a factor.
+        operators: ``(C, *, K, K)``, M up to a factor each.
+    """
+    first = first / first.sum(-1, keepdim=True)
+    count = len(operators)
+    if count == 0:
+        return first.unsqueeze(0)
+    pairs = _scaled(operators[: count - 1 : 2] @ operators[1::2])
+    even, odd = prefixes(first, pairs), operators[::2]
+    between = (even[: len(odd)].unsqueeze(-2) @ odd).squeeze(-2)
+    out = first.new_empty(count + 1, *first.shape)
+    out[::2], out[1::2] = even, between / between.sum(-1, keepdim=True)
+    return out
+
+
+def _by_steps(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    weight: Tensor,
+    last: Tensor | None,
+    back: bool,
+    after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scaled messages, four kernels a step: the way back is a second set of groups.
 
@@ -107,6 +213,7 @@ def _by_steps(
         last: ``(T, G, n, 1)`` booleans, True from the last step of each sequence on; None if all
             have T steps.
         back: Whether to go back too.
+        after: ``(G, n, K)``, what follows last steps, with ``last``; ones if it is nothing.
 
     Returns:
         Messages ``(T, 2 G, n, K)``, their norms ``(T, 2 G, n, 1)`` and what arrives at each step,
@@ -121,8 +228,9 @@ def _by_steps(
         there = transition if steps == 1 else transition.flip(0)
         torch.add(there, floor, out=matrices[:, groups:].mT)
     seen, restart = torch.cat([weight, weight.flip(0)], 1) if back else weight, None
-    if last is not None:  # back, a sequence begins anew at its last step
+    if back and last is not None:  # a sequence begins anew at its last step
         going, ending = weight.masked_fill(last, 0.0), weight.masked_fill(~last, 0.0)
+        ending = ending if after is None else ending * after
         seen = torch.cat([weight, going.flip(0)], 1)
         restart = torch.cat([torch.zeros_like(weight), ending.flip(0)], 1)
     arrived, state = torch.empty_like(seen), torch.empty_like(seen)
@@ -170,7 +278,7 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if not _is_safe(chain, dtype):
         return weight.movedim(0, 2), exact
     tables = chain.initial.to(dtype), chain.transition.to(dtype)
-    state, norm, *_ = _by_steps(*tables, weight, None, back=False)
+    state, norm, *_ = _messages(*tables, weight, None, back=False)
     limits = torch.finfo(dtype)
     right = norm.squeeze(-1) >= weight.size(-1) * limits.tiny / limits.eps
     right = right if padded is None else right | padded.squeeze(-1)

@@ -244,7 +244,9 @@ def spread(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
     parts = initial, transition.movedim(0, 1), logs
     gradients = []
     for part, shape, like in zip(parts, shapes, arguments.tensors):
-        same = part.numel() == like.numel()  # there is nothing to add up
-        part = part.reshape(like.shape if same else shape).sum_to_size(like.shape)
+        if part.numel() == like.numel():  # there is nothing to add up
+            part = part.reshape(like.shape)
+        else:
+            part = part.reshape(shape).sum_to_size(like.shape)
         gradients.append(part.to(like.dtype))
     return gradients

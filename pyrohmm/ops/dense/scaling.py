@@ -48,9 +48,9 @@ from . import _torch
 from .chain import Chain, Gradient
 
 
-def engine(chain: Chain) -> ModuleType:
-    """The module that computes: compiled loops, or torch."""
-    narrow = chain.initial.size(-1) <= WIDEST or chain.lengths.numel() <= FEW
+def engine(chain: Chain, widest: int = WIDEST) -> ModuleType:
+    """The module that computes: compiled loops, up to ``widest`` states, or torch."""
+    narrow = chain.initial.size(-1) <= widest or chain.lengths.numel() <= FEW
     return compiled("dense") if pick(chain.initial.device, narrow) is NUMBA else _torch
 
 
