@@ -239,36 +239,13 @@ def forward(
 
 
 @kernel
-def _pass_back(before, inside, matrix, logs, whole, weight, row, counts, onward):
-    """Expected transitions, and the log of ``matrix @ exp(inside)``."""
-    size = inside.shape[0]
-    peak = -np.inf
-    for k in range(size):
-        if inside[k] > peak or inside[k] != inside[k]:  # NaN stays
-            peak = inside[k]
-    for k in range(size):
-        low = -np.inf if peak == -np.inf else inside[k] - peak
-        row[k] = 0.0 if low <= LOW else np.exp(low)
-    for j in range(size):
-        total = 0.0
-        for k in range(size):
-            total += matrix[j, k] * row[k]
-        if total > TINY:
-            onward[j] = peak + np.log(total)
-            flow = before[j] + peak - whole
-            if not flow <= LOW:
-                flow = weight * np.exp(flow)
-                for k in range(size):
-                    counts[j, k] += flow * matrix[j, k] * row[k]
-            continue
-        onward[j] = -np.inf
-        for k in range(size):
-            low = logs[j, k] + inside[k]
-            if low != -np.inf:
-                flow = before[j] + low - whole
-                counts[j, k] += 0.0 if flow <= LOW else weight * np.exp(flow)
-                top = max(onward[j], low)
-                onward[j] = top + np.log(np.exp(onward[j] - top) + np.exp(low - top))
+def _count_transitions(before, inside, logs, whole, weight, counts):
+    """Add expected transitions times ``weight``."""
+    for j in range(logs.shape[0]):
+        flow = before[j] - whole
+        for k in range(logs.shape[1]):
+            low = flow + logs[j, k] + inside[k]
+            counts[j, k] += 0.0 if low <= LOW else weight * exp(low)
 
 
 @kernel
@@ -330,10 +307,9 @@ def backward(
                 for s in range(span):
                     counts[k, num_durations - span + s] += shares[s]
             if t > 0:
-                _pass_back(
-                    ends[i, t - 1], inside, matrix, transition[g], whole, weight[i], spare,
-                    transitions[g], onward[r + 1],
-                )  # fmt: skip
+                moves = transition[g]
+                _products(inside, matrix.T, moves.T, spare, onward[r + 1])
+                _count_transitions(ends[i, t - 1], inside, moves, whole, weight[i], transitions[g])
         for r in range(end + 1):
             for k in range(num_states):
                 gamma[i, end - r, k] = cover[k, r]
