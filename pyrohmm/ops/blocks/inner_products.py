@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardshrink
 
 from ..._checks import check_floats, check_shape, check_tensor
 from ..._lazy import lazy
-from ..._precision import at_least_single, full_precision, with_gradient
+from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import log_softmax_of_parts
 from .plan import States
 from .states import Blocks
@@ -27,41 +25,19 @@ def _parts(scores: Tensor, states: States) -> Sequence[Tensor]:
     return scores.split(states.sizes.tolist(), -1)
 
 
-def _sums(scores: Tensor, states: States) -> Tensor:
-    """Logarithms ``(R, B)`` of the sums of the exponentials over each block."""
-    parts = [part.logsumexp(-1) for part in _parts(scores, states)]
-    return parts[0] if states.are_equal else torch.stack(parts, -1)
+def _log_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
+    """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block.
 
+    The scores are computed some rows at a time, and again for the gradient.
+    """
 
-def _plain_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
-    """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block."""
-    return _sums(at_least_single(leave @ enter.mT), states)
+    def sums(part: Tensor, enter: Tensor) -> Tensor:
+        scores = at_least_single(part @ enter.mT)
+        of_blocks = [cells.logsumexp(-1) for cells in _parts(scores, states)]
+        return of_blocks[0] if states.are_equal else torch.stack(of_blocks, -1)
 
-
-def _chunked_sums(
-    states: States, leave: Tensor, enter: Tensor
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]]]:
-    """:func:`_plain_sums`, the scores computed some rows at a time, and again for the gradient."""
     rows = max(1, CHUNK // len(enter))
-    sums = torch.cat([_plain_sums(part, enter, states) for part in leave.split(rows)])
-
-    def gradient(weights: Tensor) -> tuple[Tensor, Tensor]:
-        to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter, dtype=sums.dtype)
-        parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
-        for part, total, weight, out in zip(*parts):
-            probs = at_least_single(part @ enter.mT)
-            factors = [total.unsqueeze(-1)], [weight.unsqueeze(-1)]
-            if not states.are_equal:
-                factors = total.split(1, -1), weight.split(1, -1)
-            for cells, one, other in zip(_parts(probs, states), *factors):
-                cells.sub_(one).exp_().mul_(other)
-            # products of numbers below the least normal one take many times as long
-            probs = hardshrink(probs, torch.finfo(probs.dtype).tiny).to(part.dtype)
-            torch.mm(probs, enter, out=out)
-            to_enter += probs.mT @ part
-        return to_leave, to_enter.to(enter.dtype)
-
-    return sums, gradient
+    return torch.cat([recomputed(sums, part, enter) for part in leave.split(rows)])
 
 
 class InnerProductTransition:
@@ -127,10 +103,7 @@ class InnerProductTransition:
         if block_logits is not None:
             return block_logits.log_softmax(-1)
         with full_precision(leave):
-            states = self.blocks.layout
-            plain = partial(_plain_sums, states=states)
-            sums = with_gradient(partial(_chunked_sums, states), plain, leave, self.enter)
-            return sums.log_softmax(-1)
+            return _log_sums(leave, self.enter, self.blocks.layout).log_softmax(-1)
 
     def log_probs_from(self, leave: Tensor, log_block_probs: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""
