@@ -35,26 +35,6 @@ from .._checks import check_broadcast, check_floats, check_lengths, check_traili
 from .product import _torch as engine
 
 
-class ProductTransition:
-    """The transition matrix of the product states of M independent chains.
-
-    Args:
-        parts: M of ``(*B, K_m, K_m)``, log-probabilities.
-    """
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        self.parts = tuple(parts)
-
-    @property
-    def matrix(self) -> Tensor:
-        """``(*B, K, K)``, log-probabilities; made anew at each reading."""
-        product = self.parts[0]
-        for part in self.parts[1:]:
-            product = product[..., :, None, :, None] + part[..., None, :, None, :]
-            product = product.flatten(-4, -3).flatten(-2)
-        return product
-
-
 def _arrange(
     log_initial: Tensor, log_transitions: Sequence[Tensor], log_likelihood: Tensor, lengths: Tensor
 ) -> engine.Arranged:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,10 +46,3 @@ def log_softmax_of_parts(scores: Tensor, sizes: Tensor, log_weights: Tensor) -> 
         return (cells + log_weights.unsqueeze(-1)).flatten(-2)
     parts = zip(scores.split(widths, -1), log_weights.split(1, -1))
     return torch.cat([part.log_softmax(-1) + weight for part, weight in parts], -1)
-
-
-def lazy_zeros(count: int, like: Tensor) -> Tensor:
-    """Zeros ``(count,)``, on the CPU without writing them: most stay as the system gives them."""
-    if like.device.type != "cpu":
-        return like.new_zeros(count)
-    return torch.from_numpy(np.zeros(count, like.new_empty(0).numpy().dtype))

@@ -322,38 +322,6 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("stay", [10.0, 200.0])
-@pytest.mark.parametrize("sizes", [[3], [3, 2], "overlapping"], ids=str)
-def test_symbols_that_come_in_runs_to_states_that_stay(sizes, stay, seed):
-    """What was lost in one run may matter in the next."""
-    torch.manual_seed(seed)
-    if sizes == "overlapping":
-        blocks = uniform(6, 4, 3)
-    else:
-        blocks = from_clusters(torch.arange(6) % len(sizes), torch.tensor(sizes))
-    count = blocks.num_states
-    draw = lambda *shape: torch.randn(shape, dtype=torch.float32)  # noqa: E731
-    transitions = (draw(count, count) + stay * torch.eye(count, dtype=torch.float32)).log_softmax(
-        -1
-    )
-    transitions.requires_grad_()
-    emission = log_emission(4 * draw(count, 3), draw(6, 3), draw(6), blocks)
-    runs = torch.randint(10, 60, (3,))
-    values = torch.randint(6, (2, 3)).repeat_interleave(runs, 1)
-    lengths = torch.tensor([values.size(1), 50 % values.size(1)])
-    start = draw(count).log_softmax(-1)
-    hmm = BlockHMM(start, transitions, emission, blocks, lengths)
-    dense_emission = Categorical(logits=hmm.emission.logits.double())
-    wide = HMM(start.double(), transitions.double(), dense_emission, lengths)
-    found, wanted = hmm.log_prob(values), wide.log_prob(values)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
-    possible = ~wanted.isneginf()
-    (got,) = torch.autograd.grad(found[possible].sum(), transitions, materialize_grads=True)
-    (want,) = torch.autograd.grad(wanted[possible].sum(), transitions, materialize_grads=True)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2)
-
-
 def test_sequences_that_leave_the_range_are_redone_in_logarithms():
     blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
     slow = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-200.0, 0.0, 0.0, 0.0]])
@@ -408,19 +376,6 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
         torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
-def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
-    three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
-    transitions = torch.full((4, 4), -torch.inf)
-    transitions[:, :3] = math.log(1 / 3)  # never to the last state
-    words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    hmm = BlockHMM(torch.full((4,), 0.25).log(), transitions, words, three, torch.tensor([3]))
-    values = torch.tensor([[0, 1, 1]])
-    assert hmm.log_prob(values).item() == -math.inf
-    states = hmm.sample_states(values, (20,))
-    assert bool((states[..., 1:] == 3).all())
-    assert bool(((states[..., 0] >= 0) & (states[..., 0] < 3)).all())
-
-
 @pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
@@ -451,23 +406,20 @@ class Largest(TorchDispatchMode):
         return found
 
 
+@pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
 def test_second_derivatives_are_those_of_the_hmm_with_zeros(
-    all_transitions, kind, engine, monkeypatch
+    all_transitions, kind, missing, engine, monkeypatch
 ):
     compute(monkeypatch, all_transitions)
     torch.manual_seed(1)
-    case = Case(kind, [2, 1, 3], [4, 1, 3], num_symbols=5)
-    start, emit, words, bias, *_ = case.parameters
-    plain = Categorical(logits=(emit @ words.T + bias).where(case.blocks.allowed, -math.inf))
-    if isinstance(case.hmm.transition, torch.Tensor):
-        transitions = case.hmm.transition
-    else:
-        transitions = case.hmm.transition.matrix
-    wide = HMM(start.log_softmax(-1), transitions, plain, case.lengths)
+    case = Case(kind, [2, 1, 3], [4, 1, 4], num_symbols=5)
+    own, wide = case.hmm, case.hmm.dense()
+    if missing:
+        own, wide, _ = with_gaps(case)
     weights = torch.randn(3, dtype=torch.float64)
     found = []
-    for hmm in (case.hmm, wide):
+    for hmm in (own, wide):
         value = (hmm.log_prob(case.values).exp() * weights).sum()
         first = torch.autograd.grad(value, case.parameters, create_graph=True)
         turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
@@ -520,8 +472,6 @@ def test_what_is_no_block_is_refused():
     other = Case("one level", [3, 1], [2]).hmm
     with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
         BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
-    with pytest.raises(TypeError, match="transition must be InnerProductTransition or a matrix"):
-        BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
         BlockHMM(
             hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),
@@ -569,20 +519,6 @@ def test_missing_steps_are_summed_out_over_all_blocks(
     )
     for one, other in zip(got, want):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives_with_missing_steps(kind, engine):
-    torch.manual_seed(1)
-    case = Case(kind, [2, 1, 3], [2, 4, 4], num_symbols=5)
-    hmm, wide, values = with_gaps(case)
-    found = []
-    for value in (hmm.log_prob(values), wide.log_prob(case.values)):
-        first = torch.autograd.grad(value[1:].exp().sum(), case.parameters, create_graph=True)
-        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
-        found.append([*first, *torch.autograd.grad(turned, case.parameters, retain_graph=True)])
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -655,7 +591,9 @@ def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_blocks):
+def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_blocks, monkeypatch):
+    """Transitions within gaps come three rows at a time; those of all steps missing as well."""
+    monkeypatch.setattr(transitions, "CHUNK", 30)
     torch.manual_seed(11)
     case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
     hmm, wide, values = with_gaps(case)
@@ -663,12 +601,25 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
     wanted = [wide.posterior(case.values), nothing.dense().posterior(case.values)]
     filtered = wide.filtered(case.values)
     marginals = queries.observation_marginals(wide, case.values).probs
+    best = [
+        (
+            queries.k_best(each.dense(), case.values, 5),
+            queries.path_entropy(each.dense(), case.values),
+        )
+        for each in (hmm, nothing)
+    ]
     predictive = queries.predictive_log_prob(wide, case.values)
     by_blocks()
     torch.testing.assert_close(queries.predictive_log_prob(hmm, values), predictive)
     for one, other in zip((hmm, nothing), wanted):
         for found, expected in zip(one.posterior(values), other):
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+    for each, ((paths, scores), entropy) in zip((hmm, nothing), best):
+        found, log_joint = queries.k_best(each, values, 5)
+        torch.testing.assert_close(log_joint, scores)
+        assert torch.equal(found, paths)
+        assert torch.equal(each.viterbi(values), paths[:, 0])
+        torch.testing.assert_close(queries.path_entropy(each, values), entropy)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
 
@@ -694,29 +645,6 @@ def test_labels_are_kept_to_in_blocks(kind, missing, engine):
     slopes = (torch.autograd.grad(each.sum(), case.parameters, **options) for each in evidence)
     for one, other in zip(*slopes):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_best_paths_and_entropy_with_missing_steps(kind, scale, by_blocks, monkeypatch):
-    """Transitions within gaps come three rows at a time; those of all steps missing as well."""
-    monkeypatch.setattr(transitions, "CHUNK", 30)
-    torch.manual_seed(14)
-    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
-    hmm, wide, values = with_gaps(case)
-    nothing = case.hmm.replace(observed=torch.zeros(5, 6, dtype=torch.bool))
-    models = (hmm, wide), (nothing, nothing.dense())
-    wanted = [
-        (queries.k_best(each, case.values, 5), queries.path_entropy(each, case.values))
-        for _, each in models
-    ]
-    by_blocks()
-    for (each, _), ((paths, best), entropy) in zip(models, wanted):
-        found, log_joint = queries.k_best(each, values, 5)
-        torch.testing.assert_close(log_joint, best)
-        assert torch.equal(found, paths)
-        assert torch.equal(each.viterbi(values), paths[:, 0])
-        torch.testing.assert_close(queries.path_entropy(each, values), entropy)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -214,15 +214,6 @@ def test_in_a_model_of_pyro_it_learns_tags():
     assert (found == tags).double().mean() > 0.95
 
 
-def test_half_precision_is_taken_up():
-    emission, transition, initial = (part.bfloat16() for part in scores(2, 4, 3))
-    crf = LinearChainCRF(emission, transition, initial)
-    wide = LinearChainCRF(emission.float(), transition.float(), initial.float())
-    with torch.autocast("cpu", torch.bfloat16):
-        assert crf.log_partition().dtype == torch.float32
-        assert torch.equal(crf.log_partition(), wide.log_partition())
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

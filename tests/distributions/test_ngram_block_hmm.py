@@ -293,28 +293,3 @@ def test_bad_arguments_are_refused():
         NGramBlockHMM(chain, ngram._replace(block_class=ngram.block_class + 2), weights)
     with pytest.raises(ValueError, match=r"log_symbol must hold log-probabilities.* logarithm"):
         NGramBlockHMM(chain, ngram._replace(log_symbol=ngram.log_symbol.exp()), weights)
-
-
-def test_gradients_of_weights_are_added_up_in_double_precision(engine):
-    """In float32 a sum over 200,000 words was wrong in the sixth digit."""
-
-    def gradients(dtype):
-        torch.manual_seed(0)
-        two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
-        vectors = (torch.randn(4, 2, dtype=torch.float64).to(dtype) for _ in range(3))
-        leave, enter, scores = vectors
-        table = torch.cat([torch.randn(2, 2).log_softmax(0), torch.zeros(1, 2)]).to(dtype)
-        initial, lengths = torch.full((4,), 0.25, dtype=dtype).log(), torch.full((20_000,), 10)
-        transition = InnerProductTransition(leave, enter, two, scores)
-        words = BlockHMM(initial, transition, table, two, lengths, validate_args=False)
-        values = torch.randint(3, (20_000, 10))
-        logs = (torch.rand(20_000, 10, dtype=torch.float64) * 0.9 + 0.05).log().to(dtype)
-        weights = NGramWeights(
-            *(torch.full((1, n), 3.0, dtype=dtype).requires_grad_() for n in (3, 2))
-        )
-        zeros = torch.zeros_like(values)
-        hmm = NGramBlockHMM(words, NGramProbs(logs, logs, zeros, zeros), weights)
-        return torch.autograd.grad(hmm.log_prob(values).sum(), list(weights))
-
-    for found, wanted in zip(gradients(torch.float32), gradients(torch.float64)):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)

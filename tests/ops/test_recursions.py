@@ -302,18 +302,6 @@ def test_many_states_agree_with_log_space(num_states, batch, kind):
     assert (scores_of(chain, recursions.sample_states(*chain, num_samples=2)) > NEVER).all()
 
 
-def test_many_states_with_zeros_and_an_impossible_sequence():
-    rng = np.random.default_rng(0)
-    logs = normalized(rng.normal(size=(1, 130, 130)), 0.5, rng)
-    likelihood = rng.normal(size=(6, 4, 130))
-    likelihood[2, 1] = NEVER
-    chain = Chain.of(normalized(rng.normal(size=130), 0.5, rng), logs, likelihood)
-    answer = chain.solved()
-    assert np.isneginf(answer.evidence).tolist() == [False, False, True, False, False, False]
-    assert_close(recursions.log_evidence(*chain), answer.evidence)
-    assert_gradients(chain, answer, None, ROUNDING[torch.float64])
-
-
 def test_float32_keeps_the_evidence_of_many_steps(engine):
     chain = random_chain(3, 20_000, dtype=torch.float32, scale=1.0)
     initial, transition, likelihood, _ = chain.arrays()
@@ -433,14 +421,9 @@ UNDERFLOW = {
     "beyond float32 and float64": (APART, [[0, -800], [-1000, 0]]),
     "little by little": (APART, [[0, -60]] * 20 + [[-90, 0]] * 20),
     "a weight beyond float64 after a small norm": (APART, [[-10, 0], [0, -1000]] + [[-400, 0]] * 2),
-    "a weight beyond float32 after a small norm": (APART, [[-10, 0], [0, -200]] + [[-40, 0]] * 2),
     "a product that is subnormal in float64": (
         APART_3,
         [[-100, -43, 0], [0, -700, NEVER], [-330, 0, 0], [-330, 0, 0]],
-    ),
-    "a product that is subnormal in float32": (
-        APART_3,
-        [[-25, -17, 0], [0, -86.5, NEVER], [-45, 0, 0], [-45, 0, 0]],
     ),
     "a transition that is tiny": (
         np.log([[[1.0, 1e-300], [1e-300, 1.0]]]),
@@ -451,13 +434,8 @@ UNDERFLOW = {
     "behind, ahead and behind again, beyond float32": (
         APART, [[0, -110]] + [[-44, 0]] * 5 + [[0, -110]],
     ),
-    "behind, ahead and behind again, beyond float64": (
-        APART, [[0, -800]] + [[-400, 0]] * 4 + [[0, -800]],
-    ),
     "a factor beyond float32 after a small norm": (ALTERNATE, [[0, -50], [0, -400], [0, -300]]),
-    "a factor beyond float64 after a small norm": (ALTERNATE, [[0, -400], [0, -3200], [0, -2400]]),
     "a density above one, beyond float32": (DENSITIES, [[0, -50], [0, -400], [0, -300]]),
-    "a density above one, beyond float64": (DENSITIES, [[0, -400], [0, -3200], [0, -2400]]),
     "all in one state, then the other": (
         np.log([[[0.9, 0.1], [0.1, 0.9]]]),
         [[0, -2000], [-2000, 0]] * 5,
@@ -505,18 +483,6 @@ def test_a_wider_range_is_tried_only_where_it_is_needed(name, tried, engine, ran
     batch = np.stack([np.zeros_like(likelihood), likelihood])
     recursions.log_evidence(*Chain.of(EVEN, transition, batch, dtype=torch.float32))
     assert ranges == tried
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_state_that_is_flushed_and_can_be_reached_again_does_no_harm(dtype, engine, ranges):
-    """A state a thousand nats behind is zero in any range, but the other one leads to it again."""
-    mixing = np.log([[[0.9, 0.1], [0.2, 0.8]]])
-    likelihood = np.array([[0.0, -2000.0], [-2000.0, 0.0], [0.0, -2000.0], [0.0, 0.0]])
-    chain = Chain.of(EVEN, mixing, likelihood, dtype=dtype)
-    answer = chain.solved()
-    assert_close(recursions.log_evidence(*chain), answer.evidence, **ROUNDING[dtype])
-    assert_gradients(chain, answer, None, ROUNDING[dtype])
-    assert set(ranges) == {dtype}  # the caller's range was enough
 
 
 @pytest.mark.parametrize("num_steps", [50, 300])

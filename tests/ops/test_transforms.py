@@ -125,28 +125,6 @@ def test_recursions_by_all_arguments():
     assert torch.allclose(found, expected)
 
 
-def test_sequences_with_lengths_and_matrices_of_their_own():
-    initial, _, scores, lengths = arguments()
-    matrices = logs(N, 1, K, K, seed=7).log_softmax(-1)
-    expected = by_autograd(
-        lambda matrices: recursions.log_evidence(initial, matrices, scores, lengths).sum(), matrices
-    )[0]
-    each = vmap(grad(recursions.log_evidence, argnums=1), (None, 0, 0, 0))
-    assert torch.allclose(each(initial, matrices, scores, lengths), expected)
-
-
-def test_symbols_by_their_table():
-    initial, transition, _, lengths = arguments()
-    values = FAMILIES["symbols"][1]
-    table = logs(K, 3, seed=8).log_softmax(-1)
-
-    def evidence(table, values, lengths):
-        return recursions.log_evidence_of_symbols(initial, transition, table, values, lengths)
-
-    (expected,) = by_autograd(lambda table: evidence(table, values, lengths), table)
-    assert torch.allclose(vmap(grad(evidence), (None, 0, 0))(table, values, lengths), expected)
-
-
 def differences(function, theta, step=1e-5):
     """The Jacobian by central differences, of what is computed without transforms."""
     columns = []

@@ -85,11 +85,6 @@ class InnerProductTransition:
             check_floats("block_logits", block_logits)
             shape = (blocks.num_states, blocks.num_blocks)
             check_shape("block_logits", block_logits, shape, "(K, B)")
-        if enter.dtype != leave.dtype:
-            raise TypeError(
-                f"enter must have the dtype of leave, {leave.dtype}; got {enter.dtype}. Call "
-                f"enter.to({leave.dtype})."
-            )
         self.leave, self.enter, self.blocks = leave, enter, blocks
         self.block_logits = block_logits
 
