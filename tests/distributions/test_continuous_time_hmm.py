@@ -6,17 +6,24 @@ from functools import partial
 
 import numpy as np
 import oracle
+import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
+from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, init_to_value
 from scipy import stats
 from scipy.linalg import expm
 
 from pyrohmm import (
     HMM,
     ContinuousTimeHMM,
+    EnumeratedModel,
     Filter,
+    MarginalModel,
+    Sequences,
     TabularContinuousTimeHMM,
+    categorical,
     load_hmm,
     markov_sample,
     queries,
@@ -307,6 +314,33 @@ def test_queries_of_an_hmm_know_it(values):
     ):
         with pytest.raises(ValueError, match=r"sojourn_times"):
             query(hmm)
+
+
+@pytest.mark.parametrize("allowed", [None, PROGRESSIVE > 0], ids=["full", "progressive"])
+def test_both_forms_agree(allowed):
+    """In loss and gradient, with gaps, padding and missing steps."""
+    pyro.set_rng_seed(0)
+    data = Sequences(
+        torch.tensor([[0, 1, 1, 2], [2, 1, 0, 0]]), torch.tensor([4, 3]),
+        torch.tensor([[True, True, False, True], [True] * 4]),
+        times=torch.tensor([[0.0, 0.4, 3.0, 3.1], [5.0, 7.0, 7.5, 0.0]]),
+    )  # fmt: skip
+    module = TabularContinuousTimeHMM(3, categorical(3), 1.2, 1.5, transition_allowed=allowed)
+    found = []
+    for form, elbo in ((MarginalModel, Trace_ELBO()),
+                       (EnumeratedModel, TraceEnum_ELBO(max_plate_nesting=1))):  # fmt: skip
+        pyro.clear_param_store()
+        model = form(module)
+        mask = SparseGamma(*(torch.ones(3, 3),) * 2, module.transition_allowed)
+        start = {"module.initial": torch.full((3,), 1 / 3), "module.rates": mask.mean,
+                 "module.emission.probs": torch.full((3, 3), 1 / 3)}  # fmt: skip
+        guide = AutoDelta(pyro.poutine.block(model, expose=list(start)),
+                          init_loc_fn=init_to_value(values=start))  # fmt: skip
+        loss = elbo.differentiable_loss(model, guide, data)
+        found.append([loss, *torch.autograd.grad(loss, list(guide.parameters()))])
+    assert len(found[0]) == 4
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other)
 
 
 def test_bad_arguments_are_named():
