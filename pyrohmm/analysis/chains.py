@@ -7,11 +7,11 @@ from typing import TypeGuard
 from torch import Tensor
 
 from ..chains.paths import PathFactors
-from ..chains.paths import normalised as normalised
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
 from ..ops.log_space import finite_or_zero as finite_or_zero
+from ..ops.log_space import normalised as normalised
 
 
 def chain_factors(hmm: HMM, values: Tensor) -> PathFactors:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .._checks import check_broadcast, check_floats, check_lengths, check_trailing
+from .._checks import check_trailing
 from .product import _torch as engine
 
 
@@ -39,21 +39,12 @@ def _arrange(
     log_initial: Tensor, log_transitions: Sequence[Tensor], log_likelihood: Tensor, lengths: Tensor
 ) -> engine.Arranged:
     """The arguments in one form, by differentiable operations."""
-    tables = {f"log_transitions[{m}]": table for m, table in enumerate(log_transitions)}
     size = math.prod(table.size(-1) for table in log_transitions)
     cure = "K is that of all chains together."
     check_trailing("log_initial", log_initial, (size,), "(K,)", cure)
     check_trailing("log_likelihood", log_likelihood, (size,), "(K,)", cure)
-    for name, table in tables.items():
-        check_floats(name, table)
-    lengths = lengths.cpu().long()
-    check_lengths(lengths, log_likelihood.size(-2))
-    batch = check_broadcast(
-        {"log_initial": log_initial.shape[:-1], "log_likelihood": log_likelihood.shape[:-2]}
-        | {"lengths": lengths.shape} | {name: table.shape[:-2] for name, table in tables.items()}
-    )  # fmt: skip
     matrices = [table[..., None, None, :, :] for table in log_transitions]
-    return engine.arrange(log_initial, matrices, log_likelihood, lengths, batch)
+    return engine.checked(log_initial, matrices, log_likelihood, lengths)
 
 
 log_evidence, filtered, viterbi, sample_states = engine.recursions(_arrange)

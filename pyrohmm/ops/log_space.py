@@ -26,6 +26,11 @@ def finite_or_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs.isneginf(), 0.0)
 
 
+def normalised(logs: Tensor) -> Tensor:
+    """Subtract the log of the sum over the last dimension; where all are -inf they stay so."""
+    return logs - finite_or_zero(logs.logsumexp(-1, keepdim=True))
+
+
 def largest(logs: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The largest along some dimensions, which are kept, as a constant; zero if not finite."""
     peak = logs.detach().amax(dims, keepdim=True)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._checks import check_broadcast, check_lengths, check_trailing
+from .._checks import check_trailing
 from .product import _torch as engine
 
 
@@ -42,17 +42,10 @@ def _arrange(
     check_trailing("log_initial", log_initial, (size,), "(K,)", cure)
     check_trailing("log_second", log_second, (size,) * 2, "(K, K)", cure)
     check_trailing("log_transition", log_transition, (size,) * 3, "(K, K, K)", cure)
-    lengths = lengths.cpu().long()
-    check_lengths(lengths, log_likelihood.size(-2))
-    batch = check_broadcast({
-        "log_initial": log_initial.shape[:-1], "log_second": log_second.shape[:-2],
-        "log_transition": log_transition.shape[:-3], "log_likelihood": log_likelihood.shape[:-2],
-        "lengths": lengths.shape,
-    })  # fmt: skip
     pairs = pad(log_initial, (0, size * (size - 1)), value=-torch.inf)
     by_middle = log_second.unsqueeze(-2), log_transition.transpose(-3, -2)  # [j, i, k]
     table = torch.stack(torch.broadcast_tensors(*by_middle), -4)
-    return engine.arrange(pairs, [table], log_likelihood, lengths, batch)
+    return engine.checked(pairs, [table], log_likelihood, lengths)
 
 
 log_evidence, filtered, viterbi, sample_states = engine.recursions(_arrange)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._checks import check_broadcast, check_lengths
 from ..._precision import with_gradient
 from ..log_space import finite_or_zero, largest, logsumexp
 from ..masks import exists
@@ -107,6 +108,18 @@ def arrange(
     for table in tables:
         dtype = torch.promote_types(dtype, table.dtype)
     return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
+
+
+def checked(
+    log_initial: Tensor, tables: Sequence[Tensor], log_likelihood: Tensor, lengths: Tensor
+) -> Arranged:
+    """:func:`arrange` with checks of the lengths and batch dimensions."""
+    lengths = lengths.cpu().long()
+    check_lengths(lengths, log_likelihood.size(-2))
+    batches = {f"transitions {m}": table.shape[:-4] for m, table in enumerate(tables)}
+    batches |= {"log_initial": log_initial.shape[:-1], "lengths": lengths.shape}
+    batch = check_broadcast(batches | {"log_likelihood": log_likelihood.shape[:-2]})
+    return arrange(log_initial, tables, log_likelihood, lengths, batch)
 
 
 class Step:
