@@ -22,7 +22,7 @@ def _fresh(doctest_namespace):
     import pyrohmm
 
     doctest_namespace.update(vars(pyro.distributions))
-    doctest_namespace.update({n: getattr(pyrohmm, n) for n in pyrohmm.__all__})
+    doctest_namespace.update({n: v for n, v in vars(pyrohmm).items() if not n.startswith("_")})
     doctest_namespace.update(torch=torch, pyro=pyro, math=math, poutine=pyro.poutine)
     yield
     torch.set_default_dtype(dtype)

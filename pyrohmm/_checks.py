@@ -112,21 +112,19 @@ def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
     except RuntimeError:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"batch shapes must broadcast with each other; got {listing}{_inside_plates()} "
-            "Insert dimensions of size 1 with unsqueeze."
+            f"batch shapes must broadcast with each other; got {listing}{_inside_plates()}. Insert "
+            "dimensions of size 1 with unsqueeze; a plate of sequences has the size of the data."
         ) from None
 
 
 def _inside_plates() -> str:
     """The plates of a model around this call, in words."""
-    plates = [handler for handler in _PYRO_STACK if isinstance(handler, IndepMessenger)]
-    listing = ", ".join(
-        f"{plate.name!r} of size {getattr(plate, 'subsample_size', plate.size)} at dim {plate.dim}"
-        for plate in plates
+    return "".join(
+        f", inside plate {plate.name!r} of size {getattr(plate, 'subsample_size', plate.size)} at "
+        f"dim {plate.dim}"
+        for plate in _PYRO_STACK
+        if isinstance(plate, IndepMessenger)
     )
-    if not plates:
-        return "."
-    return f", inside plate {listing}. Give that of sequences the size of the data."
 
 
 def check_same_device(tensors: dict[str, Tensor]) -> None:
@@ -225,15 +223,12 @@ def check_size(name: str, value: int, least: int = 1) -> None:
 
 def check_tolerance(value: float | None) -> None:
     """Raise unless ``value``, a share of a loss, is at least 0 and finite; None is no tolerance."""
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"tolerance must be a number or None; got {type(value).__name__}.")
-    if not 0 <= value < math.inf:
-        raise ValueError(
-            f"tolerance must be a share of the loss, at least 0 and finite; got {value}. None "
-            "takes all steps."
-        )
+    if value is not None:
+        check_number("tolerance", value)
+        if not 0 <= value < math.inf:
+            raise ValueError(
+                f"tolerance must be a share of the loss, at least 0 and finite; got {value}."
+            )
 
 
 def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = "") -> None:
@@ -258,11 +253,7 @@ def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = 
 
 def check_probs(name: str, probs: object) -> Tensor:
     """Probabilities in a list or a tensor, ``(Q,)``."""
-    try:
-        values = torch.as_tensor(probs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        kind = type(probs).__name__
-        raise TypeError(f"{name} must be a list of numbers between 0 and 1; got {kind}.") from error
+    values = torch.as_tensor(probs)
     if values.dim() != 1 or not values.numel() or not bool(((values >= 0) & (values <= 1)).all()):
         raise ValueError(f"{name} must be a list of numbers between 0 and 1; got {probs!r}.")
     return values

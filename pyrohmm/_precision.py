@@ -63,25 +63,15 @@ def recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
 
     (As ``torch.utils.checkpoint``, whose first call takes seconds, in which it loads a compiler.)
     """
-    if transforming():
-        return function(*arguments)
-    return _Recomputed.apply(function, *arguments)
 
+    def forward(*inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]:
+        def gradient(weights: Tensor) -> list[Tensor | None]:
+            found = differentiable_gradient(function, inputs, weights)
+            return [None if x is None else x.detach() for x in found]
 
-class _Recomputed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
-        ctx.function = function
-        ctx.save_for_backward(*arguments)
-        return function(*arguments)
+        return function(*inputs), gradient
 
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
-        again = torch.is_grad_enabled()
-        gradients = differentiable_gradient(ctx.function, ctx.saved_tensors, weights)
-        kept = (x if again or x is None else x.detach() for x in gradients)
-        return None, *kept
+    return with_gradient(forward, function, *arguments)
 
 
 Forward = Callable[..., tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]]

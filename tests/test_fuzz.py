@@ -36,7 +36,6 @@ from pyrohmm.ops.dense import chain as chains
 from pyrohmm.ops.dense import scaling
 
 NAN = np.nan
-CHUNK = 500
 
 # Emissions ---------------------------------------------------------------------------------------
 
@@ -656,59 +655,25 @@ def check_queries(hmm, case, batch, single, so_far):
 # Saved files -------------------------------------------------------------------------------------
 
 
-def any_saved_family(rng, shape):
-    """A distribution of each class with probabilities that are zero or one, and some without."""
-    dim = int(rng.integers(1, 4))
-
-    def table(*sizes):
-        return torch.tensor(np.exp(log_rows(rng, (*shape, *sizes), zeros=rng.random() < 0.7)))
-
-    def chances(*sizes):
-        return torch.tensor(rng.choice([0.0, 1.0, 0.3, 1e-9], size=(*shape, *sizes)))
-
-    def numbers(*sizes):
-        return torch.tensor(rng.uniform(0.2, 3.0, size=(*shape, *sizes)))
-
-    as_logs = bool(rng.random() < 0.5)
-
-    def given(family, probs, *more):
-        if as_logs:
-            is_bit = family in (dist.Bernoulli, dist.Binomial)
-            return family(*more, logits=probs.logit() if is_bit else probs.log())
-        return family(*more, probs=probs)
-
-    return [
-        lambda: given(dist.Categorical, table(4)),
-        lambda: given(dist.Categorical, table(dim, 4)).to_event(1),
-        lambda: given(dist.OneHotCategorical, table(4)),
-        lambda: given(dist.Multinomial, table(4), 3),
-        lambda: given(dist.Bernoulli, chances()),
-        lambda: given(dist.Bernoulli, chances(dim)).to_event(1),
-        lambda: dist.Binomial(3, probs=chances(dim)).to_event(1),
-        lambda: dist.NegativeBinomial(3, probs=chances() * 0.5),
-        lambda: dist.Geometric(probs=chances().clamp(min=0.3)),
-        lambda: dist.Poisson(numbers(dim)).to_event(1),
-        lambda: dist.Normal(numbers(dim), numbers(1)).to_event(1),
-        lambda: dist.MultivariateNormal(numbers(dim), torch.eye(dim)),
-        lambda: dist.Uniform(-numbers(dim), numbers(dim)).to_event(1),
-        lambda: dist.MixtureSameFamily(
-            given(dist.Categorical, table(2)), dist.Normal(numbers(2, dim), 1.0).to_event(1)
-        ),
-        lambda: dist.MixtureSameFamily(
-            given(dist.Categorical, table(2)), dist.Bernoulli(chances(2, dim)).to_event(1)
-        ),
-    ][rng.integers(15)]()
-
-
 def saved_emission(rng, num_states):
-    """One of the families, or several side by side, or shared by states."""
-    kind = rng.integers(4)
-    if kind == 0:
-        return Tied(any_saved_family(rng, (2,)), torch.tensor(rng.integers(2, size=num_states)))
-    if kind == 1:
-        parts = [any_saved_family(rng, (num_states,)) for _ in range(2)]
-        return Streams([part for part in parts if len(part.event_shape) < 2])
-    return any_saved_family(rng, (num_states,))
+    """Any emission, or one of the classes with probabilities that are zero or one."""
+    if rng.random() < 0.5:
+        emission = any_emission(rng, (1, num_states))
+        return emission.build(lambda array: torch.tensor(array.squeeze(0)))
+    probs = torch.tensor(np.exp(log_rows(rng, (num_states, 2, 4), zeros=rng.random() < 0.7)))
+    rare = torch.tensor(rng.choice([0.0, 1.0, 0.3, 1e-9], size=(num_states, 2, 3)))
+    parts = dist.Categorical(probs[..., 0, :2])
+    return [
+        lambda: dist.Categorical(probs).to_event(1),
+        lambda: dist.OneHotCategorical(logits=probs[:, 0].log()),
+        lambda: dist.Multinomial(3, probs[:, 0]),
+        lambda: dist.Bernoulli(rare[:, 0]).to_event(1),
+        lambda: dist.Bernoulli(logits=rare[:, 0].logit()).to_event(1),
+        lambda: dist.Binomial(3, probs=rare[:, 0]).to_event(1),
+        lambda: dist.NegativeBinomial(3, probs=rare[:, 0, 0] * 0.5),
+        lambda: dist.Geometric(probs=rare[:, 0, 0].clamp(min=0.3)),
+        lambda: dist.MixtureSameFamily(parts, dist.Bernoulli(rare).to_event(1)),
+    ][rng.integers(9)]()
 
 
 def check_saved(seed, directory):
@@ -841,41 +806,28 @@ def check_all(seeds, check=check):
         raise AssertionError(f"seeds {list(failed)} failed; here is {first}") from failed[first]
 
 
-def test_random_models_agree_with_the_table_of_paths():
-    check_all(range(100))
+def check_saved_here(seed, tmp_path):
+    check_saved(seed, tmp_path / str(seed % 40))
 
 
-def test_random_models_that_were_saved_give_the_same_bits(tmp_path):
-    check_all(range(40), lambda seed: check_saved(seed, tmp_path / str(seed)))
+CHECKS = {  # how many seeds at once, how many in all, and what is checked
+    "sums over paths": (100, 10_000, lambda seed, _: check(seed)),
+    "saved and loaded": (40, 6_000, check_saved_here),
+    "batches of parameters": (30, 4_000, lambda seed, _: check_broadcast(seed)),
+}
 
 
-def test_random_batches_of_parameters_are_separate_models():
-    check_all(range(30), check_broadcast)
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 3)])
-def test_an_empty_batch_of_sequences_is_refused(shape):
-    lengths = torch.zeros(shape, dtype=torch.long)
-    with pytest.raises(ValueError, match="lengths is empty; wanted at least one sequence"):
-        HMM(torch.zeros(1), torch.zeros(1, 1), dist.Poisson(torch.ones(1)), lengths)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 10_000, CHUNK))
-def test_thousands_of_random_models_agree_with_the_table_of_paths(start):
-    check_all(range(start, start + CHUNK))
+@pytest.mark.parametrize("name", CHECKS)
+def test_random_models_are_right(name, tmp_path):
+    count, _, each = CHECKS[name]
+    check_all(range(count), lambda seed: each(seed, tmp_path))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 6_000, CHUNK))
-def test_thousands_of_random_models_that_were_saved_give_the_same_bits(start, tmp_path):
-    check_all(range(start, start + CHUNK), lambda seed: check_saved(seed, tmp_path / "hmm"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 4_000, CHUNK))
-def test_thousands_of_random_batches_of_parameters_are_separate_models(start):
-    check_all(range(start, start + CHUNK), check_broadcast)
+@pytest.mark.parametrize("name", CHECKS)
+def test_thousands_of_random_models_are_right(name, tmp_path):
+    count, total, each = CHECKS[name]
+    check_all(range(count, total), lambda seed: each(seed, tmp_path))
 
 
 # Long sums in single precision -------------------------------------------------------------------

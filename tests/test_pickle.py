@@ -5,14 +5,12 @@ import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 
-import joblib
 import pyro
 import pytest
 import torch
 from families import CASES, STATES
 from pyro.distributions import VonMises
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
-from torch.utils.data import DataLoader, Dataset
 
 from pyrohmm import (
     HMM,
@@ -203,21 +201,6 @@ def fit_elsewhere(module, seed):
     return fit_em(module, symbols(), **QUICK)
 
 
-class Scores(Dataset):
-    """Evidence of each sequence, which a worker computes with a fitted model."""
-
-    def __init__(self, fit, data):
-        self.fit, self.data = fit, data
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        torch.set_default_dtype(torch.float64)
-        part = self.data[index : index + 1]
-        return self.fit.hmm(part).log_prob(part.values)
-
-
 def test_fits_go_to_a_process_that_is_spawned_and_come_back():
     fits = [FITS[name]() for name in ("em restarts", "map", "svi", "rotations")]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -227,23 +210,6 @@ def test_fits_go_to_a_process_that_is_spawned_and_come_back():
         module = TabularHMM(2, categorical(3))
         there = pool.submit(fit_elsewhere, module, 5).result()
     torch.testing.assert_close(there.losses, fit_elsewhere(module, 5).losses, rtol=1e-12, atol=0)
-
-
-def test_joblib_fits_in_processes():
-    module = TabularHMM(2, categorical(3))
-    tasks = (joblib.delayed(fit_elsewhere)(module, seed) for seed in (1, 2))
-    there = joblib.Parallel(n_jobs=2)(tasks)
-    for seed, fit in zip((1, 2), there):
-        here = fit_elsewhere(module, seed)
-        torch.testing.assert_close(fit.losses, here.losses, rtol=1e-12, atol=0)
-
-
-def test_a_fit_is_read_in_the_workers_of_a_data_loader():
-    fit = FITS["em"]()
-    scores = Scores(fit, symbols())
-    loader = DataLoader(scores, batch_size=3, num_workers=1, multiprocessing_context="spawn")
-    found = torch.cat(list(loader)).squeeze(-1)
-    torch.testing.assert_close(found, evidence(fit), rtol=1e-12, atol=0)
 
 
 def test_an_hmm_whose_parameters_carry_a_graph_can_be_copied():

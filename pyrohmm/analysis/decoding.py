@@ -48,7 +48,7 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     check_size("count", count)
     with torch.no_grad():
         if in_blocks(hmm):
-            states, best = hmm.chain.k_best(hmm._seen(values), count)
+            states, best = hmm.chain.k_best(hmm._read(values, check=True), count)
             return states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0), best
         return chain_factors(hmm, values).k_best(count)
 

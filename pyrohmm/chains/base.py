@@ -11,7 +11,7 @@ from torch import Tensor
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
 from .._sync import exceeds
-from .._transforms import evidence_and_gradient, transforming
+from .._transforms import gradients, transforming
 from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 
 Core = tuple[str, ...]
@@ -292,23 +292,6 @@ def refuse_steps(purpose: str) -> NoReturn:
         f"{purpose} needs an hmm that does not change with the step; this one has "
         "parameters per step. Extend them, and mark the steps to come as not observed."
     )
-
-
-def gradients(
-    function: Callable[..., Tensor], *arguments: Tensor
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Values ``(*B)`` of ``function`` and the gradients of their sum by all arguments."""
-    if transforming():
-        value, found = evidence_and_gradient(function, *arguments)
-        return value, tuple(found)
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [  # tensors made in inference mode cannot ask for gradients
-            (part.clone() if part.is_inference() else part.detach()).requires_grad_()
-            for part in arguments
-        ]
-        value = function(*leaves)
-        found = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
-    return value.detach(), found
 
 
 def entry(table: Tensor, *places: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -35,29 +35,6 @@ from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
 
 
-class StructuredEmission(Protocol):
-    """An emission in a form smaller than a distribution batched over the K states."""
-
-    @property
-    def batch_shape(self) -> torch.Size:
-        """``(K,)``."""
-
-    @property
-    def event_shape(self) -> torch.Size:
-        """``(*E)``, of one observation."""
-
-    @property
-    def support(self) -> constraints.Constraint:
-        """Of one observation."""
-
-    @property
-    def distribution(self) -> TorchDistribution:
-        """Batched over the K states; computed when it is read."""
-
-    def sample(self, states: Tensor) -> Tensor:
-        """Sample an observation ``(*A, *E)`` from each of ``states`` ``(*A)``."""
-
-
 class ChainDistribution(TorchDistribution):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
@@ -68,7 +45,7 @@ class ChainDistribution(TorchDistribution):
     def _compose(
         self,
         chain: Chain,
-        emission: TorchDistribution | StructuredEmission,
+        emission: Any,
         lengths: Tensor,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
@@ -96,7 +73,6 @@ class ChainDistribution(TorchDistribution):
     def _check_sequences(self) -> tuple[torch.Size, int]:
         """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
         chain, emission = self.chain, self._emission
-        tensors = {"log_initial": chain.log_initial} | _first_tensor(emission)
         steps, shapes = chain.steps, chain.batches  # by the argument that says so
         shapes["emission"] = emission.batch_shape[: -2 if self.emission_per_step else -1]
         shapes["lengths"] = self.lengths.shape
@@ -111,9 +87,7 @@ class ChainDistribution(TorchDistribution):
                 raise ValueError(
                     f"{name} must have shape (*B, {', '.join(core)}); got {tuple(mask.shape)}."
                 )
-            tensors[name] = mask
             steps[name], shapes[name] = mask.size(-len(core)), mask.shape[: -len(core)]
-        check_same_device(tensors)
         if not self.lengths.numel():
             raise ValueError("lengths is empty; wanted at least one sequence.")
         self._shortest, self._longest = (int(end) for end in torch.aminmax(self.lengths))
@@ -126,12 +100,13 @@ class ChainDistribution(TorchDistribution):
                 "without their padding."
             )
         if len(set(steps.values())) > 1:
-            listing = ", ".join(f"{name} {count}" for name, count in steps.items())
-            raise ValueError(f"all arguments must be for one number of steps T; got {listing}.")
+            raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
         return check_broadcast(shapes), num_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        _unmark(self.__dict__)
+        """Attributes without Pyro's weak references, which cannot be pickled; it makes new ones."""
+        for tensor in _tensors(self.__dict__, set()):
+            tensor.__dict__.pop("unconstrained", None)
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -234,10 +209,7 @@ class ChainDistribution(TorchDistribution):
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        likelihood = self._read(values)
-        if check and self._validate_args:
-            check_likelihood(likelihood)
-            self.check_labels(values)
+        likelihood: Tensor = self._read(values, check)
         return likelihood
 
     def symbol_factors(
@@ -247,25 +219,25 @@ class ChainDistribution(TorchDistribution):
 
         None if observations are not symbols, parameters not constant, or states restricted.
         """
-        constant = type(self.chain) is MarkovChain and not self.chain.per_step
-        constant = constant and not self.emission_per_step
-        if not (constant and self.allowed is None):
-            return None
-        emission = self.emission
+        chain, emission = self.chain, self.emission
+        constant = type(chain) is MarkovChain and not (chain.per_step or self.emission_per_step)
         with_context = isinstance(emission, AutoregressiveCategorical)
-        if not (with_context or is_categorical(emission)):
+        of_symbols = with_context or is_categorical(emission)
+        if not (constant and of_symbols and self.allowed is None):
             return None
         symbols, known = self.prepare_values(values)
         if isinstance(emission, AutoregressiveCategorical):
             symbols, table = emission.codes(emission.windows(symbols)), emission.log_symbols
         else:
             table = log_probs(emission)
-        transition = self.chain.matrices
         known = known if self.observed is not None else None  # recursions know of padding
-        return self.log_initial, transition, table, symbols, self.lengths, known
+        return self.log_initial, chain.matrices, table, symbols, self.lengths, known
 
-    def _log_likelihood(self, values: Tensor) -> Tensor:
-        """``(*B, T, K)``, 0 where a step is not observed; whatever the labels."""
+    def _read(self, values: Tensor, check: bool = False, with_labels: bool = True) -> Any:
+        """Log-likelihoods as the chain reads them, -inf for states that labels exclude.
+
+        Zero where a step is not observed; with ``check`` as :meth:`log_likelihood` checks them.
+        """
         values, known = self.prepare_values(values)
         if self.emission_per_step:
             likelihood = log_prob_per_state(self.emission, values)
@@ -275,18 +247,12 @@ class ChainDistribution(TorchDistribution):
             likelihood = log_likelihood(self.emission, values)
         if known is not None and self.observed is not None:  # recursions know of padding
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
+        if self.allowed is not None and with_labels:
+            likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)
+        if check and self._validate_args:
+            check_likelihood(likelihood)
+            self.check_labels(values)
         return likelihood
-
-    def _seen(self, values: Tensor) -> Any:
-        """Log-likelihoods as the chain reads them, checked as those of :meth:`log_likelihood`."""
-        return self.log_likelihood(values)
-
-    def _read(self, values: Tensor, with_labels: bool = True) -> Any:
-        """Log-likelihoods as the chain reads them, -inf for states that labels exclude."""
-        likelihood = self._log_likelihood(values)
-        if self.allowed is None or not with_labels:
-            return likelihood
-        return likelihood.masked_fill(~self.allowed, -torch.inf)
 
     def prepare_values(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Check ``values``, and replace what is not observed by something in the support.
@@ -313,7 +279,8 @@ class ChainDistribution(TorchDistribution):
         if values.shape[len(outer) :] != self.event_shape:
             raise ValueError(
                 f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "
-                f"{tuple(values.shape)}. {_cure(values, self.event_shape)}"
+                f"{tuple(values.shape)}. Give values and lengths of the same data, and build the "
+                "emission for it, as normal(D) for vectors of D; or call values.unsqueeze(-1)."
             )
         symbols = is_categorical(emission)
         if symbols:
@@ -370,29 +337,9 @@ class ChainDistribution(TorchDistribution):
             reached = self.chain.filtered(seen, self.lengths).isfinite().any(-1)
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
-                free = self.chain.log_evidence(self._read(values, False), self.lengths)
+                free = self.chain.log_evidence(self._read(values, with_labels=False), self.lengths)
                 possible = free.isfinite()
                 refuse_dead_ends(reached, lost & possible)
-
-
-def _cure(values: Tensor, wanted: torch.Size) -> str:
-    """Advice for observations with other steps, or other components, than ``wanted``, (T, *E)."""
-    steps, *event = wanted
-    if event == [1] and 1 <= values.dim() <= 2 and values.size(-1) == steps:
-        return (
-            "They are scalars: build the emission for those, such as normal(0), or give "
-            "values.unsqueeze(-1)."
-        )
-    if values.dim() < 2:
-        return ""
-    size = values.size(-1)
-    if list(values.shape[values.dim() - len(event) :]) == event and values.size(-2) != steps:
-        return (
-            f"They have {values.size(-1 - len(event))} steps, where lengths are of up to {steps}: "
-            "give values and lengths of the same data."
-        )
-    drop = "" if event or size > 1 else "Drop the last dimension with squeeze(-1), or b"
-    return f"{drop or 'B'}uild the emission for vectors of {size}, such as normal({size})."
 
 
 def check_likelihood(likelihood: Tensor) -> None:
@@ -402,12 +349,6 @@ def check_likelihood(likelihood: Tensor) -> None:
         likelihood,
         "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
     )
-
-
-def _unmark(part: Any) -> None:
-    """Take from parameters Pyro's weak references, which cannot be pickled; it makes new ones."""
-    for tensor in _tensors(part, set()):
-        tensor.__dict__.pop("unconstrained", None)
 
 
 def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -424,9 +365,7 @@ def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from _tensors(inner, seen)
 
 
-def _check_emission(
-    emission: TorchDistribution | StructuredEmission, num_states: int, per_step: bool
-) -> None:
+def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
     """Raise unless the emission is batched over states, and if ``per_step`` over steps."""
     if not isinstance(emission, Distribution) and not hasattr(type(emission), "distribution"):
         raise TypeError(
@@ -445,12 +384,3 @@ def _check_emission(
             f"the observations before; got {type(emission).__name__} of batch shape "
             f"{tuple(emission.batch_shape)}."
         )
-
-
-def _first_tensor(emission: Any) -> dict[str, Tensor]:
-    """One tensor of the emission, to see its device by."""
-    while hasattr(emission, "base_dist"):
-        emission = emission.base_dist
-    tensors = (item for item in vars(emission).values() if isinstance(item, Tensor))
-    tensor = next(tensors, None)
-    return {} if tensor is None else {"emission": tensor}

@@ -162,7 +162,9 @@ class BlockHMM(HMM):
 
     # Parameters and data, in blocks
 
-    def _read(self, values: Tensor, with_labels: bool = True) -> BlockLikelihood:
+    def _read(
+        self, values: Tensor, check: bool = False, with_labels: bool = True
+    ) -> BlockLikelihood:
         """Log-likelihoods in the states of the blocks of the symbols."""
         refuse_transforms(
             "a model with states in blocks", "hmm.dense() can be transformed, if it is not large."
@@ -191,16 +193,13 @@ class BlockHMM(HMM):
             logs = logs.masked_fill(~allowed.gather(-1, states), -torch.inf)
             missing = logs.new_zeros(1) if missing is None else missing
             missing = torch.where(allowed, missing, -torch.inf)
+        if check:
+            self.check_labels(values)
         return BlockLikelihood(blocks, logs, lengths, batch, missing)
-
-    def _seen(self, values: Tensor) -> BlockLikelihood:
-        seen = self._read(values)
-        self.check_labels(values)
-        return seen
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         """Log-likelihoods of all states: see :meth:`HMM.log_likelihood`."""
-        seen = self._seen(values) if check else self._read(values)
+        seen = self._read(values, check)
         wide = self.chain.widened(seen)
         return wide.reshape(*seen.batch, *wide.shape[1:])
 
@@ -208,7 +207,7 @@ class BlockHMM(HMM):
         self, values: Tensor, dtype: torch.dtype = torch.float64, trim: bool = False
     ) -> tuple[LogChain, torch.Size]:
         """The messages of posterior queries, without gradients; and the shape ``(*B, T)``."""
-        seen = self._seen(values)
+        seen = self._read(values, check=True)
         return self.chain.log_chain(seen, dtype, trim), torch.Size([*seen.batch, self.num_steps])
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,7 +224,7 @@ class BlockHMM(HMM):
             ValueError: If steps are missing, where the state may be in any block.
         """
         self._check_observed("block_posterior", " Call posterior.")
-        seen = self._seen(values)
+        seen = self._read(values, check=True)
         evidence, probs = self.chain.within_blocks(seen)
         exists = masks.exists(seen.lengths, self.num_steps).unsqueeze(-1)
         states = self.blocks.states[seen.blocks].masked_fill(~exists, -1).to(probs.device)

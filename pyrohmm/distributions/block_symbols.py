@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
+
 import torch
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -10,7 +13,9 @@ from torch.distributions import constraints
 
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._lazy import lazy
+from .._precision import at_least_single
 from ..ops import masks
+from ..ops.blocks.emission import log_product
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
 from ..ops.tensor_cache import cached
@@ -139,3 +144,68 @@ class BlockSymbols:
         uniform = torch.rand(states.shape, dtype=sums.dtype, device=sums.device) * (1 - 1e-9)
         place = torch.searchsorted(sums, torch.lerp(low[rows], high[rows], uniform), right=True)
         return cells[place.minimum(last[rows])] // self.blocks.width
+
+
+class ContextSymbols(BlockSymbols):
+    """Symbols that depend on those before them, which have been observed.
+
+    So states are summed out as ever; what needs the symbols of steps that are not given (samples,
+    forecasts, missing steps) is refused.
+    """
+
+    kind = "such an emission"
+
+    def refuse(self, query: str) -> NoReturn:
+        """Raise: every symbol must be given."""
+        raise NotImplementedError(
+            f"every symbol must be given, as in {self.kind} the next depends on it: there is no "
+            f"{query}."
+        )
+
+    def likelihood(
+        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods with every step observed: see :meth:`BlockSymbols.likelihood`."""
+        if observed is not None:
+            self.refuse("missing step")
+        return super().likelihood(values, lengths, None, check)
+
+    @property
+    def distribution(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self.refuse("emission of all states")
+
+    def sample(self, states: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        self.refuse("sample")
+
+
+class ExpertSymbols(ContextSymbols):
+    r"""Products of two experts: of the state, and of the symbols before.
+
+    .. math:: p(x_t | z_t, x_{<t}) \propto p(x_t | z_t) \, \exp(c(x_{<t}) \cdot E_{x_t})
+
+    normalised over the symbols of the block.
+
+    Args:
+        log_probs: As of :class:`BlockSymbols`, :math:`\log p(x|z)`.
+        blocks: They are disjoint.
+        words: ``(V, D)``, E.
+        context: From symbols ``(N, T)`` to vectors c ``(N, T, D)``, each of the symbols before.
+    """
+
+    kind = "a product of experts"
+
+    def __init__(
+        self, log_probs: Tensor, blocks: Blocks, words: Tensor, context: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(log_probs, blocks)
+        self.words, self.context = words, context
+
+    def _of(
+        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        blocks, alone = super()._of(symbols, values, lengths, check)
+        vectors = at_least_single(self.context(symbols)).to(self.words.dtype).flatten(0, 1)
+        found = log_product(self.log_probs, self.words, vectors, symbols.flatten(), self.blocks)
+        return blocks, found.view_as(alone)

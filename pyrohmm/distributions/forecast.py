@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_broadcast, check_probs, check_real, check_trailing
-from .._transforms import transforming
 from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
@@ -217,22 +216,18 @@ class Forecast(TorchDistribution):
         check_trailing("values", values, tuple(event), "(*E)")
         batch = values.shape[: values.dim() - len(event)]
         check_broadcast({"values": batch, "Forecast": self.batch_shape})
-        self._check_symbols(values)
+        self._check_whole(values)
         # as many dimensions as the parameters, so that those of steps and of batch stay apart
         values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
         return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
 
-    def _check_symbols(self, values: Tensor) -> None:
+    def _check_whole(self, values: Tensor) -> None:
         """Raise if symbols are no whole numbers; NaN is a missing one."""
-        if self.event_shape or not (self.support.is_discrete and values.is_floating_point()):
-            return
-        broken = values.frac() != 0
-        broken = broken & ~values.isnan()
-        if bool(broken.any()):
-            raise ValueError(
-                f"values must be whole numbers, for they are discrete; got "
-                f"{values[broken][0].item():g}. Call .round() on them if they are."
-            )
+        if self.support.is_discrete and not self.event_shape and values.is_floating_point():
+            if bool((values.nan_to_num().frac() != 0).any()):
+                raise ValueError(
+                    "values must be whole numbers, for they are discrete. Call .round() on them."
+                )
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""
@@ -300,7 +295,7 @@ class AutoregressiveForecast(Forecast):
         event = self.event_shape
         check_trailing("values", values, (self.states.size(-2), *event), "(H, *E)")
         if isinstance(self.emission, AutoregressiveCategorical):
-            self._check_symbols(values)
+            self._check_whole(values)
             logs = self.probs.log()
             shape = torch.broadcast_shapes(values.shape, logs.shape[:-1])
             index = values.long().expand(shape).unsqueeze(-1)
@@ -336,25 +331,3 @@ class AutoregressiveForecast(Forecast):
         return ValueError(
             f"a forecast of {type(self.emission).__name__} has no {what} in closed form. {cure}"
         )
-
-
-def states_ahead(hmm: Any, values: Tensor, num_steps: int) -> Tensor:
-    """Probabilities ``(*B, H, K)`` of the states at the H steps after the data, by filtering on.
-
-    Raises:
-        ValueError: If (with ``validate_args``) a sequence has probability zero.
-    """
-    likelihood = hmm._read(values).masked_fill(~hmm.exists.unsqueeze(-1), 0.0)
-    longer = hmm.with_lengths(hmm.lengths + num_steps)
-    seen = torch.nn.functional.pad(likelihood, (0, 0, 0, num_steps))
-    states = longer.chain.filtered(seen, longer.lengths).exp()
-    batch = states.shape[:-2]
-    steps = hmm.lengths.expand(batch).unsqueeze(-1) + torch.arange(num_steps)
-    steps = steps.to(states.device).unsqueeze(-1).expand(*batch, num_steps, states.size(-1))
-    probs = states.gather(-2, steps)
-    if hmm._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
-        raise ValueError(
-            "values must be possible under the model; some sequences have probability zero, so "
-            "that nothing follows from them. Leave them out."
-        )
-    return probs

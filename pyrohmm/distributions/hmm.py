@@ -13,9 +13,7 @@ from .._checks import (
     check_broadcast,
     check_integers,
     check_range,
-    check_same_device,
     check_size,
-    check_tensor,
     check_trailing,
 )
 from .._precision import full_precision
@@ -25,13 +23,12 @@ from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, StructuredEmission, check_likelihood
+from .base import ChainDistribution, check_likelihood
 from .forecast import (
     AutoregressiveForecast,
     Forecast,
     sample_emission,
     sample_emission_per_step,
-    states_ahead,
 )
 from .labels import allowed_states
 from .observation import Tied, permuted
@@ -61,8 +58,7 @@ class HMM(ChainDistribution):
         log_transition: ``(K, K)``, log-probabilities of the next state; row = from, column = to.
             With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition.
         emission: Distribution of an observation, batched over the K states; with
-            ``emission_per_step`` over ``(T, K)``. A subclass may give a
-            :class:`StructuredEmission`.
+            ``emission_per_step`` over ``(T, K)``.
         lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
         observed: ``(*B, T)`` booleans, True where a step is observed. A step that is not adds
             nothing, whatever ``values`` hold there. Single components of a vector are missing where
@@ -95,7 +91,7 @@ class HMM(ChainDistribution):
         self,
         log_initial: Tensor,
         log_transition: Tensor,
-        emission: TorchDistribution | StructuredEmission,
+        emission: TorchDistribution,
         lengths: Tensor,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
@@ -242,9 +238,6 @@ class HMM(ChainDistribution):
             >>> hmm.restrict(torch.tensor([1, -1, 0])).log_prob(torch.zeros(3).long()).exp()
             tensor(0.0312)
         """
-        check_tensor("labels", labels)
-        batch = labels.shape[: -2 if labels.dtype == torch.bool else -1]
-        check_broadcast({"labels": batch, "HMM": self.batch_shape})
         allowed = allowed_states(labels, self.exists, self.num_states)
         return self.replace(allowed=allowed if self.allowed is None else allowed & self.allowed)
 
@@ -295,9 +288,7 @@ class HMM(ChainDistribution):
     def _path(self, states: Tensor) -> Tensor:
         """One path ``(*B, T)``, checked; 0 at padded steps."""
         check_integers("states", states)
-        check_same_device({"states": states, "log_initial": self.log_initial})
         check_trailing("states", states, (self.num_steps,), "(T,)")
-        check_broadcast({"states": states.shape[:-1], "HMM": self.batch_shape})
         states = states.long().masked_fill(~self.exists, 0)
         if self._validate_args:
             check_range("states", states, self.num_states, "K - 1")
@@ -321,7 +312,7 @@ class HMM(ChainDistribution):
         :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`; of other chains than Markov ones see
         :class:`FactorialPosterior` and :class:`SecondOrderPosterior`.
         """
-        found = self.chain.posterior(self._seen(values), self.lengths)
+        found = self.chain.posterior(self._read(values, check=True), self.lengths)
         self._check_evidence(found.log_evidence, values)
         return found
 
@@ -339,12 +330,12 @@ class HMM(ChainDistribution):
     @uncompiled
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return self.chain.filtered(self._seen(values), self.lengths).exp()
+        return self.chain.filtered(self._read(values, check=True), self.lengths).exp()
 
     @uncompiled
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
-        likelihood = self._seen(values)
+        likelihood = self._read(values, check=True)
         self.chain.refuse_nan(likelihood)
         return self.chain.viterbi(likelihood, self.lengths)
 
@@ -352,7 +343,7 @@ class HMM(ChainDistribution):
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)
-        likelihood = self._seen(values)
+        likelihood = self._read(values, check=True)
         self.chain.refuse_nan(likelihood)
         states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
         return states.reshape(shape + states.shape[1:])
@@ -376,34 +367,43 @@ class HMM(ChainDistribution):
         check_size("num_steps", num_steps)
         self.check_constant("forecast", markov=False)
         emission = self.emission
-        if isinstance(emission, Autoregressive):
-            self.check_markov("forecast of observations that depend on those before")
-        if not self.chain.is_markov:
-            return Forecast(states_ahead(self, values, num_steps), emission)
-        probs = self._last_filtered(values).unsqueeze(-2)
-        matrix = self.log_transition.exp()
-        predicted = []
-        for _ in range(num_steps):
-            probs = probs @ matrix
-            predicted.append(probs)
-        states = torch.cat(predicted, -2)
-        if isinstance(emission, Autoregressive):
-            emission = emission.after(*self.prepare_values(values), self.lengths)
-            return AutoregressiveForecast(states, emission, self.log_transition)
-        return Forecast(states, emission)
+        if not isinstance(emission, Autoregressive):
+            return Forecast(self.states_ahead(values, num_steps)[..., 1:, :], emission)
+        self.check_markov("forecast of observations that depend on those before")
+        states = self.states_ahead(values, num_steps)[..., 1:, :]
+        emission = emission.after(*self.prepare_values(values), self.lengths)
+        return AutoregressiveForecast(states, emission, self.log_transition)
 
-    def _last_filtered(self, values: Tensor) -> Tensor:
-        """Filtered probabilities ``(*B, K)`` at the last step; raises where there are none."""
-        filtered = self.filtered(values)
-        last = (self.lengths.expand(filtered.shape[:-2]) - 1).to(filtered.device)
-        probs = filtered.gather(-2, last[..., None, None].expand(*last.shape, 1, self.num_states))
-        if self._validate_args and not transforming() and bool((probs == 0).all(-1).any()):
-            count = int((probs == 0).all(-1).sum())
+    def states_ahead(self, values: Tensor, num_steps: int) -> Tensor:
+        r"""Probabilities :math:`p(z_{T+h} \mid x_{1:T})` for h = 0, ..., H, ``(*B, H + 1, K)``.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+            num_steps: H.
+
+        Raises:
+            ValueError: If (with ``validate_args``) a sequence has probability zero.
+        """
+        seen, further = self._read(values, check=True), 0
+        if num_steps and not self.chain.is_markov:  # it filters on, over steps not observed
+            further = num_steps
+            seen = seen.masked_fill(~self.exists.unsqueeze(-1), 0.0)
+            seen = torch.nn.functional.pad(seen, (0, 0, 0, further))
+        states = self.chain.filtered(seen, self.lengths + further).exp()
+        batch = states.shape[:-2]
+        places = self.lengths.expand(batch).unsqueeze(-1) - 1 + torch.arange(further + 1)
+        places = places.to(states.device).unsqueeze(-1)
+        states = states.gather(-2, places.expand(*places.shape[:-1], self.num_states))
+        if self._validate_args and not transforming() and bool((states == 0).all(-1).any()):
             raise ValueError(
-                f"values must be possible under the model; {count} of {last.numel()} sequences "
-                "have probability zero, so that nothing follows from them. Leave them out."
+                "values must be possible under the model; some sequences have probability zero, "
+                "so that nothing follows from them. Leave them out."
             )
-        return probs.squeeze(-2)
+        if further < num_steps:
+            matrix = self.log_transition.exp()
+            for _ in range(num_steps):
+                states = torch.cat([states, states[..., -1:, :] @ matrix], -2)
+        return states
 
     def stationary(self) -> Tensor:
         r"""Stationary distribution of the states, ``(*B, K)``: share of the time in each."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_tensor, check_trailing
+from .._checks import check_broadcast, check_integers, check_tensor, check_trailing
 from .._transforms import transforming
 
 
@@ -25,6 +25,7 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
     num_steps = exists.size(-1)
     if labels.dtype == torch.bool:
         check_trailing("labels", labels, (num_steps, num_states), "(T, K)")
+        check_broadcast({"labels": labels.shape[:-2], "HMM": exists.shape[:-1]})
         allowed = labels.to(exists.device) | ~exists.unsqueeze(-1)
         if not transforming() and not bool(allowed.any(-1).all()):
             step = (~allowed.any(-1)).nonzero()[0].tolist()
@@ -34,6 +35,7 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
         return allowed
     check_integers("labels", labels)
     check_trailing("labels", labels, (num_steps,), "(T,)")
+    check_broadcast({"labels": labels.shape[:-1], "HMM": exists.shape[:-1]})
     labels = labels.to(exists.device).long().masked_fill(~exists, -1)
     refuse_unknown(labels, num_states)
     states = torch.arange(num_states, device=labels.device)

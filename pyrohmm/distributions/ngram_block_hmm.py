@@ -30,7 +30,7 @@ from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.log_space import logsumexp
 from ..ops.products import take_rows
 from .block_hmm import BlockHMM
-from .block_symbols import BlockSymbols
+from .block_symbols import BlockSymbols, ContextSymbols
 
 
 class NGramProbs(NamedTuple):
@@ -108,7 +108,7 @@ class _NGramChain(BlockChain):
         return within[block] + _mixed(shares[block].unsqueeze(-1), log_block, logits)
 
 
-class NGramSymbols(BlockSymbols):
+class NGramSymbols(ContextSymbols):
     """Symbols of the states of their blocks, mixed with what an n-gram says of some sequences.
 
     Args:
@@ -116,6 +116,8 @@ class NGramSymbols(BlockSymbols):
         ngram: What the n-gram says of the sequences.
         weights: Logits of its weights.
     """
+
+    kind = "a chain mixed with an n-gram"
 
     def __init__(self, words: BlockSymbols, ngram: NGramProbs, weights: NGramWeights) -> None:
         super().__init__(words.log_probs, words.blocks)
@@ -131,15 +133,6 @@ class NGramSymbols(BlockSymbols):
             mixed = _mixed(alone, log_symbol, logits)
         beyond = (self.blocks.states[blocks] < 0).to(alone.device)
         return blocks, mixed.masked_fill(beyond, -torch.inf)
-
-    @property
-    def distribution(self) -> NoReturn:
-        """Refused: it depends on the symbols before."""
-        _refuse("an emission of all states")
-
-    def sample(self, states: Tensor) -> NoReturn:
-        """Refused, as :attr:`distribution`."""
-        _refuse("a sample")
 
     def of_rows(self, count: int) -> NGramProbs:
         """Log-probabilities of the n-gram for N rows ``(N, T)``: its sequences, repeated."""
@@ -243,9 +236,11 @@ class NGramBlockHMM(BlockHMM):
             f"{self.num_steps} steps)"
         )
 
-    def _read(self, values: Tensor, with_labels: bool = True) -> BlockLikelihood:
+    def _read(
+        self, values: Tensor, check: bool = False, with_labels: bool = True
+    ) -> BlockLikelihood:
         """Log-likelihoods, and the choice of each block, mixed with the n-gram."""
-        seen = super()._read(values, with_labels)
+        seen = super()._read(values, check, with_labels)
         block, logs = seen.blocks.to(seen.logs.device), seen.logs
         log_block, _, classes, _ = self._emission.of_rows(len(block))
         shares = cast(InnerProductTransition, self.transition).log_block_probs

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.distributions import (
     Bernoulli,
     Categorical,
-    Distribution,
     Independent,
     MixtureSameFamily,
     MultivariateNormal,
@@ -56,17 +55,8 @@ class Streams(TorchDistribution):
     def __init__(
         self, parts: Sequence[TorchDistribution], validate_args: bool | None = None
     ) -> None:
-        if isinstance(parts, Distribution):
-            raise TypeError("parts must be a list of distributions; got one of them: [it].")
-        if not parts:
-            raise ValueError("parts is empty; wanted at least one distribution.")
-        for part in parts:
-            _check_distribution("parts", part)
-            if len(part.event_shape) > 1:
-                raise ValueError(
-                    "parts must emit scalars or vectors; got one with event shape "
-                    f"{tuple(part.event_shape)}."
-                )
+        if any(len(part.event_shape) > 1 for part in parts):
+            raise ValueError("parts must emit scalars or vectors; one has larger events.")
         self.parts = list(parts)
         self.widths = [part.event_shape.numel() for part in parts]
         batch = check_broadcast({f"parts[{i}]": part.batch_shape for i, part in enumerate(parts)})
@@ -150,7 +140,6 @@ class Tied(TorchDistribution):
     def __init__(
         self, base: TorchDistribution, index: Tensor, validate_args: bool | None = None
     ) -> None:
-        _check_distribution("base", base)
         check_integers("index", index)
         if index.dim() != 1 or not base.batch_shape:
             raise ValueError(
@@ -215,11 +204,6 @@ class Tied(TorchDistribution):
         index = self.index.reshape((states,) + (1,) * (1 + len(self.event_shape)))
         index = index.expand((*values.shape[: at - 1], states, 1, *self.event_shape))
         return values.gather(at, index).squeeze(at)
-
-
-def _check_distribution(name: str, part: object) -> None:
-    if not isinstance(part, Distribution):
-        raise TypeError(f"{name} must be of distributions; got {type(part).__name__}.")
 
 
 def permuted(emission: Any, order: Tensor) -> TorchDistribution:

@@ -32,7 +32,6 @@ TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
 KINDS = {
     "hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load",
-    "distillation": "distil",
 }  # fmt: skip
 DTYPES = (
     torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,

@@ -12,7 +12,6 @@ Its modules; each imports only those above it:
 ``lookahead``   probability that a constraint will hold, by state
 ``steering``    ``Steering``: sentences that satisfy a constraint
 ``control``     ``ConstraintProcessor``: another model's texts that satisfy a constraint
-``distillation``  ``distil``: an HMM fitted to the texts of another model
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``
 """
@@ -21,8 +20,6 @@ from . import clusters as clusters
 from .clusters import find_clusters as find_clusters
 from .control import ConstraintProcessor as ConstraintProcessor
 from .control import over_tokens as over_tokens
-from .distillation import Distillation as Distillation
-from .distillation import distil as distil
 from .model import LanguageModel as LanguageModel
 from .steering import Steering as Steering
 from .text import END as END

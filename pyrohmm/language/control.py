@@ -11,7 +11,6 @@ so that the constraint holds in the end, whatever the model.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -86,8 +85,7 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
         ignore_case: Whether A to Z in the text count as small letters.
 
     Raises:
-        ValueError: If what ``constraint`` names is a code, or not one word, or the tokenizer cannot
-            produce it.
+        ValueError: If what ``constraint`` names is a code, or not one word.
 
     Example:
         >>> wanted = over_tokens(automata.must_contain("cat"), ["c", "at", " ", "s", None])
@@ -96,7 +94,7 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     """
     texts = token_texts(tokenizer)
     words = {symbol: str(symbol).encode() for symbol in constraint.classes}
-    _check_words(words, texts)
+    _check_words(words)
     places, ends = _places(words, ignore_case)
     table = constraint.table
     ended = table[
@@ -112,25 +110,13 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     return _joined(of_bytes, texts)
 
 
-def _check_words(words: dict[str | int, bytes], texts: list[bytes | None]) -> None:
-    """Raise unless each word is one, which tokens can make."""
-    parts = {text.strip(bytes({*range(128)} - {*IN_WORDS})) for text in texts if text is not None}
+def _check_words(words: dict[str | int, bytes]) -> None:
+    """Raise unless each is one word."""
     for symbol, word in words.items():
         if isinstance(symbol, int) or not word or word.translate(None, IN_WORDS):
             raise ValueError(
                 "constraint must be over words, which are letters, digits, _ and '; got "
                 f"{symbol!r}. Codes of tokens combine with what over_tokens returns."
-            )
-        reached = {0}
-        for begin in range(len(word)):
-            if begin in reached:
-                reached |= {
-                    end for end in range(begin + 1, len(word) + 1) if word[begin:end] in parts
-                }
-        if len(word) not in reached:
-            raise ValueError(
-                f"the tokenizer must be able to produce the words of the constraint; {symbol!r} "
-                "has letters that are in no token."
             )
 
 
@@ -184,7 +170,8 @@ class ConstraintProcessor:
     over states of the HMM and of the automaton is computed here, once for any number of texts.
 
     Args:
-        hmm: An HMM of the same tokens, whose states emit symbols: such as :func:`distil` makes.
+        hmm: An HMM of the same tokens, whose states emit symbols; such as one that is fitted to
+            texts of the model: ``fit_em(TabularHMM(K, categorical(V)), texts, batch_size=256)``.
         constraint: Over words, made by the functions of ``automata``; or over codes of tokens.
         tokenizer: As for :func:`token_texts`.
         max_tokens: Largest number of tokens after the prompt, the end not counted.
@@ -233,10 +220,7 @@ class ConstraintProcessor:
         self.padding = getattr(tokenizer, "pad_token_id", None) if padding is None else padding
         self.read_prompt = read_prompt
         texts = token_texts(tokenizer)
-        if (
-            not all(isinstance(symbol, int) for symbol in constraint.classes)
-            or not constraint.classes
-        ):
+        if not constraint.classes or any(isinstance(symbol, str) for symbol in constraint.classes):
             constraint = over_tokens(constraint, texts, ignore_case)
         if min_tokens:
             constraint = constraint & of_length(min_tokens, max_tokens)
@@ -279,23 +263,6 @@ class ConstraintProcessor:
             ahead = self._ahead(running).to(scores)
             ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
             return scores.index_add(0, running.to(scores.device), ahead)
-
-    def log_prob(self, tokens: Sequence[int], prompt: Sequence[int] = ()) -> Tensor:
-        """Log-probability that the constraint holds after each token, ``(len(tokens) + 1,)``.
-
-        Args:
-            tokens: Of a text, without the end.
-            prompt: Tokens before it.
-        """
-        self.reset()
-        found = []
-        with torch.no_grad():
-            for t in range(len(tokens) + 1):
-                self._read(torch.tensor([[*prompt, *tokens[:t]]], dtype=torch.long))
-                state = int(self._states)
-                found.append(self.lookahead.log_joint(self._probs[0].double().log(), state, t))
-        self.reset()
-        return torch.tensor(found, dtype=torch.float64)
 
     def _read(self, ids: Tensor) -> None:
         """State of the automaton, -1 after the end, and probabilities of the next state, by row."""

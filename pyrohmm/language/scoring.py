@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -11,6 +12,7 @@ from ..analysis.prediction import predictive_log_prob
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.hmm import HMM
 from ..nn.neural import NeuralHMM
 from .generation import next_states
 from .text import as_text
@@ -24,10 +26,8 @@ def score(module: NeuralHMM, data: Sequences, contiguous: bool) -> Tensor:
     if contiguous:
         return -torch.stack([nats.sum() for nats in surprisal(module, data, contiguous)])
     scores = torch.empty(len(data), dtype=torch.float64)
-    device = next(module.parameters()).device
-    for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
-        part = data[chosen].to(device)
-        scores[chosen] = module(part.lengths).log_prob(part.values).double().cpu()
+    for chosen, hmm, values in _parts(module, data):
+        scores[chosen] = hmm.log_prob(values).double().cpu()
     return scores
 
 
@@ -36,14 +36,20 @@ def surprisal(module: NeuralHMM, data: Sequences, contiguous: bool) -> list[Tens
     if contiguous:
         nats = _surprisal_of_text(module, as_text(data).values[0])
         return list(nats.split(data.lengths.tolist()))
-    device = next(module.parameters()).device
     found: list[Tensor] = [torch.empty(0)] * len(data)
-    for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
-        part = data[chosen].to(device)
-        logs = predictive_log_prob(module(part.lengths), part.values).cpu()
+    for chosen, hmm, values in _parts(module, data):
+        logs = predictive_log_prob(hmm, values).cpu()
         for place, row, length in zip(chosen.tolist(), logs, data.lengths[chosen].tolist()):
             found[place] = -row[:length]
     return found
+
+
+def _parts(module: NeuralHMM, data: Sequences) -> Iterator[tuple[Tensor, HMM, Tensor]]:
+    """Sequences of about equal length: their places, their HMM and their values."""
+    device = next(module.parameters()).device
+    for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
+        part = data[chosen].to(device)
+        yield chosen, module(part.lengths), part.values
 
 
 def _surprisal_of_text(module: NeuralHMM, tokens: Tensor) -> Tensor:

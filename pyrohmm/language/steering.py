@@ -242,26 +242,17 @@ def _classes_of_words(constraint: Automaton, vocabulary: Vocabulary) -> Tensor:
     classes = torch.zeros(len(vocabulary), dtype=torch.long)
     named: dict[int, str | int] = {}
     for symbol, number in constraint.classes.items():
-        if symbol == END:
-            raise ValueError(
-                f"constraint must not name {END}, the end of every sentence; {constraint.name} "
-                "does. Say how sentences end by automata.ends_with or of_length."
-            )
-        if isinstance(symbol, str) and symbol not in vocabulary:
-            raise ValueError(
-                f"constraint must be of words of the vocabulary; {symbol!r} is none of its "
-                f"{len(vocabulary)}."
-            )
-        code = int(vocabulary.encode([symbol])) if isinstance(symbol, str) else symbol
+        code = symbol if isinstance(symbol, int) else -1
+        if isinstance(symbol, str) and symbol in vocabulary:
+            code = vocabulary.index(symbol)
         if not 0 <= code < len(vocabulary) or vocabulary[code] == END:
             raise ValueError(
-                f"codes in constraint must lie between 0 and V - 1 = {len(vocabulary) - 1}, and be "
-                f"that of a word; got {code}."
+                f"constraint must be of words of the vocabulary, {END} not among them; {symbol!r} "
+                f"is none of its {len(vocabulary)}."
             )
         if named.setdefault(code, symbol) != symbol:
             raise ValueError(
-                f"constraint must name each word in one way; it has {symbol!r} and "
-                f"{named[code]!r}, which are the same."
+                f"constraint must name each word in one way; it has {symbol!r} and {named[code]!r}."
             )
         classes[code] = number
     return classes

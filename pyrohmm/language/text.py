@@ -97,13 +97,12 @@ def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
 
 def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
     """The words of each line; raise at a single string, whose letters would be taken for lines."""
-    if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
-        got = type(lines).__name__
-        got = f"a single {got}. Put it into a list" if isinstance(lines, str | bytes) else got
-        raise TypeError(f"{name} must be lines of text, such as a list of str; got {got}.")
-    for number, line in enumerate(lines, 1):
-        if not isinstance(line, str):
-            raise TypeError(f"{name} must hold str; item {number} is {type(line).__name__}.")
+    if isinstance(lines, str | bytes):
+        raise TypeError(
+            f"{name} must be lines of text, such as a list of str; got a single "
+            f"{type(lines).__name__}. Put it into a list."
+        )
+    for line in lines:
         yield line.removeprefix("\ufeff").split()  # a byte-order mark may begin a file
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import ClassVar
 
-from ..nn.neural import LinearDropout, NeuralHMM
+from ..nn.dropout import LinearDropout
+from ..nn.neural import NeuralHMM
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
 BEGIN, END = 0.5, 0.25  # of the share with more

@@ -22,6 +22,7 @@ Its modules; each imports only those above it:
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
+``dropout``          what training leaves out: ``LinearDropout`` of states, ``TrainingNoise``
 ``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states
 ``ngram``            ``NGramMixture``: a neural HMM mixed with an n-gram
 ``tagging``          ``NeuralTagger``: a neural HMM of words and tags
@@ -45,6 +46,8 @@ from .discrete import autoregressive_categorical as autoregressive_categorical
 from .discrete import bernoulli as bernoulli
 from .discrete import categorical as categorical
 from .discrete import poisson as poisson
+from .dropout import LinearDropout as LinearDropout
+from .dropout import TrainingNoise as TrainingNoise
 from .durations import free_durations as free_durations
 from .durations import geometric_durations as geometric_durations
 from .durations import negative_binomial_durations as negative_binomial_durations
@@ -54,7 +57,6 @@ from .emissions import parametric as parametric
 from .factorial import TabularFactorialHMM as TabularFactorialHMM
 from .factorial import additive_bernoulli as additive_bernoulli
 from .factorial import additive_normal as additive_normal
-from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
 from .neural import ScalarHMM as ScalarHMM
 from .ngram import NGramMixture as NGramMixture

@@ -8,7 +8,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._checks import check_floats
+from .._checks import check_floats, check_size
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
 
@@ -130,6 +130,30 @@ class ProjectedEmbedding(PyroModule):
     def forward(self) -> Tensor:
         """The vectors, ``(V, D)``."""
         return self.table @ self.map
+
+
+class PreviousSymbols(PyroModule):
+    """A vector of the n symbols before each step: the expert of a feed-forward n-gram.
+
+    Args:
+        num_symbols: V.
+        dim: D.
+        lags: n.
+    """
+
+    def __init__(self, num_symbols: int, dim: int, lags: int = 2) -> None:
+        super().__init__()
+        check_size("lags", lags)
+        self.num_symbols, self.lags = num_symbols, lags
+        self.table = nn.Parameter(torch.randn(num_symbols + 1, dim))  # the last: before the first
+        self.joint = PyroModule[nn.Linear](lags * dim, dim)
+        self.net = Residual(dim)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """From symbols ``(N, T)`` to vectors ``(N, T, D)``."""
+        padded = nn.functional.pad(symbols, (self.lags, 0), value=self.num_symbols)[:, :-1]
+        before = padded.unfold(-1, self.lags, 1)  # (N, T, n)
+        return self.net(self.joint(self.table[before].flatten(-2)))
 
 
 class CharCNN(PyroModule):

@@ -102,6 +102,26 @@ def add_rows(first, last, rows, values, out):
                 row[k] += values[i, k]
 
 
+def sum_products(rows: Tensor, weights: Tensor) -> Tensor:
+    """Sums in float64 of the products of ``rows`` ``(N, F)`` and ``weights`` ``(N, K)``."""
+    count, shape = len(rows), (rows.size(1), weights.size(1))
+    threads = threads_of(count, rows.numel() * weights.size(1))
+    ends = [count * part // threads for part in range(threads + 1)]
+    arrays, sums = (rows.numpy(), weights.numpy()), np.zeros((threads, *shape))
+    share(lambda part: _add_products(*ends[part : part + 2], *arrays, sums[part]), threads)
+    return torch.from_numpy(sums.sum(0))
+
+
+@kernel
+def _add_products(first, last, rows, weights, out):
+    """Add the products of rows and weights ``first`` to ``last`` to ``out``."""
+    for i in range(first, last):
+        for f in range(rows.shape[1]):
+            value = np.float64(rows[i, f])
+            for k in range(weights.shape[1]):
+                out[f, k] += value * weights[i, k]
+
+
 # The exponential, as Numba would call it one number at a time ------------------------------------
 
 

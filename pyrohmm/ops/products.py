@@ -21,7 +21,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE
+from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN
 from .._precision import full_precision, with_gradient
 from .._threads import threads_for
 from .backends import NUMBA, pick
@@ -106,14 +106,20 @@ def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
         >>> accumulated(tenth, torch.ones_like(tenth)).round(decimals=1)
         tensor([[100000.]], dtype=torch.float64)
     """
+    height, width = weights.size(-1), rows.size(-1)
+    fits = weights.dim() == 2 and min(height, width) <= THIN and len(rows) * height >= ADDED
+    if pick(rows.device, fits and not torch.is_grad_enabled()) is NUMBA:
+        loops = import_module("._numba_math", __package__)
+        if width <= height:
+            return loops.sum_products(rows.detach(), weights.detach()).mT
+        return loops.sum_products(weights.detach(), rows.detach())
     size = BLOCK
-    if cancels or weights.size(-1) < NARROW:
-        width = weights.shape[:-2].numel() * (weights.size(-1) + rows.size(-1))
-        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(width, 1))
+    if cancels or height < NARROW:
+        numbers = weights.shape[:-2].numel() * (height + width)  # of a row
+        size = max(32, (CACHED if rows.device.type == "cpu" else ON_DEVICE) // max(numbers, 1))
         if weights.dtype == torch.float64 or torch.is_grad_enabled() or rows.size(-2) <= size:
             return weights.double().mT @ rows.double()
-    shape = *weights.shape[:-2], weights.size(-1), rows.size(-1)
-    out = rows.new_zeros(shape, dtype=torch.float64)
+    out = rows.new_zeros(*weights.shape[:-2], height, width, dtype=torch.float64)
     for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
         if size != BLOCK:
             weight, part = weight.double(), part.double()

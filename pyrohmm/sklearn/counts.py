@@ -52,11 +52,8 @@ class CategoricalHMM(TabularEstimator):
     init_params: str = "ste"
 
     def _emission(self) -> TorchDistribution:
-        return Categorical(
-            logits=self._rows(
-                "emissionprob_", (self.n_components, np.shape(self.emissionprob_)[-1])
-            ).log()
-        )
+        shape = self.n_components, np.shape(self.emissionprob_)[-1]
+        return Categorical(logits=self._rows("emissionprob_", shape).log())
 
     def _emission_module(self) -> Any:
         prior = to_tensor(self.emissionprob_prior)
@@ -131,9 +128,6 @@ class PoissonHMM(TabularEstimator):
 
     def _values(self, table: np.ndarray) -> Tensor:
         return whole_numbers(table).double()
-
-    def _counts(self) -> dict[str, int]:
-        return {"l": np.size(self.lambdas_)}
 
     def __sklearn_tags__(self) -> Any:
         """Whole numbers of at least zero."""

@@ -29,8 +29,67 @@ COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 FEWEST = 1e-8  # rows of a state that has none, whose variance is finite then
 
 
+class NormalEstimator(TabularEstimator):
+    """Means ``(*L, D)`` and their covariances, in an array of a shape for each type.
+
+    L is the number of states, or of states and parts of their mixtures.
+    """
+
+    means_: np.ndarray
+    covariance_type: str
+    min_covar: float
+
+    def _covars_shape(self, lead: tuple[int, ...], dim: int) -> tuple[int, ...]:
+        shapes = {"spherical": lead, "diag": (*lead, dim), "full": (*lead, dim, dim)}
+        return shapes.get(self.covariance_type, (*lead[:-1], dim, dim))
+
+    def _normals(self, covars: Any) -> TorchDistribution:
+        """Normal vectors of these covariances."""
+        means, covars, kind = to_tensor(self.means_), to_tensor(covars), self.covariance_type
+        shape = self._covars_shape(tuple(means.shape[:-1]), means.size(-1))
+        if tuple(covars.shape) != shape:
+            raise ValueError(
+                f"covars_ of type {kind!r} must have shape {shape}; got {tuple(covars.shape)}."
+            )
+        if kind in ("full", "tied"):
+            return MultivariateNormal(means, covars.unsqueeze(-3) if kind == "tied" else covars)
+        return Normal(means, (covars.unsqueeze(-1) if kind == "spherical" else covars).sqrt()
+                      ).to_event(1)  # fmt: skip
+
+    def _covars_of(self, normals: Any) -> np.ndarray:
+        """Covariances of normal vectors."""
+        if self.covariance_type in ("spherical", "diag"):
+            variance = to_array(normals.variance)
+            return variance[..., 0] if self.covariance_type == "spherical" else variance
+        matrices = to_array(normals.covariance_matrix)
+        return matrices.take(0, -3) if self.covariance_type == "tied" else matrices
+
+    def _spread(self, table: np.ndarray, *lead: int) -> np.ndarray:
+        """The covariance of all rows, plus ``min_covar``."""
+        matrix = np.cov(table.T, bias=len(table) == 1).reshape(table.shape[1], -1)
+        matrix = matrix + self.min_covar * np.eye(len(matrix))
+        forms = {"spherical": np.trace(matrix) / len(matrix), "diag": np.diag(matrix)}
+        form = forms.get(self.covariance_type, matrix)
+        return np.broadcast_to(form, self._covars_shape(lead, len(matrix))).copy()
+
+    def _check_options(self) -> None:
+        super()._check_options()
+        if self.covariance_type not in COVARIANCE_TYPES:
+            known = ", ".join(COVARIANCE_TYPES)
+            raise ValueError(
+                f"covariance_type must be one of {known}; got {self.covariance_type!r}."
+            )
+
+    def _counts(self) -> dict[str, int]:
+        *lead, dim = np.shape(self.means_)
+        count = int(np.prod(self._covars_shape(tuple(lead), dim)))
+        if self.covariance_type in ("full", "tied"):  # which are symmetric
+            count = count // dim**2 * (dim * (dim + 1) // 2)
+        return super()._counts() | {"c": count}
+
+
 @dataclass(eq=False, repr=False)
-class GaussianHMM(TabularEstimator):
+class GaussianHMM(NormalEstimator):
     """HMM of normal vectors, fitted by EM under hmmlearn's weak prior of the covariances.
 
     Args:
@@ -92,13 +151,10 @@ class GaussianHMM(TabularEstimator):
         self._covars_ = np.array(covars, dtype=float)
 
     def _emission(self) -> TorchDistribution:
-        means, covars = to_tensor(self.means_), to_tensor(self._covars_)
-        states, dim = self.n_components, means.shape[-1]
-        kind = self.covariance_type
-        if kind == "spherical" and covars.dim() == 2:  # a column, as hmmlearn takes it
+        covars = self._covars_
+        if self.covariance_type == "spherical" and covars.ndim == 2:  # a column, as in hmmlearn
             covars = covars.squeeze(1)
-        _check_covars(covars, kind, _covars_shape(kind, (states,), dim))
-        return _normal(means, covars.unsqueeze(0) if kind == "tied" else covars, kind)
+        return self._normals(covars)
 
     def _emission_module(self) -> Any:
         module = super()._emission_module()
@@ -107,24 +163,16 @@ class GaussianHMM(TabularEstimator):
         return module
 
     def _take_emission(self, emission: Any) -> None:
-        self.means_ = to_array(emission.mean)
-        if self.covariance_type in ("spherical", "diag"):
-            variance = to_array(emission.variance)
-            self._covars_ = variance[:, 0] if self.covariance_type == "spherical" else variance
-        else:
-            matrices = to_array(emission.covariance_matrix)
-            self._covars_ = matrices[0] if self.covariance_type == "tied" else matrices
+        self.means_, self._covars_ = to_array(emission.mean), self._covars_of(emission)
 
     def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         if "m" in chosen:
             self.means_ = _cluster(table, self.n_components, seed)
         if "c" in chosen:
-            shape = _covars_shape(self.covariance_type, (self.n_components,), table.shape[1])
-            self._covars_ = _spread(table, self.min_covar, self.covariance_type, shape)
+            self._covars_ = self._spread(table, self.n_components)
 
     def _check_options(self) -> None:
         super()._check_options()
-        _check_covariance_type(self.covariance_type)
         for name in ("covars_prior", "covars_weight"):
             check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < np.inf:
@@ -132,16 +180,9 @@ class GaussianHMM(TabularEstimator):
                     f"{name} must be at least 0 and finite; got {getattr(self, name)}."
                 )
 
-    def _values(self, table: np.ndarray) -> Tensor:
-        return to_tensor(table)
-
-    def _counts(self) -> dict[str, int]:
-        states, dim = np.asarray(self.means_).shape
-        return {"m": states * dim, "c": _num_covars(self.covariance_type, states, dim)}
-
 
 @dataclass(eq=False, repr=False)
-class GMMHMM(TabularEstimator):
+class GMMHMM(NormalEstimator):
     """HMM of mixtures of normal vectors, fitted by maximum likelihood.
 
     Args:
@@ -187,15 +228,7 @@ class GMMHMM(TabularEstimator):
 
     def _emission(self) -> TorchDistribution:
         weights = Categorical(logits=self._rows("weights_", np.shape(self.means_)[:2]).log())
-        means, covars = to_tensor(self.means_), to_tensor(self.covars_)
-        kind, lead = self.covariance_type, tuple(means.shape[:2])
-        shape = _covars_shape(kind, lead, means.shape[-1])
-        if kind == "tied":
-            shape = (lead[0], *shape)
-        _check_covars(covars, kind, shape)
-        return MixtureSameFamily(
-            weights, _normal(means, covars.unsqueeze(1) if kind == "tied" else covars, kind)
-        )
+        return MixtureSameFamily(weights, self._normals(self.covars_))
 
     def _emission_module(self) -> Any:
         if self.covariance_type in ("spherical", "diag"):
@@ -204,13 +237,7 @@ class GMMHMM(TabularEstimator):
 
     def _take_emission(self, emission: Any) -> None:
         parts = emission.component_distribution
-        kind = self.covariance_type
-        if kind in ("spherical", "diag"):
-            variance = to_array(parts.variance)
-            self.covars_ = variance[..., 0] if kind == "spherical" else variance
-        else:
-            matrices = to_array(parts.covariance_matrix)
-            self.covars_ = matrices[:, 0] if kind == "tied" else matrices
+        self.covars_ = self._covars_of(parts)
         self.means_ = to_array(parts.mean)
         self.weights_ = to_array(emission.mixture_distribution.probs)
 
@@ -224,26 +251,16 @@ class GMMHMM(TabularEstimator):
                 [_cluster(rows if len(rows) >= parts else table, parts, random) for rows in groups]
             )
         if "c" in chosen:
-            kind, dim = self.covariance_type, table.shape[1]
-            shape = _covars_shape(kind, (states, parts), dim)
-            shape = (states, *shape) if kind == "tied" else shape
-            self.covars_ = _spread(table, self.min_covar, kind, shape)
+            self.covars_ = self._spread(table, states, parts)
         if "w" in chosen:
             self.weights_ = np.full((states, parts), 1 / parts)
 
     def _check_options(self) -> None:
         super()._check_options()
         check_size("n_mix", self.n_mix)
-        _check_covariance_type(self.covariance_type)
-
-    def _values(self, table: np.ndarray) -> Tensor:
-        return to_tensor(table)
 
     def _counts(self) -> dict[str, int]:
-        states, parts, dim = np.asarray(self.means_).shape
-        kind = self.covariance_type
-        matrices = _num_covars(kind, states * parts, dim) * (states if kind == "tied" else 1)
-        return {"m": states * parts * dim, "c": matrices, "w": states * (parts - 1)}
+        return super()._counts() | {"w": self.n_components * (self.n_mix - 1)}
 
 
 class CovarianceMixture(CovarianceEmission):
@@ -350,47 +367,6 @@ def _variance_prior(module: Any, excess: float) -> TorchDistribution:
     return _CovarsPrior(proper, 2 - excess / 2).to_event(module.rate.dim())
 
 
-def _normal(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
-    """Normal vectors ``(*, D)`` with covariances of a type."""
-    if kind in ("full", "tied"):
-        return MultivariateNormal(means, covars)
-    variances = covars.unsqueeze(-1) if kind == "spherical" else covars
-    return Normal(means, variances.sqrt()).to_event(1)
-
-
-def _check_covars(covars: Tensor, kind: str, shape: tuple[int, ...]) -> None:
-    if tuple(covars.shape) != shape:
-        raise ValueError(
-            f"covars_ of type {kind!r} must have shape {shape}; got {tuple(covars.shape)}."
-        )
-
-
-def _check_covariance_type(kind: str) -> None:
-    if kind not in COVARIANCE_TYPES:
-        known = ", ".join(COVARIANCE_TYPES)
-        raise ValueError(f"covariance_type must be one of {known}; got {kind!r}.")
-
-
-def _covars_shape(kind: str, lead: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """The shape in which covariances of a type are set."""
-    shapes = {"spherical": lead, "diag": (*lead, dim), "full": (*lead, dim, dim)}
-    return shapes.get(kind, (dim, dim))
-
-
-def _num_covars(kind: str, count: int, dim: int) -> int:
-    """Number of free parameters in the covariances of ``count`` states, or parts of them."""
-    matrix = dim * (dim + 1) // 2
-    return {"spherical": count, "diag": count * dim, "full": count * matrix}.get(kind, matrix)
-
-
 def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
     """Centres of clusters, ``(count, D)``."""
     return KMeans(count, n_init=10, random_state=random_state).fit(table).cluster_centers_
-
-
-def _spread(table: np.ndarray, floor: float, kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The covariance of all rows, in the shape of its type."""
-    matrix = np.cov(table.T, bias=len(table) == 1).reshape(table.shape[1], -1)
-    matrix = matrix + floor * np.eye(len(matrix))
-    forms = {"spherical": np.trace(matrix) / len(matrix), "diag": np.diag(matrix)}
-    return np.broadcast_to(forms.get(kind, matrix), shape).copy()

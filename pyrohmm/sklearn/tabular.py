@@ -80,8 +80,11 @@ class TabularEstimator(SequenceEstimator):
         raise NotImplementedError
 
     def _counts(self) -> dict[str, int]:
-        """Number of free parameters of the emission, by letter."""
-        raise NotImplementedError
+        """Number of free parameters of the emission, by letter: that of entries by default."""
+        return {letter: np.size(getattr(self, names[0])) for letter, names in self.letters.items()}
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        return to_tensor(table)
 
     def _emission_module(self) -> Any:
         """The module of the emission; by default without priors."""

@@ -8,9 +8,9 @@ import oracle
 import pyro.distributions as dist
 import pytest
 import torch
+from hmm_cases import EMISSIONS, LAYOUTS, Case, assert_close, build
+from hmm_cases import cases as all_cases
 from scipy import stats
-from test_hmm import EMISSIONS, LAYOUTS, Case, assert_close, build
-from test_hmm import cases as all_cases
 
 from pyrohmm import (
     HMM,
@@ -30,7 +30,7 @@ NEVER = -np.inf
 every_layout = pytest.mark.parametrize(
     ("emission", "layout"),
     [("symbols", layout) for layout in LAYOUTS]
-    + [("vectors", "restarts with values each"), ("counts", "restarts")],
+    + [("vectors", "restarts with values each"), ("numbers", "restarts")],
 )
 
 

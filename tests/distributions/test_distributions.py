@@ -442,8 +442,6 @@ def test_streams_expand_and_hold_their_support_and_moments():
     torch.testing.assert_close(both.mean[:, 1], counts.rate)
     torch.testing.assert_close(both.mean[:, 2:], plane.mean)
     torch.testing.assert_close(both.variance[:, 2:], plane.variance)
-    with pytest.raises(ValueError, match="parts is empty"):
-        Streams([])
     with pytest.raises(ValueError, match="parts must emit scalars or vectors"):
         Streams([dist.Normal(torch.zeros(2, 3, 4), 1.0).to_event(2)])
 
@@ -800,12 +798,9 @@ def test_residuals_of_symbols_that_never_happen():
         (lambda: InverseWishart(5.0, -torch.eye(2)), ValueError, "scale must hold symmetric"),
         (lambda: InverseWishart(5.0, torch.ones(2, 2).tril()), ValueError, "scale must hold symm"),
         (lambda: InverseWishart(5.0, NAN * torch.eye(2)), ValueError, "scale must hold symmetric"),
-        (lambda: Tied(3, torch.tensor([0])), TypeError, "base must be of distributions; got"),
         (lambda: Tied(dist.Normal(torch.zeros(2), 1.0), torch.tensor([[0, 1]])),
          ValueError, r"index must be \(K,\)"),
         (lambda: Tied(dist.Normal(0.0, 1.0), torch.tensor([0])), ValueError, "base be batched"),
-        (lambda: Streams([3]), TypeError, "parts must be of distributions; got int"),
-        (lambda: Streams(dist.Normal(0.0, 1.0)), TypeError, "parts must be a list of distr"),
         (lambda: Streams([dist.Normal(torch.zeros(2), 1.0), dist.Normal(torch.zeros(3), 1.0)]),
          ValueError, r"must broadcast with each other; got parts\[0\] \(2,\), parts\[1\] \(3,\)"),
         (lambda: normal(2, loc=NAN)(2), ValueError, "loc must be finite; got nan"),

@@ -209,7 +209,7 @@ def test_symbols_between_symbols_are_refused():
         for emission in (Categorical(coins), Tied(Categorical(coins), torch.tensor([1, 0])))
     ]
     for forecast in [*forecasts, after_a_past(context, torch.tensor([0, 1]), 1)]:
-        with pytest.raises(ValueError, match=r"values must be whole numbers.*got 1\.7"):
+        with pytest.raises(ValueError, match="values must be whole numbers"):
             forecast.log_prob(torch.tensor([1.7]))
         assert torch.equal(forecast.log_prob(torch.tensor([1.0])),
                            forecast.log_prob(torch.tensor([1])))  # fmt: skip

@@ -14,13 +14,13 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, Sequences, block_hmm, blocks, metrics, save
+from pyrohmm import HMM, LanguageModel, Sequences, blocks, metrics, save
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints
 from pyrohmm.io.files import read_tensors, write_directory
 from pyrohmm.language import clusters, command
 from pyrohmm.language.command import hold_out, main
-from pyrohmm.language.text import count_words, encode
+from pyrohmm.language.text import count_words
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -95,31 +95,12 @@ def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
     assert min(validated) == pytest.approx(held.value, abs=0.005)
     assert "<unk> does not occur" in shown
 
-    main(["--load", "m", "--score", "test.txt", "valid.txt", "--per-line", "--generate", "5",
-          "--seed", "0"])  # fmt: skip
+    main(["--load", "m", "--score", "test.txt", "valid.txt", "--generate", "5", "--seed", "0"])
     shown = capsys.readouterr().out.splitlines()
     lines = [line for line in Path("test.txt").read_text().split("\n") if line]  # no sentence
-    found = [line.split("\t") for line in shown[1:12]]
-    assert [each[2] for each in found] == lines
-    assert [int(each[1]) for each in found] == [len(line.split()) + 1 for line in lines]
-    scores = torch.tensor([float(each[0]) for each in found])
-    torch.testing.assert_close(scores, model.score(lines), atol=1e-6, rtol=0)
-    assert shown[12] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
+    assert shown[1] == f"test.txt: {model.perplexity(lines)}, <eos> included; 1 unknown words"
     assert shown[-6].startswith(f"valid.txt: {held}")
     assert shown[-5:] == model.generate(5, torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [(["--seed", "5"], "seed of the generator"), (["--decay", "0.5"], "optimizer.weight_decay")],
-)
-def test_the_checkpoint_of_other_options_is_refused(here, change, what):
-    command = ["train.txt", *SMALL, "--checkpoint", "c", "--save"]
-    main([*command, "m"])
-    with pytest.raises(SystemExit) as stopped:
-        main([*command, "n", *change])
-    assert re.search(rf"belongs to another fit: its {what}(\.[\w.\[\]]+)? is", str(stopped.value))
-    assert not os.path.exists("n")
 
 
 def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, capsys):
@@ -141,36 +122,12 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, 
     assert stopped.value.code == 130
     shown = capsys.readouterr()
     assert "the model as it is now was saved to parts" in shown.err
-    assert "the same command goes on from checkpoint c" in shown.err
     assert LanguageModel.load("parts").perplexity(text(20, 1)).value < 9
     main([*arguments, "--save", "parts"])
     assert "going on from checkpoint c" in capsys.readouterr().out
     assert len(steps) == 5  # the second was not saved before the stop
     files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
     assert files[0] == files[1]
-
-
-def test_what_was_stopped_without_a_checkpoint_is_trained_on_from_its_model(
-    here, monkeypatch, capsys
-):
-    def stop(_):
-        raise KeyboardInterrupt
-
-    progress = command._Progress.__call__
-    monkeypatch.setattr(command._Progress, "__call__", lambda self, found: stop(found))
-    with pytest.raises(SystemExit) as stopped:
-        main(["train.txt", "--valid", "valid.txt", *SMALL, "--save", "m"])
-    assert stopped.value.code == 130
-    assert "give the same text files with --load m" in capsys.readouterr().err
-    before = LanguageModel.load("m")
-    monkeypatch.setattr(command._Progress, "__call__", progress)
-    options = ["--epochs", "4", "--tokens", "40", "--rate", "0.02"]
-    main(["train.txt", "--valid", "valid.txt", "--load", "m", "--save", "further", *options])
-    after = LanguageModel.load("further")
-    lines = text(20, 1)
-    assert after.perplexity(lines).value < before.perplexity(lines).value
-    assert list(after.vocabulary) == list(before.vocabulary)
-    assert LanguageModel.load("m").score(lines).equal(before.score(lines))
 
 
 def test_more_epochs_go_on_from_a_checkpoint(here, capsys):
@@ -182,35 +139,10 @@ def test_more_epochs_go_on_from_a_checkpoint(here, capsys):
         ended.append((int(re.search(r"ended after (\d+) steps", shown)[1]), shown))
     assert ended[1][0] == 3 * ended[0][0]
     assert ended[2][0] == ended[1][0]
-    assert "(epoch 2 of 3)" in ended[1][1]
-    assert "(epoch 1 of 3)" not in ended[1][1]
-    assert re.search(r"\(epoch 3 of 3\): .* about 0 s to go", ended[1][1])
+    assert f"of {ended[1][0]}: held-out perplexity" in ended[1][1]
     final = [float(re.findall(r"perplexity ([\d.]+)", shown)[-1]) for _, shown in ended]
     assert final[1] < final[0]
     assert final[2] == final[1]
-
-
-def test_interrupted_before_training_nothing_is_saved(here, monkeypatch, capsys):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(clusters, "find_clusters", stop)
-    with pytest.raises(SystemExit) as stopped:
-        main(["train.txt", *SMALL, "--save", "m"])
-    assert stopped.value.code == 130
-    assert "nothing was saved" in capsys.readouterr().err
-    assert not Path("m").exists()
-
-
-def test_sentences_differ_from_run_to_run_unless_seeded(here, capsys):
-    tiny().save("m")
-
-    def written(*options):
-        main(["--load", "m", "--generate", "20", *options])
-        return capsys.readouterr().out
-
-    assert written() != written()
-    assert written("--seed", "3") == written("--seed", "3")
 
 
 def test_each_option_has_a_text_and_the_default_of_its_function(capsys):
@@ -223,16 +155,6 @@ def test_each_option_has_a_text_and_the_default_of_its_function(capsys):
                    "--patience PATIENCE End after this many",
                    "--one-level Not so: A transition chooses the block first"):  # fmt: skip
         assert option in shown
-
-
-def test_surprisals_of_words_are_printed(here, capsys):
-    tiny().save("m")
-    Path("words.txt").write_text("a b\n\nb\n")
-    main(["--load", "m", "--score", "words.txt", "--per-token"])
-    rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()[1:6]]
-    assert [word for _, word in rows] == ["a", "b", "<eos>", "b", "<eos>"]
-    total = -LanguageModel.load("m").score(["a b", "b"]).sum().item()
-    assert sum(float(nats) for nats, _ in rows) == pytest.approx(total, abs=1e-5)
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
@@ -324,19 +246,9 @@ def test_two_processes_train_what_one_trains(here, capsys):
     [
         ([], "give text files to train on, --load DIR or both"),
         (["train.txt", "--load", "m"], "needs --save DIR"),
-        (["--load", "m"], "give --score FILE, --generate N or both"),
-        (["--load", "m", "--score", "t", "--must", "a"], "--must needs --generate N"),
-        (["train.txt", "--save", "m", "--per-token"], "--per-token needs --score FILE"),
-        (["--load", "m", "--generate", "1", "--valid", "v"], "--valid needs text files to train"),
-        (["--load", "m", "--generate", "1", "--tokens", "9"], "--tokens needs text files to tr"),
         (["t", "--save", "n", "--load", "m", "--dim", "9"], "--dim belongs to a new model"),
-        (["t", "--save", "n", "--load", "m", "--one-level"], "--one-level belongs to a new mode"),
         (["train.txt", "--save", "m", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["train.txt", "--save", "m", "--streams", "3"], "--streams belongs to --contiguous"),
-        (["--load", "m", "--generate", "0"], "--generate: must be at least 1 and finite"),
         (["train.txt", "--save", "m", "--states", "many"], "invalid int value: 'many'"),
-        (["train.txt", "--save", "m", "--rate", "inf"], "--rate: must be at least 0 and finite"),
-        (["train.txt", "--save", "m", "--dropout", "-1"], "--dropout: must be at least 0"),
     ],
 )
 def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, message):
@@ -349,24 +261,19 @@ def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, mes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.txt", "--save", "m", "--states", "9"], "at most num_states = 9; got 128"),
+        (["train.txt", "--save", "m", "--states", "9"], "num_states must be at least 128; got 9"),
         (["train.txt", "--save", "m", "--mass-power", "2"], "mass_power must be from 0 to 1"),
         (["train.txt", "--save", "m", "--max-words", "2"], "max_size must be at least 3"),
-        (["train.txt", "--save", "m", "--hold-out", "1"], "share must be between 0 and 1"),
+        (["train.txt", "--save", "m", "--hold-out", "1"], "share must be above 0 and at most 0.5"),
         (["train.txt", "--save", "m", "--seed", "-1"], "between 0 and 2"),
         (["none.txt", "--save", "m"], "No such file or directory: 'none.txt'"),
-        (["train.txt", "none.txt", "--save", "m"], "No such file or directory: 'none.txt'"),
-        (["train.txt", "--save", "m", "--score", "none.txt"], "No such file"),
         (["empty.txt", "--save", "m"], "empty.txt, line 1: wanted at least one sentence"),
-        (["blank.txt", "--save", "m"], "blank.txt, line 1: wanted at least one sentence"),
         (["one.txt", "--save", "m"], "cannot be divided"),
         (["bytes.txt", "--save", "m"], "bytes.txt, line 1: wanted UTF-8"),
         (["marked.txt", "--save", "m"], "line 2: lines must not have <eos> in"),
         (["train.txt", "--save", "no/where"], "there is no directory"),
         (["train.txt", "--save", "full"], "holds files that save did not write"),
         (["train.txt", "--save", "m", "--checkpoint", "no/c"], "checkpoint: there is no directory"),
-        (["train.txt", "--save", "m", "--checkpoint", "full"], "full is a directory"),
-        (["train.txt", "--save", "m", "--score", "marked.txt"], "marked.txt, line 2: lines must"),
         (["gaps.txt", "--save", "m"], "cannot be divided"),
         (["--load", "none", "--generate", "1"], "No such file"),
         (["--load", "hmm", "--generate", "1"], "it is of kind hmm. Load it with load_hmm."),
@@ -374,7 +281,6 @@ def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, mes
 )  # fmt: skip
 def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments, message):
     Path("empty.txt").write_text("")
-    Path("blank.txt").write_text("\n \n")
     Path("one.txt").write_text("a cat\n")
     Path("bytes.txt").write_bytes(b"\xff\n")
     Path("gaps.txt").write_text("\na cat\n \n")
@@ -392,41 +298,14 @@ def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments
     assert [each.name for each in Path("full").iterdir()] == ["thesis.tex"]
 
 
-def test_each_file_is_scored_once(here, capsys, monkeypatch):
-    tiny().save("m")
-    seen = []
-    score = LanguageModel.score
-
-    def spy(self, sentences):
-        seen.append(len(sentences))
-        return score(self, sentences)
-
-    monkeypatch.setattr(LanguageModel, "score", spy)
-    main(["--load", "m", "--score", "test.txt", "valid.txt"])
-    assert seen == [11, 20]
-    found = LanguageModel.load("m").perplexity(text(20, 1))
-    assert f"valid.txt: {found}, <eos> included" in capsys.readouterr().out
-
-
-def test_few_words_have_few_clusters(here, capsys):
-    main(["train.txt", "--save", "m", "--states", "40", "--clusters", "20", "--dim", "4",
-          "--epochs", "1"])  # fmt: skip
-    assert "40 states in 8 blocks" in capsys.readouterr().out
-    model = LanguageModel.load("m")
-    ends = model.blocks.symbol_block == model.blocks.symbol_block[model.vocabulary.index("<eos>")]
-    assert int(ends.sum()) == 1
-    assert model.blocks.num_states == 40
-
-
 def test_held_out_lines_are_taken_evenly():
-    for count, share in itertools.product((2, 3, 20, 101), (0.01, 0.05, 0.5, 0.99)):
+    for count, share in itertools.product((2, 3, 20, 101), (0.01, 0.05, 0.5)):
         lines = [str(number) for number in range(count)]
         kept, held = hold_out(lines, share)
         assert sorted([*kept, *held], key=int) == lines
         assert kept
-        assert len(held) == min(max(1, round(share * count)), count - 1)
-        gaps = [int(two) - int(one) for one, two in itertools.pairwise(held)]
-        assert not gaps or max(gaps) - min(gaps) <= 1
+        assert abs(len(held) - share * count) <= 1
+        assert len({int(two) - int(one) for one, two in itertools.pairwise(held)}) <= 1
 
 
 # Its parts ----------------------------------------------------------------------------------------
@@ -448,21 +327,6 @@ def test_scores_are_those_of_the_hmm_without_blocks(two_level):
     assert model.num_unknown(lines) == 1
 
 
-def test_a_fit_is_scored_as_metrics_do():
-    lines = text(40)
-    vocabulary = count_words(lines)
-    data = encode(lines, vocabulary)
-    model = LanguageModel.from_data(vocabulary, data, 8, 3, 8, dropout=0.0)
-    found = []
-    fit = model.fit(data, data[:7], num_epochs=3, batch_tokens=50, learning_rate=0.02,
-                    report=found.append)  # fmt: skip
-    assert found == fit.validation
-    assert len(found) == 3
-    assert model.perplexity(data) == pytest.approx(metrics.perplexity(fit, data))
-    best = min(each.nats for each in found)
-    assert model.perplexity(data[:7]).value == pytest.approx(math.exp(best))
-
-
 @pytest.mark.parametrize("two_level", [False, True])
 def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level):
     """How often each of the short sentences occurs, within 4.5 standard deviations."""
@@ -479,24 +343,6 @@ def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level)
     ended = probs.sum().item()  # the others have three words, and may have been cut off
     longer = sum(len(line.split()) == 3 for line in drawn) / count
     assert longer == pytest.approx(1 - ended, abs=4.5 * math.sqrt(ended * (1 - ended) / count))
-
-
-def test_sampling_sentences_computes_rows_of_transitions_only(monkeypatch):
-    model = tiny(two_level=True)
-    sizes = []
-    rows = block_hmm.InnerProductTransition.rows
-
-    def spy(self, states):
-        sizes.append(len(states))
-        return rows(self, states)
-
-    monkeypatch.setattr(block_hmm.InnerProductTransition, "rows", spy)
-    monkeypatch.setattr(block_hmm.InnerProductTransition, "matrix", None)
-    drawn = model.generate(300, max_words=5)
-    words = [line.split() for line in drawn]
-    assert len(drawn) == 300
-    assert max(map(len, words)) == 5
-    assert sum(sizes) == sum(min(len(each), 4) for each in words)
 
 
 def test_what_was_saved_is_the_same_model(tmp_path):
@@ -547,8 +393,6 @@ def test_what_does_not_fit_is_refused():
         model.score(Sequences.from_list([[2, 1], [1, 2, 1]]))
     with pytest.raises(ValueError, match="must have <eos> at the end of each"):
         model.fit(Sequences.from_list([[2, 1], [2]]))
-    with pytest.raises(TypeError, match="must be Sequences"):
-        LanguageModel.from_data(model.vocabulary, [[1]], 4, 2)
     with pytest.raises(ValueError, match="the end of a sentence, among its words"):
         LanguageModel(Vocabulary(["a", "b", "c", "d"]), model.blocks, 4)
     with pytest.raises(ValueError, match="blocks must be disjoint, and of the 3 words"):
@@ -560,17 +404,3 @@ def test_what_does_not_fit_is_refused():
             answer([])
         with pytest.raises(TypeError, match=r"got a single str\. Put it into a list\.$"):
             answer("a")
-        with pytest.raises(TypeError, match=r"sentences must be lines of text.*; got NoneType\.$"):
-            answer(None)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="needs a shell of POSIX")
-def test_a_reader_that_has_enough_ends_the_command_in_silence(here):
-    tiny().save("m")
-    line = f"'{sys.executable}' -m pyrohmm.language --load m --generate 5000 --longest 5 | head -1"
-    done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.stdout.count("\n") == 1
-    assert "Broken pipe" not in done.stderr

@@ -121,8 +121,6 @@ def test_the_command_trains_saves_and_scores_a_contiguous_model(tmp_path, monkey
     main(["--load", "m", "--score", "test.txt", "--generate", "2"])
     shown = capsys.readouterr().out
     assert f"test.txt: {model.perplexity(lines_in_turn(9))}" in shown
-    with pytest.raises(SystemExit):
-        main(["train.txt", "--save", "m", "--streams", "2"])
 
 
 def test_the_end_of_a_contiguous_text_is_held_out():

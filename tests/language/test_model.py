@@ -3,7 +3,6 @@
 import pyro
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
 from pyrohmm.data.batches import Batches
@@ -43,7 +42,7 @@ def plain(vocabulary, data, num_clusters):
     return found.assignment, int((found.assignment == found.assignment[end]).sum()) == 1
 
 
-@pytest.mark.parametrize("num_clusters", range(2, 17))
+@pytest.mark.parametrize("num_clusters", [2, 3, 8, 16])
 def test_there_are_as_many_clusters_as_were_asked_for(num_clusters):
     vocabulary, data = prepared(text(80))
     model = LanguageModel.from_data(vocabulary, data, 32, num_clusters, 4)
@@ -73,8 +72,6 @@ def test_the_end_is_taken_out_of_clusters_that_keep_other_words():
     ("lines", "num_clusters"),
     [
         ("d e d b,e c e,b d a,b,c e c b,e c,b,e,d e,d", 4),
-        ("g a d,c,e e e c,d,f g f e,e d,f e a b,e f b d,b f d,a,f", 6),
-        ("b,d c e b,a d a a,a e,e a d b,f f b,f e d,e d f", 4),
     ],
 )
 def test_there_are_as_many_clusters_where_the_end_has_company_only_among_more(lines, num_clusters):
@@ -118,11 +115,11 @@ def test_what_has_no_clusters_is_refused():
     vocabulary, data = prepared(["a b", "b a"])
     with pytest.raises(ValueError, match="must have a word in some sentence; all sentences"):
         find_clusters(encode(["", ""], vocabulary), vocabulary, 3)
-    with pytest.raises(ValueError, match="num_clusters must be at least 2, one of them for <eos>"):
+    with pytest.raises(ValueError, match="num_clusters must be at least 2"):
         find_clusters(data, vocabulary, 1)
     with pytest.raises(ValueError, match="<eos> at the end of each sentence"):
         find_clusters(Sequences.from_list([[2, 3]]), vocabulary, 3)
-    with pytest.raises(ValueError, match="num_clusters must be at most num_states = 4; got 5"):
+    with pytest.raises(ValueError, match="num_states must be at least 5; got 4"):
         LanguageModel.from_data(vocabulary, data, 4, 5)
 
 
@@ -151,18 +148,6 @@ def test_a_single_string_is_not_lines(line):
             function(line)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [(None, r"such as a list of str; got NoneType\.$"), ([1, 2], "must hold str; item 1 is int"),
-     (["my cat", ["a"]], "must hold str; item 2 is list")],
-)  # fmt: skip
-def test_what_is_no_text_is_not_lines(lines, message):
-    model, _ = model_of(text(30))
-    for function in (model.score, model.num_unknown, model.encode, count_words):
-        with pytest.raises(TypeError, match=message):
-            function(lines)
-
-
 def test_sentences_with_missing_words_are_refused():
     model, data = model_of(text(30))
     seen = data.exists.clone()
@@ -181,16 +166,6 @@ def test_codes_of_no_word_are_refused():
     values[2, 0] = len(model.vocabulary)
     with pytest.raises(ValueError, match=r"codes of words in data must lie between 0 and V - 1 = "):
         model.fit(Sequences(values, data.lengths))
-
-
-def test_weights_that_decay_are_smaller():
-    sizes = []
-    for decay in (0.0, 3.0):
-        pyro.set_rng_seed(0)
-        model, data = model_of(text(30))
-        model.fit(data, num_epochs=3, weight_decay=decay, progress=False)
-        sizes.append(sum(each.square().sum().item() for each in model.module.parameters()))
-    assert sizes[1] < sizes[0]
 
 
 def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
@@ -235,26 +210,12 @@ def test_a_vocabulary_that_could_not_be_saved_is_refused_before_any_training():
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-@pytest.mark.parametrize("num_epochs", [1, 3])
-def test_a_fit_that_fails_gives_back_the_parameters(num_epochs, held_out):
-    """After one step too, which no loss follows."""
+def test_a_fit_that_fails_gives_back_the_parameters(held_out):
     vocabulary, data = prepared(text(30))
     model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
     before = [parameter.detach().clone() for parameter in model.module.parameters()]
     with pytest.raises(FloatingPointError, match="a parameter has left its range"):
-        model.fit(data, data if held_out else None, num_epochs=num_epochs, learning_rate=1e300)
-    assert all(map(torch.equal, before, model.module.parameters()))
-
-
-@pytest.mark.parametrize("learning_rate", [1e3, 1e9])
-def test_a_fit_whose_end_is_finite_but_useless_gives_back_the_parameters(learning_rate):
-    """In float64 nothing overflows: 1e6 to 1e18 nats a word, where uniform guessing takes 2."""
-    vocabulary, data = prepared(text(30))
-    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
-    model.module.double()
-    before = [parameter.detach().clone() for parameter in model.module.parameters()]
-    with pytest.raises(FloatingPointError, match="a parameter has left its range"):
-        model.fit(data, num_epochs=3, learning_rate=learning_rate)
+        model.fit(data, data if held_out else None, num_epochs=3, learning_rate=1e300)
     assert all(map(torch.equal, before, model.module.parameters()))
 
 
@@ -291,21 +252,6 @@ def test_a_round_ends_where_each_sentence_was_taken_once():
     assert validated[0] == ends[0]
     assert validated[-1] == len(fit.losses)
     assert abs(len(fit.losses) - ends[1]) <= 0.01 * ends[1]
-
-
-def test_parameters_do_not_decay():
-    model, data = model_of(text(20))
-    found = []
-    handle = register_optimizer_step_post_hook(
-        lambda optimizer, *_: found.extend(
-            group["weight_decay"] for group in optimizer.param_groups
-        )
-    )
-    try:
-        model.fit(data, num_epochs=1, batch_tokens=200, progress=False)
-    finally:
-        handle.remove()
-    assert set(found) == {0.0}
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_word():

@@ -23,11 +23,13 @@ from pyrohmm import (
     fit_map,
     fit_svi,
     load_into,
+    recursions,
     save,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.nn.networks import CharCNN, ProjectedEmbedding, Residual
-from pyrohmm.nn.neural import LinearDropout, sample_kept_states
+from pyrohmm.distributions.block_symbols import BlockSymbols
+from pyrohmm.nn.dropout import LinearDropout, TrainingNoise, sample_kept_states
+from pyrohmm.nn.networks import CharCNN, PreviousSymbols, ProjectedEmbedding, Residual
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -360,6 +362,77 @@ def test_what_does_not_fit_is_refused():
 # Training noise -----------------------------------------------------------------------------------
 
 
+def reaches(kept, given):
+    """Whether something of every block is kept, in ``(*, K)``."""
+    rows = torch.arange(kept.size(-1)).unsqueeze(0) if given is None else given.states
+    return (kept[..., rows.clamp(min=0)] & (rows >= 0)).any(-1).all()
+
+
+@pytest.mark.parametrize("kind", [NeuralHMM, ScalarHMM])
+@pytest.mark.parametrize("given", [None, RAGGED, VARIANTS["overlapping"]["blocks"]], ids=str)
+@pytest.mark.parametrize(
+    "noise",
+    [{"transition": 0.6}, {"column": 0.6}, {"start": 0.6}, {"transition": 0.5, "column": 0.5}],
+    ids=str,
+)
+def test_noise_leaves_out_transitions_and_first_states_and_normalises_the_rest(kind, given, noise):
+    """Against the softmax of the logits that are kept; each block can still be entered."""
+    pyro.set_rng_seed(0)
+    module = kind(6, 6, blocks=given, noise=TrainingNoise(**noise)).double()
+    whole, dropped = module.eval()(DATA.lengths), 0
+    module.train()
+    for _ in range(10):
+        part = module(DATA.lengths)
+        for name, before in (("log_initial", whole.log_initial),
+                             ("log_transition", whole.log_transition)):  # fmt: skip
+            found = getattr(part, name)
+            kept = found > -math.inf
+            wanted = torch.where(kept, before, -math.inf).softmax(-1)
+            torch.testing.assert_close(found.exp(), wanted)
+            assert reaches(kept, given)
+            dropped += int((~kept).sum())
+        if "column" in noise and "transition" not in noise:
+            assert bool((part.log_transition.isinf() == part.log_transition[0].isinf()).all())
+        evidence = part.log_prob(DATA.values)
+        dense = HMM(part.log_initial, part.log_transition, part.emission, DATA.lengths)
+        torch.testing.assert_close(evidence, dense.log_prob(DATA.values))
+        slopes = torch.autograd.grad(evidence.sum(), list(module.parameters()), allow_unused=True)
+        assert all(bool(each.isfinite().all()) for each in slopes if each is not None)
+    assert dropped > 0
+
+
+@pytest.mark.parametrize("given", [None, RAGGED, VARIANTS["overlapping"]["blocks"]], ids=str)
+def test_noise_of_words_is_the_mean_over_all_choices_of_words(given):
+    """Each of three words with its share uniform over those that the state may emit."""
+    pyro.set_rng_seed(0)
+    module = NeuralHMM(6, 6, 8, blocks=given, noise=TrainingNoise(word=0.3)).double()
+    values, lengths = torch.tensor([[0, 3, 5]]), torch.tensor([3])
+    whole = module.eval()(lengths)
+    allowed = torch.ones(6, 6) if given is None else given.allowed
+    uniform = (allowed.double() / allowed.sum(-1, keepdim=True)).log()[:, values[0]].mT
+    plain = whole.emission.logits.log_softmax(-1)[:, values[0]].mT
+    total = []
+    for choice in torch.cartesian_prod(*[torch.tensor([False, True])] * 3):
+        seen = torch.where(choice.unsqueeze(-1), uniform, plain)
+        chance = (0.7 + choice.double() * -0.4).log().sum()
+        chain = whole.log_initial, whole.log_transition.unsqueeze(0), seen, torch.tensor(3)
+        total.append(chance + recursions.log_evidence(*chain))
+    found = module.train()(lengths).log_prob(values)
+    torch.testing.assert_close(found, torch.stack(total).logsumexp(0).reshape(1))
+
+
+def test_noise_is_for_training_and_not_for_windows():
+    module = make("one level", noise=TrainingNoise(0.5, 0.5, 0.5, 0.5))
+    plain = make("one level").eval()(DATA.lengths).log_prob(DATA.values)
+    torch.testing.assert_close(module.eval()(DATA.lengths).log_prob(DATA.values), plain)
+    with pytest.raises(ValueError, match="only without noise"):
+        fit_map(StatefulModel(module.train(), 2).double(), DATA, windows=(2, 2), num_steps=2)
+    with pytest.raises(ValueError, match="word must be at least 0 and less than 1; got 1"):
+        TrainingNoise(word=1.0)
+    fit = fit_map(MarginalModel(module), DATA, num_steps=40, learning_rate=0.05)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
+
+
 # Emissions ----------------------------------------------------------------------------------------
 
 
@@ -376,6 +449,63 @@ def test_projected_vectors_are_a_table_times_a_map(learnt):
     fit = fit_map(MarginalModel(module), DATA, num_steps=20, learning_rate=0.05)
     assert fit.losses[-1] < fit.losses[0]
     assert torch.equal(module.words.table.detach(), before) is not learnt
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("two_level", [False, True])
+def test_products_of_experts_are_normalised_products(two_level, dropout):
+    """Of p(x | z) and exp(c . E_x), over the words of the block, at each step anew."""
+    pyro.set_rng_seed(0)
+    context = PreviousSymbols(6, 8)
+    options = {"blocks": RAGGED, "two_level": two_level, "dropout": dropout}
+    module = NeuralHMM(6, 6, 8, **options, context=context).double()
+    values = torch.cartesian_prod(*[torch.arange(6)] * 3)
+    hmm = module(torch.full((len(values),), 3))
+    plain = BlockSymbols(hmm.log_emission, hmm.blocks).distribution.logits.log_softmax(-1)
+    scores = context(values) @ module.words().mT  # (N, T, V)
+    product = (plain + scores.unsqueeze(-2)).log_softmax(-1)  # (N, T, K, V), -inf beyond a block
+    seen = product.gather(-1, values[..., None, None].expand(*values.shape, hmm.num_states, 1))
+    chain = hmm.log_initial, hmm.log_transition.unsqueeze(0), seen.squeeze(-1)
+    wanted = recursions.log_evidence(*chain, torch.full((len(values),), 3))
+    found = hmm.log_prob(values)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(found.logsumexp(0), torch.tensor(0.0).double())
+    weight, parameters = torch.randn(len(values)).double(), list(module.parameters())
+    slopes = [torch.autograd.grad((each * weight).sum(), parameters, retain_graph=True)
+              for each in (found, wanted)]  # fmt: skip
+    for one, other in zip(*slopes):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+    posterior = recursions.posterior(*chain, torch.full((len(values),), 3))
+    torch.testing.assert_close(hmm.posterior(values).states, posterior.states)
+
+
+def test_a_context_sees_only_the_symbols_before():
+    torch.manual_seed(0)
+    context, symbols = PreviousSymbols(6, 8, lags=2), torch.randint(6, (1, 5))
+    before = context(symbols)
+    for t in range(5):
+        changed = symbols.clone()
+        changed[0, t] = (changed[0, t] + 1) % 6
+        differs = (context(changed) != before).any(-1)[0]
+        assert differs.tolist() == [t < s <= t + 2 for s in range(5)]
+
+
+def test_a_product_of_experts_learns_what_comes_next_and_refuses_what_it_cannot():
+    data = Sequences.from_list([[0, 1, 2] * 4, [1, 2, 0] * 4])
+    one = blocks.from_clusters(torch.tensor([0, 0, 0]), 2)
+    pyro.set_rng_seed(0)
+    module = NeuralHMM(2, 3, 8, blocks=one, context=PreviousSymbols(3, 8, lags=1))
+    fit = fit_map(MarginalModel(module), data, num_steps=150, learning_rate=0.02)
+    assert fit.losses[-1] < 0.2 * fit.losses[0]  # two states alone cannot count to three
+    hmm = module(data.lengths)
+    for query in (lambda: hmm.emission.probs, hmm.sample, hmm.dense,
+                  lambda: hmm.replace(observed=data.exists).log_prob(data.values)):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="every symbol must be given"):
+            query()
+    with pytest.raises(ValueError, match="context needs blocks that are disjoint"):
+        NeuralHMM(2, 3, 8, context=PreviousSymbols(3, 8))
+    with pytest.raises(ValueError, match="only without noise and context"):
+        module.continue_from(torch.tensor([1]), None, torch.tensor([-1]))
 
 
 # Windows of long sequences ------------------------------------------------------------------------
@@ -459,10 +589,8 @@ def test_windows_that_cannot_be_are_refused():
     module = NeuralHMM(6, 6, 8, blocks=RAGGED)
     with pytest.raises(ValueError, match="num_streams must be that of the windows, at least 3"):
         fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_steps=2)
-    with pytest.raises(ValueError, match="batch_size, batch_tokens and windows exclude each other"):
+    with pytest.raises(ValueError, match="batch_size and windows exclude each other"):
         fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
-    with pytest.raises(TypeError, match="windows must be a pair"):
-        fit_map(StatefulModel(module, 2), data, windows=3)
     with pytest.raises(ValueError, match="module must have disjoint blocks"):
         StatefulModel(NeuralHMM(6, 6, 8), 2)
     with pytest.raises(TypeError, match="module must be a NeuralHMM; got ScalarHMM"):
