@@ -156,6 +156,9 @@ def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[
         steps = each.states.size(1)
         place = _number(best[i, :steps], chain.num_states)
         assert each.scores[place] >= each.scores.max() - 1e-9, f"viterbi of sequence {i}"
+        assert not bool(best[i, steps:].any() | samples[:, i, steps:].any()), (
+            "paths are padded by 0"
+        )
         _check_samples("sample_states", samples[:, i, :steps], each.scores, chain.num_states)
     if chain.samples_alone:
         steps = paths[-1].states.size(1)

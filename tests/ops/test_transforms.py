@@ -236,25 +236,6 @@ def test_a_sequence_of_probability_zero_has_gradient_zero():
         torch.testing.assert_close(part, other)
 
 
-@pytest.mark.parametrize("unknown", [False, True])
-def test_a_crf_by_its_scores(unknown):
-    emission, transition = logs(N, T, K), logs(K, K, seed=1)
-    labels = torch.randint(K, (N, T), generator=torch.Generator().manual_seed(0))
-    if unknown:
-        labels[0, 1] = labels[2, 0] = -1
-
-    def log_prob(emission, transition, labels, lengths):
-        return LinearChainCRF(emission, transition, lengths=lengths).log_prob(labels)
-
-    expected = by_autograd(
-        lambda transition: log_prob(emission, transition, labels, LENGTHS), transition
-    )[0]
-    found = jacrev(log_prob, argnums=1)(emission, transition, labels, LENGTHS)
-    assert torch.allclose(found, expected)
-    each = vmap(grad(log_prob, argnums=1), (0, None, 0, 0))
-    assert torch.allclose(each(emission, transition, labels, LENGTHS), expected)
-
-
 def test_values_are_checked_though_torch_has_compiled(monkeypatch):
     """It then switches its own default off for the whole process."""
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
