@@ -74,12 +74,6 @@ def check_floats(name: str, tensor: Tensor) -> None:
     raise TypeError(f"{name} must be {wanted}; got dtype {tensor.dtype}. Call .float() on it.")
 
 
-def check_returned(name: str, value: object, kind: Any, words: str) -> None:
-    """Raise unless the function given as ``name`` has returned a ``kind``."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must return {words}; it returned {type(value).__name__}.")
-
-
 def check_trailing(
     name: str, tensor: Tensor, trailing: tuple[int, ...], meaning: str, cure: str = ""
 ) -> None:

@@ -662,7 +662,7 @@ def saved_emission(rng, num_states):
         return emission.build(lambda array: torch.tensor(array.squeeze(0)))
     probs = torch.tensor(np.exp(log_rows(rng, (num_states, 2, 4), zeros=rng.random() < 0.7)))
     rare = torch.tensor(rng.choice([0.0, 1.0, 0.3, 1e-9], size=(num_states, 2, 3)))
-    parts = dist.Categorical(probs[..., 0, :2])
+    parts = dist.Categorical(logits=torch.tensor(log_rows(rng, (num_states, 2), zeros=True)))
     return [
         lambda: dist.Categorical(probs).to_event(1),
         lambda: dist.OneHotCategorical(logits=probs[:, 0].log()),

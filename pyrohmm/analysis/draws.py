@@ -18,7 +18,7 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from .._checks import check_integers, check_returned, check_shape, check_size
+from .._checks import check_integers, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -243,7 +243,6 @@ class PosteriorDraws:
             hmm = run(self.model, layout.wide(values), data, layout).expand([count, len(data)])
             with torch.no_grad():
                 parts.append(function(hmm if data.labels is None else hmm.restrict(data.labels)))
-        check_returned("function", parts[0], Mapping | torch.Tensor, "a tensor, or tensors by name")
         if isinstance(parts[0], Mapping):
             return {
                 name: torch.cat([part[name] for part in parts]).unflatten(0, self.shape)

@@ -13,7 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_returned, check_size
+from .._checks import check_size
 from ..data.parts import in_parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
@@ -350,6 +350,5 @@ def cross_validate(
     parts = []
     for number in range(num_folds):
         fitted = fit(data[fold != number])
-        check_returned("fit", fitted, Fit, "a Fit")
         parts.append(held_out_log_evidence(fitted, data[fold == number]).cpu())
     return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)

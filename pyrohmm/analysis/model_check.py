@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._checks import check_returned, check_size
+from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -148,15 +148,13 @@ def check_model(
     ]
     observed, simulated = {}, {}
     for name, statistic in statistics.items():
-        observed[name] = _applied(name, statistic, data)
-        simulated[name] = torch.stack([_applied(name, statistic, copy) for copy in copies])
+        observed[name] = _applied(statistic, data)
+        simulated[name] = torch.stack([_applied(statistic, copy) for copy in copies])
     return ModelCheck(observed, simulated)
 
 
-def _applied(name: str, statistic: Statistic, data: Sequences) -> Tensor:
-    value = statistic(data)
-    check_returned(f"statistics[{name!r}]", value, Tensor, "a tensor")
-    return value.detach().double()
+def _applied(statistic: Statistic, data: Sequences) -> Tensor:
+    return torch.as_tensor(statistic(data)).detach().double()
 
 
 def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:

@@ -25,7 +25,7 @@ import torch
 from scipy.io import loadmat
 from scipy.io.matlab import MatReadError
 
-from .._checks import check_returned, check_size
+from .._checks import check_size
 from .sequences import Sequences
 from .steps import NO_CODE, encoded
 from .vocabulary import CLASS_COUNT as CLASS_COUNT
@@ -331,7 +331,6 @@ def corpus_of(
     if not isinstance(vocabulary, Vocabulary):
         symbols = (s for row in rows for s in row.symbols if s is not None)
         vocabulary = (vocabulary or Vocabulary.from_counts)(symbols)
-        check_returned("vocabulary", vocabulary, Vocabulary, "a Vocabulary")
     marks = [tag for row in rows for tag in row.tags if tag is not None]
     if tags is None and marks:
         tags = Vocabulary.from_counts(marks)

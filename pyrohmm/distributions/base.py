@@ -219,11 +219,12 @@ class ChainDistribution(TorchDistribution):
 
         None if observations are not symbols, parameters not constant, or states restricted.
         """
-        chain, emission = self.chain, self.emission
+        chain = self.chain
         constant = type(chain) is MarkovChain and not (chain.per_step or self.emission_per_step)
-        with_context = isinstance(emission, AutoregressiveCategorical)
-        of_symbols = with_context or is_categorical(emission)
-        if not (constant and of_symbols and self.allowed is None):
+        if not constant or self.allowed is not None:
+            return None
+        emission = self.emission
+        if not (isinstance(emission, AutoregressiveCategorical) or is_categorical(emission)):
             return None
         symbols, known = self.prepare_values(values)
         if isinstance(emission, AutoregressiveCategorical):

@@ -2,14 +2,13 @@ r"""Emissions whose log-densities in all states are one product of matrices.
 
 The log-density of independent normal or Poisson components is linear in features of the
 observation: log-likelihoods ``(N T, K)`` are the product of features ``(N T, F)`` and parameters
-``(F, K)``, and gradients are transposed products. So are those of vectors with covariance matrices,
-with products of components for features; where these cancel, vectors are whitened by a product for
-each state. None of this makes N T K D numbers.
+``(F, K)``, and gradients are transposed products. Vectors with covariance
+matrices are whitened by a product for each state. None of this makes N T K D numbers.
 
 A product rounds relative to its terms, which may be much larger than their sum: those of a normal
 component are of the size of :math:`\mu^2 / \sigma^2`, the mean being counted from a centre of all
 states. Where that is too large for the dtype the product is one in float64; where it is too large
-for that also, the formula of the density is evaluated as it stands, one state at a time. Parameters
+for that also, the formula of the density is evaluated as it stands. Parameters
 are in float64 always: there are few, and their gradients are differences of long sums.
 
 Only distributions of torch and Pyro themselves are known, not classes that inherit from them.
@@ -26,11 +25,11 @@ import torch
 from torch import Tensor
 from torch import distributions as torch_dist
 
-from .._precision import full_precision, recomputed
+from .._precision import full_precision
 from .._sync import exceeds, is_guessing
 from .._threads import threads_for
 from .._transforms import transforming
-from ..ops.products import product, quadratic_forms, squared_norms
+from ..ops.products import product, squared_norms
 
 # Largest relative error of log-densities, by the dtype they are wanted in.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -48,7 +47,8 @@ def linear_log_prob(emission: Any, values: Tensor) -> Tensor | None:
 
     Returns:
         None if the emission is not of a family known here; or it has covariance matrices, and
-        components are missing or values so few that its own ``log_prob`` is as fast.
+        components are missing, values so few that its own ``log_prob`` is as fast, or so extreme
+        that it alone is exact.
     """
     return _log_prob(emission, values, mixed=False)
 
@@ -156,7 +156,7 @@ class _Components:
             return self._as_it_stands(values, known)
         wide = _precision(values.dtype, values.size(-1), *found)
         if wide is None:
-            return self._state_by_state(values, known)
+            return self._as_it_stands(values, known)
         family = type(self)(*(part.double() for part in self.parameters))
         with threads_for(PASSES * values.numel()):
             rows, columns = family.terms(values.to(wide), known)
@@ -167,13 +167,6 @@ class _Components:
         if known is not None:
             scores = torch.where(known.unsqueeze(-2), scores, 0.0)
         return scores.sum(-1) if values.size(-1) != 1 else scores.squeeze(-1)
-
-    def _state_by_state(self, values: Tensor, known: Tensor | None) -> Tensor:
-        def column(values: Tensor, *parameters: Tensor) -> Tensor:
-            return type(self)(*parameters)._as_it_stands(values, known).squeeze(-1)
-
-        parts = zip(*(part.split(1, -2) for part in self.parameters))
-        return torch.stack([recomputed(column, values, *part) for part in parts], -1)
 
 
 class _Normal(_Components):
@@ -248,7 +241,7 @@ class _Vectors:
         self.loc, self.root = loc, root
 
     def log_prob(self, values: Tensor) -> Tensor | None:
-        """Log-density ``(*A, K)`` of values ``(*A, D)``; None where these are few, or miss some."""
+        """Log-density ``(*A, K)`` of values ``(*A, D)``; None for the formula as it stands."""
         shape = torch.broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
         if shape.numel() <= SMALL or transforming():
             return None
@@ -257,42 +250,22 @@ class _Vectors:
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
             tests = self._condition(largest, centre, inverse.abs())
-        if is_guessing(values.device):  # that the usual way is exact; the other may well not be
-            tests = tests[:2]
         size, *found = _read(torch.stack([largest, *tests]), values)
         if math.isnan(size):
             return None
         dtype, dim = values.dtype, values.size(-1)
-        wide = _precision(dtype, dim, *found[:2])
+        wide = _precision(dtype, dim, *found)
         if wide is None:
-            return self._state_by_state(values)
-        parts = self.loc.double() - centre, inverse, values.to(wide) - centre
-        apart = inverse.size(-3) > 1 and len(found) > 2
-        if apart and _precision(dtype, dim, found[2], found[1]) == wide:
-            return _by_forms(*parts).to(dtype)
-        return _whitened(*parts).to(dtype)
+            return None
+        return _whitened(self.loc.double() - centre, inverse, values.to(wide) - centre).to(dtype)
 
-    def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, ...]:
-        """Amplification and reach of whitening, and amplification by quadratic forms.
-
-        That is Skeel's condition number, which the units of components do not change.
-        """
+    def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Amplification and reach of whitening, which the units of components do not change."""
         root, apart = self.root.double().abs(), (self.loc - centre).double().abs().unsqueeze(-1)
         size = largest + self.loc.abs().amax()
         reach = torch.stack([size * inverse.sum(-1).amax(), size, inverse.amax()]).amax()
-        spread, apart = inverse @ root, inverse @ apart
-        sums = spread.sum(-1, keepdim=True)
-        forms = (spread.mT @ sums).amax((-2, -1)) + apart.square().mean((-2, -1))
-        return (sums + apart).amax(), reach, 2 * forms.amax()  # errors of gradients are larger
-
-    def _state_by_state(self, values: Tensor) -> Tensor:
-        def column(values: Tensor, loc: Tensor, root: Tensor) -> Tensor:
-            normal = torch_dist.MultivariateNormal(loc, scale_tril=root, validate_args=False)
-            return normal.log_prob(values)
-
-        roots = self.root.expand(*self.loc.shape, -1).unbind(-3)
-        parts = zip(self.loc.unbind(-2), roots)
-        return torch.stack([recomputed(column, values, *part) for part in parts], -1)
+        sums = (inverse @ root).sum(-1, keepdim=True)
+        return (sums + inverse @ apart).amax(), reach
 
 
 def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
@@ -311,16 +284,6 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
 def _at_all(values: Tensor, constant: Tensor) -> Tensor:
     """``constant`` ``(*b, K)`` for each of the values; its gradient is summed in float64."""
     return product(values.new_ones(1).expand(*values.shape[:-1], 1), constant.unsqueeze(-1))
-
-
-def _by_forms(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
-    """Log-densities of full normals by quadratic forms of (values, 1): see :func:`_whitened`."""
-    columns = torch.cat([inverse.expand(*loc.shape, -1), -inverse @ loc.unsqueeze(-1)], -1)
-    constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1) - HALF_LOG_TAU * loc.size(-1)
-    rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
-    last = torch.arange(columns.size(-1), device=rows.device) == loc.size(-1)
-    matrices = -0.5 * columns.mT @ columns + constant[..., None, None] * (last & last.unsqueeze(-1))
-    return quadratic_forms(rows, matrices)
 
 
 def _inverse(root: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .._checks import check_returned
 from ..io.identity import describe
 from .options import Settings
 from .process_group import ProcessGroup
@@ -26,7 +25,6 @@ class Descent:
         self.parameters = parameters
         adam = partial(torch.optim.Adam, lr=settings["learning_rate"])
         self.optimizer = (settings.get("optimizer") or adam)(parameters)
-        check_returned("optimizer", self.optimizer, torch.optim.Optimizer, "a torch optimizer")
         make, clip_norm = settings.get("schedule"), settings.get("clip_norm")
         self.schedule = make(self.optimizer) if make else None
         self.plateau = self.schedule if isinstance(self.schedule, ReduceLROnPlateau) else None

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .._checks import check_returned, check_size, check_tolerance
+from .._checks import check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
 from ..data.batches import Batches
@@ -291,8 +291,6 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
         start = by_kmeans if maximize.clusters and not maximize.symbols else from_prior
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
     begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
-    words = "values by name, probabilities of the states, or expected counts"
-    check_returned("start", begin, dict | Tensor | ExpectedCounts, words)
     if isinstance(begin, dict):
         parameters.set_values(begin)
         return

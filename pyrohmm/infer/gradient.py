@@ -12,7 +12,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample
 
-from .._checks import check_returned, check_size
+from .._checks import check_size
 from ..data.parts import first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse_dirichlet import interior
@@ -188,9 +188,7 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
             "none: its density is infinite where a state is never entered. Use fit_svi, or NUTS, "
             "of the same model; or fit_map of a TabularHMM with concentrations of at least one."
         )
-    value = init(site)
-    check_returned("init", value, torch.Tensor, "a tensor, the initial value of a site")
-    return interior(site["fn"].support, value).clone()  # the optimizer changes it in place
+    return interior(site["fn"].support, init(site)).clone()  # the optimizer changes it in place
 
 
 def _best(fit: Fit, model: Callable[..., Any]) -> Fit:

@@ -23,7 +23,7 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import check_returned, check_size
+from .._checks import check_size
 from ..data.batches import Window
 from ..data.parts import Parts, parts_of
 from ..data.sequences import Sequences
@@ -65,9 +65,7 @@ class _Model(OwnParameters):
 
 def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
     """The factor of a further log-density of the HMM built."""
-    value = log_prior(hmm)
-    check_returned("log_prior", value, Tensor | float, "a tensor, or a number")
-    pyro.factor("log_prior", value)
+    pyro.factor("log_prior", log_prior(hmm))
 
 
 def build(module: HMMModule, data: Sequences) -> HMM:

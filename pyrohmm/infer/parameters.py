@@ -15,7 +15,6 @@ from pyro.nn.module import _Context
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from .._checks import check_returned
 from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -122,7 +121,6 @@ class Parameters:
             prior = self.log_density(sampled.found)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
-            check_returned("log_prior", further, Tensor, "a tensor")
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
         if self.restarts > 1:  # also what is the same in all of them is counted for each
             widen = partial(_widened, restarts=self.restarts)

@@ -21,7 +21,6 @@ from torch.distributions.transforms import (
     Transform,
 )
 
-from .._checks import check_returned
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .models import EnumeratedModel, MarginalModel
@@ -285,7 +284,6 @@ class Information:
         """
         u = torch.zeros(len(self.labels), dtype=torch.double, requires_grad=True)
         value = function(self._run(u, None if data is None else _double(data))[1])
-        check_returned("of", value, Tensor, "a tensor")
         slopes = [torch.autograd.grad(x, u, retain_graph=True)[0] for x in value.flatten()]
         jacobian = torch.stack(slopes)
         variance = torch.einsum("ip,pq,iq->i", jacobian, self.covariance, jacobian)

@@ -22,7 +22,7 @@ from pyro.nn import PyroModule, PyroSample
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .._checks import check_returned, check_size
+from .._checks import check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.hmm import HMM
 from ..ops import stationary as stationary_ops
@@ -112,9 +112,7 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
                 [0.2689, 0.7311]])
     """
     with full_precision(rows):
-        logs = kernel(at_least_single(rows), at_least_single(columns))
-        check_returned("kernel", logs, Tensor, "a tensor (*B, n, m)")
-        return logs.log_softmax(-1)
+        return kernel(at_least_single(rows), at_least_single(columns)).log_softmax(-1)
 
 
 # The module --------------------------------------------------------------------------------------

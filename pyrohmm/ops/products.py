@@ -155,19 +155,6 @@ def squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
     return _batched(_norms_and_gradient, _all_squared_norms, rows, columns, 3)
 
 
-def quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
-    r"""Quadratic forms :math:`\sum_{fg} r_f M_{kfg} r_g`, ``(*A, K)``, in chunks of rows.
-
-    A product with the products of components, of which there are half as many numbers as in
-    :func:`squared_norms`; but these may cancel. Differentiable as there.
-
-    Args:
-        rows: ``(*A, F)``.
-        matrices: ``(*b, K, F, F)``, symmetric.
-    """
-    return _batched(_forms_and_gradient, _all_quadratic_forms, rows, matrices, 3)
-
-
 def _batched(
     compute: Callable[..., tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor]]]],
     twin: Callable[[Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor, own: int,
@@ -314,32 +301,6 @@ def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compute
     return out, gradient
 
 
-def _forms_and_gradient(rows: Tensor, matrices: Tensor, by_rows: bool) -> Computed:
-    """Quadratic forms ``([S,] L, K)`` of rows ``([S,] L, F)`` by matrices ``([S,] K, F, F)``."""
-    size = rows.size(-1)
-    first, second = torch.triu_indices(size, size, device=rows.device)
-    flat = matrices[..., first, second] * torch.where(first == second, 1.0, 2.0)
-    flat = flat.to(rows.dtype)
-    out = rows.new_empty(*rows.shape[:-1], matrices.size(-3))
-    width = flat.size(-1) // 4  # they are made one by one
-    for chunk in _chunks(rows, width):
-        torch.matmul(upper_products(rows[..., chunk, :]), flat.mT, out=out[..., chunk, :])
-
-    def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
-        by_flat = torch.zeros_like(flat, dtype=torch.float64)
-        of_rows = torch.zeros_like(rows) if by_rows else None
-        wide = matrices.flatten(-2).to(rows.dtype)
-        for chunk in _chunks(rows, width):
-            part, weight = rows[..., chunk, :], weights[..., chunk, :]
-            by_flat += accumulated(weight, upper_products(part))
-            if of_rows is not None:
-                mixed = (weight @ wide).unflatten(-1, (size, size))
-                of_rows[..., chunk, :] = 2 * (mixed @ part.unsqueeze(-1)).squeeze(-1)
-        return of_rows, symmetric(by_flat, size).to(matrices.dtype)
-
-    return out, gradient
-
-
 def _chunks(rows: Tensor, width: int) -> Iterator[slice]:
     """Slices of rows of which ``width`` numbers each are made."""
     size = max(1, CHUNK // max(1, width * math.prod(rows.shape[:-2])))
@@ -365,8 +326,3 @@ def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
         -1, (columns.size(-2), columns.size(-3))
     )
     return inner.square().sum(-2)
-
-
-def _all_quadratic_forms(rows: Tensor, matrices: Tensor) -> Tensor:
-    apart = _summed_in_double(rows, matrices.flatten(-3, -2)).unflatten(-1, matrices.shape[-3:-1])
-    return (apart * rows.unsqueeze(-2)).sum(-1)

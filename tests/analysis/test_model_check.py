@@ -65,8 +65,6 @@ def test_samples_of_a_posterior_and_statistics_of_ones_own():
     axes = check.plot("ones")
     assert axes.get_xlabel() == "ones"
     plt.close("all")
-    with pytest.raises(TypeError, match=r"statistics\['one'\] must return a tensor"):
-        check_model(fit, data, {"one": lambda data: 1.0})
 
 
 def test_residuals_of_a_true_model_are_normal_and_independent():

@@ -227,7 +227,7 @@ def test_irregular_dtypes_are_converted(dtype, result):
     [
         (["a", "b"], "values must be numbers; got text"),
         (np.array(["a"], "S1"), "values must be numbers; got bytes"),
-        (np.array([1j]), "values must be real"),
+        (np.array([1j]), "values must be numbers; got complex"),
         (np.array(["2024-01-01"], "datetime64[D]"), "values must be numbers; got dates"),
         (np.array([(1, 2.0)], [("a", int), ("b", float)]), "got records"),
         (np.array([object()]), "values must be numbers; got object"),

@@ -231,8 +231,6 @@ def test_what_makes_no_sense_is_refused():
     fit = fit_em(TabularHMM(1, normal(0)), data)
     with pytest.raises(ValueError, match="level must be between 0 and 1"):
         fit.intervals(data, level=95)
-    with pytest.raises(TypeError, match="of must return a tensor"):
-        fit.intervals(data, of=lambda hmm: 1.0)
 
 
 @pytest.mark.parametrize(
