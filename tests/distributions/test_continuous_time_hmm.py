@@ -403,8 +403,12 @@ def deaths(**options):
     return ContinuousTimeHMM(INITIAL, PROGRESSIVE, SIGNS, LENGTHS, irregular(4), **arguments)
 
 
-def test_evidence_and_posterior_of_exact_deaths_are_those_of_all_paths():
-    hmm = deaths()
+@pytest.mark.parametrize("missed", [2, 4])
+def test_evidence_and_posterior_of_exact_deaths_are_those_of_all_paths(missed):
+    """At a missed visit nobody has died, also if it is the last."""
+    seen = torch.ones(4, T, dtype=torch.bool)
+    seen[0, missed] = False
+    hmm = deaths(observed=seen)
     posterior, best = hmm.posterior(PATIENTS), hmm.viterbi(PATIENTS)
     joint, enter = hmm.log_joint(PATIENTS, best), PROGRESSIVE.numpy() * ~np.eye(K, dtype=bool)
     scores = SIGNS.log_prob(PATIENTS.unsqueeze(-1)).numpy()
