@@ -87,7 +87,7 @@ class TableCounts:
             if symbols.amin() < 0 or symbols.amax() >= count:
                 return None
             self._read[batch] = [symbols, batch.observed, batch.lengths.cpu().long()]
-        restarts = self.parameters.restarts  # some may be given up between two calls
+        restarts = self.parameters.restarts  # fewer, once some have ended
         return [part.expand(restarts, *part.shape) for part in self._read[batch]]
 
 
