@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from ..distributions.sparse_dirichlet import interior
+from ..distributions.sparse import interior
 
 ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
 TARGET = 0.651  # acceptance that is best for trajectories whose length is tuned

@@ -21,7 +21,7 @@ from .._checks import check_probs, check_size
 from ..data.parts import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..distributions.sparse_dirichlet import interior
+from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
 from .guides import quantiles_of, repeatable, samples_of
 from .options import Validation
