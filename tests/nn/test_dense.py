@@ -327,8 +327,8 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
     torch.testing.assert_close(reached, -pairs.hmm(data).log_prob(data.values).sum())
 
 
-def test_a_dense_chain_under_numbers_is_fitted_by_em_and_by_pairs():
-    """EM, and co-occurrences of bins, find two levels that alternate."""
+def test_a_dense_chain_under_numbers_is_fitted_by_em_map_and_pairs():
+    """EM, MAP, and co-occurrences of bins, find two levels that alternate."""
     torch.set_default_dtype(torch.float64)
     states = (torch.arange(40) // 2) % 2
     values = 3.0 * states + 0.5 * torch.randn(6, 40)
@@ -337,6 +337,7 @@ def test_a_dense_chain_under_numbers_is_fitted_by_em_and_by_pairs():
     edges = cooccurrence.quantile_edges(data, 12)
     fits = [
         fit_em(module, data),
+        fit_map(MarginalModel(module), data, num_steps=200, learning_rate=0.1, restarts=4),
         fit_cooccurrence(module, data, edges=edges, num_steps=150, restarts=4),
     ]
     for fit in fits:
