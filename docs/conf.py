@@ -61,6 +61,7 @@ CELLS = "---\nfile_format: mystnb\nkernelspec:\n  name: python3\n---\n"
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings say shapes and dtypes, which types do not
 autosummary_generate = True
+autosummary_context = {"titles": rooms.titles()}
 autosummary_ignore_module_all = False
 python_maximum_signature_line_length = 88
 

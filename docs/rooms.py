@@ -6,19 +6,64 @@ Everything is read from the sources, so that it cannot fall behind them.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import textwrap
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from gallery import keep
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+import pyrohmm
 
 PACKAGE = Path(__file__).resolve().parent.parent / "pyrohmm"
 ROOMS = [
     "ops", "chains", "data", "distributions", "nn", "io", "infer", "analysis", "language",
     "sklearn",
 ]  # fmt: skip
+TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in the order of use
+    "Data": (
+        "Every fit and every query takes `Sequences`.",
+        "Sequences Sequences.from_list Sequences.from_dataframe datasets readers",
+    ),
+    "Models": (
+        "`HMM` is a distribution with given parameters; the others are modules with parameters to "
+        "fit.",
+        "HMM TabularHMM TabularHSMM TabularContinuousTimeHMM TabularFactorialHMM RegressionHMM "
+        "DenseHMM NeuralHMM sticky left_to_right",
+    ),
+    "Emission families": (
+        "A family is the second argument of a module: `TabularHMM(3, normal(2))`.",
+        "categorical poisson bernoulli normal normal_full normal_mixture von_mises "
+        "autoregressive_normal regression streams parametric",
+    ),
+    "Fitting": (
+        "`fit_em` takes a module; `fit_map`, `fit_svi` and `fit_mcmc` take a Pyro model, such as "
+        "`MarginalModel(module)`.",
+        "fit_em fit_map fit_svi fit_mcmc MarginalModel Fit starts save",
+    ),
+    "Queries": (
+        "Asked of `hmm = fit.hmm(data)`.",
+        "HMM.posterior HMM.viterbi HMM.forecast HMM.sample Filter queries",
+    ),
+    "Checking and plots": (
+        "How well a fit describes its data, and how sure it is of its parameters.",
+        "Fit.summary Fit.intervals metrics.bic metrics.cross_validate check_model report plots "
+        "to_arviz",
+    ),
+    "Language models": (
+        "Neural HMMs of thousands of states over words; also `python -m pyrohmm.language`.",
+        "LanguageModel language.Steering clusters",
+    ),
+    "Chains of your own": (
+        "A chain is p(z); an `HMM` joins it with an emission and data. "
+        "[Extending](../../extending.md) shows one.",
+        "HMM.of HMMModule GradientStep recursions",
+    ),
+}
 
 
 def text_of(room: str) -> str:
@@ -64,18 +109,54 @@ def public_names() -> dict[str, str]:
     return found
 
 
-def sentence_of(module: str, name: str) -> str:
-    """The first sentence of the docstring of a class or function of a module."""
-    tree = ast.parse(PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text())
-    named = {node.name: node for node in tree.body if hasattr(node, "name")}
-    for node in tree.body:  # family("normal", NormalEmission) has the docstring of the class
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            for argument in node.value.args[1:]:
-                named[node.targets[0].id] = named.get(getattr(argument, "id", None))
-    node = named[name]
-    first = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    first = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", first).replace("``", "`")
-    return re.split(r"(?<=[\w)`])[.:](?: (?=[A-Z`])|$)", first)[0]
+def thing_of(name: str) -> Any:
+    """What ``pyrohmm`` has by a name such as ``fit_em``, ``HMM.posterior`` or ``metrics``."""
+    return attrgetter(name)(pyrohmm)
+
+
+def sentence_of(thing: Any) -> str:
+    """The first sentence of a docstring, as Markdown."""
+    first = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+    first = re.sub(r":math:`([^`]+)`", r"$\1$", first)
+    first = re.sub(r":\w+:`~?(?:pyrohmm\.)?([^`]+)`", r"`\1`", first).replace("``", "`")
+    first = first.replace("|", r"\|")
+    return re.split(r"(?<=[\w)`$\"])[.:](?: (?=[A-Z`])|$)", first)[0]
+
+
+def link_of(thing: Any) -> str:
+    """Where the pages of the API describe a function, a class, a method or a module."""
+    if not inspect.ismodule(thing):
+        return f"#{thing.__module__}.{thing.__qualname__}"
+    room = thing.__name__.removeprefix("pyrohmm.")
+    return f"{room}.md" if room in ROOMS else f"{thing.__name__}.rst"
+
+
+def row(name: str) -> str:
+    """A line of a table: the name, and what it is."""
+    thing = thing_of(name)
+    kind = "modules: " if hasattr(thing, "__path__") else "a module: "
+    before = kind if inspect.ismodule(thing) else ""
+    return f"| [`{name}`]({link_of(thing)}) | {before}{sentence_of(thing)} |"
+
+
+def titles(longest: int = 4) -> dict[str, str]:
+    """Titles of the pages of modules: the public names that they define, where these are few.
+
+    Modules of ``ops`` keep their own names: these are what is imported.
+    """
+    found: dict[str, list[str]] = {}
+    for room in ROOMS[1:]:
+        for node in ast.parse((PACKAGE / room / "__init__.py").read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module and node.level == 1:
+                names = [alias.name for alias in node.names]
+                found.setdefault(f"{room}.{node.module}", []).extend(names)
+    public: dict[str, list[str]] = {}
+    for name, module in public_names().items():
+        if "." in module and not module.startswith("ops."):
+            public.setdefault(module, []).append(name)
+    found.update(public)  # what ``pyrohmm`` exports goes before what the room does
+    return {f"pyrohmm.{module}": ", ".join(sorted(names, key=lambda name: name.islower()))
+            for module, names in found.items() if len(names) <= longest}  # fmt: skip
 
 
 def page(room: str) -> str:
@@ -103,31 +184,26 @@ def page(room: str) -> str:
 
 
 def index() -> str:
-    """The page of the public names, and of the rooms."""
-    names = public_names()
+    """The page of the public names: those that are needed first by task, then all of them."""
     lines = [
         "# API",
         "",
-        "What `from pyrohmm import ...` gives, by the subpackage that defines it.",
+        "What `from pyrohmm import ...` gives. The names that most programs need come first, by",
+        "task; [all public names](#all-public-names) follow by subpackage.",
         "",
     ]
+    for task, (text, names) in TASKS.items():
+        lines += [f"## {task}", "", text, "", "| name | |", "| :-- | :-- |"]
+        lines += [row(name) for name in names.split()]
+        lines.append("")
+    lines += ["## All public names", ""]
+    names = public_names()
     for room in ROOMS:
         inside = [name for name, module in names.items() if module.split(".")[0] == room]
         owns = text_of(room).splitlines()[0]
-        lines += [f"## {room}", "", f"{owns} [All its modules]({room}.md).", ""]
+        lines += [f"### {room}", "", f"{owns} [All its modules]({room}.md).", ""]
         lines += ["| name | |", "| :-- | :-- |"]
-        for name in sorted(inside, key=lambda name: (name.islower(), name)):
-            if name in modules_of(room):
-                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | a module: "
-                             f"{modules_of(room)[name].replace('``', '`')} |")  # fmt: skip
-            elif name in folders_of(room):
-                lines.append(f"| [`{name}`](pyrohmm.{room}.{name}.rst) | modules: "
-                             f"{folders_of(room)[name].replace('``', '`')} |")  # fmt: skip
-            elif name == room:
-                lines.append(f"| [`{name}`]({room}.md) | the subpackage |")
-            else:
-                lines.append(f"| [`{name}`](#pyrohmm.{names[name]}.{name}) | "
-                             f"{sentence_of(names[name], name)} |")  # fmt: skip
+        lines += [row(name) for name in sorted(inside, key=lambda name: (name.islower(), name))]
         lines.append("")
     toctree = "\n".join(ROOMS)
     return "\n".join(lines) + f"\n```{{toctree}}\n:hidden:\n\n{toctree}\n```\n"

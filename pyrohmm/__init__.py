@@ -11,7 +11,7 @@ from .analysis import queries as queries
 from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
 from .analysis.model_check import check_model as check_model
-from .analysis.report import report as report
+from .analysis.model_check import report as report
 from .analysis.streaming import Filter as Filter
 from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets

@@ -161,6 +161,21 @@ def test_every_public_name_is_in_the_index():
         assert f"[`{name}`](" in index
 
 
+def test_the_names_that_are_needed_first_come_first():
+    first, rest = rooms.index().split("## All public names")
+    for task, (_, names) in rooms.TASKS.items():
+        part = first.split(f"## {task}\n")[1].split("\n## ")[0]
+        assert re.findall(r"^\| \[`([\w.]+)`\]", part, re.M) == names.split()
+    assert "[`fit_em`](#pyrohmm.infer.em.fit_em)" in rest
+
+
+def test_pages_of_modules_have_the_names_of_what_they_define():
+    titles = rooms.titles()
+    assert titles["pyrohmm.infer.em"] == "fit_em"
+    assert titles["pyrohmm.distributions.hmm"] == "HMM"
+    assert "pyrohmm.ops.recursions" not in titles
+
+
 def test_pictures_are_drawn(tmp_path):
     rooms.draw_imports(tmp_path / "rooms.png")
     rooms.draw_fit(tmp_path / "fit.png")

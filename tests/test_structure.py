@@ -46,7 +46,6 @@ COMMANDS = {"language.command"}
 LONG_MODULES: dict[str, str] = {}
 LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",
-    "analysis.draws.PosteriorDraws": "all questions to draws of a posterior, each of few lines",
     "data.sequences.Sequences": "four ways to make sequences, whose arguments take half of it",
     "language.model.LanguageModel": "all that is done with a text, each a method of few lines",
 }

@@ -7,13 +7,10 @@ Its modules; each imports only those above it:
 ``agreement``       states: agreement with a truth, number in use, distances
 ``usage``           states that are used, rank of the transitions
 ``metrics``         perplexity, information criteria, accuracy, diversity
-``chains``          factors of a chain as queries read them
-``block_steps``     steps of filters of chains in blocks
-``decoding``        the k best paths, entropy of paths
-``prediction``      one step ahead, continuation, imputation
+``prediction``      one step ahead, continuation, imputation; factors of a chain
 ``dwell_times``     how long a chain stays in a state; visits of a path
 ``residuals``       pseudo-residuals
-``queries``         the posterior queries under one name
+``queries``         best paths, entropy of paths; the posterior queries under one name
 ``streaming``       ``Filter``: online filtering
 ``draw_layout``     samples of a fit or a sampler, and how they lie in tensors
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
@@ -21,8 +18,7 @@ Its modules; each imports only those above it:
 ``plot_axes``       axes, names and tables of pictures
 ``plot_emissions``  pictures of emissions
 ``plots``           all other pictures
-``model_check``     ``check_model``: simulated data beside the data; pictures of residuals
-``report``          ``report``: a page about a fit
+``model_check``     simulated data beside the data, pictures of residuals, a page about a fit
 """
 
 from . import draws as draws
@@ -33,5 +29,5 @@ from . import queries as queries
 from .draws import PosteriorDraws as PosteriorDraws
 from .inference_data import to_arviz as to_arviz
 from .model_check import check_model as check_model
-from .report import report as report
+from .model_check import report as report
 from .streaming import Filter as Filter

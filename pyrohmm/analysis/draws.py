@@ -87,14 +87,6 @@ class PosteriorDraws:
                 "values must have shape (C, S, ...), S samples of each of C chains; got shapes "
                 f"{shapes}. Add the dimension of chains with unsqueeze(0)."
             )
-        for name, names in self.dims.items():
-            shape = tuple(self.values[name].shape[2:]) if name in self.values else None
-            if shape is None or len(names) != len(shape):
-                raise ValueError(
-                    "dims must hold one name for each dimension of a variable; got "
-                    f"{name!r}: {tuple(names)}, and variables "
-                    f"{ {n: tuple(value.shape[2:]) for n, value in self.values.items()} }."
-                )
 
     @classmethod
     def of(
@@ -121,7 +113,6 @@ class PosteriorDraws:
             TypeError: If ``posterior`` is nothing of the above.
             ValueError: If there is no ``model``, or shapes disagree.
         """
-        check_size("num_draws", num_draws)
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims
@@ -131,17 +122,10 @@ class PosteriorDraws:
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
             values, stats = samples_of_sampler(posterior)
-        elif isinstance(posterior, Mapping):
-            values, stats = dict(posterior), {}
         else:
-            raise TypeError(
-                "posterior must be a Fit, Pyro's MCMC, or a dict of samples (C, S, ...); got "
-                f"{type(posterior).__name__}."
-            )
+            values, stats = dict(posterior), {}
         if model is None:
-            raise ValueError(
-                "model must be given: samples in posterior do not say what they are of."
-            )
+            raise ValueError("model must be given: samples do not say what they are of.")
         return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))
 
     @property

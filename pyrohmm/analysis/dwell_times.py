@@ -57,8 +57,6 @@ def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
         0 1 2 2 1
         1 2 0 0 1
     """
-    if states.dim() not in (1, 2):
-        raise ValueError(f"states must have shape (T,) or (N, T); got {tuple(states.shape)}.")
     if lengths is None:
         lengths = torch.full(states.shape[:-1], states.size(-1))
     check_shape("lengths", lengths.reshape(-1), (states.shape[:-1].numel(),), "(N,)")
@@ -70,10 +68,6 @@ def _runs(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     """Sequence, state, first step and number of steps of each run in paths ``(*B, T)``."""
     check_integers("states", states)
     check_integers("lengths", lengths)
-    if states.dim() == 0 or states.size(-1) == 0:
-        raise ValueError(
-            f"states must have shape (*B, T) with T at least 1; got {tuple(states.shape)}."
-        )
     num_steps = states.size(-1)
     check_lengths(lengths, num_steps)
     batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})

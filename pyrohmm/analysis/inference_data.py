@@ -160,8 +160,6 @@ def summary(converted: Any, **options: Any) -> Any:
     """
     import arviz
 
-    if not hasattr(converted, "posterior"):
-        raise TypeError(f"converted must be what to_arviz returns; got {type(converted).__name__}.")
     known = [name for name in INVARIANTS if name in converted["posterior"].data_vars]
     with numpy.errstate(invalid="ignore", divide="ignore"):  # of one state, what is constant
         return arviz.summary(converted, var_names=known, **options)

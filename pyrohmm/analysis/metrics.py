@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from .._checks import check_size
-from ..data.parts import in_parts
+from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
@@ -77,9 +77,6 @@ def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexit
         data: The sequences.
         batch_size: How many are evaluated at a time, if ``model`` is a fit.
 
-    Raises:
-        ValueError: If nothing is observed.
-
     Example:
         >>> data = Sequences(torch.tensor([[0, 1, 2]]), torch.tensor([3]))
         >>> even = torch.zeros(1), torch.zeros(1, 1), Categorical(probs=torch.ones(1, 4))
@@ -88,8 +85,6 @@ def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexit
     """
     data = in_parts(data)
     tokens = data.num_observed
-    if tokens == 0:
-        raise ValueError("data has no observed step; there is nothing to average over.")
     return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
 
 

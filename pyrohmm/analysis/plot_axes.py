@@ -19,8 +19,6 @@ MOST_TICKS = 30  # names along an axis that can be read
 def axes_or_new(axes: Axes | None) -> Axes:
     """The axes given, or those of a new figure."""
     if axes is not None:
-        if not hasattr(axes, "stackplot"):
-            raise TypeError(f"axes must be matplotlib's Axes; got {type(axes).__name__}.")
         return axes
     from matplotlib import pyplot
 

@@ -92,10 +92,8 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
         axes: Where to draw; new ones by default.
 
     Raises:
-        ValueError: If ``probs`` does not have two dimensions, or there are not K names.
+        ValueError: If there are not K names.
     """
-    if probs.dim() != 2 or not probs.numel():
-        raise ValueError(f"probs must have shape (T, K), one sequence; got {tuple(probs.shape)}.")
     labels = names_or_numbers(names, probs.size(1), "state ")
     axes = axes_or_new(axes)
     shares = probs.detach().cpu().mT.numpy()
@@ -173,16 +171,11 @@ def series(
         ValueError: If there are several sequences, observations are vectors, or there are not K
             names.
     """
-    if hmm.emission.event_shape.numel() != 1 or hmm.batch_shape.numel() != 1:
+    single = hmm.emission.event_shape.numel() == hmm.batch_shape.numel() == 1
+    if not single or values.numel() != hmm.event_shape.numel():
         raise ValueError(
-            "hmm must be of one sequence of numbers; got batch shape "
-            f"{tuple(hmm.batch_shape)} and observations of shape "
-            f"{tuple(hmm.emission.event_shape)}. Give fit.hmm(data[:1])."
-        )
-    if values.numel() != hmm.event_shape.numel():
-        raise ValueError(
-            f"values must be one sequence of T = {hmm.event_shape[0]} numbers; got shape "
-            f"{tuple(values.shape)}."
+            "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1]) and "
+            f"data.values[:1]; got {hmm} and values of shape {tuple(values.shape)}."
         )
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
@@ -291,8 +284,6 @@ def criterion(
     """
     several = {str(key): each for key, each in scores.items() if isinstance(each, Mapping)}
     curves: dict[str, Any] = several or {name: scores}
-    if not all(curves.values()):
-        raise ValueError("scores must have a number for each K; got none.")
     axes = axes_or_new(axes)
     for label, curve in curves.items():
         sizes = sorted(curve)
@@ -327,8 +318,6 @@ def transition_posterior(
         >>> len(axes.texts)
         4
     """
-    if samples.dim() < 3 or samples.size(-1) != samples.size(-2) or not samples.numel():
-        raise ValueError(f"samples must have shape (*S, K, K); got {tuple(samples.shape)}.")
     flat = samples.detach().cpu().double().flatten(0, -3)
     mean = flat.mean(0)
     low, high = flat.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).to(flat), 0)
@@ -372,18 +361,15 @@ def forecast(
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
     """
-    shape, ahead = tuple(predicted.shape()), predicted.states.size(-2)
+    ahead, start = predicted.states.size(-2), 0 if values is None else values.numel()
     past = () if values is None else tuple(values.shape)
-    single = values is None or 0 < math.prod(past) == max(past, default=0)
-    if math.prod(shape) != ahead or not single:
+    if predicted.shape().numel() != ahead or start != max(past, default=0):
         raise ValueError(
             "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
-            f"shapes {shape} and {None if values is None else past}. Give hmm.forecast of one "
-            "sequence, such as fit.hmm(data[:1])."
+            f"shapes {tuple(predicted.shape())} and {past}. Give fit.hmm(data[:1]).forecast."
         )
     check_probs("levels", list(levels))
     axes = axes_or_new(axes)
-    start = math.prod(past) if past else 0
     if values is not None:
         observed = values.detach().reshape(-1).cpu().numpy()
         axes.plot(range(start), observed, color="0.3", label="observed")
@@ -423,7 +409,7 @@ def durations(
     """
     curves = dwell_time_log_prob(hmm, num_steps or _longest(hmm)).exp()
     ended, lasted = _decoded(states, lengths, hmm.num_states)
-    return _lasting(axes, curves, ended * lasted, names, "probability")
+    return _lasting(curves, ended * lasted, "probability", names, axes)
 
 
 def survival(
@@ -431,13 +417,12 @@ def survival(
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
+    **options: Any,
 ) -> Axes:
     """Draw the probability to last at least so many steps; arguments as :func:`durations`."""
     curves = dwell_time_log_survival(hmm, num_steps or _longest(hmm)).exp()
     _, lasted = _decoded(states, lengths, hmm.num_states)
-    return _lasting(axes, curves, lasted, names, "probability to last as long")
+    return _lasting(curves, lasted, "probability to last as long", **options)
 
 
 def hazard(
@@ -445,8 +430,7 @@ def hazard(
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
+    **options: Any,
 ) -> Axes:
     """Draw the probability to end after d steps, given so many; arguments as :func:`durations`.
 
@@ -457,7 +441,7 @@ def hazard(
     curves = (dwell_time_log_prob(hmm, num_steps) - lasting).exp()
     ended, _ = _decoded(states, lengths, hmm.num_states)
     curves = curves.masked_fill(lasting.isneginf(), torch.nan)
-    return _lasting(axes, curves, ended, names, "probability to end now")
+    return _lasting(curves, ended, "probability to end now", **options)
 
 
 def _longest(hmm: HMM) -> int:
@@ -482,7 +466,11 @@ def _decoded(
 
 
 def _lasting(
-    axes: Axes | None, curves: Tensor, dots: Tensor, names: Sequence[str] | None, label: str
+    curves: Tensor,
+    dots: Tensor,
+    label: str,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
 ) -> Axes:
     """Curves ``(K, D)``, and dots ``(K, T)``, against the number of steps."""
     curves = _single("durations", curves)

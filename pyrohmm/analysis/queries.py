@@ -1,8 +1,14 @@
 """Posterior queries of an HMM, by topic: decoding, prediction, dwell times, residuals, segments."""
 
-from .decoding import expected_visits as expected_visits
-from .decoding import k_best as k_best
-from .decoding import path_entropy as path_entropy
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import check_size
+from ..distributions.hmm import HMM
+from ..ops import recursions
+from ..ops.blocks import queries as block_queries
 from .dwell_times import Segment as Segment
 from .dwell_times import dwell_counts as dwell_counts
 from .dwell_times import dwell_time_hazard as dwell_time_hazard
@@ -10,9 +16,113 @@ from .dwell_times import dwell_time_log_prob as dwell_time_log_prob
 from .dwell_times import dwell_time_log_survival as dwell_time_log_survival
 from .dwell_times import dwell_time_mean as dwell_time_mean
 from .dwell_times import segments as segments
+from .prediction import chain_factors, in_blocks
 from .prediction import continuation as continuation
 from .prediction import impute as impute
 from .prediction import observation_marginals as observation_marginals
 from .prediction import predictive_log_prob as predictive_log_prob
 from .residuals import PseudoResiduals as PseudoResiduals
 from .residuals import pseudo_residuals as pseudo_residuals
+
+
+def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    r"""The C paths of largest :math:`p(z_{1:T} \mid x_{1:T})`, best first.
+
+    Exact, by the list Viterbi algorithm. The first path is that of :meth:`HMM.viterbi`.
+
+    Args:
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
+            :class:`SecondOrderHMM` that of a chain of K (K + 1).
+        values: ``(*B, T, *E)``, observations.
+        count: How many paths to find, C.
+
+    Returns:
+        Paths ``(*B, C, T)``, integers, 0 at padded steps; and their log p(x, z) ``(*B, C)``, in
+        nats. Where fewer than C paths are possible the rest have -inf, and hold 0.
+
+    Raises:
+        TypeError: If ``count`` is not an int.
+        ValueError: If ``count`` is less than one.
+
+    References:
+        List Viterbi decoding algorithms with applications (Seshadri and Sundberg, 1994).
+
+    Example:
+        >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+        >>> sticky = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).log()
+        >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, coins, torch.tensor(2))
+        >>> paths, log_joint = k_best(hmm, torch.tensor([1, 0]), 3)
+        >>> paths
+        tensor([[0, 0],
+                [1, 1],
+                [1, 0]])
+        >>> log_joint.exp()
+        tensor([0.1125, 0.0405, 0.0225], dtype=torch.float64)
+    """
+    check_size("count", count)
+    with torch.no_grad():
+        if in_blocks(hmm):
+            states, best = hmm.chain.k_best(hmm._read(values, check=True), count)
+            return states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0), best
+        return chain_factors(hmm, values).k_best(count)
+
+
+def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
+    r"""Entropy of the path of states given the observations, in nats, shape ``(*B)``.
+
+    .. math:: H(z_{1:T} | x) = -\sum_z p(z | x) \log p(z | x)
+
+    It is zero when the observations leave one path only, and at most :math:`T \log K`. A sequence
+    of probability zero has no paths: its entropy is given as zero.
+
+    Args:
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
+            :class:`SecondOrderHMM` that of a chain of K (K + 1).
+        values: ``(*B, T, *E)``, observations.
+
+    References:
+        Efficient computation of the hidden Markov model entropy for a given observation sequence
+        (Hernando, Crespi and Cybenko, 2005).
+
+    Example:
+        >>> blank = Categorical(probs=torch.ones(2, 1))
+        >>> fair = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(fair[0], fair, blank, torch.tensor(3))
+        >>> path_entropy(hmm, torch.tensor([0, 0, 0])) / math.log(2)  # three tosses
+        tensor(3., dtype=torch.float64)
+    """
+    with torch.no_grad():
+        if in_blocks(hmm):
+            blocks, shape = hmm.log_chain(values)
+            return block_queries.entropy(blocks).reshape(shape[:-1])
+        return chain_factors(hmm, values).entropy()
+
+
+def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
+    r"""Expected number of visits to each state given the observations, ``(*B, K)``.
+
+    .. math:: p(z_1 = k \mid x) + \sum_{t > 1} p(z_{t-1} \neq k, z_t = k \mid x)
+
+    A visit is a run of steps in one state: as :math:`\sum_t p(z_t = k \mid x)` is the expected time
+    in a state, their ratio is the mean length of a visit. Zero where a sequence has probability
+    zero.
+
+    Args:
+        hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
+            :class:`SecondOrderHMM` that of a chain of K (K + 1).
+        values: ``(*B, T, *E)``, observations.
+
+    Example:
+        >>> seen = Categorical(probs=torch.eye(2))
+        >>> fair = torch.full((2, 2), 0.5).log()
+        >>> hmm = HMM(fair[0], fair, seen, torch.tensor(5))
+        >>> expected_visits(hmm, torch.tensor([0, 0, 1, 0, 0]))
+        tensor([2., 1.], dtype=torch.float64)
+    """
+    with torch.no_grad():
+        initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
+        found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
+        stays = state_of.unsqueeze(-1) == state_of
+        entered = found.states[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
+        visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
+        return visits.index_add(-1, state_of, entered)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from ..chains.paths import normalised
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.hmm import HMM
 from ..distributions.observation import Tied, support_varies
-from .chains import chain_factors, normalised
+from .prediction import chain_factors
 
 
 class PseudoResiduals(NamedTuple):

@@ -2,34 +2,55 @@
 
 from __future__ import annotations
 
-from numbers import Real
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .._arrays import to_tensor
-from .._checks import (
-    check_booleans,
-    check_real,
-    check_shape,
-    check_size,
-    check_tensor,
-    check_times,
-    check_trailing,
-)
+from .._checks import check_booleans, check_real, check_size, check_times
 from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain
+from ..chains.paths import normalised
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
-from .block_steps import BlockSteps
-from .chains import in_blocks, normalised
+from ..ops.blocks.transitions import Transitions
+from .prediction import in_blocks
+
+
+class Message(NamedTuple):
+    """What the past says of the next step.
+
+    Attributes:
+        log_states: ``(*B, K)``, filtered log-probabilities of the states of the expanded chain.
+        log_evidence: ``(*B)``, float64.
+        num_steps: Number of steps so far.
+        time: ``(*B)``, of the last step, in continuous time.
+        past: ``(*B, l, *E)``, the last observations, if the next ones depend on them.
+        past_known: ``(*B, l)`` booleans, which of these are observed.
+    """
+
+    log_states: Tensor
+    log_evidence: Tensor
+    num_steps: int = 0
+    time: Tensor | None = None
+    past: Tensor | None = None
+    past_known: Tensor | None = None
+
+    def copied(self, device: torch.device | None = None) -> dict[str, Any]:
+        """The fields that are there, by name, as copies, on a device if one is given."""
+        fields = {name: value for name, value in self._asdict().items() if value is not None}
+        return {
+            name: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+            for name, value in fields.items()
+        }
 
 
 class Filter:
@@ -87,25 +108,29 @@ class Filter:
             raise ValueError(
                 "hmm is restricted to labels, which belong to some steps. Give one without them."
             )
-        self.hmm = hmm
         if isinstance(hmm, BlockHMM):
             hmm.check_constant("Filter")
-        self._blocks = BlockSteps(hmm) if in_blocks(hmm.with_lengths(hmm.lengths)) else None
-        self._state_of: Tensor | None = None
+        self.hmm = hmm
+        self._blocks: Transitions | None = None
+        self._state_of: Tensor | None = None  # the state of the HMM that each state here is
         with torch.no_grad():
             initial = hmm.log_initial.detach()
-            if self._blocks is None:
+            if in_blocks(hmm):
+                self._blocks = hmm.chain.transitions()
+            else:
                 chain = hmm.chain.replace(censored_end=True) if isinstance(hmm, HSMM) else hmm.chain
                 self._chain, self._state_of, _ = chain.expanded(hmm.lengths, hmm.num_steps)
                 initial = self._chain.log_initial.detach()
                 initial = initial.to(torch.promote_types(initial.dtype, self._chain.matrices.dtype))
-            self._log_states = initial.expand(*self.batch_shape, initial.size(-1)).clone()
-        self._log_evidence = self._log_states.new_zeros(self.batch_shape, dtype=torch.float64)
-        self._surprise = self._log_states.new_zeros(self.batch_shape)
-        self._observations = _Observations(hmm, self._blocks, self._surprise, self._state_of)
-        self._num_steps = 0
-        self._time: Tensor | None = None  # of the last step, in continuous time
-        self._past: tuple[Tensor, Tensor] | None = None  # what the next observation depends on
+                even = hmm.log_initial.new_zeros(hmm.num_states, hmm.num_states).log_softmax(-1)
+                self._reader = HMM.of(  # of any number of steps
+                    MarkovChain(even[0], even), hmm.emission, hmm.lengths.expand(self.batch_shape),
+                    validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
+                )  # fmt: skip
+            log_states = initial.expand(*self.batch_shape, initial.size(-1)).clone()
+        evidence = log_states.new_zeros(self.batch_shape, dtype=torch.float64)
+        self._message = Message(log_states, evidence)
+        self._surprise = log_states.new_zeros(self.batch_shape)
 
     def __repr__(self) -> str:
         shape = tuple(self.batch_shape)
@@ -119,12 +144,12 @@ class Filter:
     @property
     def num_steps(self) -> int:
         """The number of steps so far, missing ones included."""
-        return self._num_steps
+        return self._message.num_steps
 
     @property
     def log_evidence(self) -> Tensor:
         """Log p(x_{1:t}) so far, in nats, ``(*B)``, float64 whatever the model's dtype."""
-        return self._log_evidence.clone()
+        return self._message.log_evidence.clone()
 
     @property
     def surprise(self) -> Tensor:
@@ -138,7 +163,7 @@ class Filter:
     @property
     def states(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
-        return self._of_model(self._log_states.exp())
+        return _summed(self._message.log_states, self._state_of, self.hmm.num_states)
 
     def update(
         self,
@@ -160,33 +185,27 @@ class Filter:
             ``(*B, K)`` or ``(*B, L, K)``, probabilities of the state at each step.
 
         Raises:
-            TypeError: If an argument is of the wrong type or dtype.
-            ValueError: If shapes disagree, times do not increase, the HMM has parameters for fewer
-                steps, or (with its ``validate_args``) an observation is not in the support of the
-                emission. The filter is then unchanged.
+            TypeError, ValueError: If dtypes or shapes disagree, times do not increase, or (with
+                ``validate_args``) an observation is impossible. The filter is then unchanged.
         """
         with torch.no_grad():
-            values, known, several = self._observations.read(observation, observed)
-            num_steps = 1 if values is None else values.size(-len(self.hmm.event_shape))
-            matrices, time = self._matrices(num_steps, known, times)
-            likelihood, past = self._observations.likelihood(
-                values, known, self._num_steps, self._past
-            )
+            values, known, several = self._read(observation, observed)
+            matrices, time = self._matrices(known.size(-1), known, times)
+            likelihood, past = self._likelihood(values, known)
+            log_states, evidence, num_steps, *_ = self._message
             states, scores = [], []
             for t, matrix in enumerate(matrices):
-                joint = self._joint(likelihood, known, t, matrix)
-                score = joint.logsumexp(-1)
-                if known is not None:  # rounding is no evidence
-                    score = score.masked_fill(~known[..., t], 0.0)
-                self._log_evidence = self._log_evidence + score
-                self._log_states = normalised(joint).to(self._log_states.dtype)
-                self._num_steps += 1
-                states.append(self.states)
+                here, block = likelihood(t)
+                joint = self._predicted(log_states, matrix, block) + here
+                score = joint.logsumexp(-1).masked_fill(~known[..., t], 0.0)  # rounding is none
+                evidence = evidence + score
+                log_states = normalised(joint).to(log_states.dtype)
+                states.append(_summed(log_states, self._state_of, self.hmm.num_states))
                 scores.append(score)
-            self._time, self._past = time, past
+            self._message = Message(log_states, evidence, num_steps + len(states), time, *past)
             # after what is impossible nothing follows, not even a surprise
             self._surprise = -torch.stack(scores, -1) if several else -scores[-1]
-            return torch.stack(states, -2) if several else self.states
+            return torch.stack(states, -2) if several else states[-1]
 
     def predict(self, num_steps: int = 1, times: Tensor | None = None) -> Forecast:
         r"""Predictive distributions :math:`p(x_{t+h} \mid x_{1:t})` of the next observations.
@@ -201,28 +220,23 @@ class Filter:
             A distribution of batch shape ``(*B, H)``; see :class:`Forecast`.
 
         Raises:
-            TypeError: If ``num_steps`` is not an int.
-            ValueError: If ``num_steps`` is less than one, emissions change with the step, or depend
-                on observations of which too few were seen.
+            ValueError: If emissions change with the step, or depend on more than was seen.
         """
         check_size("num_steps", num_steps)
-        emission = self.hmm.emission
+        emission, past = self.hmm.emission, self._message.past
         if self.hmm.emission_per_step:
             refuse_steps("predict")
-        if times is not None:
-            num_steps = times.size(-1)
         with torch.no_grad():
-            log_states = self._log_states
-            states: list[Tensor] = []
+            log_states, states = self._message.log_states, []
+            num_steps = num_steps if times is None else times.size(-1)
             for matrix in self._matrices(num_steps, None, times)[0]:
-                is_first = self._num_steps == 0 and not states
-                log_states = log_states if is_first else self._transition(log_states, matrix)
-                states.append(self._of_model(log_states.exp()))
+                log_states = self._predicted(log_states, matrix)
+                states.append(_summed(log_states, self._state_of, self.hmm.num_states))
             ahead = torch.stack(states, -2)
             if not isinstance(emission, Autoregressive):
                 return Forecast(ahead, emission)
             self.hmm.check_constant("predict of observations that depend on those before")
-            past = emission.history[..., :0, :] if self._past is None else self._past[0]
+            past = emission.history[..., :0, :] if past is None else past
             lengths = torch.full(self.batch_shape, past.size(-len(self.hmm.event_shape)))
             following = emission.after(past, None, lengths)
             return AutoregressiveForecast(ahead, following, self.hmm.log_transition)
@@ -234,13 +248,7 @@ class Filter:
             ``log_states`` ``(*B, K)``, ``log_evidence`` ``(*B)`` and ``num_steps``; of a chain in
             continuous time ``time`` ``(*B)``, and what the next observations depend on.
         """
-        tensors = {"log_states": self._log_states, "log_evidence": self._log_evidence}
-        if self._time is not None:
-            tensors["time"] = self._time
-        if self._past is not None:
-            tensors["past"], tensors["past_known"] = self._past
-        copies = {name: tensor.clone() for name, tensor in tensors.items()}
-        return {**copies, "num_steps": self._num_steps}
+        return self._message.copied()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where another filter of the same model stopped, to the last bit.
@@ -249,251 +257,189 @@ class Filter:
             state_dict: What :meth:`state_dict` returned.
 
         Raises:
-            TypeError: If an entry is of the wrong type.
-            ValueError: If an entry is missing, unknown, or of the wrong shape or dtype. The filter
-                is then unchanged.
+            TypeError: If an entry is unknown or missing, or ``num_steps`` is not an int.
+            ValueError: If a tensor is of the wrong shape or dtype. The filter is then unchanged.
         """
-        current = {"log_states": self._log_states, "log_evidence": self._log_evidence}
-        required = {*current, "num_steps"}
-        others = {"time", "past", "past_known"} & set(state_dict)
-        if set(state_dict) - others != required:
-            raise ValueError(
-                f"state_dict must have the entries {sorted(required)}; got {sorted(state_dict)}. "
-                "Give what state_dict() returned."
-            )
-        for name, meaning in (("log_states", "(*B, K)"), ("log_evidence", "(*B)")):
-            new, old = state_dict[name], current[name]
-            check_tensor(name, new)
-            check_shape(name, new, tuple(old.shape), meaning)
-            if new.dtype != old.dtype:
+        new = Message(**state_dict)
+        check_size("num_steps", new.num_steps, 0)
+        for name, old in (("log_states", self._message[0]), ("log_evidence", self._message[1])):
+            like = getattr(state_dict[name], "shape", None), getattr(state_dict[name], "dtype", "")
+            if like != (old.shape, old.dtype):
                 raise ValueError(
-                    f"{name} must have dtype {old.dtype}; got {new.dtype}. "
-                    "Build the filter from a model of the dtype it had."
+                    f"{name} must be a tensor {tuple(old.shape)} of {old.dtype}, as those of this "
+                    f"model; got {like[0]} of {like[1]}."
                 )
-        check_size("num_steps", state_dict["num_steps"], 0)
-        device = self._log_states.device
-        copies = {
-            name: tensor.detach().to(device).clone()
-            for name, tensor in state_dict.items()
-            if name != "num_steps"
-        }
-        self._log_states, self._log_evidence = copies["log_states"], copies["log_evidence"]
-        self._num_steps, self._time = state_dict["num_steps"], copies.get("time")
-        self._past = (copies["past"], copies["past_known"]) if "past" in copies else None
+        self._message = Message(**new.copied(self._surprise.device))
 
-    def _of_model(self, probs: Tensor) -> Tensor:
-        """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
-        if self._state_of is None or probs.size(-1) == self.hmm.num_states:
-            return probs
-        return probs.new_zeros(*probs.shape[:-1], self.hmm.num_states).index_add(
-            -1, self._state_of, probs
-        )
+    # The recursion
 
-    def _joint(
-        self, likelihood: Any, known: Tensor | None, t: int, matrix: Tensor | None
+    def _predicted(
+        self, log_states: Tensor, matrix: Tensor | None, block: Tensor | None = None
     ) -> Tensor:
-        """Log p(x_t, z_t | x_{1:t-1}), ``(*B, K)``, without x_t where it is missing."""
-        missing = likelihood is None or (known is not None and not bool(known[..., t].any()))
-        if missing or self._blocks is None:
-            states = self._log_states
-            states = self._transition(states, matrix) if self._num_steps else states
-            return states if missing else states + likelihood[..., t, :]
-        states = self._log_states.reshape(-1, self.hmm.num_states)
-        rows = torch.ones(len(states), dtype=torch.bool)
-        if known is not None:
-            rows = known[..., t].reshape(-1).cpu()
-        block, here = (part[:, t][rows] for part in likelihood)
-        joint = self._blocks.joint(states[rows], block, here, self._num_steps == 0)
-        if bool(rows.all()):
-            return joint.reshape(self._log_states.shape)
-        after = self._blocks.onward(states[~rows]) if self._num_steps else states[~rows]
-        out = torch.empty_like(states, dtype=joint.dtype)
-        out[rows], out[~rows] = joint, after.to(joint.dtype)
-        return out.reshape(self._log_states.shape)
+        """Log-probabilities ``(*B, K)`` of the states one step later, in blocks ``(n,)`` if given.
 
-    def _transition(self, log_states: Tensor, matrix: Tensor | None) -> Tensor:
-        """Log-probabilities ``(*B, K)`` of the states one step later."""
-        if self._blocks is not None:
-            rows = log_states.reshape(-1, self.hmm.num_states)
-            return self._blocks.onward(rows).reshape(log_states.shape)
-        assert matrix is not None
-        return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
+        Args:
+            log_states: ``(*B, K)``, of the states now.
+            matrix: ``(*b, K, K)``; of size zero where blocks are visited; None to the first step.
+            block: The block of each stream, or one more than there are where it may be any.
+        """
+        if matrix is None:
+            return log_states
+        if self._blocks is None:
+            return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
+        wide = pad(log_states.reshape(-1, self.hmm.num_states), (0, 1), value=-torch.inf)
+        everything = torch.full((len(wide),), self._blocks.all)
+        possible = ~wide.isneginf().cpu()
+        places = self._blocks.places(torch.arange(self._blocks.all))
+        inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
+        source = torch.where(inside.values == possible.sum(-1), inside.indices, everything)
+        after = self._blocks.sums(wide, source, everything if block is None else block)
+        return after[:, :-1].to(log_states.dtype).reshape(log_states.shape)
 
     def _matrices(
         self, num_steps: int, known: Tensor | None, times: Any
     ) -> tuple[list[Tensor | None], Tensor | None]:
         """Transitions ``(*b, K, K)`` to each of the next steps, and the time of the last of them.
 
-        None to the very first step, and where blocks are visited.
+        None to the very first step, and of size zero where blocks are visited.
         """
-        first = self._num_steps == 0
-        if isinstance(self.hmm.chain, RateChain):
-            return self._in_time(self.hmm.chain, num_steps, known, times)
+        before, chain = self.num_steps, self.hmm.chain
+        if isinstance(chain, RateChain):
+            check_real("times", times)
+            at = (
+                _of_streams("times", times, self.batch_shape, num_steps)
+                .to(chain.rates.device)
+                .double()
+            )
+            last = self._message.time
+            joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
+            check_times(joined, torch.ones_like(joined, dtype=torch.bool))
+            gaps = Gaps(*joined.diff(dim=-1).unique(return_inverse=True))
+            seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0))
+            tables = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
+            matrices = list(tables.to(self._message.log_states.dtype).unbind(-3))
+            return [None] * (num_steps - len(matrices)) + matrices, at[..., -1]
         if times is not None:
             raise ValueError("times are those of a ContinuousTimeHMM; this hmm has none.")
         if self._blocks is not None:
-            return [None] * num_steps, None
-        tables = self._chain.matrices
-        if tables.size(-3) == 1 and not self._chain.per_step:
-            return [tables.squeeze(-3)] * num_steps, None
-        if self._num_steps + num_steps > tables.size(-3) + 1:
+            tables, per_step = self._surprise.new_zeros(1, 0, 0), False
+        else:
+            tables, per_step = self._chain.matrices, self._chain.per_step
+        per_step = per_step or tables.size(-3) > 1
+        if per_step and before + num_steps > tables.size(-3) + 1:
             raise ValueError(
-                f"hmm has parameters for {tables.size(-3) + 1} steps; got "
-                f"{self._num_steps + num_steps}."
+                f"hmm has parameters for {tables.size(-3) + 1} steps; got {before + num_steps}."
             )
-        places = range(self._num_steps - 1, self._num_steps - 1 + num_steps)
-        return [None if first and t < 0 else tables[..., t, :, :] for t in places], None
+        places = range(before - 1, before - 1 + num_steps)
+        return [None if t < 0 else tables[..., t if per_step else 0, :, :] for t in places], None
 
-    def _in_time(
-        self, chain: RateChain, num_steps: int, known: Tensor | None, times: Any
-    ) -> tuple[list[Tensor | None], Tensor]:
-        """Transition matrices over the gaps between the times of a chain in continuous time."""
-        check_real("times", times)
-        if times.dim() == 0 or times.size(-1) != num_steps:
-            raise ValueError(
-                f"times must have shape (*B, L) with L = {num_steps}; got {tuple(times.shape)}."
-            )
-        self._observations.check_batch("times", times.shape[:-1])
-        at = times.expand(*self.batch_shape, num_steps).to(chain.rates.device).double()
-        joined = at if self._time is None else torch.cat([self._time.unsqueeze(-1), at], -1)
-        check_times(joined, torch.ones_like(joined, dtype=torch.bool))
-        gaps = Gaps(*joined.diff(dim=-1).unique(return_inverse=True))
-        seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0), value=True)
-        tables = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
-        tables = tables.to(self._log_states.dtype)
-        matrices: list[Tensor | None] = list(tables.unbind(-3))
-        return [None] * (num_steps - len(matrices)) + matrices, at[..., -1]
+    # Observations
 
+    def _likelihood(
+        self, values: Tensor | None, known: Tensor
+    ) -> tuple[Callable[[int], tuple[Any, Any]], tuple[Tensor, Tensor] | tuple[()]]:
+        """Log-likelihoods, and which observations the next ones depend on.
 
-class _Observations:
-    """Reads new observations of the streams of ``hmm``.
-
-    Args:
-        hmm: The model.
-        blocks: Its steps from block to block, if these are visited.
-        like: Of the dtype and device of the states.
-        state_of: ``(K',)``, the state of the HMM that each state of the filter is.
-    """
-
-    def __init__(
-        self, hmm: HMM, blocks: BlockSteps | None, like: Tensor, state_of: Tensor | None
-    ) -> None:
-        self.hmm, self.blocks, self.like, self.state_of = hmm, blocks, like, state_of
-        self.batch_shape = hmm.batch_shape
-        self.lags = 0
-        if blocks is None:
-            self.lags = hmm.emission.lags if isinstance(hmm.emission, Autoregressive) else 0
-            size = hmm.num_states
-            even = hmm.log_initial.new_zeros(size, size).log_softmax(-1)
-            self.reader = HMM.of(  # of any number of steps
-                MarkovChain(even[0], even), hmm.emission, hmm.lengths.expand(hmm.batch_shape),
-                validate_args=hmm._validate_args, emission_per_step=hmm.emission_per_step,
-            )  # fmt: skip
-
-    def likelihood(
-        self,
-        values: Tensor | None,
-        known: Tensor | None,
-        num_before: int,
-        past: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Any, tuple[Tensor, Tensor] | None]:
-        """Log p(x_t | z_t) of new observations, and what the next ones depend on.
-
-        Of all states ``(*B, L, K')``; or, where blocks are visited, their blocks ``(n, L)`` and
-        those of the states in them ``(n, L, w)``. None if nothing is observed.
+        The former are a function of the step t that returns log p(x_t | z_t) ``(*B, K)`` and,
+        where blocks are visited, the blocks ``(n,)``.
         """
-        hmm, events = self.hmm, len(self.hmm.event_shape)
-        lags = self.lags
+        hmm, events, num_steps = self.hmm, len(self.hmm.event_shape), known.size(-1)
+        emission = hmm.emission if self._blocks is None else None
+        lags = emission.lags if isinstance(emission, Autoregressive) else 0
         if values is None and not lags:
-            return None, None
+            return lambda t: (0.0, None), ()
         if values is None:
-            values = self.like.new_zeros(*self.batch_shape, 1, *hmm.event_shape[1:])
-        num_steps = values.size(-events)
-        if self.blocks is not None:
-            rows = values.expand(*self.batch_shape, num_steps).reshape(-1, num_steps)
-            mask = None if known is None else known.reshape(-1, num_steps)
-            lengths = torch.full((len(rows),), num_steps)
-            return self.blocks.read(rows, lengths, mask, hmm._validate_args), None
-        wide, seen, before, after = values, known, 0, 0
-        if lags:
-            wide = values.expand(*self.batch_shape, num_steps, *hmm.event_shape[1:])
-            seen = self._mask(num_steps, True) if known is None else known
-            if past is not None:
-                at, before = wide.dim() - events, past[1].size(-1)
-                wide = torch.cat([past[0].to(wide), wide], at)
-                seen = torch.cat([past[1], seen], -1)
+            like = (
+                known.to(self._surprise.dtype) if self._message.past is None else self._message.past
+            )
+            values = like.new_zeros(*self.batch_shape, 1, *hmm.event_shape[1:])
+        if self._blocks is not None and isinstance(hmm, BlockHMM):
+            return _in_blocks(hmm, self._blocks, values, known), ()
+        before, after, seen = 0, 0, known
+        at = values.dim() - events
+        if self._message.past is not None and self._message.past_known is not None:
+            before = self._message.past_known.size(-1)
+            values = torch.cat([self._message.past.to(values), values], at)
+            seen = torch.cat([self._message.past_known, known], -1)
         elif hmm.emission_per_step:
-            before = num_before
+            before = self.num_steps
             after = hmm.num_steps - before - num_steps
             if after < 0:
                 raise ValueError(
                     f"hmm has parameters for {hmm.num_steps} steps; got {before + num_steps}."
                 )
-            padding = (0, 0) * (events - 1) + (before, after)
-            wide = pad(values, padding)
-            seen = pad(self._mask(num_steps, True) if known is None else known, (before, after))
-        steps = self.reader.with_lengths(
-            torch.full(self.batch_shape, before + num_steps + after),
-            None if seen is None or bool(seen.all()) else seen,
-        )
-        likelihood = steps.log_likelihood(wide).narrow(-2, before, num_steps)
-        past = None
-        if lags and seen is not None:
-            start = max(before + num_steps - lags, 0)
-            kept = before + num_steps - start
-            past = wide.narrow(wide.dim() - events, start, kept), seen[..., start:]
-        assert self.state_of is not None
-        return likelihood.index_select(-1, self.state_of), past
+            values = pad(values, (0, 0) * (events - 1) + (before, after))
+            seen = pad(known, (before, after))
+        lengths = torch.full(self.batch_shape, before + num_steps + after)
+        reader = self._reader.with_lengths(lengths, None if bool(seen.all()) else seen)
+        found = reader.log_likelihood(values).narrow(-2, before, num_steps)
+        assert self._state_of is not None
+        found = found.index_select(-1, self._state_of)
+        start = max(before + num_steps - lags, 0)
+        kept = before + num_steps - start
+        past = (values.narrow(at, start, kept), seen[..., start:]) if lags else ()
+        return lambda t: (found[..., t, :], None), past
 
-    def _mask(self, num_steps: int, value: bool) -> Tensor:
-        """``(*B, num_steps)`` booleans, all equal."""
-        shape = (*self.batch_shape, num_steps)
-        return torch.full(shape, value, device=self.like.device)
-
-    def read(
-        self, observation: Any, observed: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, bool]:
+    def _read(self, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
         """Observations ``(*B, L, *E)``, which are observed ``(*B, L)``, and whether L was given."""
+        batch, event, like = self.batch_shape, tuple(self.hmm.event_shape[1:]), self._surprise
         if observation is None:
-            return None, self._mask(1, False), False
-        values = self._as_tensor(observation)
-        event = self.hmm.event_shape[1:]
-        check_trailing("observation", values, tuple(event), "(*E)")
-        several = values.dim() > len(self.batch_shape) + len(event)
-        if not several:
-            values = values.unsqueeze(-1 - len(event))
-            observed = observed if observed is None else observed.unsqueeze(-1)
-        self.check_batch("observation", values.shape[: values.dim() - len(event) - 1])
+            return None, torch.zeros(*batch, 1, dtype=torch.bool, device=like.device), False
+        values = observation
+        if not isinstance(values, Tensor):
+            values = to_tensor("observation", observation).to(like.device)
+            if values.dtype.is_floating_point and values.dim() == 0:
+                values = values.to(like.dtype)
+        several = values.dim() > len(batch) + len(event)
+        values = values if several else values.unsqueeze(-1 - len(event))
         num_steps = values.size(-1 - len(event))
-        if num_steps == 0:
-            raise ValueError("observation has no step; wanted shape (*B, L, *E) with L at least 1.")
+        values = _of_streams("observation", values, batch, num_steps, *event)
+        known = torch.ones(*batch, num_steps, dtype=torch.bool, device=like.device)
         if observed is not None:
             check_booleans("observed", observed)
-            self.check_batch("observed", observed.shape[:-1])
-            check_trailing("observed", observed, (num_steps,), "(L,)")
+            marks = observed if several else observed.unsqueeze(-1)
+            known = _of_streams("observed", marks, batch, num_steps)
         if values.dtype.is_floating_point:
-            known = values.isnan().logical_not()
-            known = known.flatten(-len(event)).any(-1) if event else known
-            if not bool(known.all()):
-                observed = known if observed is None else known & observed
-        if observed is not None:
-            observed = observed.expand(*self.batch_shape, num_steps)
-        return values, observed, several
+            numbers = ~values.isnan()
+            known = known & (numbers.flatten(-len(event)).any(-1) if event else numbers)
+        return values, known, several
 
-    def _as_tensor(self, observation: Any) -> Tensor:
-        if isinstance(observation, Real) and not isinstance(observation, bool):
-            kind = torch.long if isinstance(observation, int) else self.like.dtype
-            return torch.tensor(observation, dtype=kind, device=self.like.device)
-        if isinstance(observation, np.ndarray):
-            return to_tensor("observation", observation)
-        check_tensor("observation", observation)
-        return observation
 
-    def check_batch(self, name: str, shape: torch.Size) -> None:
-        batch = self.batch_shape
-        fits = all(size in (1, whole) for size, whole in zip(shape[::-1], batch[::-1]))
-        if len(shape) > len(batch) or not fits:
-            raise ValueError(
-                f"{name} must have the batch shape {tuple(batch)} of the HMM, or one that expands "
-                f"to it; got {tuple(shape)}. For more streams, build the filter from hmm.expand."
-            )
+def _summed(log_states: Tensor, state_of: Tensor | None, num_states: int) -> Tensor:
+    """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
+    probs = log_states.exp()
+    if state_of is None or probs.size(-1) == num_states:
+        return probs
+    return probs.new_zeros(*probs.shape[:-1], num_states).index_add(-1, state_of, probs)
+
+
+def _in_blocks(
+    hmm: BlockHMM, transitions: Transitions, values: Tensor, known: Tensor
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Log-likelihoods of symbols, in the states of their blocks, and the blocks."""
+    num_steps, shape = known.size(-1), (*hmm.batch_shape, hmm.num_states)
+    rows, mask = values.reshape(-1, num_steps), known.reshape(-1, num_steps)
+    lengths = torch.full((len(rows),), num_steps)
+    blocks, logs = hmm.symbols.likelihood(rows, lengths, mask, bool(hmm._validate_args))
+    blocks = blocks.masked_fill(~mask.cpu(), transitions.all)
+
+    def at(t: int) -> tuple[Tensor, Tensor]:
+        wide = transitions.widened(logs[:, t], blocks[:, t])[:, :-1]
+        return wide.masked_fill(~mask[:, t, None], 0.0).reshape(shape), blocks[:, t]
+
+    return at
+
+
+def _of_streams(
+    name: str, tensor: Tensor, batch: torch.Size, num_steps: int, *event: int
+) -> Tensor:
+    """``tensor`` with the batch shape of the streams."""
+    shape = torch.Size([*batch, num_steps, *event])
+    if num_steps and tensor.shape[-1 - len(event) :] == shape[len(batch) :]:
+        with suppress(RuntimeError):  # of sizes that do not expand
+            return tensor.expand(shape)
+    raise ValueError(
+        f"{name} must have shape (*B, L, *E), with batch shape {tuple(batch)} or one that expands "
+        f"to it, L at least 1 and *E = {event}; got {tuple(tensor.shape)}. For more streams, build "
+        "the filter from hmm.expand."
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from ..data.parts import Parts, StoredSequences, in_parts, parts_of
+from ..data.batches import Parts, StoredSequences, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
@@ -59,8 +59,6 @@ class TransitionSpectrum(NamedTuple):
         Args:
             share: Above 0, at most 1.
         """
-        if not 0 < share <= 1:
-            raise ValueError(f"share must be above 0 and at most 1; got {share}.")
         reached = self.singular_values.square().cumsum(0) / self.squares >= share - 1e-12
         return int(reached.byte().argmax()) + 1 if bool(reached.any()) else None
 
@@ -82,7 +80,6 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
         >>> found.counts, round(found.effective, 3)
         (tensor([3., 1.], dtype=torch.float64), 1.755)
     """
-    check_size("batch_size", batch_size)
     hmms = hmms_of(model, data, batch_size)
     counts = sum(_expected_steps(hmm, part.values) for hmm, part in hmms)
     shares = counts / counts.sum()
@@ -142,7 +139,6 @@ def transition_spectrum(
         (tensor([1.0000, 0.8000], dtype=torch.float64), 1.64, 2)
     """
     check_size("num_values", num_values)
-    check_size("num_iterations", num_iterations)
     rows, size = _rows_of(hmm), hmm.num_states
     width = min(size, num_values + 10)
     with torch.no_grad():

@@ -8,8 +8,7 @@ Its modules; each imports only those above it:
 ``steps``        steps of arrays and lists: read, checked, cut into sequences
 ``tables``       rows of tables: grouped, sorted, their gaps found
 ``sequences``    ``Sequences``: ragged data in one padded tensor
-``parts``        ``Parts``: sequences that do not fit into memory at once
-``batches``      minibatches by number of sequences or of steps
+``batches``      minibatches; ``Parts``: sequences that do not fit into memory at once
 ``pair_counts``  pairs of symbols counted; numbers put into bins
 ``readers``      files of text, treebanks, FASTA, piano rolls, with their vocabularies
 ``formulas``     design matrices of covariates from formulas
@@ -18,7 +17,7 @@ Its modules; each imports only those above it:
 
 from . import datasets as datasets
 from . import readers as readers
+from .batches import StoredSequences as StoredSequences
 from .formulas import formulas as formulas
-from .parts import StoredSequences as StoredSequences
 from .sequences import Sequences as Sequences
 from .vocabulary import Vocabulary as Vocabulary

@@ -1,24 +1,226 @@
-"""``Batches``: an endless stream of minibatches, of so many sequences or of so many steps each.
+"""Minibatches of sequences, and sequences that do not fit into memory at once.
 
+``Batches`` is an endless stream of minibatches, of so many sequences or of so many steps each.
 Models scale the likelihood of n sequences by ``total / n``. A batch of sequences chosen at random
 has the ``total`` of the whole set. Batches of similar lengths are no random sample, as longer
 sequences have lower likelihoods: there the likelihood of each batch is scaled by the number of
 batches in the round, so that the mean loss of a round is exactly that of the whole set.
+
+``Parts`` are read part by part in every pass. ``StoredSequences`` makes such parts of memory-mapped
+arrays; any iterable of ``Sequences`` that can be passed over again will do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._checks import check_integers, check_range, check_shape
-from .parts import Parts
-from .sequences import Sequences
+from .._checks import check_range, check_size
+from .sequences import Sequences, check_sequences
+from .steps import check_num_rows, checked_lengths
 
 JITTER = 0.1  # share of itself by which a length may appear longer when sequences are sorted
+
+
+def cut_by_steps(lengths: Tensor, order: Tensor, num_steps: int) -> list[Tensor]:
+    """Cut ``order`` into pieces of at most ``num_steps`` steps when padded, or of one sequence.
+
+    Args:
+        lengths: ``(N,)``, of all sequences.
+        order: Integers, the sequences in the order wanted.
+        num_steps: Of a piece: its longest sequence times their number.
+
+    Example:
+        >>> cut_by_steps(torch.tensor([1, 2, 3, 9]), torch.arange(4), 6)
+        [tensor([0, 1]), tensor([2]), tensor([3])]
+    """
+    sizes, longest = [0], 0
+    for length in lengths[order].tolist():
+        longest = max(longest, length)
+        if sizes[-1] and longest * (sizes[-1] + 1) > num_steps:
+            sizes.append(0)
+            longest = length
+        sizes[-1] += 1
+    return list(order.split(sizes))
+
+
+class Parts:
+    """Sequences in parts, of which fits hold one at a time.
+
+    They are passed over once here, to be counted.
+
+    Args:
+        parts: Yields the parts, the same in every pass.
+        change: Applied to each part: such as the shard of a rank.
+
+    Attributes:
+        first: The first sequence, which stands for all where an example is wanted.
+        lengths: ``(N,)``, of all sequences.
+        num_parts: Number of parts.
+        num_observed: Number of observed steps in all.
+        num_labelled: Number of steps whose state is known.
+
+    Raises:
+        TypeError: If ``parts`` can be passed over only once, or yields anything but ``Sequences``.
+        ValueError: If it yields nothing.
+    """
+
+    def __init__(
+        self,
+        parts: Iterable[Sequences],
+        change: Callable[[Sequences], Sequences] = lambda part: part,
+    ) -> None:
+        if isinstance(parts, Iterator):
+            raise TypeError(
+                f"data must be iterable more than once; got a {type(parts).__name__}, which is "
+                "used up by the first pass. Give a list of Sequences, or an object whose __iter__ "
+                "begins anew."
+            )
+        self.parts, self.change = parts, change
+        self.first: Sequences
+        self.num_parts = self.num_observed = self.num_labelled = 0
+        lengths = []
+        for part in self:
+            if self.num_parts == 0:
+                self.first = part[:1]
+            self.num_parts += 1
+            self.num_observed += part.num_observed
+            self.num_labelled += part.num_labelled
+            lengths.append(part.lengths)
+        if not lengths:
+            raise ValueError("data is empty; wanted at least one Sequences in it.")
+        self.lengths = torch.cat(lengths)
+
+    def __iter__(self) -> Iterator[Sequences]:
+        for part in self.parts:
+            check_sequences("each part of data", part)
+            yield self.change(part)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: slice) -> Sequences:
+        """A part of the first sequence, which stands for all."""
+        return self.first[index]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parts."""
+        return self.first.device
+
+    def scaled(self) -> Iterator[Sequences]:
+        """The parts, with totals such that the mean of their losses is the loss of all."""
+        for part in self:
+            yield part.with_total(part.total * self.num_parts)
+
+    def each(self, change: Callable[[Sequences], Sequences]) -> Parts:
+        """The parts, each of them changed when it is read."""
+        new = object.__new__(Parts)
+        before = self.change
+        vars(new).update(vars(self))
+        new.change, new.first = lambda part: change(before(part)), change(self.first)
+        return new
+
+    def to(self, device: torch.device | str) -> Parts:
+        """The parts, each of them copied to ``device`` when it is read."""
+        return self.each(lambda part: part.to(device))
+
+
+def in_parts(data: Any) -> Sequences | Parts:
+    """The data of a fit: in memory, or an iterable as :class:`Parts`."""
+    if isinstance(data, Sequences | Parts):
+        return data
+    if not isinstance(data, Iterable) or hasattr(data, "dtype") or hasattr(data, "columns"):
+        check_sequences("data", data)
+    return Parts(data)
+
+
+def parts_of(data: Sequences | Parts) -> Iterable[Sequences]:
+    """The parts, of which data in memory are one."""
+    return data if isinstance(data, Parts) else (data,)
+
+
+class StoredSequences:
+    """Sequences in one array that need not fit into memory, such as a memory-mapped file.
+
+    To iterate over them yields ``Sequences`` of at most so many steps each, which ``fit_em`` and
+    ``fit_map`` take: only one of these is in memory at a time. A longer sequence comes alone.
+
+    Args:
+        values: ``(M, *E)``, the steps of all sequences, one sequence after the other: anything with
+            a shape and slices, such as ``numpy.load(path, mmap_mode="r")``, a tensor of
+            ``safetensors.safe_open(path, "pt").get_slice(name)``, or a data set of h5py. Rows that
+            are NaN throughout are missing.
+        lengths: ``(N,)`` integers of sum M.
+        max_steps: Largest number of steps that are read at a time, padding included.
+        labels: ``(M,)`` integers, -1 where the state is not known: an array, also mapped.
+        covariates: ``(M, C)`` floating point: an array, also mapped.
+        times: ``(M,)``, increasing along each sequence: an array, also mapped.
+
+    Raises:
+        TypeError: If ``values`` have no shape.
+        ValueError: If ``lengths`` do not sum to M.
+
+    Example:
+        >>> import numpy
+        >>> stored = StoredSequences(numpy.arange(7.0), [3, 2, 2], max_steps=4)
+        >>> [part.values.shape[0] for part in stored]
+        [1, 2]
+        >>> fit_em(TabularHMM(1, normal(0)), stored).num_observed
+        7
+    """
+
+    def __init__(
+        self,
+        values: Any,
+        lengths: Any,
+        *,
+        max_steps: int = 1 << 20,
+        labels: Any = None,
+        covariates: Any = None,
+        times: Any = None,
+    ) -> None:
+        check_size("max_steps", max_steps)
+        num_rows = _num_rows("values", values)
+        self.values = values
+        further = {"labels": labels, "covariates": covariates, "times": times}
+        self.further = {name: part for name, part in further.items() if part is not None}
+        self.lengths = checked_lengths(lengths, num_rows)
+        for name, part in self.further.items():
+            check_num_rows(name, (_num_rows(name, part),), num_rows)
+        self.parts = cut_by_steps(self.lengths, torch.arange(len(self.lengths)), max_steps)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Sequences]:
+        first = 0
+        for part in self.parts:
+            lengths = self.lengths[part]
+            rows = slice(first, first + int(lengths.sum()))
+            first = rows.stop
+            further = {name: values[rows] for name, values in self.further.items()}
+            yield Sequences.from_concatenated(self.values[rows], lengths, **further)
+
+
+def _num_rows(name: str, values: Any) -> int:
+    shape: Any = (
+        values.get_shape() if hasattr(values, "get_shape") else getattr(values, "shape", ())
+    )
+    if len(shape) < 1:
+        raise TypeError(
+            f"{name} must be an array of shape (M, *E), perhaps mapped; got "
+            f"{type(values).__name__}. Convert lists with numpy.asarray."
+        )
+    return int(shape[0])
+
+
+def first_sequence(data: Sequences | Parts) -> Sequences:
+    """The first sequence, as a minibatch of the whole set."""
+    return data.first if isinstance(data, Parts) else data.batch(torch.tensor([0]))
 
 
 class Window(Sequences):
@@ -83,12 +285,8 @@ class Batches:
         shard: Callable[[Any], Any] = lambda batch: batch,
         agree: Callable[[Tensor], Tensor] = lambda order: order,
     ) -> None:
-        sizes = {"batch_size": batch_size, "batch_tokens": batch_tokens, "windows": windows}
-        for name, size in sizes.items():
-            if size is not None and isinstance(data, Parts):
-                raise ValueError(
-                    f"{name} is of Sequences; of an iterable of them each step takes all."
-                )
+        if isinstance(data, Parts) and (batch_size or batch_tokens or windows):
+            raise ValueError("an iterable of Sequences is taken whole in each step; give no size.")
         if windows is not None and (data.has_gaps or data.labels is not None):
             raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
@@ -188,14 +386,10 @@ class Batches:
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of another one."""
         order, sizes, number = state["order"], state["sizes"], state["number"]
-        for name, numbers in (("order", order), ("sizes", sizes)):
-            check_integers(name, numbers)
-            check_shape(name, numbers, (numbers.numel(),), "(n,)")
         check_range("order", order, len(self.data), "N - 1")
-        if len(order.unique()) < len(order) or not isinstance(number, int):
-            raise ValueError("wanted each sequence once, and a number of batches")
-        if int(sizes.sum()) != len(order) and self.windows is None:
-            raise ValueError("wanted sizes whose sum is the number of sequences that are left")
+        whole = self.windows is not None or int(sizes.sum()) == len(order)
+        if order.dtype != sizes.dtype or len(order.unique()) < len(order) or not whole:
+            raise ValueError("wanted each sequence once, and sizes of batches that hold them")
         self.order, self.sizes, self.number = order, sizes, number
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)
@@ -228,25 +422,3 @@ def _similar(lengths: Tensor, generator: torch.Generator | None) -> Tensor:
     """A random order of sequences in which those of similar length are neighbours."""
     noise = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
     return (lengths * (1 + JITTER * noise)).argsort()
-
-
-def cut_by_steps(lengths: Tensor, order: Tensor, num_steps: int) -> list[Tensor]:
-    """Cut ``order`` into pieces of at most ``num_steps`` steps when padded, or of one sequence.
-
-    Args:
-        lengths: ``(N,)``, of all sequences.
-        order: Integers, the sequences in the order wanted.
-        num_steps: Of a piece: its longest sequence times their number.
-
-    Example:
-        >>> cut_by_steps(torch.tensor([1, 2, 3, 9]), torch.arange(4), 6)
-        [tensor([0, 1]), tensor([2]), tensor([3])]
-    """
-    sizes, longest = [0], 0
-    for length in lengths[order].tolist():
-        longest = max(longest, length)
-        if sizes[-1] and longest * (sizes[-1] + 1) > num_steps:
-            sizes.append(0)
-            longest = length
-        sizes[-1] += 1
-    return list(order.split(sizes))

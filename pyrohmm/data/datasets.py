@@ -124,8 +124,7 @@ def find(name: str) -> Path:
 
     Raises:
         ValueError: If the name is not known, or the content is not what was published.
-        FileNotFoundError: If the file is nowhere and cannot be downloaded.
-        ImportError: If it has to be downloaded and pooch is not installed.
+        Exception: If the file is nowhere and cannot be downloaded.
     """
     if not isinstance(name, str) or name not in PUBLIC_FILES:
         raise ValueError(f"name must be one of {', '.join(PUBLIC_FILES)}; got {name!r}.")
@@ -142,34 +141,19 @@ def find(name: str) -> Path:
 
 def _downloaded(name: str, file: PublicFile, target: Path) -> Path:
     """Download a file to ``target``; content with another checksum is an error, and not kept."""
-    cure = f"Put {file.path} under $PYROHMM_DATA, with SHA-256 {file.sha256}"
-    if file.url is None:
-        raise FileNotFoundError(
-            f"{name} cannot be downloaded: it was derived. {cure}, made from: {file.derived}."
-        )
     try:
+        if file.url is None:
+            raise FileNotFoundError(f"{name} cannot be downloaded: it was made from {file.derived}")
         pooch = importlib.import_module("pooch")  # optional
-    except ImportError:
-        raise ImportError(
-            f"downloading {name} needs pooch, which is not installed. Call pip install "
-            f"'pyrohmm[data]'. Or: {cure}, from {file.url}."
-        ) from None
-    try:
-        pooch.retrieve(  # the file is renamed into place only when its checksum is right
-            file.url,
-            f"sha256:{file.sha256}",
-            target.name,
-            target.parent,
-            progressbar=sys.stderr.isatty(),
+        checksum, shown = f"sha256:{file.sha256}", sys.stderr.isatty()
+        # the file is renamed into place only when its checksum is right
+        pooch.retrieve(file.url, checksum, target.name, target.parent, progressbar=shown)
+    except Exception as error:
+        error.add_note(
+            f"{file.path} may also lie under $PYROHMM_DATA, with SHA-256 {file.sha256}. Downloads "
+            "need pip install 'pyrohmm[data]'."
         )
-    except ValueError as error:  # of the checksum
-        error.add_note(f"Try again later. Or: {cure}.")
         raise
-    except Exception as error:  # of the connection, which has many kinds, or of the disk
-        raise FileNotFoundError(
-            f"{name} cannot be downloaded from {file.url} to {target} ({error}). Try again. "
-            f"Or: {cure}."
-        ) from error
     return target
 
 
@@ -212,18 +196,11 @@ def english_letters(num_characters: int | None = None, chunk: int = 100) -> Corp
     """Letters and spaces of :func:`english_text`, 27 symbols, in pieces of equal length.
 
     Args:
-        num_characters: How many, from the beginning; by default all.
+        num_characters: How many, from the beginning; by default, and at most, all.
         chunk: Length T of each piece; the last may be shorter.
-
-    Raises:
-        ValueError: If the text has fewer characters.
     """
     alphabet = LETTERS + " "
     text = plain(english_text(), alphabet)
-    if num_characters is not None and not 1 <= num_characters <= len(text):
-        raise ValueError(
-            f"num_characters must lie between 1 and {len(text)}; got {num_characters}."
-        )
     return read_characters(text[:num_characters], alphabet, chunk)
 
 

@@ -162,17 +162,12 @@ class Sequences(Dataset["Sequences"]):
             tensor([[ True, False,  True],
                     [ True, False, False]])
         """
-        if hasattr(sequences, "columns"):
-            raise TypeError(
-                f"sequences must be a list; got {type(sequences).__name__}, a table. {HOW}"
-            )
         if isinstance(sequences, np.ndarray | Tensor) and sequences.ndim == 2:
             count, steps = sequences.shape
             if steps * FLAT <= count and to_tensor("", sequences[:1]).dtype.is_floating_point:
                 warnings.warn(
-                    f"sequences of shape {(count, steps)} are {count} sequences of {steps} numbers."
-                    f" For one series of {count} vectors, call Sequences.from_concatenated(values);"
-                    " for short sequences, give list(values).",
+                    f"sequences {(count, steps)} are {count} of {steps} numbers. For one series of "
+                    "vectors call Sequences.from_concatenated; for short ones give list(values).",
                     stacklevel=2,
                 )
         values, lengths, observed = joined_steps(sequences, vocabulary)
@@ -224,9 +219,7 @@ class Sequences(Dataset["Sequences"]):
         if observed is not None:
             marks = to_tensor("observed", observed).to(known.device)
             check_booleans("observed", marks)
-            check_shape(
-                "observed", marks, (len(steps),), "(M,)", "M is the number of rows of values."
-            )
+            check_shape("observed", marks, (len(steps),), "(M,)", "M is that of values.")
             known = known & marks
         if dtype is not None:
             steps = (steps if dtype.is_floating_point else steps.nan_to_num(0.0)).to(dtype)
@@ -285,8 +278,8 @@ class Sequences(Dataset["Sequences"]):
     def to_concatenated(self) -> tuple[Tensor, Tensor]:
         """The steps of all sequences in one tensor, ``(M, *E)``, and the lengths ``(N,)``.
 
-        What :meth:`from_concatenated` takes, and hmmlearn. Missing steps are NaN; of integers,
-        which have none, they are an error.
+        What :meth:`from_concatenated` takes, and hmmlearn. Missing steps are NaN; integers with
+        missing steps become floats.
 
         Example:
             >>> Sequences.from_list([[3, 1, 4], [1]]).to_concatenated()
@@ -294,14 +287,9 @@ class Sequences(Dataset["Sequences"]):
         """
         if not self.has_gaps:
             return self.values[self.exists], self.lengths
-        if not self.values.dtype.is_floating_point:
-            raise ValueError(
-                f"values are {self.values.dtype}, and some steps are missing, for which integers "
-                "have no NaN. Take values[exists] and observed[exists] yourself."
-            )
-        values = self.values.clone()
-        values[~self.observed] = torch.nan
-        return values[self.exists], self.lengths
+        floats = self.values if self.values.is_floating_point() else self.values.double()
+        missing = ~self.observed.reshape(*self.observed.shape, *(1,) * (floats.dim() - 2))
+        return floats.masked_fill(missing, torch.nan)[self.exists], self.lengths
 
     def to_dataframe(self, states: Tensor | None = None, probs: Tensor | None = None) -> Any:
         """A ``pandas.DataFrame`` with a row for each step, such as of a table its states.
@@ -443,7 +431,7 @@ class Sequences(Dataset["Sequences"]):
             >>> len(train), len(test)
             (3, 1)
         """
-        first = round(share * len(self)) if 0 < share < 1 else 0
+        first = round(share * len(self))
         if not 0 < first < len(self):
             raise ValueError(
                 f"share must leave a sequence to each of the two parts; got {share} of "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import date, timedelta
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -63,10 +62,7 @@ def read_steps(
         steps = rows.new_zeros(len(known), *rows.shape[1:])
         steps[known] = rows
     if steps.dim() == 0 or not len(steps):
-        raise ValueError(
-            f"{name} has no step; {name} must have shape (M, *E), a row per step; got "
-            f"{tuple(steps.shape)}."
-        )
+        raise ValueError(f"{name} has no step; it must have shape (M, *E), a row per step.")
     return steps, known.to(steps.device) & ~_is_nan(steps, 1)
 
 
@@ -124,10 +120,8 @@ def read_times(values: Any, name: str = "times") -> Tensor:
     if isinstance(values, Tensor):
         return to_tensor(name, values).double()
     array = np.asarray(to_numpy(values))
-    text = array.dtype.kind in "UST"
     if array.dtype.kind == "O":
         items = [getattr(item, "start_time", item) for item in array.flat]  # of periods
-        text = any(isinstance(item, str | bytes) for item in items)
         if all(isinstance(item, date | timedelta) for item in items):
             import pandas
 
@@ -141,11 +135,11 @@ def read_times(values: Any, name: str = "times") -> Tensor:
         array = array / np.timedelta64(1, "D")
     elif array.dtype.kind in "iu":  # their float32 would lose seconds
         array = array.astype(np.float64)
-    elif text:
-        raise TypeError(
-            f"{name} must be numbers or dates; got text. Convert it, such as by pandas.to_datetime."
-        )
-    return to_tensor(name, array).double()
+    try:
+        return to_tensor(name, array).double()
+    except TypeError as error:
+        error.add_note("Convert dates by pandas.to_datetime, or sort the rows and leave time out.")
+        raise
 
 
 # Cut into sequences ------------------------------------------------------------------------------
@@ -199,24 +193,12 @@ def joined_steps(
     sequences: Iterable[Any], vocabulary: Vocabulary | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps ``(M, *E)`` of single sequences, their lengths, and which steps are not missing."""
-    parts = []
-    for number, sequence in enumerate(sequences):
-        if not hasattr(sequence, "__len__"):
-            raise TypeError(
-                f"sequence {number} must be a list, an array or a tensor of steps; got "
-                f"{type(sequence).__name__}. Wrap a single sequence in a list."
-            )
-        parts.append(read_steps(f"sequence {number}", sequence, vocabulary))
+    parts = [read_steps(f"sequence {n}", item, vocabulary) for n, item in enumerate(sequences)]
     if not parts:
         raise ValueError("sequences is empty; wanted at least one sequence.")
-    shapes = {n: tuple(steps.shape[1:]) for n, (steps, _) in enumerate(parts) if steps is not None}
-    if len(set(shapes.values())) > 1:
-        first, shape = next(iter(shapes.items()))
-        other = next(n for n in shapes if shapes[n] != shape)
-        raise ValueError(
-            f"sequences must share one event shape; sequence {first} has {shape} and sequence "
-            f"{other} has {shapes[other]}."
-        )
+    shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}
+    if len(shapes) > 1:
+        raise ValueError(f"sequences must share one event shape; got {sorted(shapes)}.")
     example = next((steps for steps, _ in parts if steps is not None), torch.zeros(1))
     rows = [
         example.new_zeros(len(known), *example.shape[1:]) if steps is None else steps
@@ -276,11 +258,7 @@ def check_labels(labels: Tensor, exists: Tensor) -> None:
     shape = tuple(exists.shape)
     check_tensor("labels", labels)
     if labels.dtype == torch.bool:
-        if labels.dim() != 3 or labels.shape[:2] != shape:
-            raise ValueError(
-                f"labels that are boolean must have shape (N, T, K) with (N, T) = {shape}; got "
-                f"{tuple(labels.shape)}."
-            )
+        check_shape("labels[..., k]", labels[..., 0], shape, "(N, T)")
         return
     check_integers("labels", labels)
     check_shape("labels", labels, shape, "(N, T)")
@@ -295,11 +273,7 @@ def check_labels(labels: Tensor, exists: Tensor) -> None:
 def check_covariates(covariates: Tensor, exists: Tensor) -> None:
     """Raise unless covariates are finite numbers wherever a step exists."""
     check_floats("covariates", covariates)
-    if covariates.dim() < 3 or covariates.shape[:2] != exists.shape:
-        raise ValueError(
-            f"covariates must have shape (N, T, C) with (N, T) = {tuple(exists.shape)}; got "
-            f"{tuple(covariates.shape)}."
-        )
+    check_shape("covariates[..., c]", covariates[..., 0], tuple(exists.shape), "(N, T)")
     wrong = ~covariates.flatten(2).isfinite().all(-1)
     if place := first(wrong & exists.to(wrong.device)):
         raise ValueError(
@@ -326,8 +300,6 @@ def check_total(total: float | None, count: int) -> float:
     """The size of the whole set of which ``count`` sequences are a part."""
     if total is None:
         return count
-    if isinstance(total, bool) or not isinstance(total, Real):
-        raise TypeError(f"total must be a number; got {type(total).__name__}.")
     if not count <= total < math.inf:
         raise ValueError(f"total must be at least the number of sequences, {count}; got {total}.")
     return int(total) if total == int(total) else float(total)

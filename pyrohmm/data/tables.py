@@ -57,16 +57,10 @@ def column(argument: str, frame: Any, name: str) -> np.ndarray:
     Raises:
         ValueError: If there is none of that name.
     """
-    names = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", None)
-    names = getattr(frame, "columns", None) if names is None else names
-    if names is None:
-        raise TypeError(
-            "frame must be a table, such as a DataFrame of pandas or polars, or a dict of columns; "
-            f"got {type(frame).__name__}."
-        )
+    names: Any = frame if isinstance(frame, Mapping) else getattr(frame, "column_names", None)
+    names = getattr(frame, "columns", ()) if names is None else names
     if name not in list(names):
-        shown = ", ".join(map(repr, list(names)[:8])) + (", ..." if len(names) > 8 else "")
-        raise ValueError(f"{argument} must name columns of frame, {shown}; got {name!r}.")
+        raise ValueError(f"{argument} must name columns of frame, {list(names)}; got {name!r}.")
     return to_numpy(frame[name])
 
 
@@ -78,8 +72,6 @@ def read_columns(
         values = column(argument, frame, names)
         steps, known = read_steps(f"{argument} {names!r}", values, vocabulary)
         return torch.zeros(len(known)) if steps is None else steps, known
-    if not len(names):
-        raise ValueError(f"{argument} is empty; wanted the name of a column, or several.")
     parts = [read_columns(argument, frame, name, vocabulary) for name in names]
     known = torch.stack([part for _, part in parts], -1)
     dtype = torch.float64 if bool((known.any(-1) & ~known.all(-1)).any()) else torch.bool
@@ -142,10 +134,7 @@ class Table(NamedTuple):
         if time is None:
             order = number.argsort(kind="stable")
             return cls(keys, names, torch.from_numpy(order), _sizes(number), None)
-        try:
-            times = read_times(columns[time], f"time {time!r}").numpy()
-        except TypeError as error:
-            raise ValueError(f"{error} Or sort the rows by it first, and leave time out.") from None
+        times = read_times(columns[time], f"time {time!r}").numpy()
         order = np.lexsort((times, number))
         number, times = number[order], times[order]
         distance = np.diff(times)[np.diff(number) == 0]
@@ -185,27 +174,24 @@ def absent_steps(distance: np.ndarray, gaps: Gaps | None) -> np.ndarray:
     ratio = distance / distance.min()
     whole = ratio.round()
     regular = bool((np.abs(ratio - whole) < 1e-3).all())
-    if not regular and gaps is not None:
+    if gaps is not None and not regular:
         raise ValueError(
-            "gaps are found where times are multiples of one step; here the distances of rows are "
+            f"gaps={gaps!r} needs times that are multiples of one step; the distances of rows are "
             f"no multiples of {distance.min():g}. Give gaps='ignore'."
         )
-    count = int((whole > 1).sum())
     if gaps == "missing":
         return (whole - 1).astype(np.int64)
+    count = int((whole > 1).sum())
     if not count or (gaps is None and not (regular and np.median(whole) == 1)):
         return none
     said = (
         f"time has gaps: {count} rows are up to {whole.max():g} steps of {distance.min():g} after "
-        "the row before"
+        "the row before. Give gaps='missing' to fill them by missing steps, or gaps='ignore' where "
+        "nothing is missing, such as between trading days."
     )
     if gaps == "error":
-        raise ValueError(f"{said}. Give gaps='missing' to fill them by missing steps.")
-    warnings.warn(
-        f"{said}. They are taken as neighbours. Give gaps='missing' to fill them by missing steps, "
-        "or gaps='ignore' where nothing is missing, such as between trading days.",
-        stacklevel=4,
-    )
+        raise ValueError(said)
+    warnings.warn(f"{said} They are taken as neighbours.", stacklevel=4)
     return none
 
 

@@ -29,7 +29,6 @@ class Vocabulary(tuple[str, ...]):
             that is listed does. Where nothing does, a symbol that is not listed is an error.
 
     Raises:
-        TypeError: If ``unknown`` is neither a string nor a function.
         ValueError: If there is no symbol, one occurs twice, or ``unknown`` is not among them.
 
     Example:
@@ -45,11 +44,6 @@ class Vocabulary(tuple[str, ...]):
 
     def __new__(cls, symbols: Iterable[str], unknown: str | Classes | None = None) -> Vocabulary:
         """Number the symbols."""
-        if not (unknown is None or isinstance(unknown, str) or callable(unknown)):
-            raise TypeError(
-                "unknown must be one of the symbols, a function that returns some, or None; got "
-                f"{type(unknown).__name__}."
-            )
         self = super().__new__(cls, symbols)
         self.unknown = unknown
         self._codes = {symbol: code for code, symbol in enumerate(self)}
@@ -58,10 +52,8 @@ class Vocabulary(tuple[str, ...]):
         if len(self._codes) < len(self):
             twice = Counter(self).most_common(1)[0][0]
             raise ValueError(f"symbols must be distinct; {twice!r} occurs more than once.")
-        if isinstance(unknown, str) and unknown not in self:
-            raise ValueError(
-                f"unknown must be one of the symbols; got {unknown!r}. Add it to them."
-            )
+        if not (unknown is None or callable(unknown) or unknown in self):
+            raise ValueError(f"unknown must be one of the symbols, or a function; got {unknown!r}.")
         return self
 
     @classmethod
@@ -111,11 +103,7 @@ class Vocabulary(tuple[str, ...]):
             ValueError: If a symbol is not listed and nothing stands for the unknown.
         """
         symbols = list(symbols)
-        if callable(self.unknown):
-            codes = [self._code(symbol) for symbol in symbols]
-        else:
-            other = None if self.unknown is None else self._codes[self.unknown]
-            codes = [self._codes.get(symbol, other) for symbol in symbols]
+        codes = [self._code(symbol) for symbol in symbols]
         if None in codes:
             raise ValueError(
                 f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols of the "
@@ -125,22 +113,18 @@ class Vocabulary(tuple[str, ...]):
 
     def _code(self, symbol: str) -> int | None:
         """Code of a symbol, or of the first that may stand for it."""
-        if symbol not in self._codes and callable(self.unknown):
-            symbol = next((each for each in self.unknown(symbol) if each in self._codes), symbol)
+        if symbol not in self._codes and self.unknown is not None:
+            others = self.unknown(symbol) if callable(self.unknown) else (self.unknown,)
+            symbol = next((other for other in others if other in self._codes), symbol)
         return self._codes.get(symbol)
 
     def decode(self, codes: Tensor) -> list[str]:
         """Symbols of ``codes``, ``(T,)`` integers; cut off the padding first.
 
         Raises:
-            ValueError: If ``codes`` has another shape, or one is not between 0 and V - 1.
+            ValueError: If one is not between 0 and V - 1.
         """
         check_integers("codes", codes)
-        if codes.dim() != 1:
-            raise ValueError(
-                f"codes must have shape (T,); got {tuple(codes.shape)}. Decode one sequence at a "
-                "time, up to its length."
-            )
         check_range("codes", codes, len(self), "V - 1", "Cut off padding and unknown labels (-1).")
         return [self[code] for code in codes.tolist()]
 

@@ -24,8 +24,7 @@ from tqdm import tqdm
 from .._checks import check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
-from ..data.batches import Batches
-from ..data.parts import Parts, in_parts, parts_of
+from ..data.batches import Batches, Parts, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint

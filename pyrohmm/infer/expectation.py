@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._sync import guessing, with_one_wait
 from ..chains.base import ExpectedCounts
-from ..data.parts import Parts, parts_of
+from ..data.batches import Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.closed_form import Statistics

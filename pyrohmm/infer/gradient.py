@@ -13,7 +13,7 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample
 
 from .._checks import check_size
-from ..data.parts import first_sequence, in_parts
+from ..data.batches import first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..nn.tabular import SharedRows

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..data.batches import Window
-from ..data.parts import Parts, parts_of
+from ..data.batches import Parts, Window, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState

@@ -15,7 +15,7 @@ from pyro.nn.module import _Context
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from ..data.parts import Parts
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, distributed
 
-from ..data.parts import Parts
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..io.identity import digits, fingerprint
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_probs, check_size
-from ..data.parts import Parts
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior

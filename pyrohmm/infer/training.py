@@ -25,8 +25,7 @@ from tqdm import tqdm
 from .._precision import full_precision
 from .._sync import with_one_wait
 from .._threads import threads_for
-from ..data.batches import Batches
-from ..data.parts import Parts, first_sequence, parts_of
+from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, fingerprint

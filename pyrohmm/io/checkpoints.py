@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import read_tensors, write_tensors
+from .files import kinds, read_tensors, write_tensors
 from .identity import difference
 
 SECONDS = 10.0  # between two saves
@@ -32,8 +32,7 @@ class Checkpoint:
         writes: Whether to write: one of several processes does.
 
     Raises:
-        FileNotFoundError: If the directory does not exist.
-        ValueError: If ``path`` is a directory.
+        ValueError: If ``path`` is a directory, or the one above it does not exist.
     """
 
     def __init__(
@@ -44,10 +43,10 @@ class Checkpoint:
         writes: bool = True,
     ) -> None:
         self.path = Path(path)
-        if not self.path.parent.is_dir():
-            raise FileNotFoundError(f"checkpoint: there is no directory {self.path.parent}.")
-        if self.path.is_dir():
-            raise ValueError(f"checkpoint must be a file; {self.path} is a directory.")
+        if self.path.is_dir() or not self.path.parent.is_dir():
+            raise ValueError(
+                f"checkpoint: there is no directory {self.path.parent}, or {path} is a directory."
+            )
         self.identity = identity
         self.generators = [generator for generator in generators if generator is not None]
         self.writes = writes
@@ -66,12 +65,24 @@ class Checkpoint:
             ValueError: If the file is damaged, or of another fit: it names the difference, or the
                 field.
         """
-        state = self._load()
-        if state is None:
+        if not self.path.exists():
             return False
+        saved, meta = read_tensors(self.path)
+        if (meta.get("kind"), meta.get("version")) != ("checkpoint", VERSION):
+            raise ValueError(
+                f"checkpoint {self.path} holds something else, or is of another version of this "
+                "package. Choose another file, or delete it to start afresh."
+            )
+        if (differing := difference(meta.get("identity"), self.identity)) is not None:
+            path, there, here = differing
+            raise ValueError(
+                f"checkpoint {self.path} belongs to another fit: its {path} is {there}, and "
+                f"here it is {here}. Choose another file, or delete it to start afresh."
+            )
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        numbers = self._random()
+        numbers, state = self._random(), Fields({})
         try:
+            state.update(_unpack(meta["state"], saved))
             restore(state)
             self._set_random(Fields(state["random"], state, "random."))
         except Exception as error:
@@ -85,36 +96,6 @@ class Checkpoint:
                 "afresh."
             ) from error
         return True
-
-    def _load(self) -> Fields | None:
-        """The state saved last, if there is one."""
-        if not self.path.exists():
-            return None
-        tensors, meta = read_tensors(self.path)
-        if meta.get("kind") != "checkpoint":
-            raise ValueError(f"checkpoint {self.path} holds something else; choose another file.")
-        if meta.get("version") != VERSION:
-            raise ValueError(
-                f"checkpoint {self.path} was written by another version of this package. Choose "
-                "another file, or delete it to start afresh."
-            )
-        identity = meta.get("identity")
-        if not isinstance(identity, dict):
-            raise ValueError(f"checkpoint {self.path} has no field identity that is an object.")
-        if (differing := difference(identity, self.identity)) is not None:
-            path, saved, wanted = differing
-            raise ValueError(
-                f"checkpoint {self.path} belongs to another fit: its {path} is {saved}, and "
-                f"here it is {wanted}. Choose another file, or delete it to start afresh."
-            )
-        try:
-            return Fields(_unpack(meta["state"], tensors))
-        except Exception as error:
-            raise ValueError(
-                f"checkpoint {self.path} has a field state that is not what fits save "
-                f"({type(error).__name__}: {error}). Choose another file, or delete it to start "
-                "afresh."
-            ) from error
 
     def is_due(self) -> bool:
         """Whether it is time to save again."""
@@ -152,10 +133,8 @@ class Fields(dict[str, Any]):
     def __init__(
         self, state: dict[str, Any], outer: Fields | None = None, prefix: str = ""
     ) -> None:
-        if not isinstance(state, dict):
-            raise TypeError(f"wanted fields with names; got {type(state).__name__}")
         super().__init__(state)
-        self.outer, self.prefix, self.asked = outer or self, prefix, ""
+        self.outer, self.prefix, self.asked = outer or self, prefix, "state"
 
     def __getitem__(self, name: str) -> Any:
         self.outer.asked = self.prefix + name
@@ -168,27 +147,27 @@ class Fields(dict[str, Any]):
             ValueError: If they differ, or a number is NaN.
         """
         found = self[name]
-        pairs = wanted.items() if isinstance(wanted, dict) else enumerate(wanted)
-        same = type(found) is type(wanted) and len(found) == len(wanted)
-        if not same or (isinstance(found, dict) and found.keys() != set(wanted)):
-            raise ValueError(f"wanted {len(wanted)} tensors in a {type(wanted).__name__}")
-        for key, like in pairs:
-            tensor = found[key]
-            kind = (tuple(like.shape), like.dtype)
-            if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != kind:
-                raise ValueError(f"{key} must be a tensor {kind[0]} {kind[1]}")
-            if bool((tensor.cpu().isnan() & ~like.cpu().isnan()).any()):
+        pairs: dict[Any, Tensor] = dict(_items(wanted))
+        if type(found) is not type(wanted) or kinds(dict(_items(found))) != kinds(pairs):
+            raise ValueError(f"wanted the tensors {kinds(pairs)}")
+        for key, like in pairs.items():
+            if bool((found[key].cpu().isnan() & ~like.cpu().isnan()).any()):
                 raise ValueError(f"{key} holds NaN")
         return found
 
     def losses(self, restarts: int | None) -> Tensor:
         """The field ``losses``, ``(n, R)`` or ``(n,)``; raise unless they are so, and no NaN."""
         found = self["losses"]
-        if not isinstance(found, Tensor) or not found.dtype.is_floating_point or found.dim() == 0:
-            raise ValueError("wanted a tensor of floating-point numbers")
-        if found.isnan().any() or (restarts is not None and found.shape[1:] != (restarts,)):
-            raise ValueError(f"wanted numbers for each of {restarts} restarts; got {found.shape}")
+        wrong = restarts is not None and found.shape[1:] != (restarts,)
+        if wrong or found.isnan().any() or not found.is_floating_point() or found.dim() == 0:
+            raise ValueError(
+                f"wanted losses (n, {restarts or ''}), none NaN; got {kinds({0: found})}"
+            )
         return found
+
+
+def _items(tensors: Any) -> Iterable[tuple[Any, Tensor]]:
+    return tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
 
 
 def _pack(item: Any, tensors: dict[str, Tensor], name: str) -> Any:

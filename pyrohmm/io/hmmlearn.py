@@ -18,10 +18,10 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from ..chains.markov import MarkovChain
 from ..distributions.constructors import is_spherical, is_tied
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
-from ..distributions.structured_hmm import HSMM
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
@@ -67,8 +67,6 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
             f"model must be one of {', '.join(cls.__name__ for cls in emissions)} of hmmlearn; got "
             f"{type(model).__name__}."
         )
-    if lengths is None:
-        raise TypeError("lengths must be a list of integers; got None. Of one sequence: [len(X)].")
     return HMM(
         _tensor(model, "startprob_").log(),
         _tensor(model, "transmat_").log(),
@@ -110,30 +108,16 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     library = _library()
     if not isinstance(hmm, HMM):
         raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
-    if isinstance(hmm, HSMM):
-        raise ValueError(
-            "hmm is an HSMM, and hmmlearn knows no durations. Fit a TabularHMM for it instead."
-        )
-    if hmm.transition_per_step or hmm.emission_per_step:
-        raise ValueError("hmm has parameters per step; hmmlearn has one set for all steps.")
-    if hmm.observed is not None:
-        raise ValueError(
-            "hmm marks steps as missing; hmmlearn knows only sequences that are observed "
-            "throughout. Build the HMM without observed."
-        )
-    if hmm.allowed is not None:
-        raise ValueError(
-            "hmm has labels, which hmmlearn does not know. Build the HMM without allowed."
-        )
-    batches = (
-        hmm.log_initial.shape[:-1], hmm.log_transition.shape[:-2], hmm.emission.batch_shape[:-1]
-    )  # fmt: skip
-    if any(batches):
-        raise ValueError(
-            "hmm must have one set of parameters; got batches of shapes "
-            f"{', '.join(str(tuple(batch)) for batch in batches)} in log_initial, log_transition "
-            "and emission. Select one of the batch."
-        )
+    refused = {
+        "durations or an order": not isinstance(hmm.chain, MarkovChain),
+        "parameters per step": hmm.transition_per_step or hmm.emission_per_step,
+        "missing steps": hmm.observed is not None,
+        "labels": hmm.allowed is not None,
+        "batches of parameters": any(hmm.chain.batch_shape) or any(hmm.emission.batch_shape[:-1]),
+    }
+    if any(refused.values()):
+        known = ", ".join(name for name, there in refused.items() if there)
+        raise ValueError(f"hmm has {known}, which hmmlearn does not know.")
     with torch.no_grad():
         model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
         model.startprob_ = _probabilities(hmm.log_initial)
@@ -221,14 +205,10 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         else:
             model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_ = _array(normal.mean)
-        if is_mixture and kind == "tied":
-            model.covars_ = _array(normal.covariance_matrix[:, 0])
-        elif kind == "tied":
-            model.covars_ = _array(normal.covariance_matrix[0])
-        elif kind == "spherical":
-            model.covars_ = _array(normal.variance[..., 0])
-        else:
-            model.covars_ = _array(normal.covariance_matrix if full else normal.variance)
+        covars = normal.covariance_matrix if full else normal.variance
+        if kind == "tied":
+            covars = covars[:, 0] if is_mixture else covars[0]
+        model.covars_ = _array(covars[..., 0] if kind == "spherical" else covars)
         model.n_features = normal.event_shape[0]
     else:
         raise TypeError(

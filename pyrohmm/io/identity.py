@@ -23,7 +23,7 @@ from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
 
-from ..data.parts import Parts
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 
 LONGEST = 200  # characters of a value in an error

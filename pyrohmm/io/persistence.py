@@ -27,7 +27,7 @@ from ..distributions.structured_hmm import HSMM, FactorialHMM, SecondOrderHMM
 from ..nn.family import FAMILIES
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
-from .files import TENSORS, FilePath, read_directory, write_directory
+from .files import TENSORS, FilePath, kinds, read_directory, write_directory
 
 # Every class that is ever built from a file, besides what emission families emit: by calling it
 # with tensors, integers, booleans, and distributions. Programs may add their own.
@@ -120,19 +120,17 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
     tensors, meta = read_directory(directory, "module")
-    state = _state(module)
-    differences = _differences(module, state, tensors, meta)
+    here, there = kinds(module.state_dict()), kinds(tensors)
+    here["its class"], there["its class"] = type(module).__qualname__, str(meta.get("class"))
+    differences = [
+        f"{name} is {there.get(name, 'not')} in the file, {here.get(name, 'not')} in module"
+        for name in sorted(here | there)
+        if here.get(name) != there.get(name)
+    ]
     if differences:
         path = Path(directory) / TENSORS
         raise ValueError(f"{path} differs from module: {'; '.join(differences)}.")
-    before = {name: tensor.clone() for name, tensor in state.items()}
-    try:
-        module.load_state_dict(tensors)
-    except BaseException:
-        with torch.no_grad():
-            for name, tensor in state.items():
-                tensor.copy_(before[name])
-        raise
+    module.load_state_dict(tensors)
 
 
 def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -142,7 +140,7 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
     if type(thing) is BlockHMM:
         return _describe_block_hmm(thing)
     if isinstance(thing, nn.Module):
-        return _state(thing), {"kind": "module", "class": type(thing).__qualname__}
+        return dict(thing.state_dict()), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
         "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, ContinuousTimeHMM, BlockHMM or "
         f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of "
@@ -160,41 +158,9 @@ def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     return hmm
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """The state of ``module``; raise unless it is tensors that exist."""
-    state = dict(module.state_dict())
-    for name, value in state.items():
-        if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
-            raise TypeError(
-                f"{name} of {type(module).__name__} must be a tensor; got {type(value).__name__}. "
-                "Call a lazy module once; keep extra state elsewhere."
-            )
-    return state
-
-
-def _differences(
-    module: nn.Module, state: dict[str, Tensor], saved: dict[str, Tensor], meta: dict[str, Any]
-) -> list[str]:
-    """Text with the differences between ``saved`` and the state of ``module``."""
-    found, wanted = meta.get("class"), type(module).__qualname__
-    differences = [] if found == wanted else [f"class {found} in the file, {wanted} in module"]
-    for name in sorted(state.keys() | saved.keys()):
-        if name not in saved:
-            differences.append(f"{name} is not in the file")
-        elif name not in state:
-            differences.append(f"{name} is not in module")
-        elif state[name].shape != saved[name].shape or state[name].dtype != saved[name].dtype:
-            differences.append(
-                f"{name} is {tuple(saved[name].shape)} {saved[name].dtype} in the file, "
-                f"{tuple(state[name].shape)} {state[name].dtype} in module"
-            )
-    return differences
-
-
 # An HMM --------------------------------------------------------------------------------------
 
-# functions of scale_tril that a distribution may keep: a second computation may round otherwise
-_CACHED = ("covariance_matrix", "precision_matrix")
+_COMPUTED = {"covariance_matrix", "precision_matrix"}  # from scale_tril
 # Of every class the chain that it is built with: HMM.of gives an HMM any other.
 _CHAINS: dict[type[HMM], type[Chain]] = {
     HMM: MarkovChain,
@@ -239,7 +205,7 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     for argument in _arguments(families[name]):
         name = argument.name
         if isinstance(argument.default, bool):
-            built[name] = _flag(meta, name)
+            built[name] = meta[name]
         elif name in tensors:
             built[name] = tensors.pop(name)
         elif f"{name}.0" in tensors:
@@ -247,7 +213,7 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
             built[name] = [tensors.pop(f"{name}.{m}") for m in range(len(parts))]
     emission = _build_part(meta.get("emission"), "emission", tensors)
     return families[meta.get("class", "HMM")](
-        **built, emission=emission, validate_args=_validation(meta)
+        **built, emission=emission, validate_args=meta.get("validate_args")
     )
 
 
@@ -276,7 +242,7 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
         vectors = tensors.pop("leave"), tensors.pop("enter")
         transition = InnerProductTransition(*vectors, blocks, tensors.pop("block_logits", None))
     lengths, observed = tensors.pop("lengths"), tensors.pop("observed", None)
-    validation = _validation(meta)
+    validation = meta.get("validate_args")
     return BlockHMM(
         initial, transition, emission, blocks, lengths, observed, validate_args=validation
     )
@@ -295,7 +261,6 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         )
     options: dict[str, int] = {}
     parts: list[Any] = []
-    held = dict(vars(part))  # reading an attribute may compute it
     for name, value in arguments_of(part).items():
         if isinstance(value, Tensor):
             tensors[f"{path}.{name}"] = value
@@ -304,14 +269,9 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         else:
             inner = f"{path}.{ATTRIBUTES.get(name, name)}"
             parts.append(_describe_part(value, inner, tensors))
-    tensors.update({f"{path}.{name}": held[name] for name in _CACHED if name in held})
-    validation = held.get("_validate_args")
-    return {
-        "class": family.__name__,
-        "validate_args": validation,
-        "options": options,
-        "parts": parts,
-    }
+    validation = vars(part).get("_validate_args")
+    node = {"class": family.__name__, "validate_args": validation}
+    return node | {"options": options, "parts": parts}
 
 
 def _build_part(
@@ -320,32 +280,24 @@ def _build_part(
     """Distribution from its description; its tensors are taken out of ``tensors``."""
     if isinstance(node, list):
         return [_build_part(item, f"{path}.{i}", tensors) for i, item in enumerate(node)]
-    if not isinstance(node, dict) or not isinstance(node.get("class"), str):
-        raise ValueError(f"{path} must be described by an object with a class")
     family = _classes().get(node["class"])
     if family is None:
         raise ValueError(f"{path} is of class {node['class']}, which is not one that can be built")
-    names, options, parts = argument_names(family), node.get("options"), node.get("parts")
-    if not isinstance(options, dict) or not all(isinstance(o, int) for o in options.values()):
-        raise ValueError(f"{path} must have integers or booleans as options; got {options}")
-    if not isinstance(parts, list) or not options.keys() <= set(names):
-        raise ValueError(f"{path} must have options among {names}, and a list of parts")
+    names = argument_names(family)
     given: dict[str, Any] = {
         name: tensors.pop(key) for name in names if (key := f"{path}.{name}") in tensors
     }
     either: dict[str, Tensor] = {
         name: given.pop(name) for name in ("probs", "logits") if name in given
     }
-    cached = {name: given.pop(name) for name in _CACHED if name in given}
-    for name, inner in zip(names, parts):
+    for name in _COMPUTED & given.keys():  # of files of version 0.4
+        del given[name]
+    for name, inner in zip(names, node["parts"]):
         given[name] = _build_part(inner, f"{path}.{ATTRIBUTES.get(name, name)}", tensors)
     first = dict(list(either.items())[:1])
-    built = family(**given, **first, **options, validate_args=_validation(node))
+    built = family(**given, **first, **node["options"], validate_args=node.get("validate_args"))
     if either:
         _restore(holder_of(built), either, path)
-    for name, tensor in cached.items():
-        _check_agreement(getattr(built, name), tensor, f"{path}.{name}")
-        setattr(built, name, tensor)
     return built
 
 
@@ -363,7 +315,10 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
     if len(either) == 2:
         other = "logits" if name == "probs" else "probs"
         convert = probs_to_logits if name == "probs" else logits_to_probs
-        _check_agreement(convert(held[name], is_binary), held.pop(other), f"{path}.{other}")
+        computed, saved = convert(held[name], is_binary), held.pop(other)
+        scale = float(computed.abs().nan_to_num(0.0, 0.0, 0.0).max())
+        if not torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True):
+            raise ValueError(f"{path}.{other} disagrees with {name} beside it")
     if "_param" in held:  # torch keeps there what a distribution was built from
         held["_param"] = held[name]
     probs = held[name] if name == "probs" else logits_to_probs(held[name], is_binary)
@@ -377,27 +332,7 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
         )
 
 
-def _check_agreement(computed: Tensor, saved: Tensor, name: str) -> None:
-    """Raise unless what was saved is what its distribution computes, up to rounding."""
-    scale = float(computed.abs().nan_to_num(0.0, 0.0, 0.0).max()) if computed.numel() else 0.0
-    alike = computed.shape == saved.shape and computed.dtype == saved.dtype
-    if not (alike and torch.allclose(computed, saved, 1e-3, 1e-4 * scale, equal_nan=True)):
-        raise ValueError(f"{name} disagrees with the parameters beside it")
-
-
 def _classes() -> dict[str, type]:
     """The classes that a file may name."""
     kinds = [*BUILT_FROM, *(kind for kind in FAMILIES if issubclass(kind, TorchDistributionMixin))]
     return {kind.__name__: kind for kind in kinds}
-
-
-def _flag(node: dict[str, Any], name: str) -> bool:
-    value = node.get(name)
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false; got {value!r}")
-    return value
-
-
-def _validation(node: dict[str, Any]) -> bool | None:
-    """Whether values are to be checked; None leaves it to Pyro's setting."""
-    return None if node.get("validate_args") is None else _flag(node, "validate_args")

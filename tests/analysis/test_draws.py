@@ -6,7 +6,7 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Categorical, Dirichlet, Normal
+from pyro.distributions import Categorical, Dirichlet
 from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule
@@ -22,7 +22,6 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     draws,
-    fit_em,
     fit_map,
     fit_svi,
     normal_tied,
@@ -299,30 +298,7 @@ def test_invariants_are_those_of_a_table_of_all_paths():
         torch.testing.assert_close(found["transition_entropy"][0, s], (occupancy * entropy).sum())
 
 
-def test_invariants_do_not_depend_on_names():
-    some = from_prior(MarginalModel(MODULES["dense"]()), 2, 3)
-    names = torch.stack([torch.randperm(3) for _ in range(6)]).unflatten(0, (2, 3))
-    before, after = (
-        each.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
-        for each in (some, some.permute_states(names, DATA))
-    )
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value)
-
-
 # Where draws come from ----------------------------------------------------------------------------
-
-
-def test_a_point_is_one_draw():
-    for fit in (
-        fit_em(MODULES["tabular"](), DATA, num_steps=3),
-        fit_map(MarginalModel(MODULES["tabular"]()), DATA, num_steps=3, progress=False),
-    ):
-        some = PosteriorDraws.of(fit, num_draws=7)
-        assert some.shape == (1, 1)
-        assert not some.stats
-        for name, value in fit.values.items():
-            assert torch.equal(some.values[name][0, 0], value)
 
 
 def test_a_guide_gives_its_draws_and_their_density():
@@ -342,21 +318,6 @@ def test_a_guide_gives_its_draws_and_their_density():
         prior = fit.params["params"][name].detach().exp()  # kept as its logarithm
         scores = torch.distributions.Dirichlet(prior).log_prob(some.values[f"module.{name}"])
         total += scores.reshape(1, 5, -1).sum(-1)
-    torch.testing.assert_close(some.stats["log_guide"], total)
-
-
-def test_an_autoguide_gives_all_its_draws_at_once():
-    model = MarginalModel(DenseHMM(2, 3, 2))
-    guide = AutoNormal(model)
-    some = PosteriorDraws.of(
-        fit_svi(model, guide, DATA, num_steps=3, progress=False), num_draws=5000
-    )
-    total = torch.zeros(1, 5000)
-    for name, value in some.values.items():
-        loc, scale = (each.detach() for each in guide._get_loc_and_scale(name))
-        total += Normal(loc, scale).log_prob(value).flatten(2).sum(-1)
-        error = (value.mean((0, 1)) - loc).abs() / scale
-        assert error.max() < 5 / 5000**0.5
     torch.testing.assert_close(some.stats["log_guide"], total)
 
 
@@ -397,29 +358,12 @@ def test_chains_of_a_sampler(monkeypatch):
     assert torch.equal(some.stats["diverging"], wanted)
 
 
-def test_a_model_without_latent_variables_is_one_draw():
-    module = TabularHMM.from_hmm(MODULES["tabular"]()(LENGTHS))
-    some = PosteriorDraws.of({}, MarginalModel(module))
-    assert some.shape == (1, 1)
-    torch.testing.assert_close(
-        some.hmm(DATA).log_prob(DATA.values)[0, 0], module(LENGTHS).log_prob(DATA.values)
-    )
-
-
 def test_errors_say_what_was_wanted():
     model, values, data = separate()
-    with pytest.raises(TypeError, match="got list"):
-        PosteriorDraws.of([values], model)
     with pytest.raises(ValueError, match="model must be given"):
         PosteriorDraws.of(values)
     with pytest.raises(ValueError, match="chains"):
         PosteriorDraws.of({"x": torch.zeros(2, 3), "y": torch.zeros(3, 2)}, model)
-    with pytest.raises(ValueError, match="dims must hold"):
-        PosteriorDraws.of(
-            jittered(values, 1, 2), model, dims={"module.initial": ("state", "state")}
-        )
-    with pytest.raises(ValueError, match="dims must hold"):
-        PosteriorDraws.of(jittered(values, 1, 2), model, dims={"initial": ("state",)})
     some = PosteriorDraws.of(jittered(values, 1, 2), model)
     with pytest.raises(ValueError, match="names must have shape"):
         some.permute_states(torch.arange(3), data)
@@ -432,8 +376,6 @@ def test_errors_say_what_was_wanted():
         PosteriorDraws.of(drawn, model).hmm(data)
     with pytest.raises(TypeError, match="return hmm"):
         PosteriorDraws.of(some, lambda data: None).hmm(data)
-    with pytest.raises(ValueError, match="batch_size"):
-        some.map(data, lambda hmm: hmm.log_initial, 0)
 
 
 def test_modules_of_other_sizes_have_dimensions_of_their_own():

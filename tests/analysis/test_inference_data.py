@@ -87,38 +87,24 @@ def test_groups_and_their_dimensions():
     model, data = cases("vectors")
     values = from_prior(model, data)
     found = to_arviz(values, data, model, per_step=True, num_predictive=2)
-    sizes = {
-        group: {name: dict(each.sizes) for name, each in found[group].data_vars.items()}
-        for group in (
-            "posterior",
-            "log_likelihood",
-            "sample_stats",
-            "posterior_predictive",
-            "observed_data",
-        )
-    }
-    draw = {"chain": 2, "draw": 3}
-    assert sizes == {
+    draw = ("chain", "draw")
+    dims = {
         "posterior": {
-            "module.initial": draw | {"state": 3},
-            "module.transition": draw | {"state": 3, "next_state": 3},
-            "module.emission.loc": draw | {"state": 3, "module.emission.loc_dim_1": 2},
-            "module.emission.variance": draw | {"state": 3, "module.emission.variance_dim_1": 2},
-            "log_evidence": draw,
-            "effective_states": draw,
-            "transition_entropy": draw,
-            "occupancy": draw | {"rank": 3},
+            "module.initial": (*draw, "state"),
+            "module.transition": (*draw, "state", "next_state"),
+            "module.emission.loc": (*draw, "state", "module.emission.loc_dim_1"),
+            "module.emission.variance": (*draw, "state", "module.emission.variance_dim_1"),
+            "log_evidence": draw, "effective_states": draw, "transition_entropy": draw,
+            "occupancy": (*draw, "rank"),
         },
-        "log_likelihood": {
-            "x": draw | {"sequence": 3},
-            "x_step": draw | {"sequence": 3, "step": 6},
-        },
+        "log_likelihood": {"x": (*draw, "sequence"), "x_step": (*draw, "sequence", "step")},
         "sample_stats": {"lp": draw},
-        "posterior_predictive": {
-            "x": {"chain": 2, "draw": 2, "sequence": 3, "step": 6, "x_dim_0": 2}
-        },
-        "observed_data": {"x": {"sequence": 3, "step": 6, "x_dim_0": 2}},
-    }
+        "posterior_predictive": {"x": (*draw, "sequence", "step", "x_dim_0")},
+        "observed_data": {"x": ("sequence", "step", "x_dim_0")},
+    }  # fmt: skip
+    for group, names in dims.items():
+        assert {name: part.dims for name, part in found[group].data_vars.items()} == names
+    assert found["posterior_predictive"]["x"].shape == (2, 2, 3, 6, 2)
     for name, value in values.items():
         np.testing.assert_array_equal(found["posterior"][name].values, value.numpy())
     seen = found["observed_data"]["x"].values
@@ -168,14 +154,6 @@ def test_a_single_point_is_refused_in_words(fit):
     for posterior in (found, PosteriorDraws.of(found)):
         with pytest.raises(ValueError, match=r"single point.*MAP or EM.*loo, compare.*fit_svi"):
             to_arviz(posterior, data)
-
-
-def test_align_renames_states():
-    model, data = cases("symbols")
-    some = PosteriorDraws.of(from_prior(model, data, 2, 4), model)
-    found = to_arviz(some, data, align=True)["posterior"]
-    for name, value in some.aligned(data).values.items():
-        np.testing.assert_array_equal(found[name].values, value.numpy())
 
 
 # Leaving out sequences ----------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     HMM,
@@ -23,8 +22,6 @@ from pyrohmm import (
     dense,
     fit_em,
     fit_map,
-    fit_svi,
-    freeze,
     left_to_right,
     metrics,
     normal,
@@ -61,34 +58,6 @@ def test_perplexity_is_the_inverse_geometric_mean_of_the_evidence():
     assert found.value == pytest.approx(math.exp(-total / 6))
 
 
-@pytest.mark.parametrize("num_symbols", [4, 10])
-def test_perplexity_of_a_uniform_distribution_is_the_number_of_symbols(num_symbols):
-    data = some_data()
-    even = torch.zeros(num_symbols, num_symbols).log_softmax(-1)
-    hmm = HMM(even[0], even, dist.Categorical(logits=even), data.lengths, data.observed)
-    found = metrics.perplexity(hmm, data)
-    assert found.value == pytest.approx(num_symbols)
-    assert str(found) == f"perplexity {num_symbols:.2f} over 6 tokens"
-
-
-def test_perplexity_of_impossible_data_is_infinite():
-    never = torch.tensor([[0.0, -torch.inf]])
-    data = Sequences(torch.tensor([[1]]), torch.tensor([1]))
-    one = torch.zeros(1, 1)
-    found = metrics.perplexity(HMM(one[0], one, dist.Categorical(logits=never), data.lengths), data)
-    assert found.log_evidence == -math.inf
-    assert found.value == math.inf
-
-
-def test_perplexity_of_nothing_is_refused():
-    nothing = torch.zeros(1, 2, dtype=torch.bool)
-    data = Sequences(torch.zeros(1, 2).long(), torch.tensor([2]), nothing)
-    one = torch.zeros(1, 1)
-    hmm = HMM(one[0], one, dist.Categorical(logits=torch.zeros(1, 2)), data.lengths, nothing)
-    with pytest.raises(ValueError, match="data has no observed step"):
-        metrics.perplexity(hmm, data)
-
-
 # Agreement up to renaming
 
 states = st.integers(1, 4).flatmap(
@@ -118,49 +87,6 @@ def test_accuracy_is_the_best_over_all_renamings(drawn):
         known = truth >= 0
         share = (renamed[known] == truth[known]).double().mean().item()
         assert share == pytest.approx(expected)
-
-
-def test_align_is_one_to_one_even_for_states_that_never_occur():
-    found = metrics.align(torch.tensor([0, 0]), torch.tensor([3, 3]), num_states=6)
-    assert found[0] == 3
-    assert sorted(found.tolist()) == list(range(6))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
-def test_integers_of_every_size_will_do(dtype):
-    """Twenty states: a table of four hundred cells does not fit in eight bits."""
-    truth = torch.arange(20, dtype=dtype)
-    predicted = truth.flip(0)
-    assert metrics.align(predicted, truth).tolist() == list(range(19, -1, -1))
-    assert metrics.one_to_one_accuracy(predicted, truth) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("predicted", "truth", "size", "kind", "words"),
-    [
-        ([0.5], [0], None, TypeError, "predicted must hold integers; got dtype torch.float64"),
-        ([0], [0.5], None, TypeError, "truth must hold integers; got dtype torch.float64"),
-        ([0, 1], [0], None, ValueError, r"one shape; got \(2,\) and \(1,\)"),
-        ([0, 1], [-1, -1], None, ValueError, "truth has no known state"),
-        (
-            [-1, 1],
-            [0, 1],
-            None,
-            ValueError,
-            "predicted must lie between 0 and K - 1 = 1; got values from -1 to 1",
-        ),
-        (
-            [0, 3],
-            [0, 1],
-            2,
-            ValueError,
-            "predicted must lie between 0 and K - 1 = 1; got values from 0 to 3",
-        ),
-    ],
-)
-def test_bad_states_are_named(predicted, truth, size, kind, words):
-    with pytest.raises(kind, match=words):
-        metrics.align(torch.tensor(predicted), torch.tensor(truth), size)
 
 
 @patient
@@ -200,16 +126,6 @@ def test_variation_of_information_is_what_either_does_not_say_of_the_other(drawn
         assert found <= math.log(len(known)) + 1e-12
 
 
-@pytest.mark.parametrize(
-    "measure", [metrics.many_to_one_accuracy, metrics.variation_of_information]
-)
-def test_unknown_states_do_not_count_in_other_measures_either(measure):
-    predicted, truth = torch.tensor([0, 1, 1, 7]), torch.tensor([2, 0, 2, -1])
-    assert measure(predicted, truth) == measure(predicted[:3], truth[:3])
-    with pytest.raises(ValueError, match="truth has no known state"):
-        measure(predicted, torch.full_like(truth, -1))
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_transitions_are_aligned_by_the_best_of_all_permutations(size):
     found, truth = torch.randn(2, size, size).softmax(-1)
@@ -225,32 +141,6 @@ def test_transitions_are_aligned_by_the_best_of_all_permutations(size):
     assert distance(renaming) == pytest.approx(distance(best))
 
 
-@pytest.mark.parametrize("size", [5, 8, 9, 15])
-def test_a_renamed_matrix_is_recognised_through_noise(size):
-    truth = dist.Dirichlet(torch.full((size, size), 0.3)).sample()
-    order = torch.randperm(size)
-    noisy = 0.95 * truth[order][:, order] + 0.05 * torch.randn(size, size).softmax(-1)
-    assert metrics.align_transitions(noisy, truth).equal(order)
-
-
-def test_an_hmm_aligned_by_its_transitions_is_the_same_with_the_true_numbers():
-    order = torch.tensor([2, 0, 1])
-    truth = HMM(
-        torch.randn(3).log_softmax(-1),
-        torch.randn(3, 3).log_softmax(-1),
-        dist.Categorical(logits=torch.randn(3, 4)),
-        torch.tensor([5]),
-    )
-    found = truth.permute_states(order)
-    renaming = metrics.align_transitions(found.log_transition.exp(), truth.log_transition.exp())
-    again = found.permute_states(renaming.argsort())
-    torch.testing.assert_close(again.log_initial, truth.log_initial)
-    torch.testing.assert_close(again.log_transition, truth.log_transition)
-    torch.testing.assert_close(again.emission.logits, truth.emission.logits)
-    values = truth.sample()
-    assert renaming[found.viterbi(values)].equal(truth.viterbi(values))
-
-
 # Which states are in use
 
 
@@ -261,29 +151,6 @@ def test_a_histogram_counts_steps_that_exist():
     marked = states.masked_fill(~data.exists, -1)
     assert metrics.state_histogram(marked, 6).tolist() == [1, 1, 2, 0, 1, 0]
     assert metrics.state_histogram(marked[:, :0], 2).tolist() == [0, 0]
-
-
-@pytest.mark.parametrize(("at_least", "number"), [(0, 4), (1, 3), (2, 2), (3, 1), (4, 0)])
-def test_identified_states_are_those_seen_often_enough(at_least, number):
-    states = torch.tensor([[0, 3, 3], [3, 1, 1]])
-    assert metrics.num_identified(states, 4, at_least) == number
-
-
-@pytest.mark.parametrize(
-    ("states", "kind", "words"),
-    [
-        (
-            [0, 2],
-            ValueError,
-            "between 0 and K - 1 = 1; got values from 0 to 2. Steps that do not .* -1",
-        ),
-        ([-2, 0], ValueError, "got values from -2 to 0"),
-        ([0.5], TypeError, "states must hold integers"),
-    ],
-)
-def test_states_out_of_range_are_not_counted_but_named(states, kind, words):
-    with pytest.raises(kind, match=words):
-        metrics.state_histogram(torch.tensor(states), 2)
 
 
 # Distances
@@ -318,25 +185,6 @@ def test_diversity_is_the_mean_over_pairs_and_over_states(size):
         }
         pairs = [distance[pair] for pair in itertools.combinations(range(size), 2)]
         assert whole[b].item() == pytest.approx(np.mean(pairs))
-
-
-def test_one_disjoint_pair_makes_the_mean_infinite():
-    """Those states that share something with each other have a finite mean of their own."""
-    probs = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
-    assert metrics.diversity(probs) == torch.inf
-    assert metrics.diversity(torch.full((3, 2), 0.5)).item() == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 1, 3)])
-def test_diversity_needs_two_rows(shape):
-    with pytest.raises(ValueError, match="at least two rows to compare; got"):
-        metrics.diversity(torch.full(shape, 1 / 3))
-
-
-@pytest.mark.parametrize("distance", [metrics.bhattacharyya, metrics.diversity])
-def test_logarithms_have_no_distance(distance):
-    with pytest.raises(ValueError, match=r"Take .exp\(\)"):
-        distance(torch.full((2, 2), 0.5).log())
 
 
 # Choosing
@@ -387,21 +235,6 @@ def test_a_parameter_that_parts_share_is_counted_once():
     module.other = other
     rates = 2
     assert metrics.num_parameters(module, data) == count + rates
-
-
-@pytest.mark.parametrize("scale", [0.5, 2.0])
-def test_rows_that_do_not_sum_to_one_have_no_distance(scale):
-    probs = scale * torch.tensor([[0.5, 0.5], [1.0, 0.0]])
-    for distance in (metrics.bhattacharyya, metrics.diversity):
-        with pytest.raises(ValueError, match="probs must sum to one"):
-            distance(probs)
-
-
-def test_frozen_parameters_are_not_counted():
-    module = TabularHMM(2, normal(3))
-    freeze(module, "emission.loc", torch.zeros(2, 3))
-    data = Sequences(torch.zeros(1, 1, 3), torch.tensor([1]))
-    assert metrics.num_parameters(module, data) == 1 + 2 + 6
 
 
 def test_criteria_by_their_formulas():
@@ -515,14 +348,3 @@ def test_zeros_of_points_and_frozen_points_are_not_free():
     assert metrics.num_parameters(module, data) == 2
     fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_steps=3)
     assert torch.equal(fit.model.module.emission.loc, torch.zeros(3))
-
-
-def test_criteria_ask_for_a_point():
-    data = datasets.casino(num_sequences=3, num_steps=5).without_labels()
-    model = MarginalModel(TabularHMM(2, categorical(6)))
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=2)
-    with pytest.raises(ValueError, match="fit must be one of EM or MAP"):
-        metrics.aic(fit, data)
-    same = Sequences(data.values[:1].repeat(5, 1), torch.full((5,), 5))
-    each = metrics.log_evidence(fit, same, batch_size=2)  # one draw for all the batches
-    torch.testing.assert_close(each, each[:1].expand(5))

@@ -9,7 +9,6 @@ from pyro import distributions as dist
 
 from pyrohmm import HMM, HSMM, Fit, Restarts, plots, queries
 from pyrohmm.distributions import (
-    Autoregressive,
     AutoregressiveCategorical,
     AutoregressiveNormal,
 )
@@ -96,33 +95,17 @@ def test_states_are_stacked_shares_that_fill_the_axes(axes, num_steps, num_state
     assert first == pytest.approx(probs[:, 0].max().item())
 
 
-def test_losses_are_shown_per_observed_step(axes):
-    fit = Fit(None, None, torch.tensor([8.0, 4.0, 2.0]), False, "", 0.0, num_observed=4)
-    assert plots.losses(fit, axes) is axes
-    (line,) = axes.lines
-    assert line.get_ydata().tolist() == [2.0, 1.0, 0.5]
-    assert "nats" in axes.get_ylabel()
-
-
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
         (lambda axes: plots.transition(chain(batch=(2,)), axes=axes), r"hmm must .*\(2, 3, 3\)"),
-        (lambda axes: plots.transition(chain(2), ["one"], axes), "names must"),
         (lambda axes: plots.emission(chain(2, 3), ["a"], axes=axes), "symbols must have V = 3"),
-        (lambda axes: plots.emission(chain(2, 1), ["a"], ["b"], axes), "names must"),
         (lambda axes: plots.emission(chain(batch=(2,)), "abcd", axes=axes), "hmm must"),
-        (lambda axes: plots.emission(normals(2, 2), "abcd", axes=axes), "symbols must have D = 2"),
         (lambda axes: plots.emission(normals(2, 2, 2), axes=axes), r"event shape \(2, 2\)"),
         (lambda axes: plots.timeline(torch.tensor([0, 2]), ["a", "b"], axes=axes), "state 2"),
         (lambda axes: plots.series(normals(2, 2), torch.ones(3, 2), axes=axes), "one sequence of"),
-        (lambda axes: plots.graph(chain(2), ["one"], axes=axes), "names must"),
-        (lambda axes: plots.criterion({}, axes=axes), "scores must"),
         (lambda axes: plots.hazard(chain(2), 3, names=["one"], axes=axes), "names must"),
         (lambda axes: plots.survival(chain(batch=(2,)), 3, axes=axes), "hmm must have one set"),
-        (lambda axes: plots.transition_posterior(torch.ones(2, 2), axes=axes), "samples must"),
-        (lambda axes: plots.states(torch.ones(2, 3, 1), axes=axes), r"probs must .*\(2, 3, 1\)"),
-        (lambda axes: plots.states(torch.ones(4, 2) / 2, ["one"], axes), "names must"),
     ],
 )
 def test_bad_input_is_named(axes, draw, message):
@@ -241,22 +224,6 @@ def test_symbols_that_depend_on_those_before_are_a_table_of_contexts(axes, lags,
     context = torch.tensor([1] if lags == 1 else [1, 2])
     row = rows.index(f"high: {' '.join(symbols[v] for v in context)}")
     torch.testing.assert_close(shown[row], emission.given(context).probs[1])
-
-
-def test_other_emissions_that_depend_on_those_before_say_what_can_be_drawn(axes):
-    class Contagious(Autoregressive):
-        def __init__(self, base):
-            super().__init__(dist.Poisson(base), 1, base.shape)
-            self.base = base
-
-        def given(self, context):
-            return dist.Poisson(self.base + context)
-
-    hmm = of(Contagious(torch.tensor([1.0, 5.0])))
-    with pytest.raises(ValueError, match=r"Contagious.*hmm\.emission\.given\(context\)"):
-        plots.emission(hmm, axes=axes)
-    plots.emission(hmm.replace(emission=hmm.emission.given(torch.tensor([3.0]))), axes=axes)
-    assert axes.get_xlabel() == "count"
 
 
 def test_a_timeline_has_a_bar_for_each_segment(axes):
@@ -380,26 +347,7 @@ def test_durations_are_drawn_as_long_as_visits_last(axes):
     assert len(axes.lines[0].get_xdata()) == 200
 
 
-@pytest.mark.parametrize("num_states", [11, 20, 60])
-def test_many_states_have_colours_of_their_own_and_no_legend(axes, num_states):
-    hmm = of(dist.Normal(torch.arange(float(num_states)), 1.0), num_states)
-    path = torch.arange(num_states)
-    draws = [
-        lambda: plots.states(torch.eye(num_states), axes=axes),
-        lambda: plots.timeline(path, axes=axes),
-        lambda: plots.series(hmm, path.double(), axes=axes),
-        lambda: plots.durations(hmm, 5, axes=axes),
-        lambda: plots.emission(hmm, axes=axes),
-        lambda: plots.transition(hmm, axes=axes),
-        lambda: plots.graph(hmm, axes=axes),
-    ]
-    for draw in draws:
-        axes.clear()
-        draw()
-        assert axes.get_legend() is None
-        if len(axes.lines) == num_states:
-            assert len({tuple(matplotlib.colors.to_rgba(x.get_color())) for x in axes.lines}) == (
-                num_states
-            )
-    arrows = [text for text in axes.texts if getattr(text, "arrow_patch", None)]
-    assert len(arrows) == 40  # of many that are equally probable
+def test_colours_are_distinct_and_long_legends_left_out(axes):
+    plots.states(torch.eye(60), axes=axes)
+    assert axes.get_legend() is None
+    assert len({part.get_facecolor()[0].tobytes() for part in axes.collections}) == 60

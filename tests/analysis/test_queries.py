@@ -21,7 +21,6 @@ from pyrohmm import (
     TabularHMM,
     blocks,
     categorical,
-    cooccurrence,
     queries,
 )
 
@@ -93,20 +92,6 @@ def test_k_best_are_the_first_of_the_sorted_table(emission, layout):
             own = found[possible][:, :length]
             assert len(np.unique(own, axis=0)) == possible.sum(), "a path came twice"
             assert_close(torch.as_tensor(oracle.joint(*logs, own)), expected[possible], case)
-
-
-@every_layout
-def test_the_best_path_is_that_of_viterbi(emission, layout):
-    for case in cases(emission, layout):
-        hmm, values, *_ = build(case._replace(zeros=False))
-        assert torch.equal(queries.k_best(hmm, values, 4)[0][..., 0, :], hmm.viterbi(values))
-
-
-def test_all_paths_together_have_the_evidence():
-    hmm = casino([4, 2])
-    values = torch.tensor([[0, 2, 2, 1], [1, 2, 0, 0]])
-    _, log_joint = queries.k_best(hmm, values, 16)
-    assert_close(log_joint.logsumexp(-1), hmm.log_prob(values))
 
 
 def test_an_impossible_sequence_has_no_paths():
@@ -199,16 +184,6 @@ def test_a_continuation_completes_the_joint_density(layout, switches):
         longer = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths + 2, seen)
         whole = whole[..., : longer.num_steps]
         assert_close(longer.log_prob(whole), evidence + ahead.log_prob(more), case)
-
-
-def test_continuations_have_the_marginals_that_are_forecast():
-    hmm = casino([4, 2])
-    values = torch.tensor([[0, 2, 2, 2], [1, 0, 2, 2]])
-    drawn, _ = queries.continuation(hmm, values, 2).sample_with_states([20000])
-    marginals = hmm.forecast(values, 2).probs  # (2, 2, 3)
-    for index in np.ndindex(2, 2):
-        counts = np.bincount(drawn[(slice(None), *index)], minlength=3)
-        assert oracle.looks_drawn_from(counts, marginals[index].numpy())
 
 
 def test_continuations_need_a_model_without_steps_and_a_possible_past():
@@ -309,28 +284,6 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
         assert_close(marginals.variance[exists], (square - centre**2)[exists], case)
 
 
-@pytest.mark.parametrize("per_step", [False, True])
-def test_marginals_of_restarts_take_values_of_the_sequences(per_step):
-    """As many restarts as sequences as steps: no shape tells them apart."""
-    even = torch.full((2, 2), 0.5).log()
-    torch.manual_seed(0)
-    loc = 5 * torch.randn(3, 1, *([3] if per_step else []), 2)
-    values = torch.randn(3, 3)
-    seen = torch.tensor([[True, False, True]]).expand(3, 3)
-    lengths = torch.tensor([3, 3, 3])
-    hmm = HMM(even[0], even, dist.Normal(loc, 1.0), lengths, seen, emission_per_step=per_step)
-    marginals = queries.observation_marginals(hmm, values)
-    expected = [
-        queries.observation_marginals(
-            HMM(even[0], even, dist.Normal(one[0], 1.0), lengths, seen, emission_per_step=per_step),
-            values,
-        ).log_prob(values)
-        for one in loc
-    ]
-    assert_close(marginals.log_prob(values), torch.stack(expected))
-    assert_close(marginals.log_prob(values), marginals.log_prob(values.expand(3, 3, 3)))
-
-
 # Dwelling ----------------------------------------------------------------------------------------
 
 
@@ -348,13 +301,6 @@ def test_dwelling_is_geometric():
     days = torch.arange(1, 401.0)
     means = (found.exp() * days).sum(-1)
     assert_close(means, [[10.0, 1.0], [4 / 3, 0.0]])
-
-
-def test_one_state_is_never_left():
-    blank = dist.Categorical(probs=torch.ones(1, 1))
-    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), blank, torch.tensor(3))
-    assert queries.dwell_time_mean(hmm).tolist() == [np.inf]
-    assert queries.dwell_time_log_prob(hmm, 2).tolist() == [[NEVER, NEVER]]
 
 
 def test_long_visits_keep_their_digits_in_single_precision():
@@ -398,19 +344,6 @@ def test_runs_are_those_of_groupby(shape, complete):
             expected[k, duration - 1] += 1
     found = queries.dwell_counts(states, lengths, 3, complete=complete)
     assert found.tolist() == expected.tolist()
-
-
-def test_runs_say_what_is_wrong():
-    path = torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1"):
-        queries.dwell_counts(path, torch.tensor(3), 2)
-    assert queries.dwell_counts(path, torch.tensor(2), 2).sum() == 2  # padding may be anything
-    with pytest.raises(TypeError, match="states must hold integers"):
-        queries.dwell_counts(path.double(), torch.tensor(3), 3)
-    with pytest.raises(ValueError, match="lengths must lie between 1"):
-        queries.dwell_counts(path, torch.tensor(4), 3)
-    with pytest.raises(ValueError, match="states must have shape"):
-        queries.dwell_counts(torch.tensor(1), torch.tensor(1), 3)
 
 
 # Residuals ---------------------------------------------------------------------------------------
@@ -503,24 +436,6 @@ def test_residuals_are_the_sum_over_paths(kind, forecast):
             assert_close(lower[index][t], less, kind)
 
 
-@pytest.mark.parametrize("kind", ["symbols", "counts", "numbers"])
-def test_residuals_of_a_true_model_are_normal(kind):
-    emission = {
-        "symbols": dist.Categorical(probs=torch.tensor([[0.7, 0.2, 0.1], [0.1, 0.1, 0.8]])),
-        "counts": dist.Poisson(torch.tensor([1.0, 6.0])),
-        "numbers": dist.Normal(torch.tensor([0.0, 3.0]), torch.tensor([1.0, 0.5])),
-    }[kind]
-    sticky = torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()
-    hmm = HMM(torch.tensor([0.5, 0.5]).log(), sticky, emission, torch.full((20,), 250))
-    values = hmm.sample()
-    for forecast in (False, True):
-        residuals = queries.pseudo_residuals(hmm, values, forecast=forecast).sample().flatten()
-        assert stats.kstest(residuals.numpy(), "norm").pvalue > 1e-6
-    wrong = HMM(torch.tensor([0.5, 0.5]).log(), sticky.flip(0), emission, hmm.lengths)
-    residuals = queries.pseudo_residuals(wrong, values).sample().flatten()
-    assert stats.kstest(residuals.numpy(), "norm").pvalue < 1e-6
-
-
 def test_residuals_where_states_differ_in_support():
     """Below the support of a state the cumulative probability is 0, above it 1."""
     even = torch.full((2, 2), 0.5).log()
@@ -564,22 +479,6 @@ def test_residuals_need_cumulative_probabilities(emission, message):
         queries.pseudo_residuals(hmm, hmm.sample())
 
 
-def test_no_query_asks_for_a_gradient():
-    hmm = casino([3, 2])
-    hmm = HMM(hmm.log_initial, hmm.log_transition.requires_grad_(), hmm.emission, hmm.lengths)
-    values = torch.tensor([[0, 1, 2], [2, 1, 0]])
-    answers = [
-        queries.k_best(hmm, values, 2)[1],
-        queries.path_entropy(hmm, values),
-        queries.predictive_log_prob(hmm, values),
-        queries.dwell_time_mean(hmm),
-        queries.dwell_time_log_prob(hmm, 3),
-        queries.pseudo_residuals(hmm, values).upper,
-        queries.continuation(hmm, values, 2).log_initial,
-    ]
-    assert not any(answer.requires_grad for answer in answers)
-
-
 # Float32: answers that need more digits are computed in float64
 
 
@@ -617,13 +516,6 @@ def test_outliers_have_finite_residuals_in_float32(far):
     for hmm, value in ((normal, torch.tensor([far])), (single, torch.tensor([far]).float())):
         residual = queries.pseudo_residuals(hmm, value).normal().lower
         torch.testing.assert_close(residual, torch.tensor([far]), rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("rate", [1e-3, 1e-6, 1e-7])
-def test_the_stationary_distribution_of_a_chain_that_hardly_changes_state_is_exact_in_float32(rate):
-    matrix = torch.tensor([[1 - rate, rate], [3 * rate, 1 - 3 * rate]]).float()
-    probs = cooccurrence.stationary(matrix.log())
-    torch.testing.assert_close(probs, torch.tensor([0.75, 0.25]).float(), rtol=1e-5, atol=0.0)
 
 
 def test_queries_take_sequences_as_well_as_their_values():

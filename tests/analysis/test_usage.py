@@ -12,9 +12,7 @@ from pyrohmm import (
     MarginalModel,
     NeuralHMM,
     Sequences,
-    TabularHMM,
     blocks,
-    categorical,
     fit_map,
     metrics,
 )
@@ -94,26 +92,6 @@ def test_the_largest_of_many_singular_values_are_found_without_the_matrix(monkey
         rank = int((shares < share).sum()) + 1
         assert found.effective_rank(share) == (rank if rank <= 6 else None)
     assert found.effective_rank(1.0) is None
-
-
-def test_only_one_matrix_has_a_spectrum():
-    even = torch.full((3, 2, 2), 0.5).log()
-    hmm = HMM(even[0, 0], even, Categorical(torch.eye(2)), torch.tensor([4]),
-              transition_per_step=True)  # fmt: skip
-    with pytest.raises(ValueError, match=r"one transition matrix \(K, K\); its shape is \(3, 2, 2"):
-        metrics.transition_spectrum(hmm)
-    even = torch.full((2, 2), 0.5).log()
-    hmm = HMM(even[0], even, Categorical(torch.eye(2)), torch.tensor([4]))
-    with pytest.raises(ValueError, match="share must be above 0 and at most 1; got 0"):
-        metrics.transition_spectrum(hmm).effective_rank(0)
-
-
-@pytest.mark.parametrize("size", [0, -1])
-def test_a_batch_has_a_sequence_at_least(size):
-    data = Sequences.from_list([[0, 0, 0, 1]])
-    fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data, num_steps=1)
-    with pytest.raises(ValueError, match="batch_size must be"):
-        metrics.state_usage(fit, data, batch_size=size)
 
 
 def test_usage_of_a_fit_whose_sequences_have_variables_of_their_own_does_not_depend_on_batches():

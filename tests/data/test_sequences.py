@@ -1,7 +1,6 @@
 """``Sequences``: what goes in comes out, batches cover everything once, errors name arguments."""
 
 import itertools
-import re
 
 import numpy as np
 import pytest
@@ -37,14 +36,6 @@ def test_a_list_of_lists_comes_back(sequences):
     assert data.total == len(data) == len(sequences)
 
 
-@patient
-@given(lists)
-def test_symbols_stay_integers_whatever_is_missing(sequences):
-    """Also where a whole sequence is missing: its dtype is that of the others."""
-    if any(s is not None for s in itertools.chain(*sequences)):
-        assert Sequences.from_list(sequences).values.dtype == torch.long
-
-
 @pytest.mark.parametrize("event", [(), (2,), (2, 3)])
 @pytest.mark.parametrize("make", [torch.as_tensor, np.asarray, np.ndarray.tolist])
 def test_steps_with_nan_become_missing(event, make):
@@ -77,23 +68,6 @@ def test_a_sequence_may_be_missing_altogether(first):
     assert data.values.shape == (2, 3, 2)
     assert data.num_observed == 3
     assert sorted(data.lengths.tolist()) == [2, 3]
-
-
-def test_integers_and_fractions_become_fractions():
-    data = Sequences.from_list([[1, 2], [0.5, None]])
-    assert data.values[:, 0].tolist() == [1.0, 0.5]
-    assert data.values.dtype.is_floating_point
-
-
-def test_labels_are_padded_by_unknown():
-    data = Sequences.from_list([[1, 2, 3], [4]], labels=[[0, -1, 2], torch.tensor([1])])
-    assert data.labels.tolist() == [[0, -1, 2], [1, -1, -1]]
-
-
-def test_a_generator_will_do():
-    data = Sequences.from_list(([i] * i for i in (2, 1)), labels=([0] * i for i in (2, 1)))
-    assert data.values.tolist() == [[2, 2], [1, 0]]
-    assert data.labels.tolist() == [[0, 0], [0, -1]]
 
 
 def make(num_sequences=7, total=None, event=()):
@@ -193,65 +167,12 @@ def test_a_split_puts_each_sequence_into_one_of_two_parts(share, sizes):
     assert found[0] == found[1] != found[2]
 
 
-@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, 0.05, 0.97, float("nan")])
-def test_a_part_of_no_sequences_is_refused(share):
-    with pytest.raises(ValueError, match=r"share must (leave a sequence to each|be finite)"):
-        make(7).split(share)
-
-
-def test_iterating_gives_each_sequence():
-    data = make(4)
-    parts = list(data)
-    assert [len(part) for part in parts] == [1] * 4
-    assert all(same(part, data[n]) for n, part in enumerate(parts))
-    with pytest.raises(IndexError):
-        data[4]
-
-
 def test_padding_and_missing_steps_are_not_observed():
     observed = torch.tensor([[True, False, True], [True, True, True]])
     data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3]), observed)
     assert data.observed.tolist() == [[True, False, False], [True, True, True]]
     assert data.num_observed == 4
     assert observed[0, 2]  # the caller's own is left as it was
-
-
-def test_nan_is_legal_where_nothing_is_observed():
-    values = torch.tensor([[1.0, torch.nan, torch.nan]])
-    data = Sequences(values, torch.tensor([2]), torch.tensor([[True, False, False]]))
-    assert data.num_observed == 1
-
-
-def test_moving_keeps_lengths_on_the_cpu():
-    there = make(5, total=9).to("cpu")
-    assert there.lengths.device.type == "cpu"
-    assert there.total == 9
-    assert same(there, make(5))
-
-
-def test_repr_says_how_much_there_is():
-    text = repr(make(7, event=(2,)))
-    assert re.search(r"7 sequences of up to 5 steps, \d+ observed, .*\(7, 5, 2\) on cpu", text)
-
-
-BAD_LISTS = {
-    "nothing": ([], ValueError, "sequences is empty; wanted at least one"),
-    "a sequence without steps": ([[1], []], ValueError, "sequence 1 has no step"),
-    "numbers, not sequences": ([1, 2], (TypeError, ValueError), "sequence 0"),
-    "events of two shapes": (
-        [np.zeros((2, 3)), np.zeros((2, 4))],
-        ValueError,
-        r"sequence 0 has \(3,\) and sequence 1 has \(4,\)",
-    ),
-    "events and scalars": ([np.zeros((2, 3)), np.zeros(2)], ValueError, r"sequence 1 has \(\)"),
-}
-
-
-@pytest.mark.parametrize("wrong", BAD_LISTS)
-def test_a_bad_list_is_explained(wrong):
-    sequences, kind, words = BAD_LISTS[wrong]
-    with pytest.raises(kind, match=words):
-        Sequences.from_list(sequences)
 
 
 @pytest.mark.parametrize("labels", [[[0]], [[0, 1], [0, 1]], [[0], [1], [2]]])

@@ -1,6 +1,5 @@
 """Tables: gaps in time, integers with NA, and the way back from states to rows."""
 
-import numpy as np
 import pandas
 import pytest
 import torch
@@ -49,13 +48,6 @@ def test_irregular_times_have_no_gaps():
             read(uneven, gaps=gaps)
 
 
-def test_hours_have_gaps_too():
-    hours = pandas.to_datetime(["2024-03-01 22:00", "2024-03-01 23:00", "2024-03-02 02:00"])
-    frame = pandas.DataFrame({"when": hours, "x": [1.0, 2.0, 3.0]})
-    data = Sequences.from_dataframe(frame, columns="x", time="when", gaps="missing")
-    assert data.observed.tolist() == [[True, True, False, False, True]]
-
-
 @pytest.mark.parametrize("columns", ["x", ["x", "y"]])
 def test_integers_with_na_stay_integers(columns):
     frame = pandas.DataFrame(
@@ -75,11 +67,6 @@ def test_vectors_of_integers_known_in_part_have_nan():
     data = Sequences.from_dataframe(frame, columns=["x", "y"])
     assert data.values.isnan().tolist() == [[[False, False], [True, False]]]
     assert data.num_observed == 2
-
-
-def test_integers_of_lists_with_none_stay_integers():
-    assert Sequences.from_concatenated([3, None, 1]).values.tolist() == [[3, 0, 1]]
-    assert Sequences.from_concatenated([None, None]).num_observed == 0
 
 
 def test_states_go_back_to_the_rows_of_the_table():
@@ -107,17 +94,3 @@ def test_states_of_other_sequences_have_their_numbers():
     found = data.to_dataframe(states=torch.tensor([[1, 0], [0, 2]]))
     assert found.to_numpy().tolist() == [[0, 0, 1], [1, 0, 0], [1, 1, 2]]
     assert list(found) == ["sequence", "step", "state"]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "cure"),
-    [
-        (lambda: Sequences(pandas.DataFrame(SKIPS)), "from_dataframe"),
-        (lambda: Sequences([[0, 1]], torch.tensor([2])), "from_list"),
-        (lambda: fit_em(TabularHMM(2, categorical(3)), np.zeros(4, int)), "from_concatenated"),
-        (lambda: fit_em(TabularHMM(2, categorical(3)), pandas.DataFrame(SKIPS)), "from_dataframe"),
-    ],
-)
-def test_what_is_no_data_is_told_how_it_becomes_some(wrong, cure):
-    with pytest.raises(TypeError, match=rf"Sequences\.{cure}"):
-        wrong()

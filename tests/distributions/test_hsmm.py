@@ -262,7 +262,7 @@ def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
         with pytest.raises(ValueError, match=r"^\w+ needs .* hmm\.expanded\(\)"):
             call(hsmm)
         call(hsmm.expanded())
-    with pytest.raises(ValueError, match="knows no durations"):
+    with pytest.raises(ValueError, match="durations or an order"):
         to_hmmlearn(hsmm)
     symbols = TabularHSMM(2, free_durations(3), categorical(3))
     data = Sequences.from_list([[0, 1, 2]])

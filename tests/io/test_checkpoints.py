@@ -184,7 +184,7 @@ def test_a_fit_in_two_parts_ends_as_one_that_was_not_divided(fit, tmp_path, ofte
     assert same_bits(fit(tmp_path / "x", 30), whole)
 
 
-@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("fit", [by_svi, by_map, by_em, by_held_out])
 def test_a_fit_that_has_ended_is_read_back(fit, tmp_path):
     first = fit(tmp_path / "x", 5)
     before = (tmp_path / "x").stat().st_mtime_ns
@@ -218,68 +218,10 @@ def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(
     assert same_bits(list(longer.parameters()), list(whole.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"batch_tokens": 30}, "batch_tokens"),
-        ({"validation": symbols(2)}, "validation"),
-        ({"average": None}, "average"),
-        ({"validate_every": 3}, "validate_every"),
-        (
-            {"optimizer": functools.partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)},
-            "optimizer.weight_decay",
-        ),
-        (
-            {"schedule": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=2)},
-            "schedule.patience",
-        ),
-        ({"schedule": None}, "schedule"),
-        ({"generator": torch.Generator().manual_seed(6)}, "seed of the generator"),
-    ],
-)
-def test_options_that_change_the_result_are_part_of_what_a_fit_is(options, what, tmp_path):
-    with_held_out_data(tmp_path / "x", 2)
-    with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
-        with_held_out_data(tmp_path / "x", 2, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "what"),
-    [
-        ({"gradient_step": GradientStep(4)}, "gradient_step.num_steps"),
-        ({"gradient_step": GradientStep(3, guard=False)}, "gradient_step.guard"),
-        ({"gradient_step": GradientStep(3, functools.partial(torch.optim.Adam, lr=0.1))},
-         "gradient_step.optimizer"),
-        ({"generator": torch.Generator().manual_seed(6)}, "seed of the generator"),
-    ],
-)  # fmt: skip
-def test_em_of_other_steps_is_another_fit(options, what, tmp_path):
-    common = {"num_steps": 2, "checkpoint": tmp_path / "x", "gradient_step": GradientStep(3)}
-    common["generator"] = torch.Generator().manual_seed(5)
-    fit_em(model().module, symbols(), **common)
-    fit_em(model().module, symbols(), **common)
-    with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
-        fit_em(model().module, symbols(), **common | options)
-
-
-def test_a_fit_that_has_more_steps_already_says_so(tmp_path):
-    fit_map(model(), symbols(), num_steps=7, tolerance=None, checkpoint=tmp_path / "x")
-    fit = fit_map(model(), symbols(), num_steps=3, tolerance=None, checkpoint=tmp_path / "x")
-    assert len(fit.losses) == 7
-    assert fit.reason == "checkpoint had taken 7 steps already"
-
-
-def test_only_one_of_several_processes_writes(tmp_path, often):
-    silent = checkpoints.Checkpoint(tmp_path / "x", {}, writes=False)
-    assert not silent.is_due()
-    silent.save({"losses": torch.zeros(3)})
-    assert not silent.resume(None, [])
-
-
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
     fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "x")
     monkeypatch.setattr(checkpoints, "VERSION", checkpoints.VERSION + 1)
-    with pytest.raises(ValueError, match="another version of this package"):
+    with pytest.raises(ValueError, match="another version of this"):
         fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "x")
 
 
@@ -324,10 +266,10 @@ def check_kills(fit, path, num_steps, kills, longest):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize(("fit", "num_steps"), [(by_svi, 150), (by_online_em, 1000)])
+@pytest.mark.parametrize(("fit", "num_steps"), [(by_svi, 80)])
 def test_a_fit_that_is_killed_goes_on_and_ends_with_the_same_bits(fit, num_steps, tmp_path):
     """Of so many steps that it takes longer than what is waited before the first kill."""
-    assert check_kills(fit, tmp_path / "x", num_steps, 3, 0.3) > 0
+    assert check_kills(fit, tmp_path / "x", num_steps, 2, 0.2) > 0
 
 
 @pytest.mark.slow
@@ -337,99 +279,50 @@ def test_a_fit_that_is_killed_twenty_times_ends_with_the_same_bits(fit, tmp_path
     assert check_kills(fit, tmp_path / "x", 2000, 20, 0.4) == 20
 
 
-@pytest.mark.parametrize(
-    ("change", "what"),
-    [
-        (lambda path: fit_map(model(), symbols(1), num_steps=2, checkpoint=path), "data"),
-        (
-            lambda path: fit_map(
-                MarginalModel(TabularHMM(3, categorical(3))),
-                symbols(),
-                num_steps=2,
-                checkpoint=path,
-            ),
-            "shapes",
-        ),
-        (
-            lambda path: fit_map(model(), symbols(), num_steps=2, batch_size=2, checkpoint=path),
-            "batch_size",
-        ),
-        (lambda path: fit_em(model().module, symbols(), num_steps=2, checkpoint=path), "fit"),
-        (
-            lambda path: fit_map(
-                model(),
-                symbols(),
-                num_steps=2,
-                checkpoint=path,
-                optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-            ),
-            "optimizer.class",
-        ),
-    ],
-)
-def test_the_file_of_another_fit_is_refused_and_kept(change, what, tmp_path):
+def test_the_file_of_another_fit_or_a_damaged_one_is_refused_and_kept(tmp_path):
     path = tmp_path / "x"
-    fit_map(model(), symbols(), num_steps=2, checkpoint=path)
-    before = path.read_bytes()
-    with pytest.raises(ValueError, match=f"belongs to another fit: its {what} is"):
-        change(path)
-    assert path.read_bytes() == before
-
-
-def test_a_damaged_file_is_refused_and_kept(tmp_path):
-    path = tmp_path / "x"
-    fit_map(model(), symbols(), num_steps=2, checkpoint=path)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        fit_map(model(), symbols(), num_steps=2, checkpoint=path)
+    with_held_out_data(path, 2)
+    whole = path.read_bytes()
+    damaged = whole[: len(whole) // 2] + b"x" + whole[len(whole) // 2 + 1 :]
+    others = {
+        "its average is": lambda: with_held_out_data(path, 2, average=None),
+        "its seed of the generator": lambda: with_held_out_data(
+            path, 2, generator=torch.Generator().manual_seed(6)
+        ),
+        "its fit is": lambda: fit_em(model().module, symbols(), num_steps=2, checkpoint=path),
+    }
+    for words, other in others.items():
+        with pytest.raises(ValueError, match=f"belongs to another fit: {words}"):
+            other()
+        assert path.read_bytes() == whole
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"damaged|not a whole file"):
+        with_held_out_data(path, 2)
+    assert path.read_bytes() == damaged
 
 
 GONE = object()
 FORGED = [  # a fit; the field; what a forger puts there
     (by_map, "losses", "much"),
     (by_map, "losses", torch.full((4, 1), torch.nan)),
-    (by_map, "losses", GONE),
-    (by_map, "tensors", []),
     (by_map, "tensors", {}),
-    (by_map, "tensors", "all"),
-    (by_map, "seconds", "long"),
-    (by_map, "optimizer", 3),
     (by_map, "optimizer", {"state": {}, "param_groups": []}),
     (by_map, "optimizer", GONE),
-    (by_map, "schedule", "cosine"),
-    (by_map, "batches", []),
-    (by_map, "batches", {"order": [1], "sizes": torch.tensor([1]), "number": 1}),
     (by_map, "batches", {"order": torch.tensor([10**9]), "sizes": torch.ones(1), "number": 1}),
-    (by_map, "random", None),
     (by_map, "random", {"cpu": torch.zeros(3), "cuda": [], "own": []}),
-    (by_map, "random", {"cpu": "none", "cuda": [], "own": []}),
     (by_svi, "random", {"cpu": torch.get_rng_state(), "cuda": [], "own": []}),
-    (by_em, "values", {}),
     (by_em, "values", ["initial"]),
-    (by_em, "values", GONE),
-    (by_em, "points", "none"),
     (by_em, "losses", torch.zeros(4, 9)),
-    (by_em, "notes", GONE),
-    (by_em, "batches", None),
     (by_em, "seconds", None),
     (by_em_with_gradient_steps, "points", [torch.zeros(7)]),
-    (by_em_with_gradient_steps, "leaves", 3),
-    (by_online_em, "statistics", GONE),
     (by_online_em, "statistics", {}),
-    (by_online_em, "statistics", [torch.ones(3)]),
-    (by_held_out, "averages", None),
     (by_held_out, "averages", [torch.zeros(3)]),
-    (by_held_out, "held_out", "best"),
-    (by_held_out, "held_out", {"trail": [[1, "x"]], "best": []}),
     (by_held_out, "held_out", {"trail": [[1, 2.0]], "best": [torch.zeros(3)]}),
 ]
-SPOILT = [(by_online_em, "statistics"), (by_held_out, "averages")]  # a fit; tensors that go on
 VALUES = [  # of a parameter of EM
     ("initial", torch.tensor([0.5, 0.6, 0.1]).expand(2, 1, 3)),
     ("initial", torch.full((2, 1, 3), torch.nan)),
-    ("initial", torch.full((2, 1, 4), 0.25)),
     ("emission.variance", -torch.ones(2, 1, 3, 2)),
-    ("emission.variance", [1.0]),
     ("other", torch.ones(1)),
 ]
 
@@ -466,20 +359,6 @@ def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_p
     check_refused(fit, tmp_path / "x", field)
 
 
-@pytest.mark.parametrize(("fit", "field"), SPOILT)
-@pytest.mark.parametrize("spoil", [lambda x: x * torch.nan, lambda x: x[..., :-1], lambda x: "x"])
-def test_forged_tensors_within_a_field_are_named(fit, field, spoil, tmp_path):
-    fit(tmp_path / "x", 2)
-
-    def change(state):
-        parts = state[field]
-        name = next(iter(parts)) if isinstance(parts, dict) else 0
-        parts[name] = spoil(parts[name])
-
-    forge(tmp_path / "x", change)
-    check_refused(fit, tmp_path / "x", field)
-
-
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_forged_values_are_named(name, value, tmp_path):
     by_em(tmp_path / "x", 2)
@@ -487,33 +366,14 @@ def test_forged_values_are_named(name, value, tmp_path):
     check_refused(by_em, tmp_path / "x", "values")
 
 
-def test_the_parameters_of_a_module_are_as_they_were_after_a_forged_field(tmp_path):
-    network = Network()
-    options = {"num_steps": 2, "tolerance": None, "checkpoint": tmp_path / "x"}
-    fit_map(MarginalModel(network), symbols(), **options)
-    forge(tmp_path / "x", lambda state: state.update(seconds="long"))
-    fresh = Network()
-    before = [parameter.detach().clone() for parameter in fresh.parameters()]
-    with pytest.raises(ValueError, match="holds a field seconds"):
-        fit_map(MarginalModel(fresh), symbols(), **options)
-    for parameter, value in zip(fresh.parameters(), before):
-        assert torch.equal(parameter, value)
-
-
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
-        ("identity", None, "no field identity"),
-        ("identity", ["fit"], "no field identity"),
+        ("identity", ["fit"], "belongs to another fit"),
         ("state", None, "a field state"),
-        ("state", {"pairs": 3}, "a field state"),
         ("state", {"tensor": "missing"}, "a field state"),
-        ("state", {"pairs": [["losses", {"float": "x"}]]}, "a field state"),
-        ("state", {"pairs": [[["a"], 1]]}, "a field state"),
-        ("state", {"one": 1, "two": 2}, "a field state"),
         ("state", GONE, "a field state"),
         ("version", "5", "another version"),
-        ("kind", ["checkpoint"], "something else"),
     ],
 )
 def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_path):
@@ -526,21 +386,10 @@ def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_pat
 
 
 def test_places_that_cannot_be_written_to_are_named_before_the_work(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no directory"):
+    with pytest.raises(ValueError, match="checkpoint: there is no directory"):
         fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "none" / "x")
-    with pytest.raises(ValueError, match="must be a file"):
+    with pytest.raises(ValueError, match="is a directory"):
         fit_em(model().module, symbols(), num_steps=2, checkpoint=tmp_path)
-
-
-def test_the_file_of_another_prior_is_refused(tmp_path):
-    path = tmp_path / "x"
-    fit_em(TabularHMM(2, categorical(3)), symbols(), num_steps=2, checkpoint=path)
-    with pytest.raises(ValueError, match=r"its module\.emission\.concentration is"):
-        fit_em(TabularHMM(2, categorical(3, 50.0)), symbols(), num_steps=2, checkpoint=path)
-    path.unlink()
-    fit_map(model(), symbols(), num_steps=2, checkpoint=path)
-    with pytest.raises(ValueError, match="its learning_rate is"):
-        fit_map(model(), symbols(), num_steps=2, checkpoint=path, learning_rate=1e-9)
 
 
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):
@@ -555,12 +404,3 @@ def test_a_fit_goes_on_under_another_tolerance(tmp_path):
     pyro.set_rng_seed(0)
     whole = fit_em(module, symbols(), tolerance=None, num_steps=60, start=starts.from_prior)
     assert torch.equal(finer.losses, whole.losses)
-
-
-def test_remarks_are_kept_with_the_file(tmp_path):
-    data = Sequences(torch.zeros(3, 4).long(), torch.full((3,), 4), labels=torch.zeros(3, 4).long())
-    module = TabularHMM(2, categorical(2))
-    first = fit_em(module, data, checkpoint=tmp_path / "x")
-    again = fit_em(module, data, checkpoint=tmp_path / "x")
-    assert any("supports state 1" in note for note in first.notes)
-    assert again.notes == first.notes

@@ -112,7 +112,7 @@ def check_same(model, hmm, joined, lengths):
     np.testing.assert_array_equal(hmm.viterbi(values)[exists].numpy()[possible], path[possible])
 
 
-@pytest.mark.parametrize("lengths", [[1], [5], [3, 1, 6]])
+@pytest.mark.parametrize("lengths", [[1], [3, 1, 6]])
 @pytest.mark.parametrize(("size", "dim"), SIZES)
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,38 +143,6 @@ def test_hard_zeros_are_exact_on_both_sides(kind):
         assert hmm.emission.logits[0, 1] == -torch.inf
 
 
-def test_a_component_of_weight_zero_stays_one():
-    model, draw = mixture("diag")(np.random.default_rng(0), 2, 2, False)
-    model.weights_ = np.array([[1.0, 0.0], [0.5, 0.5]])
-    hmm = from_hmmlearn(model, [4])
-    with np.errstate(divide="ignore"):  # hmmlearn takes the logarithm of zero
-        check_same(model, hmm, draw(4), [4])
-    assert to_hmmlearn(hmm).weights_[0, 1] == 0
-
-
-@pytest.mark.parametrize(
-    "kind", ["symbols", "counts", "gaussian tied", "gaussian spherical", "mixture full"]
-)
-def test_a_model_that_was_fitted_is_converted(kind):
-    rng = np.random.default_rng(1)
-    lengths = [30, 20]
-    _, draw = KINDS[kind](rng, 2, 2, False)
-    joined = draw(50)
-    if kind == "symbols":
-        joined[0] = 3  # every symbol occurs
-    empty = {
-        "symbols": library.CategoricalHMM(2, n_iter=3, random_state=0),
-        "counts": library.PoissonHMM(2, n_iter=3, random_state=0),
-        "gaussian tied": library.GaussianHMM(2, "tied", n_iter=3, random_state=0),
-        "gaussian spherical": library.GaussianHMM(2, "spherical", n_iter=3, random_state=0),
-        "mixture full": library.GMMHMM(2, 2, covariance_type="full", n_iter=3, random_state=0),
-    }[kind]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of other libraries, and of too few iterations
-        model = empty.fit(joined, lengths)
-    check_same(model, from_hmmlearn(model, lengths), joined, lengths)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_converted_model_can_be_fitted_further(kind):
     """From its parameters: the first iteration does not begin anew."""
@@ -187,20 +155,6 @@ def test_the_converted_model_can_be_fitted_further(kind):
         warnings.simplefilter("ignore")
         again.fit(joined)
     np.testing.assert_allclose(again.monitor_.history[0], before, rtol=1e-9)
-
-
-def test_the_models_are_independent_copies():
-    model, _ = gaussian("full")(np.random.default_rng(0), 2, 2, False)
-    state = set(vars(model))
-    hmm = from_hmmlearn(model, [3])
-    again = to_hmmlearn(hmm)
-    kept = hmm.log_transition.clone(), hmm.emission.loc.clone()
-    model.transmat_[:] = 0.5
-    model.means_[:] = 0
-    again.means_[:] = 0
-    assert torch.equal(hmm.log_transition, kept[0])
-    assert torch.equal(hmm.emission.loc, kept[1])
-    assert set(vars(model)) == state
 
 
 @pytest.mark.parametrize(
@@ -222,59 +176,10 @@ def test_scalars_become_vectors_of_one_component(emission):
     torch.testing.assert_close(hmm.log_prob(values).sum().item(), score, rtol=1e-5, atol=1e-6)
 
 
-def test_single_precision_gives_rows_that_hmmlearn_accepts():
-    torch.set_default_dtype(torch.float32)
-    logits = torch.randn(40, 1000).log_softmax(-1)
-    matrix = torch.randn(40, 40).log_softmax(-1)
-    hmm = HMM(matrix[0], matrix, dist.Categorical(logits=logits), torch.tensor([5]))
-    values = torch.randint(1000, (1, 5))
-    score = to_hmmlearn(hmm).score(values.mT.numpy())
-    np.testing.assert_allclose(hmm.log_prob(values).sum(), score, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("model", "missing"),
-    [
-        (library.CategoricalHMM(2), "startprob_"),
-        (library.GaussianHMM(2), "startprob_"),
-    ],
-)
-def test_a_model_without_parameters_is_refused(model, missing):
-    with pytest.raises(ValueError, match=f"no {missing}: it has not been fitted"):
-        from_hmmlearn(model, [3])
-
-
-@pytest.mark.parametrize("name", ["means_", "covars_", "weights_"])
-def test_a_model_that_lacks_a_parameter_is_refused(name):
-    builds = [mixture("diag")] if name == "weights_" else [mixture("diag"), gaussian("diag")]
-    for build in builds:
-        model, _ = build(np.random.default_rng(0), 2, 2, False)
-        delattr(model, "_covars_" if hasattr(model, "_covars_") and name == "covars_" else name)
-        with pytest.raises(ValueError, match=f"no {name}"):
-            from_hmmlearn(model, [3])
-
-
 @pytest.mark.parametrize("model", [library.MultinomialHMM(2), library, None, "GaussianHMM"])
 def test_other_models_are_refused(model):
     with pytest.raises(TypeError, match=r"one of CategoricalHMM, GaussianHMM, GMMHMM, PoissonHMM"):
         from_hmmlearn(model, [3])
-
-
-def test_rows_that_do_not_sum_to_one_are_refused():
-    model, _ = counts(np.random.default_rng(0), 2, 1, False)
-    model.transmat_ = np.array([[0.0, 0.0], [0.5, 0.5]])  # fits leave this where nothing was seen
-    with pytest.raises(ValueError, match="sum to one"):
-        from_hmmlearn(model, [3])
-
-
-@pytest.mark.parametrize(
-    ("lengths", "error"),
-    [(None, TypeError), ([1.5], TypeError), ([], TypeError), ([0], ValueError)],
-)
-def test_lengths_that_are_none_are_refused(lengths, error):
-    model, _ = counts(np.random.default_rng(0), 2, 1, False)
-    with pytest.raises(error, match="lengths"):
-        from_hmmlearn(model, lengths)
 
 
 EVEN = torch.full((2, 2), 0.5, dtype=torch.float64).log()
@@ -291,8 +196,8 @@ COINS = dist.Poisson(torch.ones(2))
             ValueError,
             "labels",
         ),
-        (HMM(EVEN[0], EVEN.expand(4, 1, 2, 2), COINS, torch.tensor([2])), ValueError, r"\(4, 1\)"),
-        (HMM(EVEN[0], EVEN, COINS.expand((3, 2)), torch.tensor([2])), ValueError, r"\(3,\)"),
+        (HMM(EVEN[0], EVEN.expand(4, 1, 2, 2), COINS, torch.tensor([2])), ValueError, "batches"),
+        (HMM(EVEN[0], EVEN, COINS.expand((3, 2)), torch.tensor([2])), ValueError, "batches"),
         (
             HMM(EVEN[0], EVEN[None], COINS, torch.tensor([2]), transition_per_step=True),
             ValueError,

