@@ -4,8 +4,7 @@ Imports ``ops`` and ``data``.
 
 Its modules; each imports only those above it:
 
-``sparse_dirichlet``       Dirichlet rows with exact zeros
-``sparse_gamma``           Gamma variables in tables with exact zeros
+``sparse``                 Dirichlet rows, and Gamma variables, with exact zeros
 ``inverse_wishart``        the prior of covariance matrices
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
@@ -54,9 +53,9 @@ from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical
 from .observation import log_prob_per_state as log_prob_per_state
 from .observation import marginal_log_prob as marginal_log_prob
-from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
-from .sparse_dirichlet import interior as interior
-from .sparse_gamma import SparseGamma as SparseGamma
+from .sparse import SparseDirichlet as SparseDirichlet
+from .sparse import SparseGamma as SparseGamma
+from .sparse import interior as interior
 from .structured_hmm import HSMM as HSMM
 from .structured_hmm import FactorialHMM as FactorialHMM
 from .structured_hmm import SecondOrderHMM as SecondOrderHMM
