@@ -11,7 +11,7 @@ from .._checks import check_booleans, check_shape, check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
-from ..distributions.sparse_gamma import SparseGamma, SparsePositive
+from ..distributions.sparse import SparseGamma, SparsePositive
 from ..distributions.structured_hmm import HSMM
 from ..ops.log_space import log
 from .closed_form import ConjugateSampler, Maximum, Statistics, check_mode, inside, under

@@ -1,5 +1,6 @@
 """Every chain keeps one contract: the sum over all paths, and what follows from it."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from pyrohmm.chains import (
     SecondOrderChain,
     SemiMarkovChain,
 )
+from pyrohmm.ops import backends
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 from pyrohmm.ops.log_space import log
 from pyrohmm.testing import check_chain
@@ -78,6 +80,9 @@ CHAINS = {
         2, 3, censored_start=True, censored_end=False
     ),
     "product": lambda: ProductChain([rows(2), rows(2)], [rows(2, 2), rows(2, 2)]),
+    "product with zeros": lambda: ProductChain(
+        [rows(2, zeros=True), rows(3)], [rows(2, 2, zeros=True), rows(3, 3, zeros=True)]
+    ),
     "one chain of a product": lambda: ProductChain([rows(3)], [rows(3, 3)]),
     "second order": lambda: SecondOrderChain(rows(2), rows(2, 2), rows(2, 2, 2)),
     "second order with zeros": lambda: SecondOrderChain(
@@ -94,6 +99,12 @@ def test_a_chain_keeps_the_contract(name):
 @pytest.mark.parametrize("name", [name for name in CHAINS if "step" not in name])
 def test_a_chain_keeps_the_contract_at_a_single_step(name):
     check_chain(CHAINS[name](), lengths=(1,))
+
+
+@pytest.mark.parametrize("name", [n for n in CHAINS if re.search("durations|blocks|markov", n)])
+def test_a_chain_keeps_the_contract_by_torch(name):
+    with backends.use(backends.TORCH):
+        check_chain(CHAINS[name](), lengths=(1, 2, 4))
 
 
 class Late(MarkovChain):

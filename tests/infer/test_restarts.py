@@ -102,7 +102,7 @@ def test_a_restart_that_fails_does_not_stop_the_others():
 def test_parameters_that_restarts_would_share_are_refused():
     shared = TabularHMM.from_hmm(module()(DATA.lengths))
     for fit in (fit_em, map_of):
-        with pytest.raises(ValueError, match=r"every parameter (must|to) have a prior"):
+        with pytest.raises(ValueError, match=r"every parameter .* have a prior"):
             fit(shared, DATA, restarts=2)
 
 
