@@ -29,7 +29,7 @@ from ..ops.log_space import log
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 TINY = 1e-300  # in place of a denominator of zero
-ROUND = 100  # iterations of an ascent before it begins anew
+ROUND = 50  # iterations of an ascent before it begins anew
 MOST_WORK = 3_000_000  # cubed states of all starts of a search
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
