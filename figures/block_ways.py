@@ -26,7 +26,7 @@ from pyrohmm import blocks
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
 from pyrohmm.ops.backends import TORCH, use
-from pyrohmm.ops.blocks import _numba, scaled
+from pyrohmm.ops.blocks import _numba, recursions
 from pyrohmm.ops.blocks.transitions import Transitions
 
 NAME = "block_ways"
@@ -118,9 +118,9 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     shape, single = f"{states:,} states, {count} blocks, ", f"{tokens:,} tokens"
     return {
         "compiled evidence and gradient":
-            (shape + single, [_numba, scaled], evidence, by_torch(evidence)),
+            (shape + single, [_numba, recursions], evidence, by_torch(evidence)),
         "compiled last state":
-            (shape + single, [scaled.final_state], last, by_torch(last)),
+            (shape + single, [recursions.final_state_log_probs], last, by_torch(last)),
         "matrix of one level":
             (f"{states // 4:,} states, {count} blocks, {16 * tokens:,} tokens, one level",
              [block_chains.BlockChain.scores], matrix,

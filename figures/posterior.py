@@ -33,8 +33,7 @@ from pyrohmm import (
     poisson,
     scale_priors,
 )
-from pyrohmm.infer.convergence import agreement
-from pyrohmm.infer.sampled import Chains
+from pyrohmm.infer.sampled import Chains, agreement
 
 HERE = Path(__file__).parent
 SAMPLERS = ("gibbs", "hmc", "pyro-nuts", "numpyro-nuts", "numpyro-nuts-vectorized")

@@ -95,10 +95,21 @@ def _check_evidence(
     """Evidence, what it is of impossible data, and filtered states."""
     wanted = torch.stack([each.evidence for each in paths])
     _close("log_evidence", chain.log_evidence(likelihood, lengths), wanted, tolerance)
-    nothing = torch.full_like(likelihood, -torch.inf)
-    assert bool(chain.log_evidence(nothing, lengths).isneginf().all()), "impossible data: not -inf"
+    padded = (_exists(lengths, likelihood) == 0).unsqueeze(-1)
+    found = chain.log_evidence(likelihood.masked_fill(padded, torch.nan), lengths)
+    _close("log_evidence with NaN for padding", found, wanted, tolerance)
+    nothing = torch.full_like(likelihood, -torch.inf).requires_grad_()
+    impossible = chain.log_evidence(nothing, lengths)
+    assert bool(impossible.isneginf().all()), "impossible data: not -inf"
+    (slope,) = torch.autograd.grad(impossible.sum(), nothing)
+    assert bool((slope == 0).all()), "impossible data have a gradient"
     filtered = chain.filtered(likelihood, lengths).exp()
     _close("sums of filtered", filtered.sum(-1), _exists(lengths, filtered), tolerance)
+    if chain.censored.get("censored_end", True):  # else a prefix ends with a segment
+        for i, length in enumerate(lengths.tolist()):
+            prefixes = [Paths(chain, likelihood[i], t + 1) for t in range(length)]
+            wanted = torch.stack([each.marginals()[-chain.num_states :] for each in prefixes])
+            _close("filtered", filtered[i, :length], wanted, tolerance)
 
 
 def _exists(lengths: Tensor, like: Tensor) -> Tensor:
@@ -123,9 +134,18 @@ def _check_counts(
     again = chain.replace(**leaves)
     total = sum(Paths(again, likelihood[i], n).evidence for i, n in enumerate(lengths.tolist()))
     exact = torch.autograd.grad(torch.as_tensor(total), [*leaves.values()], allow_unused=True)
+    plain = all(torch.equal(part, chain.parameters[n]) for n, part in chain.factors().items())
     for name, slope, wanted in zip(leaves, slopes, exact):
-        wanted = torch.zeros_like(slope) if wanted is None else wanted
-        _close(f"the gradient by {name}", slope, wanted.nan_to_num(0.0), tolerance)
+        wanted = torch.zeros_like(slope) if wanted is None else wanted.nan_to_num(0.0)
+        _close(f"the gradient by {name}", slope, wanted, tolerance)
+        if plain:
+            _close(f"counts of {name}", counts.counts[name], wanted, tolerance)
+    logs = likelihood[-1:].clone().requires_grad_()
+
+    def evidence(logs: Tensor) -> Tensor:
+        return chain.log_evidence(logs, lengths[-1:])
+
+    assert torch.autograd.gradgradcheck(evidence, (logs,)), "second derivatives"
 
 
 def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths]) -> None:
@@ -136,6 +156,9 @@ def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[
         steps = each.states.size(1)
         place = _number(best[i, :steps], chain.num_states)
         assert each.scores[place] >= each.scores.max() - 1e-9, f"viterbi of sequence {i}"
+        assert not bool(best[i, steps:].any() | samples[:, i, steps:].any()), (
+            "paths are padded by 0"
+        )
         _check_samples("sample_states", samples[:, i, :steps], each.scores, chain.num_states)
     if chain.samples_alone:
         steps = paths[-1].states.size(1)

@@ -24,10 +24,10 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
-from ..infer.convergence import summary_of
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
 from ..infer.results import Fit, match_states
+from ..infer.sampled import summary_of
 from .draw_layout import (
     Layout,
     arranged,

@@ -25,12 +25,14 @@ def axes_or_new(axes: Axes | None) -> Axes:
     return pyplot.subplots(layout="constrained")[1]
 
 
-def names_or_numbers(names: Sequence[str] | None, size: int, default: str = "") -> list[str]:
+def names_or_numbers(
+    names: Sequence[str] | None, size: int, default: str = "", wanted: str = "names must have K"
+) -> list[str]:
     """Names of the K states."""
     if names is None:
         return [f"{default}{k}" for k in range(size)]
     if len(names) != size:
-        raise ValueError(f"names must have K = {size} names; got {len(names)}.")
+        raise ValueError(f"{wanted} = {size} names; got {len(names)}.")
     return list(names)
 
 
@@ -60,12 +62,6 @@ def legend_above(axes: Axes, inside: bool = False) -> None:
         axes.legend()
     elif count <= MOST_NAMES:
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
-
-
-def only_base(axes: Axes) -> None:
-    """Take the frame away, but for its base."""
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
 
 
 def history(fit: Fit, axes: Axes | None = None) -> Axes:

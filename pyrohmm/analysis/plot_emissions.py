@@ -20,7 +20,6 @@ from .plot_axes import (
     colors_of,
     legend_above,
     names_or_numbers,
-    only_base,
     table,
 )
 
@@ -87,8 +86,7 @@ def emission(
         mean, deviation = _moments(distribution)
         discrete = distribution.support.is_discrete
         if mean[0].numel() == 1:
-            draw = _counts if discrete else _densities
-            draw(distribution, mean.flatten(), deviation.flatten(), labels, axes)
+            _curves(distribution, mean.flatten(), deviation.flatten(), labels, axes)
         elif discrete:
             _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
         elif mean.size(1) == 2:
@@ -148,12 +146,7 @@ def _moments(distribution: Any) -> tuple[Tensor, Tensor]:
 
 def _per_column(letter: str, symbols: Sequence[str] | None, matrix: Tensor) -> list[str]:
     """Names of the columns of a matrix: of symbols, or of components."""
-    size = matrix.size(-1)
-    if symbols is None:
-        return [str(column) for column in range(size)]
-    if len(symbols) != size:
-        raise ValueError(f"symbols must have {letter} = {size} names; got {len(symbols)}.")
-    return list(symbols)
+    return names_or_numbers(symbols, matrix.size(-1), "", f"symbols must have {letter}")
 
 
 def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> Axes:
@@ -168,48 +161,36 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(0, size)
     axes.set_xlabel(f"symbol (the highest bar is a probability of {top:.2f})")
-    only_base(axes)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     return axes
 
 
-def _densities(
+def _curves(
     distribution: Any, mean: Tensor, deviation: Tensor, labels: list[str], axes: Axes
 ) -> None:
-    low, high = _ends(mean, deviation)
-    inside = torch.linspace(low, high, POINTS + 2, dtype=mean.dtype, device=mean.device)
-    inside, density = _at(distribution, inside)
+    """Densities of numbers, or probabilities of counts, where they can be observed."""
+    low, high = (mean - WIDTH * deviation).min().item(), (mean + WIDTH * deviation).max().item()
+    discrete = distribution.support.is_discrete
+    if discrete:
+        points = torch.arange(math.floor(low), math.ceil(high) + 1, dtype=mean.dtype)
+    else:
+        points = torch.linspace(low, high, POINTS + 2, dtype=mean.dtype)
+    points = points.to(mean.device)
+    events = [1] * len(distribution.event_shape)  # none, or one of size 1
+    points = points[distribution.support.check(points.reshape(-1, *events))]
+    probs = distribution.log_prob(points.reshape(-1, 1, *events)).exp().cpu().numpy()
+    places = points.cpu().numpy()
     for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
-        axes.plot(inside.numpy(), density[:, k].numpy(), label=label, color=color)
-        axes.fill_between(inside.numpy(), density[:, k].numpy(), color=color, alpha=0.15)
-    axes.set(xlabel="observation", ylabel="density", ylim=(0, None))
+        if discrete:
+            drawn = probs[:, k] > SMALL
+            axes.plot(places[drawn], probs[drawn, k], "o-", ms=4, label=label, color=color)
+        else:
+            axes.plot(places, probs[:, k], label=label, color=color)
+            axes.fill_between(places, probs[:, k], color=color, alpha=0.15)
+    names = ("count", "probability") if discrete else ("observation", "density")
+    axes.set(xlabel=names[0], ylabel=names[1], ylim=(0, None))
+    axes.locator_params(axis="x", integer=discrete)
     legend_above(axes, inside=True)
-
-
-def _counts(
-    distribution: Any, mean: Tensor, deviation: Tensor, labels: list[str], axes: Axes
-) -> None:
-    low, high = _ends(mean, deviation)
-    counts = torch.arange(math.floor(low), math.ceil(high) + 1, dtype=mean.dtype).to(mean.device)
-    counts, probs = _at(distribution, counts)
-    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
-        drawn = probs[:, k] > SMALL
-        axes.plot(counts[drawn], probs[drawn, k], "o-", ms=4, label=label, color=color)
-    axes.set(xlabel="count", ylabel="probability", ylim=(0, None))
-    axes.locator_params(axis="x", integer=True)
-    legend_above(axes, inside=True)
-
-
-def _at(distribution: Any, points: Tensor) -> tuple[Tensor, Tensor]:
-    """The points that can be observed, and their probabilities in each state, ``(P, K)``."""
-    events = len(distribution.event_shape)  # none, or one of size 1
-    inside = points[distribution.support.check(points.reshape(-1, *[1] * events))]
-    values = inside.reshape(-1, 1, *[1] * events)
-    return inside.cpu(), distribution.log_prob(values).exp().cpu()
-
-
-def _ends(mean: Tensor, deviation: Tensor) -> tuple[float, float]:
-    """Between which numbers the K distributions lie, nearly."""
-    return (mean - WIDTH * deviation).min().item(), (mean + WIDTH * deviation).max().item()
 
 
 def _means(mean: Tensor, columns: list[str], labels: list[str], axes: Axes) -> None:

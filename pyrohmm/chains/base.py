@@ -61,7 +61,7 @@ class Chain:
         parameters: By name, each with the batch dimensions ``(*b)`` before its core.
         ops: Module of the recursions, functions of ``tables``, log-likelihoods and lengths.
         tables: The parameters as these recursions take them.
-        censored: Whether the last and the first segment may be cut, of chains with durations.
+        censored: Further arguments of these: whether segments may be cut, of chains with durations.
         options: Further arguments of the constructor, which are no parameters.
         num_states: K.
         order: On how many states before it the next state depends.
@@ -73,7 +73,7 @@ class Chain:
     cores: ClassVar[dict[str, Core]]
     ops: ClassVar[Any]
     tables: tuple[Any, ...]
-    censored: tuple[bool, ...] = ()
+    censored: dict[str, bool]
     options: dict[str, Any]
     log_initial: Tensor  # (*b, K)
     order = 1
@@ -82,7 +82,7 @@ class Chain:
     per_step = False
 
     def __init__(self, **options: Any) -> None:
-        self.options = options
+        self.options, self.censored = options, {}
 
     def take(self, **parameters: Any) -> None:
         """Set parameters as attributes; arrays of NumPy become tensors."""
@@ -152,7 +152,7 @@ class Chain:
 
     def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
-        return self.ops.log_evidence(*self.tables, log_likelihood, lengths, *self.censored)
+        return self.ops.log_evidence(*self.tables, log_likelihood, lengths, **self.censored)
 
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
@@ -160,12 +160,12 @@ class Chain:
 
     def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        return self.ops.viterbi(*self.tables, log_likelihood, lengths, *self.censored)
+        return self.ops.viterbi(*self.tables, log_likelihood, lengths, **self.censored)
 
     def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
         """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
-        arguments = log_likelihood, lengths, num_samples
-        return self.ops.sample_states(*self.tables, *arguments, *self.censored)
+        options = {"num_samples": num_samples} | self.censored
+        return self.ops.sample_states(*self.tables, log_likelihood, lengths, **options)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""

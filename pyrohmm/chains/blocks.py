@@ -166,11 +166,6 @@ class BlockChain(MarkovChain):
         if isinstance(transition, Tensor):
             check_floats("transition", transition)
             check_shape("transition", transition, (size, size), "(K, K)")
-        elif not isinstance(transition, InnerProductTransition):
-            raise TypeError(
-                "transition must be InnerProductTransition or a matrix of log-probabilities; got "
-                f"{type(transition).__name__}."
-            )
         elif not (blocks.disjoint and torch.equal(transition.blocks.sizes, blocks.sizes)):
             raise ValueError(
                 f"the blocks of transition must be those of the HMM, {blocks!r}; got "

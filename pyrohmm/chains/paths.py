@@ -11,14 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.log_space import finite_or_zero
+from ..ops.log_space import finite_or_zero, normalised
 from ..ops.masks import exists
 from .base import Chain
-
-
-def normalised(scores: Tensor) -> Tensor:
-    """Subtract the log of the sum over the last dimension; where all are -inf they stay so."""
-    return scores - finite_or_zero(scores.logsumexp(-1, keepdim=True))
 
 
 class PathFactors(NamedTuple):

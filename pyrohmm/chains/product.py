@@ -83,7 +83,11 @@ class ProductChain(Chain):
     @property
     def log_transition(self) -> Tensor:
         """``(*b, K, K)``, of the product states; made anew at each reading."""
-        return factorial.ProductTransition(self.log_transitions).matrix
+        product = self.log_transitions[0]
+        for part in self.log_transitions[1:]:
+            cells = product[..., :, None, :, None] + part[..., None, :, None, :]
+            product = cells.flatten(-4, -3).flatten(-2)
+        return product
 
     @property
     def matrices(self) -> Tensor:

@@ -35,7 +35,6 @@ class SemiMarkovChain(Chain):
 
     ops: ClassVar[Any] = semi_markov
     tables: tuple[Tensor, Tensor, Tensor]
-    censored: tuple[bool, bool]
     log_transition: Tensor
     log_duration: Tensor
 
@@ -49,7 +48,8 @@ class SemiMarkovChain(Chain):
     ) -> None:
         super().__init__(censored_end=censored_end, censored_start=censored_start)
         self.take(log_initial=log_initial, log_transition=log_transition, log_duration=log_duration)
-        self.censored_end, self.censored_start = self.censored = censored_end, censored_start
+        self.censored = self.options
+        self.censored_end, self.censored_start = censored_end, censored_start
         self.tables = self.log_initial, self.log_transition, self.log_duration
 
     @property
@@ -93,7 +93,9 @@ class SemiMarkovChain(Chain):
         opens, closes, age = semi_markov.boundaries(states, exists)
         last = closes & ~pad(exists[..., 1:], (0, 1))
         column = age.clamp(max=duration.size(-1)) - 1
-        weights = semi_markov.segment_weights(duration, *self.censored)
+        weights = semi_markov.segment_weights(
+            duration, self.censored_end, self.censored_start
+        ).flatten(0, 1)
         interior, right, left, both = (entry(part, states, column) for part in weights)
         lasted = torch.where(last, right, interior)
         is_first = opens.cumsum(-1) == 1
@@ -139,8 +141,10 @@ class SemiMarkovChain(Chain):
         a-th step. Without ``censored_end`` all are there twice, the second ones for a segment that
         ends at this step, as it must at the last. A path of the K states is one path of these.
         """
-        interior, _, left, _ = semi_markov.segment_weights(self.log_duration, *self.censored)
-        weights = torch.stack([interior, left] if self.censored_start else [interior], -2)
+        weights = semi_markov.segment_weights(
+            self.log_duration, self.censored_end, self.censored_start
+        )
+        weights = weights[: 1 + self.censored_start, 0].movedim(0, -2)  # between others, and first
         survival = semi_markov.log_survival(weights)
         lasted = finite_or_zero(survival)
         stays = pad(survival[..., 1:] - lasted[..., :-1], (0, 1), value=-torch.inf).flatten(-2)
@@ -187,7 +191,9 @@ class SemiMarkovChain(Chain):
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected counts; a segment that is cut counts with the whole durations it may have."""
-        found = semi_markov.expected_counts(*self.tables, log_likelihood, lengths, *self.censored)
+        found = semi_markov.expected_counts(
+            *self.tables, log_likelihood, lengths, self.censored_end, self.censored_start
+        )
         assert found.durations is not None
         pairs = found.transitions.squeeze(-3)
         counts = found.initial, pairs, found.durations

@@ -153,22 +153,17 @@ def read_conllu(
         ValueError: If a line is malformed, or a word or tag is not known.
     """
     place = {"upos": 3, "xpos": 4}[column]
-    rows = []
-    for block in _blocks(path):
-        words: list[str] = []
-        marks: list[str | None] = []
-        for number, line in block:
-            if line.startswith("#"):
-                continue
-            fields = line.split("\t")
-            if len(fields) != 10 or "" in fields or not re.fullmatch(r"\d+([-.]\d+)?", fields[0]):
-                raise malformed(path, number, "10 tab-separated fields, the first a number", line)
-            if fields[0].isdigit():
-                words.append(fields[1])
-                marks.append(None if fields[place] == "_" else fields[place])
-        if words:
-            rows.append(Entry(block[0][0], words, marks))
-    return corpus_of(path, rows, vocabulary, tags)
+
+    def read(number: int, line: str) -> tuple[str, str | None] | None:
+        if line.startswith("#"):
+            return None
+        fields = line.split("\t")
+        if len(fields) != 10 or "" in fields or not re.fullmatch(r"\d+([-.]\d+)?", fields[0]):
+            raise malformed(path, number, "10 tab-separated fields, the first a number", line)
+        tag = None if fields[place] == "_" else fields[place]
+        return (fields[1], tag) if fields[0].isdigit() else None
+
+    return corpus_of(path, _entries(path, read), vocabulary, tags)
 
 
 def read_tagged(
@@ -189,19 +184,14 @@ def read_tagged(
     Raises:
         ValueError: If a line is malformed, or a word or tag is not known.
     """
-    rows = []
-    for block in _blocks(path):
-        pairs = []
-        for number, line in block:
-            pair = line.split("\t")
-            if len(pair) != 2 or not all(pair):
-                raise malformed(path, number, "a word, a tab and a tag", line)
-            if pair[1] not in drop:
-                pairs.append(pair)
-        if pairs:
-            words, marks = zip(*pairs, strict=True)
-            rows.append(Entry(block[0][0], words, marks))
-    return corpus_of(path, rows, vocabulary, tags)
+
+    def read(number: int, line: str) -> tuple[str, str | None] | None:
+        word, _, tag = line.partition("\t")
+        if not (word and tag) or "\t" in tag:
+            raise malformed(path, number, "a word, a tab and a tag", line)
+        return None if tag in drop else (word, tag)
+
+    return corpus_of(path, _entries(path, read), vocabulary, tags)
 
 
 def read_fasta(
@@ -283,11 +273,17 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
         raise malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
 
 
-def _blocks(path: FilePath) -> Iterator[list[tuple[int, str]]]:
-    """The numbered lines between blank ones, block by block."""
+def _entries(
+    path: FilePath, read: Callable[[int, str], tuple[str, str | None] | None]
+) -> list[Entry]:
+    """A sequence for each block of lines between blank ones, of what ``read`` makes of a line."""
+    entries = []
     for filled, block in itertools.groupby(_lines(path), lambda line: bool(line[1].strip())):
-        if filled:
-            yield list(block)
+        lines = list(block)
+        pairs = [pair for number, line in lines if filled and (pair := read(number, line))]
+        if pairs:
+            entries.append(Entry(lines[0][0], *zip(*pairs)))
+    return entries
 
 
 def plain(text: str, alphabet: str) -> str:

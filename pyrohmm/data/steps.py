@@ -94,9 +94,7 @@ def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tenso
     if isinstance(symbols, str):
         array = np.array(list(symbols), object)
     if array.ndim != 1:
-        raise TypeError(
-            f"{name} must have shape (M,), a symbol of the vocabulary per step; got {array.shape}."
-        )
+        raise TypeError(f"{name} must be symbols, one for each step; got shape {array.shape}.")
     missing = is_missing(array)
     codes = torch.full((len(array),), NO_CODE)
     codes[torch.from_numpy(~missing)] = vocabulary.encode(array[~missing].tolist())
@@ -133,8 +131,6 @@ def read_times(values: Any, name: str = "times") -> Tensor:
         array = array - np.datetime64(0, "D")
     if array.dtype.kind == "m":
         array = array / np.timedelta64(1, "D")
-    elif array.dtype.kind in "iu":  # their float32 would lose seconds
-        array = array.astype(np.float64)
     try:
         return to_tensor(name, array).double()
     except TypeError as error:
@@ -149,7 +145,6 @@ def checked_lengths(lengths: Any, num_rows: int) -> Tensor:
     """The ``lengths`` on the CPU, of one sequence by default; raise unless they sum to the rows."""
     lengths = to_tensor("lengths", [num_rows] if lengths is None else lengths)
     check_integers("lengths", lengths)
-    check_shape("lengths", lengths, (lengths.numel(),), "(N,)")
     lengths = lengths.cpu().long()
     check_lengths(lengths, num_rows)
     if int(lengths.sum()) != num_rows:

@@ -224,15 +224,8 @@ class LinearChainCRF(TorchDistribution):
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> LinearChainCRF:
         """Expand to a larger batch; scores are not copied."""
-        shape = torch.Size(batch_shape)
-        if check_broadcast({"LinearChainCRF": self.batch_shape, "batch_shape": shape}) != shape:
-            raise ValueError(
-                f"batch_shape must be one that {tuple(self.batch_shape)} expands to; got "
-                f"{tuple(shape)}."
-            )
-        return self._with_emissions(
-            self.emission_scores.expand(*shape, self.num_steps, self.num_labels)
-        )
+        shape = *batch_shape, self.num_steps, self.num_labels
+        return self._with_emissions(self.emission_scores.expand(shape))
 
     def _with_emissions(self, emission_scores: Tensor) -> LinearChainCRF:
         other = LinearChainCRF(

@@ -63,36 +63,37 @@ class NGramWeights(NamedTuple):
     symbol: Tensor
 
 
+def _refuse(query: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{query} is not possible for a chain mixed with an n-gram, of which only the "
+        "probabilities of the given symbols are known. hmm.words is the chain without the "
+        "n-gram, which can."
+    )
+
+
 class _NGramChain(BlockChain):
     """A chain whose transitions depend on the symbols before: it is known within blocks alone."""
-
-    def _refuse(self, query: str) -> NoReturn:
-        raise NotImplementedError(
-            f"{query} is not possible for a chain mixed with an n-gram, of which only the "
-            "probabilities of the given symbols are known. hmm.words is the chain without the "
-            "n-gram, which can."
-        )
 
     @property
     def log_transition(self) -> NoReturn:
         """Refused: it depends on the symbols before."""
-        self._refuse("log_transition")
+        _refuse("log_transition")
 
     def check_constant(self, purpose: str) -> NoReturn:
         """Raise: it changes with the symbols before."""
-        self._refuse(purpose)
+        _refuse(purpose)
 
     def transitions(self) -> NoReturn:
         """Refused: they depend on the symbols before."""
-        self._refuse("a step without the n-gram")
+        _refuse("a step without the n-gram")
 
     def going_on(self, carried: CarriedState) -> NoReturn:
         """Refused: what the n-gram says of the first symbols is not known."""
-        self._refuse("continue_from")
+        _refuse("continue_from")
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> NoReturn:
         """Refused: it depends on the symbols before."""
-        self._refuse("sampling")
+        _refuse("sampling")
 
     def first(self, block: Tensor, log_block: Tensor, logits: Tensor) -> Tensor:
         """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)``.

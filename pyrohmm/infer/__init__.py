@@ -28,11 +28,9 @@ Its modules; each imports only those above it:
 ``expectation``   the E-step, batched by length
 ``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
-``convergence``   R-hat and effective sample sizes of chains
-``sampled``       ``SampledFit``: chains of samples of a posterior
-``hmc``           Hamiltonian Monte Carlo of many chains in one batch
+``sampled``       ``SampledFit``: chains of samples of a posterior, and whether they agree
+``mcmc``          ``fit_mcmc``: Hamiltonian Monte Carlo of many chains in one batch
 ``gibbs``         ``fit_gibbs``
-``mcmc``          ``fit_mcmc``
 """
 
 from . import cooccurrence as cooccurrence

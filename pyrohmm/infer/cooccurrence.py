@@ -240,13 +240,13 @@ def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
             then, and ``tolerance=None`` takes all steps.
         log_prior: A further log-density of the HMM built.
         **options: Further arguments: :class:`FitOptions` explains them. ``generator`` is for
-            ``pairs_per_step``; there are no minibatches of sequences, and no ``precision``.
+            ``pairs_per_step``; sizes of minibatches of sequences change nothing.
 
     Returns:
         The fit; ``num_observed`` is the number of pairs (those of the first lag).
 
     Raises:
-        TypeError: If ``data`` are none of these, or a model has neither symbols nor edges.
+        TypeError: If a model has neither symbols nor edges.
         ValueError: If there is no pair, V of data and module differ, or ``weight`` is missing for
             dense shares.
 

@@ -20,7 +20,7 @@ from .._checks import check_size
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
-from ..data.sequences import Sequences
+from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -30,7 +30,7 @@ from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, u
 from ..nn.discrete import CategoricalEmission
 from ..nn.family import Emission
 from ..ops.path_samples import PathSamples, sample_paths
-from .hmc import Hamiltonian, Tuning
+from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .parameters import Parameters
 from .results import Fit
@@ -87,14 +87,12 @@ def fit_gibbs(
     check_size("num_chains", num_chains)
     if not isinstance(module, HMMModule):
         raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
-    if not isinstance(data, Sequences):
-        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
+    check_sequences("data", data)
     parameters = Parameters(copy.deepcopy(module), data, num_chains, None)
     if parameters.points:
         raise ValueError(
-            "every parameter must have a prior, of which a posterior can be sampled; "
-            f"{type(module).__name__} has parameters without one. Give them one by PyroSample, or "
-            "freeze them."
+            f"every parameter must have a prior, and some of {type(module).__name__} have none. "
+            "Give them one by PyroSample, or freeze them."
         )
     sampler = Gibbs(parameters, num_samples, warmup)
     cost = parameters.cost * data.lengths.sum().item()
@@ -119,7 +117,12 @@ class Gibbs(Chains):
         self.parameters = parameters
         module = parameters.module
         self.data = cast(Sequences, parameters.data)
-        self.emission, self.prefix = conjugate_emission(module)
+        emission: Any = module.emission_module()
+        conjugate = isinstance(emission, ConjugateSampler)
+        conjugate = conjugate and not has_foreign_priors(cast(Any, emission))
+        self.emission: Any = emission if conjugate else None
+        names = {id(part): f"{name}." for name, part in module.named_modules()}
+        self.prefix = names.get(id(self.emission), "")
         foreign = has_foreign_priors(module, but=module.emission_module())
         conjugate = isinstance(module, ConjugateSampler) and not foreign
         self.chain: Any = module if conjugate else None
@@ -137,15 +140,13 @@ class Gibbs(Chains):
     def begin(self, start: Start | Values | Fit | None) -> None:
         """Set the first parameters, and find out which of them have conjugate posteriors."""
         parameters, module = self.parameters, self.parameters.module
-        if isinstance(start, Fit):
-            start = start.values
+        start = start.values if isinstance(start, Fit) else start
         if start is None:
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
         begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
-        known = isinstance(begin, dict)
-        prior = from_prior(module, self.data, parameters.restarts)
-        parameters.set_values(begin if isinstance(begin, dict) else prior)
+        known = begin if isinstance(begin, dict) else None
+        parameters.set_values(known or from_prior(module, self.data, parameters.restarts))
         hmm, _ = parameters.build(self.data)
         if isinstance(begin, dict):
             states = hmm.sample_states(self.data.values)
@@ -160,7 +161,7 @@ class Gibbs(Chains):
         except ValueError:  # paths do not say how the chain's parameters are used
             self.chain = None
             samples = self._sample_parameters(hmm, states)
-        if not known:
+        if known is None:
             parameters.update(samples)
         others = [name for name in parameters.sites if name not in samples]
         self.others = Others(parameters, others, self.warmup) if others else None
@@ -269,12 +270,11 @@ class Gibbs(Chains):
 
     def state(self) -> dict[str, Any]:
         """The parameters, for checkpoints."""
-        others = (
-            {}
-            if self.others is None
-            else {"others": vars(self.others.hamiltonian.tuning) | {"names": self.others.names}}
-        )
-        return self.parameters.state() | others
+        state = self.parameters.state()
+        if self.others is not None:
+            tuning = vars(self.others.hamiltonian.tuning)
+            state["others"] = tuning | {"names": self.others.names}
+        return state
 
     def restore(self, state: Fields) -> None:
         """Take the parameters from a checkpoint."""
@@ -321,16 +321,6 @@ class Others:
         several = self.parameters.restarts > 1
         new = {name: v.unsqueeze(1) if several else v[0] for name, v in values.items()}
         self.parameters.values = self.parameters.values | new
-
-
-def conjugate_emission(module: HMMModule) -> tuple[Any, str]:
-    """The emission module, if its parameters can be sampled; and what their names begin with."""
-    emission = module.emission_module()
-    conjugate = isinstance(emission, ConjugateSampler)
-    if emission is None or not conjugate or has_foreign_priors(emission):
-        return None, ""
-    names = {id(part): name for name, part in module.named_modules()}
-    return emission, f"{names[id(emission)]}."
 
 
 def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:

@@ -32,16 +32,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy
 import pyro
 import scipy.linalg
 import torch
 from pyro import poutine
-from pyro.distributions import Delta, LogNormal, Normal
+from pyro.distributions import Delta, Normal
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal, init_to_value
 from torch import Tensor
 
-from .._checks import check_tensor
 from ..data.sequences import Sequences
 from ..nn.base import OwnParameters
 from ..nn.dense import DenseHMM
@@ -102,20 +100,21 @@ class RotationGuide(OwnParameters):
         values = {name: value.detach() for name, value in start.items()}
         for part in self._parts:
             values = {name: value for name, value in values.items() if name not in part.shapes}
-            values |= part.start
+            values[part.name] = part.start
         reduced = partial(_reduced, model=model, parts=self._parts)
         self.inner = autoguide(reduced, init_loc_fn=init_to_value(values=values))
 
     def forward(self, data: Sequences | None = None) -> dict[str, Tensor]:
         """Sample all latent variables."""
-        auxiliary = {name for part in self._parts for name in part.start}
+        auxiliary = {part.name for part in self._parts}
         inner = poutine.infer_config(
             self.inner, lambda site: {"is_auxiliary": True} if site["name"] in auxiliary else {}
         )
         values = inner(data)
         for part in self._parts:
-            lower = part.triangular({name: values.pop(name) for name in part.start})
-            density = -log_orbit(lower.diagonal(dim1=-2, dim2=-1), part.dim)
+            lower = part.triangular(values.pop(part.name))
+            diagonal = lower.diagonal(dim1=-2, dim2=-1)
+            density = -log_orbit(diagonal, part.dim) - diagonal.log().sum(-1)  # from its logarithm
             for name, value in part.split(lower @ uniform_rotation(lower, part.dim)).items():
                 event = len(part.shapes[name])
                 values[name] = pyro.sample(name, Delta(value, density, event))
@@ -156,8 +155,6 @@ class _Group:
     """
 
     def __init__(self, name: str, values: dict[str, Tensor]) -> None:
-        for site, value in values.items():
-            check_tensor(f"start[{site!r}]", value)
         dims = {site: value.size(-1) for site, value in values.items()}
         if len(set(dims.values())) != 1:
             raise ValueError(
@@ -172,31 +169,20 @@ class _Group:
         triangle = torch.linalg.qr(rows[torch.as_tensor(order)].mT, mode="r").R.mT  # (n, r)
         lower = triangle * triangle.diagonal().sign()
         self.below = torch.tril_indices(size, rank, -1)
-        self.names = (f"{name}.diagonal", f"{name}.below")
-        self.start = {
-            self.names[0]: lower.diagonal().clamp(min=_SMALLEST),
-            self.names[1]: lower[self.below[0], self.below[1]],
-        }
+        diagonal = lower.diagonal().clamp(min=_SMALLEST)
+        self.name = name
+        self.start = torch.cat([diagonal.log(), lower[self.below[0], self.below[1]]])
 
-    def sample(self) -> dict[str, Tensor]:
-        """Sample statements from which an autoguide takes shapes and supports."""
-        diagonal, below = self.start.values()
-        return {
-            self.names[0]: pyro.sample(
-                self.names[0], LogNormal(torch.zeros_like(diagonal), 1.0).to_event(1)
-            ),
-            self.names[1]: pyro.sample(
-                self.names[1], Normal(torch.zeros_like(below), 1.0).to_event(1)
-            ),
-        }
+    def sample(self) -> Tensor:
+        """Logarithms of the diagonal of L, and what is below: a site for an autoguide."""
+        return pyro.sample(self.name, Normal(torch.zeros_like(self.start), 1.0).to_event(1))
 
-    def triangular(self, values: Mapping[str, Tensor]) -> Tensor:
+    def triangular(self, values: Tensor) -> Tensor:
         """L ``(*B, n, r)``."""
-        diagonal, below = (values[name] for name in self.names)
-        rank = diagonal.size(-1)
-        lower = diagonal.new_zeros(*diagonal.shape[:-1], len(self.rows), rank)
-        lower[..., :rank, :] = diagonal.diag_embed()
-        lower[..., self.below[0], self.below[1]] = below
+        rank = min(len(self.rows), self.dim)
+        lower = values.new_zeros(*values.shape[:-1], len(self.rows), rank)
+        lower[..., :rank, :] = values[..., :rank].exp().diag_embed()
+        lower[..., self.below[0], self.below[1]] = values[..., rank:]
         return lower
 
     def split(self, lower: Tensor) -> dict[str, Tensor]:
@@ -289,12 +275,6 @@ def repeatable() -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield
-
-
-def quantiles_of(samples: Tensor, probs: Tensor) -> Tensor:
-    """Quantiles ``(Q, ...)`` of samples ``(S, ...)``, component by component."""
-    found = numpy.quantile(samples.cpu().double().numpy(), probs.tolist(), axis=0)
-    return torch.as_tensor(found).to(samples)
 
 
 def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,16 @@
-r"""``fit_mcmc``: samples of the posterior by Hamiltonian Monte Carlo, all chains as one batch."""
+r"""``fit_mcmc``: samples of the posterior by Hamiltonian Monte Carlo, all chains as one batch.
+
+Chains have one step size :math:`\epsilon`, one diagonal metric and one trajectory length, tuned by
+all of them together, so that a leapfrog step of all is one gradient of a batch: ChEES-HMC (Hoffman,
+Radul and Sountsov, 2021, An adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian
+Monte Carlo). Coordinates are ``(C, D)``, D of each of C chains.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +18,13 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
+from torch.distributions import biject_to, constraints
 
 from .._checks import check_size
 from ..data.sequences import Sequences
+from ..distributions.sparse_dirichlet import interior
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
-from .hmc import TARGET, Hamiltonian, State, Tuning
 from .models import exclusive, scale_priors, to_model_device
 from .objective import LogJoint, latent_sites, trace_of_batchable
 from .plates import marks_of, sequence_plates
@@ -25,8 +33,248 @@ from .sampled import Chains, SampledFit
 from .starts import Values
 from .training import check_model_and_data
 
+ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
+TARGET = 0.651  # acceptance that is best for trajectories whose length is tuned
+LONGEST = 256  # leapfrog steps of a trajectory
+WINDOWS = (0.05, 0.15, 0.35)  # of the warmup, at whose ends the metric is renewed
+
+LogDensity = Callable[[dict[str, Tensor]], Tensor]
 JITTER = 0.05  # standard deviation of starts, in unconstrained coordinates
 CLIMB = 200  # steps of gradient ascent before the first trajectory
+
+
+@dataclass
+class State:
+    """Coordinates ``(C, D)`` of the chains, log-density ``(C,)``, gradient ``(C, D)``."""
+
+    place: Tensor
+    log_density: Tensor
+    gradient: Tensor
+
+    def replaced(self, by: State, where: Tensor) -> State:
+        """The state ``by`` of the chains ``where`` ``(C,)``, this one of the others."""
+        wide = where.unsqueeze(-1)
+        return State(
+            torch.where(wide, by.place, self.place),
+            torch.where(where, by.log_density, self.log_density),
+            torch.where(wide, by.gradient, self.gradient),
+        )
+
+
+@dataclass
+class Tuning:
+    """Step size, trajectory length and metric of all chains, and how the warmup finds them.
+
+    Attributes:
+        scale: ``(D,)``, square root of the diagonal of the inverse mass matrix.
+        warmup: Number of trajectories that tune.
+        target: Acceptance that the step size aims at.
+        done: Trajectories so far.
+        log_step: Logarithm of the step size, in units of the scale.
+        log_length: That of the longest trajectory.
+    """
+
+    scale: Tensor
+    warmup: int
+    target: float = TARGET
+    done: int = 0
+    log_step: float = math.log(0.1)
+    log_length: float = 0.0
+    centre: float = 0.0
+    error: float = 0.0
+    since: int = 0
+    averages: list[float] = field(default_factory=lambda: [math.log(0.1), 0.0])
+    square: float = 0.0
+    sums: Any = 0.0
+    count: int = 0
+
+    def steps(self) -> tuple[float, int]:
+        """Step size, and number of leapfrog steps, of the next trajectory."""
+        log_step, log_length = self.log_step, self.log_length
+        if self.done >= self.warmup:
+            log_step, log_length = self.averages
+        step = math.exp(log_step)
+        time = _halton(self.done + 1) * math.exp(log_length)
+        return step, min(max(1, math.ceil(time / step)), LONGEST)
+
+    def learn(self, before: State, after: State, moved: Moved) -> None:
+        """Adapt to the trajectory that has led from ``before``; ``after`` is where chains are."""
+        self.done += 1
+        if self.done > self.warmup:
+            return
+        self.since += 1
+        self._learn_step(moved.accepted)
+        self._learn_length(before, moved)
+        share = (self.since + 1) ** -0.6
+        now = (self.log_step, self.log_length)
+        self.averages = [a + share * (b - a) for a, b in zip(self.averages, now)]
+        self._learn_metric(after)
+
+    def _learn_step(self, accepted: Tensor) -> None:
+        """Dual averaging of the harmonic mean over chains (Nesterov, 2009)."""
+        mean = 1 / (1 / accepted.double().clamp(min=1e-3)).mean().item()
+        self.error += self.target - mean
+        self.log_step = self.centre - math.sqrt(self.since) / 0.05 * self.error / (self.since + 10)
+
+    def _learn_length(self, before: State, moved: Moved) -> None:
+        """A step of Adam up the slope of the change in the estimator of the expected square."""
+        weights = moved.accepted / moved.accepted.sum().clamp(min=1e-6)
+        here = before.place / self.scale
+        there = torch.where(moved.accepted.unsqueeze(-1) > 0, moved.place / self.scale, here)
+        away = there - (weights.unsqueeze(-1) * there).sum(0)
+        change = away.square().sum(-1) - (here - here.mean(0)).square().sum(-1)
+        slope = moved.time * change * (away * moved.momentum).sum(-1)
+        total = (weights * slope).double().nansum().item()
+        if not math.isfinite(total):
+            return
+        self.square = 0.95 * self.square + 0.05 * total**2
+        unbiased = self.square / (1 - 0.95**self.since)
+        self.log_length += 0.025 * total / (math.sqrt(unbiased) + 1e-12)
+        shortest = self.log_step
+        self.log_length = min(max(self.log_length, shortest), shortest + math.log(LONGEST))
+
+    def _learn_metric(self, state: State) -> None:
+        r"""Renew the metric at the end of a window, from places and gradients within chains.
+
+        :math:`\sqrt{\mathrm{var}(q) / \mathrm{var}(\nabla \log p)}`, which is the variance of a
+        normal distribution, and near it long before the chains have spread.
+        """
+        bounds = [int(self.warmup * part) for part in WINDOWS]
+        if self.done > bounds[-1]:
+            return
+        now = torch.stack([state.place, state.gradient]).double()
+        self.sums, self.count = self.sums + torch.stack([now, now.square()]), self.count + 1
+        if self.done not in bounds or self.count < 10:
+            return
+        mean, square = self.sums / self.count
+        places, gradients = (square - mean.square()).mean(1).clamp(min=0)  # variances (D,)
+        new = (places / gradients).pow(0.25)
+        new = torch.where(new.isfinite() & (new > 0), new, self.scale.double())
+        self.scale = new.to(self.scale)
+        self.sums, self.count = 0.0, 0
+        if self.done < bounds[-1]:  # what has been learnt in other units is void
+            self.log_length = self.averages[1] = math.log(1.5)
+        self.centre, self.error, self.since, self.square = self.averages[0] + 1.0, 0.0, 0, 0.0
+
+
+@dataclass
+class Moved:
+    """The ends of trajectories: place, momentum ``(C, D)``, acceptance ``(C,)``, and their time."""
+
+    place: Tensor
+    momentum: Tensor
+    accepted: Tensor
+    diverged: Tensor
+    time: float
+
+
+class Hamiltonian:
+    """Chains that follow the log-density of latent variables, in unconstrained coordinates.
+
+    Args:
+        supports: Space of each variable, by name.
+        values: Of the variables, ``(C, ...)``.
+        log_density: From values by name to their log-density ``(C,)``.
+        warmup: Number of trajectories that tune.
+        target: Acceptance that the step size aims at.
+
+    Attributes:
+        state: Where the chains are.
+        tuning: What the warmup finds.
+    """
+
+    def __init__(
+        self,
+        supports: Mapping[str, constraints.Constraint],
+        values: Mapping[str, Tensor],
+        log_density: LogDensity,
+        warmup: int,
+        target: float = TARGET,
+    ) -> None:
+        self.transforms: Any = {name: biject_to(supports[name]) for name in values}
+        free = {name: self.transforms[name].inv(value) for name, value in values.items()}
+        self.shapes = {name: value.shape[1:] for name, value in free.items()}
+        self.log_density = log_density
+        place = self.free(values)
+        self.state = State(place, place.new_empty(0), place)
+        self.tuning = Tuning(torch.ones_like(place[0]), warmup, target)
+
+    def free(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Coordinates of values, off the boundary of their spaces."""
+        parts = []
+        for name, transform in self.transforms.items():
+            parts.append(transform.inv(interior(transform.codomain, values[name])).flatten(1))
+        return torch.cat(parts, -1)
+
+    def constrain(self, free: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Values of coordinates, and the log-determinant ``(C,)`` of the slope of the map."""
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        values, total = {}, free.new_zeros(len(free))
+        for (name, shape), part in zip(self.shapes.items(), free.split(sizes, -1)):
+            part = part.reshape(len(free), *shape)
+            transform = self.transforms[name]
+            values[name] = value = transform(part)
+            slope = transform.log_abs_det_jacobian(part, value)
+            total = total + slope.reshape(len(free), -1).sum(-1)
+        return values, total
+
+    def at(self, place: Tensor) -> State:
+        """The state of chains at coordinates ``(C, D)``."""
+        with torch.enable_grad():
+            free = place.detach().requires_grad_()
+            values, slope = self.constrain(free)
+            total = self.log_density(values) + slope
+            (gradient,) = torch.autograd.grad(total.sum(), free)
+        return State(place.detach(), total.detach(), gradient)
+
+    def step(self) -> tuple[Moved, int]:
+        """A trajectory of every chain, from which warmup learns; and its leapfrog steps."""
+        step, num_steps = self.tuning.steps()
+        before = self.state
+        self.state, moved = self.trajectory(step, num_steps)
+        self.tuning.learn(before, self.state, moved)
+        return moved, num_steps
+
+    def trajectory(self, step: float, num_steps: int) -> tuple[State, Moved]:
+        """One trajectory of every chain, which ends where it began if it is not accepted."""
+        begin, scale = self.state, self.tuning.scale
+        momentum = torch.randn_like(begin.place)
+        energy = start = begin.log_density - 0.5 * momentum.square().sum(-1)
+        now, lost = begin, torch.zeros_like(start, dtype=torch.bool)
+        momentum = momentum + 0.5 * step * scale * now.gradient
+        for i in range(num_steps):
+            place = now.place + step * scale * momentum
+            now = self.at(torch.where(lost.unsqueeze(-1), begin.place, place))
+            kick = step if i < num_steps - 1 else 0.5 * step
+            momentum = momentum + kick * scale * now.gradient
+            energy = now.log_density - 0.5 * momentum.square().sum(-1)
+            lost = lost | ~(start - energy < ASTRAY)
+            momentum = momentum.masked_fill(lost.unsqueeze(-1), 0.0)
+        accepted = (energy - start).masked_fill(lost, -torch.inf).clamp(max=0.0).exp()
+        end = begin.replaced(now, torch.rand_like(accepted) < accepted)
+        return end, Moved(now.place, momentum, accepted, lost, step * num_steps)
+
+    def climb(self, place: Tensor, count: int) -> State:
+        """Steps of Adam up the log-density: the best place that each chain has met."""
+        leaf = place.clone()
+        adam = torch.optim.Adam([leaf], lr=0.1)
+        best = self.at(place)
+        for _ in range(count):
+            now = self.at(leaf.clone())
+            better = (now.log_density > best.log_density) | ~best.log_density.isfinite()
+            best = best.replaced(now, better)
+            leaf.grad = -now.gradient.nan_to_num(0.0)
+            adam.step()
+        return best
+
+
+def _halton(index: int) -> float:
+    """The number ``index`` of the Halton sequence of base 2, between 0 and 1."""
+    value, share = 0.0, 0.5
+    while index:
+        value += share * (index % 2)
+        index, share = index // 2, share / 2
+    return value
 
 
 @exclusive()
@@ -46,7 +294,7 @@ def fit_mcmc(
     r"""Sample the posterior :math:`p(\theta \mid x)` by Hamiltonian Monte Carlo of many chains.
 
     All chains are one batch, in a plate around the model, and tune one step size, trajectory length
-    and diagonal metric: see :mod:`pyrohmm.infer.hmc`. Torch's global source of randomness is used.
+    and diagonal metric: see :class:`Tuning`. Torch's global source of randomness is used.
 
     Args:
         model: A Pyro model whose states are summed out, such as :class:`MarginalModel`, and all of

@@ -23,9 +23,8 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._checks import check_size
 from ..data.batches import Parts, Window, parts_of
-from ..data.sequences import Sequences
+from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
@@ -39,29 +38,6 @@ LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
 
 
-class _Model(OwnParameters):
-    """The part common to both forms: all but the observation of the sequences."""
-
-    def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
-        super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
-        self.module = module
-        self.log_prior = log_prior
-
-    def forward(self, data: Sequences) -> HMM:
-        """Run the model on ``data`` and return the HMM that was built."""
-        hmm = build(self.module, data)
-        if self.log_prior is not None:
-            factor_log_prior(self.log_prior, hmm)
-        with pyro.plate("sequences", data.total, subsample=data.indices):
-            self._observe(hmm if data.labels is None else hmm.restrict(data.labels), data.values)
-        return hmm
-
-    def _observe(self, hmm: HMM, values: Tensor) -> None:
-        raise NotImplementedError
-
-
 def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
     """The factor of a further log-density of the HMM built."""
     pyro.factor("log_prior", log_prior(hmm))
@@ -69,21 +45,19 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
-    if not isinstance(data, Sequences):
-        raise TypeError(f"data must be Sequences; got {type(data).__name__}.")
-    observed = data.observed if data.has_gaps else None
-    if data.covariates is None and data.times is None:
-        return module(data.lengths, observed)
-    known = set(inspect.signature(module.forward).parameters)
-    times = {"times": data.times} if data.times is not None and "times" in known else {}
-    if data.covariates is None:
-        return module(data.lengths, observed, **times)
-    if len(known - {"times"}) < 3:
-        raise TypeError(
-            f"data has covariates, which {type(module).__name__} does not take. Write an HMMModule "
-            "whose forward takes (lengths, observed, covariates), or build data without them."
-        )
-    return module(data.lengths, observed, data.covariates, **times)
+    check_sequences("data", data)
+    given = {"covariates": data.covariates, "times": data.times}
+    further = {name: value for name, value in given.items() if value is not None}
+    if further:
+        known = inspect.signature(module.forward).parameters
+        if "covariates" in further and "covariates" not in known:
+            raise TypeError(
+                f"data has covariates, which {type(module).__name__} does not take. Write an "
+                "HMMModule whose forward takes (lengths, observed, covariates), or build data "
+                "without them."
+            )
+        further = {name: value for name, value in further.items() if name in known}
+    return module(data.lengths, data.observed if data.has_gaps else None, **further)
 
 
 def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
@@ -138,7 +112,7 @@ def to_model_device(model: Any, guide: Any, data: Data) -> Data:
     return data
 
 
-class MarginalModel(_Model):
+class MarginalModel(OwnParameters):
     """Independent sequences from one HMM whose states are summed out: the form to train.
 
     Sites: those of ``module``, then ``log_prior`` if there is one, then ``x``, in the plate
@@ -156,8 +130,27 @@ class MarginalModel(_Model):
         ['x']
     """
 
-    def _observe(self, hmm: HMM, values: Tensor) -> None:
-        pyro.sample("x", hmm, obs=values)
+    observe = staticmethod(pyro.sample)  # called with a name, an HMM, and its values as ``obs``
+
+    def __init__(self, module: HMMModule, log_prior: LogPrior | None = None) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
+        self.module = module
+        self.log_prior = log_prior
+
+    def forward(self, data: Sequences) -> HMM:
+        """Run the model on ``data`` and return the HMM that was built."""
+        return self._condition(build(self.module, data), data)
+
+    def _condition(self, hmm: HMM, data: Sequences) -> HMM:
+        """Add the further prior of ``hmm``, and observe the sequences."""
+        if self.log_prior is not None:
+            factor_log_prior(self.log_prior, hmm)
+        with pyro.plate("sequences", data.total, subsample=data.indices):
+            known = hmm if data.labels is None else hmm.restrict(data.labels)
+            self.observe("x", known, obs=data.values)
+        return hmm
 
 
 class StatefulModel(MarginalModel):
@@ -187,13 +180,11 @@ class StatefulModel(MarginalModel):
         self, module: NeuralHMM, num_streams: int, log_prior: LogPrior | None = None
     ) -> None:
         super().__init__(module, log_prior)
-        check_size("num_streams", num_streams)
-        if not isinstance(module, NeuralHMM):
-            raise TypeError(f"module must be a NeuralHMM; got {type(module).__name__}.")
-        blocks = module.blocks
+        blocks = module.blocks if isinstance(module, NeuralHMM) else None
         if blocks is None or not blocks.disjoint:
             raise ValueError(
-                "module must have disjoint blocks, for state probabilities to be carried over."
+                "module must be a NeuralHMM with disjoint blocks, for state probabilities to be "
+                "carried over."
             )
         shape = num_streams, blocks.width
         self.register_buffer("states", torch.full(shape, -1))
@@ -212,10 +203,6 @@ class StatefulModel(MarginalModel):
         # copies: the buffers are replaced before a gradient is taken
         carried = FinalState(self.states.clone(), self.log_probs.clone())
         hmm, numbers = self.module.continue_from(data.lengths, carried, continues)
-        if self.log_prior is not None:
-            factor_log_prior(self.log_prior, hmm)
-        with pyro.plate("sequences", data.total, subsample=data.indices):
-            self._observe(hmm, data.values)
         ending = hmm.final_state(data.values)
         last = torch.ones_like(data.streams, dtype=torch.bool)
         last[:-1] = data.streams[1:] != data.streams[:-1]
@@ -223,25 +210,7 @@ class StatefulModel(MarginalModel):
         self.states[streams] = -1
         self.states[streams, :width] = numbers[rows.clamp(min=0)].masked_fill(rows < 0, -1)
         self.log_probs[streams, :width] = ending.log_probs[last].to(self.log_probs.dtype)
-        return hmm
-
-
-class EnumeratedModel(_Model):
-    """Pyro model with one enumerated site per state inside ``pyro.markov``.
-
-    This is the form that a Pyro user would write and edit. It needs ``TraceEnum_ELBO`` (or NUTS,
-    which recognises enumerated sites), and agrees with :class:`MarginalModel` in loss and gradient.
-
-    Sites: those of ``module``, then ``log_prior`` if there is one, then ``x_state_t`` (enumerated)
-    and ``x_t`` for each step t, in the plate ``sequences``.
-
-    Args:
-        module: Builds the HMM; its ``PyroSample`` attributes are the latent variables.
-        log_prior: A further log-density of the HMM built, such as a diversity prior; scalar.
-    """
-
-    def _observe(self, hmm: HMM, values: Tensor) -> None:
-        markov_sample("x", hmm, obs=values)
+        return self._condition(hmm, data)
 
 
 def markov_sample(name: str, hmm: HMM, obs: Tensor | None = None) -> Tensor:
@@ -314,6 +283,23 @@ def _past(
         return torch.stack(sampled, at)
     shape = (*state.shape, 0, *hmm.emission.event_shape)
     return torch.empty(shape, device=state.device)
+
+
+class EnumeratedModel(MarginalModel):
+    """Pyro model with one enumerated site per state inside ``pyro.markov``.
+
+    This is the form that a Pyro user would write and edit. It needs ``TraceEnum_ELBO`` (or NUTS,
+    which recognises enumerated sites), and agrees with :class:`MarginalModel` in loss and gradient.
+
+    Sites: those of ``module``, then ``log_prior`` if there is one, then ``x_state_t`` (enumerated)
+    and ``x_t`` for each step t, in the plate ``sequences``.
+
+    Args:
+        module: Builds the HMM; its ``PyroSample`` attributes are the latent variables.
+        log_prior: A further log-density of the HMM built, such as a diversity prior; scalar.
+    """
+
+    observe = staticmethod(markov_sample)
 
 
 class EmissionAt(TorchDistribution):

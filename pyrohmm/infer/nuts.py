@@ -64,8 +64,15 @@ class RowPermutationNUTS(NUTS):
 
     def _initialize_model_properties(self, model_args: Any, model_kwargs: Any) -> None:
         super()._initialize_model_properties(model_args, model_kwargs)
-        _check_site(self.site, self._prototype_trace, self.initial_params)
-        rows = self._prototype_trace.nodes[self.site]["value"].size(-2)
+        site = self._prototype_trace.nodes.get(self.site, {})
+        space = getattr(getattr(site.get("fn"), "support", None), "base_constraint", None)
+        shape: tuple[int, ...] = site["value"].shape if space is constraints.simplex else ()
+        if len(shape) != 2 or shape[0] < 2:
+            raise ValueError(
+                "site must hold two or more rows of probabilities, (K, V), without forbidden "
+                f"entries; got {self.site!r} of {', '.join(self.initial_params)}."
+            )
+        rows = shape[0]
         self._rows, self._energy = rows, self.potential_fn
         if rows <= MOST_ROWS:
             self._orders = [list(order) for order in permutations(range(rows))]
@@ -106,21 +113,3 @@ class RowPermutationNUTS(NUTS):
                 values, energy = other, proposed
         self.clear_cache()
         return values
-
-
-def _check_site(site: str, trace: Any, values: Values) -> None:
-    """Raise unless ``site`` is two or more rows of probabilities without hard zeros."""
-    if site not in values:
-        raise ValueError(
-            f"site must be a latent variable of the model, one of {', '.join(values)}; got "
-            f"{site!r}."
-        )
-    support = trace.nodes[site]["fn"].support
-    rows = trace.nodes[site]["value"].shape
-    simplex = getattr(support, "base_constraint", None) is constraints.simplex
-    if not simplex or len(rows) != 2 or rows[0] < 2:
-        raise ValueError(
-            f"site must hold two or more rows of probabilities, (K, V), without forbidden "
-            f"entries; {site!r} has values of shape {tuple(rows)} in {support}. Take NUTS, with "
-            "several chains from different initial values."
-        )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, Independent, transform_to
 
-from .._checks import check_floats, check_shape
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.constructors import arguments_of
 from ..distributions.hmm import HMM
@@ -51,17 +50,12 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
         >>> merged.emission.rate, merged.log_initial.exp()
         (tensor([2., 9.]), tensor([0.6667, 0.3333]))
     """
-    _check_plain(hmm)
-    for name, state in (("first", first), ("second", second)):
-        _check_state(name, state, hmm)
+    _check_plain(hmm, first, second)
     if first == second:
         raise ValueError(f"second must be a state other than first; got {second} for both.")
-    if usage is None:
-        usage = stationary(hmm.log_transition)
-    check_floats("usage", usage)
-    check_shape("usage", usage, (hmm.num_states,), "(K,)")
-    if not bool((usage >= 0).all()):
-        raise ValueError(f"usage must not be negative; got {usage.min().item():g}.")
+    usage = stationary(hmm.log_transition) if usage is None else usage
+    if usage.shape != (hmm.num_states,) or not bool((usage >= 0).all()):
+        raise ValueError(f"usage must be a number of at least 0 for each state; got {usage}.")
     pair = torch.tensor([first, second])
     weights = usage[pair].to(hmm.log_initial) + torch.finfo(hmm.log_initial.dtype).tiny
     weights = weights / weights.sum()
@@ -119,8 +113,7 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
         >>> split.emission.rate, split.log_initial.exp()
         (tensor([1., 9., 9.]), tensor([0.5000, 0.2500, 0.2500]))
     """
-    _check_plain(hmm)
-    _check_state("state", state, hmm)
+    _check_plain(hmm, state)
     if not noise >= 0:
         raise ValueError(f"noise must be at least 0; got {noise}.")
     index = torch.cat([torch.arange(hmm.num_states), torch.tensor([state])])
@@ -145,17 +138,19 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
     return _with(hmm, hmm.log_initial.detach()[index] + half, matrix, emission)
 
 
-def _check_plain(hmm: HMM) -> None:
-    """Raise unless an HMM has one set of parameters of a Markov chain."""
+def _check_plain(hmm: HMM, *states: int) -> None:
+    """Raise unless an HMM has one set of parameters of a Markov chain, and these states."""
     if type(hmm) is not HMM:
         raise TypeError(f"hmm must be a plain HMM; got {type(hmm).__name__}.")
     hmm.check_constant("another number of states")
-    if (
-        hmm.log_initial.dim() > 1
-        or hmm.log_transition.dim() > 2
-        or len(hmm.emission.batch_shape) > 1
-    ):
+    dims = hmm.log_initial.dim(), hmm.log_transition.dim(), len(hmm.emission.batch_shape)
+    if dims != (1, 2, 1):
         raise ValueError("hmm must have one set of parameters, without batch dimensions.")
+    for state in states:
+        if not 0 <= state < hmm.num_states:
+            raise ValueError(
+                f"a state must lie between 0 and K - 1 = {hmm.num_states - 1}; got {state}."
+            )
 
 
 def _with(hmm: HMM, log_initial: Tensor, log_transition: Tensor, emission: Any) -> HMM:
@@ -164,13 +159,6 @@ def _with(hmm: HMM, log_initial: Tensor, log_transition: Tensor, emission: Any) 
     return HMM(
         log_initial, log_transition, emission, hmm.lengths, hmm.observed, validate_args=validation
     )
-
-
-def _check_state(name: str, state: int, hmm: HMM) -> None:
-    if not 0 <= state < hmm.num_states:
-        raise ValueError(
-            f"{name} must lie between 0 and K - 1 = {hmm.num_states - 1}; got {state}."
-        )
 
 
 def _resized(part: Any, num_states: int, change: Change) -> Any:

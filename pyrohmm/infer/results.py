@@ -12,6 +12,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta
 from pyro.nn import PyroModule
+from pyro.ops.stats import quantile
 from pyro.poutine.util import site_is_subsample
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -23,7 +24,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse_dirichlet import interior
 from ..nn.base import PYRO, in_mode
-from .guides import quantiles_of, repeatable, samples_of
+from .guides import repeatable, samples_of
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
 from .uncertainty import Information
@@ -174,7 +175,7 @@ class Fit:
         wanted = check_probs("probs", probs)
         with repeatable():
             samples = self.samples(num_samples, data)
-        return {name: quantiles_of(value, wanted) for name, value in samples.items()}
+        return {name: quantile(value, wanted.to(value)) for name, value in samples.items()}
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMM for ``data``, at ``values``; its tensors have no gradient.

@@ -86,10 +86,9 @@ class TableCounts:
             symbols = batch.values.long().masked_fill(~batch.observed, 0)
             if symbols.amin() < 0 or symbols.amax() >= count:
                 return None
-            parts = symbols, batch.observed, batch.lengths.cpu().long()
-            restarts = self.parameters.restarts
-            self._read[batch] = [part.expand(restarts, *part.shape) for part in parts]
-        return self._read[batch]
+            self._read[batch] = [symbols, batch.observed, batch.lengths.cpu().long()]
+        restarts = self.parameters.restarts  # fewer, once some have ended
+        return [part.expand(restarts, *part.shape) for part in self._read[batch]]
 
 
 def _is_plain(module: PyroModule, kind: type[PyroModule]) -> bool:

@@ -26,7 +26,7 @@ from .._precision import full_precision
 from .._sync import with_one_wait
 from .._threads import threads_for
 from ..data.batches import Batches, Parts, first_sequence, parts_of
-from ..data.sequences import Sequences
+from ..data.sequences import Sequences, check_sequences
 from ..io.checkpoints import Checkpoint, Fields
 from ..io.identity import describe, fingerprint
 from ..nn.base import HMMModule, in_mode
@@ -197,9 +197,13 @@ class Training:
         try:
             self._descend(checkpoint)
             return self._finish(first)
-        except (FloatingPointError, ValueError):
+        except (FloatingPointError, ValueError) as error:
+            finite = all(bool(part.isfinite().all()) for part in self.objective.parameters)
+            invalid = not finite or "Expected parameter" in str(error)
             validated = self.held_out.best if self.held_out is not None else []
             copy_values(validated or first, self.tensors())
+            if isinstance(error, ValueError) and invalid and self.losses:
+                raise FloatingPointError(LEFT.format(len(self.losses))) from error
             raise
 
     def _descend(self, checkpoint: Checkpoint | None) -> None:
@@ -241,18 +245,11 @@ class Training:
             loss, batch = self._backward(self.batches.take())
         except ValueError as error:
             self.batches.explain(error)
-            self._explain(error)
             raise
         self.losses.append(self.group.mean(loss))
         if loss.device.type == "cpu" or step % WINDOW == 0:  # or the host would wait
             self.objective.check_finite(self.losses[-1], step, batch)
         self.descent.step(self.losses[-1], self.group, step + 1)
-
-    def _explain(self, error: ValueError) -> None:
-        """Raise FloatingPointError if an ``error`` is due to parameters that became invalid."""
-        finite = all(bool(parameter.isfinite().all()) for parameter in self.objective.parameters)
-        if self.losses and (not finite or "Expected parameter" in str(error)):
-            raise FloatingPointError(LEFT.format(len(self.losses))) from error
 
     def _backward(self, batch: Sequences | Parts) -> tuple[Tensor, Sequences]:
         """Compute the gradient of the loss of a batch.
@@ -287,11 +284,7 @@ class Training:
         average = self.descent.average
         applied = nullcontext() if average is None else average.applied()
         with applied, full_precision(self.objective.parameters[0]):
-            try:
-                return held_out.validate(len(self.losses), self.tensors())
-            except ValueError as error:
-                self._explain(error)
-                raise
+            return held_out.validate(len(self.losses), self.tensors())
 
     def _finish(self, first: list[Tensor]) -> Tensor:
         """Set the parameters to those that the fit ends with, and return all losses, checked."""
@@ -413,11 +406,8 @@ def check_model_and_data(model: Any, data: Any) -> None:
             "model is in use by the fit around this one, which would lend it its values. Fit a "
             "copy: copy.deepcopy(model)."
         )
-    if not isinstance(data, Sequences | Parts):
-        raise TypeError(
-            f"data must be Sequences; got {type(data).__name__}. Build them with "
-            "Sequences.from_list, or Sequences(values, lengths)."
-        )
+    if not isinstance(data, Parts):
+        check_sequences("data", data)
 
 
 def _rename(guide: AutoGuide) -> None:

@@ -260,16 +260,19 @@ class Information:
             "parameters: use fewer states, a prior, or more iterations of the fit."
         )
 
+    def _slopes(self, function: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor]:
+        """Slopes of a function of the coordinates ``own``, and its standard errors."""
+        origin = torch.zeros(len(own), dtype=torch.double)
+        slopes: Any = torch.autograd.functional.jacobian(function, origin)
+        variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance[own][:, own], slopes)
+        return slopes, variance.clamp(min=0.0).sqrt()
+
     def std_errors(self) -> dict[str, Tensor]:
         """Standard errors of the parameters, by name; NaN for entries that are held."""
         errors = {}
         for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
-            origin = torch.zeros(len(own), dtype=torch.double)
-            slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
-            block = self.covariance[own][:, own]
-            variance = torch.einsum("...p,pq,...q->...", slopes, block, slopes)
-            held = (slopes == 0).all(-1)
-            errors[part.name] = variance.clamp(min=0.0).sqrt().masked_fill(held, torch.nan)
+            slopes, error = self._slopes(part.value, own)
+            errors[part.name] = error.masked_fill((slopes == 0).all(-1), torch.nan)
         return errors
 
     def of(
@@ -282,12 +285,10 @@ class Information:
             data: The HMM is built for these sequences, such as ones with other covariates; for the
                 sequences that were fitted by default.
         """
-        u = torch.zeros(len(self.labels), dtype=torch.double, requires_grad=True)
-        value = function(self._run(u, None if data is None else _double(data))[1])
-        slopes = [torch.autograd.grad(x, u, retain_graph=True)[0] for x in value.flatten()]
-        jacobian = torch.stack(slopes)
-        variance = torch.einsum("ip,pq,iq->i", jacobian, self.covariance, jacobian)
-        return value.detach(), variance.clamp(min=0.0).sqrt().reshape(value.shape)
+        data = None if data is None else _double(data)
+        own = torch.arange(len(self.labels))
+        _, error = self._slopes(lambda u: function(self._run(u, data)[1]), own)
+        return function(self._run(torch.zeros(len(own)).double(), data)[1]).detach(), error
 
     def intervals(
         self,

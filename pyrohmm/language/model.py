@@ -66,9 +66,9 @@ class LanguageModel:
         module: The :class:`pyrohmm.NeuralHMM`, whose ``dropout`` is that of the last fit.
 
     Raises:
-        ValueError: If ``<eos>`` is not in the vocabulary, or what stands there for the unknown is a
-            function other than :func:`pyrohmm.readers.word_classes`, which could not be saved; or
-            if blocks overlap or have other words.
+        ValueError: If what stands in the vocabulary for the unknown is a function other than
+            :func:`pyrohmm.readers.word_classes`, which could not be saved; or if blocks overlap or
+            have other words.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -95,8 +95,6 @@ class LanguageModel:
         dropout: float | LinearDropout | None = None,
         contiguous: bool = False,
     ) -> None:
-        if END not in vocabulary:
-            raise ValueError(f"vocabulary must have {END}, the end of a sentence, among its words.")
         unknown = vocabulary.unknown
         if not (unknown is None or isinstance(unknown, str) or unknown is word_classes):
             raise ValueError(

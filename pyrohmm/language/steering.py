@@ -11,7 +11,6 @@ from .._checks import check_size
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
 from ..ops.automata import Automaton
-from ..ops.blocks.inner_products import InnerProductTransition
 from .generation import choose, emitted_by, next_states
 from .lookahead import Lookahead
 from .text import END, encode
@@ -28,26 +27,22 @@ class Steering:
     states that the automaton may be in, and takes K Q float64 numbers a step.
 
     Args:
-        hmm: Of disjoint blocks; it stays as it is now.
+        hmm: Of disjoint blocks and inner products; it stays as it is now.
         vocabulary: The V words, ``<eos>`` among them.
         constraint: Over words of the vocabulary, or their codes.
         max_words: Largest number of words of a sentence, with those of a prompt.
 
     Raises:
-        TypeError: If transitions are given as a matrix.
-        ValueError: If no sentence of so many words satisfies the constraint, or none has positive
-            probability; or if it has a word that the vocabulary does not list.
+        ValueError: If no sentence of so many words satisfies the constraint, or it has a word that
+            the vocabulary does not list.
     """
 
     def __init__(
         self, hmm: BlockHMM, vocabulary: Vocabulary, constraint: Automaton, max_words: int
     ) -> None:
         check_size("max_words", max_words)
-        transition = getattr(hmm, "transition", None)
-        if not isinstance(transition, InnerProductTransition):
-            raise TypeError("hmm must have an InnerProductTransition; it has a matrix.")
         self.vocabulary, self.constraint, self.max_words = vocabulary, constraint, max_words
-        self._hmm, self._transition = hmm, transition
+        self._hmm = hmm
         self._end = int(vocabulary.encode([END]))
         self._class = _classes_of_words(constraint, vocabulary)
         with torch.no_grad():
@@ -55,11 +50,6 @@ class Steering:
                 hmm, constraint, self._class, self._end, max_words, dtype=torch.float64
             )
             self._class = self._ahead.classes
-            if self._ahead.log_joint(hmm.log_initial, 0, 0) == -inf:
-                raise ValueError(
-                    "constraint must have a positive probability; that of "
-                    f"{constraint.name} is zero within {max_words} words."
-                )
 
     def __repr__(self) -> str:
         return f"Steering({self.constraint.name}; at most {self.max_words} words)"
@@ -214,7 +204,7 @@ class Steering:
             if not len(unfinished):
                 break
             automaton = self.constraint.table[automaton[continues], kind]
-            log_states = self._transition.rows(states).double()
+            log_states = self._hmm.transition.rows(states).double()  # type: ignore[union-attr]
         lengths = (words != self._end).sum(-1)
         return [row[:length] for row, length in zip(words, lengths.tolist())]
 

@@ -35,9 +35,8 @@ def count_words(
     """
     rows = split_words("lines", lines)
     check_size("min_count", min_count)
-    if max_size is not None and max_size < 3:
-        raise ValueError(f"max_size must be at least 3, for {UNKNOWN}, {END} and a word; got "
-                         f"{max_size}.")  # fmt: skip
+    if max_size is not None:
+        check_size("max_size", max_size, 3)  # the marks and a word
     counts: Counter[str] = Counter()
     for words in rows:
         counts.update(words)
@@ -74,8 +73,6 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") ->
                 f"{number} has. Take it out."
             )
         rows.append(vocabulary.encode([*words, END]))
-    if not rows:
-        raise ValueError(f"{name} is empty; wanted at least one sentence.")
     return Sequences.from_list(rows)
 
 

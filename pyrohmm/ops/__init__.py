@@ -26,8 +26,7 @@ Its modules; each imports only those above it:
 ``continuous_time``   transitions of chains in continuous time
 ``segments.chain``    chains with durations: the arguments in one form
 ``segments._torch``   their recursions as torch operations
-``segments._loops``   compiled loops over them
-``segments._numba``   their recursions by those loops
+``segments._numba``   their recursions by compiled loops
 ``semi_markov``       the recursions of chains with durations
 ``factorial``         the recursions of several chains behind one observation
 ``second_order``      the recursions of chains whose next state depends on two
@@ -35,7 +34,6 @@ Its modules; each imports only those above it:
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
 ``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
 ``blocks.queries``    posterior queries of those, best paths, paths sampled from the posterior
-``blocks.scaled``     the same chains by compiled scaled messages
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``blocks.recursions``  evidence of block-sparse chains by whichever computes
 ``blocks.states``     ``Blocks``: which states emit which symbols

@@ -79,14 +79,11 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
         return
     passed = [item.numpy() if isinstance(item, Tensor) else item for item in arguments]
     threads = threads_of(count, count * work)
-    bounds = [count * part // threads for part in range(threads + 1)]
-    tasks = [
-        _pool(threads - 1).submit(loop, bounds[part], bounds[part + 1], *passed)
-        for part in range(1, threads)
-    ]
-    loop(bounds[0], bounds[1], *passed)
-    for task in tasks:
-        task.result()
+
+    def run_part(part: int) -> None:
+        loop(count * part // threads, count * (part + 1) // threads, *passed)
+
+    share(run_part, threads)
 
 
 def share(run: Callable[[int], Any], parts: int) -> list[Any]:

@@ -93,14 +93,6 @@ class Tables(NamedTuple):
     loss: np.ndarray
     rank: np.ndarray
 
-    @classmethod
-    def empty(cls, size: int) -> Tables:
-        """Tables without clusters."""
-        return cls(
-            np.zeros((2, size, size), np.int64), np.zeros((2, size), np.int64),
-            np.zeros((size, size)), np.full((size, size), np.inf), np.full(size, -1),
-        )  # fmt: skip
-
 
 def _loops() -> ModuleType:
     """The compiled loops, without which clustering would take hours."""
@@ -117,7 +109,11 @@ class Window:
     """Some clusters, and what the merge of any two would lose: see :class:`.Tables`."""
 
     def __init__(self, size: int, terms: Terms) -> None:
-        self.tables, self.terms = Tables.empty(size), terms
+        self.tables = Tables(
+            np.zeros((2, size, size), np.int64), np.zeros((2, size), np.int64),
+            np.zeros((size, size)), np.full((size, size), np.inf), np.full(size, -1),
+        )  # fmt: skip
+        self.terms = terms
         self._loops = _loops()
 
     def enter(self, slot: int, beside: np.ndarray, rank: int) -> None:

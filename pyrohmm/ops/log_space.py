@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +26,11 @@ def finite_or_zero(logs: Tensor) -> Tensor:
     return logs.masked_fill(logs.isneginf(), 0.0)
 
 
+def normalised(logs: Tensor) -> Tensor:
+    """Subtract the log of the sum over the last dimension; where all are -inf they stay so."""
+    return logs - finite_or_zero(logs.logsumexp(-1, keepdim=True))
+
+
 def largest(logs: Tensor, dims: tuple[int, ...]) -> Tensor:
     """The largest along some dimensions, which are kept, as a constant; zero if not finite."""
     peak = logs.detach().amax(dims, keepdim=True)
@@ -47,10 +51,3 @@ def log_softmax_of_parts(scores: Tensor, sizes: Tensor, log_weights: Tensor) -> 
         return (cells + log_weights.unsqueeze(-1)).flatten(-2)
     parts = zip(scores.split(widths, -1), log_weights.split(1, -1))
     return torch.cat([part.log_softmax(-1) + weight for part, weight in parts], -1)
-
-
-def lazy_zeros(count: int, like: Tensor) -> Tensor:
-    """Zeros ``(count,)``, on the CPU without writing them: most stay as the system gives them."""
-    if like.device.type != "cpu":
-        return like.new_zeros(count)
-    return torch.from_numpy(np.zeros(count, like.new_empty(0).numpy().dtype))

@@ -183,10 +183,6 @@ class Pairs:
         """Offsets of the rows' entries, with the end of the last, ``(V + 1,)``."""
         return torch.bincount(rows + 1, minlength=self.num_symbols + 1).cumsum(0)
 
-    def _sparse(self, rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-        """A sparse matrix ``(V, V)`` of entries that are sorted by row."""
-        return self._csr(self._starts(rows), columns, values)
-
     def _csr(self, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
         with warnings.catch_warnings(action="ignore"):  # torch says once that the format is young
             return torch.sparse_csr_tensor(
@@ -196,7 +192,7 @@ class Pairs:
     @cached_property
     def _rows(self) -> Tensor:
         """The fractions as a sparse matrix ``(V, V)``."""
-        return self._sparse(self.first, self.second, self.fractions)
+        return self._csr(self._starts(self.first), self.second, self.fractions)
 
     @cached_property
     def _columns(self) -> Tensor:
@@ -204,7 +200,7 @@ class Pairs:
         first, second, fractions = (
             each[self._by_second] for each in (self.first, self.second, self.fractions)
         )
-        return self._sparse(second, first, fractions)
+        return self._csr(self._starts(second), first, fractions)
 
     def _matrix(self, values: Tensor | None, transposed: bool) -> Tensor:
         """A sparse matrix of ``values`` ``(M,)`` in place of the fractions, perhaps transposed."""

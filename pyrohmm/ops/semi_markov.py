@@ -88,22 +88,22 @@ def segment_weights(
     censored_end: bool,
     censored_start: bool,
     log_mean: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log weights of segments by how much of each is seen, ``(*B, K, D)`` in float64.
+) -> Tensor:
+    """Log weights of segments by how much of each is seen, ``(2, 2, *B, K, D)`` in float64.
 
-    Returns:
-        Of a segment between others, of the last, of the first, and of one that is both. The log
-        mean duration ``(*B, K)`` may be given, if it is to be a constant.
+    The first index is one for the first segment, the second one for the last. The log mean duration
+    ``(*B, K)`` may be given, if it is to be a constant.
     """
     check_floats("log_duration", log_duration)
     duration = log_duration.double()
     survival = log_survival(duration) if censored_end or censored_start else duration
     right = survival if censored_end else duration
-    if not censored_start:
-        return duration, right, duration, right
-    log_mean = log_mean_duration(duration) if log_mean is None else log_mean
-    left = survival - log_mean.unsqueeze(-1)
-    return duration, right, left, log_survival(left) if censored_end else left
+    left, both = duration, right
+    if censored_start:
+        log_mean = log_mean_duration(duration) if log_mean is None else log_mean
+        left = survival - log_mean.unsqueeze(-1)
+        both = log_survival(left) if censored_end else left
+    return torch.stack([duration, right, left, both]).unflatten(0, (2, 2))
 
 
 def _arranged(

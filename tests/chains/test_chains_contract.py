@@ -1,5 +1,6 @@
 """Every chain keeps one contract: the sum over all paths, and what follows from it."""
 
+import re
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from pyrohmm.chains import (
     SecondOrderChain,
     SemiMarkovChain,
 )
+from pyrohmm.ops import backends
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 from pyrohmm.ops.log_space import log
 from pyrohmm.testing import check_chain
@@ -94,6 +96,12 @@ def test_a_chain_keeps_the_contract(name):
 @pytest.mark.parametrize("name", [name for name in CHAINS if "step" not in name])
 def test_a_chain_keeps_the_contract_at_a_single_step(name):
     check_chain(CHAINS[name](), lengths=(1,))
+
+
+@pytest.mark.parametrize("name", [n for n in CHAINS if re.search("durations|blocks|markov", n)])
+def test_a_chain_keeps_the_contract_by_torch(name):
+    with backends.use(backends.TORCH):
+        check_chain(CHAINS[name](), lengths=(1, 2, 4))
 
 
 class Late(MarkovChain):

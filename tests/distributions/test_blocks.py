@@ -21,6 +21,7 @@ from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
+WAYS = [(kind, False) for kind in KINDS] + [("one level", True)]  # whether all at once
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -85,10 +86,9 @@ def zeros(blocks, logits):
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("lengths", [[1], [5], [4, 1, 6, 6, 2]], ids=str)
-@pytest.mark.parametrize("sizes", [[1], [1, 1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("all_transitions", [False, True])
+@pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
+@pytest.mark.parametrize("sizes", [[1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
+@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
 def test_everything_is_as_in_the_hmm_with_zeros(
     all_transitions, kind, sizes, lengths, engine, monkeypatch
 ):
@@ -166,16 +166,15 @@ QUERIES = {
 }
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("query", QUERIES)
-@pytest.mark.parametrize("kind", ["two levels", "one level", "overlapping"])
-def test_a_query_before_takes_no_gradient_away(kind, query, mode):
+@pytest.mark.parametrize("kind", ["two levels", "overlapping"])
+def test_a_query_before_takes_no_gradient_away(kind, query):
     gradients = []
     for asked in (False, True):
         torch.manual_seed(5)
         case = Case(kind, [3, 1, 4], [4, 1, 6])
         if asked:
-            with mode():
+            with torch.inference_mode():
                 QUERIES[query](case.hmm, case.values)
         evidence = case.hmm.log_prob(case.values) + case.hmm.dense().log_prob(case.values)
         gradients.append(torch.autograd.grad(evidence.sum(), case.parameters))
@@ -214,15 +213,14 @@ def in_single_precision(case):
     return BlockHMM(initial, transition, emission, case.blocks, case.lengths)
 
 
-@pytest.mark.parametrize("scale", [1.0, 3.0])
 @pytest.mark.parametrize("kind", ["matrix", "two levels"])
-def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, scale, engine):
+def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, engine):
     """Their evidence is thousands of nats, of which single precision has few decimals."""
     torch.manual_seed(0)
-    case = Case(kind, [3, 4, 4], [1500, 7], num_symbols=40, scale=scale)
+    case = Case(kind, [3, 4, 4], [500, 7], num_symbols=40, scale=3.0)
     single = in_single_precision(case)
     evidence = [hmm.log_prob(case.values) for hmm in (single, case.hmm)]
-    assert evidence[1].min() < -3000
+    assert evidence[1].min() < -1000
     torch.testing.assert_close(evidence[0].double(), evidence[1], rtol=1e-6, atol=1e-6)
     gradients = [
         torch.cat(
@@ -263,9 +261,8 @@ def test_single_precision_is_as_good_as_its_numbers(data):
     assert all(each is None or bool(each.isfinite().all()) for each in got)
 
 
-@pytest.mark.parametrize("all_transitions", [False, True])
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 2, 4]], ids=str)
-@pytest.mark.parametrize("kind", ["one level", "two levels"])
+@pytest.mark.parametrize(("kind", "all_transitions"), [WAYS[0], WAYS[1], WAYS[-1]])
 def test_inner_products_may_be_in_lower_precision(
     kind, sizes, all_transitions, engine, monkeypatch
 ):
@@ -325,38 +322,6 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("stay", [10.0, 200.0])
-@pytest.mark.parametrize("sizes", [[3], [3, 2], "overlapping"], ids=str)
-def test_symbols_that_come_in_runs_to_states_that_stay(sizes, stay, seed):
-    """What was lost in one run may matter in the next."""
-    torch.manual_seed(seed)
-    if sizes == "overlapping":
-        blocks = uniform(6, 4, 3)
-    else:
-        blocks = from_clusters(torch.arange(6) % len(sizes), torch.tensor(sizes))
-    count = blocks.num_states
-    draw = lambda *shape: torch.randn(shape, dtype=torch.float32)  # noqa: E731
-    transitions = (draw(count, count) + stay * torch.eye(count, dtype=torch.float32)).log_softmax(
-        -1
-    )
-    transitions.requires_grad_()
-    emission = log_emission(4 * draw(count, 3), draw(6, 3), draw(6), blocks)
-    runs = torch.randint(10, 60, (3,))
-    values = torch.randint(6, (2, 3)).repeat_interleave(runs, 1)
-    lengths = torch.tensor([values.size(1), 50 % values.size(1)])
-    start = draw(count).log_softmax(-1)
-    hmm = BlockHMM(start, transitions, emission, blocks, lengths)
-    dense_emission = Categorical(logits=hmm.emission.logits.double())
-    wide = HMM(start.double(), transitions.double(), dense_emission, lengths)
-    found, wanted = hmm.log_prob(values), wide.log_prob(values)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-4)
-    possible = ~wanted.isneginf()
-    (got,) = torch.autograd.grad(found[possible].sum(), transitions, materialize_grads=True)
-    (want,) = torch.autograd.grad(wanted[possible].sum(), transitions, materialize_grads=True)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-2)
-
-
 def test_sequences_that_leave_the_range_are_redone_in_logarithms():
     blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
     slow = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-200.0, 0.0, 0.0, 0.0]])
@@ -411,19 +376,6 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
         torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
-def test_a_path_of_an_impossible_sequence_has_states_of_the_blocks():
-    three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
-    transitions = torch.full((4, 4), -torch.inf)
-    transitions[:, :3] = math.log(1 / 3)  # never to the last state
-    words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    hmm = BlockHMM(torch.full((4,), 0.25).log(), transitions, words, three, torch.tensor([3]))
-    values = torch.tensor([[0, 1, 1]])
-    assert hmm.log_prob(values).item() == -math.inf
-    states = hmm.sample_states(values, (20,))
-    assert bool((states[..., 1:] == 3).all())
-    assert bool(((states[..., 0] >= 0) & (states[..., 0] < 3)).all())
-
-
 @pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
@@ -437,17 +389,6 @@ def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
     wide.scatter_(1, rows, found.log_probs.exp())
     torch.testing.assert_close(wide[:, :-1], wanted)
     assert not found.log_probs.requires_grad
-
-
-def test_a_sequence_that_is_impossible_has_no_last_state(engine):
-    three = from_clusters(torch.tensor([0, 1]), torch.tensor([3, 1]))
-    transitions = torch.full((4, 4), -torch.inf)
-    transitions[:, :3] = math.log(1 / 3)  # never to the last state
-    words = torch.tensor([[0.0, 0.0, 0.0], [0.0, -torch.inf, -torch.inf]])
-    hmm = BlockHMM(torch.full((4,), 0.25).log(), transitions, words, three, torch.tensor([2, 2]))
-    found = hmm.final_state(torch.tensor([[0, 1], [0, 0]]))
-    assert bool(found.log_probs[0].isneginf().all())
-    torch.testing.assert_close(found.log_probs[1].exp(), torch.full((3,), 1 / 3))
 
 
 class Largest(TorchDispatchMode):
@@ -465,24 +406,20 @@ class Largest(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize("all_transitions", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
 def test_second_derivatives_are_those_of_the_hmm_with_zeros(
-    all_transitions, kind, engine, monkeypatch
+    all_transitions, kind, missing, engine, monkeypatch
 ):
     compute(monkeypatch, all_transitions)
     torch.manual_seed(1)
-    case = Case(kind, [2, 1, 3], [4, 1, 3], num_symbols=5)
-    start, emit, words, bias, *_ = case.parameters
-    plain = Categorical(logits=(emit @ words.T + bias).where(case.blocks.allowed, -math.inf))
-    if isinstance(case.hmm.transition, torch.Tensor):
-        transitions = case.hmm.transition
-    else:
-        transitions = case.hmm.transition.matrix
-    wide = HMM(start.log_softmax(-1), transitions, plain, case.lengths)
+    case = Case(kind, [2, 1, 3], [4, 1, 4], num_symbols=5)
+    own, wide = case.hmm, case.hmm.dense()
+    if missing:
+        own, wide, _ = with_gaps(case)
     weights = torch.randn(3, dtype=torch.float64)
     found = []
-    for hmm in (case.hmm, wide):
+    for hmm in (own, wide):
         value = (hmm.log_prob(case.values).exp() * weights).sum()
         first = torch.autograd.grad(value, case.parameters, create_graph=True)
         turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
@@ -524,8 +461,6 @@ def test_what_is_no_block_is_refused():
         Blocks(torch.tensor([0, 1]), [torch.tensor([0, 1]), torch.tensor([-1])])
     with pytest.raises(ValueError, match="assignment must number clusters from 0 on"):
         from_clusters(torch.tensor([0, 2]), 2)
-    with pytest.raises(ValueError, match="states must be ascending"):
-        from_clusters(torch.tensor([0, 1]), 2).keep(torch.tensor([2, 0]))
     with pytest.raises(ValueError, match="num_states must lie between"):
         uniform(2, 9, 3)
     case = Case("overlapping", [2, 2], [2])
@@ -534,23 +469,12 @@ def test_what_is_no_block_is_refused():
     hmm = Case("one level", [2, 2], [2]).hmm
     with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
         hmm.log_prob(torch.tensor([[0, 9]]))
-    torch.testing.assert_close(
-        hmm.log_prob(torch.tensor([[0, 8]], dtype=torch.uint8)),
-        hmm.log_prob(torch.tensor([[0, 8]])),
-    )
     other = Case("one level", [3, 1], [2]).hmm
     with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
         BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
-    with pytest.raises(TypeError, match="transition must be InnerProductTransition or a matrix"):
-        BlockHMM(hmm.log_initial, None, hmm.log_emission, hmm.blocks, torch.tensor([1]))
     with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
         BlockHMM(
             hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),
-            validate_args=True,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="log_initial must hold"):
-        BlockHMM(
-            hmm.log_initial + 1, hmm.transition, hmm.log_emission, hmm.blocks, torch.tensor([1]),
             validate_args=True,
         )  # fmt: skip
 
@@ -597,40 +521,6 @@ def test_missing_steps_are_summed_out_over_all_blocks(
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_second_derivatives_with_missing_steps(kind, engine):
-    torch.manual_seed(1)
-    case = Case(kind, [2, 1, 3], [2, 4, 4], num_symbols=5)
-    hmm, wide, values = with_gaps(case)
-    found = []
-    for value in (hmm.log_prob(values), wide.log_prob(case.values)):
-        first = torch.autograd.grad(value[1:].exp().sum(), case.parameters, create_graph=True)
-        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
-        found.append([*first, *torch.autograd.grad(turned, case.parameters, retain_graph=True)])
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["one level", "two levels"])
-def test_single_precision_with_missing_steps_and_a_long_sequence(kind, engine):
-    torch.manual_seed(0)
-    case = Case(kind, [3, 4, 4], [300, 7], num_symbols=40)
-    seen = torch.rand(2, 300) < 0.98
-    found = in_single_precision(case).replace(observed=seen).log_prob(case.values)
-    wanted = case.hmm.replace(observed=seen).dense().log_prob(case.values)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
-    got, want = (
-        torch.cat(
-            [
-                part.flatten()
-                for part in torch.autograd.grad(each.sum(), case.parameters, retain_graph=True)
-            ]
-        )
-        for each in (found, wanted)
-    )
-    assert (got - want).norm() < 1e-4 * want.norm()
-
-
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine):
@@ -664,43 +554,6 @@ def by_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_queries_in_blocks_are_those_of_the_dense_hmm(kind, by_blocks):
-    torch.manual_seed(7)
-    case = Case(kind, [3, 1, 2, 4], [1, 5, 6, 3])
-    hmm, wide, values = case.hmm, case.hmm.dense(), case.values
-    wanted = {
-        "predictive": queries.predictive_log_prob(wide, values),
-        "entropy": queries.path_entropy(wide, values),
-        "posterior": wide.posterior(values),
-    }
-    paths, best = queries.k_best(wide, values, 4)
-    by_blocks()
-    torch.testing.assert_close(queries.predictive_log_prob(hmm, values), wanted["predictive"])
-    torch.testing.assert_close(queries.path_entropy(hmm, values), wanted["entropy"])
-    for one, other in zip(hmm.posterior(values), wanted["posterior"]):
-        torch.testing.assert_close(one, other)
-    found, log_joint = queries.k_best(hmm, values, 4)
-    torch.testing.assert_close(log_joint, best)
-    assert torch.equal(found, paths)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_filters_step_from_block_to_block(kind, by_blocks):
-    """With a missing step in between, and predictions of the next state."""
-    torch.manual_seed(9)
-    case = Case(kind, [3, 1, 2, 4], [5, 5, 5])
-    found, wanted = [], []
-    streams = Filter(case.hmm), Filter(case.hmm.dense())
-    assert streams[0]._blocks is not None
-    for stream, results in zip(streams, (found, wanted)):
-        for t in range(5):
-            results.append(stream.update(None if t == 2 else case.values[:, t]))
-            results.append(stream.predict(2).states)
-        results.append(stream.log_evidence)
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
     torch.manual_seed(10)
     case = Case(kind, [3, 1, 2, 4], [5, 5, 5, 5])
@@ -709,9 +562,10 @@ def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
         [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 0, 1, 0, 1]]
     ).bool()
     values = case.values.masked_fill(~observed, -7)
-    states = wanted.update(case.values, observed)
+    states, ahead = wanted.update(case.values, observed), wanted.predict(2).states
     by_blocks()
     torch.testing.assert_close(found.update(values, observed), states)
+    torch.testing.assert_close(found.predict(2).states, ahead)
     torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
     torch.testing.assert_close(found.surprise, wanted.surprise)
     before = found.states
@@ -737,7 +591,9 @@ def test_continuations_are_sampled_and_scored_in_blocks(kind, by_blocks):
 
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("kind", KINDS)
-def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_blocks):
+def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_blocks, monkeypatch):
+    """Transitions within gaps come three rows at a time; those of all steps missing as well."""
+    monkeypatch.setattr(transitions, "CHUNK", 30)
     torch.manual_seed(11)
     case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
     hmm, wide, values = with_gaps(case)
@@ -745,12 +601,25 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
     wanted = [wide.posterior(case.values), nothing.dense().posterior(case.values)]
     filtered = wide.filtered(case.values)
     marginals = queries.observation_marginals(wide, case.values).probs
+    best = [
+        (
+            queries.k_best(each.dense(), case.values, 5),
+            queries.path_entropy(each.dense(), case.values),
+        )
+        for each in (hmm, nothing)
+    ]
     predictive = queries.predictive_log_prob(wide, case.values)
     by_blocks()
     torch.testing.assert_close(queries.predictive_log_prob(hmm, values), predictive)
     for one, other in zip((hmm, nothing), wanted):
         for found, expected in zip(one.posterior(values), other):
             torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+    for each, ((paths, scores), entropy) in zip((hmm, nothing), best):
+        found, log_joint = queries.k_best(each, values, 5)
+        torch.testing.assert_close(log_joint, scores)
+        assert torch.equal(found, paths)
+        assert torch.equal(each.viterbi(values), paths[:, 0])
+        torch.testing.assert_close(queries.path_entropy(each, values), entropy)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
 
@@ -778,33 +647,10 @@ def test_labels_are_kept_to_in_blocks(kind, missing, engine):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_best_paths_and_entropy_with_missing_steps(kind, scale, by_blocks, monkeypatch):
-    """Transitions within gaps come three rows at a time; those of all steps missing as well."""
-    monkeypatch.setattr(transitions, "CHUNK", 30)
-    torch.manual_seed(14)
-    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 1, 5], scale=scale)
-    hmm, wide, values = with_gaps(case)
-    nothing = case.hmm.replace(observed=torch.zeros(5, 6, dtype=torch.bool))
-    models = (hmm, wide), (nothing, nothing.dense())
-    wanted = [
-        (queries.k_best(each, case.values, 5), queries.path_entropy(each, case.values))
-        for _, each in models
-    ]
-    by_blocks()
-    for (each, _), ((paths, best), entropy) in zip(models, wanted):
-        found, log_joint = queries.k_best(each, values, 5)
-        torch.testing.assert_close(log_joint, best)
-        assert torch.equal(found, paths)
-        assert torch.equal(each.viterbi(values), paths[:, 0])
-        torch.testing.assert_close(queries.path_entropy(each, values), entropy)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_paths_with_missing_steps_are_sampled_from_the_posterior(kind, by_blocks):
     torch.manual_seed(12)
-    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 20_000
+    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 8_000
     hmm, wide, values = with_gaps(case)
     posterior = wide.posterior(case.values)
     by_blocks()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pyro.infer import MCMC, NUTS, SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
-from scipy import integrate, stats
+from scipy import stats
 from torch.distributions import biject_to, transform_to
 
 from pyrohmm import HMM, Sequences, fit_em, load_hmm, normal, queries, save
@@ -383,28 +383,6 @@ def three_streams(batch=(2,)):
     return dist.Categorical(probs), dist.Poisson(rate), dist.Normal(loc, 1.5).to_event(1)
 
 
-def test_streams_density_is_the_product_of_its_parts():
-    symbols, counts, plane = three_streams()
-    both = Streams([symbols, counts, plane])
-    assert (both.batch_shape, both.event_shape) == ((2,), (4,))
-    value = torch.tensor([[2.0, 3.0, 0.1, -0.4], [0.0, 1.0, 1.0, 2.0]])
-    expected = (
-        symbols.log_prob(value[:, 0]) + counts.log_prob(value[:, 1]) + plane.log_prob(value[:, 2:])
-    )
-    torch.testing.assert_close(both.log_prob(value), expected)
-    missing = value.clone()
-    missing[0, 0], missing[1, 1:] = NAN, NAN
-    torch.testing.assert_close(
-        both.log_prob(missing),
-        torch.stack(
-            [
-                counts.log_prob(value[:, 1])[0] + plane.log_prob(value[:, 2:])[0],
-                symbols.log_prob(value[:, 0])[1],
-            ]
-        ),
-    )
-
-
 def test_streams_sample_each_part_from_its_distribution():
     symbols, counts, plane = three_streams()
     drawn = Streams([symbols, counts, plane]).sample((4000,))
@@ -449,29 +427,6 @@ def test_streams_expand_and_hold_their_support_and_moments():
 # States that share emissions
 
 
-@pytest.mark.parametrize("batch", [(), (4, 1)])
-@pytest.mark.parametrize("event", [(), (3,)])
-def test_tied_states_have_the_density_of_what_they_share(batch, event):
-    loc = torch.randn(*batch, 2, *event)
-    base = dist.Normal(loc, 1.0).to_event(len(event))
-    index = torch.tensor([1, 0, 1])
-    distribution = Tied(base, index)
-    picked = loc.index_select(-1 - len(event), index)
-    direct = dist.Normal(picked, 1.0).to_event(len(event))
-    assert (distribution.batch_shape, distribution.event_shape) == (
-        direct.batch_shape,
-        direct.event_shape,
-    )
-    torch.testing.assert_close(distribution.mean, direct.mean)
-    torch.testing.assert_close(distribution.variance, direct.variance)
-    wide = distribution.expand([4, 5, 3])
-    assert wide.batch_shape == (4, 5, 3)
-    for value in (torch.randn(event), torch.randn(1, *event), torch.randn(3, *event),
-                  wide.sample(), torch.randn(4, 5, 1, *event)):  # fmt: skip
-        torch.testing.assert_close(distribution.log_prob(value), direct.log_prob(value))
-    assert distribution.sample((7,)).shape == (7, *batch, 3, *event)
-
-
 def test_tied_states_sample_independently_from_the_distribution_they_share():
     probs = torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.5, 0.0]])
     index = torch.tensor([1, 0, 1])
@@ -494,115 +449,26 @@ def test_tied_states_refuse_numbers_that_nothing_has(index):
 # What is known in part
 
 
-def gauss(dim, batch=(), seed=0):
-    rng = np.random.default_rng(seed)
-    loc = torch.tensor(rng.normal(size=(*batch, dim)))
-    root = torch.tensor(rng.normal(size=(*batch, dim, dim)))
-    return dist.MultivariateNormal(loc, root @ root.mT + torch.eye(dim))
-
-
-INDEPENDENT = {
-    "normal": dist.Normal(torch.tensor([0.3, -1.0]), torch.tensor([1.0, 2.0])),
-    "bernoulli": dist.Bernoulli(torch.tensor([0.3, 0.9])),
-    "poisson": dist.Poisson(torch.tensor([0.7, 2.0])),
-    "gamma": dist.Gamma(torch.tensor([0.7, 2.0]), torch.tensor([1.0, 3.0])),
-    "beta": dist.Beta(torch.tensor([0.7, 2.0]), torch.tensor([1.0, 3.0])),
-    "student": dist.StudentT(3.0, torch.tensor([0.7, 2.0]), 1.0),
-    "log-normal": dist.LogNormal(torch.tensor([0.7, 2.0]), 1.0),
-    "symbols": dist.Categorical(torch.tensor([[0.2, 0.8], [0.5, 0.5]])),
-}
-
-
-@pytest.mark.parametrize("name", INDEPENDENT)
-def test_independent_components_are_left_out(name):
-    base = INDEPENDENT[name]
-    value = base.sample().double()
-    apart = base.log_prob(value.long() if name == "symbols" else value)
-    joint = base.to_event(1)
-    for gaps in ([], [0], [1], [0, 1]):
-        part = value.clone()
-        part[gaps] = NAN
-        known = [index for index in range(2) if index not in gaps]
-        torch.testing.assert_close(marginal_log_prob(joint, part), apart[known].sum())
-        torch.testing.assert_close(
-            marginal_log_prob(base, part), torch.where(part.isnan(), 0.0, apart)
-        )
-
-
-@pytest.mark.parametrize("gaps", [[0], [1], [2], [0, 2], [1, 2]])
-def test_missing_components_of_a_normal_vector_are_integrated_out(gaps):
-    distribution, value = gauss(3), torch.tensor([0.4, -0.2, 1.0])
-    part = value.clone()
-    part[gaps] = NAN
-
-    def density(*filled):
-        whole = value.clone()
-        whole[gaps] = torch.tensor(filled)
-        return distribution.log_prob(whole).exp().item()
-
-    if len(gaps) == 1:
-        total = integrate.quad(density, -30, 30)[0]
-    else:  # the trapezium rule is all but exact for a smooth function that vanishes at the ends
-        grid = torch.linspace(-20, 20, 201)
-        whole = value.expand(201, 201, 3).clone()
-        whole[..., gaps] = torch.stack(torch.meshgrid(grid, grid, indexing="ij"), -1)
-        total = distribution.log_prob(whole).exp().sum().item() * (grid[1] - grid[0]).item() ** 2
-    assert marginal_log_prob(distribution, part).exp().item() == pytest.approx(total, rel=1e-6)
-
-
-def test_missing_components_of_a_mixture_are_integrated_out():
-    """The mixture of the marginals, its weights as they are."""
-    weights = torch.tensor([0.2, 0.5, 0.3])
-    for parts in (dist.Normal(torch.randn(3, 2), 1.5).to_event(1), gauss(2, (3,))):
-        distribution = dist.MixtureSameFamily(dist.Categorical(weights), parts)
-        found = marginal_log_prob(distribution, torch.tensor([NAN, 0.7])).exp().item()
-        scales = parts.variance[:, 1].sqrt()
-        expected = sum(
-            weight * stats.norm(loc, scale).pdf(0.7)
-            for weight, loc, scale in zip(weights.numpy(), parts.mean[:, 1].numpy(), scales.numpy())
-        )
-        assert found == pytest.approx(expected, rel=1e-9)
-
-
 def vector_distributions(batch):
     """Every kind whose marginals are known, of ``batch`` and two components."""
     symbols = dist.Categorical(torch.rand(*batch, 3) + 0.1)
     parts = dist.Normal(torch.randn(*batch, 4, 2), 1.0).to_event(1)
     mixture = dist.MixtureSameFamily(dist.Categorical(torch.rand(*batch, 4) + 0.1), parts)
+    root = torch.tensor([[1.2, 0.0], [0.3, 1.1]])
+
+    def full(*shape):
+        return dist.MultivariateNormal(torch.randn(*shape, 2), scale_tril=root)
+
     return {
         "normal": dist.Normal(torch.randn(*batch, 2), 1.0).to_event(1),
-        "full": gauss(2, batch),
+        "full": full(*batch),
         "mixture": mixture,
         "streams": Streams([symbols, dist.Poisson(torch.rand(batch) + 0.5)]),
-        "tied": Tied(gauss(2, (*batch[:-1], 2)), torch.tensor([0, 1, 1])),
+        "tied": Tied(full(*batch[:-1], 2), torch.tensor([0, 1, 1])),
     }
 
 
 VECTORS = ["normal", "full", "mixture", "streams", "tied"]
-
-
-@pytest.mark.parametrize("name", VECTORS)
-def test_a_vector_of_which_nothing_is_known_says_nothing(name):
-    distribution = vector_distributions((3,))[name]
-    nothing = torch.full((1, 2), NAN)
-    torch.testing.assert_close(marginal_log_prob(distribution, nothing), torch.zeros(3))
-
-
-@pytest.mark.parametrize("name", VECTORS)
-def test_entries_of_a_batch_are_scored_one_by_one(name):
-    """Parameters ``(R, 1, K)``, observations ``(N, D)``, each with gaps of its own."""
-    distribution = vector_distributions((4, 1, 3))[name]
-    values = distribution.sample()[0, 0].double()  # (K, D)
-    values = torch.cat([values, values, values])
-    values[0, 0], values[1, 1], values[2], values[5, 1] = NAN, NAN, NAN, NAN
-    table = log_prob_per_state(distribution, values)  # (R, N, K)
-    assert table.shape == (4, 9, 3)
-    assert table.isfinite().all()
-    torch.testing.assert_close(marginal_log_prob(distribution, values.unsqueeze(1)), table)
-    for index, value in enumerate(values):
-        torch.testing.assert_close(
-            marginal_log_prob(distribution, value), table[:, index : index + 1]
-        )
 
 
 @pytest.mark.parametrize("name", ["normal", "full", "mixture", "streams"])
@@ -630,21 +496,6 @@ def test_gradients_are_finite_where_components_are_missing(name):
     found = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
     assert found
     assert all(bool(gradient.isfinite().all()) for gradient in found)
-
-
-@pytest.mark.parametrize(
-    ("lead", "batch"),
-    [((), ()), ((5,), ()), ((2, 5), ()), ((2, 5), (5,)), ((2, 1, 5), (4, 1)), ((5,), (4, 1))],
-)
-def test_bits_are_scored_component_by_component(lead, batch):
-    """Whatever the batch of the parameters ``(*batch, K)``: of restarts, or of sequences."""
-    probs = torch.rand(*batch, 3, 2)
-    values = torch.randint(2, (*lead, 2)).double()
-    values[values.sum(-1) == 1, :] = torch.tensor([NAN, 1.0])
-    table = log_prob_per_state(dist.Bernoulli(probs).to_event(1), values)
-    each = torch.where(values.unsqueeze(-2) == 1, probs, 1 - probs).log()
-    expected = torch.where(values.unsqueeze(-2).isnan(), 0.0, each).sum(-1)
-    torch.testing.assert_close(table, expected)
 
 
 def test_bits_have_the_gradient_of_their_formula():

@@ -1,10 +1,7 @@
 """``FactorialHMM`` against the sum over all paths of product states, and the chain of them."""
 
-import itertools
 import math
 
-import numpy as np
-import oracle
 import pyro
 import pytest
 import torch
@@ -54,27 +51,6 @@ def model(zero=False, observed=True, **options):
     )  # fmt: skip
 
 
-def product(initials, transitions):
-    """The product chain, entry by entry: the last chain is the fastest."""
-    states = list(itertools.product(*(range(len(part)) for part in initials)))
-    initial = [sum(p[z] for p, z in zip(initials, state)) for state in states]
-    matrix = [
-        [sum(p[a, b] for p, a, b in zip(transitions, one, two)) for two in states] for one in states
-    ]
-    return np.array(initial), np.array([matrix])
-
-
-def answers(hmm, values):
-    """The oracle's, of each sequence."""
-    initial, matrix = product(*([p.numpy() for p in parts] for parts in
-                                (hmm.log_initials, hmm.log_transitions)))  # fmt: skip
-    scores = Normal(torch.arange(6.0), 1.5).log_prob(values.unsqueeze(-1))
-    scores = scores.masked_fill(~hmm.observed.unsqueeze(-1), 0.0)
-    if hmm.allowed is not None:
-        scores = scores.masked_fill(~hmm.allowed, -torch.inf)
-    return [oracle.by_paths(initial, matrix, scores[i].numpy(), int(LENGTHS[i])) for i in range(4)]
-
-
 @pytest.fixture
 def values():
     return torch.randn(4, T) + 3
@@ -85,61 +61,20 @@ def hmm(request):
     return model(request.param)
 
 
-def test_queries_answer_as_all_paths_do(hmm, values):
-    posterior, filtered, best = hmm.posterior(values), hmm.filtered(values), hmm.viterbi(values)
-    joint = hmm.log_joint(values, best)
-    for i, answer in enumerate(answers(hmm, values)):
-        np.testing.assert_allclose(hmm.log_prob(values)[i], answer.evidence)
-        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
-        np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
-        np.testing.assert_allclose(joint[i], answer.best)
-        moves = answer.transitions[0].reshape(2, 3, 2, 3)
-        for chain, axes in enumerate([(1, 3), (0, 2)]):
-            found = posterior.transitions[chain][i]
-            np.testing.assert_allclose(found, moves.sum(axes), atol=1e-12)
-        chains = answer.states.reshape(T, 2, 3)
-        np.testing.assert_allclose(posterior.chains[0][i], chains.sum(2), atol=1e-12)
-        np.testing.assert_allclose(posterior.chains[1][i], chains.sum(1), atol=1e-12)
-
-
 def test_it_is_the_product_chain(hmm, values):
     large = hmm.expanded()
     torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
     torch.testing.assert_close(hmm.stationary(), large.stationary())
+    found, wanted = hmm.posterior(values), large.posterior(values)
+    moves, states = wanted.transitions.reshape(4, 2, 3, 2, 3), wanted.states.reshape(4, T, 2, 3)
+    for chain, axes in enumerate([(2, 4), (1, 3)]):
+        torch.testing.assert_close(found.transitions[chain], moves.sum(axes))
+        torch.testing.assert_close(found.chains[chain], states.sum(3 - chain))
     ahead = [chain.forecast(values, 3).mean for chain in (hmm, large)]
     torch.testing.assert_close(*ahead)
     states = hmm.viterbi(values)
     torch.testing.assert_close(hmm.log_joint(values, states), large.log_joint(values, states))
     assert torch.equal(hmm.product_states(hmm.chain_states(states)), states)
-
-
-@pytest.mark.parametrize("batch", [(), (3, 1)], ids=["shared", "batched"])
-@pytest.mark.parametrize("sizes", [(3,), (1, 2), (2, 2, 3)])
-def test_gradients_are_those_of_the_product_chain(sizes, batch):
-    count = math.prod(sizes)
-    initials, transitions = parameters(*batch, sizes=sizes)
-    means = torch.randn(*batch, count)
-    leaves = [part.requires_grad_() for part in (*initials, *transitions, means)]
-    hmm = FactorialHMM(initials, transitions, Normal(means, 1.0), LENGTHS)
-    values, weight = torch.randn(4, T), torch.randn(*batch[:1], 4)
-    found, wanted = (
-        torch.autograd.grad((chain.log_prob(values) * weight).sum(), leaves)
-        for chain in (hmm, hmm.expanded())
-    )
-    for one, two in zip(found, wanted):
-        torch.testing.assert_close(one, two)
-
-
-def test_second_derivatives():
-    initials, transitions = parameters(sizes=(2, 2))
-    likelihood = torch.randn(2, 3, 4, requires_grad=True)
-    initial = (initials[0].unsqueeze(-1) + initials[1]).flatten().requires_grad_()
-
-    def evidence(initial, likelihood, *tables):
-        return factorial.log_evidence(initial, tables, likelihood, torch.tensor([3, 2])).sum()
-
-    tables = [table.requires_grad_() for table in transitions]
-    assert torch.autograd.gradgradcheck(evidence, (initial, likelihood, *tables))
 
 
 def test_a_state_that_no_path_reaches_has_no_weight_and_makes_no_nan():
@@ -174,22 +109,11 @@ def test_nothing_leaves_the_range_of_numbers():
     assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
 
 
-def test_samples_of_the_prior(hmm):
-    values, states = hmm.sample_with_states((4000,))
-    assert values.shape == (4000, 4, T)
-    first = torch.nn.functional.one_hot(states[:, 0, 0], K).double().mean(0)
-    assert (first - hmm.log_initial.exp()).abs().max() < 0.04
-    second = torch.nn.functional.one_hot(states[:, 0, 1], K).double().mean(0)
-    wanted = hmm.log_initial.exp() @ hmm.log_transition.exp()
-    assert (second - wanted).abs().max() < 0.04
-
-
 def test_labels_of_some_chains(hmm, values):
     labels = torch.full((4, T, 2), -1)
     labels[:, 0, 1], labels[0, 2, 0] = 1, 1
     known = hmm.restrict_chains(labels)
-    for i, answer in enumerate(answers(known, values)):
-        np.testing.assert_allclose(known.log_prob(values)[i], answer.evidence)
+    torch.testing.assert_close(known.log_prob(values), known.expanded().log_prob(values))
     for states in (known.sample_states(values), known.sample_with_states()[1]):
         chains = known.chain_states(states)
         assert (chains[:, 0, 1] == 1).all()
@@ -266,7 +190,7 @@ def test_logits_that_add_are_fitted_by_every_method():
     module = TabularFactorialHMM((2, 2), additive_bernoulli((2, 2), 3))
     fit = fit_em(module, data, num_steps=5)
     assert fit.losses[-1] < fit.losses[0]
-    best = fit_map(MarginalModel(module), data, num_steps=150, learning_rate=0.1)
+    best = fit_map(MarginalModel(module), data, num_steps=60, learning_rate=0.1)
     assert best.losses[-1] < best.losses[0]
     hmm = best.hmm(data)
     first, second = best.values["module.emission.effects"].split(2)
@@ -306,9 +230,7 @@ def test_it_is_saved_and_loaded(hmm, values, tmp_path):
     ("changes", "words"),
     [
         ({"log_initials": []}, "at least one chain"),
-        ({"log_initials": parameters()[0][:1]}, "got 1 and 2"),
         ({"log_transitions": parameters()[1][::-1]}, "log_transition_0 must end in"),
-        ({"log_transitions": [torch.zeros(2, 2), torch.zeros(3, 3)]}, "log_transition_0"),
         ({"emission": Categorical(torch.ones(5, 2))}, "K = 6"),
     ],
 )

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pyrohmm import BlockHMM, Filter, blocks, metrics, queries
+from pyrohmm import BlockHMM, Filter, blocks, queries
 from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, TaggedHMM
 from pyrohmm.ops import backends
 from pyrohmm.ops.blocks.emission import log_emission
@@ -249,29 +249,18 @@ def test_what_stands_at_padded_steps_is_not_read(engine):
         torch.testing.assert_close(one, other)
 
 
-def test_it_expands_to_more_batch_dimensions():
-    case = Case([3, 1, 2])
-    hmm = case.hmm()
-    wide = hmm.expand(torch.Size((2, 3))).log_prob(case.values)
-    torch.testing.assert_close(wide, hmm.log_prob(case.values).expand(2, 3))
-
-
 @pytest.mark.parametrize(
     "ask",
     [
         lambda hmm, values: hmm.sample(),
-        lambda hmm, values: hmm.sample_observations(values),
         lambda hmm, values: hmm.forecast(values, 1),
         lambda hmm, values: hmm.dense(),
-        lambda hmm, values: hmm.stationary(),
         lambda hmm, values: hmm.log_factors(values),
         lambda hmm, values: hmm.emission,
         lambda hmm, values: hmm.continue_from(None),
         lambda hmm, values: Filter(hmm),
         lambda hmm, values: queries.continuation(hmm, values, 1),
-        lambda hmm, values: queries.observation_marginals(hmm, values),
         lambda hmm, values: queries.pseudo_residuals(hmm, values),
-        lambda hmm, values: metrics.transition_spectrum(hmm),
     ],
 )
 def test_what_needs_other_words_of_the_ngram_is_refused(ask):
@@ -300,36 +289,7 @@ def test_bad_arguments_are_refused():
         hmm.replace(observed=hmm.exists)
     with pytest.raises(ValueError, match="log_block must have shape"):
         NGramBlockHMM(chain, ngram._replace(log_block=ngram.log_block[:, :2]), weights)
-    with pytest.raises(TypeError, match="symbol_class must hold integers"):
-        NGramBlockHMM(chain, ngram._replace(symbol_class=ngram.log_block), weights)
     with pytest.raises(ValueError, match="block_class"):
         NGramBlockHMM(chain, ngram._replace(block_class=ngram.block_class + 2), weights)
     with pytest.raises(ValueError, match=r"log_symbol must hold log-probabilities.* logarithm"):
         NGramBlockHMM(chain, ngram._replace(log_symbol=ngram.log_symbol.exp()), weights)
-    with pytest.raises(ValueError, match=r"weights\.block must have shape"):
-        NGramBlockHMM(chain, ngram, weights._replace(block=weights.symbol))
-
-
-def test_gradients_of_weights_are_added_up_in_double_precision(engine):
-    """In float32 a sum over 200,000 words was wrong in the sixth digit."""
-
-    def gradients(dtype):
-        torch.manual_seed(0)
-        two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
-        vectors = (torch.randn(4, 2, dtype=torch.float64).to(dtype) for _ in range(3))
-        leave, enter, scores = vectors
-        table = torch.cat([torch.randn(2, 2).log_softmax(0), torch.zeros(1, 2)]).to(dtype)
-        initial, lengths = torch.full((4,), 0.25, dtype=dtype).log(), torch.full((20_000,), 10)
-        transition = InnerProductTransition(leave, enter, two, scores)
-        words = BlockHMM(initial, transition, table, two, lengths, validate_args=False)
-        values = torch.randint(3, (20_000, 10))
-        logs = (torch.rand(20_000, 10, dtype=torch.float64) * 0.9 + 0.05).log().to(dtype)
-        weights = NGramWeights(
-            *(torch.full((1, n), 3.0, dtype=dtype).requires_grad_() for n in (3, 2))
-        )
-        zeros = torch.zeros_like(values)
-        hmm = NGramBlockHMM(words, NGramProbs(logs, logs, zeros, zeros), weights)
-        return torch.autograd.grad(hmm.log_prob(values).sum(), list(weights))
-
-    for found, wanted in zip(gradients(torch.float32), gradients(torch.float64)):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)

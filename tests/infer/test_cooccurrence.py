@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyrohmm import (
     HMM,
     CooccurrenceModel,
-    DenseHMM,
     HMMModule,
     MarginalModel,
     Sequences,
@@ -220,21 +219,6 @@ def test_single_precision_loses_nothing_near_a_fit(loss, num_symbols):
 
 
 @pytest.mark.parametrize("small", [0, 256])
-def test_single_precision_takes_no_faint_pair_for_an_impossible_one(monkeypatch, small):
-    monkeypatch.setattr(pair_losses, "SMALL", small)
-    parts = (
-        torch.tensor([[1.0, 0.0], [0.0, 1e-20]], dtype=torch.float32).requires_grad_(),
-        torch.tensor([[1.0, 0.0], [1.0, 1e-20]], dtype=torch.float32).requires_grad_(),
-    )
-    pairs = Pairs(torch.tensor([1]), torch.tensor([1]), torch.tensor([1]), 2)
-    value = cross_entropy(*parts, pairs)
-    torch.testing.assert_close(value.item(), 60 * math.log(10), rtol=1e-6, atol=0.0)
-    slopes = torch.autograd.grad(value, parts)
-    torch.testing.assert_close(slopes[0][1, 1].item(), -1e20, rtol=1e-6, atol=0.0)
-    torch.testing.assert_close(slopes[1][1, 1].item(), -2e20, rtol=1e-6, atol=0.0)
-
-
-@pytest.mark.parametrize("small", [0, 256])
 def test_an_impossible_pair_makes_the_cross_entropy_infinite_and_no_gradient_nan(
     monkeypatch, small
 ):
@@ -364,16 +348,6 @@ def test_probabilities_of_bins_are_those_of_draws():
             torch.testing.assert_close(found[k], drawn, rtol=0.0, atol=4 * 0.5 / 200)
 
 
-def test_bins_of_many_models_and_their_gradient():
-    loc = torch.randn(3, 1, 2, requires_grad=True)
-    edges = torch.tensor([-1.0, 0.5])
-    found = bin_probs(Normal(loc.unsqueeze(-1), 1.0).to_event(1), edges)
-    assert found.shape == (3, 1, 2, 3)
-    torch.testing.assert_close(found, bin_probs(Normal(loc, 1.0), edges))
-    torch.testing.assert_close(found[2, 0], bin_probs(Normal(loc[2, 0], 1.0), edges))
-    assert torch.autograd.gradcheck(lambda each: bin_probs(Normal(each, 1.0), edges), (loc,))
-
-
 def test_emissions_without_bins_are_refused():
     edges = torch.tensor([0.0])
     with pytest.raises(TypeError, match=r"observations of shape \(2,\)"):
@@ -421,19 +395,6 @@ def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
         torch.autograd.grad(mean, (joint, probs)), torch.autograd.grad(whole, (joint, probs))
     ):
         torch.testing.assert_close(one, other)
-
-
-def test_the_relative_distance_is_the_excess_of_the_cross_entropy_near_independence():
-    """To second order, where all symbols are equally frequent: half of m is uniform."""
-    size, generator = 6, torch.Generator().manual_seed(0)
-    noise = torch.randn(2, size, size, generator=generator, dtype=torch.double)
-    noise = noise - noise.mean(-1, keepdim=True) - noise.mean(-2, keepdim=True)
-    noise = noise - noise.mean((-2, -1), keepdim=True)  # rows and columns sum to zero
-    joint, target = (1 + 1e-3 * noise) / size**2
-    alone = torch.eye(size, dtype=torch.double)
-    least = cross_entropy(target, alone, target)
-    excess = cross_entropy(joint, alone, target) - least
-    torch.testing.assert_close(relative_distance(joint, alone, target), excess, rtol=1e-2, atol=0.0)
 
 
 def test_pairs_are_drawn_in_proportion_to_their_counts():
@@ -488,22 +449,6 @@ def test_the_factor_is_the_weighted_sum_over_lags():
         pair_probs = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs, target.lag)
         expected -= weight * -(target.dense() * pair_probs.log()).sum()
     torch.testing.assert_close(trace.nodes["pairs"]["fn"].log_factor, expected)
-
-
-def test_many_runs_batched_are_what_each_is_alone():
-    """One dense target for each of the restarts."""
-    targets = torch.stack([random_pairs(4, seed).dense() for seed in range(3)]).unsqueeze(1)
-    module = TabularHMM(2, categorical(4, 1.5), transition_concentration=1.5)
-    pyro.set_rng_seed(3)
-    with poutine.block(), pyro.plate("restarts", 3, dim=-2):
-        trace = poutine.trace(module).get_trace(torch.tensor([1]))
-    begin = {f"module.{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
-    options = {"num_steps": 20, "tolerance": None, "weight": 50.0}
-    fit = fit_cooccurrence(module, targets, restarts=3, init=init_to_value(values=begin), **options)
-    for r in range(3):
-        own = {name: value[r, 0] for name, value in begin.items()}
-        alone = fit_cooccurrence(module, targets[r, 0], init=init_to_value(values=own), **options)
-        torch.testing.assert_close(fit.restarts.losses[r], alone.losses)
 
 
 def test_a_model_says_what_it_cannot_take():
@@ -722,12 +667,3 @@ def test_numbers_far_from_every_state_are_explained():
                 "module.emission.scale": torch.tensor([1.0, 1.0]),
             }),
         )  # fmt: skip
-
-
-def test_a_fit_to_pairs_reports_pairs():
-    data = Sequences.from_list([[0, 1, 1, 0, 1]])
-    fit = fit_cooccurrence(DenseHMM(2, 2, 2), data, num_steps=3)
-    assert fit.num_observed == 4
-    assert "nats; 4 pairs" in fit.summary()
-    assert "per pair" in fit.summary()
-    assert "observed steps" not in fit.summary()

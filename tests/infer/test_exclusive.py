@@ -165,7 +165,7 @@ OUTER = {
 
 
 @pytest.mark.parametrize(
-    ("outer", "inner"), zip(OUTER, [by_em, by_map, by_restarts, by_map, by_em])
+    ("outer", "inner"), list(zip(OUTER, [by_em, by_map, by_restarts, by_map, by_em]))
 )
 def test_a_fit_inside_the_log_prior_of_another_changes_nothing_else(outer, inner):
     losses = []

@@ -13,7 +13,7 @@ import torch
 from hmmlearn.hmm import CategoricalHMM
 from pyro import distributions as dist
 from pyro import poutine
-from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.infer import Trace_ELBO
 from pyro.infer.autoguide import (
     AutoDelta,
     AutoNormal,
@@ -210,49 +210,6 @@ def test_an_earlier_fit_draws_as_before_after_a_later_one(local, make_guide):
 
 
 @both_settings
-def test_guides_used_outside_of_their_fits_leave_each_other_alone(local):
-    """Two fits, and their medians looked at: names of parameters must not collide."""
-    data = symbols()
-    with local_params(local):
-        fits = []
-        for _ in range(2):
-            model = tabular()
-            fits.append(fit_svi(model, AutoNormal(model), data, **QUICK))
-        fits[1].guide.median(data)
-        medians = [fit.guide.median(data)["module.transition"] for fit in reversed(fits)]
-        before = [parameters_of(fit.guide) for fit in fits]
-        for fit in fits:
-            Predictive(fit.model, guide=fit.guide, num_samples=2)(data)
-        assert not medians[0].equal(medians[1])
-        for fit, expected in zip(fits, before):
-            assert parameters_of(fit.guide).equal(expected)
-
-
-@both_settings
-@pytest.mark.parametrize("make", [lambda: Net(), lambda: a_module(torch.rand(2, 2))])
-def test_models_used_outside_of_their_fits_leave_each_other_alone(local, make):
-    """A fit that drew an HMM draws the same one after models were simply called."""
-    data = symbols()
-    with local_params(local):
-        fits = [fit_map(MarginalModel(make()), data, **QUICK) for _ in range(2)]
-        before = [fit.hmm(data).log_transition for fit in fits]
-        for fit, expected in zip(fits, before):
-            assert fit.model(data).log_transition.equal(expected)
-        for fit, expected in zip(fits, before):
-            assert fit.hmm(data).log_transition.equal(expected)
-
-
-def a_module(scores):
-    """Points without priors."""
-    initial, _, emission = truth()
-    return TabularHMM.from_hmm(HMM(initial, scores.log_softmax(-1), emission, ONE))
-
-
-def parameters_of(part):
-    return torch.nn.utils.parameters_to_vector(part.parameters()).detach().clone()
-
-
-@both_settings
 def test_parameters_of_the_module_are_trained_in_both_settings(local):
     data = symbols()
     with local_params(local):
@@ -267,11 +224,9 @@ def test_parameters_of_the_module_are_trained_in_both_settings(local):
         assert -log_likelihood(fit, data) < fit.losses[0]
 
 
-@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("way", ["fit", "pyro"])
-def test_modules_in_functions_are_trained(way, named, beside):
-    """Called from a function, given a name by ``pyro.module`` or none, beside other parameters."""
+def test_modules_in_functions_are_trained(named):
+    """Given a name by ``pyro.module``, beside other parameters, or none."""
     pyro.set_rng_seed(0)
     net = NeuralHMM(4, 4, 6, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 2))
     data = Sequences.from_list([[0, 1, 2, 3, 1], [2, 2, 1]])
@@ -279,23 +234,15 @@ def test_modules_in_functions_are_trained(way, named, beside):
     def model(data):
         if named:
             pyro.module("net", net)
-        if beside:
             pyro.param("beside", torch.zeros(2))
         hmm = net(data.lengths)
         with pyro.plate("sequences", len(data)):
             pyro.sample("x", hmm, obs=data.values)
 
     before = [each.clone() for each in net.parameters()]
-    if way == "fit":
-        with pytest.raises(ValueError, match="every parameter must have a prior"):
-            fit_map(model, data, restarts=2)
-        losses = fit_map(model, data, num_steps=20, tolerance=None).losses
-    else:
-        svi = SVI(model, lambda data: None, pyro.optim.Adam({"lr": 0.01}), Trace_ELBO())
-        losses = [svi.step(data) for _ in range(20)]
-        names = set(pyro.get_param_store().keys())
-        wanted = {f"net$$${name}" for name, _ in net.named_parameters()} if named else set()
-        assert names == wanted | ({"beside"} if beside else set())
+    with pytest.raises(ValueError, match="every parameter must have a prior"):
+        fit_map(model, data, restarts=2)
+    losses = fit_map(model, data, num_steps=20, tolerance=None).losses
     assert losses[-1] < losses[0]
     assert not any(torch.equal(one, two) for one, two in zip(before, net.parameters()))
 
@@ -446,14 +393,6 @@ def test_the_summary_says_what_was_fitted_and_how_it_ended():
         assert part in text, part
 
 
-def test_a_summary_exists_without_any_observed_step():
-    """With nothing observed, the posterior is the prior."""
-    data = symbols()
-    blind = Sequences(data.values, data.lengths, torch.zeros_like(data.values, dtype=torch.bool))
-    fit = fit_map(tabular(), blind, num_steps=3)
-    assert "3 steps" in fit.summary()
-
-
 @pytest.mark.parametrize("progress", [True, False, None])
 def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
     """By default only on a terminal, which a test has not."""
@@ -516,23 +455,6 @@ def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
     assert drawn[0].equal(drawn[2])
     assert module.modes == [False] * 3
     assert (module.training, module.drop.training) == (False, True)
-
-
-def test_a_network_without_latent_variables_is_fitted_by_any_optimizer():
-    """Of one state its log-odds are known: those of the data."""
-    module = Dropout()
-    module.drop = torch.nn.Identity()
-    fit = fit_map(
-        MarginalModel(module),
-        ones(0.7),
-        num_steps=300,
-        tolerance=None,
-        optimizer=partial(torch.optim.AdamW, lr=0.05, weight_decay=0.0),
-        progress=False,
-    )
-    assert fit.names == []
-    assert fit.values == {}
-    assert module.logit.item() == pytest.approx(math.log(0.7 / 0.3), abs=1e-3)
 
 
 # Held-out data, and averages
@@ -598,29 +520,6 @@ def test_patience_ends_a_fit_after_so_many_validations_without_a_better_one():
 def test_by_default_every_round_is_validated_and_the_end(options, steps):
     fit, _, _ = by_descent(validation=ones(0.6), **options)
     assert [found.step for found in fit.validation] == steps
-
-
-def test_what_is_held_out_may_be_cut_in_any_way():
-    _, data = drawn_from(truth(), torch.randint(1, 9, (300,)))
-    nats = []
-    for options in ({}, {"batch_size": 7}, {"batch_tokens": 11}):
-        fit = fit_map(
-            tabular(), symbols(), init=from_point(), num_steps=1, validation=data, **options,
-            optimizer=partial(torch.optim.SGD, lr=0.0),
-        )  # fmt: skip
-        nats.append(fit.validation[0].nats)
-    expected = -fit.hmm(data).log_prob(data.values).sum().item() / data.num_observed
-    assert nats == pytest.approx([expected] * 3)
-
-
-def test_held_out_data_are_judged_at_the_median_of_a_guide_that_knows_it():
-    model, data = tabular(), symbols()
-    guide = AutoNormal(model)
-    fit = fit_svi(model, guide, data, num_steps=5, validation=data)
-    with torch.no_grad():
-        hmm = poutine.condition(model, data=fit.guide.median(data))(data)
-    nats = -hmm.log_prob(data.values).sum().item() / data.num_observed
-    assert fit.validation == [Validation(5, pytest.approx(nats))]
 
 
 def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
@@ -693,26 +592,6 @@ def test_averages_are_those_of_the_parameters_after_each_step():
     assert last == logit
 
 
-def test_an_elbo_of_the_user_is_the_objective():
-    class Counted(Trace_ELBO):
-        calls = 0
-
-        def differentiable_loss(self, *args, **kwargs):
-            Counted.calls += 1
-            return super().differentiable_loss(*args, **kwargs)
-
-    model = tabular()
-    fit = fit_svi(
-        model,
-        AutoNormal(model),
-        symbols(),
-        num_steps=4,
-        elbo=Counted(num_particles=2, vectorize_particles=True, max_plate_nesting=1),
-    )
-    assert Counted.calls >= 4
-    assert fit.losses.isfinite().all()
-
-
 # Models and guides of one's own
 
 
@@ -738,10 +617,6 @@ def test_a_plain_function_is_a_model(local):
         assert fit.hmm(data).num_states == 2
         assert -log_likelihood(fit, data) < fit.losses[0]
         assert "model" in fit.summary()
-
-
-def test_names_are_those_of_the_latent_variables_alone():
-    assert fit_map(plain(returns=True), symbols(), num_steps=1).names == ["transition", "probs"]
 
 
 def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
@@ -782,19 +657,6 @@ def test_a_guide_of_functions_is_trained():
     assert fit.losses[-1] < fit.losses[0]
     transition = fit.hmm(data).log_transition.exp()
     assert not torch.allclose(transition, POINT["module.transition"])
-
-
-def test_a_fit_gives_the_same_values_whenever_it_is_asked():
-    data, other = symbols(4), symbols(7, 9)
-    model = tabular()
-    for fit in (fit_map(model, data, **QUICK), fit_svi(model, AutoNormal(model), data, **QUICK)):
-        assert fit.hmm(data).log_transition.equal(fit.hmm(data).log_transition)
-        assert fit.hmm(data).log_transition.exp().allclose(fit.values["module.transition"])
-        assert fit.hmm(other).batch_shape == (7,)
-        assert fit.hmm(other).log_transition.equal(fit.hmm(data).log_transition)
-        before = torch.get_rng_state()
-        assert fit.values["module.initial"].equal(fit.values["module.initial"])
-        assert torch.get_rng_state().equal(before)
 
 
 def test_tensors_of_a_fitted_hmm_carry_no_gradient():
@@ -870,17 +732,6 @@ def test_a_point_has_no_quantiles():
     for ask in (fit.samples, fit.mean, fit.quantiles):
         with pytest.raises(ValueError, match="MAP gives a single point, which is `values`"):
             ask()
-
-
-def test_going_on_with_a_fitted_guide_goes_on():
-    """The parameters live in the guide, so that a second call is a continuation."""
-    data = symbols()
-    model = tabular()
-    guide = AutoDelta(model, init_loc_fn=from_point())
-    still = {"learning_rate": 0.05, "num_steps": 20}
-    first = fit_svi(model, guide, data, **still)
-    second = fit_svi(model, guide, data, **still)
-    assert second.losses[0] < first.losses[-1]
 
 
 # What it finds
@@ -965,13 +816,6 @@ def test_svi_of_one_normal_state_finds_posterior_and_evidence_exactly():
     covariance = torch.eye(len(seen)) + 1
     evidence = dist.MultivariateNormal(torch.zeros(len(seen)), covariance).log_prob(seen)
     assert fit.losses[-100:].mean().item() == pytest.approx(-evidence.item(), abs=0.02)
-
-
-def test_svi_stays_finite_where_map_has_no_maximum():
-    """T9: concentrations below one, where the density is unbounded at the corners."""
-    model = MarginalModel(TabularHMM(2, categorical(3, 0.5), 0.5, 0.5))
-    fit = fit_svi(model, AutoNormal(model), symbols(), num_steps=100, learning_rate=0.05)
-    assert fit.losses.isfinite().all()
 
 
 def test_hard_zeros_stay_zero_under_training():

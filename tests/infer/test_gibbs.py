@@ -19,7 +19,6 @@ from pyrohmm import (
     TabularHSMM,
     bernoulli,
     categorical,
-    fit_em,
     fit_gibbs,
     fit_mcmc,
     free_durations,
@@ -32,7 +31,7 @@ from pyrohmm import (
     streams,
     tied,
 )
-from pyrohmm.infer.convergence import agreement, summary_of
+from pyrohmm.infer.sampled import agreement, summary_of
 from pyrohmm.nn.family import build_emission
 
 
@@ -184,16 +183,6 @@ def test_what_has_no_prior_is_refused():
     freeze(module.emission, "probs")
     fit = fit_gibbs(module, data, num_samples=4, warmup=0)
     assert "module.emission.probs" not in fit.chains
-
-
-def test_starts_at_a_fit_are_those_of_all_chains():
-    pyro.set_rng_seed(0)
-    data = Sequences.from_list([[0, 1] * 30])
-    module = TabularHMM(2, categorical(2))
-    start = fit_em(module, data, restarts=3)
-    fit = fit_gibbs(module, data, num_samples=50, warmup=5, start=start)
-    assert max(part.rhat.max() for part in fit.agreement().values()) < 1.1
-    assert fit.summary().startswith(("chains agree", "few", "CHAINS"))
 
 
 def test_what_is_not_conjugate_is_moved_by_trajectories():

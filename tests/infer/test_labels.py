@@ -201,27 +201,6 @@ def test_labels_of_the_padding_are_not_read(method):
         torch.testing.assert_close(answer, answers[0], rtol=0, atol=0)
 
 
-def test_a_label_on_a_missing_step_counts():
-    """By hand: p(x_1 = 0, z_2 = 1) = 0.5 * 0.9 * 0.1 + 0.5 * 0.2 * 0.8."""
-    hmm = HMM(
-        torch.tensor([0.5, 0.5]).log(),
-        torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(),
-        dist.Categorical(probs=torch.tensor([[0.9, 0.1], [0.2, 0.8]])),
-        torch.tensor(2),
-        torch.tensor([True, False]),
-    )
-    found = hmm.restrict(torch.tensor([-1, 1])).log_prob(torch.tensor([0, 77]))
-    assert found.exp().item() == pytest.approx(0.125)
-
-
-def test_a_known_state_is_certain():
-    hmm = model().restrict(LABELS)
-    assert hmm.filtered(VALUES)[0, 2].tolist() == [0.0, 0.0, 1.0]
-    ahead = hmm.restrict(torch.tensor([[-1, -1, -1, 1], [-1] * 4, [-1] * 4]))
-    matrix = hmm.log_transition.exp()
-    torch.testing.assert_close(ahead.forecast(VALUES, 1).states[0, 0], matrix[1])
-
-
 def test_restricting_twice_keeps_what_both_allow():
     hmm = model()
     first, second = any_sets(), any_sets()
@@ -233,32 +212,6 @@ def test_restricting_twice_keeps_what_both_allow():
             )
     again = hmm.restrict(LABELS).restrict(sets_of(LABELS) | True)
     assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
-
-
-def test_expanding_keeps_the_labels():
-    hmm = model().restrict(LABELS)
-    wide = hmm.expand([2, 3])
-    assert wide.batch_shape == (2, 3)
-    for method in METHODS[:-1]:
-        if method == "expected_counts":
-            continue  # counts are summed over what shares a parameter
-        found, expected = getattr(wide, method)(VALUES), getattr(hmm, method)(VALUES)
-        pairs = zip(found, expected) if method == "posterior" else [(found, expected)]
-        for wider, narrow in pairs:
-            torch.testing.assert_close(wider, narrow.expand_as(wider))
-    assert is_allowed(wide.sample_states(VALUES, (20,)), LABELS).all()
-
-
-def test_labels_may_have_a_batch_of_their_own():
-    """One row for all the sequences; or several labellings of the same sequences."""
-    hmm = model()
-    row = torch.tensor([2, -1, -1, 0])
-    assert hmm.restrict(row).log_prob(VALUES).equal(hmm.restrict(row.expand(3, T)).log_prob(VALUES))
-    several = torch.stack([LABELS, TRUTH, UNKNOWN]).unsqueeze(1)  # (3, 1, 3, T)
-    found = hmm.restrict(several)
-    assert found.batch_shape == (3, 1, 3)
-    for labels, evidence in zip((LABELS, TRUTH, UNKNOWN), found.log_prob(VALUES)):
-        torch.testing.assert_close(evidence[0], hmm.restrict(labels).log_prob(VALUES))
 
 
 @pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
@@ -315,24 +268,6 @@ def test_without_validation_impossible_labels_have_probability_zero(case):
     assert (hmm.posterior(values).states[wrong] == 0).all()
     if case != "the first of two":
         assert evidence[1 - wrong].isfinite()
-
-
-def test_values_that_are_impossible_are_no_fault_of_the_labels():
-    """-inf is an answer there, as without labels; the other sequence is not told off for it."""
-    chain = one_way(validate_args=True)
-    never = HMM(
-        chain.log_initial,
-        chain.log_transition,
-        dist.Categorical(logits=torch.tensor([[1.0, 0.0], [1.0, 0.0]]).log()),
-        chain.lengths,
-        validate_args=True,
-    )
-    values = torch.tensor([[0, 1, 0], [0, 0, 0]])
-    found = never.restrict(torch.tensor([[0, -1, -1], [-1, 0, -1]]))
-    assert found.log_prob(values)[0] == -torch.inf
-    assert found.log_prob(values)[1].exp().item() == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="none does in sequence 1, step 0"):
-        never.restrict(torch.tensor([[0, -1, -1], [1, 0, -1]])).log_prob(values)
 
 
 def test_impossible_labels_give_gradient_zero_without_validation():
@@ -413,16 +348,6 @@ def test_labels_add_to_the_loss_of_both_forms_what_they_take_from_the_evidence(f
     assert losses[0] - losses[1] == pytest.approx(evidence[1] - evidence[0], abs=1e-9)
 
 
-@pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
-def test_every_part_of_the_sequences_keeps_its_labels(labels):
-    data = labelled(labels)
-    for part in (data, data[torch.tensor([2, 0])], data.to("cpu"), data.batch(torch.tensor([1]))):
-        for n, length in enumerate(part.lengths.tolist()):
-            own = LENGTHS.tolist().index(length)
-            assert part.labels[n, :length].equal(labels[own, :length])
-            assert part.labels.shape[1] == part.num_steps
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_of_labelled_minibatches_average_to_the_whole(form, size):
@@ -475,19 +400,6 @@ def test_supervised_map_counts():
     fit = fit_map(model, data, num_steps=100, learning_rate=0.1, tolerance=None)
     for value, expected in zip(parameters_of(fit.hmm(data)), frequencies):
         np.testing.assert_allclose(value, expected, atol=3e-3)
-
-
-def test_the_hmm_of_a_fit_does_not_know_the_labels():
-    """Else decoding the sequences it is tested on would read the answers off."""
-    data, _ = sentences()
-    fit = fit_map(MarginalModel(TabularHMM(2, categorical(2))), data, num_steps=3)
-    hmm = fit.hmm(data)
-    bare = fit.hmm(Sequences(data.values, data.lengths, data.observed))
-    assert hmm.allowed is None
-    assert hmm.viterbi(data.values).equal(bare.viterbi(data.values))
-    assert hmm.log_prob(data.values).equal(bare.log_prob(data.values))
-    certain = hmm.posterior(data.values).states.gather(-1, data.labels.clamp(min=0).unsqueeze(-1))
-    assert certain.max() < 1
 
 
 @pytest.mark.parametrize(

@@ -151,14 +151,6 @@ def test_stored_sequences_are_those_in_memory(store, tmp_path):
     assert all(part.values[..., 0].numel() <= 60 for part in stored)
 
 
-def test_labels_and_covariates_are_stored_too():
-    options = {"labels": SYMBOLS % 2, "covariates": RANDOM.normal(size=(M, 1))}
-    whole, stored = both_ways(SYMBOLS, **options)
-    for name in ("labels", "covariates"):
-        rows = torch.cat([getattr(part, name)[part.exists] for part in stored])
-        assert rows.equal(getattr(whole, name)[whole.exists])
-
-
 class Counted:
     """Yields parts that are made anew, and counts how many of them are alive."""
 
@@ -207,22 +199,7 @@ def test_wrong_iterables_are_refused(fit, data, error, message):
 def test_what_needs_all_data_at_once_is_refused():
     _, stored = both_ways(SYMBOLS)
     module = TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="batch_size is of Sequences"):
+    with pytest.raises(ValueError, match="is taken whole in each step"):
         fit_em(module, stored, batch_size=2)
-    with pytest.raises(ValueError, match="batch_size is of Sequences"):
+    with pytest.raises(ValueError, match="is taken whole in each step"):
         fit_map(MarginalModel(module), stored, batch_size=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((SYMBOLS, LENGTHS[1:]), ValueError, "lengths must sum to the number of rows"),
-        (([1, 2], [2]), TypeError, "values must be an array"),
-        ((SYMBOLS, LENGTHS, {"labels": SYMBOLS[1:]}), ValueError, "labels must have a row"),
-        ((SYMBOLS, LENGTHS, {"max_steps": 0}), ValueError, "max_steps must be at least 1"),
-    ],
-)
-def test_wrong_stores_are_refused(arguments, error, message):
-    *places, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})
-    with pytest.raises(error, match=message):
-        StoredSequences(*places, **options)

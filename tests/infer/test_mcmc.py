@@ -20,14 +20,14 @@ from pyrohmm import (
     fit_mcmc,
     to_arviz,
 )
-from pyrohmm.infer import hmc, sampled
-from pyrohmm.infer.convergence import agreement
+from pyrohmm.infer import mcmc, sampled
+from pyrohmm.infer.sampled import agreement
 
 
 def following(log_density, start, warmup=0):
     """Chains of one variable ``x``, a vector."""
     support = constraints.independent(constraints.real, 1)
-    return hmc.Hamiltonian({"x": support}, {"x": start}, log_density, warmup)
+    return mcmc.Hamiltonian({"x": support}, {"x": start}, log_density, warmup)
 
 
 def test_trajectories_are_leapfrog_steps_that_can_be_reversed(monkeypatch):
@@ -120,7 +120,7 @@ def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
     options = {"num_samples": 8, "warmup": 12, "num_chains": 4}
     pyro.set_rng_seed(3)
     whole = fit_mcmc(model, data, **options)
-    learn, count = hmc.Tuning.learn, itertools.count()
+    learn, count = mcmc.Tuning.learn, itertools.count()
 
     def broken(self, *parts):
         if next(count) == 14:
@@ -128,7 +128,7 @@ def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
         learn(self, *parts)
 
     monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
-    monkeypatch.setattr(hmc.Tuning, "learn", broken)
+    monkeypatch.setattr(mcmc.Tuning, "learn", broken)
     path = tmp_path / "run.ckpt"
     pyro.set_rng_seed(3)
     with pytest.raises(KeyboardInterrupt):

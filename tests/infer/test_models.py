@@ -28,7 +28,6 @@ from pyro.infer.autoguide import (
     AutoStructured,
     init_to_value,
 )
-from pyro.infer.mcmc.util import initialize_model
 from pyro.nn import PyroModule, PyroSample
 
 from pyrohmm import (
@@ -68,18 +67,6 @@ class Counts(PyroModule):
 
     def forward(self):
         return dist.Poisson(self.rate)
-
-
-class Trials(PyroModule):
-    """Successes out of ten: a support whose bound has the shape of the parameters."""
-
-    def __init__(self, num_states):
-        super().__init__()
-        self.register_buffer("one", torch.ones(num_states))
-        self.rate = PyroSample(lambda self: dist.Beta(2 * self.one, self.one).to_event(1))
-
-    def forward(self):
-        return dist.Binomial(10, self.rate)
 
 
 class Walker(HMMModule):
@@ -231,7 +218,6 @@ CASES = {
     "scalar": (lambda: TabularHMM(3, normal(0)), numbers),
     "vector": (lambda: TabularHMM(2, normal(2)), vectors),
     "class of a user": (lambda: TabularHMM(2, Counts), counts),
-    "bounded counts": (lambda: TabularHMM(3, Trials), counts),
     "autoregressive vectors": (
         lambda: TabularHMM(2, autoregressive_normal(2, 2)),
         known_to_the_end,
@@ -403,14 +389,6 @@ def test_values_of_missing_and_padded_steps_change_nothing(form):
 # Priors and minibatches (T8)
 
 
-def test_a_log_prior_that_is_no_scalar_is_refused_by_name():
-    model = MarginalModel(TabularHMM(2, categorical(3)), lambda hmm: hmm.log_initial)
-    data = symbols()
-    guide = ready(AutoDelta, model, data)
-    with pytest.raises(ValueError, match="log_prior"):
-        Trace_ELBO().loss(model, guide, data)
-
-
 def test_a_module_that_has_run_can_still_be_put_into_a_model():
     """People look at a draw first, and sample with NUTS from what they fitted by MAP."""
     data = symbols()
@@ -457,24 +435,6 @@ def chain(num_states=3, length=3, num_symbols=4, batch=()):
 
 def no_guide(*args):
     pass
-
-
-@pytest.mark.parametrize("length", [1, 4])
-def test_markov_sample_states_what_pyro_sample_does(length):
-    hmm = chain(length=length)
-    obs = hmm.sample()
-
-    def spelled():
-        with pyro.plate("data", 2):
-            assert markov_sample("y", hmm, obs=obs).equal(obs)
-
-    def short():
-        with pyro.plate("data", 2):
-            pyro.sample("y", hmm, obs=obs)
-
-    assert TraceEnum_ELBO(max_plate_nesting=1).loss(spelled, no_guide) == pytest.approx(
-        Trace_ELBO().loss(short, no_guide), abs=1e-10
-    )
 
 
 def test_markov_sample_works_in_two_plates():
@@ -544,17 +504,6 @@ def test_draws_follow_the_chain():
         expected = exact.log_prob(value).exp().item()
         found = (drawn == value).all(-1).double().mean().item()
         assert abs(found - expected) < 5 * (expected * (1 - expected) / 20_000) ** 0.5
-
-
-def test_enumerated_marginals_are_the_posterior_of_the_states():
-    data = symbols()
-    hmm = TabularHMM(3, categorical(3))(data.lengths, data.observed)
-    model = EnumeratedModel(TabularHMM.from_hmm(hmm))
-    sites = TraceEnum_ELBO(max_plate_nesting=1).compute_marginals(model, no_guide, data)
-    found = torch.stack([sites[f"x_state_{t}"].probs for t in range(4)], -2)
-    exists = (torch.arange(4) < data.lengths.unsqueeze(-1)).unsqueeze(-1)
-    expected = hmm.posterior(data.values).states
-    torch.testing.assert_close((found * exists).detach(), expected.detach(), **EXACT)
 
 
 def decoded(hmm: HMM, values: torch.Tensor) -> torch.Tensor:
@@ -660,37 +609,6 @@ def test_pyros_own_svi_runs_both_forms_on_minibatches(form):
         assert sum(losses[-20:]) < sum(losses[:20])
 
 
-def at_its_mode(guide, model, data):
-    objective = Trace_ELBO()(model, guide)
-    objective(data)
-    optimizer = torch.optim.LBFGS(
-        objective.parameters(), max_iter=200, tolerance_grad=1e-8, line_search_fn="strong_wolfe"
-    )
-
-    def closure():
-        optimizer.zero_grad()
-        loss = objective(data)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return guide.laplace_approximation(data)
-
-
-def test_laplace_approximation_has_the_curvature_of_the_log_joint():
-    """One coin. The guide is normal in the logit, where the density of p gains p (1 - p).
-
-    Counts 4 and 2 with a flat prior so become 5 and 3: the mode is 5/8, the curvature 8 p (1 - p).
-    """
-    data = Sequences.from_list([[0, 0, 1, 0], [1, 0]])
-    model = MarginalModel(TabularHMM(1, categorical(2)))
-    found = at_its_mode(AutoLaplaceApproximation(model), model, data)
-    p = 5 / 8
-    assert found.median()["module.emission.probs"][0, 0].item() == pytest.approx(p, abs=1e-5)
-    variance = found.get_posterior().covariance_matrix.item()
-    assert variance == pytest.approx(1 / (8 * p * (1 - p)), rel=1e-5)
-
-
 def test_parallel_predictions_use_the_sample_they_belong_to():
     """Sample s emits symbol s only."""
     data = Sequences(torch.zeros(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]))
@@ -705,37 +623,7 @@ def test_parallel_predictions_use_the_sample_they_belong_to():
     assert drawn.equal(torch.arange(3).reshape(3, 1, 1).expand(3, 4, 2))
 
 
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-@pytest.mark.parametrize("parallel", [False, True])
-def test_prior_predictive_of_both_forms(form, parallel):
-    data = vectors()
-    model = poutine.uncondition(form(TabularHMM(2, normal(2)), stickiness))
-    drawn = Predictive(model, num_samples=5, parallel=parallel)(data)
-    if form is MarginalModel:
-        assert drawn["x"].shape == (5, 3, 4, 2)
-    else:
-        assert drawn["x_3"].shape == (5, 3, 2)
-        assert drawn["x_state_3"].shape == (5, 3)
-    assert drawn["module.transition"].squeeze(1).shape == (5, 2, 2)
-
-
 # Markov chain Monte Carlo
-
-
-@pytest.mark.parametrize("case", ["categorical", "dense"])
-def test_potential_energies_of_both_forms_agree(case):
-    """And their gradients: what NUTS sees of a model."""
-    make_module, make_data = CASES[case]
-    models, data = both(make_module(), stickiness), make_data()
-    point, found = None, []
-    for model in models:
-        start, potential, _, _ = initialize_model(model, (data,), max_plate_nesting=1)
-        point = point or {name: value.detach().requires_grad_() for name, value in start.items()}
-        assert start.keys() == point.keys()
-        energy = potential(point)
-        found.append((energy, *torch.autograd.grad(energy, list(point.values()))))
-    for marginal, enumerated in zip(*found):
-        torch.testing.assert_close(enumerated, marginal, **EXACT)
 
 
 @pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])

@@ -120,12 +120,12 @@ def test_a_restart_that_fails_does_not_stop_the_others():
 def test_parameters_that_restarts_would_share_are_refused():
     shared = TabularHMM.from_hmm(module()(DATA.lengths))
     for fit in (fit_em, map_of):
-        with pytest.raises(ValueError, match=r"^restarts need every parameter to have a prior"):
+        with pytest.raises(ValueError, match=r"every parameter .* have a prior"):
             fit(shared, DATA, restarts=2)
 
 
 def test_models_that_enumerate_states_are_refused():
-    with pytest.raises(ValueError, match="restarts need a model whose states are summed out"):
+    with pytest.raises(ValueError, match="need a model whose states are summed out"):
         fit_map(EnumeratedModel(module()), DATA, restarts=2, num_steps=2)
 
 

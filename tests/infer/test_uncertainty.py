@@ -228,6 +228,9 @@ def test_what_makes_no_sense_is_refused():
     svi = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=3)
     with pytest.raises(ValueError, match="quantiles"):
         svi.information(data)
+    chains = fit_gibbs(TabularHMM(1, normal(0)), data, num_samples=2, num_chains=2, warmup=0)
+    with pytest.raises(ValueError, match="samples of Gibbs"):
+        chains.information(data)
     fit = fit_em(TabularHMM(1, normal(0)), data)
     with pytest.raises(ValueError, match="level must be between 0 and 1"):
         fit.intervals(data, level=95)
@@ -250,10 +253,3 @@ def test_coordinates_are_zero_at_the_estimate(support, value):
     slopes = torch.autograd.functional.jacobian(part.value, zero).reshape(-1, len(zero))
     assert torch.linalg.matrix_rank(slopes) == len(zero)
     assert bool(Poisson(1.0).support.check(torch.tensor(len(part.held))))
-
-
-def test_samples_are_no_maximum() -> None:
-    data = Sequences.from_list([[0.1, 0.5, -0.3]])
-    fit = fit_gibbs(TabularHMM(1, normal(0)), data, num_samples=2, num_chains=2, warmup=0)
-    with pytest.raises(ValueError, match="samples of Gibbs"):
-        fit.information(data)

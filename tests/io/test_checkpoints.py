@@ -265,13 +265,6 @@ def check_kills(fit, path, num_steps, kills, longest):
     return killed
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize(("fit", "num_steps"), [(by_svi, 80)])
-def test_a_fit_that_is_killed_goes_on_and_ends_with_the_same_bits(fit, num_steps, tmp_path):
-    """Of so many steps that it takes longer than what is waited before the first kill."""
-    assert check_kills(fit, tmp_path / "x", num_steps, 2, 0.2) > 0
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("fit", FITS)

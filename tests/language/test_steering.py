@@ -9,7 +9,6 @@ import torch
 
 from pyrohmm import LanguageModel, blocks
 from pyrohmm.data.vocabulary import Vocabulary
-from pyrohmm.language import Steering
 from pyrohmm.ops.automata import (
     Automaton,
     ends_with,
@@ -255,10 +254,6 @@ def test_very_improbable_constraints_are_exact(dtype):
         (lambda m: m.steer(of_length(1), 1).log_prob("a b"), "at most max_words = 1 words; got 2"),
         (lambda m: m.steer(of_length(1), 1).log_prob("<eos>"), "prompt must not have <eos>"),
         (lambda m: m.steer(of_length(1), 1).sample(0), "count must be at least 1"),
-        (
-            lambda m: Steering(m.module(torch.tensor([1])).dense(), WORDS, of_length(1), 2),
-            "hmm must",
-        ),
         (lambda m: m.fill("a b"), "sentence must be a list of words"),
         (lambda m: m.fill([]), "number of words of sentence must be at least 1"),
         (lambda m: m.fill(["a", "zebra"]), "'zebra' is none"),

@@ -591,9 +591,9 @@ def test_windows_that_cannot_be_are_refused():
         fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_steps=2)
     with pytest.raises(ValueError, match="batch_size and windows exclude each other"):
         fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
-    with pytest.raises(ValueError, match="module must have disjoint blocks"):
+    with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
         StatefulModel(NeuralHMM(6, 6, 8), 2)
-    with pytest.raises(TypeError, match="module must be a NeuralHMM; got ScalarHMM"):
+    with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
         StatefulModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
 
 

@@ -83,18 +83,15 @@ def test_a_name_says_what_is_meant():
     ("make", "error", "message"),
     [
         (lambda: must_contain(), ValueError, "at least one, each of at least one word; got \\[\\]"),
-        (lambda: must_contain("a", " "), ValueError, "each of at least one word"),
         (lambda: must_contain(2.5), TypeError, "words, codes or lists of these; got float"),
         (lambda: must_not_contain(["a", True]), TypeError, "codes \\(int\\); got bool"),
         (lambda: must_contain(-1), ValueError, "codes in phrases must be at least 0; got -1"),
         (lambda: starts_with(""), ValueError, "prefix must be at least one"),
         (lambda: template({"a"}), TypeError, "items of a template must be words"),
         (lambda: of_length(3, 2), ValueError, "high must be at least 3; got 2"),
-        (lambda: of_length(-1), ValueError, "low must be at least 0; got -1"),
         (lambda: Automaton([], [], []), ValueError, "an item for each state"),
         (lambda: Automaton([0], [{}, {}], []), ValueError, "got 1 and 2"),
         (lambda: Automaton([0], [{"a": 1}], []), ValueError, "0 and Q - 1 = 0; got \\[0, 1\\]"),
-        (lambda: Automaton([0], [{}], [1]), ValueError, "must lie between 0 and Q - 1"),
         (lambda: must_contain("a") & "b", TypeError, "combine two Automata; got str"),
     ],
 )
@@ -111,8 +108,3 @@ def test_a_phrase_in_a_list_has_as_many_words_as_it_says():
 def test_constraints_are_not_joined_by_words():
     with pytest.raises(TypeError, match="join constraints by &"):
         _ = must_contain("a") and must_contain("b")
-
-
-def test_lengths_are_whole_numbers():
-    with pytest.raises(TypeError, match="low must be an int; got float"):
-        of_length(2.5)

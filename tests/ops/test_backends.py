@@ -30,15 +30,6 @@ def test_a_choice_is_undone_on_exit_and_by_an_error():
     assert pick(CPU) is default
 
 
-@needs_numba
-def test_choices_nest():
-    with use(TORCH):
-        with use(NUMBA):
-            assert pick(CPU) is NUMBA
-        assert pick(CPU) is TORCH
-    assert pick(CPU) is NUMBA
-
-
 def test_other_threads_keep_their_choice():
     default = pick(CPU)
     with ThreadPoolExecutor(1) as pool, use(TORCH):
@@ -98,10 +89,7 @@ for point in sys.argv[1:]:
 @needs_numba
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_an_interrupted_import_of_numba_can_be_done_again():
-    points = [
-        "llvmlite.binding", "numba.core.types", "numba.core.typing", "numba.core.registry",
-        "numba.np.ufunc", "numba.extending", "pyrohmm.ops._numba_math",
-    ]  # fmt: skip
+    points = ["numba.core.typing", "pyrohmm.ops._numba_math"]
     command = [sys.executable, "-c", INTERRUPTED, *points]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert result.stdout.split("\n")[:-1] == [f"{point} 0" for point in points], result.stderr
@@ -121,11 +109,6 @@ def test_numba_is_refused_by_name_where_it_is_missing(monkeypatch):
         has_numba.cache_clear()
 
 
-def test_what_is_no_backend_is_refused():
-    with pytest.raises(ValueError, match="'torch' is not a valid Backend"), use("torch"):
-        pass
-
-
 # Agreement of the modules that have the same functions
 
 
@@ -135,7 +118,7 @@ def test_both_engines_agree_on_segments():
     torch.manual_seed(0)
     lengths = torch.tensor([6, 2, 5, 1, 6, 4])
     chain = SegmentChain(
-        torch.randn(6, 3), torch.randn(2, 3, 3), *torch.randn(4, 2, 4, 3), torch.randn(6, 6, 3),
+        torch.randn(6, 3), torch.randn(2, 3, 3), torch.randn(2, 2, 2, 4, 3), torch.randn(6, 6, 3),
         lengths,
     )  # fmt: skip
     there, weight, uniform = (

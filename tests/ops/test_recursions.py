@@ -8,7 +8,6 @@ they are a few roundings of the largest log-likelihood, which is what an exponen
 import functools
 import itertools
 import math
-import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -68,7 +67,7 @@ LAYOUTS = {  # batch shapes of initial, transition, likelihood, lengths
     "all their own": ((2, 3), (2, 3), (2, 3), (2, 3)),
     "values shared": ((3,), (3,), (), ()),
 }
-SIZES = list(itertools.product([1, 2, 3, 4], [1, 2, 3, 4, 5]))
+SIZES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (3, 5), (4, 4)]
 
 
 class Case(NamedTuple):
@@ -179,16 +178,6 @@ def spread(gradient, shape):
     return torch.as_tensor(gradient).sum_to_size(shape)
 
 
-by_size = pytest.mark.parametrize(("num_states", "num_steps"), SIZES)
-
-
-@by_size
-def test_evidence_is_the_sum_over_all_paths(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps):
-        chain, answer = solved(case)
-        assert_close(recursions.log_evidence(*chain), answer.evidence, case, **ROUNDING[case.dtype])
-
-
 def assert_gradients(chain, answer, case, tolerance):
     """Of a weighted sum of evidences: expected starts, transitions and visits (Eisner, 2016)."""
     chain = chain.with_gradients()
@@ -206,28 +195,19 @@ def assert_gradients(chain, answer, case, tolerance):
         assert_close(gradient, spread(wanted, part.shape), case, **tolerance)
 
 
-@by_size
-def test_gradients_are_expectations_under_the_posterior(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps):
-        assert_gradients(*solved(case), case, ROUNDING[case.dtype])
-
-
-@by_size
-def test_posterior_is_that_of_the_table(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps):
-        chain, answer = solved(case)
-        evidence, states, transitions = recursions.posterior(*chain)
-        assert_close(evidence, answer.evidence, case, **ROUNDING[case.dtype])
-        assert_close(states, answer.states, case, **ROUNDING[case.dtype])
-        assert_close(transitions, answer.transitions.sum(-3), case, **ROUNDING[case.dtype])
-
-
-@by_size
-def test_filtered_is_the_posterior_of_each_prefix(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps):
-        chain, answer = solved(case)
-        filtered = recursions.filtered(*chain).exp()
-        assert_close(filtered, answer.filtered, case, **ROUNDING[case.dtype])
+def assert_answers(chain, answer, case, tolerance, loose=None):
+    """Evidence, posterior, filtered states, gradients and the best path."""
+    loose = loose or tolerance
+    evidence, states, transitions = recursions.posterior(*chain)
+    assert evidence.dtype == states.dtype == transitions.dtype == chain.log_likelihood.dtype
+    assert_close(recursions.log_evidence(*chain), answer.evidence, case, **tolerance)
+    assert_close(evidence, answer.evidence, case, **tolerance)
+    assert_close(states, answer.states, case, **loose)
+    assert_close(transitions, answer.transitions.sum(-3), case, **loose)
+    assert_close(recursions.filtered(*chain).exp(), answer.filtered, case, **loose)
+    assert_gradients(chain, answer, case, loose)
+    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
+    assert_close(reached, answer.best, case, **tolerance)
 
 
 def scores_of(chain, paths):
@@ -249,45 +229,21 @@ def scores_of(chain, paths):
     return scores.reshape(paths.shape[:-1])
 
 
-@by_size
-def test_viterbi_reaches_the_largest_score(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_states", "num_steps"), SIZES)
+def test_answers_are_those_of_the_table_of_all_paths(num_states, num_steps, dtype, engine):
+    for case in cases(num_states, num_steps, dtype):
         chain, answer = solved(case)
-        path = recursions.viterbi(*chain)
-        assert path.dtype == torch.long
-        reached = torch.as_tensor(scores_of(chain, path))
-        assert_close(reached, answer.best, case, **ROUNDING[case.dtype])
-
-
-@by_size
-def test_sampled_paths_are_possible_wherever_the_sequence_is(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps):
-        chain, answer = solved(case)
+        assert_answers(chain, answer, case, ROUNDING[dtype])
         paths = recursions.sample_states(*chain, num_samples=3)
         assert paths.shape == (3, *answer.evidence.shape, num_steps)
         reached = scores_of(chain, paths) > NEVER
         assert (reached | np.isneginf(answer.evidence)).all(), case
 
 
-@pytest.mark.parametrize(("num_states", "num_steps"), [(1, 1), (1, 3), (2, 1), (2, 4), (4, 3)])
-def test_float32_agrees_with_the_table(num_states, num_steps, engine):
-    for case in cases(num_states, num_steps, torch.float32):
-        chain, answer = solved(case)
-        tolerance = ROUNDING[case.dtype]
-        evidence, states, transitions = recursions.posterior(*chain)
-        assert evidence.dtype == states.dtype == transitions.dtype == torch.float32
-        assert_close(evidence, answer.evidence, case, **tolerance)
-        assert_close(states, answer.states, case, **tolerance)
-        assert_close(transitions, answer.transitions.sum(-3), case, **tolerance)
-        assert_close(recursions.filtered(*chain).exp(), answer.filtered, case, **tolerance)
-        reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain))).float()
-        assert_close(reached, answer.best, case, **tolerance)
-        assert_gradients(chain, answer, case, tolerance)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize(("num_states", "num_steps"), [(2, 1), (1, 3), (2, 3), (3, 4)])
+@pytest.mark.parametrize(("num_states", "num_steps"), [(2, 1), (3, 4)])
 def test_paths_are_sampled_as_often_as_the_table_says(
     num_states, num_steps, per_step, dtype, engine
 ):
@@ -342,33 +298,12 @@ def random_chain(num_states, steps, batch=(), seed=0, scale=3.0, **kind):
 )
 def test_many_states_agree_with_log_space(num_states, batch, kind):
     chain = random_chain(num_states, 5, batch, **kind)
-    answer, tolerance = chain.solved(), ROUNDING[chain.log_likelihood.dtype]
-    evidence, states, transitions = recursions.posterior(*chain)
-    assert_close(recursions.log_evidence(*chain), answer.evidence, **tolerance)
-    assert_close(evidence, answer.evidence, **tolerance)
-    assert_close(states, answer.states, **tolerance)
-    assert_close(transitions, answer.transitions.sum(-3), **tolerance)
-    assert_close(recursions.filtered(*chain).exp(), answer.filtered, **tolerance)
-    assert_gradients(chain, answer, kind, tolerance)
-    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
-    assert_close(reached, answer.best, **tolerance)
+    assert_answers(chain, chain.solved(), kind, ROUNDING[chain.log_likelihood.dtype])
     assert (scores_of(chain, recursions.sample_states(*chain, num_samples=2)) > NEVER).all()
 
 
-def test_many_states_with_zeros_and_an_impossible_sequence():
-    rng = np.random.default_rng(0)
-    logs = normalized(rng.normal(size=(1, 130, 130)), 0.5, rng)
-    likelihood = rng.normal(size=(6, 4, 130))
-    likelihood[2, 1] = NEVER
-    chain = Chain.of(normalized(rng.normal(size=130), 0.5, rng), logs, likelihood)
-    answer = chain.solved()
-    assert np.isneginf(answer.evidence).tolist() == [False, False, True, False, False, False]
-    assert_close(recursions.log_evidence(*chain), answer.evidence)
-    assert_gradients(chain, answer, None, ROUNDING[torch.float64])
-
-
-def test_float32_keeps_the_evidence_of_a_hundred_thousand_steps(engine):
-    chain = random_chain(3, 100_000, dtype=torch.float32, scale=1.0)
+def test_float32_keeps_the_evidence_of_many_steps(engine):
+    chain = random_chain(3, 20_000, dtype=torch.float32, scale=1.0)
     initial, transition, likelihood, _ = chain.arrays()
     arrived, matrix, expected = np.exp(initial), np.exp(transition[0]), 0.0
     for weight in np.exp(likelihood):
@@ -378,8 +313,8 @@ def test_float32_keeps_the_evidence_of_a_hundred_thousand_steps(engine):
     evidence, states, transitions = recursions.posterior(*chain)
     assert evidence.item() == pytest.approx(expected, rel=1e-5)
     assert recursions.log_evidence(*chain).item() == pytest.approx(expected, rel=1e-5)
-    assert_close(states.sum(-1), np.ones(100_000), rtol=0, atol=1e-5)
-    assert transitions.sum().item() == pytest.approx(99_999, rel=1e-5)
+    assert_close(states.sum(-1), np.ones(20_000), rtol=0, atol=1e-5)
+    assert transitions.sum().item() == pytest.approx(19_999, rel=1e-5)
 
 
 # Derivatives of both orders -----------------------------------------------------------------------
@@ -444,21 +379,6 @@ def test_second_derivatives_are_finite_beside_impossible_sequences(engine):
     assert not gradients[2][1].any()
 
 
-def test_gradient_of_a_gradient_equals_the_covariance_of_visits(engine):
-    """The second derivative by log-likelihoods is a covariance under the posterior."""
-    chain, _ = solved(Case(2, 2, "one sequence"))
-    log_likelihood = chain.log_likelihood.clone().requires_grad_()
-    evaluate = lambda logs: recursions.log_evidence(*chain[:2], logs, chain.lengths)  # noqa: E731
-    hessian = torch.autograd.functional.hessian(evaluate, log_likelihood).reshape(4, 4)
-    paths = oracle.all_paths(2, 2)
-    scores = oracle.joint(*chain.arrays()[:3], paths)
-    share = np.exp(scores - oracle.log_sum(scores))
-    visits = np.eye(2)[paths].reshape(4, 4)
-    mean = share @ visits
-    expected = visits.T @ (share[:, None] * visits) - np.outer(mean, mean)
-    assert_close(hessian, expected)
-
-
 def test_second_derivatives_of_parts_that_are_made_of_each_other(engine):
     """Both probabilities and the likelihoods are one tensor: what passes through it counts once."""
     logits = torch.tensor([0.3, -1.2], dtype=torch.float64)
@@ -501,14 +421,9 @@ UNDERFLOW = {
     "beyond float32 and float64": (APART, [[0, -800], [-1000, 0]]),
     "little by little": (APART, [[0, -60]] * 20 + [[-90, 0]] * 20),
     "a weight beyond float64 after a small norm": (APART, [[-10, 0], [0, -1000]] + [[-400, 0]] * 2),
-    "a weight beyond float32 after a small norm": (APART, [[-10, 0], [0, -200]] + [[-40, 0]] * 2),
     "a product that is subnormal in float64": (
         APART_3,
         [[-100, -43, 0], [0, -700, NEVER], [-330, 0, 0], [-330, 0, 0]],
-    ),
-    "a product that is subnormal in float32": (
-        APART_3,
-        [[-25, -17, 0], [0, -86.5, NEVER], [-45, 0, 0], [-45, 0, 0]],
     ),
     "a transition that is tiny": (
         np.log([[[1.0, 1e-300], [1e-300, 1.0]]]),
@@ -519,13 +434,8 @@ UNDERFLOW = {
     "behind, ahead and behind again, beyond float32": (
         APART, [[0, -110]] + [[-44, 0]] * 5 + [[0, -110]],
     ),
-    "behind, ahead and behind again, beyond float64": (
-        APART, [[0, -800]] + [[-400, 0]] * 4 + [[0, -800]],
-    ),
     "a factor beyond float32 after a small norm": (ALTERNATE, [[0, -50], [0, -400], [0, -300]]),
-    "a factor beyond float64 after a small norm": (ALTERNATE, [[0, -400], [0, -3200], [0, -2400]]),
     "a density above one, beyond float32": (DENSITIES, [[0, -50], [0, -400], [0, -300]]),
-    "a density above one, beyond float64": (DENSITIES, [[0, -400], [0, -3200], [0, -2400]]),
     "all in one state, then the other": (
         np.log([[[0.9, 0.1], [0.1, 0.9]]]),
         [[0, -2000], [-2000, 0]] * 5,
@@ -543,22 +453,13 @@ def test_no_path_that_matters_is_lost(name, dtype, engine):
         if "start" in name:
             initial = np.log([1.0, 0.0]) if "zero" in name else np.log([1.0, 1e-280])
     chain = Chain.of(initial, transition, likelihood, dtype=dtype)
-    answer, tolerance = chain.solved(), ROUNDING[dtype]
-    evidence, states, transitions = recursions.posterior(*chain)
-    assert_close(recursions.log_evidence(*chain), answer.evidence, name, **tolerance)
-    assert_close(evidence, answer.evidence, name, **tolerance)
-    loose = tolerance if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
-    assert_close(states, answer.states, name, **loose)
-    assert_close(transitions, answer.transitions.sum(-3), name, **loose)
-    assert_close(recursions.filtered(*chain).exp(), answer.filtered, name, **loose)
-    assert_gradients(chain, answer, name, loose)
-    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
-    assert_close(reached, answer.best, name, **tolerance)
+    loose = None if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    assert_answers(chain, chain.solved(), name, ROUNDING[dtype], loose)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", UNDERFLOW)
-@pytest.mark.parametrize("count", [1, 40])  # by states, and by sequences side by side
+@pytest.mark.parametrize("count", [40])  # sequences side by side
 def test_expected_counts_lose_no_path_that_matters(count, name, dtype, engine):
     transition, likelihood = UNDERFLOW[name]
     likelihood = np.array(likelihood, float)
@@ -584,19 +485,7 @@ def test_a_wider_range_is_tried_only_where_it_is_needed(name, tried, engine, ran
     assert ranges == tried
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_state_that_is_flushed_and_can_be_reached_again_does_no_harm(dtype, engine, ranges):
-    """A state a thousand nats behind is zero in any range, but the other one leads to it again."""
-    mixing = np.log([[[0.9, 0.1], [0.2, 0.8]]])
-    likelihood = np.array([[0.0, -2000.0], [-2000.0, 0.0], [0.0, -2000.0], [0.0, 0.0]])
-    chain = Chain.of(EVEN, mixing, likelihood, dtype=dtype)
-    answer = chain.solved()
-    assert_close(recursions.log_evidence(*chain), answer.evidence, **ROUNDING[dtype])
-    assert_gradients(chain, answer, None, ROUNDING[dtype])
-    assert set(ranges) == {dtype}  # the caller's range was enough
-
-
-@pytest.mark.parametrize("num_steps", [50, 200, 1000])
+@pytest.mark.parametrize("num_steps", [50, 300])
 @pytest.mark.parametrize("rare", [0.0, 1e-30])
 def test_transitions_to_a_state_that_lags_for_long_do_not_overflow(num_steps, rare, engine):
     """The messages back are then huge, and so are their sums over steps, before A makes them small.
@@ -656,15 +545,10 @@ def wild_chains(draw):
 @given(parts=wild_chains())
 def test_numbers_far_apart_break_nothing(parts, dtype, engine):
     chain = Chain.of(*parts, dtype=dtype)
-    answer = chain.solved(oracle.by_logs)
     wide = dtype == torch.float64
     tolerance = {"rtol": 1e-11, "atol": 1e-9} if wide else {"rtol": 1e-6, "atol": 2e-3}
-    assert_close(recursions.log_evidence(*chain), answer.evidence, parts, **tolerance)
     loose = {"rtol": 1e-7, "atol": 1e-7} if wide else {"rtol": 5e-3, "atol": 5e-3}
-    assert_gradients(chain, answer, parts, loose)
-    assert_close(recursions.filtered(*chain).exp(), answer.filtered, parts, **loose)
-    reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
-    assert_close(reached, answer.best, parts, **tolerance)
+    assert_answers(chain, chain.solved(), parts, tolerance, loose)
 
 
 @pytest.mark.parametrize("num_sequences", [1, 40])
@@ -678,28 +562,6 @@ def test_steps_that_are_unlikely_one_after_the_other_add_up(apart, num_sequences
     evidence = recursions.log_evidence(*chain, lengths)
     torch.testing.assert_close(evidence, torch.full((num_sequences,), -4 * apart))
     torch.testing.assert_close(recursions.posterior(*chain, lengths).log_evidence, evidence)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_many_random_chains_far_apart_break_nothing(dtype, engine):
-    """As above by brute force: chains of every spread, most of them without a way back."""
-    rng = np.random.default_rng(1)
-    scales = [3.0, 30.0, 100.0, 300.0, 1000.0]
-    for index in range(200):
-        num_states, num_steps = int(rng.integers(2, 4)), int(rng.integers(2, 8))
-        shape = (num_states, num_states)
-        transition = normalized(rng.choice([1.0, 30.0, 300.0]) * rng.normal(size=shape), 0.4, rng)
-        if index % 3:
-            transition = np.where(np.eye(num_states), 0.0, NEVER)
-        initial = normalized(rng.normal(size=num_states))
-        likelihood = -rng.choice(scales) * rng.random((num_steps, num_states))
-        chain = Chain.of(initial, transition[None], likelihood, dtype=dtype)
-        answer = chain.solved()
-        wide = dtype == torch.float64
-        tolerance = {"rtol": 1e-11, "atol": 1e-9} if wide else {"rtol": 1e-6, "atol": 2e-3}
-        assert_close(recursions.log_evidence(*chain), answer.evidence, index, **tolerance)
-        loose = {"rtol": 1e-7, "atol": 1e-7} if wide else {"rtol": 5e-3, "atol": 5e-3}
-        assert_gradients(chain, answer, index, loose)
 
 
 # Chains that are special ----------------------------------------------------------------------
@@ -717,13 +579,10 @@ def test_impossible_sequences_have_no_gradient_and_spoil_no_other(dtype, engine)
     chain = Chain.of(normalized(rng.normal(size=3)), apart[None], likelihood, dtype=dtype)
     answer = chain.solved()
     assert np.isneginf(answer.evidence).tolist() == [False, True, False, True, True]
-    assert_close(recursions.log_evidence(*chain), answer.evidence, **ROUNDING[dtype])
+    assert_answers(chain, answer, None, ROUNDING[dtype])
     posterior = recursions.posterior(*chain)
-    assert_close(posterior.states, answer.states, **ROUNDING[dtype])
-    assert_close(posterior.transitions, answer.transitions.sum(-3), **ROUNDING[dtype])
     assert not posterior.states[[1, 3, 4]].any()
     assert not posterior.transitions[[1, 3, 4]].any()
-    assert_gradients(chain, answer, None, ROUNDING[dtype])
     alone = chain._replace(log_likelihood=chain.log_likelihood[3], lengths=torch.tensor(4))
     alone = alone.with_gradients()
     recursions.log_evidence(*alone).backward()
@@ -731,35 +590,7 @@ def test_impossible_sequences_have_no_gradient_and_spoil_no_other(dtype, engine)
         assert not gradient.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1e4])
-def test_emissions_ten_thousand_nats_apart(scale, dtype, engine):
-    rng = np.random.default_rng(0)
-    chain = Chain.of(
-        normalized(rng.normal(size=3)),
-        normalized(rng.normal(size=(1, 3, 3)), 0.3, rng),
-        scale * rng.normal(size=(4, 30, 3)),
-        dtype=dtype,
-    )
-    answer = chain.solved()
-    assert_close(recursions.log_evidence(*chain), answer.evidence, rtol=1e-6, atol=1e-4)
-    assert_gradients(chain, answer, None, {"rtol": 1e-3, "atol": 5e-3})
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_a_chain_that_cycles_has_one_path_from_each_start(dtype, engine):
-    cycle = np.where(np.roll(np.eye(4), 1, 1), 0.0, NEVER)
-    likelihood = np.random.default_rng(0).normal(size=(9, 4)) * 50
-    chain = Chain.of([0, NEVER, NEVER, NEVER], cycle[None], likelihood, dtype=dtype)
-    path = torch.arange(9) % 4
-    score = chain.log_likelihood.gather(1, path[:, None]).sum()
-    torch.testing.assert_close(recursions.log_evidence(*chain), score)
-    assert torch.equal(recursions.viterbi(*chain), path)
-    assert torch.equal(recursions.sample_states(*chain)[0], path)
-    assert_close(recursions.posterior(*chain).states, np.eye(4)[path], **ROUNDING[dtype])
-
-
-@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, 3000), (torch.float32, 700)])
+@pytest.mark.parametrize(("dtype", "steps"), [(torch.float64, 1000), (torch.float32, 700)])
 def test_a_long_chain_from_left_to_right(dtype, steps, engine, ranges):
     """The states that are left behind become negligible; nothing that matters is lost."""
     forwards = np.full((4, 4), NEVER)
@@ -776,17 +607,6 @@ def test_a_long_chain_from_left_to_right(dtype, steps, engine, ranges):
     assert_gradients(chain, answer, None, tolerance)
     reached = torch.as_tensor(scores_of(chain, recursions.viterbi(*chain)))
     assert_close(reached, answer.best, rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("num_steps", [1, 4])
-def test_if_nothing_is_observed_the_posterior_is_the_prior(num_steps, engine):
-    chain = random_chain(3, num_steps, (2,), scale=0.0)
-    probs, matrix = chain.log_initial.exp(), chain.log_transition[0].exp()
-    assert_close(recursions.log_evidence(*chain), np.zeros(2), rtol=0, atol=1e-12)
-    states = recursions.posterior(*chain).states
-    for t in range(num_steps):
-        assert_close(states[0, t], probs)
-        probs = probs @ matrix
 
 
 @pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
@@ -825,22 +645,6 @@ def test_one_step_needs_no_matrix(engine):
     assert not recursions.posterior(*none).transitions.any()
     assert recursions.sample_states(*none).shape == (1, 3, 1)
     assert_gradients(none, answer._replace(transitions=np.zeros((3, 0, 3, 3))), None, {})
-
-
-def test_more_states_than_the_data_support_is_no_matter_of_order(engine):
-    """Renaming the states of every argument renames the answers."""
-    chain, _ = solved(Case(4, 4, "restarts", per_step=True, zeros=True))
-    renaming = torch.tensor([2, 0, 3, 1])
-    renamed = Chain(
-        chain.log_initial[..., renaming],
-        chain.log_transition[..., renaming, :][..., renaming],
-        chain.log_likelihood[..., renaming],
-        chain.lengths,
-    )
-    one, other = recursions.posterior(*chain), recursions.posterior(*renamed)
-    torch.testing.assert_close(one.log_evidence, other.log_evidence)
-    torch.testing.assert_close(one.states[..., renaming], other.states)
-    torch.testing.assert_close(one.transitions[..., renaming, :][..., renaming], other.transitions)
 
 
 def test_threads_share_the_work_and_change_nothing():
@@ -883,23 +687,18 @@ def good():
 BAD = [  # argument, size or values, kind of error, and what the message must say besides the name
     ("log_initial", (3,), ValueError, [r"\(K,\) = \(2,\)", r"\(3,\)"]),
     ("log_transition", (1, 3, 3), ValueError, [r"\(2, 2\)", r"\(1, 3, 3\)"]),
-    ("log_transition", (2, 2), ValueError, [r"\(2, 2\)"]),
     ("log_transition", (2, 2, 2), ValueError, ["T - 1 = 3", "got 2"]),
     ("log_transition", (4, 1, 2, 2), ValueError, [r"\(4,\)", r"\(3,\)"]),
     ("log_likelihood", (2,), ValueError, [r"\(2,\)"]),
     ("log_likelihood", (3, 0, 2), ValueError, ["step"]),
-    ("lengths", [4, 2], ValueError, [r"\(2,\)", r"\(3,\)"]),
     ("lengths", [4, 2, 0], ValueError, ["1", "4", "0"]),
-    ("lengths", [4, 2, -1], ValueError, ["1", "4", "-1"]),
     ("lengths", [5, 2, 1], ValueError, ["4", "5"]),
     ("lengths", [4.0, 2.0, 1.0], TypeError, ["integers", "float64"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "value", "kind", "words"), BAD, ids=str)
-@pytest.mark.parametrize(
-    "function", ["log_evidence", "posterior", "filtered", "viterbi", "sample_states"]
-)
+@pytest.mark.parametrize("function", ["log_evidence", "viterbi"])
 def test_a_bad_argument_is_named(function, name, value, kind, words):
     value = torch.zeros(value) if isinstance(value, tuple) else torch.tensor(value)
     torch_only = backends.use(backends.TORCH)  # compiled code may read any memory
@@ -909,27 +708,11 @@ def test_a_bad_argument_is_named(function, name, value, kind, words):
         assert caught.match(word)
 
 
-def test_an_empty_batch_is_refused():
-    arguments = good() | {"log_likelihood": torch.zeros(0, 4, 2), "lengths": torch.zeros(0).long()}
-    with pytest.raises(ValueError, match="at least one sequence"):
-        recursions.log_evidence(**arguments)
-
-
 @pytest.mark.parametrize("dtype", [torch.long, torch.bool], ids=str)
 def test_a_dtype_the_recursions_cannot_hold_is_refused(dtype):
     arguments = {name: part.to(dtype) for name, part in good().items()}
     with pytest.raises(TypeError, match=f"log_(initial|transition|likelihood).*{dtype}"):
         recursions.log_evidence(**arguments | {"lengths": good()["lengths"]})
-
-
-@pytest.mark.parametrize("name", ["log_initial", "log_transition", "log_likelihood"])
-@pytest.mark.parametrize("function", ["log_evidence", "posterior", "viterbi", "sample_states"])
-def test_mixed_precision_is_refused_by_name_or_works(name, function):
-    mixed = good() | {name: good()[name].float()}
-    try:
-        getattr(recursions, function)(**mixed)
-    except TypeError as error:
-        assert re.search("log_(initial|transition|likelihood) must", str(error))  # noqa: PT017
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from pyrohmm import recursions, semi_markov
+from pyrohmm import semi_markov
 from pyrohmm.ops import backends
 
 NEVER = -torch.inf
@@ -78,57 +78,6 @@ def test_one_segment_lasts_through_a_chain_of_one_state(engine):
     assert semi_markov.log_evidence(*chain, long, torch.tensor(5)) == NEVER
 
 
-@pytest.mark.parametrize("censored", CUTS, ids=str)
-def test_ragged_sequences_do_not_read_their_padding(engine, censored):
-    *chain, likelihood = problem(3, 3, 6)
-    lengths = torch.tensor([6, 1, 4])
-    likelihood = likelihood + torch.tensor([0.0, 0.3, -0.2])[:, None, None].sin()
-    padded = torch.arange(6) >= lengths.unsqueeze(-1)
-    likelihood[padded] = torch.nan
-    whole = semi_markov.expected_counts(*chain, likelihood, lengths, *censored)
-    path = semi_markov.viterbi(*chain, likelihood, lengths, *censored)
-    log_filtered = semi_markov.filtered(*chain, likelihood, lengths, censored[1])
-    samples = semi_markov.sample_states(*chain, likelihood, lengths, 3, *censored)
-    assert not whole.states[padded].any()
-    assert log_filtered[padded].isneginf().all()
-    assert not path[padded].any()
-    assert not samples[:, padded].any()
-    durations = torch.zeros(3, 3)
-    for i, length in enumerate(lengths.tolist()):
-        part = likelihood[i, :length], torch.tensor(length)
-        alone = semi_markov.expected_counts(*chain, *part, *censored)
-        torch.testing.assert_close(whole.log_evidence[i], alone.log_evidence)
-        torch.testing.assert_close(whole.states[i, :length], alone.states)
-        durations += alone.durations
-        assert torch.equal(path[i, :length], semi_markov.viterbi(*chain, *part, *censored))
-    torch.testing.assert_close(whole.durations, durations)
-
-
-@pytest.mark.parametrize("censored_start", [False, True])
-def test_filtered_states_are_those_of_the_observations_so_far(engine, censored_start):
-    *chain, likelihood = problem(3, 3, 5, zeros=True, seed=4)
-    found = semi_markov.filtered(*chain, likelihood, torch.tensor(5), censored_start).exp()
-    for t in range(5):
-        so_far = likelihood[: t + 1], torch.tensor(t + 1)
-        wanted = semi_markov.expected_counts(*chain, *so_far, True, censored_start).states[t]
-        torch.testing.assert_close(found[t], wanted, rtol=1e-10, atol=1e-14)
-
-
-@pytest.mark.parametrize("censored", CUTS, ids=str)
-def test_samples_come_from_the_posterior_of_paths(engine, censored):
-    *chain, likelihood = problem(3, 3, 4)
-    wanted = oracle.by_segments(*(part.numpy() for part in (*chain, likelihood)), 4, *censored)
-    samples = semi_markov.sample_states(*chain, likelihood, torch.tensor(4), 20_000, *censored)
-    paths = list(wanted.paths)
-    numbers = {path: i for i, path in enumerate(paths)}
-    found, counts = samples.unique(dim=0, return_counts=True)
-    observed = np.zeros(len(paths))
-    for path, count in zip(found.tolist(), counts.tolist()):
-        observed[numbers[tuple(path)]] = count
-    probs = np.exp([wanted.paths[path] - wanted.evidence for path in paths])
-    assert oracle.looks_drawn_from(observed, probs)
-
-
 def test_parameters_of_batches_broadcast(engine):
     """Restarts with parameters of their own, and tables of each sequence."""
     several = [problem(2, 3, 4, seed=seed) for seed in range(3)]
@@ -138,24 +87,19 @@ def test_parameters_of_batches_broadcast(engine):
     found = semi_markov.log_evidence(
         initial.unsqueeze(1), transition.unsqueeze(1), duration.unsqueeze(1), likelihood, lengths
     )
-    mixed = semi_markov.log_evidence(
-        initial.unsqueeze(1), transition[0], duration.unsqueeze(1), likelihood, lengths
-    )
     each = semi_markov.log_evidence(initial[0], transition[:2], duration[0], likelihood, lengths)
-    assert found.shape == mixed.shape == (3, 2)
+    assert found.shape == (3, 2)
     for r in range(3):
         for i in range(2):
             data = likelihood[i], lengths[i]
             parts = initial[r], transition[r], duration[r]
             torch.testing.assert_close(found[r, i], semi_markov.log_evidence(*parts, *data))
-            parts = initial[r], transition[0], duration[r]
-            torch.testing.assert_close(mixed[r, i], semi_markov.log_evidence(*parts, *data))
     for i in range(2):
         parts = initial[0], transition[i], duration[0], likelihood[i], lengths[i]
         torch.testing.assert_close(each[i], semi_markov.log_evidence(*parts))
 
 
-@pytest.mark.parametrize("censored", CUTS, ids=str)
+@pytest.mark.parametrize("censored", CUTS[::3], ids=str)
 def test_gradients_of_first_and_second_order(engine, censored):
     initial, transition, duration, likelihood = problem(3, 3, 4)
     lengths = torch.tensor([4, 2])
@@ -185,20 +129,6 @@ def test_hard_zeros_have_no_gradient_and_make_no_nan(engine):
         assert not gradient[leaf.isneginf()].any()
 
 
-def test_an_impossible_sequence_has_gradient_zero(engine):
-    *chain, likelihood = problem(2, 2, 4)
-    likelihood = torch.stack([likelihood, likelihood])
-    likelihood[1, 2] = NEVER
-    leaves = [part.requires_grad_() for part in (*chain, likelihood)]
-    values = semi_markov.log_evidence(*leaves, torch.tensor([4, 4]))
-    both = torch.autograd.grad(values.sum(), leaves)
-    alone = semi_markov.log_evidence(*chain, likelihood[0], torch.tensor(4))
-    one = torch.autograd.grad(alone, leaves)
-    assert values[1] == NEVER
-    for found, wanted in zip(both, one):
-        torch.testing.assert_close(found, wanted)
-
-
 def test_nothing_leaves_the_range_of_numbers(engine):
     """A segment is worth e^-5000 against another, and matters where that one is impossible."""
     duration = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
@@ -213,17 +143,9 @@ def test_nothing_leaves_the_range_of_numbers(engine):
     np.testing.assert_allclose(found.durations, wanted.durations, atol=1e-12)
 
 
-def test_nan_reaches_the_result(engine):
-    for place in range(4):
-        parts = list(problem(2, 3, 4))
-        parts[place] = parts[place].clone()
-        parts[place].view(-1)[1] = torch.nan
-        assert semi_markov.log_evidence(*parts, torch.tensor(4)).isnan()
-
-
 @pytest.mark.parametrize("censored", CUTS, ids=str)
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("size", [(2, 4, 2), (2, 8, 5), (3, 2, 5), (3, 3, 3)], ids=str)
+@pytest.mark.parametrize("size", [(2, 4, 2), (3, 2, 5)], ids=str)
 def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censored):
     """A number is left only where any other entry leaves the same."""
     parts, length = problem(*size, zeros), torch.tensor(size[2])
@@ -241,19 +163,6 @@ def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censor
                 torch.testing.assert_close(evidence(60.0), found)
 
 
-def test_mean_durations_are_those_of_the_dtype_of_the_table():
-    for dtype in (torch.float32, torch.float64):
-        even = torch.full((2, 7), 1 / 7, dtype=dtype).log()
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            found = semi_markov.log_mean_duration(even)
-        finally:
-            torch.set_default_dtype(default)
-        wanted = torch.full((2,), 4.0, dtype=dtype).log()
-        torch.testing.assert_close(found, wanted, rtol=4 * torch.finfo(dtype).eps, atol=0.0)
-
-
 def test_float32_is_computed_in_float64_and_returned_in_float32(engine):
     parts = problem(3, 3, 40)
     single = [part.float() for part in parts]
@@ -263,29 +172,6 @@ def test_float32_is_computed_in_float64_and_returned_in_float32(engine):
     assert found == wanted.float()
 
 
-def test_geometric_durations_are_those_of_a_markov_chain(engine):
-    """As long as the longest one is longer than the sequences."""
-    stay = torch.tensor([0.9, 0.5, 0.2])
-    initial, transition, _, likelihood = problem(3, 1, 60)
-    matrix = transition.exp() * (1 - stay).unsqueeze(-1) + stay.diag()
-    count = torch.arange(60)
-    duration = count * stay.log().unsqueeze(-1) + (count < 59) * (1 - stay).log().unsqueeze(-1)
-    length = torch.tensor(60)
-    found = semi_markov.expected_counts(initial, transition, duration, likelihood, length)
-    chain = initial, matrix.log().unsqueeze(-3), likelihood, length
-    wanted = recursions.expected_counts(*chain)
-    torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
-    torch.testing.assert_close(found.states, wanted.states)
-    torch.testing.assert_close(
-        semi_markov.filtered(initial, transition, duration, likelihood, length),
-        recursions.filtered(*chain),
-    )
-    torch.testing.assert_close(
-        semi_markov.viterbi(initial, transition, duration, likelihood, length),
-        recursions.viterbi(*chain),
-    )
-
-
 def test_survival_of_durations():
     duration = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]).log().requires_grad_()
     survival = semi_markov.log_survival(duration)
@@ -293,9 +179,6 @@ def test_survival_of_durations():
     torch.testing.assert_close(survival.exp(), wanted)
     (gradient,) = torch.autograd.grad(survival[:, 0].sum(), duration)
     torch.testing.assert_close(gradient, duration.exp().detach())
-
-
-def test_survival_keeps_what_a_sum_of_probabilities_would_lose():
     survival = semi_markov.log_survival(torch.tensor([[0.0, -2000.0, -2001.0]]))
     torch.testing.assert_close(survival[0, 1], -2000 + torch.tensor(-1.0).exp().log1p())
 

@@ -3,7 +3,7 @@
 import pyro
 import pytest
 import torch
-from pyro.distributions import Bernoulli, Categorical, MultivariateNormal, Normal, Poisson
+from pyro.distributions import Categorical, MultivariateNormal, Normal, Poisson
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from pyrohmm import HMM, HSMM, LinearChainCRF, NeuralHMM, NeuralTagger, blocks, recursions
@@ -32,10 +32,6 @@ def rates(theta):
     return Poisson(theta.exp(), validate_args=False).to_event(1)
 
 
-def bits(theta):
-    return Bernoulli(logits=theta, validate_args=False).to_event(1)
-
-
 def normal(theta):
     return Normal(theta, 0.7, validate_args=False).to_event(1)
 
@@ -52,7 +48,6 @@ FAMILIES = {
     "normal with gaps": (normal, GAPS, 2),
     "covariance": (covariance, logs(N, T, 2, seed=3), 2),
     "poisson": (rates, logs(N, T, 2, seed=3).exp().floor(), 2),
-    "bits": (bits, (logs(N, T, 2, seed=3) > 0).double(), 2),
 }
 
 
@@ -130,28 +125,6 @@ def test_recursions_by_all_arguments():
     assert torch.allclose(found, expected)
 
 
-def test_sequences_with_lengths_and_matrices_of_their_own():
-    initial, _, scores, lengths = arguments()
-    matrices = logs(N, 1, K, K, seed=7).log_softmax(-1)
-    expected = by_autograd(
-        lambda matrices: recursions.log_evidence(initial, matrices, scores, lengths).sum(), matrices
-    )[0]
-    each = vmap(grad(recursions.log_evidence, argnums=1), (None, 0, 0, 0))
-    assert torch.allclose(each(initial, matrices, scores, lengths), expected)
-
-
-def test_symbols_by_their_table():
-    initial, transition, _, lengths = arguments()
-    values = FAMILIES["symbols"][1]
-    table = logs(K, 3, seed=8).log_softmax(-1)
-
-    def evidence(table, values, lengths):
-        return recursions.log_evidence_of_symbols(initial, transition, table, values, lengths)
-
-    (expected,) = by_autograd(lambda table: evidence(table, values, lengths), table)
-    assert torch.allclose(vmap(grad(evidence), (None, 0, 0))(table, values, lengths), expected)
-
-
 def differences(function, theta, step=1e-5):
     """The Jacobian by central differences, of what is computed without transforms."""
     columns = []
@@ -204,20 +177,6 @@ def test_queries_have_derivatives(name, query):
         torch.testing.assert_close(transform(asked)(theta), expected, atol=1e-7, rtol=1e-6)
     many = torch.stack([theta, -theta])
     torch.testing.assert_close(vmap(asked)(many), torch.stack([asked(each) for each in many]))
-
-
-@pytest.mark.parametrize("name", CHAINS)
-def test_gradients_of_each_sequence_of_a_chain(name):
-    make, size = CHAINS[name]
-    theta, values = logs(size, 2, seed=4), logs(N, T, 2, seed=3)
-    (expected,) = by_autograd(lambda theta: make(theta).log_prob(values), theta)
-    for n, length in enumerate(LENGTHS):
-
-        def of_one(theta, values):
-            return make(theta).with_lengths(length).log_prob(values)  # noqa: B023  # called here
-
-        each = vmap(grad(of_one), (None, 0))(theta, values[n : n + 1, :length])
-        torch.testing.assert_close(each[0], expected[n])
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -275,44 +234,6 @@ def test_a_sequence_of_probability_zero_has_gradient_zero():
     for part, other in zip(posterior(initial, transition, scores, lengths),
                            recursions.posterior(initial, transition, scores, lengths)):  # fmt: skip
         torch.testing.assert_close(part, other)
-
-
-def test_a_network_by_functional_call():
-    """Gradients of each sequence by all parameters of a module."""
-    torch.manual_seed(0)
-    network, features = torch.nn.Linear(2, 3), torch.randn(K, 2)
-    values, parameters = FAMILIES["symbols"][1], dict(network.named_parameters())
-    chain = start_and_transition()
-
-    def evidence(parameters):
-        logits = torch.func.functional_call(network, parameters, features)
-        return HMM(*chain, Categorical(logits=logits), LENGTHS).log_prob(values)
-
-    found = jacrev(evidence)(parameters)
-    whole = HMM(*chain, Categorical(logits=network(features)), LENGTHS).log_prob(values)
-    for n in range(N):
-        expected = torch.autograd.grad(whole[n], list(parameters.values()), retain_graph=True)
-        for one, other in zip(found.values(), expected):
-            assert torch.allclose(one[n], other)
-
-
-@pytest.mark.parametrize("unknown", [False, True])
-def test_a_crf_by_its_scores(unknown):
-    emission, transition = logs(N, T, K), logs(K, K, seed=1)
-    labels = torch.randint(K, (N, T), generator=torch.Generator().manual_seed(0))
-    if unknown:
-        labels[0, 1] = labels[2, 0] = -1
-
-    def log_prob(emission, transition, labels, lengths):
-        return LinearChainCRF(emission, transition, lengths=lengths).log_prob(labels)
-
-    expected = by_autograd(
-        lambda transition: log_prob(emission, transition, labels, LENGTHS), transition
-    )[0]
-    found = jacrev(log_prob, argnums=1)(emission, transition, labels, LENGTHS)
-    assert torch.allclose(found, expected)
-    each = vmap(grad(log_prob, argnums=1), (0, None, 0, 0))
-    assert torch.allclose(each(emission, transition, labels, LENGTHS), expected)
 
 
 def test_values_are_checked_though_torch_has_compiled(monkeypatch):

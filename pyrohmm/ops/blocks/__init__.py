@@ -7,9 +7,8 @@ imports only those above it:
 ``transitions``     sums over transitions between blocks, and from and to all states
 ``messages``        torch: messages and evidence in logarithms; steps may be missing
 ``queries``         torch: posterior queries, best paths and sampled paths, by those
-``scaled``          Numba: evidence, gradient and last state by scaled messages
-``_numba``          its compiled loops
-``recursions``      evidence and last state by whichever of the two computes
+``_numba``          compiled loops over scaled messages
+``recursions``      evidence, gradient and last state, by these or by torch
 ``states``          ``Blocks``
 ``emission``        emission log-probabilities of states in blocks
 ``inner_products``  transitions as inner products, on one level or two

@@ -1,6 +1,6 @@
 """Compiled recursions over blocks of states.
 
-What they compute is said in :mod:`pyrohmm.ops.blocks.scaled`; most arguments are parts of a
+What they compute is said in :mod:`pyrohmm.ops.blocks.recursions`; most arguments are parts of a
 ``Plan``. Messages are float64, transition probabilities of any dtype. A kernel works on the items
 ``first`` to ``last`` of ``schedule``, which mixes large and small ones, so that threads have equal
 work; it releases Python's lock.

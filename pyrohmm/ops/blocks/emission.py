@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..._precision import differentiable_gradient, in_full_precision
+from ..._precision import with_gradient
 from .plan import bounds
 from .states import Blocks
 
@@ -26,9 +26,10 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
         bias: ``(V,)``.
         blocks: Which states may emit which symbol.
     """
+    plain = partial(_plain_log_emission, blocks=blocks)
     if not blocks.disjoint:
-        return _plain_log_emission(emit, words, bias, blocks)
-    return _LogEmission.apply(emit, words, bias, blocks)
+        return plain(emit, words, bias)
+    return with_gradient(partial(_by_blocks, blocks), plain, emit, words, bias)
 
 
 def _plain_log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
@@ -89,40 +90,31 @@ def log_product(
     return torch.cat(parts)[torch.cat(order).argsort()]
 
 
-class _LogEmission(torch.autograd.Function):
-    """:func:`log_emission` for disjoint blocks, one product for each."""
+def _by_blocks(
+    blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """:func:`log_emission` for disjoint blocks, one product for each; and its gradient."""
+    order = blocks.symbol_block.argsort(stable=True).to(emit.device)
+    place, vectors, biases = order.argsort(), words[order], bias[order]
+    table = emit.new_full((len(words), blocks.width), -torch.inf)
+    for state, word in _parts(blocks):
+        logits = torch.addmm(biases[word].unsqueeze(-1), vectors[word], emit[state].mT)
+        table[word, : state.stop - state.start] = logits.log_softmax(0)
 
-    @staticmethod
-    def forward(ctx: Any, emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
-        order = blocks.symbol_block.argsort(stable=True).to(emit.device)
-        vectors, biases = words[order], bias[order]
-        table = emit.new_full((len(words), blocks.width), -torch.inf)
-        for state, word in _parts(blocks):
-            logits = torch.addmm(biases[word].unsqueeze(-1), vectors[word], emit[state].mT)
-            table[word, : state.stop - state.start] = logits.log_softmax(0)
-        place = order.argsort()
-        ctx.blocks = blocks
-        ctx.save_for_backward(emit, words, bias, table, order, place)
-        return table[place]
-
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
-        emit, words, bias, table, order, place = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            plain = partial(_plain_log_emission, blocks=ctx.blocks)
-            return (*differentiable_gradient(plain, (emit, words, bias), weights), None)
-        words, weights, probs = words[order], weights[order], table.exp()
+    def gradient(weights: Tensor) -> tuple[Tensor, ...]:
+        weights, probs, vectors = weights[order], table.exp(), words[order]
         to_emit, to_words = torch.zeros_like(emit), torch.empty_like(words)
         to_bias = words.new_empty(len(words))
-        for state, word in _parts(ctx.blocks):
+        for state, word in _parts(blocks):
             width = state.stop - state.start
             weight = weights[word, :width]
             changed = weight - probs[word, :width] * weight.sum(0)
-            torch.mm(changed.mT, words[word], out=to_emit[state])
+            torch.mm(changed.mT, vectors[word], out=to_emit[state])
             torch.mm(changed, emit[state], out=to_words[word])
             torch.sum(changed, 1, out=to_bias[word])
-        return to_emit, to_words[place], to_bias[place], None
+        return to_emit, to_words[place], to_bias[place]
+
+    return table[place], gradient
 
 
 def _parts(blocks: Blocks) -> list[tuple[slice, slice]]:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import hardshrink
 
 from ..._checks import check_floats, check_shape, check_tensor
 from ..._lazy import lazy
-from ..._precision import (
-    at_least_single,
-    differentiable_gradient,
-    full_precision,
-    in_full_precision,
-)
+from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import log_softmax_of_parts
 from .plan import States
 from .states import Blocks
@@ -32,57 +25,19 @@ def _parts(scores: Tensor, states: States) -> Sequence[Tensor]:
     return scores.split(states.sizes.tolist(), -1)
 
 
-def _sums(scores: Tensor, states: States) -> Tensor:
-    """Logarithms ``(R, B)`` of the sums of the exponentials over each block."""
-    parts = [part.logsumexp(-1) for part in _parts(scores, states)]
-    return parts[0] if states.are_equal else torch.stack(parts, -1)
-
-
-class _SumsOfBlocks(torch.autograd.Function):
+def _log_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
     """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block.
 
     The scores are computed some rows at a time, and again for the gradient.
     """
 
-    @staticmethod
-    def forward(ctx: Any, leave: Tensor, enter: Tensor, states: States) -> Tensor:
-        ctx.states = states
-        rows, parts = max(1, CHUNK // len(enter)), []
-        for part in leave.split(rows):
-            scores = at_least_single(part @ enter.mT)
-            parts.append(_sums(scores, states))
-        sums = torch.cat(parts)
-        ctx.save_for_backward(leave, enter, sums)
-        return sums
+    def sums(part: Tensor, enter: Tensor) -> Tensor:
+        scores = at_least_single(part @ enter.mT)
+        of_blocks = [cells.logsumexp(-1) for cells in _parts(scores, states)]
+        return of_blocks[0] if states.are_equal else torch.stack(of_blocks, -1)
 
-    @staticmethod
-    @in_full_precision
-    def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
-        leave, enter, sums = ctx.saved_tensors
-        if torch.is_grad_enabled():
-
-            def plain(leave: Tensor, enter: Tensor) -> Tensor:
-                return _sums(at_least_single(leave @ enter.mT), ctx.states)
-
-            return (*differentiable_gradient(plain, (leave, enter), weights), None)
-        to_leave, to_enter = torch.empty_like(leave), torch.zeros_like(enter, dtype=sums.dtype)
-        rows = max(1, CHUNK // len(enter))
-        parts = (each.split(rows) for each in (leave, sums, weights.contiguous(), to_leave))
-        for part, total, weight, out in zip(*parts):
-            probs = at_least_single(part @ enter.mT)
-            factors = [total.unsqueeze(-1)], [weight.unsqueeze(-1)]
-            if not ctx.states.are_equal:
-                factors = total.split(1, -1), weight.split(1, -1)
-            for cells, one, other in zip(_parts(probs, ctx.states), *factors):
-                cells.sub_(one).exp_().mul_(other)
-            # products of numbers below the least normal one take many times as long
-            probs = hardshrink(probs, torch.finfo(probs.dtype).tiny).to(part.dtype)
-            torch.mm(probs, enter, out=out)
-            if probs.dtype == sums.dtype:
-                to_enter.addmm_(probs.mT, part)
-            else:
-                to_enter += probs.mT @ part
-        return to_leave, to_enter.to(enter.dtype), None
+    rows = max(1, CHUNK // len(enter))
+    return torch.cat([recomputed(sums, part, enter) for part in leave.split(rows)])
 
 
 class InnerProductTransition:
@@ -130,11 +85,6 @@ class InnerProductTransition:
             check_floats("block_logits", block_logits)
             shape = (blocks.num_states, blocks.num_blocks)
             check_shape("block_logits", block_logits, shape, "(K, B)")
-        if enter.dtype != leave.dtype:
-            raise TypeError(
-                f"enter must have the dtype of leave, {leave.dtype}; got {enter.dtype}. Call "
-                f"enter.to({leave.dtype})."
-            )
         self.leave, self.enter, self.blocks = leave, enter, blocks
         self.block_logits = block_logits
 
@@ -148,7 +98,7 @@ class InnerProductTransition:
         if block_logits is not None:
             return block_logits.log_softmax(-1)
         with full_precision(leave):
-            return _SumsOfBlocks.apply(leave, self.enter, self.blocks.layout).log_softmax(-1)
+            return _log_sums(leave, self.enter, self.blocks.layout).log_softmax(-1)
 
     def log_probs_from(self, leave: Tensor, log_block_probs: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""

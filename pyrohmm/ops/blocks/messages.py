@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
+from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp, normalised
 from ..tensor_cache import cached_on
 from .plan import PlannedChain, sources
 from .transitions import Transitions
@@ -258,7 +258,7 @@ class LogChain:
 
     def filtered(self) -> list[Tensor]:
         r"""Log :math:`p(z_t \mid x_{1:t})` of each step; -inf from where it is impossible."""
-        return [_normalised(logs) for logs in self.forward()[0]]
+        return [normalised(logs) for logs in self.forward()[0]]
 
     def backward(self) -> list[Tensor]:
         r"""Log :math:`p(x_{t+1:T} \mid z_t)` plus a constant, of each step."""
@@ -271,7 +271,7 @@ class LogChain:
 
     def smoothed(self, filtered: list[Tensor]) -> list[Tensor]:
         r"""Log :math:`p(z_t \mid x_{1:T})` of each step, given :meth:`filtered`."""
-        return [_normalised(one + other) for one, other in zip(filtered, self.backward())]
+        return [normalised(one + other) for one, other in zip(filtered, self.backward())]
 
     # Evidence, differentiable
 
@@ -291,8 +291,4 @@ class LogChain:
 
     def final_state(self) -> Tensor:
         """Log p(z_T | x_{1:T}) in the last block, ``(N, w)``; -inf where that is impossible."""
-        return _normalised(self.ends(self.forward()[0]))
-
-
-def _normalised(logs: Tensor) -> Tensor:
-    return logs - finite_or_zero(logs.logsumexp(-1, keepdim=True))
+        return normalised(self.ends(self.forward()[0]))

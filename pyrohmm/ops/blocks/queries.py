@@ -6,7 +6,6 @@ Without gradients. All are over the messages of :class:`.messages.LogChain`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from .messages import Joint, LogChain
 from .plan import PlannedChain
 
 SMALL = -1000.0  # a logarithm whose exponential is zero
-FEW = 8  # of how many best numbers one after the other is found faster than by sorting
 
 
 # Sums over transitions ---------------------------------------------------------------------------
@@ -105,18 +103,6 @@ def all_states(chain: LogChain, logs: list[Tensor], count: int) -> Tensor:
 # Paths -------------------------------------------------------------------------------------------
 
 
-class Ranked(NamedTuple):
-    """The C best paths into each state of some rows, and where these come from.
-
-    Attributes:
-        scores: ``(n, S, C)``, log p(x, z); -inf where there are fewer.
-        origins: ``(n, S, C)``, which of the paths into the states of the step before.
-    """
-
-    scores: Tensor
-    origins: Tensor
-
-
 def k_best(chain: LogChain, count: int) -> tuple[Tensor, Tensor]:
     """The C best paths: states of the tokens ``(C, M)``, and log p(x, z) ``(N, C)``.
 
@@ -125,19 +111,20 @@ def k_best(chain: LogChain, count: int) -> tuple[Tensor, Tensor]:
     """
     first = (chain.at_first_step() + chain.seen_at(0)).unsqueeze(-1)
     scores = torch.nn.functional.pad(first, (0, count - 1), value=-torch.inf)
-    steps = [Ranked(scores, torch.zeros_like(scores, dtype=torch.long))]
+    steps = [(scores, torch.zeros_like(scores, dtype=torch.long))]
     for t in range(1, len(chain.steps)):
-        steps.append(_ranked(chain, t, steps[-1].scores))
+        steps.append(_ranked(chain, t, steps[-1][0]))
     best = chain.seen.new_empty(chain.counts[0], count)
     pointer = torch.zeros(chain.counts[0], count, dtype=torch.long, device=chain.device)
     places: list[Tensor] = []
     for t in range(len(steps) - 1, -1, -1):
         ended = chain.counts[t + 1] if t + 1 < len(steps) else 0
-        last = steps[t].scores[ended:].flatten(1)
+        scores, origins = steps[t]
+        last = scores[ended:].flatten(1)
         best[ended : chain.counts[t]], pointer[ended : chain.counts[t]] = _largest(last, count)
         here = pointer[: chain.counts[t]]
         places.append((here // count).mT)
-        here.copy_(steps[t].origins.flatten(1).gather(1, here))
+        here.copy_(origins.flatten(1).gather(1, here))
     return _states(chain, places[::-1]), in_order(chain, best)
 
 
@@ -177,23 +164,26 @@ def _states(chain: LogChain, places: list[Tensor]) -> Tensor:
     return torch.cat(found, -1)
 
 
-def _ranked(chain: LogChain, t: int, before: Tensor) -> Ranked:
-    """The best paths into the states of step t."""
+def _ranked(chain: LogChain, t: int, before: Tensor) -> tuple[Tensor, Tensor]:
+    """The C best paths into the states of step t, ``(n, S, C)``, of those of the step before.
+
+    Their log p(x, z), -inf where there are fewer; and which of the paths before each comes from.
+    """
     count, seen = before.size(-1), chain.seen_at(t)
     scores = seen.new_full((*seen.shape, count), -torch.inf)
     origins = torch.zeros_like(scores, dtype=torch.long)
     for part in chain.joints(t):
         places = part.before.expand(len(part.rows), -1)
         values = before[part.rows].gather(1, places.unsqueeze(-1).expand(-1, -1, count))
-        new = _extended(values, part.log_probs, count)
-        states = places.gather(1, (new.origins // count).flatten(1)).view_as(new.origins)
+        new, sources = _extended(values, part.log_probs, count)
+        states = places.gather(1, (sources // count).flatten(1)).view_as(sources)
         cells = part.rows.unsqueeze(-1), part.after
-        scores[cells] = new.scores
-        origins[cells] = states * count + new.origins % count
-    return Ranked(scores + seen.unsqueeze(-1), origins)
+        scores[cells] = new
+        origins[cells] = states * count + sources % count
+    return scores + seen.unsqueeze(-1), origins
 
 
-def _extended(before: Tensor, logs: Tensor, count: int) -> Ranked:
+def _extended(before: Tensor, logs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The best of the paths into ``(*, from, C)``, one step on by ``logs`` ``(*, from, to)``.
 
     They come from the C states whose best paths are best.
@@ -201,7 +191,7 @@ def _extended(before: Tensor, logs: Tensor, count: int) -> Ranked:
     logs, size = logs.mT, before.size(-2)
     best, states = _largest(logs + before[..., 0].unsqueeze(-2), min(count, size))
     if count == 1:
-        return Ranked(best, states)
+        return best, states
     states, order = states.sort(-1)
     none = best.gather(-1, order).isneginf().unsqueeze(-1)  # a state that may be there already
     several = before.unsqueeze(-3).expand(*states.shape[:-1], *before.shape[-2:])
@@ -209,21 +199,13 @@ def _extended(before: Tensor, logs: Tensor, count: int) -> Ranked:
     onward = logs.expand(*states.shape[:-1], size).gather(-1, states)
     joint = onward.unsqueeze(-1) + ranked  # (*, to, C, C)
     scores, place = _largest(joint.masked_fill(none, -torch.inf).flatten(-2), count)
-    origins = states.gather(-1, place // count) * count + place % count
-    return Ranked(scores, origins)
+    return scores, states.gather(-1, place // count) * count + place % count
 
 
 def _largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The ``count`` largest in the last dimension and where they are, of equal ones the first."""
-    if count > FEW:
-        ranked = values.sort(dim=-1, descending=True, stable=True)
-        return ranked.values[..., :count], ranked.indices[..., :count]
-    best: list[Tensor] = []
-    places: list[Tensor] = []
-    for _ in range(count):
-        if places:
-            values = values.scatter(-1, places[-1].unsqueeze(-1), -torch.inf)
-        largest = values.max(-1)
-        best.append(largest.values)
-        places.append(largest.indices)
-    return torch.stack(best, -1), torch.stack(places, -1)
+    if count == 1:
+        best, places = values.max(-1, keepdim=True)
+    else:
+        best, places = values.sort(dim=-1, descending=True, stable=True)
+    return best[..., :count], places[..., :count]

@@ -6,16 +6,21 @@ follows another, so that after M of them the axes are in order again: see
 :mod:`pyrohmm.ops.factorial`. Of pairs of states of one chain, a transition takes (i, j) to (j, k)
 by a matrix for each j: see :mod:`pyrohmm.ops.second_order`. A Markov chain is the case of one axis:
 so are computed its best paths and samples, and sequences whose scaled messages leave the range.
+
+Everything is summed in logarithms and float64, and comes back in the dtype of the arguments; -inf
+is legal everywhere. A sequence of probability zero has evidence -inf and gradient zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._checks import check_broadcast, check_lengths
 from ..._precision import with_gradient
 from ..log_space import finite_or_zero, largest, logsumexp
 from ..masks import exists
@@ -32,8 +37,12 @@ class Chains(NamedTuple):
 
     initial: Tensor  # (N, K), log
     likelihood: Tensor  # (N, T, W), log; of the last W states, and again of those before
-    tables: tuple[Tensor, ...]  # (S, N|1, R|1, K_m, K_m), log, S = 1 or T - 1: see Step
+    tables: tuple[Tensor, ...]  # (S, N|1, R|1, K_m, K_m), log, of S transitions: see Step
     counts: list[int]  # how many sequences have each step, up to the last that one has
+
+    def place(self, t: int) -> int:
+        """Which of the S tables has the transition to step t: the last for all after the others."""
+        return min(t, len(self.tables[0])) - 1
 
     def emitted(self, t: int) -> Tensor:
         """Log-likelihoods ``(n, K)`` of the product states at a step."""
@@ -67,7 +76,7 @@ def arrange(
 
     Args:
         initial: ``(*b, K)``.
-        tables: M of ``(*b, S, R|1, K_m, K_m)``, S = 1 or T - 1.
+        tables: M of ``(*b, S, R|1, K_m, K_m)``: the last of S for all transitions after the others.
         likelihood: ``(*b, T, W)``.
         lengths: ``(*b)``, on the CPU.
         batch: What ``(*b)`` broadcast to.
@@ -99,6 +108,18 @@ def arrange(
     for table in tables:
         dtype = torch.promote_types(dtype, table.dtype)
     return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
+
+
+def checked(
+    log_initial: Tensor, tables: Sequence[Tensor], log_likelihood: Tensor, lengths: Tensor
+) -> Arranged:
+    """:func:`arrange` with checks of the lengths and batch dimensions."""
+    lengths = lengths.cpu().long()
+    check_lengths(lengths, log_likelihood.size(-2))
+    batches = {f"transitions {m}": table.shape[:-4] for m, table in enumerate(tables)}
+    batches |= {"log_initial": log_initial.shape[:-1], "lengths": lengths.shape}
+    batch = check_broadcast(batches | {"log_likelihood": log_likelihood.shape[:-2]})
+    return arrange(log_initial, tables, log_likelihood, lengths, batch)
 
 
 class Step:
@@ -202,10 +223,12 @@ def _over_pairs(scores: Tensor, logs: Tensor) -> Tensor:
 
 def steps_of(chain: Chains, by_pairs: bool = False) -> Callable[[int], list[Step]]:
     """The transitions to step t, as a function of t."""
-    if all(len(table) == 1 for table in chain.tables):
-        steps = [Step(table[0], by_pairs) for table in chain.tables]
-        return lambda t: steps
-    return lambda t: [Step(table[t - 1], by_pairs) for table in chain.tables]
+
+    @lru_cache(maxsize=2)
+    def at(place: int) -> list[Step]:
+        return [Step(table[place], by_pairs) for table in chain.tables]
+
+    return lambda t: at(chain.place(t))
 
 
 def through(scores: Tensor, steps: list[Step]) -> list[Tensor]:
@@ -259,7 +282,7 @@ def _gradient(
             step, table = steps[m], tables[m]
             back = back.reshape(count, -1, step.size)
             counts = step.counts(before, back, whole, weights)
-            table[t - 1 if len(table) > 1 else 0, : len(counts)] += counts
+            table[chain.place(t), : len(counts)] += counts
             back = step.sums(back, back=True).mT.flatten(1)
         back = torch.nn.functional.pad(back, (0, 0, 0, chain.counts[t - 1] - count))
     return initial, states, *tables
@@ -292,7 +315,7 @@ def filtered(arranged: Arranged) -> Tensor:
 
 
 def viterbi(arranged: Arranged) -> Tensor:
-    """Most probable path of the product states, ``(*B, T)``; 0 at padded steps."""
+    """Most probable path of the last W states, ``(*B, T)``; 0 at padded steps."""
     chain = arranged.chain
     steps_to, before = steps_of(chain), []
     score = chain.initial + chain.emitted(0)
@@ -317,7 +340,7 @@ def viterbi(arranged: Arranged) -> Tensor:
 
 
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
-    """Samples of paths of the product states, ``(num_samples, *B, T)``; 0 at padded steps."""
+    """Samples of paths of the last W states, ``(num_samples, *B, T)``; 0 at padded steps."""
     chain = arranged.chain
     steps_to, found = steps_of(chain), forward(chain)
 
@@ -332,11 +355,11 @@ def _walk_back(
     chain: Chains, last: Tensor, messages: Callable[[int, int], list[Tensor]],
     choose: Callable[[Tensor], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Paths ``(*S, N, T)`` from their last states ``(*S, N)``; 0 at padded steps.
+    """Paths ``(*S, N, T)`` of the last W states; 0 at padded steps.
 
     Args:
         chain: The arguments.
-        last: The last states.
+        last: The product states at the last step, ``(*S, N)``.
         messages: Of t and n: what comes to each transition to step t, M of ``(n, R, k)``.
         choose: A column for each row of log-probabilities.
     """
@@ -352,7 +375,7 @@ def _walk_back(
                 logs = score[rows, fibre] + step.into(here, fibre)
                 states = choose(logs) * score.size(1) + fibre
         states = torch.cat([states, last[..., states.size(-1) : chain.counts[t]]], -1)
-        path[..., : states.size(-1), t] = states
+        path[..., : states.size(-1), t] = states % chain.likelihood.size(-1)
     return path
 
 
@@ -363,3 +386,31 @@ def drawn(logs: Tensor) -> Tensor:
     uniform = torch.rand_like(sums[..., :1]) * (1 - 1e-9)
     place = torch.searchsorted(sums, sums[..., -1:] * uniform, right=True)
     return place.squeeze(-1).clamp(max=logs.size(-1) - 1)
+
+
+def recursions(arrange: Callable[..., Arranged]) -> tuple[Callable[..., Tensor], ...]:
+    """Evidence, filtered states, best path and samples of what ``arrange`` makes of arguments."""
+
+    def evidence(*arguments: Any) -> Tensor:
+        r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(*B)``; differentiable."""
+        return log_evidence(arrange(*arguments))
+
+    @torch.no_grad()
+    def filtered_states(*arguments: Any) -> Tensor:
+        r"""Filtered log-probabilities :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``.
+
+        They are -inf at padded steps, and from the step at which observations become impossible.
+        """
+        return filtered(arrange(*arguments))
+
+    @torch.no_grad()
+    def best_path(*arguments: Any) -> Tensor:
+        """Most probable path, ``(*B, T)`` integers; 0 at padded steps."""
+        return viterbi(arrange(*arguments))
+
+    @torch.no_grad()
+    def samples(*arguments: Any, num_samples: int = 1) -> Tensor:
+        r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(num_samples, *B, T)``."""
+        return sample_states(arrange(*arguments), num_samples)
+
+    return evidence, filtered_states, best_path, samples

@@ -7,6 +7,8 @@ there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,20 +16,16 @@ from ..log_space import finite_or_zero, logsumexp
 from .chain import SegmentChain
 
 
-def _each(table: Tensor, count: int) -> Tensor:
-    """A table ``(G, D, K)`` of groups for each sequence, ``(1|N, D, K)``."""
-    return table if len(table) == 1 else table.repeat_interleave(count // len(table), 0)
+def _tables(chain: SegmentChain) -> tuple[Tensor, Tensor]:
+    """Transitions ``(1|N, K, K)`` and weights ``(2, 2, 1|N, D, K)`` of each sequence."""
+    each = 1 if len(chain.transition) == 1 else len(chain.likelihood) // len(chain.transition)
+    return chain.transition.repeat_interleave(each, 0), chain.weights.repeat_interleave(each, 2)
 
 
-def _weights(first: Tensor, others: Tensor, place: int | Tensor) -> Tensor:
+def _weights(tables: Tensor, place: int | Tensor) -> Tensor:
     """Weights ``(1|N, D, K)`` of segments, of which the one of ``place`` + 1 steps is the first."""
-    steps = torch.arange(others.size(1), device=others.device)
-    return torch.where((steps == place).unsqueeze(-1), first, others)
-
-
-def _tables(chain: SegmentChain) -> list[Tensor]:
-    """Transitions, and weights of segments: between others, last, first, and both."""
-    return [_each(part, len(chain.likelihood)) for part in chain[1:6]]
+    steps = torch.arange(tables.size(-2), device=tables.device)
+    return torch.where((steps == place).unsqueeze(-1), tables[1], tables[0])
 
 
 def _shifted(newest: Tensor, older: Tensor) -> Tensor:
@@ -41,7 +39,7 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
     Those of sequences that have ended stay as they are.
     """
     if before is None:
-        rest = chain.interior.size(1) - 1
+        rest = chain.weights.size(-2) - 1
         before = torch.nn.functional.pad(arrived.unsqueeze(1), (0, 0, 0, rest), value=-torch.inf)
         return before + chain.likelihood[:, t].unsqueeze(1)
     after = _shifted(arrived, before) + chain.likelihood[:, t].unsqueeze(1)
@@ -49,13 +47,15 @@ def _running(chain: SegmentChain, t: int, arrived: Tensor, before: Tensor | None
     return torch.where(alive[:, None, None], after, before)
 
 
-def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
+def forward(
+    chain: SegmentChain, filtering: bool, over: Callable[..., Tensor] = logsumexp
+) -> tuple[Tensor, ...]:
     """Forward messages of a chain with durations, in logarithms; differentiable by the chain.
 
     Args:
         chain: The arguments.
-        filtering: Whether to filter states: as if each step were the last, by the weights
-            ``right_censored`` and ``both_censored``.
+        filtering: Whether to filter states: as if each step were the last.
+        over: Sum over a dimension, or the maximum.
 
     Returns:
         Of segments that begin at each step and of those that end there, both together with the
@@ -63,24 +63,24 @@ def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
         p(x_{1:t}, z_t) ``(N, T, K)``, or an empty tensor. Padded steps hold anything.
     """
     steps = chain.likelihood.size(1)
-    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
+    matrix, weights = _tables(chain)
     arrived, running = chain.initial, None
     arrive, ends, filtered = [], [], []
     for t in range(steps):
         running = _running(chain, t, arrived, running)
         arrive.append(arrived)
-        ends.append(logsumexp(running + _weights(left_censored, interior, t), 1))
+        ends.append(over(running + _weights(weights[:, 0], t), 1))
         if filtering:
-            filtered.append(logsumexp(running + _weights(both_censored, right_censored, t), 1))
+            filtered.append(over(running + _weights(weights[:, 1], t), 1))
         if t < steps - 1:
-            arrived = logsumexp(ends[-1].unsqueeze(-1) + matrix, -2)
+            arrived = over(ends[-1].unsqueeze(-1) + matrix, -2)
     assert running is not None
     last = (chain.lengths - 1).to(matrix.device).unsqueeze(-1)
-    ended = logsumexp(running + _weights(both_censored, right_censored, last), 1)
+    ended = over(running + _weights(weights[:, 1], last), 1)
     where = last.unsqueeze(-1).expand(-1, 1, ended.size(-1))
     scores = torch.stack(ends, 1).scatter(1, where, ended.unsqueeze(1))
     states = torch.stack(filtered, 1) if filtered else ended.new_zeros(0)
-    return torch.stack(arrive, 1), scores, logsumexp(ended, -1), states
+    return torch.stack(arrive, 1), scores, over(ended, -1), states
 
 
 def backward(
@@ -91,11 +91,10 @@ def backward(
     ``arrive``, ``ends`` and ``evidence`` are those of :func:`forward`.
     """
     count, steps, num_states = chain.likelihood.shape
-    groups, size, _ = chain.interior.shape
-    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
+    groups, size = chain.weights.shape[2:4]
+    matrix, weights = _tables(chain)
     whole, last = finite_or_zero(evidence), (chain.lengths - 1).to(evidence.device)
-    gamma = torch.zeros_like(chain.likelihood)
-    sums = [gamma.new_zeros(groups, size, num_states) for _ in range(4)]
+    gamma, sums = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.weights)
     transitions = torch.zeros_like(chain.transition)
     later = gamma.new_full((count, size, num_states), -torch.inf)
     onward = gamma.new_full((count, num_states), -torch.inf)  # after a segment that ends here
@@ -104,16 +103,17 @@ def backward(
         onward = torch.where((last == t).unsqueeze(-1), torch.zeros_like(onward), onward)
         later = _shifted(onward, later) + chain.likelihood[:, t].unsqueeze(1)
         at_end = (t + lasts == last.unsqueeze(-1)).unsqueeze(-1)
-        weights = (interior, right_censored) if t > 0 else (left_censored, both_censored)
-        scores = later + torch.where(at_end, weights[1], weights[0])
+        first = int(t == 0)
+        scores = later + torch.where(at_end, weights[first, 1], weights[first, 0])
         inside = logsumexp(scores, 1)
         flow = (arrive[:, t] - whole.unsqueeze(-1)).unsqueeze(1) + scores
         shares = flow.exp() * weight[:, None, None]
         covers = shares.flip(1).cumsum(1).flip(1)
         width = min(size, steps - t)
         gamma[:, t : t + width] += covers[:, :width]
-        for of, where in zip(sums[:2] if t > 0 else sums[2:], (at_end, ~at_end)):
-            of += shares.masked_fill(where, 0.0).reshape(groups, -1, size, num_states).sum(1)
+        for is_last, others in enumerate((at_end, ~at_end)):
+            part = shares.masked_fill(others, 0.0).reshape(groups, -1, size, num_states)
+            sums[first, is_last] += part.sum(1)
         if t == 0:
             starts = covers[:, 0]
             continue
@@ -122,42 +122,13 @@ def backward(
         pairs = flow.exp() * weight[:, None, None]
         transitions += pairs.reshape(groups, -1, num_states, num_states).sum(1)
         onward = logsumexp(row, -1)
-    return starts, transitions, *sums, gamma
+    return starts, transitions, sums, gamma
 
 
 def viterbi(chain: SegmentChain) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
-    steps = chain.likelihood.size(1)
-    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
-    best = torch.zeros_like(chain.likelihood[..., 0], dtype=torch.long)
-    last = (chain.lengths - 1).to(best.device)
-    arrived, running = chain.initial, None
-    lasted, origin = [], []
-    for t in range(steps):
-        running = _running(chain, t, arrived, running)
-        at_end = (last == t)[:, None, None]
-        among, at_last = (
-            _weights(left_censored, interior, t),
-            _weights(both_censored, right_censored, t),
-        )
-        score, longest = (running + torch.where(at_end, at_last, among)).max(1)
-        lasted.append(longest)
-        arrived, source = (score.unsqueeze(-1) + matrix).max(-2)
-        origin.append(source)
-    assert running is not None
-    state = (
-        (running + _weights(both_censored, right_censored, last.unsqueeze(-1))).amax(1).argmax(-1)
-    )
-    begin = torch.full_like(state, -1)  # of the segment that is read
-    for t in range(steps - 1, -1, -1):
-        here = state.unsqueeze(-1)
-        opens = (last == t) | ((last > t) & (begin > t))
-        source = origin[t].gather(-1, here).squeeze(-1)
-        state = torch.where(opens & (last > t), source, state)
-        span = lasted[t].gather(-1, state.unsqueeze(-1)).squeeze(-1)
-        begin = torch.where(opens, t - span, begin)
-        best[:, t] = state.masked_fill(last < t, 0)
-    return best
+    arrive, ends, *_ = forward(chain, False, torch.amax)
+    return _walk_back(chain, arrive, ends, 1, lambda logs, *_: logs.argmax(-1))[0]
 
 
 def sample_states(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
@@ -165,30 +136,44 @@ def sample_states(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Te
 
     ``uniform`` ``(S, N, T, 2)``, numbers from 0 to 1, decide on state and duration.
     """
-    states = torch.zeros_like(uniform[..., 0], dtype=torch.long)
-    samples, (count, steps, _) = len(states), chain.likelihood.shape
-    size = chain.interior.size(1)
-    matrix, interior, right_censored, left_censored, both_censored = _tables(chain)
+
+    def choose(logs: Tensor, t: int, of_duration: int) -> Tensor:
+        return _choose(logs, uniform[:, :, t, of_duration])
+
+    return _walk_back(chain, arrive, ends, len(uniform), choose)
+
+
+def _walk_back(
+    chain: SegmentChain, arrive: Tensor, ends: Tensor, samples: int,
+    choose: Callable[[Tensor, int, int], Tensor],
+) -> Tensor:  # fmt: skip
+    """Paths ``(S, N, T)``, from the last segment to the first.
+
+    Args:
+        chain: The arguments.
+        arrive: As :func:`forward` returns it.
+        ends: As ``arrive``.
+        samples: S.
+        choose: An index for each row of scores ``(S, N, M)``, of t, of states (0) or durations (1).
+    """
+    count, steps, _ = chain.likelihood.shape
+    matrix, weights = _tables(chain)
     into = matrix.mT.expand(count, -1, -1)  # row = to
-    last = (chain.lengths - 1).to(states.device)
-    each = torch.arange(count, device=states.device)
-    state = states.new_zeros(samples, count)
-    begin = torch.full_like(state, -1)
+    last = (chain.lengths - 1).to(ends.device)
+    each = torch.arange(count, device=ends.device)
+    states = torch.zeros(samples, count, steps, dtype=torch.long, device=ends.device)
+    state = states[..., 0]
+    begin = torch.full_like(state, -1)  # of the segment that is read
     for t in range(steps - 1, -1, -1):
         ending, opens = last == t, (last == t) | ((last > t) & (begin > t))
         after = into[each, state].masked_fill(ending[:, None], 0.0)
-        chosen = _choose(ends[:, t] + after, uniform[:, :, t, 0])
-        state = torch.where(opens, chosen, state)
-        span = min(size, t + 1)
-        among, at_last = (
-            _weights(left_censored, interior, t),
-            _weights(both_censored, right_censored, t),
-        )
-        table = torch.where(ending[:, None, None], at_last, among)[:, :span]
-        within = chain.likelihood[:, t + 1 - span : t + 1].flip(1).cumsum(1)
-        scores = table + arrive[:, t + 1 - span : t + 1].flip(1) + within  # (N, span, K)
-        lasted = _choose(scores.mT[each, state], uniform[:, :, t, 1])
-        begin = torch.where(opens, t - lasted, begin)
+        state = torch.where(opens, choose(ends[:, t] + after, t, 0), state)
+        span = slice(max(t + 1 - chain.weights.size(-2), 0), t + 1)
+        ended, among = (_weights(weights[:, is_last], t) for is_last in (1, 0))
+        table = torch.where(ending[:, None, None], ended, among)[:, : t + 1]
+        entered, within = (part[:, span].flip(1).mT for part in (arrive, chain.likelihood))
+        scores = (table.mT + entered)[each, state] + within[each, state].cumsum(-1)  # (S, N, span)
+        begin = torch.where(opens, t - choose(scores, t, 1), begin)
         states[:, :, t] = state.masked_fill(last < t, 0)
     return states
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._checks import check_broadcast, check_same_device, check_tensor
+from ..._checks import check_broadcast, check_same_device
 from ..._transforms import transforming
 from ..dense.chain import check_arguments
 from ..log_space import finite_or_zero
@@ -20,10 +20,9 @@ class SegmentChain(NamedTuple):
 
     initial: Tensor  # (N, K), log
     transition: Tensor  # (G, K, K), log
-    interior: Tensor  # (G, D, K), log
-    right_censored: Tensor  # (G, D, K), log: weight of the last segment by how much of it is seen
-    left_censored: Tensor  # (G, D, K), log: that of the first segment
-    both_censored: Tensor  # (G, D, K), log: that of a segment that is the first and the last
+    weights: (
+        Tensor  # (2, 2, G, D, K), log, of segments by how much is seen: is it first, is it last
+    )
     likelihood: Tensor  # (N, T, K), log, 0 at padded steps
     lengths: Tensor  # (N,), on the CPU
 
@@ -49,19 +48,14 @@ def arrange(
     log_initial: Tensor,
     log_transition: Tensor,
     log_duration: Tensor,
-    log_weights: tuple[Tensor, Tensor, Tensor, Tensor],
+    log_weights: Tensor,
     log_likelihood: Tensor,
     lengths: Tensor,
 ) -> Segmented:
     """Check the arguments, and bring them into one form by differentiable operations.
 
-    ``log_weights`` become ``interior``, ``right_censored``, ``left_censored``, ``both_censored``.
+    ``log_weights`` ``(2, 2, *B, K, D)`` become ``weights``.
     """
-    check_tensor("log_transition", log_transition)
-    if log_transition.dim() < 2:
-        raise ValueError(
-            f"log_transition must have shape (*B, K, K); got {tuple(log_transition.shape)}."
-        )
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states = parts.initial.size(-1)
     shape = log_duration.shape
@@ -97,7 +91,8 @@ def arrange(
     largest = finite_or_zero(likelihood.detach().amax(-1, keepdim=True))
     likelihood, shift = likelihood - largest, largest.sum((-2, -1))
     initial = parts.initial.double().expand(*batch, num_states).reshape(count, num_states)
-    tables = [grouped(table).mT for table in log_weights]
-    chain = SegmentChain._make([initial, grouped(log_transition), *tables, likelihood, lengths])
+    tables = [grouped(table).mT for table in log_weights.flatten(0, 1)]
+    weights = torch.stack(tables).unflatten(0, (2, 2))
+    chain = SegmentChain(initial, grouped(log_transition), weights, likelihood, lengths)
     dtype = torch.promote_types(parts.dtype, log_duration.dtype)
     return Segmented(chain, shift, batch, dtype)
