@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -22,13 +22,9 @@ class lazy(Generic[Value]):  # a decorator, like functools.cached_property
     def __set_name__(self, owner: type, name: str) -> None:
         self.place = f"_lazy_{name}"
 
-    @overload
-    def __get__(self, owner: None, kind: type) -> lazy[Value]: ...
-    @overload
-    def __get__(self, owner: object, kind: type | None = None) -> Value: ...
-    def __get__(self, owner: object | None, kind: type | None = None) -> lazy[Value] | Value:
+    def __get__(self, owner: Any, kind: type | None = None) -> Value:
         if owner is None:
-            return self
+            return self  # type: ignore[return-value]  # of the class, with its docstring
         wanted = torch.is_grad_enabled()
         kept = owner.__dict__.get(self.place)
         if kept is None or (wanted and not kept[1]):

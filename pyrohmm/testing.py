@@ -241,7 +241,7 @@ def check_emission(
 
 def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float) -> None:
     """Statistics are sums over observations, and no nearby parameters have a higher density."""
-    weights = torch.rand(1, len(values), num_states).to(values if values.is_floating_point() else
+    weights = torch.rand(2, len(values), num_states).to(values if values.is_floating_point() else
                                                         torch.get_default_dtype())  # fmt: skip
     whole = module.statistics(values, weights, None)
     half = len(values) // 2
@@ -249,6 +249,10 @@ def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float
              for part in (slice(None, half), slice(half, None))]  # fmt: skip
     for name, value in whole.items():
         _close(f"statistic {name} in two parts", parts[0][name] + parts[1][name], value, 1e-6)
+        assert value.dtype == torch.float64, f"statistic {name} is a sum in {value.dtype}"
+    weights = weights[:1]
+    for name, value in module.statistics(values, weights, None).items():
+        _close(f"statistic {name} of one of two restarts", value, whole[name][:1], 1e-6)
     mode, _ = module.m_step(whole)
     best = _expected_log_joint(module, {n: v[0] for n, v in mode.items()}, values, weights)
     for _ in range(20):

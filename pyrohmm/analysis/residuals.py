@@ -54,8 +54,8 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
     model is true; the ordinary ones, given all other observations, are not.
 
     Args:
-        hmm: The model, of scalar observations: categorical, Bernoulli, binomial, Poisson, or any
-            continuous distribution that has a ``cdf``.
+        hmm: The model, of scalar observations: symbols, counts, or any continuous distribution that
+            has a ``cdf``.
         values: ``(*B, T)``, observations.
         forecast: Whether to condition on the past alone.
 
@@ -103,46 +103,30 @@ def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:
     if isinstance(emission, Tied):
         lower, upper = _limits(hmm, seen, emission.base)
         return lower.index_select(-1, emission.index), upper.index_select(-1, emission.index)
-    if isinstance(
-        emission,
-        torch.distributions.Categorical
-        | torch.distributions.Bernoulli
-        | torch.distributions.Binomial,
-    ):
-        symbols = emission.enumerate_support(expand=False)  # 0, 1, ..., first dimension
-        weights = exact_log_prob(emission, symbols).exp().movedim(0, -1)  # (*b, [T,] K, V)
-        upto = torch.nn.functional.pad(weights.cumsum(-1), (1, 0))
+    if emission.support.is_discrete:
+        counts = torch.arange(int(seen.max()) + 1).to(seen)
+        counts = counts.reshape(-1, *(1,) * len(emission.batch_shape))
+        masses = exact_log_prob(emission, counts).double().exp().movedim(0, -1)  # (*b, [T,] K, V)
+        upto = torch.nn.functional.pad(masses.cumsum(-1), (1, 0))
         upto = upto if hmm.emission_per_step else upto.unsqueeze(-3)
         index = seen.long()[..., None, None]  # (*B, T, 1, 1)
         shape = torch.broadcast_shapes(upto.shape[:-1], index.shape[:-1])
         upto, index = upto.expand(*shape, upto.size(-1)), index.expand(*shape, 1)
         return upto.gather(-1, index).squeeze(-1), upto.gather(-1, index + 1).squeeze(-1)
-    if isinstance(emission, torch.distributions.Poisson):
+    if support_varies(emission):  # outside of it the probability is 0 or 1
+        emission = emission.expand(emission.batch_shape)
+        emission._validate_args = False
 
-        def at_most(count: Tensor) -> Tensor:
-            return torch.special.gammaincc(
-                (count.double() + 1).clamp(min=1), emission.rate.double()
-            )
+    def cdf(value: Tensor) -> Tensor:
+        return emission.cdf(value.double()).clamp(0.0, 1.0)
 
-        upper = _in_each_state(hmm, at_most, seen)
-        lower = _in_each_state(hmm, at_most, seen - 1)
-        return torch.where((seen > 0).unsqueeze(-1), lower, 0.0), upper
     try:
-        if emission.support.is_discrete:
-            raise NotImplementedError
-        if support_varies(emission):  # outside of it the probability is 0 or 1
-            emission = emission.expand(emission.batch_shape)
-            emission._validate_args = False
-
-        def cdf(value: Tensor) -> Tensor:
-            return emission.cdf(value.double()).clamp(0.0, 1.0)
-
         upper = _in_each_state(hmm, cdf, seen)
     except NotImplementedError:
         raise ValueError(
-            "hmm must have an emission whose cumulative probabilities are known: Categorical, "
-            "Bernoulli, Binomial, Poisson, or a continuous distribution with a cdf; got "
-            f"{type(emission).__name__}. Write a subclass that has a cdf."
+            "hmm must have an emission whose cumulative probabilities are known: symbols, counts, "
+            f"or a continuous distribution with a cdf; got {type(emission).__name__}. Write a "
+            "subclass that has a cdf."
         ) from None
     return upper, upper
 

@@ -4,9 +4,7 @@ Imports ``ops`` and ``data``.
 
 Its modules; each imports only those above it:
 
-``sparse_dirichlet``       Dirichlet rows with exact zeros
-``sparse_gamma``           Gamma variables in tables with exact zeros
-``inverse_wishart``        the prior of covariance matrices
+``sparse``                 Dirichlet rows, and Gamma variables, with exact zeros
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
 ``constructors``           the arguments that a distribution is built from
@@ -44,8 +42,6 @@ from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
-from .inverse_wishart import InverseWishart as InverseWishart
-from .inverse_wishart import covariance_matrix as covariance_matrix
 from .ngram_block_hmm import NGramBlockHMM as NGramBlockHMM
 from .ngram_block_hmm import NGramProbs as NGramProbs
 from .ngram_block_hmm import NGramWeights as NGramWeights
@@ -54,11 +50,13 @@ from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical
 from .observation import log_prob_per_state as log_prob_per_state
 from .observation import marginal_log_prob as marginal_log_prob
-from .sparse_dirichlet import SparseDirichlet as SparseDirichlet
-from .sparse_dirichlet import interior as interior
-from .sparse_gamma import SparseGamma as SparseGamma
+from .sparse import SparseDirichlet as SparseDirichlet
+from .sparse import SparseGamma as SparseGamma
+from .sparse import interior as interior
 from .structured_hmm import HSMM as HSMM
 from .structured_hmm import FactorialHMM as FactorialHMM
 from .structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .tagged_hmm import TaggedHMM as TaggedHMM
+from .units import InverseWishart as InverseWishart
+from .units import covariance_matrix as covariance_matrix
 from .vector_autoregression import AutoregressiveNormal as AutoregressiveNormal

@@ -67,12 +67,10 @@ class Autoregressive(TorchDistribution):
         event = initial.event_shape
         history = torch.empty(0, *event) if history is None else history
         check_tensor("history", history)
-        if history.dim() <= len(event) or history.shape[history.dim() - len(event) :] != event:
-            raise ValueError(f"history must be (*B, L, *E) with event shape {tuple(event)}; got "
-                             f"{tuple(history.shape)}.")  # fmt: skip
         lead = history.shape[: history.dim() - len(event)]
-        if lead[-1] not in (0, lags):
-            raise ValueError(f"history must hold L = {lags} observations, or none; got {lead[-1]}.")
+        if history.shape[len(lead) :] != event or lead[-1:] not in ((0,), (lags,)):
+            raise ValueError(f"history must be (*B, L, *E) with L = {lags} and event shape "
+                             f"{tuple(event)}; got {tuple(history.shape)}.")  # fmt: skip
         self.initial, self.lags = initial, lags
         self._history = history if lead[-1] else None
         self._own_batch = torch.Size(batch_shape)

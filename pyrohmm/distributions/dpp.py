@@ -74,22 +74,16 @@ class DiversityPrior(nn.Module):
         anchor_weight: float = 0.0,
     ) -> None:
         super().__init__()
-        for name, value in (("alpha", alpha), ("anchor_weight", anchor_weight), ("rho", rho)):
-            check_number(name, value)
         for name, value in (("alpha", alpha), ("anchor_weight", anchor_weight)):
+            check_number(name, value)
             if not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+        check_number("rho", rho)
         _check_rho(rho)
         if (anchor is None) != (anchor_weight == 0):
-            raise ValueError(
-                "anchor and anchor_weight belong together: a matrix to stay close to, and a "
-                f"positive weight; got anchor_weight = {anchor_weight} "
-                f"{'without' if anchor is None else 'with'} an anchor."
-            )
+            raise ValueError("anchor, a matrix, and a positive anchor_weight belong together.")
         if anchor is not None:
             check_floats("anchor", anchor)
-            if anchor.dim() != 2 or anchor.size(0) != anchor.size(1):
-                raise ValueError(f"anchor must be (K, K); got {tuple(anchor.shape)}.")
             if bool((anchor < 0).any()) or not bool(((anchor.sum(-1) - 1).abs() < 1e-3).all()):
                 raise ValueError(
                     "anchor must hold probabilities, each row of which sums to one. Divide counts "
@@ -115,18 +109,12 @@ class DiversityPrior(nn.Module):
         """Log-density ``(*B)`` of the transition matrix of ``hmm``.
 
         Raises:
-            ValueError: If transitions change with the step.
+            ValueError: If transitions change with the step, or depend on more than one state.
         """
-        if hmm.transition_per_step:
+        if hmm.transition_per_step or hmm.order != 1:
             raise ValueError(
-                "a diversity prior is one of a single transition matrix; this HMM has one for "
-                "each step. Write another log_prior, with dpp.log_diversity."
-            )
-        if hmm.order != 1:
-            raise ValueError(
-                "DiversityPrior is of one matrix of transitions; those of a "
-                f"{type(hmm).__name__} depend on more than one state. Give its rows a Dirichlet "
-                "prior, such as transition_concentration."
+                "DiversityPrior is of one matrix of transitions from one state; those of this "
+                f"{type(hmm).__name__} are others. Write another log_prior, with dpp.log_diversity."
             )
         return self.log_density_of_transition(hmm.log_transition.exp())
 

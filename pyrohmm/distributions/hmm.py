@@ -424,7 +424,6 @@ class HMM(ChainDistribution):
 
     def sample_observations(self, states: Tensor) -> Tensor:
         """Sample an observation ``(*S, *B, T, *E)`` from each of ``states`` ``(*S, *B, T)``."""
-        check_integers("states", states)
         if not isinstance(self._emission, torch.distributions.Distribution):
             with torch.no_grad():
                 return self._emission.sample(states)

@@ -66,17 +66,14 @@ class AutoregressiveNormal(Autoregressive):
         dim = base.event_shape[0]
         check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")
         states = {base.batch_shape[-1:], initial.batch_shape[-1:], weights.shape[-4:-3]}
-        if weights.dim() < 4 or len(states) > 1:
+        if weights.dim() < 4 or len(states) > 1 or initial.event_shape != base.event_shape:
             raise ValueError(
-                "initial, base and weights must be of the same K states, weights (*b, K, L, D, D); "
-                f"got batch shapes {tuple(initial.batch_shape)} and {tuple(base.batch_shape)}, and "
-                f"weights {tuple(weights.shape)}."
+                "initial, base and weights must be of the same K states and D components, weights "
+                f"(*b, K, L, D, D); got batch shapes {tuple(initial.batch_shape)} and "
+                f"{tuple(base.batch_shape)}, event shapes {tuple(initial.event_shape)} and "
+                f"{tuple(base.event_shape)}, and weights {tuple(weights.shape)}."
             )
-        if initial.event_shape != base.event_shape:
-            raise ValueError(f"initial must emit vectors of D = {dim}; got event shape "
-                             f"{tuple(initial.event_shape)}.")  # fmt: skip
         origin = weights.new_zeros(dim) if origin is None else origin
-        check_floats("origin", origin)
         check_trailing("origin", origin, (dim,), "(D,)", "D is that of base.")
         self.base, self.weights, self.origin = base, weights, origin
         batch = check_broadcast({"base": base.batch_shape, "weights": weights.shape[:-3]})

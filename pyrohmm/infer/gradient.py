@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoDelta, init_to_sample
 from .._checks import check_size
 from ..data.batches import first_sequence, in_parts
 from ..data.sequences import Sequences
-from ..distributions.sparse_dirichlet import interior
+from ..distributions.sparse import interior
 from ..nn.tabular import SharedRows
 from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable

@@ -22,7 +22,7 @@ from torch.distributions import biject_to, constraints
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..distributions.sparse_dirichlet import interior
+from ..distributions.sparse import interior
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
 from .models import exclusive, scale_priors, to_model_device

@@ -22,7 +22,7 @@ from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..distributions.sparse_dirichlet import interior
+from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
 from .guides import repeatable, samples_of
 from .options import Validation

@@ -69,6 +69,6 @@ def emitted_by(hmm: BlockHMM, states: Tensor) -> Tensor:
     return emitted.masked_fill(impossible.to(emitted.device), -torch.inf)
 
 
-def choose(log_probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A column sampled for each row of log-probabilities, ``(n,)``, on the CPU."""
-    return torch.multinomial(log_probs.exp().cpu(), 1, generator=generator).squeeze(-1)
+def choose(scores: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A column ``(n,)`` on the CPU, sampled for each row of unnormalised log-probabilities."""
+    return torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator).squeeze(-1)

@@ -194,11 +194,11 @@ class Steering:
         log_states = first.expand(count, -1)
         for t in range(begin, self.max_words + 1):
             here = self._ahead.here(t)[self._ahead.column[t][automaton].to(self._ahead.device)]
-            states = _choose(log_states + here, generator)
-            kind = _choose(self._log_classes(states, automaton, t), generator)
+            states = choose(log_states + here, generator)
+            kind = choose(self._log_classes(states, automaton, t), generator)
             emitted = emitted_by(self._hmm, states)
             other = (self._class != kind.unsqueeze(-1)).to(emitted.device)
-            words[unfinished, t - begin] = _choose(emitted.masked_fill(other, -inf), generator)
+            words[unfinished, t - begin] = choose(emitted.masked_fill(other, -inf), generator)
             continues = kind != self._ahead.end_class
             unfinished, states, kind = (part[continues] for part in (unfinished, states, kind))
             if not len(unfinished):
@@ -221,10 +221,6 @@ class Steering:
             column = ahead.column[t + 1][self.constraint.table[automaton]].to(ahead.device)
             logs[:, :-1] += ahead.after[t + 1][column, states.unsqueeze(-1)]  # (n, C)
         return logs
-
-
-def _choose(scores: Tensor, generator: torch.Generator | None) -> Tensor:
-    return choose(scores.log_softmax(-1), generator)
 
 
 def _classes_of_words(constraint: Automaton, vocabulary: Vocabulary) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._checks import check_booleans, check_shape, check_size
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
-from ..distributions.sparse_gamma import SparseGamma, SparsePositive
+from ..distributions.sparse import SparseGamma, SparsePositive
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, check_mode
 from .family import EmissionFamily, build_emission, positive

@@ -188,13 +188,9 @@ class DenseHMM(HMMModule):
         emission: EmissionFamily | None = None,
     ) -> None:
         super().__init__()
-        check_size("num_states", num_states)
-        check_size("dim", dim)
+        _check_sizes(num_states=num_states, dim=dim)
         if (num_symbols is None) == (emission is None):
-            raise ValueError(
-                "one of num_symbols and emission must be given: the number of symbols, or an "
-                f"emission family; got num_symbols={num_symbols!r} and emission={emission!r}."
-            )
+            raise ValueError("one of num_symbols and emission must be given.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(
                 f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."
@@ -209,20 +205,16 @@ class DenseHMM(HMMModule):
         if not stationary:
             self.start = _embedding(scale, dim)
         if num_symbols is not None:
-            check_size("num_symbols", num_symbols)
             symbol_dim = dim if symbol_dim is None else symbol_dim
-            check_size("symbol_dim", symbol_dim)
+            _check_sizes(num_symbols=num_symbols, symbol_dim=symbol_dim)
             if tied and symbol_dim != dim:
                 raise ValueError(
-                    f"symbol_dim must be dim = {dim} where states share one embedding; got "
-                    f"{symbol_dim}."
+                    f"symbol_dim must be dim = {dim} where states share one embedding."
                 )
             if not tied:
                 self.emit = _embedding(scale, num_states, symbol_dim)
             self.symbol = _embedding(scale, num_symbols, symbol_dim)
         else:
-            if symbol_dim is not None or symbol_kernel is not None:
-                raise ValueError("symbol_dim and symbol_kernel are of symbols; emission has none.")
             self.emission = build_emission(emission, num_states)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
@@ -281,8 +273,7 @@ def fair_num_states(
         >>> fair_num_states(10, 10, 3), fair_num_states(10, 10, 3, as_in_code=True)
         (8, 7)
     """
-    for name, size in (("num_states", num_states), ("num_symbols", num_symbols), ("dim", dim)):
-        check_size(name, size)
+    _check_sizes(num_states=num_states, num_symbols=num_symbols, dim=dim)
     parameters = dim * (3 * num_states + num_symbols + 1) + (0 if as_in_code else 1)
     half = (num_symbols - 1) / 2
     return max(1, round(math.sqrt(half**2 + parameters) - half))
@@ -309,12 +300,15 @@ def degrees_of_freedom(
         (126, 150)
     """
     symbol_dim = dim if symbol_dim is None else symbol_dim
-    sizes = {"num_states": num_states, "num_symbols": num_symbols, "dim": dim}
-    for name, size in (sizes | {"symbol_dim": symbol_dim}).items():
-        check_size(name, size)
+    _check_sizes(num_states=num_states, num_symbols=num_symbols, dim=dim, symbol_dim=symbol_dim)
     return _dimension(num_states + 1, num_states, dim) + _dimension(
         num_states, num_symbols, symbol_dim
     )
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        check_size(name, size)
 
 
 def _dimension(num_rows: int, num_columns: int, dim: int) -> int:

@@ -63,20 +63,19 @@ class PointEmission(PyroModule):
             self.events += distribution.reinterpreted_batch_ndims
             distribution = distribution.base_dist
         self.family = type(distribution)
-        _check_support(distribution)
+        cause, same = None, False
         try:
-            self._take(distribution)
-            same = bool(self._pyro_params) and _agree(distribution, self._build())
+            if not _has_fitted_bounds(distribution.support):
+                self._take(distribution)
+                same = bool(self._pyro_params) and _agree(distribution, self._build())
         except Exception as error:
-            raise TypeError(
-                f"emission {self.family.__name__} cannot be built from its arguments. Write a "
-                "PyroModule that returns it."
-            ) from error
+            cause = error
         if not same:
             raise TypeError(
-                f"emission {self.family.__name__} has arguments that are not its parameters. Write "
-                "a PyroModule that returns it."
-            )
+                f"emission {self.family.__name__} is not determined by arguments that are its "
+                "parameters, or has a support that depends on them, which gradient steps cannot "
+                "fit. Write a PyroModule that returns it."
+            ) from cause
 
     def _take(self, distribution: Any) -> None:
         """Make the arguments of a distribution parameters or constants."""
@@ -108,16 +107,10 @@ class PointEmission(PyroModule):
 _CATEGORICAL = (Categorical, torch.distributions.Categorical)
 
 
-def _check_support(distribution: Any) -> None:
-    """Raise if the support of a distribution depends on what would be fitted."""
-    support = distribution.support
+def _has_fitted_bounds(support: Any) -> bool:
+    """Whether the ends of a continuous support are parameters, which would be fitted."""
     bounds = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
-    if not support.is_discrete and any(isinstance(bound, Tensor) for bound in bounds):
-        raise TypeError(
-            f"emission {type(distribution).__name__} has a support that depends on its parameters, "
-            "which gradient steps cannot fit. Write a PyroModule that returns it, with constant "
-            "bounds."
-        )
+    return not support.is_discrete and any(isinstance(bound, Tensor) for bound in bounds)
 
 
 def _agree(one: Any, other: Any) -> bool:

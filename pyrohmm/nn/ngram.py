@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .._checks import check_floats, check_shape, check_size
+from .._checks import check_shape, check_size
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
@@ -66,8 +66,7 @@ class NGramMixture(HMMModule):
         if blocks is None or not blocks.disjoint:
             raise ValueError(
                 "words must have blocks that are disjoint, such as a NeuralHMM(..., "
-                f"blocks=blocks.from_clusters(...)); got {type(words).__name__} with "
-                f"{'none' if blocks is None else 'others'}."
+                "blocks=blocks.from_clusters(...))."
             )
         check_size("num_block_classes", num_block_classes)
         check_size("num_symbol_classes", num_symbol_classes)
@@ -85,11 +84,7 @@ class NGramMixture(HMMModule):
     ) -> NGramBlockHMM:
         """Build the HMM for sequences of ``lengths``, with the n-gram ``(*B, T, 4)``."""
         if covariates is None:
-            raise ValueError(
-                "covariates must be given: the columns of NGramProbs. Build the data with "
-                "Sequences(..., covariates=...)."
-            )
-        check_floats("covariates", covariates)
+            raise ValueError("covariates must be given, the columns of NGramProbs.")
         words: BlockHMM = self.words(lengths, observed)
         shape = (*lengths.shape, words.num_steps, 4)
         cure = "Its columns are NGramProbs, of sequences of these lengths."
@@ -128,8 +123,6 @@ class NGramMixture(HMMModule):
         Returns:
             The module itself.
         """
-        check_size("num_rounds", num_rounds)
-        check_size("batch_tokens", batch_tokens)
         own = self.block_class, self.block_before, self.symbol_class, self.symbol_block
         fitted = [part for part in own if part.requires_grad]
         best, kept = -math.inf, list[Tensor]()

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from .._checks import check_booleans, check_shape, check_size
 from ..chains.base import ExpectedCounts
 from ..distributions.hmm import HMM
-from ..distributions.sparse_dirichlet import SparseDirichlet
+from ..distributions.sparse import SparseDirichlet
 from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
 from ..ops.stationary import stationary

@@ -165,10 +165,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             X: ``(n_samples, n_features)``, or a list of such arrays.
             lengths: ``(n_sequences,)`` integers.
         """
-        if self._by_marginals():
-            return self.predict_proba(X, lengths).argmax(1)
-        hmm, data = self._ask(X, lengths)
-        return hmm.viterbi(data.values)[data.exists].numpy()
+        return self.decode(X, lengths)[1]
 
     def sample(
         self, n_samples: int = 1, random_state: Any = None, currstate: int | None = None

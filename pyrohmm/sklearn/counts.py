@@ -17,8 +17,18 @@ from ..nn.emissions import from_distribution
 from .tabular import TabularEstimator, to_array, to_tensor
 
 
+class CountingEstimator(TabularEstimator):
+    """Rows of whole numbers of at least zero."""
+
+    def __sklearn_tags__(self) -> Any:
+        """Tags by which scikit-learn chooses its checks."""
+        tags = super().__sklearn_tags__()
+        tags.input_tags.positive_only = tags.input_tags.categorical = True
+        return tags
+
+
 @dataclass(eq=False, repr=False, kw_only=True)
-class CategoricalHMM(TabularEstimator):
+class CategoricalHMM(CountingEstimator):
     """HMM of symbols 0 to V - 1, fitted by maximum likelihood, or with pseudo-counts.
 
     Args:
@@ -79,13 +89,9 @@ class CategoricalHMM(TabularEstimator):
         states, symbols = np.shape(self.emissionprob_)
         return {"e": states * (symbols - 1)}
 
-    def __sklearn_tags__(self) -> Any:
-        """Whole numbers of at least zero, in one column."""
-        return _of_counts(super().__sklearn_tags__())
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class PoissonHMM(TabularEstimator):
+class PoissonHMM(CountingEstimator):
     """HMM of vectors of independent counts, fitted by maximum likelihood.
 
     Args:
@@ -129,10 +135,6 @@ class PoissonHMM(TabularEstimator):
     def _values(self, table: np.ndarray) -> Tensor:
         return whole_numbers(table).double()
 
-    def __sklearn_tags__(self) -> Any:
-        """Whole numbers of at least zero."""
-        return _of_counts(super().__sklearn_tags__())
-
 
 def whole_numbers(table: np.ndarray) -> Tensor:
     """A table of counts or symbols as integers.
@@ -161,8 +163,3 @@ def symbols(table: np.ndarray) -> Tensor:
             "a column of a vector."
         )
     return numbers[:, 0]
-
-
-def _of_counts(tags: Any) -> Any:
-    tags.input_tags.positive_only = tags.input_tags.categorical = True
-    return tags

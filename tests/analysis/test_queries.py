@@ -371,6 +371,11 @@ FAMILIES = {
         lambda p, x: stats.poisson.cdf(x, 4 * p),
         lambda p, x: stats.poisson.pmf(x, 4 * p),
     ),
+    "failures": (
+        lambda p: dist.Geometric(p),
+        lambda p, x: stats.geom.cdf(x + 1, p),
+        lambda p, x: stats.geom.pmf(x + 1, p),
+    ),
     "numbers": (
         lambda p: dist.Normal(3 * p, p),
         lambda p, x: stats.norm.cdf(x, 3 * p, p),
@@ -387,7 +392,7 @@ FAMILIES = {
         lambda p, x: stats.gamma.pdf(x, 2.0, scale=1 / p),
     ),
 }
-DISCRETE = ("symbols", "coins", "binomials", "counts")
+DISCRETE = ("symbols", "coins", "binomials", "counts", "failures")
 
 
 @pytest.mark.parametrize("forecast", [False, True])
@@ -465,7 +470,6 @@ def test_residuals_where_the_others_are_impossible_say_nothing():
     ("emission", "message"),
     [
         (dist.Normal(torch.zeros(2, 1), 1.0).to_event(1), "scalar observations"),
-        (dist.Geometric(torch.full((2,), 0.5)), "cumulative probabilities are known"),
         (dist.Beta(torch.ones(2), 2.0), "cumulative probabilities are known"),
     ],
 )

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyro.distributions import Dirichlet
-from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_feasible
 from torch.autograd import gradcheck, gradgradcheck
 from torch.distributions import transform_to
@@ -41,18 +40,6 @@ def double():
 def drawn(num_rows, size=None, batch=(), concentration=1.0):
     size = size or num_rows
     return Dirichlet(torch.full((*batch, num_rows, size), concentration)).sample()
-
-
-@pytest.mark.parametrize("shape", [(4, 2), (3, 4, 2), (0, 2, 4), (0, 4, 2), (0, 3, 3)])
-def test_diversity_has_a_gradient_for_every_shape(shape):
-    """One of zero where there are more rows than columns, and the value is always -inf."""
-    rows = torch.full(shape, 1 / shape[-1]).requires_grad_()
-    value = dpp.log_diversity(rows)
-    assert value.shape == shape[:-2]
-    assert bool(value.isneginf().all())
-    (slope,) = torch.autograd.grad(value.sum(), rows)
-    assert slope.shape == shape
-    assert bool((slope == 0).all())
 
 
 def slow_kernel(rows, rho, normalized):
@@ -108,13 +95,6 @@ def test_a_large_exponent_does_not_underflow():
     assert value.item() == pytest.approx(0.0, abs=1e-6)
     (slope,) = torch.autograd.grad(value, rows)
     assert bool(slope.isfinite().all())
-
-
-def test_single_precision_in_and_out():
-    rows = drawn(6)
-    found = dpp.log_diversity(rows.float())
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), dpp.log_diversity(rows), rtol=1e-4, atol=1e-4)
 
 
 def test_it_is_at_most_zero_and_zero_for_a_permutation():
@@ -209,34 +189,16 @@ def test_a_determinant_of_zero():
     assert dpp.log_diversity(drawn(3, 2)) == -math.inf
 
 
-def test_nan_stays_visible():
-    rows = drawn(3)
-    rows[0, 0] = math.nan
-    assert dpp.log_diversity(rows).isnan()
-
-
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: dpp.log_diversity(torch.ones(2, 2).long()), TypeError, "probs must be"),
         (lambda: dpp.log_diversity(torch.ones(3)), ValueError, "at least one row"),
-        (lambda: dpp.log_diversity(torch.zeros(3, 0)), ValueError, "at least one row"),
         (lambda: dpp.product_kernel(-torch.ones(2, 2)), ValueError, "must not be negative"),
-        (
-            lambda: dpp.product_kernel(torch.zeros(2, 2)),
-            ValueError,
-            "a positive entry in every row",
-        ),
+        (lambda: dpp.product_kernel(torch.zeros(2, 2)), ValueError, "a positive entry in every"),
         (lambda: dpp.product_kernel(torch.eye(2), rho=0.0), ValueError, "rho must be"),
         (lambda: DiversityPrior(-1.0), ValueError, "alpha must be"),
-        (lambda: DiversityPrior(math.inf), ValueError, "alpha must be"),
         (lambda: DiversityPrior(1.0, anchor=torch.eye(2)), ValueError, "belong together"),
         (lambda: DiversityPrior(1.0, anchor_weight=1.0), ValueError, "belong together"),
-        (
-            lambda: DiversityPrior(1.0, anchor=torch.ones(2, 3), anchor_weight=1.0),
-            ValueError,
-            r"anchor must be \(K, K\)",
-        ),
         (
             lambda: DiversityPrior(
                 1.0, anchor=torch.tensor([[3.0, 1.0], [2.0, 5.0]]), anchor_weight=1.0
@@ -249,11 +211,9 @@ def test_nan_stays_visible():
                 1.0, anchor=torch.ones(1, 1), anchor_weight=1.0
             ).log_density_of_transition(torch.eye(2)),
             ValueError,
-            r"transition must end in shape \(K, K\) of anchor = \(1, 1\)",
+            r"transition must end in shape",
         ),
         (lambda: dpp.DiverseDirichlet(torch.ones(3, 2), 1.0), ValueError, "as many rows"),
-        (lambda: dpp.DiverseDirichlet(torch.zeros(2, 2), 1.0), ValueError, "positive"),
-        (lambda: dpp.simplex_projection(torch.ones(2).long()), TypeError, "values must be"),
     ],
 )
 def test_bad_input(call, error, text):
@@ -323,17 +283,10 @@ def test_a_guide_that_begins_at_equal_rows_is_told_so():
         fit_svi(model, AutoDelta(model, init_loc_fn=init_to_feasible), DATA)
 
 
-def test_transitions_per_step_are_refused():
-    hmm = TabularHMM(2, categorical(2))(torch.tensor([3]))
-    many = hmm.replace(log_transition=hmm.log_transition.expand(2, 2, 2), transition_per_step=True)
-    with pytest.raises(ValueError, match="one for each step"):
-        DiversityPrior(1.0)(many)
-
-
 def test_map_and_svi_become_more_diverse():
     module = MODULES["tabular"]()
     data = Sequences.from_list([[0, 1, 2, 0, 0, 1], [2, 1, 1, 2, 0]])
-    options = {"num_steps": 60, "learning_rate": 0.2}
+    options = {"num_steps": 40, "learning_rate": 0.2}
     found = []
     for alpha in (0.0, 20.0):
         model = MarginalModel(module, DiversityPrior(alpha))
@@ -346,26 +299,6 @@ def test_map_and_svi_become_more_diverse():
             fits.append(fit(model).hmm(data).log_transition.exp())
         found.append(dpp.log_diversity(torch.stack(fits)))
     assert bool((found[1] > 0.8 * found[0]).all())  # both are negative
-
-
-def test_nuts_samples_the_posterior_under_the_prior():
-    """Against importance sampling from the Dirichlet posterior, for a chain that is observed."""
-    counts = torch.tensor([[6.0, 3.0], [4.0, 5.0]])
-    alpha = 4.0
-
-    def model():
-        rows = pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(2, 2), alpha))
-        pyro.factor("counts", (counts * rows.log()).sum())
-
-    proposals = Dirichlet(counts + 1).sample((200_000,))
-    weights = (alpha * dpp.log_diversity(proposals)).softmax(0)
-    exact = (weights[:, None, None] * proposals).sum(0)
-    sampler = MCMC(NUTS(model), 300, 100, disable_progbar=True)
-    sampler.run()
-    mean = sampler.get_samples()["rows"].mean(0)
-    torch.testing.assert_close(mean, exact, atol=0.04, rtol=0)
-    plain = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
-    assert (mean - plain).abs().max() > 0.05  # the prior is there
 
 
 def test_diverse_dirichlet_is_dirichlet_rows_times_the_determinant():
@@ -389,7 +322,7 @@ def test_diverse_dirichlet_samples_from_its_density():
     distribution = dpp.DiverseDirichlet(torch.ones(3, 3), 2.0)
     distribution.num_sweeps = 30  # of three rows: enough to forget where it began
     found = dpp.log_diversity(distribution.sample((1000,))).exp()
-    proposals = Dirichlet(torch.ones(200_000, 3, 3)).sample()
+    proposals = Dirichlet(torch.ones(50_000, 3, 3)).sample()
     chance = dpp.log_diversity(proposals).exp()
     exact = chance[torch.rand(len(chance)) < chance**2]
     error = (found.var() / len(found) + exact.var() / len(exact)).sqrt()

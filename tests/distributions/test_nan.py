@@ -108,7 +108,7 @@ def with_number(kind, name, place, number):
     return build(kind, found)
 
 
-@pytest.mark.parametrize("place", [0, -1, 2])
+@pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_no_answer_depends_on_a_parameter_that_is_nan(kind, name, place):
     values = values_of(kind)
@@ -128,7 +128,7 @@ def test_no_answer_depends_on_a_parameter_that_is_nan(kind, name, place):
             torch.testing.assert_close(found[said], wanted[said], msg=lambda m: f"{query}: {m}")  # noqa: B023
 
 
-@pytest.mark.parametrize("place", [0, -1, 2])
+@pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_states_are_refused_where_the_evidence_is_nan(kind, name, place):
     values = values_of(kind)

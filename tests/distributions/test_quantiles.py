@@ -1,6 +1,5 @@
 """Quantiles of forecasts, against what lies below them in exact sums and in many samples."""
 
-import numpy
 import pytest
 import torch
 from pyro.distributions import (
@@ -141,14 +140,6 @@ def test_ends_that_samples_do_not_show_are_refused():
         Forecast(STATES, EMISSIONS["sampled"]()).quantiles([0.5, 1.0])
 
 
-def test_probabilities_in_lists_tensors_and_arrays_are_alike():
-    forecast = Forecast(STATES, Normal(LOC, 1.0))
-    expected = forecast.quantiles(PROBS)
-    for probs in (torch.tensor(PROBS), numpy.array(PROBS), tuple(PROBS)):
-        assert torch.allclose(forecast.quantiles(probs), expected)
-    assert forecast.quantiles(numpy.array([0, 1])).isinf().all()
-
-
 def test_states_that_share_emissions_have_exact_quantiles():
     index = torch.tensor([1, 0, 1])
     for base in (
@@ -213,18 +204,3 @@ def test_symbols_between_symbols_are_refused():
             forecast.log_prob(torch.tensor([1.7]))
         assert torch.equal(forecast.log_prob(torch.tensor([1.0])),
                            forecast.log_prob(torch.tensor([1])))  # fmt: skip
-
-
-def test_one_sequence_of_a_batch_is_drawn():
-    half = torch.full((2,), 0.5).log()
-    batch = HMM(half, half.expand(2, 2), Normal(torch.tensor([0.0, 4.0]), 1.0), torch.tensor([6]))
-    values = torch.randn(1, 6)
-    single = plots.forecast(batch.with_lengths(torch.tensor(6)).forecast(values[0], 5), values[0])
-    for past in (values, values.unsqueeze(-1), values[0]):
-        axes = plots.forecast(batch.forecast(values, 5), past)
-        for line, other in zip(axes.lines, single.lines, strict=True):
-            assert line.get_xdata().tolist() == other.get_xdata().tolist()
-            assert line.get_ydata().tolist() == pytest.approx(other.get_ydata().tolist())
-    vectors = HMM(half, half.expand(2, 2), Normal(torch.zeros(2, 1), 1.0).to_event(1),
-                  torch.tensor([6]))  # fmt: skip
-    plots.forecast(vectors.forecast(values.unsqueeze(-1), 5), values)

@@ -14,7 +14,6 @@ from torch.distributions import constraints
 from pyrohmm import (
     HMM,
     MarginalModel,
-    PosteriorDraws,
     Sequences,
     TabularHMM,
     autoregressive_categorical,
@@ -24,10 +23,7 @@ from pyrohmm import (
     fit_map,
     fit_svi,
     freeze,
-    load_into,
     markov_sample,
-    normal_full,
-    save,
     starts,
     streams,
     tied,
@@ -205,7 +201,7 @@ def switching(length=150):
 
 def test_em_finds_regimes_that_differ_in_dynamics_alone():
     data, states = switching()
-    fit = fit_em(TabularHMM(2, autoregressive_normal(2)), data, restarts=4, num_steps=40)
+    fit = fit_em(TabularHMM(2, autoregressive_normal(2)), data, restarts=3, num_steps=25)
     losses = fit.losses
     assert bool((losses[1:] <= losses[:-1] + 1e-8).all())
     hmm = fit.hmm(data)
@@ -269,22 +265,8 @@ def test_every_fit_lowers_its_loss(case):
     assert em.losses[-1] < em.losses[0]
     assert fit_em(make(), data, num_steps=5, batch_size=2).losses.isfinite().all()
     model = MarginalModel(make())
-    assert fit_map(model, data, num_steps=30, learning_rate=0.05).losses.diff()[-5:].sum() < 0
-    model = MarginalModel(make())
     fit = fit_svi(model, AutoNormal(model), data, num_steps=60, learning_rate=0.05)
     assert fit.losses[-10:].mean() < fit.losses[:10].mean()
-
-
-@pytest.mark.parametrize("case", ["vectors", "symbols"])
-def test_gradient_steps_of_em_where_a_prior_takes_the_closed_form_away(case):
-    make, data = cases()[case]
-    fit = fit_em(
-        make(),
-        data,
-        num_steps=4,
-        log_prior=lambda hmm: -hmm.log_transition.exp().square().sum((-2, -1)),
-    )
-    assert fit.losses[-1] < fit.losses[0]
 
 
 @pytest.mark.parametrize("case", ["vectors", "symbols"])
@@ -310,29 +292,6 @@ def test_what_is_missing_at_the_end_adds_nothing():
         pyro.set_rng_seed(0)
         losses.append(fit_em(TabularHMM(1, autoregressive_normal(2)), each, num_steps=3).losses)
     assert losses[0].tolist() == pytest.approx(losses[1].tolist())
-
-
-def test_a_gap_is_refused_before_a_fit_begins():
-    data = rows(12)
-    data = Sequences(data.values, data.lengths, torch.arange(12).ne(5).expand(1, 12))
-    with pytest.raises(ValueError, match="split the sequence at the gap"):
-        fit_em(TabularHMM(2, autoregressive_normal(2)), data)
-    data.values[0, 3, 0] = torch.nan
-    with pytest.raises(ValueError, match="no NaN"):
-        fit_map(MarginalModel(TabularHMM(2, autoregressive_normal(2))), data, num_steps=2)
-
-
-@pytest.mark.parametrize("case", ["vectors", "symbols"])
-def test_a_module_is_saved_and_loaded(case, tmp_path):
-    make, data = cases()[case]
-    hmm = fit_em(make(), data, num_steps=2).hmm(data)
-    first, second = TabularHMM.from_hmm(hmm), TabularHMM.from_hmm(hmm)
-    for parameter in second.parameters():
-        parameter.data += 1.0
-    save(first, tmp_path / "module")
-    load_into(second, tmp_path / "module")
-    one, other = (module(data.lengths).log_prob(data.values) for module in (first, second))
-    assert one.equal(other)
 
 
 class Contagion(PyroModule):
@@ -375,18 +334,6 @@ def test_gradient_steps_fit_a_distribution_of_a_user_that_reads_the_last_values(
     assert fit.losses[-1].item() == pytest.approx(best.fun, abs=1e-3)
 
 
-@pytest.mark.parametrize("case", ["vectors", "symbols"])
-def test_states_of_posterior_samples_may_be_renamed(case):
-    make, data = cases()[case]
-    model = MarginalModel(make())
-    draws = PosteriorDraws.of(fit_svi(model, AutoNormal(model), data, num_steps=2), num_draws=3)
-    order = torch.tensor([[[1, 0], [0, 1], [1, 0]]])
-    before, after = (each.hmm(data) for each in (draws, draws.permute_states(order, data)))
-    torch.testing.assert_close(after.log_prob(data.values), before.log_prob(data.values))
-    states = [hmm.posterior(data.values).states for hmm in (before, after)]
-    torch.testing.assert_close(states[1].flatten(0, -4)[0], states[0].flatten(0, -4)[0].flip(-1))
-
-
 # In Pyro ----------------------------------------------------------------------------------------
 
 
@@ -421,33 +368,11 @@ def test_it_is_no_part_of_other_emissions(family):
 @pytest.mark.parametrize(
     ("build", "error", "text"),
     [
-        (lambda: autoregressive_normal(0), ValueError, "dim"),
-        (lambda: autoregressive_normal(2, 0), ValueError, "lags"),
         (lambda: autoregressive_normal(2, 1.5), TypeError, "lags"),
         (lambda: autoregressive_normal(2, ridge=0.0)(2), ValueError, "ridge"),
-        (lambda: autoregressive_normal(2, weight=-1.0)(2), ValueError, "weight"),
-        (lambda: autoregressive_normal(2, scale=torch.ones(2, 2))(2), ValueError, "scale"),
-        (lambda: autoregressive_categorical(0), ValueError, "num_symbols"),
-        (lambda: autoregressive_categorical(3, 0), ValueError, "lags"),
-        (lambda: autoregressive_categorical(3, 2, -1.0)(2), ValueError, "concentration"),
         (lambda: autoregressive_categorical(1000, 9)(2), ValueError, "lags"),
     ],
 )
 def test_wrong_arguments_are_named(build, error, text):
     with pytest.raises(error, match=text):
         build()
-
-
-def test_weights_of_zero_are_the_full_normal_family():
-    """With a ridge so strong that nothing depends on the past, EM ends where that one does."""
-    data = Sequences.from_list([torch.randn(40, 2) + 4 * (torch.arange(40) % 2)[:, None]])
-    prior = {"loc": 0.0, "scale": 1.0}
-    data_after = Sequences(data.values[:, 1:], data.lengths - 1)
-    past = fit_em(TabularHMM(1, autoregressive_normal(2, ridge=1e12, **prior)), data, num_steps=2)
-    plain = fit_em(TabularHMM(1, normal_full(2, **prior)), data_after, num_steps=2)
-    one, other = (fit.values["module.emission.loc"] for fit in (past, plain))
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    # the prior of weights of two components adds two to what the scatter is divided by
-    count = 39 + 1 + 4 + 2 + 1
-    one, other = (fit.values["module.emission.covariance"] for fit in (past, plain))
-    torch.testing.assert_close(one * (count + 2), other * count, rtol=1e-6, atol=1e-6)

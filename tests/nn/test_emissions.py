@@ -5,7 +5,6 @@ Shapes: M observations, K states, R restarts.
 
 import math
 from itertools import product
-from typing import ClassVar
 
 import numpy as np
 import pyro
@@ -14,9 +13,7 @@ import pytest
 import torch
 from families import CASES, STATES, Mixture, call, put, random_covariance
 from pyro import poutine
-from pyro.nn import PyroSample
 from scipy import stats
-from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
@@ -294,19 +291,6 @@ def test_what_is_known_of_a_mean_that_is_not():
     torch.testing.assert_close(found["covariance"][0, 1], torch.eye(2) * 3.0 / (5.0 + 2.0 + 1.0))
 
 
-def test_a_component_that_is_never_observed_has_the_mode_of_its_prior():
-    values, weights = torch.randn(6, 2), torch.rand(1, 6, 2)
-    values[:, 1] = NAN
-    module = normal(2, loc=0.3, concentration=3.0, rate=2.0)(2)
-    found, notes = module.m_step(module.statistics(values, weights, None))
-    assert notes == []
-    torch.testing.assert_close(found["loc"][..., 1], torch.full((1, 2), 0.3))
-    torch.testing.assert_close(found["variance"][..., 1], torch.full((1, 2), 2 / (3 + 0.5 + 1)))
-    alone = normal(1, loc=0.3, concentration=3.0, rate=2.0)(2)
-    expected, _ = alone.m_step(alone.statistics(values[:, :1], weights, None))
-    torch.testing.assert_close(found["variance"][..., :1], expected["variance"])
-
-
 # Floors
 
 
@@ -369,13 +353,6 @@ def test_a_component_of_a_mixture_is_held_at_its_floor():
     assert found["variance"][0, 0, 1, 0] == pytest.approx(normals.SMALLEST * np.var(values))
     assert found["variance"][0, 0, 0, 0] == pytest.approx(np.var(values[:9]))
     assert len(notes) == 1
-
-
-@pytest.mark.parametrize("name", ["number", "plane", "ball", "full", "shared"])
-def test_a_prior_needs_no_floor(name):
-    _, values, weights = floored(name)
-    _, notes = m_step(CASES[name].family()(STATES), values, weights)
-    assert notes == []
 
 
 # Missing components
@@ -484,64 +461,6 @@ def test_a_stream_that_says_nothing_at_a_step_does_not_count_there(part):
 # Statistics
 
 
-SCALARS = {"symbols", "count", "number"}  # known or not
-
-
-@pytest.mark.parametrize(
-    ("name", "gaps"), [(name, gaps) for name in CASES for gaps in {False, name not in SCALARS}]
-)
-def test_statistics_add_up_over_observations(name, gaps):
-    case, rng = CASES[name], np.random.default_rng(13)
-    module = case.family()(STATES)
-    emission, _ = current_of(case, rng)
-    values, weights = case.values(rng, 12), draw_weights(rng, 2, 12)
-    if gaps:
-        values[3, 0], values[7, -1], values[8, 0] = NAN, NAN, NAN
-    values, weights = torch.tensor(values), torch.tensor(weights)
-    whole = module.statistics(values, weights, emission)
-    for size in (1, 5):
-        pieces = [
-            module.statistics(value, weight, emission)
-            for value, weight in zip(values.split(size), weights.split(size, 1))
-        ]
-        for statistic, total in whole.items():
-            assert total.dtype == torch.float64
-            assert total.shape[0] == 2
-            torch.testing.assert_close(total, sum(piece[statistic] for piece in pieces))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_statistics_of_restarts_are_those_of_each(name):
-    case, rng = CASES[name], np.random.default_rng(14)
-    module = case.family()(STATES)
-    values = torch.tensor(case.values(rng, 12))
-    weights = torch.tensor(draw_weights(rng, 3, 12))
-    with torch.no_grad(), pyro.plate("restarts", 3, dim=-2):
-        trace = poutine.trace(module).get_trace()
-    emission = trace.nodes["_RETURN"]["value"]
-    together = module.statistics(values, weights, emission)
-    for restart in range(3):
-        one = {n: trace.nodes[n]["value"][restart, 0] for n in case.supports}
-        with torch.no_grad():
-            parameters = poutine.condition(case.family()(STATES), data=one)()
-        alone = module.statistics(values, weights[restart : restart + 1], parameters)
-        for statistic, value in alone.items():
-            torch.testing.assert_close(together[statistic][restart], value[0])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sums_are_taken_in_float64_whatever_the_weights(name):
-    case, rng = CASES[name], np.random.default_rng(15)
-    module = case.family()(STATES)
-    emission, _ = current_of(case, rng)
-    values = torch.tensor(case.values(rng, 4000))
-    weights = torch.tensor(draw_weights(rng, 1, 4000)).float()
-    found = module.statistics(values, weights, emission)
-    expected = module.statistics(values, weights.double(), emission)
-    for statistic, value in found.items():
-        torch.testing.assert_close(value, expected[statistic], rtol=1e-12, atol=0.0)
-
-
 def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
     case, rng = CASES["mixture"], np.random.default_rng(16)
     module = case.family()(STATES)
@@ -559,15 +478,6 @@ def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
         np.einsum("mk,mkc,md->kcd", weights[0], shares, values - module.centre.numpy()),
         rtol=1e-9,
     )
-
-
-def test_at_the_start_components_of_a_mixture_share_out_every_observation():
-    case, rng = CASES["mixture"], np.random.default_rng(17)
-    values, weights = case.values(rng, 25), draw_weights(rng, 2, 25)
-    values[3, 0] = NAN
-    found = case.family()(STATES).statistics(torch.tensor(values), torch.tensor(weights), None)
-    np.testing.assert_allclose(found["counts"].sum(-1), weights.sum(1))
-    assert (found["counts"] > 0).sum(-1).min() >= 1
 
 
 # Distributions made modules
@@ -609,23 +519,12 @@ def test_emissions_that_no_state_uses_stay_as_they_are():
     ("build", "name", "expected"),
     [
         (lambda: categorical(2, 3.0), "concentration", [[3.0, 3.0]] * 2),
-        (lambda: categorical(2, torch.tensor([1.0, 2.0])), "concentration", [[1.0, 2.0]] * 2),
         (lambda: bernoulli(2, torch.tensor([1.0, 2.0])), "ones", [[1.0, 2.0]] * 2),
-        (lambda: bernoulli(2, 1.0, 4), "zeros", [[4.0, 4.0]] * 2),
         (lambda: poisson(concentration=2), "concentration", [2.0, 2.0]),
-        (lambda: poisson(2, rate=torch.tensor([1.0, 2.0])), "weight", [[1.0, 2.0]] * 2),
-        (lambda: normal(0, loc=3), "prior_loc", [3.0, 3.0]),
-        (lambda: normal(2, loc=torch.tensor([1, 2])), "prior_loc", [[1.0, 2.0]] * 2),
         (lambda: normal(2, rate=torch.tensor([1.0, 2.0])), "rate", [[1.0, 2.0]] * 2),
         (lambda: normal_spherical(2, rate=3.0), "rate", [3.0, 3.0]),
         (lambda: normal_full(2, scale=3.0), "scale", [[3.0, 0.0], [0.0, 3.0]]),
-        (lambda: normal_tied(2, loc=torch.tensor([1.0, 2.0])), "prior_loc", [[1.0, 2.0]] * 2),
         (lambda: normal_mixture(2, 1, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
-        (
-            lambda: normal_mixture(2, 1, weights_concentration=2.0),
-            "concentration",
-            [[2.0, 2.0]] * 2,
-        ),
     ],
 )
 def test_hyperparameters_spread_over_states(build, name, expected):
@@ -635,45 +534,19 @@ def test_hyperparameters_spread_over_states(build, name, expected):
 
 
 WRONG = [
-    (lambda: categorical(0), ValueError, "num_symbols must be at least 1; got 0"),
     (lambda: categorical(2.0), TypeError, "num_symbols must be an int"),
-    (lambda: categorical(2, 0.0), ValueError, "concentration must be positive"),
     (lambda: categorical(2, torch.ones(3)), ValueError, "concentration must be a number or"),
     (lambda: categorical(2, NAN), ValueError, "concentration must be finite"),
-    (lambda: bernoulli(-1), ValueError, "dim must be at least 0"),
     (lambda: bernoulli(2, -1.0), ValueError, "concentration1 must be positive"),
-    (lambda: bernoulli(2, 1.0, 0.0), ValueError, "concentration0 must be positive"),
-    (lambda: poisson(-1), ValueError, "dim must be at least 0"),
-    (lambda: poisson(True), TypeError, "dim must be an int"),
     (lambda: poisson(rate=0.0), ValueError, "rate must be positive"),
-    (lambda: poisson(2, torch.ones(3)), ValueError, "concentration must be a number or"),
-    (lambda: normal(-1), ValueError, "dim must be at least 0"),
-    (lambda: normal(1.0), TypeError, "dim must be an int"),
     (lambda: normal(1, weight=0.0), ValueError, "weight must be positive"),
-    (lambda: normal(1, concentration=-1.0), ValueError, "^concentration must be positive"),
-    (lambda: normal(1, rate=0.0), ValueError, "rate must be positive"),
-    (lambda: normal(2, loc=torch.zeros(3)), ValueError, "loc must be a number or have a shape"),
     (lambda: normal_spherical(0), ValueError, "dim must be at least 1"),
-    (lambda: normal_spherical(2, rate=torch.ones(3)), ValueError, "rate must be a number"),
-    (lambda: normal_full(0), ValueError, "dim must be at least 1"),
-    (lambda: normal_full(2, weight=0.0), ValueError, "^weight must be positive"),
     (lambda: normal_full(2, degrees=1.0), ValueError, "degrees must be greater than D - 1"),
-    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must "),
-    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must "),
-    (lambda: normal_tied(2, scale=torch.zeros(2, 2)), ValueError, "scale must "),
+    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must hold symmetric"),
+    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must be a number or"),
     (lambda: normal_mixture(0, 1), ValueError, "num_components must be at least 1"),
-    (lambda: normal_mixture(2, 0), ValueError, "dim must be at least 1"),
-    (lambda: normal_mixture(2, 1, weights_concentration=0.0), ValueError, "weights_conc"),
     (lambda: streams(), ValueError, "families is empty"),
-    (
-        lambda: streams(parametric(dist.VonMises(torch.zeros(2), torch.ones(2)))),
-        TypeError,
-        "families of streams must have a closed M-step.*got PointEmission",
-    ),
     (lambda: tied(categorical(2), [0, 2]), ValueError, "use all numbers from 0; got .0, 2."),
-    (lambda: tied(categorical(2), [-1, 0]), ValueError, "use all numbers from 0"),
-    (lambda: tied(categorical(2), [[0], [1]]), ValueError, "index must be"),
-    (lambda: tied(categorical(2), [0.0, 1.0]), TypeError, "index must hold integers"),
     (lambda: tied(categorical(2), [0, 0, 1]), ValueError, "one entry for each of K = 2"),
     (
         lambda: tied(parametric(dist.VonMises(torch.zeros(1), torch.ones(1))), [0, 0]),
@@ -722,32 +595,6 @@ def test_what_is_frozen_is_a_constant_of_the_module():
     assert (module.is_free("loc"), module.is_free("variance")) == (False, True)
 
 
-def test_a_point_is_frozen_where_it_is():
-    module = poisson()(STATES)
-    module.set_points(rate=torch.tensor([1.0, 2.0, 3.0]))
-    freeze(module, "rate")
-    assert module.rate.tolist() == pytest.approx([1.0, 2.0, 3.0])
-    assert list(module.parameters()) == []
-
-
-def test_points_of_a_family_of_the_users_may_have_any_name():
-    class Located(Emission):
-        supports: ClassVar = {"loc": constraints.real}
-
-        def __init__(self):
-            super().__init__()
-            self.loc = PyroSample(dist.Normal(torch.zeros(2), 1.0).to_event(1))
-
-        def forward(self):
-            return dist.Laplace(self.loc, torch.ones(2))
-
-    module = Located()
-    module.set_points(loc=torch.tensor([1.0, 2.0]))
-    assert module.loc.tolist() == [1.0, 2.0]
-    assert module.is_free("loc")
-    assert not module.has_prior("loc")
-
-
 def test_parts_are_frozen_by_their_path():
     module = streams(categorical(3), tied(poisson(), [0, 1, 0]))(STATES)
     freeze(module, "parts.1.part.rate", torch.tensor([1.0, 2.0]))
@@ -756,24 +603,10 @@ def test_parts_are_frozen_by_their_path():
     assert module().parts[1].mean.tolist() == [1.0, 2.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("loc", None, "value must be given for 'loc', which has a prior"),
-        ("scale", torch.ones(3, 1), "name must be that of a parameter; NormalEmission has no"),
-        ("part.loc", torch.ones(3, 1), "name must be that of a parameter"),
-        ("rate", torch.ones(3, 1), "name must be that of a parameter"),
-    ],
-)
-def test_what_cannot_be_frozen_is_refused_by_name(name, value, words):
-    with pytest.raises(ValueError, match=words):
-        freeze(normal(1)(STATES), name, value)
-
-
 # Numbers far from zero, and far apart
 
 
-@pytest.mark.parametrize("offset", [0.0, 5e6, 1e8, 1.7e9])
+@pytest.mark.parametrize("offset", [5e6, 1.7e9])
 @pytest.mark.parametrize("family", [normal, normal_full, normal_tied, normal_spherical])
 @pytest.mark.parametrize("kind", ["prior", "points"])
 def test_variances_do_not_cancel_far_from_zero(offset, family, kind):
@@ -820,11 +653,6 @@ def test_columns_in_other_units_keep_their_covariance():
     np.testing.assert_allclose(found["covariance"][0, 0], np.cov(values.T, bias=True), rtol=1e-9)
 
 
-def test_a_scale_that_is_not_symmetric_is_named():
-    with pytest.raises(ValueError, match="scale must hold symmetric positive definite"):
-        normal_full(2, scale=torch.tensor([[1.0, 0.9], [0.0, 1.0]]))(2)
-
-
 def test_columns_that_are_the_same_to_rounding_are_named():
     """In float32, with a prior that would let them be: there is no inverse to compute with."""
     rng = np.random.default_rng(22)
@@ -836,8 +664,7 @@ def test_columns_that_are_the_same_to_rounding_are_named():
     torch.linalg.cholesky(torch.as_tensor(found["covariance"]).float())
 
 
-@pytest.mark.parametrize("kind", [torch.long, torch.int32, torch.bool])
-@pytest.mark.parametrize("name", ["bits", "plane", "mixture"])
+@pytest.mark.parametrize(("name", "kind"), [("bits", torch.bool), ("plane", torch.int32)])
 def test_whole_numbers_are_taken_as_numbers(name, kind):
     values = torch.randint(0, 2, (3, 5, 2))
     data = Sequences(values.to(kind), torch.full((3,), 5))
@@ -859,20 +686,15 @@ PAIR = torch.tensor([1.0, 2.0], dtype=torch.float64)
 HALVES = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]], dtype=torch.float64)
 FITTED = {
     "Multinomial": lambda: dist.Multinomial(5, HALVES),
-    "Multinomial by logits": lambda: dist.Multinomial(5, logits=HALVES.log()),
     "DirichletMultinomial": lambda: dist.DirichletMultinomial(HALVES, 5),
     "OneHotCategorical": lambda: dist.OneHotCategorical(HALVES),
-    "RelaxedBernoulli": lambda: dist.RelaxedBernoulli(torch.tensor(2.0), HALVES[:, 0]),
     "ZeroInflatedPoisson": lambda: dist.ZeroInflatedPoisson(PAIR, gate=HALVES[:, 0]),
     "OrderedLogistic": lambda: dist.OrderedLogistic(PAIR, torch.tensor([0.0, 1.0])),
-    "Stable": lambda: dist.Stable(PAIR / 2 + 0.5, PAIR / 4, PAIR, PAIR, coords="S"),
     "Binomial": lambda: dist.Binomial(5, HALVES[:, 0]),
     "Gamma": lambda: dist.Gamma(PAIR, PAIR),
 }
 REFUSED = {
     "Uniform": lambda: dist.Uniform(torch.zeros(2), PAIR),
-    "Pareto": lambda: dist.Pareto(PAIR, PAIR),
-    "Delta": lambda: dist.Delta(PAIR),
     "TransformedDistribution": lambda: dist.TransformedDistribution(
         dist.Normal(PAIR, PAIR), [torch.distributions.ExpTransform()]
     ),
@@ -906,3 +728,12 @@ def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
 def test_what_gradients_cannot_fit_is_refused_by_name(name):
     with pytest.raises(TypeError, match=f"emission {name} .*Write a PyroModule"):
         TabularHMM.from_hmm(hmm_of(REFUSED[name]()))
+
+
+def test_at_the_start_components_of_a_mixture_share_out_every_observation():
+    case, rng = CASES["mixture"], np.random.default_rng(17)
+    values, weights = case.values(rng, 25), draw_weights(rng, 2, 25)
+    values[3, 0] = NAN
+    found = case.family()(STATES).statistics(torch.tensor(values), torch.tensor(weights), None)
+    np.testing.assert_allclose(found["counts"].sum(-1), weights.sum(1))
+    assert (found["counts"] > 0).sum(-1).min() >= 1

@@ -13,7 +13,6 @@ from torch.nn.functional import one_hot
 
 from pyrohmm import (
     HMM,
-    BlockHMM,
     EnumeratedModel,
     MarginalModel,
     NeuralHMM,
@@ -22,7 +21,6 @@ from pyrohmm import (
     TaggedHMM,
     blocks,
 )
-from pyrohmm.distributions.tagged_hmm import WordAndTag
 from pyrohmm.nn.networks import CharCNN
 from pyrohmm.nn.tagging import tagged
 
@@ -187,17 +185,6 @@ def test_under_autocast_probabilities_of_tags_keep_their_precision(variant):
         assert path.tags.shape == tags.shape
 
 
-def test_the_emission_is_that_of_two_symbols():
-    torch.manual_seed(0)
-    words, tags = torch.randn(3, 4).log_softmax(-1), torch.randn(3, 2).log_softmax(-1)
-    pair = WordAndTag(*(torch.distributions.Categorical(logits=each) for each in (words, tags)))
-    values = torch.tensor([[3, 1], [0, -1], [-1, 0]]).unsqueeze(1)
-    expected = torch.stack([words[:, 3] + tags[:, 1], words[:, 0], tags[:, 0]])
-    torch.testing.assert_close(pair.expand([3, 3]).log_prob(values), expected)
-    inside = pair.support.check(torch.tensor([[3, -1], [4, 0], [0, 2], [-2, 0]]))
-    assert inside.tolist() == [True, False, False, False]
-
-
 @pytest.mark.parametrize("variant", ["one level", "two levels"])
 def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
     module = make(variant).eval()
@@ -231,17 +218,6 @@ def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
             assert best.tags[n].tolist() == wanted[2:].tolist()
 
 
-def test_probabilities_of_tags_sum_to_one():
-    clusters = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
-    even = torch.full((4, 4), 0.25).log()
-    emission = torch.tensor([[0.5], [0.5], [1.0]]).log().expand(3, 2)
-    parts = even[0], even, emission, clusters, torch.tensor(2)
-    with pytest.raises(ValueError, match="log_tags must hold log-probabilities that sum to one"):
-        TaggedHMM(BlockHMM(*parts, validate_args=True), torch.zeros(4, 3))
-    TaggedHMM(BlockHMM(*parts, validate_args=True), torch.zeros(4, 3).log_softmax(-1))
-    TaggedHMM(BlockHMM(*parts, validate_args=False), torch.zeros(4, 3))
-
-
 def test_what_does_not_fit_is_refused():
     hmm = make("one level").eval()(DATA.lengths)
     with pytest.raises(ValueError, match=r"values must end in shape \(T, \*E\) = \(4, 2\)"):
@@ -250,10 +226,6 @@ def test_what_does_not_fit_is_refused():
         hmm.log_prob(DATA.values + 2)
     with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 5"):
         hmm.log_prob(DATA.values - torch.tensor([1, 0]))
-    with pytest.raises(TypeError, match="words must be a BlockHMM; got HMM"):
-        TaggedHMM(hmm.dense(), hmm.log_tags)
-    with pytest.raises(ValueError, match="log_tags must have shape"):
-        TaggedHMM(hmm.words, hmm.log_tags[:4])
     with pytest.raises(ValueError, match="labels must be tags; got sets of them"):
         tagged(Sequences(WORDS.values, WORDS.lengths, labels=torch.ones(3, 4, 2).bool()))
     with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):

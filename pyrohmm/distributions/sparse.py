@@ -1,4 +1,8 @@
-"""``SparseDirichlet``: rows of probabilities some of which are exactly zero."""
+"""Tables some entries of which are exactly zero: ``SparseDirichlet``, ``SparseGamma``.
+
+The whole table is one event. Guides and samplers change the allowed entries only, so that what is
+forbidden stays exactly zero.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from pyro.distributions import Gamma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
@@ -14,11 +19,69 @@ from torch.distributions.transforms import Transform
 from .._checks import PyroValidation, check_booleans, check_floats, check_positive, check_trailing
 
 
-class SparseDirichlet(TorchDistribution):
-    """Rows of probabilities, Dirichlet over the entries they may use, exactly zero elsewhere.
+class _Sparse(TorchDistribution):
+    """A table whose entries are exactly zero where they are not ``allowed``.
 
-    The whole table is one event. Guides and samplers change the allowed entries only, so that what
-    is forbidden stays exactly zero.
+    Args:
+        allowed: ``(*table)`` booleans.
+        validate_args: Whether values are checked.
+        **parameters: Positive, ``(*B, *table)``; what stands at forbidden entries is not read.
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
+    _validate_args = PyroValidation()
+    has_rsample = True
+
+    def __init__(self, allowed: Tensor, validate_args: bool | None, **parameters: Tensor) -> None:
+        check_booleans("allowed", allowed)
+        for name, value in parameters.items():
+            check_floats(name, value)
+            check_trailing(name, value, tuple(allowed.shape), "(*table)", "That of allowed.")
+            setattr(self, name, value)
+        self.allowed, self._names = allowed, list(parameters)
+        shape = torch.broadcast_shapes(*(value.shape for value in parameters.values()))
+        super().__init__(
+            shape[: len(shape) - allowed.dim()], allowed.shape, validate_args=validate_args
+        )
+        if self._validate_args:
+            for name, value in parameters.items():
+                check_positive(name, value.masked_fill(~allowed, 1.0))
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Any:
+        """Expand to a larger batch."""
+        shape = torch.Size(batch_shape) + self.event_shape
+        parts = (getattr(self, name).expand(shape) for name in self._names)
+        return type(self)(*parts, self.allowed, validate_args=False)  # type: ignore[call-arg, misc]
+
+
+class _SparseTables(constraints.Constraint):
+    """Tables that are zero where ``allowed`` is not."""
+
+    def __init__(self, allowed: Tensor) -> None:
+        self.allowed, self.event_dim = allowed, allowed.dim()
+        super().__init__()
+
+
+class _FromVector(Transform):
+    """Tables from vectors of their free numbers, of which there are ``size``."""
+
+    bijective = True
+    domain = constraints.real_vector
+    size: int
+
+    def __init__(self, codomain: _SparseTables) -> None:
+        super().__init__()
+        self.codomain, self.allowed = codomain, codomain.allowed
+
+    def forward_shape(self, shape: Any) -> torch.Size:
+        return torch.Size(shape[:-1]) + self.allowed.shape
+
+    def inverse_shape(self, shape: Any) -> torch.Size:
+        return torch.Size(shape)[: len(shape) - self.allowed.dim()] + torch.Size([self.size])
+
+
+class SparseDirichlet(_Sparse):
+    """Rows of probabilities, Dirichlet over the entries they may use, exactly zero elsewhere.
 
     Args:
         concentration: Positive, ``(*B, *rows, K)``; what stands at forbidden entries is not read.
@@ -36,25 +99,14 @@ class SparseDirichlet(TorchDistribution):
         (tensor(0.), tensor([0., 0., 1.]))
     """
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
-    _validate_args = PyroValidation()
-    has_rsample = True
+    concentration: Tensor
 
     def __init__(
         self, concentration: Tensor, allowed: Tensor, validate_args: bool | None = None
     ) -> None:
-        check_floats("concentration", concentration)
-        check_booleans("allowed", allowed)
-        check_trailing(
-            "concentration", concentration, tuple(allowed.shape), "(*rows, K)", "That of allowed."
-        )
+        super().__init__(allowed, validate_args, concentration=concentration)
         if not bool(allowed.any(-1).all()):
             raise ValueError("allowed must have at least one True in each row.")
-        self.concentration, self.allowed = concentration, allowed
-        batch = concentration.shape[: concentration.dim() - allowed.dim()]
-        super().__init__(batch, allowed.shape, validate_args=validate_args)
-        if self._validate_args:
-            check_positive("concentration", concentration.masked_fill(~allowed, 1.0))
 
     @property
     def support(self) -> constraints.Constraint:
@@ -66,11 +118,6 @@ class SparseDirichlet(TorchDistribution):
         """Mean of the table, ``(*B, *rows, K)``."""
         strength = self.concentration.masked_fill(~self.allowed, 0.0)
         return strength / strength.sum(-1, keepdim=True)
-
-    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> SparseDirichlet:
-        """Expand to a larger batch."""
-        shape = torch.Size(batch_shape) + self.event_shape
-        return type(self)(self.concentration.expand(shape), self.allowed, validate_args=False)
 
     def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample tables ``(*S, *B, *rows, K)``."""
@@ -99,13 +146,8 @@ class SparseDirichlet(TorchDistribution):
         return rows.flatten(1 - self.allowed.dim()).sum(-1) if self.allowed.dim() > 1 else rows
 
 
-class _SparseSimplex(constraints.Constraint):
+class _SparseSimplex(_SparseTables):
     """Tables of probabilities that are zero where ``allowed`` is not."""
-
-    def __init__(self, allowed: Tensor) -> None:
-        self.allowed = allowed
-        self.event_dim = allowed.dim()
-        super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
         """Whether each table is one of them."""
@@ -119,11 +161,10 @@ class _SparseSoftmax(Transform):
 
     bijective = False
 
-    def __init__(self, allowed: Tensor) -> None:
+    def __init__(self, codomain: _SparseSimplex) -> None:
         super().__init__()
-        self.allowed = allowed
-        self.domain = constraints.independent(constraints.real, allowed.dim())
-        self.codomain = _SparseSimplex(allowed)
+        self.allowed, self.codomain = codomain.allowed, codomain
+        self.domain = constraints.independent(constraints.real, codomain.event_dim)
 
     def _call(self, x: Tensor) -> Tensor:
         return x.masked_fill(~self.allowed, -torch.inf).softmax(-1)
@@ -132,25 +173,22 @@ class _SparseSoftmax(Transform):
         return y.clamp(min=torch.finfo(y.dtype).tiny).log().masked_fill(~self.allowed, 0.0)
 
 
-class _SparseStickBreaking(Transform):
+class _SparseStickBreaking(_FromVector):
     """Breaks a stick for each row among the entries that are allowed: for densities.
 
     Rows differ in the number n of entries allowed. The n - 1 free numbers of all the rows make one
     vector; where a row is shorter than the longest one, the whole rest of the stick is taken.
     """
 
-    bijective = True
-
-    def __init__(self, allowed: Tensor) -> None:
-        super().__init__()
-        self.allowed = allowed
-        self.domain = constraints.real_vector
-        self.codomain = _SparseSimplex(allowed)
+    def __init__(self, codomain: _SparseSimplex) -> None:
+        super().__init__(codomain)
+        allowed = self.allowed
         count = allowed.sum(-1, keepdim=True)  # (*rows, 1)
         width = int(count.max())
         self.order = (~allowed).byte().argsort(stable=True)[..., :width]  # allowed ones first
         rest = count - 1 - torch.arange(width - 1, device=allowed.device)
         self.free = rest > 0  # (*rows, width - 1)
+        self.size = int(self.free.sum())
         self.offset = rest.clamp(min=1)[self.free].log()  # so that zeros are even shares
 
     def _break(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +209,8 @@ class _SparseStickBreaking(Transform):
         left = left.exp()
         parts = torch.cat([share * left[..., :-1], left[..., -1:]], -1)
         # at zero itself a density may be infinite
-        parts = torch.where(_used(self.free), parts.clamp(min=torch.finfo(parts.dtype).tiny), parts)
+        used = torch.nn.functional.pad(self.free, (1, 0), value=True)
+        parts = torch.where(used, parts.clamp(min=torch.finfo(parts.dtype).tiny), parts)
         out = parts.new_zeros(parts.shape[: parts.dim() - self.allowed.dim()] + self.allowed.shape)
         return out.scatter(-1, self.order.expand(parts.shape), parts)
 
@@ -189,27 +228,120 @@ class _SparseStickBreaking(Transform):
         _, left = self._break(x)
         return (slope + left[..., :-1][..., self.free]).sum(-1)
 
-    def forward_shape(self, shape: Any) -> torch.Size:
-        return torch.Size(shape[:-1]) + self.allowed.shape
-
-    def inverse_shape(self, shape: Any) -> torch.Size:
-        shape = torch.Size(shape)
-        return shape[: len(shape) - self.allowed.dim()] + torch.Size([int(self.free.sum())])
-
-
-def _used(free: Tensor) -> Tensor:
-    """Which parts ``(*rows, width)`` rows have that break their sticks ``free`` times."""
-    return torch.nn.functional.pad(free, (1, 0), value=True)
-
 
 @biject_to.register(_SparseSimplex)
 def _bijection_to_rows(constraint: _SparseSimplex) -> Transform:
-    return _SparseStickBreaking(constraint.allowed)
+    return _SparseStickBreaking(constraint)
 
 
 @transform_to.register(_SparseSimplex)
 def _map_to_rows(constraint: _SparseSimplex) -> Transform:
-    return _SparseSoftmax(constraint.allowed)
+    return _SparseSoftmax(constraint)
+
+
+class SparseGamma(_Sparse):
+    """Independent Gamma variables in the allowed entries of a table, exactly zero elsewhere.
+
+    The prior of rates of a chain in continuous time.
+
+    Args:
+        concentration: Positive, ``(*B, *table)``; what stands at forbidden entries is not read.
+        rate: Positive, ``(*B, *table)``; likewise.
+        allowed: ``(*table)`` booleans, True where an entry may be positive.
+
+    Raises:
+        TypeError: If a dtype is wrong.
+        ValueError: If shapes disagree, or (with ``validate_args``) a concentration or a rate is not
+            positive and finite where an entry is allowed.
+
+    Example:
+        >>> others = ~torch.eye(2).bool()
+        >>> prior = SparseGamma(torch.ones(2, 2), torch.full((2, 2), 0.5), others)
+        >>> prior.mean
+        tensor([[0., 2.],
+                [2., 0.]])
+    """
+
+    concentration: Tensor
+    rate: Tensor
+
+    def __init__(
+        self,
+        concentration: Tensor,
+        rate: Tensor,
+        allowed: Tensor,
+        validate_args: bool | None = None,
+    ) -> None:
+        super().__init__(allowed, validate_args, concentration=concentration, rate=rate)
+
+    def _entries(self) -> Gamma:
+        """The distribution of each entry; something where it is forbidden."""
+        parts = (part.masked_fill(~self.allowed, 1.0) for part in (self.concentration, self.rate))
+        return Gamma(*parts, validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Tables that are not negative, and zero where nothing is allowed."""
+        return SparsePositive(self.allowed)
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the table, ``(*B, *table)``."""
+        return self._entries().mean.masked_fill(~self.allowed, 0.0)
+
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """Sample tables ``(*S, *B, *table)``."""
+        return self._entries().rsample(torch.Size(sample_shape)).masked_fill(~self.allowed, 0.0)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of tables; -inf where a forbidden entry is positive."""
+        if self._validate_args:
+            self._validate_sample(value)
+        entries = self._entries()
+        # a flat density has no slope at zero, where xlogy has NaN
+        inner = value.masked_fill(~self.allowed | (entries.concentration == 1), 1.0)
+        scores = (
+            torch.xlogy(entries.concentration - 1, inner) - entries.rate * value
+            + torch.xlogy(entries.concentration, entries.rate) - entries.concentration.lgamma()
+        )  # fmt: skip
+        scores = scores.masked_fill(~self.allowed, 0.0)
+        scores = scores.masked_fill((value > 0) & ~self.allowed, -torch.inf)
+        return scores.flatten(-self.allowed.dim()).sum(-1)
+
+
+class SparsePositive(_SparseTables):
+    """Tables of numbers that are not negative, and zero where ``allowed`` is not."""
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether each table is one of them."""
+        inside = (value >= 0) & ((value == 0) | self.allowed)
+        return inside.flatten(-self.event_dim).all(-1)
+
+
+class _Scattered(_FromVector):
+    """Exponentials of a vector, in the allowed entries of a table."""
+
+    def __init__(self, codomain: SparsePositive) -> None:
+        super().__init__(codomain)
+        self.size = int(self.allowed.sum())
+
+    def _call(self, x: Tensor) -> Tensor:
+        place = self.allowed.flatten().nonzero().squeeze(-1)
+        table = x.new_zeros(*x.shape[:-1], self.allowed.numel())
+        table = table.index_copy(-1, place, x.exp())
+        return table.unflatten(-1, self.allowed.shape)
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return y[..., self.allowed].clamp(min=torch.finfo(y.dtype).tiny).log()
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum(-1)
+
+
+@biject_to.register(SparsePositive)
+@transform_to.register(SparsePositive)
+def _map_to_table(constraint: SparsePositive) -> Transform:
+    return _Scattered(constraint)
 
 
 def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
