@@ -5,7 +5,6 @@ Imports ``ops`` and ``data``.
 Its modules; each imports only those above it:
 
 ``sparse``                 Dirichlet rows, and Gamma variables, with exact zeros
-``inverse_wishart``        the prior of covariance matrices
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
 ``constructors``           the arguments that a distribution is built from
@@ -43,8 +42,6 @@ from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
-from .inverse_wishart import InverseWishart as InverseWishart
-from .inverse_wishart import covariance_matrix as covariance_matrix
 from .ngram_block_hmm import NGramBlockHMM as NGramBlockHMM
 from .ngram_block_hmm import NGramProbs as NGramProbs
 from .ngram_block_hmm import NGramWeights as NGramWeights
@@ -60,4 +57,6 @@ from .structured_hmm import HSMM as HSMM
 from .structured_hmm import FactorialHMM as FactorialHMM
 from .structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .tagged_hmm import TaggedHMM as TaggedHMM
+from .units import InverseWishart as InverseWishart
+from .units import covariance_matrix as covariance_matrix
 from .vector_autoregression import AutoregressiveNormal as AutoregressiveNormal

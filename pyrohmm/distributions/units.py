@@ -7,6 +7,8 @@ data.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import pyro.distributions as dist
@@ -15,6 +17,8 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import AffineTransform, ComposeTransform, Transform
+
+from .._checks import PyroValidation, check_floats, check_number, check_trailing
 
 
 class InUnits(TorchDistribution):
@@ -109,3 +113,193 @@ class _Measured(constraints.Constraint):
 def _from_units(constraint: _Measured) -> Transform:
     measured = AffineTransform(constraint.origin, constraint.unit)
     return ComposeTransform([biject_to(constraint.space), measured])
+
+
+# Covariances -------------------------------------------------------------------------------------
+
+
+class InverseWishart(TorchDistribution):
+    r"""Inverse Wishart distribution of a covariance matrix.
+
+    .. math:: p(\Sigma) \propto |\Sigma|^{-(\nu + D + 1)/2}
+              \exp(-\tfrac12 \mathrm{tr}(\Psi \Sigma^{-1}))
+
+    Its mean is :math:`\Psi / (\nu - D - 1)`; with D = 1 it is the inverse gamma distribution with
+    concentration :math:`\nu/2` and rate :math:`\Psi/2`.
+
+    Args:
+        degrees: :math:`\nu`, greater than D - 1 and finite.
+        scale: :math:`\Psi`, ``(*B, D, D)``, positive definite.
+
+    Raises:
+        TypeError: If ``degrees`` is not a number, or ``scale`` not a floating-point tensor.
+        ValueError: If ``degrees`` is out of range, or (with ``validate_args``) ``scale`` is not
+            symmetric and positive definite.
+
+    Example:
+        >>> InverseWishart(5.0, torch.eye(2)).log_prob(torch.eye(2))
+        tensor(-5.3228)
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+    _validate_args = PyroValidation()
+    has_rsample = True
+
+    def __init__(self, degrees: float, scale: Tensor, validate_args: bool | None = None) -> None:
+        check_number("degrees", degrees)
+        check_floats("scale", scale)
+        dim = scale.size(-1)
+        check_trailing("scale", scale, (dim, dim), "(D, D)")
+        if not dim - 1 < degrees < math.inf:
+            raise ValueError(
+                f"degrees must be greater than D - 1 = {dim - 1} and finite; got {degrees}. D is "
+                "that of scale."
+            )
+        self.degrees, self.scale = float(degrees), scale
+        super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
+        if self._validate_args and not bool(constraints.positive_definite.check(scale).all()):
+            raise ValueError(
+                "scale must hold symmetric positive definite matrices; got one that is not. Add a "
+                "small multiple of the identity, or take (scale + scale.mT) / 2."
+            )
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Covariance matrices, with coordinates in units of the scale."""
+        return _Covariance(self.scale.diagonal(dim1=-2, dim2=-1).sqrt())
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the matrix, infinite unless degrees exceed D + 1."""
+        spare = self.degrees - self.scale.size(-1) - 1
+        return self.scale / spare if spare > 0 else torch.full_like(self.scale, torch.inf)
+
+    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> InverseWishart:
+        """Expand to a larger batch."""
+        shape = torch.Size(batch_shape) + self.event_shape
+        return InverseWishart(self.degrees, self.scale.expand(shape), validate_args=False)
+
+    def rsample(self, sample_shape: Sequence[int] = ()) -> Tensor:
+        """Sample matrices ``(*S, *B, D, D)``, by Bartlett's decomposition."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        degrees = self.scale.new_full(shape, self.degrees)
+        root = sample_root(degrees, self.scale.expand(*shape, *self.event_shape))
+        matrix = root @ root.mT
+        return (matrix + matrix.mT) / 2  # products of matrices are symmetric up to rounding
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of covariance matrices."""
+        if self._validate_args:
+            self._validate_sample(value)
+        dim, degrees = self.scale.size(-1), self.degrees
+        root = torch.linalg.cholesky(value)
+        factor = torch.linalg.cholesky(self.scale)
+        trace = torch.linalg.solve_triangular(root, factor, upper=False).pow(2).sum((-2, -1))
+        norm = (
+            0.5 * degrees * _log_det(factor)
+            - 0.5 * degrees * dim * math.log(2)
+            - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
+        )
+        return norm - 0.5 * (degrees + dim + 1) * _log_det(root) - 0.5 * trace
+
+
+def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
+    """Matrices M with M M' from inverse Wishart distributions of degrees ``(*B)`` and scales."""
+    dim = scale.size(-1)
+    half = (degrees.unsqueeze(-1) - torch.arange(dim, device=scale.device)) / 2
+    chi = (2 * torch._standard_gamma(half)).sqrt()
+    lower = torch.randn_like(scale).tril(-1) + torch.diag_embed(chi)
+    factor = torch.linalg.cholesky(scale)
+    return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
+
+
+def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
+    """Raise eigenvalues, in units of the floor of each component, to at least one.
+
+    Args:
+        matrix: ``(*, D, D)``; where it is NaN it stays.
+        floor: ``(*, D)``, least variance of each component.
+    """
+    unit = floor.sqrt()
+    scale = unit.unsqueeze(-1) * unit.unsqueeze(-2)
+    inside = matrix / scale
+    bad = ~inside.isfinite().all(-1).all(-1)
+    eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
+    low = (values < 1).any(-1) & ~bad
+    lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale
+    return torch.where(low[..., None, None], lifted, matrix), low
+
+
+class _Covariance(constraints.Constraint):
+    """Positive definite matrices; torch's constraint has no bijection to vectors.
+
+    Args:
+        unit: ``(*B, D)``, standard deviations of the order of those of the components.
+    """
+
+    event_dim = 2
+
+    def __init__(self, unit: Tensor | None = None) -> None:
+        self.unit = torch.ones(1) if unit is None else unit
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        return constraints.positive_definite.check(value)
+
+
+covariance_matrix = _Covariance()
+
+
+class _VectorToCovariance(Transform):
+    """Fills a triangle, takes the exponential of its diagonal, and squares it, in given units."""
+
+    bijective = True
+    domain = constraints.real_vector
+    codomain = covariance_matrix
+
+    def __init__(self, unit: Tensor) -> None:
+        super().__init__()
+        self.unit = unit
+
+    def _root(self, x: Tensor) -> Tensor:
+        dim = (math.isqrt(8 * x.size(-1) + 1) - 1) // 2
+        rows, columns = torch.tril_indices(dim, dim, device=x.device)
+        lower = x.new_zeros((*x.shape[:-1], dim, dim))
+        lower[..., rows, columns] = x
+        return lower.tril(-1) + torch.diag_embed(lower.diagonal(dim1=-2, dim2=-1).exp())
+
+    def _call(self, x: Tensor) -> Tensor:
+        root = self._root(x) * self.unit.to(x).unsqueeze(-1)
+        return root @ root.mT
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        root = torch.linalg.cholesky(y) / self.unit.to(y).unsqueeze(-1)
+        rows, columns = torch.tril_indices(y.size(-1), y.size(-1), device=y.device)
+        lower = root.tril(-1) + torch.diag_embed(root.diagonal(dim1=-2, dim2=-1).log())
+        return lower[..., rows, columns]
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        logs = self._root(x).diagonal(dim1=-2, dim2=-1).log()
+        dim = logs.size(-1)
+        powers = torch.arange(dim + 1, 1, -1, dtype=logs.dtype, device=logs.device)
+        units = self.unit.to(x).log().expand(*self.unit.shape[:-1], dim).sum(-1)
+        return dim * math.log(2) + (powers * logs).sum(-1) + (dim + 1) * units
+
+    def forward_shape(self, shape: Any) -> torch.Size:
+        dim = (math.isqrt(8 * shape[-1] + 1) - 1) // 2
+        return torch.Size(shape[:-1]) + torch.Size([dim, dim])
+
+    def inverse_shape(self, shape: Any) -> torch.Size:
+        return torch.Size(shape[:-2]) + torch.Size([shape[-1] * (shape[-1] + 1) // 2])
+
+
+@biject_to.register(_Covariance)
+@transform_to.register(_Covariance)
+def _bijection_to_covariance(constraint: _Covariance) -> Transform:
+    return _VectorToCovariance(constraint.unit)
+
+
+def _log_det(root: Tensor) -> Tensor:
+    """Log-determinant of a matrix, from its Cholesky factor."""
+    return 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)

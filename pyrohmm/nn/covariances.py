@@ -18,13 +18,13 @@ from torch.distributions import constraints
 from .._checks import check_number
 from .._sync import exceeds
 from ..distributions.constructors import is_tied
-from ..distributions.inverse_wishart import (
+from ..distributions.units import (
+    InUnits,
     InverseWishart,
     covariance_matrix,
     lift,
     sample_root,
 )
-from ..distributions.units import InUnits
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.products import symmetric, upper_products, weighted_sums
 from .closed_form import EmissionMStep, Maximum, Statistics, inside, under

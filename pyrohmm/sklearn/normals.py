@@ -17,9 +17,8 @@ from torch.distributions import constraints
 
 from .._checks import check_number, check_size
 from ..distributions.hard_zeros import log_probs
-from ..distributions.inverse_wishart import InverseWishart
 from ..distributions.observation import log_prob_per_component
-from ..distributions.units import InverseGamma
+from ..distributions.units import InverseGamma, InverseWishart
 from ..nn.closed_form import Maximum, Statistics, row_mode
 from ..nn.covariances import CovarianceEmission
 from ..ops.log_space import log

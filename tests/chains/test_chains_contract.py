@@ -80,6 +80,9 @@ CHAINS = {
         2, 3, censored_start=True, censored_end=False
     ),
     "product": lambda: ProductChain([rows(2), rows(2)], [rows(2, 2), rows(2, 2)]),
+    "product with zeros": lambda: ProductChain(
+        [rows(2, zeros=True), rows(3)], [rows(2, 2, zeros=True), rows(3, 3, zeros=True)]
+    ),
     "one chain of a product": lambda: ProductChain([rows(3)], [rows(3, 3)]),
     "second order": lambda: SecondOrderChain(rows(2), rows(2, 2), rows(2, 2, 2)),
     "second order with zeros": lambda: SecondOrderChain(

@@ -442,35 +442,6 @@ def test_nothing_follows_from_what_is_too_short_or_missing():
 # The same as other emissions --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_without_weights_vectors_are_those_of_any_normal_emission(dtype):
-    """In float32 also far from zero, if the origin is there."""
-    loc = 1000 + torch.randn(STATES, 2)
-    normal = MultivariateNormal(loc.to(dtype), covariances(STATES, 2).to(dtype))
-    values = (1000 + torch.randn(2, 6, 2)).to(dtype)
-    nothing = torch.zeros(STATES, 2, 2, 2, dtype=dtype)
-    lengths = torch.tensor([6, 4])
-    initial, transition = log_rows(STATES).to(dtype), log_rows(STATES, STATES).to(dtype)
-    emission = AutoregressiveNormal(normal, normal, nothing, torch.full((2,), 1000.0, dtype=dtype))
-    one = HMM(initial, transition, emission, lengths).log_prob(values)
-    other = HMM(initial, transition, normal, lengths).log_prob(values)
-    # of both, the rounding of values near 1000
-    assert one.tolist() == pytest.approx(other.tolist(), rel=1e-3 if dtype.itemsize < 8 else 1e-9)
-
-
-def test_tables_that_know_no_context_are_those_of_any_symbol():
-    first = log_rows(STATES, SYMBOLS)
-    emission = AutoregressiveCategorical(
-        Categorical(logits=first),
-        Categorical(logits=first.unsqueeze(1).expand(STATES, SYMBOLS**2, SYMBOLS)),
-    )
-    hmm, values = chain(emission, torch.tensor([6, 4])), torch.randint(SYMBOLS, (2, 6))
-    plain = hmm.replace(emission=Categorical(logits=first))
-    assert hmm.log_prob(values).tolist() == pytest.approx(plain.log_prob(values).tolist())
-    ahead = hmm.forecast(values, 2).probs, plain.forecast(values, 2).probs
-    assert ahead[0].flatten().tolist() == pytest.approx(ahead[1].flatten().tolist())
-
-
 @pytest.mark.parametrize("name", [name for name in EMISSIONS if "count" not in name])
 def test_states_may_be_put_in_another_order(name):
     make, some = EMISSIONS[name]

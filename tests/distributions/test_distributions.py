@@ -15,9 +15,9 @@ from torch.distributions import biject_to, transform_to
 
 from pyrohmm import HMM, Sequences, fit_em, load_hmm, normal, queries, save
 from pyrohmm.distributions.dpp import DiversityPrior
-from pyrohmm.distributions.inverse_wishart import InverseWishart
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.sparse import SparseDirichlet
+from pyrohmm.distributions.units import InverseWishart
 
 NAN = math.nan
 ALLOWED = torch.tensor(

@@ -77,25 +77,6 @@ def test_it_is_the_product_chain(hmm, values):
     assert torch.equal(hmm.product_states(hmm.chain_states(states)), states)
 
 
-def test_a_state_that_no_path_reaches_has_no_weight_and_makes_no_nan():
-    never = -torch.inf
-    initials = [torch.tensor([0.0, never]), torch.tensor([0.5, 0.5]).log()]
-    transitions = [torch.tensor([[0.0, never], [0.5, 0.5]]).log_softmax(-1).requires_grad_(),
-                   torch.full((2, 2), 0.5).log().requires_grad_()]  # fmt: skip
-    seen = torch.zeros(2, 3, 4)
-    seen[1, 1, :2] = never  # the states that the first chain stays in
-    seen.requires_grad_()
-    initial = (initials[0].unsqueeze(-1) + initials[1]).flatten()
-    evidence = factorial.log_evidence(initial, transitions, seen, torch.tensor([3, 3]))
-    assert evidence.tolist() == pytest.approx([0.0, never])
-    for slope in torch.autograd.grad(evidence.sum(), [seen, *transitions]):
-        assert slope.isfinite().all()
-    (slope,) = torch.autograd.grad(
-        factorial.log_evidence(initial, transitions, seen, torch.tensor([3, 3])).sum(), seen
-    )
-    assert (slope[1] == 0).all()
-
-
 def test_nothing_leaves_the_range_of_numbers():
     """Evidence of 1e6 nats, and a state of e^-3000 that becomes the only one possible."""
     stay = torch.eye(2).log()

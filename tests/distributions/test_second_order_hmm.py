@@ -110,22 +110,6 @@ def test_where_the_earlier_state_does_not_matter_it_is_a_plain_hmm(values):
     torch.testing.assert_close(alike.stationary(), plain.stationary())
 
 
-def test_what_is_impossible_has_no_weight_and_makes_no_nan():
-    never = -torch.inf
-    parts = [torch.tensor([0.0, never]), torch.tensor([[0.0, never], [0.5, 0.5]]),
-             torch.tensor([[0.0, never], [never, 0.0]]).expand(2, 2, 2)]  # fmt: skip
-    parts = [part.log_softmax(-1).requires_grad_() for part in parts]
-    seen = torch.zeros(3, 4, 2)
-    seen[1, 2, 0], seen[2, 0, 0] = never, never
-    seen.requires_grad_()
-    lengths = torch.tensor([4, 4, 1])
-    evidence = second_order.log_evidence(*parts, seen, lengths)
-    assert evidence.tolist() == pytest.approx([0.0, never, never])
-    slopes = torch.autograd.grad(evidence.sum(), [seen, *parts])
-    assert all(slope.isfinite().all() for slope in slopes)
-    assert (slopes[0][1:] == 0).all()
-
-
 def test_nothing_leaves_the_range_of_numbers():
     """Evidence of 1e6 nats, and a pair of e^-3000 that becomes the only one possible."""
     even = torch.full((2, 2, 2), 0.5).log()

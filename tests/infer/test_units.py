@@ -29,8 +29,7 @@ from pyrohmm import (
     streams,
     tied,
 )
-from pyrohmm.distributions.inverse_wishart import InverseWishart
-from pyrohmm.distributions.units import InUnits, InverseGamma
+from pyrohmm.distributions.units import InUnits, InverseGamma, InverseWishart
 
 STEPS = 40
 FAMILIES = {

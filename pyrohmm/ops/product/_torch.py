@@ -221,6 +221,9 @@ def _over_pairs(scores: Tensor, logs: Tensor) -> Tensor:
     return logsumexp(scores.unsqueeze(-1) + logs, -2)
 
 
+Over = Callable[[Step, Tensor], Tensor]  # sums or maxima over transitions
+
+
 def steps_of(chain: Chains, by_pairs: bool = False) -> Callable[[int], list[Step]]:
     """The transitions to step t, as a function of t."""
 
@@ -231,20 +234,20 @@ def steps_of(chain: Chains, by_pairs: bool = False) -> Callable[[int], list[Step
     return lambda t: at(chain.place(t))
 
 
-def through(scores: Tensor, steps: list[Step]) -> list[Tensor]:
+def through(scores: Tensor, steps: list[Step], over: Over = Step.sums) -> list[Tensor]:
     """Messages ``(n, R, k)`` before each transition, and after the last one, ``(n, K)``."""
     messages = []
     for step in steps:
         messages.append(step.fibres(scores))
-        scores = step.sums(messages[-1]).flatten(1)
+        scores = over(step, messages[-1]).flatten(1)
     return [*messages, scores]
 
 
-def forward(chain: Chains, by_pairs: bool = False) -> list[Tensor]:
+def forward(chain: Chains, by_pairs: bool = False, over: Over = Step.sums) -> list[Tensor]:
     """Log-probabilities of the past and the product states, ``(n_t, K)`` for each step t."""
     messages, steps = [chain.initial + chain.emitted(0)], steps_of(chain, by_pairs)
     for t, count in enumerate(chain.counts[1:], 1):
-        messages.append(through(messages[-1][:count], steps(t))[-1] + chain.emitted(t))
+        messages.append(through(messages[-1][:count], steps(t), over)[-1] + chain.emitted(t))
     return messages
 
 
@@ -316,65 +319,41 @@ def filtered(arranged: Arranged) -> Tensor:
 
 def viterbi(arranged: Arranged) -> Tensor:
     """Most probable path of the last W states, ``(*B, T)``; 0 at padded steps."""
-    chain = arranged.chain
-    steps_to, before = steps_of(chain), []
-    score = chain.initial + chain.emitted(0)
-    scores = [score]
-    for t, count in enumerate(chain.counts[1:], 1):
-        score, parts = score[:count], []
-        for step in steps_to(t):
-            parts.append(step.fibres(score))
-            score = step.best(parts[-1]).flatten(1)
-        score = score + chain.emitted(t)
-        before.append(parts)
-        scores.append(score)
-
-    def choose(logs: Tensor) -> Tensor:
-        return logs.argmax(-1)
-
-    def messages(t: int, _: int) -> list[Tensor]:
-        return before[t - 1]
-
-    ends = last(chain, scores).argmax(-1)
-    return arranged.restored(_walk_back(chain, ends, messages, choose))
+    path = _walk_back(arranged.chain, Step.best, lambda logs: logs.argmax(-1), torch.Size())
+    return arranged.restored(path)
 
 
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
     """Samples of paths of the last W states, ``(num_samples, *B, T)``; 0 at padded steps."""
-    chain = arranged.chain
-    steps_to, found = steps_of(chain), forward(chain)
-
-    def messages(t: int, count: int) -> list[Tensor]:
-        return through(found[t - 1][:count], steps_to(t))[:-1]
-
-    ends = drawn(last(chain, found).expand(num_samples, -1, -1))
-    return arranged.restored(_walk_back(chain, ends, messages, drawn), 1)
+    paths = _walk_back(arranged.chain, Step.sums, drawn, torch.Size([num_samples]))
+    return arranged.restored(paths, 1)
 
 
 def _walk_back(
-    chain: Chains, last: Tensor, messages: Callable[[int, int], list[Tensor]],
-    choose: Callable[[Tensor], Tensor],
-) -> Tensor:  # fmt: skip
+    chain: Chains, over: Over, choose: Callable[[Tensor], Tensor], samples: torch.Size
+) -> Tensor:
     """Paths ``(*S, N, T)`` of the last W states; 0 at padded steps.
 
     Args:
         chain: The arguments.
-        last: The product states at the last step, ``(*S, N)``.
-        messages: Of t and n: what comes to each transition to step t, M of ``(n, R, k)``.
+        over: Sums or maxima over transitions.
         choose: A column for each row of log-probabilities.
+        samples: ``(*S)``, how many paths.
     """
-    shape = (*last.shape[:-1], *chain.likelihood.shape[:2])
-    path = torch.zeros(shape, dtype=torch.long, device=last.device)
-    states, steps_to = last[..., :0], steps_of(chain)
+    found, steps_to = forward(chain, over=over), steps_of(chain)
+    ends = choose(last(chain, found).expand(*samples, -1, -1))
+    shape = (*samples, *chain.likelihood.shape[:2])
+    path = torch.zeros(shape, dtype=torch.long, device=ends.device)
+    states = ends[..., :0]
     for t in range(len(chain.counts) - 1, -1, -1):
         if count := states.size(-1):
-            rows = torch.arange(count, device=states.device)
-            pairs = zip(reversed(steps_to(t + 1)), reversed(messages(t + 1, count)))
-            for step, score in pairs:
+            rows, steps = torch.arange(count, device=states.device), steps_to(t + 1)
+            *messages, scores = through(found[t][:count], steps[:-1], over)
+            for step, score in zip(reversed(steps), [steps[-1].fibres(scores), *messages[::-1]]):
                 fibre, here = states // step.size, states % step.size
                 logs = score[rows, fibre] + step.into(here, fibre)
                 states = choose(logs) * score.size(1) + fibre
-        states = torch.cat([states, last[..., states.size(-1) : chain.counts[t]]], -1)
+        states = torch.cat([states, ends[..., states.size(-1) : chain.counts[t]]], -1)
         path[..., : states.size(-1), t] = states % chain.likelihood.size(-1)
     return path
 
