@@ -11,7 +11,7 @@ Its modules; each imports only those above it:
 ``discrete``         symbols, zeros and ones, counts
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
-``waits_and_angles`` gamma: positive numbers; von Mises: angles
+``waits_and_angles``  gamma: positive numbers; von Mises: angles
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
