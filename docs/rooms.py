@@ -139,8 +139,8 @@ def row(name: str) -> str:
     return f"| [`{name}`]({link_of(thing)}) | {before}{sentence_of(thing)} |"
 
 
-def titles(longest: int = 4) -> dict[str, str]:
-    """Titles of the pages of modules: the public names that they define, where these are few.
+def titles(longest: int = 3) -> dict[str, str]:
+    """Titles of the pages of modules: the public names that they define, the first three of them.
 
     Modules of ``ops`` keep their own names: these are what is imported.
     """
@@ -155,8 +155,17 @@ def titles(longest: int = 4) -> dict[str, str]:
         if "." in module and not module.startswith("ops."):
             public.setdefault(module, []).append(name)
     found.update(public)  # what ``pyrohmm`` exports goes before what the room does
-    return {f"pyrohmm.{module}": ", ".join(sorted(names, key=lambda name: name.islower()))
-            for module, names in found.items() if len(names) <= longest}  # fmt: skip
+    needed = [name for _, names in TASKS.values() for name in names.split()]
+
+    def rank(name: str) -> tuple[int, bool]:
+        return needed.index(name) if name in needed else len(needed), name.islower()
+
+    return {
+        f"pyrohmm.{module}": ", ".join(
+            sorted(names, key=rank)[:longest] + ["..."] * (len(names) > longest)
+        )
+        for module, names in found.items()
+    }
 
 
 def page(room: str) -> str:

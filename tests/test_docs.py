@@ -173,6 +173,7 @@ def test_pages_of_modules_have_the_names_of_what_they_define():
     titles = rooms.titles()
     assert titles["pyrohmm.infer.em"] == "fit_em"
     assert titles["pyrohmm.distributions.hmm"] == "HMM"
+    assert titles["pyrohmm.nn.tabular"].startswith("TabularHMM, ")
     assert "pyrohmm.ops.recursions" not in titles
 
 

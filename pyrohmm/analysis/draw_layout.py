@@ -277,14 +277,6 @@ def name_dims(
             elif len(shape) == 2 and shape[1] == num_symbols:
                 names[1] = "symbol"
         named[variable] = tuple(names) if variable in dims else (*plates, *names)
-    sizes: dict[str, int] = {}  # a name that has another size already gets that of its module
-    for variable, known_names in named.items():
-        module, unique = variable.rpartition(".")[0], []
-        for name, size in zip(known_names, shapes[variable]):
-            clash = sizes.setdefault(name, size) != size and variable not in dims
-            unique.append(f"{module}.{name}" if clash else name)
-            sizes.setdefault(unique[-1], size)
-        named[variable] = tuple(unique)
     return named
 
 

@@ -1,8 +1,8 @@
 r"""Emissions that depend on the observations before, besides the state.
 
-What is conditioned on has been observed, so that the states remain a Markov chain given it, and all
-recursions are those of other emissions: only log-likelihoods differ. The first L observations of a
-sequence have a distribution of their own in each state.
+Past observations are known, so inference stays exact: the recursions are those of other emissions,
+and only log-likelihoods differ. The first L observations of a sequence have a distribution of their
+own in each state.
 """
 
 from __future__ import annotations

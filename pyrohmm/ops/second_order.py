@@ -10,7 +10,7 @@ Every function reads
 ``log_likelihood``  ``(*B, T, K)``     log p(x_t | z_t)
 ``lengths``         ``(*B)``           number of steps that exist; padding is on the right
 
-Batch dimensions broadcast; see :mod:`pyrohmm.ops.product._torch`.
+Batch dimensions broadcast.
 
 Source: He, 1988, Extended Viterbi algorithm for second order hidden Markov process.
 

@@ -8,8 +8,6 @@ import torch
 from pyro import poutine
 from pyro.distributions import Categorical, Dirichlet
 from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide import AutoNormal
-from pyro.nn import PyroModule
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -22,7 +20,6 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     draws,
-    fit_map,
     fit_svi,
     normal_tied,
     tied,
@@ -321,26 +318,6 @@ def test_a_guide_gives_its_draws_and_their_density():
     torch.testing.assert_close(some.stats["log_guide"], total)
 
 
-def test_a_guide_with_plates_of_its_own_gives_its_draws_one_by_one():
-    def model(data):
-        with pyro.plate("states", 2):
-            face = pyro.sample("face", Dirichlet(torch.ones(3)))
-        even = torch.full((2, 2), 0.5).log()
-        hmm = HMM(even[0], even, Categorical(face), data.lengths)
-        with pyro.plate("sequences", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    fit = fit_svi(model, AutoNormal(model), DATA, num_steps=3, progress=False)
-    some = PosteriorDraws.of(fit, num_draws=4)
-    assert some.values["face"].shape == (1, 4, 2, 3)
-    for s in range(4):
-        torch.testing.assert_close(
-            some.hmm(DATA).log_prob(DATA.values)[0, s],
-            single(model, some.values, 0, s).log_prob(DATA.values),
-        )
-
-
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")
 def test_chains_of_a_sampler(monkeypatch):
     monkeypatch.setattr("torch.multiprocessing.cpu_count", lambda: 1)  # one after the other
@@ -376,26 +353,3 @@ def test_errors_say_what_was_wanted():
         PosteriorDraws.of(drawn, model).hmm(data)
     with pytest.raises(TypeError, match="return hmm"):
         PosteriorDraws.of(some, lambda data: None).hmm(data)
-
-
-def test_modules_of_other_sizes_have_dimensions_of_their_own():
-    """Two DenseHMMs in one model: names of dimensions that clash are told apart."""
-
-    class Both(PyroModule):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = DenseHMM(2, 3, 2), DenseHMM(3, 3, 1)
-
-        def forward(self, data):
-            hmm = self.a(data.lengths)
-            pyro.factor("other", self.b(data.lengths).log_prob(data.values).sum(-1))
-            with pyro.plate("sequences", len(data)):
-                pyro.sample("x", hmm, obs=data.values)
-            return hmm
-
-    data = Sequences.from_list([[0, 1, 2, 1], [2, 0]])
-    draws = PosteriorDraws.of(fit_map(Both(), data, num_steps=3))
-    dims = draws.named_dims(data)
-    assert dims["a.leave"] == ("state", "embedding")
-    assert dims["b.leave"] == ("b.state", "b.embedding")
-    assert dims["b.symbol"] == ("symbol", "b.symbol_embedding")

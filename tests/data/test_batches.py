@@ -56,3 +56,13 @@ def test_a_window_does_not_go_through_all_sequences():
             batches.take()
     assert first.size >= len(LENGTHS)
     assert later.size < len(LENGTHS) / 4
+
+
+def test_the_mean_loss_of_a_round_of_similar_lengths_is_that_of_the_whole_set():
+    """Each sequence is scaled by the number of batches, whatever the size of its batch."""
+    batches = Batches(of_lengths(LENGTHS[:50]), batch_tokens=300)
+    taken = [batches.take()]
+    while not batches.at_end_of_round:
+        taken.append(batches.take())
+    assert sum(len(batch) for batch in taken) == 50
+    assert {batch.total / len(batch) for batch in taken} == {len(taken)}
