@@ -117,6 +117,25 @@ class HSMM(HMM):
         """Whether the first segment was there before the data."""
         return self.chain.censored_start
 
+    def check_labels(self, values: Tensor) -> None:
+        """Raise if no path keeps to the labels: a run may be longer than any duration."""
+        try:
+            super().check_labels(values)
+        except ValueError:
+            allowed: Tensor = self.allowed
+            known = torch.where(allowed.sum(-1) == 1, allowed.byte().argmax(-1), -1)
+            longest = 0
+            for row in known.reshape(-1, known.size(-1)):
+                states, steps = row.unique_consecutive(return_counts=True)
+                longest = max(longest, *steps[states >= 0].tolist(), 0)
+            if longest <= self.max_duration:
+                raise
+            raise ValueError(
+                f"labels must not stay in a state for longer than its durations, of up to "
+                f"{self.max_duration} steps; the longest run has {longest}. Allow durations of "
+                f"{longest} steps, or correct the labels."
+            ) from None
+
     def duration_counts(self, values: Tensor) -> Tensor:
         """Expected number of segments of each state and duration given ``values``, ``(*B, K, D)``.
 
