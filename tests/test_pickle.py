@@ -113,16 +113,6 @@ def test_a_module_that_went_through_samples_and_builds_the_same(name, way):
         assert torch.equal(hmm.log_prob(values), hmms[0].log_prob(values))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_family_makes_the_same_module_after(way):
-    for case in CASES.values():
-        pyro.set_rng_seed(1)
-        state = TabularHMM(STATES, case.family()).state_dict()
-        pyro.set_rng_seed(1)
-        again = TabularHMM(STATES, WAYS[way](case.family())).state_dict()
-        assert all(torch.equal(state[name], again[name]) for name in state)
-
-
 def by_rotations():
     model = MarginalModel(DenseHMM(2, 3, dim=2))
     start = fit_map(model, symbols(), **QUICK).start

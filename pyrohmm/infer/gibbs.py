@@ -27,9 +27,8 @@ from ..distributions.observation import is_categorical
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
-from ..nn.discrete import CategoricalEmission
 from ..nn.family import Emission
-from ..ops.path_samples import PathSamples, sample_paths
+from ..ops.path_samples import sample_paths
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .parameters import Parameters
@@ -172,16 +171,15 @@ class Gibbs(Chains):
         if self.others is not None and self.done:
             self.others.step()
         hmm, prior = parameters.build(self.data)
-        paths = self._sample_paths(hmm)
-        evidence = paths.log_evidence
+        states, evidence = self._sample_paths(hmm)
         if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
             self._keep(evidence, prior, index - 1)
-        parameters.update(self._sample_parameters(hmm, paths.states, paths))
+        parameters.update(self._sample_parameters(hmm, states))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
             self._keep(hmm.log_prob(self.data.values), prior, index)
 
-    def _sample_paths(self, hmm: HMM) -> PathSamples:
+    def _sample_paths(self, hmm: HMM) -> tuple[Tensor, Tensor]:
         """Paths of all sequences in all chains, and the log evidence of each."""
         chain, values = hmm.chain, self.data.values
         batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
@@ -200,14 +198,12 @@ class Gibbs(Chains):
                 wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
                 first, matrix, table = wide
                 parts = first.squeeze(1), matrix, table, rows, self.data.lengths
-                found = sample_paths(*parts, by_kind=factors is not None)
+                found = sample_paths(*parts)
                 if found is not None:
                     return found
         likelihood = hmm.log_likelihood(values)
         states = chain.sample_states(likelihood, hmm.lengths, 1)
-        nothing = states.new_zeros(0)
-        evidence = chain.log_evidence(likelihood, hmm.lengths)
-        return PathSamples(states, evidence, nothing, nothing, nothing)
+        return states, chain.log_evidence(likelihood, hmm.lengths)
 
     def _keep(self, evidence: Tensor, prior: Tensor, index: int) -> None:
         """Keep the parameters, and their log joint density."""
@@ -216,20 +212,14 @@ class Gibbs(Chains):
         now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
         self.keep(index, now | {"lp": lp})
 
-    def _sample_parameters(
-        self, hmm: HMM, states: Tensor, counted: PathSamples | None = None
-    ) -> Values:
-        """Samples of the parameters given the paths, by name, of which some may be counted."""
+    def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
+        """Samples of the parameters given the paths, by name."""
         parameters = self.parameters
         restarts, num_states = parameters.restarts, hmm.num_states
         states = states.reshape(restarts, len(self.data), -1)
         values: Values = {}
         if self.chain is not None:
-            if counted is not None and len(counted.transitions):
-                tables = counted.initial, counted.transitions
-                found = dict(zip(("log_initial", "log_transition"), tables))
-            else:
-                found = whole_counts(hmm, states if restarts > 1 else states[0])
+            found = whole_counts(hmm, states if restarts > 1 else states[0])
             counts = {}
             for name, count in found.items():
                 core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
@@ -239,11 +229,7 @@ class Gibbs(Chains):
             expected = ExpectedCounts(no_evidence, weights, counts)
             values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
         if self.emission is not None:
-            symbols = counted is not None and len(counted.emitted) > 0
-            if counted is not None and symbols and type(self.emission) is CategoricalEmission:
-                statistics = {"counts": counted.emitted.mT}
-            else:
-                statistics = self._emission_statistics(hmm, states)
+            statistics = self._emission_statistics(hmm, states)
             sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
             values |= under(self.prefix, sample)
         return values

@@ -14,11 +14,9 @@ LEAST = 1e-130  # that below which what is a 1e-178th of it may be lost
 @kernel
 def sample_paths(
     first, last, initial, transition, transposed, table, offsets, rows, lengths, uniform, states,
-    evidence, starts, pairs, emitted,
+    evidence,
 ):  # fmt: skip
     """Sample a path of each sequence under parameters ``first`` to ``last``, and its log evidence.
-
-    First states, transitions and, unless ``emitted`` is empty, kinds of step by state are counted.
 
     Row ``rows[b, t]`` of ``table`` holds the likelihoods of the step over their largest, whose
     logarithm is in ``offsets``; a step of row -1 is missing. Where the mass is too small the
@@ -60,7 +58,7 @@ def sample_paths(
         evidence[g, b] = logs + np.log(total)
         if total != total:
             continue
-        state = later = 0
+        state = 0
         for t in range(lengths[b] - 1, -1, -1):
             total = 0.0
             for k in range(num_states):
@@ -75,9 +73,3 @@ def sample_paths(
             while state < num_states - 1 and not sums[state] > bound:
                 state += 1
             states[g, b, t] = state
-            if t < lengths[b] - 1:
-                pairs[g, state, later] += 1
-            if rows[b, t] >= 0 and emitted.shape[0] > 0:
-                emitted[g, rows[b, t], state] += 1
-            later = state
-        starts[g, state] += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,32 +13,13 @@ from .log_space import finite_or_zero
 WIDEST = 64  # states; for more, matrix products of torch are faster
 
 
-class PathSamples(NamedTuple):
-    """Paths of N sequences under G parameters.
-
-    Attributes:
-        states: ``(G, N, T)``, 0 at padded steps.
-        log_evidence: ``(G, N)``.
-        initial: ``(G, K)``, numbers of first states.
-        transitions: ``(G, K, K)``, numbers of transitions.
-        emitted: ``(G, V, K)``, in which states each kind of step was; empty if not asked for.
-    """
-
-    states: Tensor
-    log_evidence: Tensor
-    initial: Tensor
-    transitions: Tensor
-    emitted: Tensor
-
-
 def sample_paths(
     log_initial: Tensor,
     log_transition: Tensor,
     table: Tensor,
     rows: Tensor,
     lengths: Tensor,
-    by_kind: bool = False,
-) -> PathSamples | None:
+) -> tuple[Tensor, Tensor] | None:
     r"""Samples of :math:`p(z_{1:T} \mid x_{1:T}, \theta_g)` and :math:`\log p(x_{1:T} | \theta_g)`.
 
     Args:
@@ -48,10 +28,10 @@ def sample_paths(
         table: ``(G, V, K)``, log-likelihoods of V kinds of step.
         rows: ``(N, T)`` integers, the kind of each step; -1 where it is not observed.
         lengths: ``(N,)``.
-        by_kind: Whether to count in which states each kind of step was.
 
     Returns:
-        None where numbers leave their range, or are not on the CPU.
+        States ``(G, N, T)``, 0 at padded steps, and evidence ``(G, N)``; None where numbers leave
+        their range, or are not on the CPU.
     """
     groups, num_states = log_initial.shape
     if backend_for(log_initial.device) is not NUMBA or num_states > WIDEST:
@@ -63,15 +43,12 @@ def sample_paths(
         uniform = torch.rand(groups, *rows.shape, dtype=torch.float64)
         states = torch.zeros(uniform.shape, dtype=torch.long)
         evidence = uniform.new_zeros(uniform.shape[:2])
-        counts = uniform.new_zeros(first.shape), uniform.new_zeros(matrix.shape)
-        emitted = uniform.new_zeros(likelihood.shape if by_kind else (0, 0, 0))
         kernels = import_module("._numba_draws", __package__)
         kernels.run(
             kernels.sample_paths, groups, 8 * rows.numel() * num_states**2,
             first.contiguous(), matrix.contiguous(), matrix.mT.contiguous(),
             likelihood.contiguous(), offsets.contiguous(), rows, lengths, uniform, states, evidence,
-            *counts, emitted,
         )  # fmt: skip
     if bool(evidence.isnan().any()):
         return None
-    return PathSamples(states, evidence, *counts, emitted)
+    return states, evidence

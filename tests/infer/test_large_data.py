@@ -199,7 +199,7 @@ def test_wrong_iterables_are_refused(fit, data, error, message):
 def test_what_needs_all_data_at_once_is_refused():
     _, stored = both_ways(SYMBOLS)
     module = TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="is taken whole in each step"):
+    with pytest.raises(ValueError, match="batch_size is of Sequences"):
         fit_em(module, stored, batch_size=2)
     with pytest.raises(ValueError, match="is taken whole in each step"):
         fit_map(MarginalModel(module), stored, batch_size=2)

@@ -130,21 +130,6 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, 
     assert files[0] == files[1]
 
 
-def test_more_epochs_go_on_from_a_checkpoint(here, capsys):
-    arguments = ["train.txt", "--valid", "valid.txt", *SMALL, "--checkpoint", "c", "--save", "m"]
-    ended = []
-    for epochs in ("1", "3", "3"):
-        main([*arguments, "--epochs", epochs])
-        shown = capsys.readouterr().out
-        ended.append((int(re.search(r"ended after (\d+) steps", shown)[1]), shown))
-    assert ended[1][0] == 3 * ended[0][0]
-    assert ended[2][0] == ended[1][0]
-    assert f"of {ended[1][0]}: held-out perplexity" in ended[1][1]
-    final = [float(re.findall(r"perplexity ([\d.]+)", shown)[-1]) for _, shown in ended]
-    assert final[1] < final[0]
-    assert final[2] == final[1]
-
-
 def test_each_option_has_a_text_and_the_default_of_its_function(capsys):
     assert all(action.help for action in command._parser()._actions)
     with pytest.raises(SystemExit):

@@ -103,14 +103,6 @@ def test_what_was_chosen_is_saved_and_loaded(dropout, tmp_path):
     assert states_in_training(loaded) == states_in_training(model)
 
 
-def test_a_share_that_was_given_is_kept_whatever_the_epochs():
-    model = untrained(dropout=0.5)
-    for epochs in (1, 12):
-        model.fit(DATA, num_epochs=epochs, batch_tokens=40, progress=False)
-        assert model.module.dropout == 0.5
-    assert states_in_training(model) == 12
-
-
 def test_the_default_is_among_the_best_of_the_measured_runs():
     """In every cell of the figure that has its share: within three hundredths of the best."""
     rows = json.loads(FIGURE.read_text())["rows"]
