@@ -69,10 +69,8 @@ from .nn import emissions as emissions
 from .nn import tagging as tagging
 from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
-from .nn.circular import von_mises as von_mises
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
-from .nn.continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .nn.covariances import autoregressive_normal as autoregressive_normal
 from .nn.covariances import normal_full as normal_full
 from .nn.covariances import normal_tied as normal_tied
@@ -105,9 +103,11 @@ from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.tabular import banded as banded
 from .nn.tabular import left_to_right as left_to_right
 from .nn.tabular import sticky as sticky
-from .nn.tabular_hsmm import TabularHSMM as TabularHSMM
+from .nn.tabular_times import TabularContinuousTimeHMM as TabularContinuousTimeHMM
+from .nn.tabular_times import TabularHSMM as TabularHSMM
 from .nn.tagging import NeuralTagger as NeuralTagger
-from .nn.waiting import gamma as gamma
+from .nn.waits_and_angles import gamma as gamma
+from .nn.waits_and_angles import von_mises as von_mises
 from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import factorial as factorial

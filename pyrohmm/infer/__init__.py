@@ -11,7 +11,6 @@ Its modules; each imports only those above it:
 ``options``       ``FitOptions``: the arguments that gradient fits share
 ``starts``        where EM begins
 ``resizing``      merge and split of states
-``ascent``        how M-steps under a diversity prior rise
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``validation``    held-out evidence during a fit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro.distributions.util import is_validation_enabled, validation_enabled
@@ -17,28 +17,12 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.closed_form import Statistics
 from ..ops import recursions
-from .maximization import Maximization, expectation_of_logs
+from .maximization import Maximization
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .tables import TableCounts
 
 PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
-
-
-class Piece(NamedTuple):
-    """Sequences that go through the recursions together, with their expected counts.
-
-    Attributes:
-        data: The sequences.
-        scale: Of their likelihood.
-        counts: By name, as :func:`expectation_of_logs` takes them.
-        value: Sum of the log-probabilities at the parameters of the E-step times these, ``(R,)``.
-    """
-
-    data: Sequences
-    scale: float
-    counts: Statistics
-    value: Tensor
 
 
 class Expectation:
@@ -48,21 +32,16 @@ class Expectation:
         parameters: They build the HMM.
         maximize: Reduces expected counts to what the M-step needs.
         group: The data-parallel ranks, over which statistics are added.
-        keep: Whether to keep the expected counts, for :meth:`bound`.
 
     Attributes:
         log_prior: ``(R,)`` or a scalar, that of the last call.
     """
 
-    def __init__(
-        self, parameters: Parameters, maximize: Maximization, group: ProcessGroup, keep: bool
-    ) -> None:
-        self.parameters, self.maximize, self.group, self.keep = parameters, maximize, group, keep
-        self.by_symbol = maximize.by_symbol and not keep
-        alone = self.by_symbol and group.size == 1
+    def __init__(self, parameters: Parameters, maximize: Maximization, group: ProcessGroup) -> None:
+        self.parameters, self.maximize, self.group = parameters, maximize, group
+        alone = maximize.by_symbol and group.size == 1
         self.tables = TableCounts(parameters) if alone and TableCounts.suit(parameters) else None
         self.log_prior = torch.zeros(())
-        self._kept: list[Piece] = []
         self._guesses = True  # until a guess was wrong
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
         self._split_of: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
@@ -74,10 +53,6 @@ class Expectation:
         """
         last, times = self._seen
         self._seen = batch, times + 1 if batch is last else 1
-        if self.tables is not None and isinstance(batch, Sequences):
-            found = self._of_tables(self.tables, batch)
-            if found is not None:
-                return found
         if self._guesses and self.group.size == 1:  # ranks stay in step
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
@@ -90,34 +65,12 @@ class Expectation:
         loss, statistics = self._compute(batch, check=True)
         return loss.cpu(), statistics
 
-    def _of_tables(self, tables: TableCounts, batch: Sequences) -> tuple[Tensor, Statistics] | None:
-        """Loss and statistics without an HMM; None if out of range, or an error is due."""
-        statistics: Statistics = {}
-        total: Any = 0.0
-        for _, part, scale in self._pieces(batch):
-            if self._seen[1] <= 2:  # check data, start and what an M-step returns
-                self.parameters.build(part)[0].prepare_values(part.values)
-            if (expected := tables(part)) is None:
-                return None
-            total = total + scale * expected.log_evidence.double().sum(-1)
-            gathered = self.maximize.gather(expected, None, self.parameters.example, scale)
-            for name, value in gathered.items():
-                statistics[name] = statistics[name] + value if name in statistics else value
-        self.log_prior = self.parameters.log_density({})
-        loss = -(total + self.log_prior.double())
-        return (loss, statistics) if bool(loss.isfinite().all()) else None
-
     def _compute(self, batch: Sequences | Parts, check: bool) -> tuple[Tensor, Statistics]:
         """Loss, on the device of the data, and statistics; ``check`` raises if it is infinite."""
         total: Any = 0.0
         statistics: Statistics = {}
-        self._kept = []
         for chosen, part, scale in self._pieces(batch):
-            with torch.no_grad():
-                hmm, self.log_prior = self.parameters.build(part)
-                by_symbol = self.by_symbol and hmm.allowed is None
-                count = symbol_counts if by_symbol else type(hmm).expected_counts
-                expected = count(hmm, part.values)
+            hmm, expected, by_symbol = self._counts(part)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
             if check and bool((impossible := evidence.isneginf().all(0)).any()):
                 where = int(chosen[impossible.byte().argmax()])
@@ -127,10 +80,6 @@ class Expectation:
                     "none out."
                 )
             total = total + scale * evidence.sum(-1)
-            if self.keep:
-                counts = expected.counts | {"states": expected.states}
-                value = expectation_of_logs(hmm, part.values, counts, self.parameters.restarts)
-                self._kept.append(Piece(part, scale, counts, value))
             steps = None if by_symbol else part
             for name, value in self.maximize.gather(expected, steps, hmm, scale).items():
                 statistics[name] = statistics[name] + value if name in statistics else value
@@ -144,20 +93,19 @@ class Expectation:
             )
         return loss, statistics
 
-    def bound(self, loss: Tensor) -> Tensor:
-        r"""Lower bound :math:`E_q[\log p(x, z, \theta) - \log q(z)]` after the M-step, ``(R,)``.
-
-        q is the posterior of the last E-step, at whose parameters the bound was minus ``loss``.
-        """
-        old, rise = self.log_prior, torch.zeros_like(loss)
+    def _counts(self, part: Sequences) -> tuple[HMM, ExpectedCounts, bool]:
+        """An HMM, expected counts at the parameters, and whether states are counted by symbol."""
+        expected = None if self.tables is None else self.tables(part)
+        if expected is not None:
+            if self._seen[1] <= 2:  # check data, start and what an M-step returns
+                self.parameters.build(part)[0].prepare_values(part.values)
+            self.log_prior = self.parameters.log_density()
+            return self.parameters.example, expected, True
         with torch.no_grad():
-            for piece in self._kept:
-                hmm, prior = self.parameters.build(piece.data)
-                value = expectation_of_logs(
-                    hmm, piece.data.values, piece.counts, self.parameters.restarts
-                )
-                rise = rise + piece.scale * (value - piece.value).to(rise)
-        return rise + prior.to(rise) - old.to(rise) - loss
+            hmm, self.log_prior = self.parameters.build(part)
+            by_symbol = self.maximize.by_symbol and hmm.allowed is None
+            count = symbol_counts if by_symbol else type(hmm).expected_counts
+            return hmm, count(hmm, part.values), by_symbol
 
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
@@ -205,24 +153,6 @@ def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
     counts = with_one_wait(compute)
     hmm._check_evidence(counts.log_evidence, values)
     return counts
-
-
-def check_apart(maximize: Maximization, several: str | None, batch_size: int | None) -> None:
-    """Raise unless an E-step over parts of the data is that over all of it, if there are parts.
-
-    Args:
-        maximize: The M-step.
-        several: What the data are divided into, other than minibatches.
-        batch_size: Of minibatches.
-    """
-    which = several or ("batch_size" if batch_size is not None else None)
-    if which is not None and not maximize.summed:
-        raise ValueError(
-            f"{which} needs a module whose M-step needs nothing but sums over observations; that "
-            f"of {type(maximize.parameters.module).__name__} needs all of them. Use fit_map."
-        )
-    if isinstance(maximize.parameters.data, Parts) and batch_size is not None:
-        raise ValueError("batch_size is of Sequences; of an iterable each iteration takes all.")
 
 
 def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:

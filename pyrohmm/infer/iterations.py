@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,27 +17,13 @@ from ..nn.closed_form import Statistics
 from .expectation import Expectation
 from .maximization import GradientSteps, Maximization
 from .parameters import Parameters
+from .process_group import ProcessGroup
 from .starts import Values
 
 RANKED = 20  # iterations after which the worse half of the restarts is given up, and again
 SPAN = 6  # iterations whose fall of the loss is compared with that of as many before
 SLOW = 0.25  # ratio of these, from which extrapolation pays
 GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
-
-
-class Average:
-    """Sufficient statistics of minibatches, averaged with decaying step sizes."""
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.statistics: Statistics = {}
-
-    def add(self, new: Statistics, rate: float) -> Statistics:
-        """Move the average towards ``new`` by the share ``rate``; one replaces it."""
-        if self.statistics:
-            new = {name: torch.lerp(self.statistics[name], new[name], rate) for name in new}
-        self.statistics = new
-        return new
 
 
 class Extrapolation:
@@ -137,43 +122,67 @@ class Extrapolation:
             setattr(self, name, state[name])
 
 
-@dataclass
 class Loop:
     """The iterations of EM, and what a checkpoint saves of them.
 
+    Arguments are those of :func:`pyrohmm.fit_em`.
+
     Attributes:
-        tolerance: EM ends when what it may still gain is below this share of the loss; None never.
-        average: Of the statistics of minibatches.
+        decay: Of the step sizes with which statistics of minibatches are averaged; else None.
+        average: The averaged statistics.
         squarem: Extrapolates, if the loss can be compared from one iteration to the next.
         ranked: Whether restarts that are behind are given up.
         losses: Minus the log joint density at each iteration, ``(R,)``; that of a restart that was
             given up stays as it was.
         log_priors: ``(R,)``, at each iteration.
-        bounds: After each M-step, ``(R,)``, if they are asked for.
         alive: The restarts that go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         reason: Why the fit has converged.
     """
 
-    expect: Expectation
-    maximize: Maximization
-    batches: Batches
-    num_steps: int
-    tolerance: float | None
-    average: Average | None = None
-    squarem: Extrapolation | None = None
-    ranked: bool = False
-    checkpoint: Checkpoint | None = None
-    losses: list[Tensor] = field(default_factory=list)
-    log_priors: list[Tensor] = field(default_factory=list)
-    bounds: list[Tensor] = field(default_factory=list)
-    values: Values = field(default_factory=dict)
-    reason: str | None = None
-    start_time: float = field(default_factory=time.perf_counter)
-
-    def __post_init__(self) -> None:
-        self.parameters = self.expect.parameters
-        self.alive = torch.arange(self.parameters.restarts)
+    def __init__(
+        self,
+        parameters: Parameters,
+        maximize: Maximization,
+        group: ProcessGroup,
+        *,
+        num_steps: int,
+        tolerance: float | None,
+        batch_size: int | None,
+        decay: float,
+        acceleration: bool | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        data = parameters.data
+        maximize.check_parts(group.size > 1, batch_size)
+        if batch_size is not None and batch_size >= len(data):
+            batch_size = None
+        falls = batch_size is None and group.size == 1
+        if acceleration and not falls:
+            raise ValueError(
+                "acceleration needs EM of all data in one process, whose loss never rises: leave "
+                "out batch_size, or acceleration."
+            )
+        self.parameters, self.maximize, self.num_steps = parameters, maximize, num_steps
+        self.expect = Expectation(parameters, maximize, group)
+        self.batches = Batches(
+            data, batch_size, generator, shard=group.share, agree=group.from_first
+        )
+        self.tolerance = None if batch_size is not None else tolerance
+        self.decay = None if batch_size is None else decay
+        self.average: Statistics = {}
+        # an optimizer of the user's, and a fit of so many steps, go their own way
+        self.ranked = falls and tolerance is not None and maximize.gradient.step.optimizer is None
+        self.squarem: Extrapolation | None = None
+        if acceleration or (acceleration is None and self.ranked):
+            self.squarem = Extrapolation(parameters, maximize.gradient, bool(acceleration))
+        self.checkpoint: Checkpoint | None = None
+        self.losses: list[Tensor] = []
+        self.log_priors: list[Tensor] = []
+        self.alive = torch.arange(parameters.restarts)
+        self.values: Values = {}
+        self.reason: str | None = None
+        self.start_time = time.perf_counter()
 
     def run(self, bar: tqdm) -> None:
         """E-step, convergence, M-step, until it has converged or has taken all steps."""
@@ -196,12 +205,10 @@ class Loop:
             if self.ranked and len(self.alive) > 1 and len(self.losses) % RANKED == 0:
                 self._give_up_half()
                 loss, statistics = self._expect(batch)
-            if self.average is not None:
-                rate = (len(self.losses) + 1) ** -self.average.decay
-                statistics = self.average.add(statistics, rate)
+            if self.decay is not None:
+                rate = (len(self.losses) + 1) ** -self.decay
+                statistics = self.average = _mixed(self.average, statistics, rate)
             self.maximize(statistics, batch)
-            if self.expect.keep:
-                self._append(self.bounds, self.expect.bound(loss))
             if self.squarem is not None and self.squarem.active:
                 self.squarem.record()
             bar.update()
@@ -263,14 +270,14 @@ class Loop:
     def whole_set(self) -> tuple[Tensor, Statistics]:
         """The loss and the statistics of all the data, in minibatches."""
         data, seen, total = self.batches.data, 0, torch.zeros(())
-        average = Average(0.0)
+        average: Statistics = {}
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen
             seen += len(chosen)
             loss, statistics = self._expect(self.batches.shard(data.batch(chosen)))
             total = total + loss * len(chosen) / len(data)
-            average.add(statistics, len(chosen) / seen)
-        return total, average.statistics
+            average = _mixed(average, statistics, len(chosen) / seen)
+        return total, average
 
     def _judge(self, batch: Sequences) -> tuple[Tensor, Statistics]:
         """E-step at the parameters proposed, or where these are worse, at those before."""
@@ -302,10 +309,9 @@ class Loop:
             {
                 "losses": torch.stack(self.losses),
                 "log_priors": torch.stack(self.log_priors),
-                "bounds": self.bounds,
                 "alive": self.alive,
                 "all_values": self.values,
-                "statistics": None if self.average is None else self.average.statistics,
+                "statistics": self.average,
                 "tolerance": self.tolerance,
                 "reason": self.reason,
                 "batches": self.batches.state(),
@@ -334,17 +340,21 @@ class Loop:
         if self.squarem is not None and state["squarem"] is not None:
             self.squarem.restore(state["squarem"])
         self.batches.restore(state["batches"])
-        if self.average is not None:
+        if self.decay is not None:
             data = self.batches.data
             _, wanted = self._expect(data.batch(torch.arange(1)))
             saved = state.tensors_like("statistics", wanted)
-            self.average.statistics = {name: saved[name].to(data.device) for name in wanted}
+            self.average = {name: saved[name].to(data.device) for name in wanted}
         self.losses = list(state.losses(restarts))
         self.log_priors = list(state["log_priors"])
-        self.bounds = state["bounds"]
         self.start_time -= state["seconds"]
         if state["reason"] is not None and state["tolerance"] == self.tolerance:
             self.reason = state["reason"]
         elif state["reason"] is not None:  # with another tolerance: the last E-step is done again
             self.losses.pop()
             self.log_priors.pop()
+
+
+def _mixed(old: Statistics, new: Statistics, rate: float) -> Statistics:
+    """Averaged statistics, moved towards ``new`` by the share ``rate``."""
+    return {name: torch.lerp(old[name], new[name], rate) for name in new} if old else new

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributions import transform_to
 
-from .._sync import guessing
+from .._sync import with_one_wait
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
+from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.hard_zeros import log_probs
@@ -30,7 +31,6 @@ from ..nn.closed_form import (
     under,
 )
 from ..ops.products import add_rows
-from . import msteps
 from .models import check_gradients
 from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters
@@ -97,11 +97,9 @@ class GradientSteps:
     ) -> None:
         self.parameters, self.step = parameters, copy.copy(step)
         self.step._stepper = None  # an optimizer of this fit's own parameters
-        self.names, self.points = names, points
+        self.points = points
+        self.transforms = {name: transform_to(parameters.sites[name].support) for name in names}
         self.leaves: Values = {}  # unconstrained
-
-    def _constrain(self, name: str) -> Any:
-        return transform_to(self.parameters.sites[name].support)
 
     def __call__(self, batch: Sequences, counts: Statistics) -> None:
         """Raise the expected log joint density.
@@ -111,18 +109,18 @@ class GradientSteps:
             counts: Expected counts: see :func:`expectation_of_logs`.
         """
         parameters = self.parameters
-        if not self.names and not self.points:
+        if not self.transforms and not self.points:
             return
         check_gradients()
         if self.step.optimizer is None or not self.leaves:
             self.leaves = {
-                name: self._constrain(name).inv(parameters.values[name]).clone().requires_grad_()
-                for name in self.names
+                name: to.inv(parameters.values[name]).clone().requires_grad_()
+                for name, to in self.transforms.items()
             }
         known, leaves = dict(parameters.values), self.leaves
 
         def loss() -> Tensor:
-            moving = {name: self._constrain(name)(leaf) for name, leaf in leaves.items()}
+            moving = {name: self.transforms[name](leaf) for name, leaf in leaves.items()}
             parameters.values = known | moving
             hmm, prior = parameters.build(batch)
             return -prior - expectation_of_logs(hmm, batch.values, counts, parameters.restarts)
@@ -178,7 +176,7 @@ class Maximization:
     ) -> None:
         module: Any = parameters.module
         log_prior, hmm = parameters.log_prior, parameters.example
-        self.parameters, self.transition_step = parameters, transition_step
+        self.parameters, self.transition_step = parameters, copy.copy(transition_step)
         emission = module.emission_module()
         inner = (f"{name}." for name, part in module.named_modules() if part is emission)
         prefix = next(inner, None)  # of the names of the emission's parameters
@@ -190,33 +188,23 @@ class Maximization:
         self.emission: Any = emission if own else None
         self.chain: Any = None
         of_chain: set[str] = set()
-        step = TransitionCounts if of_transitions else ChainMStep
-        if closed and isinstance(parameters.module, step):
-            names_of_chain = _names_of_chain(module, hmm)  # raises if there is no mode
-            if not has_foreign_priors(module, but=emission):
-                self.chain, of_chain = module, names_of_chain
-            elif transition_step is not None:
-                raise ValueError(
-                    "a transition_step, or a diversity prior, goes with the priors that "
-                    f"{type(module).__name__} has itself; one of them has been replaced. Leave it "
-                    "out, or use fit_map."
-                )
-
-        def is_of_emission(name: str) -> bool:
-            return prefix is not None and name.startswith(prefix)
-
-        def has_closed_form(name: str) -> bool:
-            of_emission = own and is_of_emission(name)
-            return of_emission or name.removesuffix("_unconstrained") in of_chain
-
-        names = [name for name in parameters.sites if not has_closed_form(name)]
-        points = {
-            name: point
-            for name, point in module.named_parameters()
-            if point.requires_grad and not has_closed_form(name)
-        }
-        self.gradient = GradientSteps(parameters, gradient_step, names, list(points.values()))
-        others = [name for name in (*names, *points) if not is_of_emission(name)]
+        if closed and isinstance(module, TransitionCounts if of_transitions else ChainMStep):
+            names = _names_of_chain(module, hmm)  # raises if there is no mode
+            if not has_foreign_priors(parameters.module, but=emission):
+                self.chain, of_chain = module, names
+        points = {name: point for name, point in module.named_parameters() if point.requires_grad}
+        others = []  # neither of the emission nor in closed form
+        rest = []  # not in closed form
+        for name in (*parameters.sites, *points):
+            of_emission = prefix is not None and name.startswith(prefix)
+            if name.removesuffix("_unconstrained") in of_chain:
+                continue
+            others += [] if of_emission else [name]
+            rest += [] if of_emission and own else [name]
+        self.gradient = GradientSteps(
+            parameters, gradient_step, [name for name in rest if name in parameters.sites],
+            [points[name] for name in rest if name in points],
+        )  # fmt: skip
         self.chain_closed = self.chain is not None and not others
         self.symbols = is_categorical(hmm.emission)
         cores, tables = hmm.chain.cores, hmm.chain.parameters
@@ -229,14 +217,30 @@ class Maximization:
         # zeros of a transition matrix without a prior are those of the model
         point = "transition" in of_chain and "transition" not in parameters.sites
         self.possible = parameters.get("transition")[0] > 0 if point else None
-        self.last_step: tuple[Tensor, Tensor, Tensor | None] | None = None  # its end and counts
         self.notes: dict[str, int] = {}
         self.idle: Tensor | None = None
-        self._guesses = True  # until a guess was wrong
         self._any_batch = parameters.data[:1]
         self._steps: WeakKeyDictionary[Sequences, tuple[Tensor, Tensor | None]] = (
             WeakKeyDictionary()
         )
+
+    def check_parts(self, several_processes: bool, batch_size: int | None) -> None:
+        """Raise unless an E-step over parts of the data is that over all of it, if there are parts.
+
+        Args:
+            several_processes: Whether each process has a part.
+            batch_size: Of minibatches; None without.
+        """
+        stored = isinstance(self.parameters.data, Parts)
+        ways = {"several processes": several_processes, "an iterable of Sequences": stored}
+        way = next((w for w, taken in (ways | {"batch_size": batch_size}).items() if taken), None)
+        if way is not None and not self.summed:
+            raise ValueError(
+                f"{way} needs a module whose M-step needs nothing but sums over observations; "
+                f"that of {type(self.parameters.module).__name__} needs all of them. Use fit_map."
+            )
+        if stored and batch_size is not None:
+            raise ValueError("batch_size is of Sequences; of an iterable each iteration takes all.")
 
     def gather(
         self,
@@ -325,20 +329,11 @@ class Maximization:
             self.idle = visits < DEAD * visits.sum(-1, keepdim=True)
             batch = self._any_batch
         with torch.no_grad():
-            for note in self._closed_forms(statistics):
-                self.notes[note] = self.notes.get(note, 0) + 1
+            values, notes = with_one_wait(lambda: self._modes(statistics))
+            self.parameters.update(values)
+        for note in notes:
+            self.notes[note] = self.notes.get(note, 0) + 1
         self.gradient(batch, inside(statistics, "counts."))
-
-    def _closed_forms(self, statistics: Statistics) -> list[str]:
-        """Set parameters to their mode; a device is waited for once. Returns remarks."""
-        if self._guesses:
-            with guessing() as guesses:
-                values, notes = self._modes(statistics)
-            self._guesses, _ = guesses.read()
-        if not self._guesses:
-            values, notes = self._modes(statistics)
-        self.parameters.update(values)
-        return notes
 
     def _modes(self, statistics: Statistics) -> Maximum:
         """The modes of all parameters that have a closed form, and remarks."""
@@ -364,19 +359,13 @@ class Maximization:
         allowed = getattr(self.chain, "transition_allowed", None)
         if self.possible is not None:
             allowed = self.possible if allowed is None else allowed & self.possible
-        end = step(old, counts, prior, allowed)
-        self.last_step = end, counts, allowed
-        return end
+        found: Tensor = step(old, counts, prior, allowed)
+        return found
 
     def remarks(self, restart: int) -> list[str]:
         """All remarks on the fit that ends in a restart."""
         remarks = [f"{note} ({count} iterations)" if count > 1 else note
                    for note, count in self.notes.items()]  # fmt: skip
-        if self.last_step is not None:
-            end, counts, allowed = self.last_step
-            remarks += msteps.unconverged(
-                end[restart], counts[restart], self.parameters.log_prior, allowed
-            )
         idle = [] if self.idle is None else self.idle[restart].nonzero().flatten().tolist()
         if idle:
             names = ", ".join(map(str, idle))

@@ -14,7 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from scipy import optimize
+from scipy.special import xlogy
 from torch import Tensor
 
 from .._checks import check_size
@@ -22,10 +25,12 @@ from .._sync import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
 from ..ops.log_space import log
-from .ascent import TINY, Ascent
 
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+TINY = 1e-300  # in place of a denominator of zero
+ROUND = 50  # iterations of an ascent before it begins anew
 MOST_WORK = 3_000_000  # cubed states of all starts of a search
-UNCONVERGED = 1e-3  # relative slope at the end of an M-step, above which it is reported
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
@@ -62,28 +67,29 @@ class GradientStep:
             before = loss()
         kept = [leaf.detach().clone() for leaf in parameters]
         sizes = before.masked_fill(~before.isfinite(), 0.0).abs().sum()
-        leaves = parameters
-        if self.optimizer is None and before.device.type != "cpu":
-            sizes, *host = read_with_one_wait(lambda: [sizes, *parameters])
-            leaves = [leaf.to(like.dtype).requires_grad_() for leaf, like in zip(host, parameters)]
-        size = sizes.item()
 
+        @torch.enable_grad()
         def evaluate() -> list[Tensor]:
             values = loss()
             failed = ~values.isfinite()
             value = values.masked_fill(failed, 0.0).sum()
             gradients = torch.autograd.grad(value, parameters, materialize_grads=True)
             # a restart that has failed must not change the others, nor look good
-            value = value.detach() + failed.sum() * (1e3 + 10 * size)
+            value = value.detach() + failed.sum() * (1e3 + 10 * sizes)
             return [value, *(gradient.nan_to_num(0.0, 0.0, 0.0) for gradient in gradients)]
 
+        def closure() -> Tensor:
+            value, *gradients = evaluate()
+            for leaf, gradient in zip(parameters, gradients):
+                leaf.grad = gradient
+            return value
+
         if self.optimizer is None:
-            limits = self.num_steps, 1e-11 * max(100.0, size)
-            _minimize(evaluate, parameters, leaves, *limits)
+            _minimize(evaluate, parameters, sizes, self.num_steps)
         else:
             self._stepper = self._stepper or self.optimizer(parameters)
             for _ in range(self.num_steps):
-                self._stepper.step(_closure(evaluate, parameters))  # type: ignore[arg-type]
+                self._stepper.step(closure)  # type: ignore[arg-type]
         if not self.guard:
             return
         with torch.no_grad():
@@ -93,49 +99,38 @@ class GradientStep:
                 leaf.copy_(torch.where(worse.reshape(shape), old, leaf))
 
 
-def _closure(evaluate: Callable[[], list[Tensor]], leaves: list[Tensor]) -> Callable[[], Tensor]:
-    """Closure for a torch optimizer of ``leaves``; ``evaluate`` gives loss and gradients."""
-
-    def closure() -> Tensor:
-        value, *gradients = evaluate()
-        for leaf, gradient in zip(leaves, gradients):
-            leaf.grad = gradient
-        return value
-
-    return closure
-
-
 def _minimize(
-    evaluate: Callable[[], list[Tensor]],
-    parameters: list[Tensor],
-    leaves: list[Tensor],
-    num_steps: int,
-    tolerance: float,
+    evaluate: Callable[[], list[Tensor]], parameters: list[Tensor], size: Tensor, num_steps: int
 ) -> None:
-    """L-BFGS on ``leaves``: the parameters, or copies of them on the CPU.
+    """L-BFGS on copies on the CPU, so that it waits for an accelerator once at each point.
 
-    It asks for values all the time; copies make it wait for an accelerator once at each point.
+    Args:
+        evaluate: Value and gradients at the parameters as they are.
+        parameters: They are set to where it ends.
+        size: Of the value, below whose rounding it ends.
+        num_steps: Largest number of iterations.
     """
+    scale, *points = read_with_one_wait(lambda: [size, *parameters])
+    leaves = [point.to(like.dtype).requires_grad_() for point, like in zip(points, parameters)]
 
     @torch.no_grad()
     def copy() -> None:
-        for leaf, there in zip(leaves, parameters):
-            there.copy_(leaf)
+        for leaf, parameter in zip(leaves, parameters):
+            parameter.copy_(leaf)
 
-    def read() -> list[Tensor]:
-        if leaves is parameters:
-            return evaluate()
+    def closure() -> Tensor:
         copy()
         value, *gradients = read_with_one_wait(evaluate)
-        return [value, *(gradient.to(leaf) for gradient, leaf in zip(gradients, leaves))]
+        for leaf, gradient in zip(leaves, gradients):
+            leaf.grad = gradient.to(leaf)
+        return value
 
     optimizer = torch.optim.LBFGS(
-        leaves, max_iter=num_steps, tolerance_grad=1e-9, tolerance_change=tolerance,
-        line_search_fn="strong_wolfe",
+        leaves, max_iter=num_steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe",
+        tolerance_change=1e-11 * max(100.0, scale.item()),
     )  # fmt: skip
-    optimizer.step(_closure(read, leaves))
-    if leaves is not parameters:
-        copy()
+    optimizer.step(closure)
+    copy()
 
 
 @runtime_checkable
@@ -186,30 +181,23 @@ def default_step(prior: TransitionPrior, labelled: bool = False) -> TransitionSt
 
 
 class FixedPoint:
-    r"""M-step by fixed-point iteration, accelerated and damped; with an anchor by L-BFGS.
+    r"""M-step by L-BFGS on the roots of the probabilities, for :math:`\rho = 1/2`.
 
-    For :math:`\rho = 1/2` the prior adds :math:`\alpha` pseudo-counts to each row, divided as
+    The prior then adds :math:`\alpha` pseudo-counts to each row, divided as
     :math:`M = S \circ S^{-\mathsf T}` with :math:`S = \sqrt A`, whose rows sum to one but whose
-    entries may be negative. Without an anchor the objective is stationary where
+    entries may be negative. Without an anchor the objective is stationary at the fixed points
 
     .. math:: A_{ij} = \frac{c_{ij} + \alpha M_{ij}}{n_i + \alpha}, \quad n_i = \sum_j c_{ij}
 
-    It is iterated on S, which has finite slopes at zero: with the slope of the log-determinant
-    fixed at :math:`V = S^{-\mathsf T}`, the best S is the positive root of
-    :math:`\lambda_i S_{ij}^2 - \alpha V_{ij} S_{ij} - c_{ij} = 0` for a multiplier of the length
-    of the row; rows are scaled to length one. An extrapolation of the last iterations (Anderson
-    acceleration) is taken if it is at least as good; a proposal that lowers the objective is
-    damped. Under an anchor, whose slope by S vanishes at zero, steps are those of L-BFGS on S, and
-    entries leave zero where the objective rises with the probability itself.
+    By S it has finite slopes at zero, so that entries may become zero, and leave it. Under an
+    anchor, where a zero has no slope, entries start at no less than 1e-6.
 
-    There are many optima, and one ascent finds one of them. With ``num_starts`` it climbs from the
-    anchor, the counts, both smoothed, and random matrices near them and elsewhere, then from random
-    changes of the best, and returns the highest optimum, which need not be the global one.
+    There are many optima, and one ascent finds one of them. With ``num_starts`` it climbs from
+    matrices between the counts, or the anchor, and random ones, and returns the highest optimum,
+    which need not be the global one.
 
     Args:
         num_steps: Largest number of iterations in one M-step; EM needs few.
-        tolerance: End when the relative residual of every entry of :math:`S` is below this.
-        memory: Number of iterations that the extrapolation or the metric of L-BFGS uses.
         num_starts: Number of points to climb from, besides the start; fewer above 30 states. The
             random ones are the same at each call. By default :func:`fit_em` asks for 100 where all
             states are labelled, since restarts are all the same there, and for none elsewhere.
@@ -222,17 +210,10 @@ class FixedPoint:
                  [0.2680, 0.7320]]], dtype=torch.float64)
     """
 
-    def __init__(
-        self,
-        num_steps: int = 200,
-        tolerance: float = 1e-10,
-        memory: int = 6,
-        num_starts: int = 0,
-    ) -> None:
+    def __init__(self, num_steps: int = 1000, num_starts: int = 0) -> None:
         check_size("num_steps", num_steps)
-        check_size("memory", memory)
-        self.num_steps, self.tolerance, self.memory = num_steps, tolerance, memory
-        self.num_starts = num_starts
+        self.num_steps, self.num_starts = num_steps, num_starts
+        self._last: tuple[Any, Tensor, Tensor] | None = None  # of a search
 
     @torch.no_grad()
     def __call__(
@@ -248,78 +229,106 @@ class FixedPoint:
                 f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
                 "LogitGradient."
             )
-        counts = _significant(counts.detach().double())
+        rows, counts = rows.detach().double(), _significant(counts.detach().double())
         if self.num_starts > 0:
-            rows = self._searched(rows, counts, prior, allowed)
+            found = torch.stack([self._searched(count, prior, allowed) for count in counts])
+            rows = _higher(found, rows, counts, prior)
 
         def climb(start: Tensor) -> Tensor:
-            ascent = Ascent(start, counts, prior, allowed)
-            return ascent.climb(self.num_steps, self.tolerance, self.memory)
+            return _ascended(start, counts, prior, allowed, self.num_steps)
 
         return _from_the_best(climb, rows, counts, prior, allowed)
 
-    def _searched(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None
-    ) -> Tensor:
-        """In each restart the matrix with the highest objective after short ascents from many."""
-        found = torch.empty_like(rows, dtype=torch.float64)
-        for r, (row, count) in enumerate(zip(rows, counts)):
-            if r > 0 and torch.equal(count, counts[0]):  # as where all states are labelled
-                found[r] = found[0]
-                continue
-            points = self._points(row.detach().double(), count, prior)
-            tops, highest = points[:0], points.new_zeros(0)
-            for last in (False, True):
-                if allowed is not None:
-                    points = _shares(points.masked_fill(~allowed, 0.0), points)
-                many = count.expand_as(points)
-                ends = Ascent(points, many, prior, allowed).ascend(60, 1e-6, self.memory)
-                heights = torch.cat([highest, objective(ends, many, prior)])
-                heights = heights.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-                highest, order = heights.sort(descending=True)
-                distinct = highest[:-1] - highest[1:] > 1e-6 * highest[1:].abs()
-                distinct = torch.cat([distinct.new_ones(1), distinct])
-                tops, highest = torch.cat([tops, ends])[order[distinct]][:6], highest[distinct][:6]
-                if not last:
-                    points = _changed(tops.repeat(len(points) // len(tops), 1, 1))
-            found[r] = tops[0]
-        return found
+    def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
+        """The matrix with the highest objective after short ascents from many."""
+        possible = torch.ones_like(counts) if allowed is None else allowed.to(counts)
+        key = torch.stack([counts, possible])
+        last = self._last  # where all states are labelled the counts are always the same
+        if last is None or last[0] is not prior or not torch.equal(last[1], key):
+            points = self._points(counts, prior)
+            if allowed is not None:
+                points = _shares(points.masked_fill(~allowed, 0.0), points)
+            many = counts.expand_as(points)
+            ends = _ascended(points, many, prior, allowed, 60)
+            heights = objective(ends, many, prior).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+            last = self._last = prior, key, ends[heights.argmax()]
+        return last[2]
 
-    def _points(self, row: Tensor, counts: Tensor, prior: DiversityPrior) -> Tensor:
-        """Matrices ``(P, K, K)`` without zeros, but for the first, to climb from."""
-        size = len(row)
-        points = [row, *(_shares(counts + more, row) for more in (1.0, 0.1, 0.01))]
+    def _points(self, counts: Tensor, prior: DiversityPrior) -> Tensor:
+        """Matrices ``(P, K, K)`` between the counts, or the anchor, and random rows."""
+        size = len(counts)
+        ends = [_shares(counts + 0.1, counts)]
         if prior.anchor is not None:
-            anchor = prior.anchor.to(row)
-            points += [_shares(anchor + more / size, row) for more in (1e-3, 0.1, 1.0)]
-        count = min(self.num_starts, max(8, MOST_WORK // size**3)) - len(points)
-        known = torch.stack(points)
-        if count <= 0:
-            return known
-        near = known[1:].repeat(-(-count // (len(known) - 1)), 1, 1)[:count]
-        random = _dirichlet(near, seed=0) + 1e-3
-        share = random.new_tensor([0.1, 0.3, 1.0, 1.0]).repeat_interleave(len(known) - 1)
-        share = share.repeat(-(-count // len(share)))[:count, None, None]
-        return torch.cat([known, _shares(torch.lerp(near, random, share), near)])
+            ends.append(prior.anchor.to(counts) + 1e-3 / size)
+        count = min(self.num_starts, max(8, MOST_WORK // size**3))
+        near = torch.stack(ends).repeat(-(-count // len(ends)), 1, 1)[:count]
+        generator = torch.Generator().manual_seed(0)
+        random = torch.empty(near.shape, dtype=torch.float64).exponential_(generator=generator)
+        random = random / random.sum(-1, keepdim=True) + 1e-3
+        share = torch.linspace(0, 1, count, dtype=torch.float64)[:, None, None]
+        points = torch.lerp(near, random.to(near), share.to(near))
+        return points / points.sum(-1, keepdim=True)
 
 
-def _dirichlet(like: Tensor, seed: int) -> Tensor:
-    """Rows of uniformly distributed probabilities, the same at each call."""
-    generator = torch.Generator().manual_seed(seed)
-    random = torch.empty(like.shape, dtype=torch.float64).exponential_(generator=generator)
-    return (random / random.sum(-1, keepdim=True)).to(like.device)
+def _ascended(
+    rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None, num_steps: int
+) -> Tensor:
+    """Matrices ``(R, K, K)`` after an ascent of each; the start where that is higher."""
+    anchor = None if prior.anchor is None else prior.anchor.detach().double().cpu().numpy()
+    possible = np.ones(rows.shape[-2:], bool) if allowed is None else allowed.cpu().numpy()
+    ends = [
+        _climb(row, count, prior.alpha, anchor, prior.anchor_weight, possible, num_steps)
+        for row, count in zip(rows.cpu().numpy(), counts.cpu().numpy())
+    ]
+    return _higher(torch.as_tensor(np.stack(ends)).to(rows), rows, counts, prior)
 
 
-def _changed(points: Tensor) -> Tensor:
-    """Matrices some rows of which are mixed with random ones."""
-    generator = torch.Generator().manual_seed(1)
-    size = points.size(-1)
-    count, shares = len(points), torch.tensor([0.1, 0.3, 0.7], dtype=torch.float64)
-    share = shares[torch.randint(3, (count, 1, 1), generator=generator)]
-    often = torch.tensor([1.5, 3.0])[torch.randint(2, (count, 1, 1), generator=generator)] / size
-    chosen = torch.rand(count, size, 1, generator=generator) < often
-    mixed = torch.lerp(points, _dirichlet(points, seed=2), (share * chosen).to(points)) + 1e-5
-    return mixed / mixed.sum(-1, keepdim=True)
+def _climb(
+    row: Array, counts: Array, alpha: float, anchor: Any, weight: float, allowed: Array, steps: int
+) -> Array:
+    """The end ``(K, K)`` of an ascent by L-BFGS on the roots, scaled by the Fisher information."""
+    counts = np.where(allowed, counts, 0.0)
+    totals = counts.sum(-1, keepdims=True)
+    scale = np.sqrt(np.maximum(totals + alpha, 1e-3))
+    shape, start = counts.shape, np.sqrt(row)
+    if anchor is not None:  # whose slope by a root vanishes at zero
+        start = np.where(allowed, np.maximum(start, 1e-3), 0.0)
+    least = 1e-6 * np.sqrt(counts / np.maximum(totals, TINY))  # of a root with a count
+    most = np.where(allowed, np.inf, 0.0)
+
+    def fall(flat: Array) -> tuple[float, Array]:
+        """Minus the objective, and its slopes."""
+        roots = flat.reshape(shape) / scale
+        length = np.linalg.norm(roots, axis=-1, keepdims=True)
+        unit = roots / np.maximum(length, TINY)
+        volume = np.linalg.slogdet(unit)[1] if alpha > 0 else 0.0
+        if not (volume > -60 and length.all()):  # the inverse has no digits left
+            return 1e10, np.zeros_like(flat)
+        value = 2 * (xlogy(counts, unit).sum() + alpha * volume)
+        slope = 2 * np.divide(counts, unit, out=np.zeros(shape), where=counts > 0)
+        if alpha > 0:
+            slope += 2 * alpha * np.linalg.inv(unit).T
+        if anchor is not None:
+            gap = unit**2 - anchor
+            value -= weight * (gap**2).sum()
+            slope -= 4 * weight * gap * unit
+        along = (slope - (slope * unit).sum(-1, keepdims=True) * unit) / length / scale
+        return -value, -along.ravel()
+
+    point, low, high = (np.ravel(x * scale) for x in (np.maximum(start, least), least, most))
+    counted, lowest = counts.ravel() > 0, np.inf
+    while steps > 0:  # in rounds: near zero the logarithm of a count is too steep for long steps
+        near = np.where(counted, np.maximum(low, 0.1 * point), low)
+        found = optimize.minimize(
+            fall, point, jac=True, method="L-BFGS-B", bounds=np.stack([near, high], -1),
+            options={"maxiter": min(steps, ROUND), "maxcor": 10, "ftol": 1e-15, "gtol": 1e-9},
+        )  # fmt: skip
+        steps, point = steps - max(found.nit, 1), found.x
+        if found.fun >= lowest - 1e-12 * abs(found.fun):
+            break
+        lowest = found.fun
+    squares: Array = (point.reshape(shape) / scale) ** 2
+    return squares / squares.sum(-1, keepdims=True)
 
 
 class LogitGradient:
@@ -350,9 +359,7 @@ class LogitGradient:
                 return leaf.masked_fill(kept, -torch.inf).softmax(-1)
 
             self.step(lambda: -objective(matrix(), counts, prior), [leaf])
-            new = matrix().detach()
-            risen = objective(new, counts, prior) > objective(old, counts, prior)
-            return torch.where(risen[:, None, None], new, old)
+            return _higher(matrix().detach(), old, counts, prior)
 
         return _from_the_best(climb, rows, counts, prior, allowed)
 
@@ -401,25 +408,6 @@ def best_start(
     return candidates[best, torch.arange(len(rows), device=rows.device)]
 
 
-@torch.no_grad()
-def relative_slope(
-    rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
-) -> Tensor:
-    """How far the objective is from stationary, ``(R,)``: zero at an optimum, at most about one.
-
-    The largest slope by the root of a probability, along the distributions and as a share of those
-    across; what slopes to below zero has none. The exponent of the prior is one half. Arguments are
-    those of :class:`TransitionStep`.
-
-    Example:
-        >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
-        >>> msteps.relative_slope(counts / 10, counts, DiversityPrior(5.0)).round(decimals=2)
-        tensor([0.4500], dtype=torch.float64)
-    """
-    ascent = Ascent(rows, _significant(counts.detach().double()), prior, allowed)
-    return ascent.stationarity(ascent.start, ascent.slopes(ascent.start))
-
-
 def _shares(counts: Tensor, otherwise: Tensor) -> Tensor:
     """Counts as shares of their rows; ``otherwise`` in rows without any."""
     total = counts.sum(-1, keepdim=True)
@@ -438,8 +426,8 @@ def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
         root = (middle.square() + 2 * counts / weight).sqrt()
         high = torch.where(middle > 0, (middle + root) / 2, counts / weight / (root - middle))
         high = high.nan_to_num(0.0)
-        slope = (high / root.clamp(min=TINY)).sum(-1, keepdim=True) / (2 * weight)
-        multiplier = multiplier + (high.sum(-1, keepdim=True) - 1) / slope.clamp(min=TINY)
+        slope = (high / root.clamp(min=1e-150)).sum(-1, keepdim=True) / (2 * weight)
+        multiplier = multiplier + (high.sum(-1, keepdim=True) - 1) / slope.clamp(min=1e-150)
     return high / high.sum(-1, keepdim=True)
 
 
@@ -459,19 +447,10 @@ def _from_the_best(
     return torch.where(moved[:, None, None], climb(start), end)
 
 
-def unconverged(
-    rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
-) -> list[str]:
-    """A remark if the last M-step of transitions ``(K, K)`` has not converged."""
-    if not isinstance(prior, DiversityPrior) or prior.rho != 0.5:
-        return []
-    slope = relative_slope(rows.unsqueeze(0), counts.unsqueeze(0), prior, allowed).item()
-    if slope <= UNCONVERGED:
-        return []
-    return [
-        f"the last M-step of the transition matrix has not converged (relative slope {slope:.2g}): "
-        "give transition_step more num_steps"
-    ]
+def _higher(new: Tensor, old: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
+    """Of two matrices ``(R, K, K)`` in each restart the one with the higher objective."""
+    risen = objective(new, counts, prior) > objective(old, counts, prior)
+    return torch.where(risen[:, None, None], new, old)
 
 
 def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions import Dirichlet
 from pyro.distributions.util import scale_and_mask
-from pyro.nn import PyroModule
 from pyro.nn.module import _Context
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
@@ -23,8 +20,6 @@ from ..nn.base import HMMModule
 from .models import LogPrior, build, scale_priors, to_model_device
 from .objective import check_events, step_cost
 from .starts import Values
-
-PACKAGE = __name__.partition(".")[0]
 
 
 class Parameters:
@@ -61,12 +56,6 @@ class Parameters:
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
-        self._priors = _attribute_priors(module, trace)
-        self._flat = {
-            name: prior.constant.log_prob(trace.nodes[name]["value"])
-            for name, prior in self._priors.items()
-            if prior.constant is not None and _is_flat(prior.constant)
-        }
         self.values: Values = {}
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.points = list(points.values())
@@ -113,12 +102,9 @@ class Parameters:
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
-        attributes = {name: self.values[name] for name in self._priors}
-        others = len(attributes) < len(self.sites)
-        sampled = _LogDensities(self.values)
-        with sampled if others else nullcontext(), self.module._at_values(attributes):
+        with _LogDensities(self.values) as sampled:
             hmm = build(self.module, batch)
-            prior = self.log_density(sampled.found)
+        prior = self._total(sampled.found)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
@@ -129,25 +115,14 @@ class Parameters:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
 
-    def constant_priors(self) -> set[str]:
-        """Names of the latent variables whose priors depend on nothing else."""
-        return {name for name, prior in self._priors.items() if prior.constant is not None}
+    def log_density(self) -> Tensor:
+        """Log prior density ``(R,)`` or scalar, if no prior depends on another variable."""
+        return self._total({n: site.log_prob(self.values[n]) for n, site in self.sites.items()})
 
-    def log_density(self, found: Values) -> Tensor:
-        """Log prior density of the latent variables, ``(R,)`` or a scalar.
-
-        Args:
-            found: Log-densities of those that are no attributes, by name.
-        """
-        total = torch.zeros(())
-        for name, value in self.values.items():
-            if name in self._flat:
-                total = total + self._flat[name]
-                continue
-            log_prob = self._priors[name](value) if name in self._priors else found.get(name)
-            if log_prob is not None:  # None of what was not read
-                total = total + (log_prob.sum(-1) if self.restarts > 1 else log_prob)
-        return total
+    def _total(self, log_densities: Values) -> Tensor:
+        """Sum over the latent variables; in each restart, whose dimensions are ``(R, 1)``."""
+        total = sum(log_densities.values(), torch.zeros(()))
+        return total.sum(-1) if self.restarts > 1 and total.dim() else total
 
     def get(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter."""
@@ -185,6 +160,12 @@ class Parameters:
             else:
                 setattr(part, last, value[0])
 
+    def check_supports(self) -> None:
+        """Raise unless the latent variables lie in their supports."""
+        for name, site in self.sites.items():
+            if not bool(site.support.check(self.values[name]).all()):
+                raise ValueError(f"{name} must be in {site.support}; an m_step must return such.")
+
     def state(self) -> dict[str, Any]:
         """State, for checkpoints."""
         return {"values": self.values, "points": list(self.points)}
@@ -195,19 +176,15 @@ class Parameters:
         Raises:
             ValueError: If they are not those of this module.
         """
-        device = self.data.device
-        values = state["values"]
-        if not isinstance(values, dict) or values.keys() != self.sites.keys():
+        device, values = self.data.device, state["values"]
+        if values.keys() != self.sites.keys():
             raise ValueError(f"wanted values of {list(self.sites)}")
         lead = (self.restarts, 1) if self.restarts > 1 else ()
         for name, site in self.sites.items():
-            shape = lead + tuple(site.batch_shape + site.event_shape)
-            value = values[name]
-            if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-                raise ValueError(f"{name} must be a tensor {shape}")
-            if not bool(site.support.check(value.to(device)).all()):
-                raise ValueError(f"{name} must be in {site.support}")
+            if values[name].shape != (*lead, *site.batch_shape, *site.event_shape):
+                raise ValueError(f"{name} has shape {tuple(values[name].shape)}")
         self.values = {name: value.to(device) for name, value in values.items()}
+        self.check_supports()
         with torch.no_grad():
             for point, saved in zip(self.points, state.tensors_like("points", self.points)):
                 point.copy_(saved)
@@ -227,53 +204,6 @@ class _LogDensities(Messenger):
             message["done"] = True
             log_prob = message["fn"].log_prob(value, *message["args"], **message["kwargs"])
             self.found[name] = scale_and_mask(log_prob, message["scale"], message["mask"])
-
-
-class _AttributePrior(NamedTuple):
-    """The prior of an attribute of a module of this package, whose value needs no effect handler.
-
-    Attributes:
-        part: The module.
-        make: Called with it, returns the prior.
-        constant: The prior, if it depends on no other variable.
-    """
-
-    part: PyroModule
-    make: Any
-    constant: Any
-
-    def __call__(self, value: Tensor) -> Tensor:
-        """Log-density, at the values of other variables around this call."""
-        prior = self.make(self.part) if self.constant is None else self.constant
-        return prior.log_prob(value)
-
-
-def _attribute_priors(module: HMMModule, trace: poutine.Trace) -> dict[str, _AttributePrior]:
-    """Priors of the latent variables that are read in no plate, mask or scale, by name.
-
-    Modules of others may do with their variables as they like, and ask Pyro for each. Where there
-    are points, priors may depend on them.
-    """
-    kinds = {type(part).__module__.partition(".")[0] for part in module.modules()}
-    if next(module.parameters(), None) is not None or not kinds <= {PACKAGE, "pyro", "torch"}:
-        return {}
-    priors = {}
-    for part in module.modules():
-        for name, make in getattr(part, "_pyro_samples", {}).items():
-            if getattr(getattr(make, "func", None), "__module__", "").partition(".")[0] != PACKAGE:
-                continue
-            with torch.random.fork_rng(devices=[]), module._at_values({}), poutine.trace() as read:
-                prior = make(part)
-                site = part._pyro_get_fullname(name)
-            if site in trace.nodes:
-                priors[site] = _AttributePrior(part, make, None if read.trace.nodes else prior)
-    return priors
-
-
-def _is_flat(prior: Any) -> bool:
-    """Whether a prior has the same density everywhere: a Dirichlet whose concentrations are one."""
-    base = getattr(prior, "base_dist", prior)
-    return type(base) is Dirichlet and bool((base.concentration == 1).all())
 
 
 def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:

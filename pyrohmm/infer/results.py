@@ -62,9 +62,7 @@ class Fit:
             of which each sequence has one have shape ``(N, ...)``.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
-        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_steps,)``, in nats; of
-            EM also ``bound``, the lower bound of the log joint density after each M-step, if it
-            was asked for. (After each E-step the bound is the log joint density, minus the loss.)
+        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_steps,)``, in nats.
     """
 
     model: Callable[..., Any]

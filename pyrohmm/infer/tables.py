@@ -15,6 +15,7 @@ from torch import Tensor
 from .._choices import WIDEST
 from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
+from ..nn.closed_form import has_foreign_priors
 from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
 from ..ops.backends import NUMBA, pick
@@ -35,7 +36,7 @@ class TableCounts:
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
-        self._read: WeakKeyDictionary[Sequences, list[Tensor]] = WeakKeyDictionary()
+        self._read: WeakKeyDictionary[Sequences, tuple[Tensor, ...]] = WeakKeyDictionary()
 
     @staticmethod
     def suit(parameters: Parameters) -> bool:
@@ -46,7 +47,8 @@ class TableCounts:
             and _is_plain(module.emission, CategoricalEmission)
             and isinstance(data, Sequences)
             and data.labels is None
-            and parameters.sites.keys() == parameters.constant_priors() == set(_SITES)
+            and parameters.sites.keys() == set(_SITES)
+            and not has_foreign_priors(module)
             and parameters.log_prior is None
             and module.num_states <= WIDEST
             and pick(data.device) is NUMBA
@@ -65,8 +67,9 @@ class TableCounts:
             log(values[name]).reshape(restarts, *values[name].shape[-dim:])
             for name, dim in zip(_SITES, (1, 2, 2))
         )
+        wide = (part.expand(restarts, *part.shape) for part in read)  # fewer after each round
         chain = Chain(
-            initial.unsqueeze(1).expand(-1, len(batch), -1), transition.unsqueeze(0), table, *read
+            initial.unsqueeze(1).expand(-1, len(batch), -1), transition.unsqueeze(0), table, *wide
         )
         evidence, gradient = scaling.solve(chain, initial.dtype)
         found = gradient(torch.ones_like(evidence))
@@ -74,10 +77,10 @@ class TableCounts:
         counts = {"log_initial": found[0].sum(1), "log_transition": found[1][0]}
         return ExpectedCounts(evidence, found[2].mT.unsqueeze(1), counts)
 
-    def _symbols(self, batch: Sequences) -> list[Tensor] | None:
-        """Symbols, booleans of those that are known, and lengths, of all restarts.
+    def _symbols(self, batch: Sequences) -> tuple[Tensor, ...] | None:
+        """Symbols and booleans of those that are known, ``(N, T)``, and lengths.
 
-        ``(R, N, T)`` and ``(R, N)``; None if some are none of V.
+        None if some are none of V.
         """
         if batch not in self._read:
             count = self.parameters.values["emission.probs"].size(-1)
@@ -86,9 +89,8 @@ class TableCounts:
             symbols = batch.values.long().masked_fill(~batch.observed, 0)
             if symbols.amin() < 0 or symbols.amax() >= count:
                 return None
-            self._read[batch] = [symbols, batch.observed, batch.lengths.cpu().long()]
-        restarts = self.parameters.restarts  # fewer, once some have ended
-        return [part.expand(restarts, *part.shape) for part in self._read[batch]]
+            self._read[batch] = symbols, batch.observed, batch.lengths.cpu().long()
+        return self._read[batch]
 
 
 def _is_plain(module: PyroModule, kind: type[PyroModule]) -> bool:

@@ -11,14 +11,12 @@ Its modules; each imports only those above it:
 ``discrete``         symbols, zeros and ones, counts
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
-``circular``         von Mises: angles
-``waiting``          gamma: positive numbers
+``waits_and_angles``  gamma: positive numbers; von Mises: angles
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
-``continuous_time``  ``TabularContinuousTimeHMM``: observations at irregular times
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
-``tabular_hsmm``     ``TabularHSMM``: states with explicit durations
+``tabular_times``    ``TabularHSMM``: explicit durations; ``TabularContinuousTimeHMM``: rates
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
@@ -34,10 +32,8 @@ from . import emissions as emissions
 from . import tagging as tagging
 from .base import HMMModule as HMMModule
 from .base import freeze as freeze
-from .circular import von_mises as von_mises
 from .composed import streams as streams
 from .composed import tied as tied
-from .continuous_time import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .covariances import autoregressive_normal as autoregressive_normal
 from .covariances import normal_full as normal_full
 from .covariances import normal_tied as normal_tied
@@ -72,6 +68,8 @@ from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .tabular import banded as banded
 from .tabular import left_to_right as left_to_right
 from .tabular import sticky as sticky
-from .tabular_hsmm import TabularHSMM as TabularHSMM
+from .tabular_times import TabularContinuousTimeHMM as TabularContinuousTimeHMM
+from .tabular_times import TabularHSMM as TabularHSMM
 from .tagging import NeuralTagger as NeuralTagger
-from .waiting import gamma as gamma
+from .waits_and_angles import gamma as gamma
+from .waits_and_angles import von_mises as von_mises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,20 +34,11 @@ class OwnParameters(PyroModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward``; threads wait for each other."""
-        with self._at_values({}):
-            return super().__call__(*args, **kwargs)
-
-    @contextmanager
-    def _at_values(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """A context in which attributes with priors have ``values``, by site, and are no sites."""
         with PYRO:
             store, context = pyro.get_param_store(), self._pyro_context
             known = {} if context.active else dict(store.named_parameters())
             try:
-                with context:
-                    for name, value in values.items():
-                        context.set(name, value)
-                    yield
+                return super().__call__(*args, **kwargs)
             finally:
                 if not context.active:
                     parameters = {id(parameter) for parameter in self.parameters()}

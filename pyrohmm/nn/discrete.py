@@ -17,10 +17,30 @@ from ..ops.products import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
 from .family import Components, Emission, averaged, family, positive
 
-MOST = 10**10  # numbers in the table of a state, which would take 80 GB
+
+class _Rows(Emission):
+    """Base of families of rows of probabilities, whose statistics are counts by their names."""
+
+    def concentrations(self) -> dict[str, Tensor]:
+        """Of the Dirichlet priors of the rows, by name."""
+        raise NotImplementedError
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """Shares of the counts, with those of the priors."""
+        prior = self.concentrations()
+        return {
+            name: row_mode(counts, prior[name] if self.has_prior(name) else None)
+            for name, counts in statistics.items()
+        }, []
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Rows from their Dirichlet posteriors."""
+        prior = self.concentrations()
+        free = filter(self.has_prior, prior)
+        return {name: sample_rows(statistics[name] + prior[name]) for name in free}
 
 
-class CategoricalEmission(Emission, emits=torch_dist.Categorical):
+class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
     """Emission family of symbols 0 to V - 1, each row with a Dirichlet prior.
 
     Site: ``emission.probs`` ``(K, V)``.
@@ -57,6 +77,10 @@ class CategoricalEmission(Emission, emits=torch_dist.Categorical):
             return {"probs": averaged(arguments["probs"], weights)}
         return {"logits": averaged(arguments["logits"].softmax(-1), weights).log()}
 
+    def concentrations(self) -> dict[str, Tensor]:
+        """Of the Dirichlet priors of the rows, by name."""
+        return {"probs": self.concentration}
+
     def probs_prior(self) -> TorchDistribution:
         """Dirichlet rows."""
         return Dirichlet(self.concentration)
@@ -71,18 +95,7 @@ class CategoricalEmission(Emission, emits=torch_dist.Categorical):
         """Expected number of times each state emits each symbol."""
         size = self.concentration.size(-1)
         counts = [add_rows(weight, values.long(), size).mT for weight in weights]
-        return {"counts": torch.stack(counts)}
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Shares of the counts, with those of the prior."""
-        prior = self.concentration if self.has_prior("probs") else None
-        return {"probs": row_mode(statistics["counts"], prior)}, []
-
-    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rows from their Dirichlet posteriors."""
-        if not self.has_prior("probs"):
-            return {}
-        return {"probs": sample_rows(statistics["counts"] + self.concentration)}
+        return {"probs": torch.stack(counts)}
 
 
 class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
@@ -199,7 +212,7 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
         return {"rate": gammas / (statistics["known"] + self.weight)}
 
 
-class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorical):
+class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
     """Emission family of symbols 0 to V - 1 that depend on the last L symbols, with Dirichlet rows.
 
     Each state has a distribution for each of the ``V ** L`` contexts, numbered as in
@@ -242,11 +255,6 @@ class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorica
         concentration: float | Tensor = 1.0,
     ) -> None:
         super().__init__()
-        if num_symbols ** (lags + 1) > MOST:
-            raise ValueError(
-                f"lags must leave tables of at most {MOST:.0e} numbers a state, V ** (L + 1); got "
-                f"{num_symbols} ** {lags + 1}. Take fewer lags, or fewer symbols."
-            )
         shape = (num_states, num_symbols**lags, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
         self.add_parameters(initial=(num_states, num_symbols), probs=shape)
@@ -258,6 +266,10 @@ class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorica
         module = cls(len(tables), tables.size(-1), base.lags)
         module.set_points(initial=base.initial.probs, probs=tables)
         return module
+
+    def concentrations(self) -> dict[str, Tensor]:
+        """Of the Dirichlet priors of the rows, by name."""
+        return {"initial": self.concentration.mean(-2), "probs": self.concentration}
 
     def initial_prior(self) -> TorchDistribution:
         """Dirichlet rows, of the mean concentrations of all contexts."""
@@ -290,20 +302,6 @@ class AutoregressiveCategoricalEmission(Emission, emits=AutoregressiveCategorica
         counts = [add_rows(weight, codes, size + contexts * size).mT for weight in weights]
         first, rest = torch.stack(counts).split([size, contexts * size], -1)
         return {"initial": first, "probs": rest.unflatten(-1, (contexts, size))}
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Shares of the counts, with those of the priors."""
-        prior = {"initial": self.concentration.mean(-2), "probs": self.concentration}
-        return {
-            name: row_mode(counts, prior[name] if self.has_prior(name) else None)
-            for name, counts in statistics.items()
-        }, []
-
-    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rows from their Dirichlet posteriors."""
-        prior = {"initial": self.concentration.mean(-2), "probs": self.concentration}
-        free = filter(self.has_prior, prior)
-        return {name: sample_rows(statistics[name] + prior[name]) for name in free}
 
 
 categorical = family("categorical", CategoricalEmission, num_symbols=1)

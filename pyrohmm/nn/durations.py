@@ -34,6 +34,7 @@ from .family import family, positive
 BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
 LONGEST = 3.0  # step of all parameters together
 CLOSE = 1e-8  # length of a step that is not worth taking
+REACH = 3e-4  # of central differences
 
 DurationFamily = Callable[[int], PyroModule]
 
@@ -128,38 +129,30 @@ class Durations(Family):
             counts: ``(R, K, D)``.
             first: ``(R, K)``, how many of these began before the data; None if there are none.
         """
-        names = list(self.supports)
-        free = torch.tensor([self.is_free(name) for name in names], device=counts.device)
-        has_prior = [name for name in names if self.has_prior(name)]
-        transforms = [transform_to(self.supports[name]) for name in names]
+        transforms = {
+            n: transform_to(self.supports[n]) for n in filter(self.is_free, self.supports)
+        }
+        held = {n: getattr(self, n).detach().to(counts) for n in self.supports.keys() - transforms}
+        priors = {n: getattr(self, f"{n}_prior")() for n in filter(self.has_prior, transforms)}
         steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
 
+        def values(theta: Tensor) -> dict[str, Tensor]:
+            return {n: to(part) for (n, to), part in zip(transforms.items(), theta.unbind(-1))}
+
         def objective(theta: Tensor) -> Tensor:
-            parts = [to(part) for to, part in zip(transforms, theta.unbind(-1))]
-            values = dict(zip(names, parts))
-            logs = self.log_probs(**values)
+            found = values(theta)
+            wide = {n: value.expand(theta.shape[:-1]) for n, value in held.items()}
+            logs = self.log_probs(**wide, **found)
             total = (counts * logs).sum(-1)
             if first is not None:
                 total = total - first * (logs + steps.log()).logsumexp(-1)
-            for name in has_prior:
-                total = total + getattr(self, f"{name}_prior")().log_prob(values[name])
-            return total
+            return total + sum(prior.log_prob(found[n]) for n, prior in priors.items())
 
         points = self.starts(counts)
-        for name in names:
-            if not self.is_free(name):
-                points[name] = getattr(self, name).detach().to(counts).expand_as(points[name])
-        start = torch.stack([to.inv(points[name]) for to, name in zip(transforms, names)], -1)
-        found = maximum(objective, start.clamp(-BOUND, BOUND), free)
+        start = torch.stack([to.inv(points[n]) for n, to in transforms.items()], -1)
+        mode = values(maximum(objective, start.clamp(-BOUND, BOUND)))
         unknown = counts.sum(-1) == 0
-        mode = {}
-        for i, name in enumerate(names):
-            if free[i]:
-                value = transforms[i](found[..., i])
-                mode[name] = (
-                    value if self.has_prior(name) else value.masked_fill(unknown, torch.nan)
-                )
-        return mode
+        return {n: x if n in priors else x.masked_fill(unknown, torch.nan) for n, x in mode.items()}
 
 
 class FreeDurations(Durations):
@@ -423,52 +416,50 @@ class ParametricDurations(PyroModule):
 # Maxima ------------------------------------------------------------------------------------------
 
 
-def maximum(function: Callable[[Tensor], Tensor], start: Tensor, free: Tensor) -> Tensor:
+def maximum(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
     """Parameters ``(*B, P)`` where ``function`` is largest, by Newton steps that only go up.
 
     A direction in which it bends upwards is followed uphill. A step that leads down is shortened.
+    Slopes and bends are central differences, all points of which are evaluated at once.
 
     Args:
         function: Each of its values ``(*B)`` depends on the parameters of its own.
         start: ``(S, *B, P)``, S points to start from; the best end is returned.
-        free: ``(P,)``, booleans: which parameters are not held fixed.
     """
-    held = (~free).to(start).diag_embed()
+    size = start.size(-1)
+    axes = torch.eye(size).to(start)
+    ways = torch.cat([axes, *(axes + axis for axis in axes)]) * REACH  # each axis, sums of two
+    ways = ways.reshape(-1, *(1,) * (start.dim() - 1), size)
 
     def evaluate(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.enable_grad():
-            point = point.detach().requires_grad_()
-            value = function(point)
-            (slope,) = torch.autograd.grad(value.sum(), point, create_graph=True)
-            rows = [torch.autograd.grad(part.sum(), point, retain_graph=True)[0]
-                    for part in slope.unbind(-1)]  # fmt: skip
-        bend = torch.stack(rows, -2) * free * free.unsqueeze(-1) - held
-        return value.detach(), slope.detach() * free, bend
+        values = function(torch.cat([point.unsqueeze(0), point + ways, point - ways]))
+        here, ahead, back = values.split([1, len(ways), len(ways)])
+        slope = (ahead - back)[:size] / (2 * REACH)
+        single, double = ((ahead + back - 2 * here) / REACH**2).split([size, size * size])
+        bend = (double.unflatten(0, (size, size)) - single - single.unsqueeze(1)) / 2
+        return here.squeeze(0), slope.movedim(0, -1), bend.movedim((0, 1), (-2, -1))
 
     point, scale = start, torch.ones_like(start[..., 0])
-    now = evaluate(point)
+    value, slope, bend = evaluate(point)
     for _ in range(200):
-        value, slope, bend = now
         curves, axes = torch.linalg.eigh(-bend)
         along = (axes.mT @ slope.unsqueeze(-1)).squeeze(-1)
-        size = slope.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        step = (axes @ (along / curves.abs().clamp(min=1e-12 * size)).unsqueeze(-1)).squeeze(-1)
+        least = 1e-12 * slope.norm(dim=-1, keepdim=True).clamp(min=1e-12)
+        step = (axes @ (along / curves.abs().clamp(min=least)).unsqueeze(-1)).squeeze(-1)
         step = step * (LONGEST / step.norm(dim=-1, keepdim=True).clamp(min=LONGEST))
         trial = (point + scale.unsqueeze(-1) * step).clamp(-BOUND, BOUND)
         if bool(((trial - point).abs() <= CLOSE).all()):
             break
-        new = evaluate(trial)
-        level = (new[0] - value).abs() <= 1e-11 * value.abs()  # rounding
-        flatter = new[1].norm(dim=-1) < slope.norm(dim=-1)
-        better = torch.where(level, flatter, new[0] > value)
-        point = torch.where(better.unsqueeze(-1), trial, point)
-        now = (
-            torch.where(better, new[0], value),
-            torch.where(better.unsqueeze(-1), new[1], slope),
-            torch.where(better[..., None, None], new[2], bend),
-        )
+        height, new_slope, new_bend = evaluate(trial)
+        level = (height - value).abs() <= 1e-11 * value.abs()  # rounding
+        flatter = new_slope.norm(dim=-1) < slope.norm(dim=-1)
+        better = torch.where(level, flatter, height > value)
+        wide = better.unsqueeze(-1)
+        point, value = torch.where(wide, trial, point), torch.where(better, height, value)
+        slope = torch.where(wide, new_slope, slope)
+        bend = torch.where(wide.unsqueeze(-1), new_bend, bend)
         scale = torch.where(better, (2 * scale).clamp(max=1.0), scale / 4)
-    best = now[0].argmax(0)[None, ..., None].expand(1, *point.shape[1:])
+    best = value.argmax(0)[None, ..., None].expand(1, *point.shape[1:])
     return point.gather(0, best).squeeze(0)
 
 

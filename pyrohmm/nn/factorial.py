@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,15 @@ from .._checks import check_size
 from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics
-from .family import Emission, EmissionFamily, build_emission, component_sums, positive, spread
+from .family import (
+    Emission,
+    EmissionFamily,
+    build_emission,
+    component_sums,
+    family,
+    positive,
+    spread,
+)
 from .tabular import ChainTables
 
 SINGULAR = 1e-12  # relative size of what the observations do not determine
@@ -100,17 +107,17 @@ class _Additive(Emission):
     supports: ClassVar[dict[str, constraints.Constraint]] = {"effects": constraints.real}
 
     def __init__(
-        self, num_states: int, sizes: tuple[int, ...], dim: int, loc: float, scale: float
+        self, num_products: int, num_states: Sequence[int], dim: int, loc: float, scale: float
     ) -> None:
         super().__init__()
-        if math.prod(sizes) != num_states:
+        self.sizes = _sizes(num_states)
+        if math.prod(self.sizes) != num_products:
             raise ValueError(
                 f"num_states of an additive emission must be those of the chains; their product "
-                f"is {math.prod(sizes)}, that of the chains {num_states}."
+                f"is {math.prod(self.sizes)}, that of the chains {num_products}."
             )
-        self.sizes = sizes
-        shape = (sum(sizes), dim)
-        self.register_buffer("effects_loc", spread("loc", loc, shape) / len(sizes))
+        shape = (sum(self.sizes), dim)
+        self.register_buffer("effects_loc", spread("loc", loc, shape) / len(self.sizes))
         self.register_buffer("effects_scale", positive("scale", scale, shape))
         self.add_parameters(effects=shape)
 
@@ -135,14 +142,7 @@ class _Additive(Emission):
         return torch.cat(columns[::-1], -1).double()
 
 
-def additive_normal(
-    num_states: Sequence[int],
-    dim: int,
-    loc: float = 0.0,
-    scale: float = 10.0,
-    concentration: float = 1.0,
-    rate: float = 0.01,
-) -> EmissionFamily:
+class AdditiveNormalEmission(_Additive):
     r"""Emission family of normal vectors whose mean is a sum of one part for each chain.
 
     .. math:: x_t \sim \mathcal N\Bigl(\sum_m \mu^m_{z_t^m}, \operatorname{diag} v\Bigr)
@@ -169,15 +169,6 @@ def additive_normal(
         >>> emission().mean.squeeze(-1)
         tensor([0., 1., 5., 6.])
     """
-    check_size("dim", dim)
-    return partial(
-        AdditiveNormalEmission, sizes=_sizes(num_states), dim=dim, loc=loc, scale=scale,
-        concentration=concentration, rate=rate,
-    )  # fmt: skip
-
-
-class AdditiveNormalEmission(_Additive):
-    """Normal vectors whose means are sums: see :func:`additive_normal`."""
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "effects": constraints.real,
@@ -186,15 +177,15 @@ class AdditiveNormalEmission(_Additive):
 
     def __init__(
         self,
-        num_states: int,
-        sizes: tuple[int, ...],
+        num_products: int,
+        num_states: Sequence[int],
         dim: int,
         loc: float = 0.0,
         scale: float = 10.0,
         concentration: float = 1.0,
         rate: float = 0.01,
     ) -> None:
-        super().__init__(num_states, sizes, dim, loc, scale)
+        super().__init__(num_products, num_states, dim, loc, scale)
         self.register_buffer("concentration", positive("concentration", concentration, (dim,)))
         self.register_buffer("rate", positive("rate", rate, (dim,)))
         self.add_parameters(variance=(dim,))
@@ -258,9 +249,7 @@ class AdditiveNormalEmission(_Additive):
         return (residual / 2 + self.rate) / (count / 2 + self.concentration + 1)
 
 
-def additive_bernoulli(
-    num_states: Sequence[int], dim: int, loc: float = 0.0, scale: float = 2.5
-) -> EmissionFamily:
+class AdditiveBernoulliEmission(_Additive):
     r"""Emission family of vectors of zeros and ones whose logits are sums over the chains.
 
     EM takes gradient steps for them.
@@ -279,15 +268,21 @@ def additive_bernoulli(
         >>> emission().base_dist.logits.squeeze(-1)
         tensor([0., 1., 5., 6.])
     """
-    check_size("dim", dim)
-    return partial(
-        AdditiveBernoulliEmission, sizes=_sizes(num_states), dim=dim, loc=loc, scale=scale
-    )
 
-
-class AdditiveBernoulliEmission(_Additive):
-    """Zeros and ones whose logits are sums: see :func:`additive_bernoulli`."""
+    def __init__(
+        self,
+        num_products: int,
+        num_states: Sequence[int],
+        dim: int,
+        loc: float = 0.0,
+        scale: float = 2.5,
+    ) -> None:
+        super().__init__(num_products, num_states, dim, loc, scale)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over product states."""
         return Bernoulli(logits=self.sums()).to_event(1)
+
+
+additive_normal = family("additive_normal", AdditiveNormalEmission, dim=1)
+additive_bernoulli = family("additive_bernoulli", AdditiveBernoulliEmission, dim=1)

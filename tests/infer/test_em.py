@@ -14,14 +14,12 @@ import pytest
 import torch
 from families import CASES, STATES
 from hmmlearn import hmm as hmmlearn_models
-from pyro import poutine
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from scipy import stats
 from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
-    DiversityPrior,
     GradientStep,
     HMMModule,
     MarginalModel,
@@ -34,14 +32,9 @@ from pyrohmm import (
     freeze,
     from_hmmlearn,
     left_to_right,
-    load_hmm,
     normal,
-    normal_full,
-    normal_spherical,
-    normal_tied,
     parametric,
     poisson,
-    save,
     starts,
     streams,
     tied,
@@ -49,9 +42,7 @@ from pyrohmm import (
 )
 from pyrohmm.infer import expectation
 from pyrohmm.infer.maximization import Maximization
-from pyrohmm.infer.models import build
 from pyrohmm.infer.parameters import Parameters
-from pyrohmm.nn.family import Emission
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -153,14 +144,14 @@ def assert_climbs(losses):
 def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restarts):
     case = CASES[name]
     data = data_of(case)
-    fit = fit_em(module_of(case), data, num_steps=8, tolerance=None, restarts=restarts)
+    fit = fit_em(module_of(case), data, num_steps=5, tolerance=None, restarts=restarts)
     assert fit.notes == []
     if restarts == 1:
-        assert fit.losses.shape == (9,)
+        assert fit.losses.shape == (6,)
         assert fit.restarts is None
         trails, found = fit.losses[None], [numbers_of(fit)]
     else:
-        assert fit.restarts.losses.shape == (3, 9)
+        assert fit.restarts.losses.shape == (3, 6)
         trails, found = fit.restarts.losses, [numbers_of(fit, r) for r in range(3)]
         assert fit.restarts.best == int(trails[:, -1].argmin())
         torch.testing.assert_close(fit.losses[-1], trails[:, -1].min())
@@ -170,9 +161,7 @@ def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restart
         assert history[-1].item() == pytest.approx(-log_joint(case, point, data), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "name", ["symbols", "bits", "counts", "ball", "full", "mixture", "several"]
-)
+@pytest.mark.parametrize("name", ["symbols", "counts", "full", "mixture"])
 def test_it_ends_at_a_local_maximum(name):
     case, rng = CASES[name], np.random.default_rng(1)
     data = data_of(case)
@@ -247,10 +236,9 @@ def theirs_of(kind, num_steps, **options):
     return model
 
 
-@pytest.mark.parametrize("num_steps", [1, 5])
 @pytest.mark.parametrize("kind", ["categorical", "poisson", "diag", "full", "spherical", "tied"])
-def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind, num_steps):
-    values, lengths = plain_data(kind), [9, 4, 9, 1, 7, 2]
+def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind):
+    num_steps, values, lengths = 5, plain_data(kind), [9, 4, 9, 1, 7, 2]
     theirs = theirs_of(kind, num_steps)
     hmm = from_hmmlearn(theirs, [1])
     flat = np.concatenate([row[:length] for row, length in zip(values, lengths)])
@@ -272,122 +260,10 @@ def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind, num_steps):
     np.testing.assert_allclose(-fit.losses[:-1], list(theirs.monitor_.history), rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["diag", "spherical"])
-def test_mixtures_go_step_by_step_as_hmmlearn(kind):
-    """But for covariances, which hmmlearn takes about the old means: it adds their squared steps.
-
-    Its priors of covariances are set to what leaves the likelihood alone.
-    """
-    rng = np.random.default_rng(5)
-    values, lengths, dim = rng.normal(size=(40, 3)), [9, 14, 1, 16], 3
-    data = Sequences.from_list(list(torch.tensor(values).split(lengths)))
-    options = {
-        "n_iter": 1, "tol": -np.inf, "means_weight": 0.0, "covars_weight": 0.0, "min_covar": 0.0,
-        "implementation": "log", "covars_prior": -1.5 if kind == "diag" else -(dim + 2) / 2,
-    }  # fmt: skip
-    weights = dist.Categorical(torch.tensor(rng.dirichlet(np.ones(2), size=STATES)))
-    scale = rng.uniform(0.5, 2.0, size=(STATES, 2, dim if kind == "diag" else 1))
-    parts = dist.Normal(torch.tensor(rng.normal(size=(STATES, 2, dim))), torch.tensor(scale))
-    hmm = HMM(
-        torch.tensor(rng.dirichlet(np.ones(STATES))).log(),
-        torch.tensor(rng.dirichlet(np.ones(STATES), size=STATES)).log(),
-        dist.MixtureSameFamily(weights, parts.to_event(1)),
-        torch.tensor([1]),
-    )
-    for _ in range(3):
-        before, theirs = to_hmmlearn(hmm), to_hmmlearn(hmm, **options).fit(values, lengths)
-        fit = fit_em(hmm, data, num_steps=1, tolerance=None)
-        hmm = fit.hmm(data).with_lengths(torch.tensor([1]))
-        ours = to_hmmlearn(hmm)
-        assert ours.covariance_type == kind
-        for name in ("startprob_", "transmat_", "weights_", "means_"):
-            np.testing.assert_allclose(getattr(ours, name), getattr(theirs, name), rtol=1e-7)
-        steps = (ours.means_ - before.means_) ** 2
-        more = steps if kind == "diag" else steps.mean(-1)
-        np.testing.assert_allclose(ours.covars_ + more, theirs.covars_, rtol=1e-7)
-        np.testing.assert_allclose(-fit.losses[0], theirs.monitor_.history[0], rtol=1e-9)
-
-
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
-def test_mixtures_of_full_covariances_are_refused_with_a_cure(shape):
-    parts = dist.MultivariateNormal(torch.zeros(2, 2, 3), torch.eye(3).repeat(*shape, 1, 1))
-    weights = dist.Categorical(torch.ones(2, 2))
-    even = torch.full((2, 2), 0.5).log()
-    hmm = HMM(even[0], even, dist.MixtureSameFamily(weights, parts), torch.tensor([4]))
-    with pytest.raises(TypeError, match=r"MixtureSameFamily has .* Write a PyroModule"):
-        fit_em(hmm, Sequences(torch.randn(1, 4, 3), torch.tensor([4])), num_steps=1)
-
-
-@pytest.mark.parametrize("kind", ["categorical", "diag"])
-def test_priors_go_step_by_step_as_hmmlearn(kind):
-    values = plain_data(kind)
-    options = {"startprob_prior": 1.5, "transmat_prior": 2.5}
-    if kind == "categorical":
-        theirs = theirs_of(kind, 4, emissionprob_prior=3.0, **options)
-        family, emission = categorical(4, 3.0), {"emission.probs": theirs.emissionprob_}
-    else:  # theirs are twice the rate, and twice the concentration and four
-        own = {"means_prior": 0.4, "means_weight": 0.7, "covars_prior": 2.6, "covars_weight": 7.6}
-        theirs = theirs_of(kind, 4, **own, **options)
-        family = normal(2, loc=0.4, weight=0.7, concentration=1.8, rate=1.3)
-        emission = {"emission.variance": np.diagonal(theirs.covars_, axis1=1, axis2=2).copy(),
-                    "emission.loc": theirs.means_}  # fmt: skip
-    start = {"initial": theirs.startprob_, "transition": theirs.transmat_, **emission}
-    data = Sequences(torch.tensor(values), torch.full((6,), 9))
-    module = TabularHMM(STATES, family, 1.5, 2.5)
-    fit = fit_em(module, data, num_steps=4, tolerance=None, start=start_at(start))
-    theirs.fit(values.reshape(54, -1), [9] * 6)
-    found = numbers_of(fit)
-    np.testing.assert_allclose(found["initial"], theirs.startprob_, rtol=1e-8)
-    np.testing.assert_allclose(found["transition"], theirs.transmat_, rtol=1e-8)
-    if kind == "categorical":
-        np.testing.assert_allclose(found["emission.probs"], theirs.emissionprob_, rtol=1e-8)
-    else:
-        variance = np.diagonal(theirs.covars_, axis1=1, axis2=2)
-        np.testing.assert_allclose(found["emission.variance"], variance, rtol=1e-8)
-        np.testing.assert_allclose(found["emission.loc"], theirs.means_, rtol=1e-8)
-
-
-SHARING = {
-    "spherical": (
-        normal_spherical(2),
-        dist.Normal(torch.randn(2, 2), torch.ones(2, 1)).to_event(1),
-    ),
-    "tied": (normal_tied(2), dist.MultivariateNormal(torch.randn(2, 2), torch.eye(2))),
-}
-
-
-@pytest.mark.parametrize("kind", SHARING)
-def test_what_stands_for_several_states_or_components_stays_one(kind, tmp_path):
-    """Of an HMM that was fitted, and of one that was saved: EM goes on with one parameter."""
-    family, emission = SHARING[kind]
-    even = torch.full((2, 2), 0.5).log()
-    data = Sequences(
-        torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([6, 6, 2])
-    )
-    save(HMM(even[0], even, emission, torch.tensor([1])), tmp_path / "built")
-    fitted = fit_em(TabularHMM(2, family), data, num_steps=2).hmm(data)
-    for hmm in (load_hmm(tmp_path / "built"), fitted):
-        found = fit_em(hmm, data, num_steps=2).hmm(data)
-        assert to_hmmlearn(found.with_lengths(torch.tensor([1]))).covariance_type == kind
-        spread = found.emission.variance
-        across = {"spherical": spread.mT, "tied": spread}[kind]
-        torch.testing.assert_close(across, across[:1].expand_as(across), rtol=1e-6, atol=0)
-
-
-def test_one_number_for_all_is_the_start_of_as_many_as_there_are():
-    even = torch.full((2, 2), 0.5).log()
-    emission = dist.Normal(torch.tensor([[-1.0, 2.0], [1.0, -2.0]]), 1.0).to_event(1)
-    data = Sequences(
-        torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([6, 6, 2])
-    )
-    fit = fit_em(HMM(even[0], even, emission, torch.tensor([1])), data, num_steps=2)
-    assert fit.hmm(data).emission.variance.unique().numel() == 4
-
-
 # Restarts
 
 
-@pytest.mark.parametrize("name", ["symbols", "plane", "shared", "mixture", "several", "sharing"])
+@pytest.mark.parametrize("name", ["symbols", "shared", "several"])
 def test_batched_restarts_are_single_fits(name):
     case = CASES[name]
     data, module = data_of(case), module_of(case)
@@ -407,30 +283,11 @@ def test_batched_restarts_are_single_fits(name):
     assert "restarts  3" in fit.summary()
 
 
-def test_renamed_copies_are_aligned_with_each_other():
-    case = CASES["plane"]
-    data, module = data_of(case, gaps=False), module_of(case)
-    own = sample_start(module, data)
-    orders = torch.tensor([[0, 1, 2], [2, 0, 1], [1, 0, 2]])
-    begin = {
-        one: torch.stack([value[p][:, p] if one == "transition" else value[p] for p in orders])
-        for one, value in own.items()
-    }
-    flat = TabularHMM(STATES, case.family(), 1.5, 2.0)  # a prior that renaming does not change
-    fit = fit_em(flat, data, num_steps=5, restarts=3, tolerance=None, start=start_at(begin))
-    torch.testing.assert_close(fit.restarts.final, fit.restarts.final[:1].expand(3))
-    order = fit.restarts.align(data)
-    assert order[fit.restarts.best].tolist() == [0, 1, 2]
-    loc = fit.restarts.values["module.emission.loc"]
-    for restart in range(3):
-        torch.testing.assert_close(loc[restart], loc[fit.restarts.best][order[restart]])
-
-
 # Parts and minibatches
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["symbols", "plane", "full"])
 def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     case = CASES[name]
     module, data = module_of(case), data_of(case, lengths=[9, 1, 2, 8, 3, 1, 1, 2])
@@ -498,9 +355,8 @@ ONLINE = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", ONLINE)
-def test_online_em_reaches_the_optimum_of_batch_em(name, size):
+def test_online_em_reaches_the_optimum_of_batch_em(name):
     """Though the first batch lacks symbols that others have.
 
     Many small steps: after 40 it is still a third of the way above.
@@ -508,42 +364,13 @@ def test_online_em_reaches_the_optimum_of_batch_em(name, size):
     build, family, first = ONLINE[name]
     data, module, begin = build(), TabularHMM(2, family), start_at(CHAIN | first)
     whole = fit_em(module, data, start=begin, tolerance=1e-9).losses
-    for seed in range(2):
+    for size in (1, 3):
         fit = fit_em(
-            module, data, start=begin, num_steps=200, batch_size=size,
-            generator=torch.Generator().manual_seed(seed),
+            module, data, start=begin, num_steps=150, batch_size=size,
+            generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         assert fit.losses[-1] < whole[-1] + 0.1 * (whole[0] - whole[-1])
         assert fit.losses[-1] > whole[-1] - 1e-6
-
-
-def test_online_em_keeps_the_zeros_it_was_given():
-    data = Sequences.from_list([[0, 1, 0, 1]] * 5 + [[2, 1, 2, 1]] * 5)
-    allowed = torch.tensor([[True, True, False], [False, True, True], [True, False, True]])
-    module = TabularHMM(3, categorical(3), transition_allowed=allowed)
-    fit = fit_em(module, data, num_steps=30, batch_size=1)
-    rows = fit.values["module.transition"]
-    assert bool((rows[~allowed] == 0).all())
-    assert bool((rows[allowed] > 0).any())
-
-
-def test_minibatches_come_near_the_full_fit():
-    case = CASES["symbols"]
-    data, module = data_of(case, lengths=[6] * 40, gaps=False), module_of(case)
-    begin = start_at(sample_start(module, data))
-    whole = fit_em(module, data, num_steps=100, start=begin)
-    generator = torch.Generator().manual_seed(0)
-    parts = fit_em(
-        module, data, num_steps=120, batch_size=10, decay=0.8, start=begin, generator=generator
-    )
-    final = -log_joint(case, numbers_of(parts), data, oracle.by_logs)
-    first, last = whole.losses[0].item(), whole.losses[-1].item()
-    assert final < last + 0.1 * (first - last)
-    generator.manual_seed(0)
-    again = fit_em(
-        module, data, num_steps=120, batch_size=10, decay=0.8, start=begin, generator=generator
-    )
-    torch.testing.assert_close(again.losses, parts.losses, rtol=0.0, atol=0.0)
 
 
 # Labels
@@ -586,13 +413,12 @@ def test_what_is_known_of_the_states_restricts_the_paths(kind, restarts):
     assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_labels_that_no_path_keeps_to_are_named(restarts):
+def test_labels_that_no_path_keeps_to_are_named():
     labels = torch.tensor([[0, 1, 1], [0, 1, -1], [1, -1, 0]])
     data = Sequences(torch.zeros(3, 3).long(), torch.full((3,), 3), labels=labels)
     module = TabularHMM(2, categorical(2), transition_allowed=left_to_right(2))
     with pytest.raises(ValueError, match=r"labels must leave a path .* sequence .*2.*, step 2"):
-        fit_em(module, data, restarts=restarts)
+        fit_em(module, data, restarts=2)
 
 
 # States, transitions and parameters that are special
@@ -699,15 +525,6 @@ def test_frozen_parameters_stay_and_the_loss_is_of_the_others(name, restarts):
     assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
 
 
-def test_tied_states_stay_alike():
-    data = data_of(CASES["plane"], gaps=False)
-    fit = fit_em(TabularHMM(3, tied(normal_full(2), [1, 0, 1])), data, num_steps=6)
-    emission = fit.hmm(data).emission
-    torch.testing.assert_close(emission.mean[0], emission.mean[2], rtol=0.0, atol=0.0)
-    assert (emission.mean[0] - emission.mean[1]).abs().max() > 1e-3
-    assert_climbs(fit.losses)
-
-
 def test_a_variance_at_its_floor_is_reported():
     values = torch.cat([torch.zeros(1, 10), torch.randn(3, 10) + 9.0]).unsqueeze(-1)
     hmm = HMM(
@@ -742,7 +559,7 @@ def test_one_state_and_one_step(num_states, num_steps):
 def test_it_ends_by_its_tolerance_and_reports_it():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
-    ended = fit_em(module, data, num_steps=2000, tolerance=None).losses[-1]
+    ended = fit_em(module, data, num_steps=600, tolerance=None).losses[-1]
     for acceleration in (None, False, True):
         pyro.set_rng_seed(0)
         fit = fit_em(module, data, tolerance=1e-6, acceleration=acceleration)
@@ -773,7 +590,7 @@ def wrapped(family):
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("name", ["symbols", "count", "plane", "full"])
+@pytest.mark.parametrize("name", ["symbols", "full"])
 def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
     case = CASES[name]
     # where components of a full covariance are missing, the closed form is EM within EM
@@ -794,18 +611,15 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
         np.testing.assert_allclose(found, value, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_an_optimizer_of_the_users_never_lowers_the_log_joint(restarts):
+def test_an_optimizer_of_the_users_never_lowers_the_log_joint():
     """Not even with steps that are far too large."""
-    case = CASES["plane"]
+    case, restarts = CASES["plane"], 2
     for rate in (0.01, 10.0):
         step = GradientStep(3, lambda parameters, rate=rate: torch.optim.Adam(parameters, lr=rate))
         module = TabularHMM(3, wrapped(case.family()))
         fit = fit_em(module, data_of(case), num_steps=5, restarts=restarts, gradient_step=step,
                      tolerance=None)  # fmt: skip
-        assert_climbs(fit.losses)
-        if restarts > 1:
-            assert_climbs(fit.restarts.losses)
+        assert_climbs(fit.restarts.losses)
 
 
 class Own(HMMModule):
@@ -888,30 +702,6 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
     found = numbers_of(fit)["emission.inner.probs"]
     np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
-
-
-def test_a_subclass_of_emission_without_an_m_step_is_fitted_by_gradient_steps():
-    class Open(Emission):
-        def __init__(self, num_states):
-            super().__init__()
-            self.probs = PyroSample(dist.Beta(torch.full((num_states,), 2.0), 3.0).to_event(1))
-
-        def forward(self):
-            return dist.Geometric(self.probs)
-
-    class HalfOpen(Open):
-        statistics = Failures.statistics
-
-    data = failures()
-    begin = sample_start(TabularHMM(2, Failures), data, 1)
-    options = {"num_steps": 5, "tolerance": None, "start": start_at(begin)}
-    closed = fit_em(TabularHMM(2, Failures), data, **options)
-    for family in (Open, HalfOpen):
-        step = GradientStep(num_steps=200)
-        fit = fit_em(TabularHMM(2, family), data, gradient_step=step, **options)
-        torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
-        with pytest.raises(TypeError, match="closed M-step"):
-            streams(family, normal(0))(2)
 
 
 def test_a_family_of_the_users_has_minibatches_and_joins_others():
@@ -1003,7 +793,6 @@ def test_what_an_m_step_returns_for_a_frozen_parameter_is_ignored(restarts):
 @pytest.mark.parametrize(
     ("kind", "point"),
     [
-        ("constrained", "frozen"),
         ("constrained", "without gradient"),
         ("constrained", "fitted"),
         ("plain", "frozen"),
@@ -1042,73 +831,11 @@ def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
         torch.testing.assert_close(after, before)
 
 
-def test_an_m_step_that_returns_an_unknown_name_is_refused():
-    class Misspelt(ClosedCycle):
-        def m_step(self, statistics):
-            values, notes = super().m_step(statistics)
-            return {"stays": values["stay"]}, notes
-
-    with pytest.raises(AttributeError, match="stays"):
-        fit_em(Misspelt(Failures), failures(), num_steps=1)
-
-
-def test_what_an_m_step_does_not_return_follows_gradient_steps():
-    """Here the first state, and an emission that is no module of its own."""
-
-    class Mixed(ClosedCycle):
-        def __init__(self):
-            super().__init__(Failures)
-            self.begin = torch.nn.Parameter(torch.zeros(3))
-            self.rate = PyroSample(dist.Gamma(torch.full((3,), 2.0), 1.0).to_event(1))
-            del self.emission
-
-        def emission_module(self):
-            return None
-
-        def forward(self, lengths, observed=None):
-            self.emission = lambda: dist.Poisson(self.rate)
-            hmm = super().forward(lengths, observed)
-            return hmm.replace(log_initial=self.begin.log_softmax(-1))
-
-    data = failures()
-    fit = fit_em(Mixed(), data, num_steps=150, tolerance=1e-12)
-    assert_climbs(fit.losses)
-    hmm = fit.hmm(data)
-    counts = hmm.expected_counts(data.values)
-    pairs = counts.counts["log_transition"]
-    stay = (pairs.diagonal() + 1) / (pairs.sum(-1) + 3)
-    close = {"rtol": 0.0, "atol": 5e-3}
-    torch.testing.assert_close(fit.values["module.stay"], stay, **close)
-    torch.testing.assert_close(hmm.log_initial.exp(), counts.counts["log_initial"] / 6, **close)
-    sums = torch.einsum("ntk,nt->k", counts.states, data.values) + 1
-    rates = sums / (counts.states.sum((0, 1)) + 1)
-    torch.testing.assert_close(fit.values["module.rate"], rates, rtol=5e-3, atol=5e-3)
-
-
-def test_any_distribution_is_fitted_by_maximum_likelihood():
-    """Von Mises: the mean direction of what a state owns."""
-    data = Sequences(torch.randn(5, 8) * 0.5 + 1.0, torch.full((5,), 8))
-    family = parametric(dist.VonMises(torch.tensor([0.0]), torch.tensor([1.0])))
-    fit = fit_em(TabularHMM(1, family), data, num_steps=10)
-    angle = torch.atan2(data.values.sin().sum(), data.values.cos().sum())
-    torch.testing.assert_close(fit.hmm(data).emission.loc.detach()[0], angle, rtol=1e-5, atol=1e-5)
-
-
 # Starts
 
 
-def test_samples_of_the_prior_differ_between_restarts():
-    case = CASES["plane"]
-    data, module = data_of(case), module_of(case)
-    found = starts.from_prior(module, data, 4)
-    assert set(found) == {"initial", "transition", "emission.variance", "emission.loc"}
-    assert found["transition"].shape == (4, 1, 3, 3)
-    assert len(found["emission.loc"].reshape(4, -1).unique(dim=0)) == 4
-    assert not any(value.requires_grad for value in found.values())
-
-
-@pytest.mark.parametrize("restarts", [1, 3])
-def test_clusters_that_are_apart_are_found_at_once(restarts):
+def test_clusters_that_are_apart_are_found_at_once():
+    restarts = 3
     rng = np.random.default_rng(7)
     states = rng.integers(3, size=(10, 6))
     centres = np.array([[0.0, 0.0], [900.0, 0.0], [0.0, 1.0]])  # units do not matter
@@ -1146,28 +873,6 @@ def test_where_a_fitted_hmm_begins_is_one_step_of_it():
     torch.testing.assert_close(wide.restarts.losses, first.losses[1:].expand(2, 3))
 
 
-def test_an_hmm_of_another_family_may_be_where_a_fit_begins():
-    """Here with full covariances: both ends of the start climb on."""
-    data = data_of(CASES["plane"])
-    diagonal = fit_em(TabularHMM(3, normal(2)), data, num_steps=5)
-    fit = fit_em(TabularHMM(3, normal_full(2)), data, start=starts.from_hmm(diagonal.hmm(data)))
-    assert_climbs(fit.losses)
-
-
-def test_points_begin_where_they_are():
-    case = CASES["count"]
-    data = data_of(case)
-    hmm = HMM(
-        torch.full((3,), 1 / 3).log(),
-        torch.full((3, 3), 1 / 3).log(),
-        dist.Poisson(torch.tensor([1.0, 2.0, 5.0])),
-        torch.tensor([1]),
-    )
-    fit = fit_em(hmm, data, num_steps=2)
-    own = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, data.lengths, data.observed)
-    torch.testing.assert_close(-fit.losses[0], own.log_prob(data.values).sum())
-
-
 # What it leaves alone
 
 
@@ -1187,18 +892,6 @@ def test_the_module_is_not_changed_by_the_fit():
         fit_em(module, values, num_steps=2)
         torch.testing.assert_close(first.hmm(values).log_transition, kept, rtol=0.0, atol=0.0)
     assert list(pyro.get_param_store().keys()) == []
-
-
-def test_the_hmm_that_a_fit_begins_at_is_not_changed():
-    hmm = HMM(
-        torch.full((2,), 0.5).log(),
-        torch.full((2, 2), 0.5).log(),
-        dist.Categorical(torch.tensor([[0.2, 0.8], [0.6, 0.4]])),
-        torch.tensor([1]),
-    )
-    fit_em(hmm, coins(), num_steps=2)
-    torch.testing.assert_close(hmm.log_transition.exp(), torch.full((2, 2), 0.5))
-    torch.testing.assert_close(hmm.emission.probs, torch.tensor([[0.2, 0.8], [0.6, 0.4]]))
 
 
 # Errors
@@ -1236,29 +929,18 @@ def small():
     return TabularHMM(2, categorical(2))
 
 
+def gaussians():
+    return Sequences(torch.randn(2, 3), torch.full((2,), 3))
+
+
 ERRORS = [
-    (lambda: fit_em(small(), coins().values), TypeError, "data must be Sequences; got Tensor"),
     (lambda: fit_em(categorical(2)(2), coins()), TypeError, "module must be an HMMModule or"),
-    (lambda: fit_em(small(), coins(), num_steps=0), ValueError, "num_steps must be at least 1"),
-    (lambda: fit_em(small(), coins(), num_steps=2.5), TypeError, "num_steps must be an int"),
-    (lambda: fit_em(small(), coins(), restarts=0), ValueError, "restarts must be at least 1"),
-    (lambda: fit_em(small(), coins(), batch_size=0), ValueError, "batch_size must be at least 1"),
-    (lambda: fit_em(small(), coins(), decay=0.3), ValueError, "decay must lie between 0.5 and 1"),
     (lambda: fit_em(small(), coins(), decay=NAN), ValueError, "decay must lie between 0.5 and 1"),
-    (lambda: GradientStep(0), ValueError, "num_steps must be at least 1"),
-    (
-        lambda: fit_em(Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), batch_size=1),
-        ValueError,
-        "batch_size needs a module whose M-step needs nothing but sums",
-    ),
-    (
-        lambda: fit_em(Own(), Sequences(torch.randn(2, 3), torch.full((2,), 3)), restarts=2),
-        ValueError,
-        "restarts need every parameter to have a prior",
-    ),
+    (lambda: fit_em(Own(), gaussians(), batch_size=1), ValueError, "batch_size needs a module"),
+    (lambda: fit_em(Own(), gaussians(), restarts=2), ValueError, "restarts need every parameter"),
     (lambda: fit_em(frozen_throughout(), coins()), ValueError, "module has no parameters to fit"),
     (lambda: fit_em(impossible(), coins()), ValueError, "sequence . of this batch has probability"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "words"), ERRORS, ids=[row[2] for row in ERRORS])
@@ -1271,26 +953,16 @@ def plain(values, **options):
     return Sequences(values, torch.full((len(values),), values.shape[1]), **options)
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_every_family_is_fitted_in_float32(name, restarts):
-    """Losses may rise by rounding: a relative 1e-6, which the fit itself watches."""
+def test_every_family_is_fitted_in_float32(name):
     torch.set_default_dtype(torch.float32)
     data = data_of(CASES[name])
     values = data.values.float() if data.values.is_floating_point() else data.values
     data = Sequences(values, data.lengths, data.observed)
     module = module_of(CASES[name]).float()
-    fit = fit_em(module, data, num_steps=20, restarts=restarts)
+    fit = fit_em(module, data, num_steps=5, restarts=2)
     assert fit.losses.isfinite().all()
     assert all(value.dtype == torch.float32 for value in fit.values.values())
-
-
-def test_a_module_that_is_part_of_a_model_can_be_fitted():
-    module = TabularHMM(2, categorical(2))
-    MarginalModel(module)
-    for restarts in (1, 2):
-        fit = fit_em(module, plain(torch.tensor([[0, 1, 0, 1]])), restarts=restarts)
-        assert fit.losses[-1] == pytest.approx(0.0, abs=1e-2) or fit.losses[-1] > 0
 
 
 def test_a_part_of_a_larger_set_counts_for_all_of_it():
@@ -1318,18 +990,6 @@ def test_an_emission_without_parameters_leaves_the_chain_to_be_fitted():
     assert_climbs(fit.losses)
 
 
-def test_a_start_whose_matrices_change_with_the_step_is_summed_over_them():
-    hmm = HMM(
-        torch.full((2,), 0.5).log(),
-        torch.rand(5, 2, 2).log_softmax(-1),
-        dist.Categorical(torch.rand(2, 3)),
-        torch.tensor([6]),
-        transition_per_step=True,
-    )
-    data = plain(torch.randint(0, 3, (4, 6)))
-    assert_climbs(fit_em(TabularHMM(2, categorical(3)), data, start=starts.from_hmm(hmm)).losses)
-
-
 def test_where_there_is_nothing_to_see_nothing_is_wrong():
     nothing = torch.zeros(3, 4).bool()
     for module, values in (
@@ -1340,33 +1000,6 @@ def test_where_there_is_nothing_to_see_nothing_is_wrong():
         assert fit.losses.isfinite().all()
     fit = fit_em(TabularHMM(2, normal(2)), plain(torch.ones(3, 4, 2)), num_steps=5)  # all alike
     assert fit.losses.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("family", "values", "words"),
-    [
-        (normal(2), torch.zeros(2, 3, 3), "values must end in shape"),
-        (poisson(), -torch.ones(2, 3), "values must lie in the support"),
-    ],
-)
-def test_values_that_cannot_be_emitted_are_named_before_anything_is_fitted(family, values, words):
-    with pytest.raises(ValueError, match=words):
-        fit_em(TabularHMM(2, family), plain(values))
-
-
-def test_a_start_of_clusters_serves_emissions_without_a_closed_form():
-    class Laplace(PyroModule):
-        def __init__(self, num_states):
-            super().__init__()
-            self.loc = PyroSample(dist.Normal(torch.zeros(num_states), 20.0).to_event(1))
-
-        def forward(self):
-            return dist.Laplace(self.loc, 1.0)
-
-    values = torch.randn(5, 12) + 30.0 * torch.randint(0, 3, (5, 12))
-    fit = fit_em(TabularHMM(3, Laplace), plain(values), start=starts.by_kmeans, num_steps=5)
-    centres = fit.values["module.emission.loc"].sort().values
-    torch.testing.assert_close(centres, torch.tensor([0.0, 30.0, 60.0]), rtol=0.0, atol=1.5)
 
 
 def test_latent_variables_that_are_not_one_event_are_named():
@@ -1408,42 +1041,6 @@ def test_what_cannot_be_frozen_is_named(name, value, error, words):
     assert "initial" in dict(points.named_buffers())
 
 
-def test_transitions_that_underflow_leave_gradient_steps_finite():
-    """In float32 a chance of 1e-44 becomes zero while it is still expected to be used."""
-    torch.set_default_dtype(torch.float32)
-
-    class Watching(GradientStep):
-        def __call__(self, loss, parameters):
-            assert loss().isfinite().all()  # else it would have nothing to go by
-            super().__call__(loss, parameters)
-
-    class Laplace(PyroModule):
-        def __init__(self, num_states):
-            super().__init__()
-            self.loc = PyroSample(dist.Normal(torch.zeros(num_states), 5.0).to_event(1))
-
-        def forward(self):
-            return dist.Laplace(self.loc, 1.0)
-
-    pyro.set_rng_seed(2)
-    data = plain(torch.randn(6, 40).float())
-    for chance in (2e-45, 1e-44, 3e-44, 1e-43, 3e-43, 1e-42, 3e-42):
-        begin = {
-            "initial": torch.tensor([0.0, 1.0]),
-            "transition": torch.tensor([[1.0, 0.0], [chance, 1.0]]),
-            "emission.loc": torch.tensor([4.0, 1.0]),
-        }
-        fit = fit_em(
-            TabularHMM(2, Laplace),
-            data,
-            num_steps=2,
-            tolerance=None,
-            start=lambda *_, begin=begin: begin,
-            gradient_step=Watching(3),
-        )
-        assert (fit.losses.diff() <= 1e-6 * fit.losses[0].abs()).all()
-
-
 def test_gradient_steps_may_be_used_again():
     """Each fit has an optimizer of its own."""
     step = GradientStep(3, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
@@ -1469,29 +1066,6 @@ def test_a_fit_in_closed_form_needs_no_gradient_of_the_caller(mode, restarts):
             fit = fit_em(TabularHMM(2, categorical(3)), data, num_steps=3, restarts=restarts)
             losses.append(torch.as_tensor(fit.losses))
     torch.testing.assert_close(*losses)
-
-
-def log_prior_of_a_trace(parameters):
-    """The log-prior ``(R,)`` of the parameters as they are, by Pyro alone."""
-    with torch.no_grad(), poutine.block(), poutine.condition(data=parameters.values):
-        trace = poutine.trace(lambda: build(parameters.module, parameters.data)).get_trace()
-        trace.compute_log_prob()
-    sites = [trace.nodes[name]["log_prob"] for name in parameters.sites]
-    return sum(log_prob.reshape(parameters.restarts) for log_prob in sites)
-
-
-@pytest.mark.parametrize("restarts", [1, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_the_log_prior_is_that_of_the_values_as_they_are(name, restarts):
-    """Also where the prior of one variable depends on another, as that of means on variances."""
-    data = data_of(CASES[name])
-    for module in (module_of(CASES[name]), TabularHMM(STATES, CASES[name].family())):
-        parameters = Parameters(module, data, restarts, None)
-        for _ in range(3):
-            parameters.set_values(starts.from_prior(module, data, restarts))
-            _, prior = parameters.build(data)
-            expected = log_prior_of_a_trace(parameters)
-            torch.testing.assert_close(prior.reshape(-1).expand(restarts), expected)
 
 
 def test_a_part_that_is_not_read_has_no_say():
@@ -1523,34 +1097,6 @@ def test_what_a_fit_has_made_is_checked_at_its_end():
     data = data_of(CASES["symbols"])
     with pytest.raises(ValueError, match="Simplex"):
         fit_em(Failing(STATES, categorical(4)), data, num_steps=8, tolerance=None)
-
-
-class Annealed(TabularHMM):
-    """Its prior of the transition matrix becomes weaker with each call."""
-
-    def forward(self, lengths, observed=None):
-        self.transition_concentration = 1 + (self.transition_concentration - 1) / 2
-        return super().forward(lengths, observed)
-
-
-def test_a_prior_that_changes_between_iterations_is_followed():
-    data = data_of(CASES["symbols"])
-    module = Annealed(STATES, categorical(4), transition_concentration=9.0)
-    parameters = Parameters(module, data, 1, None)
-    parameters.set_values(starts.from_prior(module, data, 1))
-    for _ in range(3):
-        _, prior = parameters.build(data)
-        now = module.transition_concentration
-        parts = [
-            dist.Dirichlet(part).log_prob(parameters.values[name]).sum()
-            for part, name in (
-                (module.initial_concentration, "initial"),
-                (now, "transition"),
-                (module.emission.concentration, "emission.probs"),
-            )
-        ]
-        torch.testing.assert_close(prior, sum(parts))
-    assert now.max() < 2
 
 
 @pytest.mark.parametrize("name", ["initial", "transition", "emission.probs"])
@@ -1592,7 +1138,7 @@ class Wrapped(PyroModule):
         return self.part.statistics(values, weights, current)
 
     def m_step(self, statistics):
-        counts = statistics["counts"].double() + 2.0
+        counts = statistics["probs"].double() + 2.0
         return {"part.probs": counts / counts.sum(-1, keepdim=True)}, []
 
 
@@ -1600,25 +1146,6 @@ def test_an_m_step_of_ones_own_knows_the_priors_below_it():
     data = Sequences.from_list([[0, 1, 2], [2, 1]])
     parameters = Parameters(TabularHMM(2, Wrapped), data, 1, None)
     assert Maximization(parameters, None, GradientStep()).emission is not None
-
-
-def test_vectors_under_a_prior_of_ones_own_begin_at_their_clusters():
-    torch.manual_seed(0)
-    parts = [0.3 * torch.randn(10, 20, 2) + centre for centre in (-3.0, 0.0, 3.0)]
-    data = Sequences(torch.cat(parts), torch.full((30,), 20))
-    module = TabularHMM(3, normal(2))
-    module.emission.loc = PyroSample(dist.Normal(torch.zeros(3, 2), 3.0).to_event(2))
-    pyro.set_rng_seed(0)
-    found = fit_em(module, data, num_steps=20).values["module.emission.loc"][:, 0].sort().values
-    torch.testing.assert_close(found, torch.tensor([-3.0, 0.0, 3.0]), atol=0.2, rtol=0)
-
-
-def test_a_transition_step_needs_the_priors_of_the_module():
-    data = Sequences.from_list([[0, 1, 2], [2, 1]])
-    module = TabularHMM(2, categorical(3))
-    module.initial = PyroSample(dist.Dirichlet(torch.full((2,), 4.0)))
-    with pytest.raises(ValueError, match="goes with the priors that TabularHMM has itself"):
-        fit_em(module, data, log_prior=DiversityPrior(1.0))
 
 
 def test_a_sticky_hdp_is_refused_whatever_its_priors():

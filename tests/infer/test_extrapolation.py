@@ -11,13 +11,9 @@ from pyrohmm import (
     DenseHMM,
     Sequences,
     TabularContinuousTimeHMM,
-    TabularFactorialHMM,
     TabularHMM,
-    TabularHSMM,
-    TabularSecondOrderHMM,
     categorical,
     fit_em,
-    free_durations,
     left_to_right,
     normal,
     normal_full,
@@ -51,11 +47,11 @@ def vectors():
 
 def panel():
     pyro.set_rng_seed(0)
-    times = torch.empty(80, 8).uniform_(0.2, 2.8).cumsum(-1)
+    times = torch.empty(60, 8).uniform_(0.2, 2.8).cumsum(-1)
     rates = torch.tensor([[-0.2, 0.15, 0.05], [0.1, -0.4, 0.3], [0.0, 0.0, 0.0]])
     seen = Categorical(torch.tensor([[0.8, 0.2, 0.0], [0.25, 0.75, 0.0], [0.0, 0.0, 1.0]]))
     first = torch.tensor([1.0, 0.0, 0.0]).log()
-    lengths = torch.full((80,), 8)
+    lengths = torch.full((60,), 8)
     values = ContinuousTimeHMM(first, rates, seen, lengths, times).sample()
     return Sequences(values, lengths, times=times)
 
@@ -73,9 +69,6 @@ FITS = {
     "covariances": (lambda: TabularHMM(2, normal_full(2)), vectors, {"restarts": 2}),
     "points": (lambda: fit_em(TabularHMM(2, normal(0)), numbers(), num_steps=1).hmm(numbers()),
                numbers, {}),
-    "durations": (lambda: TabularHSMM(2, free_durations(8), normal(0)), numbers, {}),
-    "factorial": (lambda: TabularFactorialHMM([2, 2], normal(0)), numbers, {}),
-    "second order": (lambda: TabularSecondOrderHMM(2, categorical(4)), symbols, {"restarts": 2}),
     "rates": (lambda: TabularContinuousTimeHMM(3, categorical(3)), panel, {}),
     "gradients": (dense, symbols, {}),
     "Adam": (dense, symbols,
@@ -83,8 +76,10 @@ FITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("growth", [4.0, 1e9])  # the latter proposes what is far from any good
-@pytest.mark.parametrize("name", FITS)
+@pytest.mark.parametrize(
+    ("name", "growth"),  # the latter proposes what is far from any good
+    [*((name, 4.0) for name in FITS), ("restarts", 1e9), ("rates", 1e9)],
+)
 def test_the_log_joint_never_falls(name, growth, monkeypatch):
     monkeypatch.setattr(iterations, "GROWTH", growth)
     make, data, options = FITS[name]
@@ -111,7 +106,7 @@ def test_it_takes_a_fraction_of_the_iterations():
     for acceleration in (True, False):
         pyro.set_rng_seed(3)
         module = TabularContinuousTimeHMM(3, categorical(3))
-        options = {"num_steps": 2000, "tolerance": 1e-9, "acceleration": acceleration}
+        options = {"num_steps": 1000, "tolerance": 1e-7, "acceleration": acceleration}
         losses.append(fit_em(module, panel(), **options).losses)
     fast, slow = losses
     assert fast[-1] <= slow[-1] + 1e-3

@@ -7,14 +7,12 @@ import torch
 from pyrohmm import (
     DenseHMM,
     MarginalModel,
-    Sequences,
     TabularHMM,
     categorical,
     datasets,
     fit_em,
     fit_map,
     fit_svi,
-    normal,
     plots,
     starts,
 )
@@ -24,12 +22,6 @@ DATA = datasets.casino(num_sequences=6, num_steps=15).without_labels()
 
 def module():
     return TabularHMM(2, categorical(6, 1.5), transition_concentration=1.5)
-
-
-def numbers():
-    torch.manual_seed(0)
-    values = torch.randn(4, 25).double() + 2.0 * (torch.arange(25) // 5 % 2)
-    return Sequences(values, torch.tensor([25, 12, 1, 20]))
 
 
 FITS = {
@@ -59,19 +51,6 @@ def test_the_entropy_of_a_guide_is_the_rest():
     torch.testing.assert_close(sum(fit.history.values()), -fit.losses)
 
 
-@pytest.mark.parametrize(
-    ("make", "restarts"), [(lambda: TabularHMM(2, normal(0)), 1), (lambda: module(), 2)]
-)
-def test_the_bound_lies_between_two_log_densities(make, restarts):
-    data = numbers() if "Normal" in type(make().emission).__name__ else DATA
-    options = {"num_steps": 6, "tolerance": None, "bounds": True, "restarts": restarts}
-    fit = fit_em(make().double(), data, **options)
-    bound, log_joint = fit.history["bound"], -fit.losses
-    assert bound.shape == (6,)
-    assert (bound >= log_joint[:-1] - 1e-6).all()
-    assert (bound <= log_joint[1:] + 1e-6).all()
-
-
 def test_restarts_that_are_behind_are_given_up():
     options = {"restarts": 8, "start": starts.from_prior}
     pyro.set_rng_seed(0)
@@ -81,7 +60,8 @@ def test_restarts_that_are_behind_are_given_up():
     losses = fit.restarts.losses
     going = (losses.diff() != 0).sum(-1)
     assert (going == 19).sum() >= 3
-    assert going.argmax() == fit.restarts.best == losses[:, -1].argmin()
+    assert fit.restarts.best == losses[:, -1].argmin()
+    assert going[fit.restarts.best] == going.max()
     torch.testing.assert_close(losses[:, :20], every.restarts.losses[:, :20])
     assert fit.losses[-1] < every.restarts.final.min() + 1e-2
 

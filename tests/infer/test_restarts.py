@@ -1,13 +1,10 @@
 """Batched restarts: they are what they would be one by one."""
 
-import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, Dirichlet
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyrohmm import (
-    HMM,
     EnumeratedModel,
     MarginalModel,
     Sequences,
@@ -57,21 +54,6 @@ def test_map_from_several_starts_is_map_from_each(clip_norm, log_prior):
     torch.testing.assert_close(
         fit.hmm(DATA).log_prob(DATA.values), singles[best].hmm(DATA).log_prob(DATA.values)
     )
-
-
-def test_restarts_of_a_model_written_as_a_function():
-    def model(data):
-        transition = pyro.sample("transition", Dirichlet(torch.ones(2, 2)).to_event(1))
-        face = pyro.sample("face", Dirichlet(torch.ones(2, 6)).to_event(1))
-        hmm = HMM(transition[..., 0, :].log(), transition.log(), Categorical(face), data.lengths)
-        with pyro.plate("sequences", len(data)):
-            pyro.sample("rolls", hmm, obs=data.values)
-        return hmm
-
-    fit = fit_map(model, DATA, num_steps=30, restarts=3)
-    assert fit.restarts.losses.shape[0] == 3
-    assert fit.hmm(DATA).log_prob(DATA.values).isfinite().all()
-    assert fit.restarts.hmm(DATA).batch_shape == (3, 6)
 
 
 def map_of(part, *given, **options):

@@ -7,7 +7,6 @@ import pyro
 import pytest
 import torch
 from pyro.infer.autoguide import AutoNormal
-from pyro.nn import PyroModule
 from scipy import stats
 from torch.distributions import MixtureSameFamily, biject_to
 
@@ -42,7 +41,7 @@ FAMILIES = {
     "streams": lambda: streams(normal(0), normal_full(1)),
     "tied states": lambda: tied(normal(2), [0, 1]),
 }
-UNITS = [(1e-10, 0.0), (1e-10, 1e-8), (1e-3, 7.0), (1e3, -5.0), (1e10, 1e10), (1.0, 1e6)]
+UNITS = [(1e-10, 1e-8), (1e10, 1e10), (1.0, 1e6)]
 
 
 @cache
@@ -118,21 +117,21 @@ def test_em_does_not_depend_on_the_unit(name, a, b):
     assert steps == wanted
 
 
-@pytest.mark.parametrize(("a", "b"), [(1e-10, 1e-8), (1e-3, 7.0), (1e10, 1e10)])
-@pytest.mark.parametrize("name", ["spherical", "full", "mixture", "streams"])
+@pytest.mark.parametrize(("a", "b"), [(1e-10, 1e-8), (1e10, 1e10)])
+@pytest.mark.parametrize("name", ["full", "streams"])
 def test_map_does_not_depend_on_the_unit(name, a, b):
     """Adam divides by roots of gradients near zero, and so enlarges rounding."""
     check_alike(by_map, name, a, b, torch.float64, 1e-6)
 
 
 @pytest.mark.parametrize(("a", "b"), [(1e-10, 1e-8), (1e10, 1e10)])
-@pytest.mark.parametrize("name", ["diagonal", "tied covariance"])
+@pytest.mark.parametrize("name", ["tied covariance"])
 def test_svi_does_not_depend_on_the_unit(name, a, b):
     check_alike(svi, name, a, b, torch.float64, 1e-6)
 
 
 @pytest.mark.parametrize("a", [1e-10, 1e10])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["diagonal", "full", "mixture"])
 def test_em_in_single_precision_does_not_depend_on_the_unit(name, a):
     """Of 500 terms of up to 25 nats each is rounded at 1e-7, and so are responsibilities.
 
@@ -141,14 +140,8 @@ def test_em_in_single_precision_does_not_depend_on_the_unit(name, a):
     check_alike(em_without_test, name, a, 0.0, torch.float32, 1e-4)
 
 
-@pytest.mark.parametrize("a", [1e-10, 1e10])
-@pytest.mark.parametrize("name", ["full", "mixture"])
-def test_map_in_single_precision_does_not_depend_on_the_unit(name, a):
-    check_alike(by_map, name, a, 0.0, torch.float32, 1e-3)
-
-
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["scalar", "full", "mixture", "tied states"])
 def test_single_precision_far_from_zero(name):
     """At 1e6 a number of 24 bits is a multiple of 1/16, and means are exact to half of that.
 
@@ -195,38 +188,12 @@ def test_a_prior_that_was_given_stays(family):
     torch.testing.assert_close(dict(module.state_dict()), before)
 
 
-def test_points_have_no_prior_to_scale():
-    data = in_units("scalar", 1.0, 50.0)
-    hmm = fit_em(TabularHMM(2, normal(0)), data, num_steps=2).hmm(data)
-    module = TabularHMM.from_hmm(hmm)
-    assert scale_priors(module, data) == 0.0
-    torch.testing.assert_close(module.emission.prior_loc, hmm.emission.mean)
-
-
 def test_a_component_without_spread_keeps_the_unit():
     data = Sequences.from_list([[[0.1, 1.0]] * 9 + [[0.1, 3.0]] * 9])
     module = TabularHMM(1, normal(2))
     scale_priors(module, data)
     torch.testing.assert_close(module.emission.rate, torch.tensor([[1.0, 1.0]]))
     torch.testing.assert_close(module.emission.prior_loc, torch.tensor([[0.1, 2.0]]))
-
-
-def test_scaling_uses_up_no_random_numbers():
-    module = TabularHMM(2, streams(categorical(2), normal(0)))
-    data = Sequences.from_list([[[0.0, 5.0], [1.0, 9.0]]])
-    pyro.set_rng_seed(0)
-    scale_priors(module, data)
-    after = torch.rand(1)
-    pyro.set_rng_seed(0)
-    torch.testing.assert_close(after, torch.rand(1))
-    torch.testing.assert_close(module.emission.parts[1].prior_loc, torch.tensor([7.0, 7.0]))
-
-
-def test_em_leaves_the_module_as_it_was():
-    module = TabularHMM(2, normal(0))
-    fit = fit_em(module, in_units("scalar", 1.0, 50.0), num_steps=2)
-    assert bool((module.emission.prior_loc == 0).all())
-    assert bool((fit.model.module.emission.prior_loc > 49).all())
 
 
 def test_a_frozen_scale_leaves_the_prior_of_the_mean():
@@ -252,13 +219,6 @@ def test_a_unit_that_overflows_is_refused_with_the_cure(fit, a):
     data = Sequences(a * torch.randn(2, 9, 1), torch.tensor([9, 9]))
     with pytest.raises(ValueError, match=r"standard deviation .* torch.float32 .* float64"):
         fit(TabularHMM(2, normal(1)), data)
-
-
-def test_in_double_precision_it_fits():
-    data = Sequences(1e20 * numbers(1), torch.full((6,), STEPS))
-    assert bool(
-        fit_em(TabularHMM(2, normal(1)).double(), data, num_steps=4).losses.isfinite().all()
-    )
 
 
 # Coordinates
@@ -306,16 +266,8 @@ def test_the_inverse_gamma_density_does_not_overflow(scale):
     assert bool(prior.expand([3]).sample().isfinite().all())
 
 
-def test_other_parts_have_no_prior_to_scale():
-    class Own(PyroModule):
-        def forward(self):
-            return pyro.distributions.Normal(torch.zeros(2), 1.0)
-
-    assert scale_priors(TabularHMM(2, lambda _: Own()), in_units("scalar", 1.0, 0.0)) == 0.0
-
-
 @pytest.mark.parametrize("guide", [None, AutoNormal], ids=["MAP", "SVI"])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["diagonal", "streams"])
 def test_a_fit_to_other_data_leaves_an_earlier_fit_as_it_was(name, guide):
     """Both are of one module, whose prior takes the scale of the data of each."""
     one, other = in_units(name, 1.0, 0.0), in_units(name, 1e3, 1e6)

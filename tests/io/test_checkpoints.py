@@ -72,7 +72,7 @@ def by_map_restarts(path, num_steps):
 
 def by_em(path, num_steps):
     module = TabularHMM(3, normal(2))
-    options = {"restarts": 3, "tolerance": 1e-12, "bounds": True}
+    options = {"restarts": 3, "tolerance": 1e-12}
     fit = fit_em(module, numbers(), num_steps=num_steps, checkpoint=path, **options)
     return [fit.restarts.losses, *fit.restarts.values.values()]
 

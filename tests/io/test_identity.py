@@ -150,7 +150,6 @@ CHANGES = {
         "log_prior": ({}, quadratic),
         "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.LogitGradient()),
         "gradient_step": ({}, GradientStep(3)),
-        "bounds": ({}, True),
         "acceleration": ({}, True),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),

@@ -32,7 +32,7 @@ from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNorma
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
 from pyrohmm.io.files import read_tensors, write_tensors
-from pyrohmm.nn.circular import Angle
+from pyrohmm.nn.waits_and_angles import Angle
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 FILE = "tensors.safetensors"

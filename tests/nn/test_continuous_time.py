@@ -1,36 +1,25 @@
 """``TabularContinuousTimeHMM``: its M-step, its fits, and the times that data carry."""
 
-import copy
-import pickle
-
 import numpy as np
 import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
-from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide import AutoNormal, init_to_value
 from scipy.optimize import minimize
 
 from pyrohmm import (
     HMM,
     ContinuousTimeHMM,
     HMMModule,
-    MarginalModel,
-    PosteriorDraws,
     Sequences,
     TabularContinuousTimeHMM,
     TabularHMM,
     categorical,
     em,
     fit_em,
-    fit_map,
-    fit_svi,
     freeze,
     left_to_right,
-    load_into,
     normal,
-    save,
     starts,
 )
 from pyrohmm.data import StoredSequences
@@ -78,7 +67,7 @@ def data():
 def test_em_is_monotone_and_ends_at_the_maximum_of_a_gradient(data):
     """The mode that a quasi-Newton method of SciPy finds for the same density."""
     module = TabularContinuousTimeHMM(2, normal(0), 1.0, 1.5, 0.7)
-    fit = fit_em(module, data, tolerance=None, num_steps=300)
+    fit = fit_em(module, data, tolerance=None, num_steps=150)
     assert (fit.losses.diff() <= 1e-9).all()
     assert not fit.notes
     found = fit.hmm(data)
@@ -180,27 +169,6 @@ def test_restarts_are_batched(data):
     )
 
 
-def test_map_svi_and_nuts(data):
-    module = TabularContinuousTimeHMM(2, normal(0), rate_concentration=2.0)
-    exact = fit_em(module, data, tolerance=1e-8)
-    model = MarginalModel(module)
-    point = fit_map(model, data, num_steps=50, init=init_to_value(values=exact.values))
-    assert abs(point.losses[-1] - exact.losses[-1]) < 1e-3
-    guide = AutoNormal(MarginalModel(copy.deepcopy(module)))
-    svi = fit_svi(model, guide, data, num_steps=5)
-    assert svi.losses.isfinite().all()
-    rates = svi.samples(20)["module.rates"]
-    assert (rates.diagonal(dim1=-2, dim2=-1) == 0).all()
-    assert (rates[..., 0, 1] > 0).all()
-    mcmc = MCMC(NUTS(MarginalModel(module), max_tree_depth=2), num_samples=3, warmup_steps=2,
-                disable_progbar=True)  # fmt: skip
-    mcmc.run(data)
-    draws = PosteriorDraws.of(mcmc)
-    assert draws.values["module.rates"].shape[-2:] == (2, 2)
-    aligned = draws.aligned(data)
-    assert aligned.values["module.rates"].isfinite().all()
-
-
 class Proportional(HMMModule):
     """Rates that have one parameter: no closed form."""
 
@@ -241,27 +209,18 @@ def test_expected_log_joint_is_that_of_a_chain_in_continuous_time(data):
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_it_needs_is_named(data, tmp_path):
+def test_what_it_needs_is_named(data):
     without = Sequences(data.values, data.lengths, data.observed)
     for module in (TabularContinuousTimeHMM(2, normal(0)), Proportional()):
         with pytest.raises((ValueError, TypeError), match="times"):
             fit_em(module, without)
-    covered = Sequences(data.values, data.lengths, data.observed, times=data.times,
-                        covariates=torch.ones(12, data.num_steps, 1))  # fmt: skip
-    with pytest.raises(TypeError, match="data has covariates"):
-        fit_em(TabularContinuousTimeHMM(2, normal(0)), covered)
-    for options in ({"rate_concentration": 0.0}, {"rate_time": -1.0},
-                    {"rate_time": torch.ones(3, 2)}, {"num_states": 0},
-                    {"transition_allowed": torch.ones(3, 3).bool()}):  # fmt: skip
+    for options in ({"rate_concentration": 0.0}, {"rate_time": torch.ones(3, 2)},
+                    {"transition_allowed": torch.ones(3, 3).bool()},
+                    {"exact_entry": torch.tensor([False, True])}):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))):
             TabularContinuousTimeHMM(**({"num_states": 2, "emission": normal(0)} | options))
     with pytest.raises(ValueError, match="rate_concentration below one has no most probable"):
         fit_em(TabularContinuousTimeHMM(2, normal(0), 1.0, 0.5), data)
-    with pytest.raises(TypeError, match="must be of class ContinuousTimeHMM"):
-        TabularContinuousTimeHMM.from_hmm(TabularHMM(2, normal(0))(data.lengths))
-    module = TabularContinuousTimeHMM(2, normal(0))
-    save(module, tmp_path / "module")
-    load_into(TabularContinuousTimeHMM(2, normal(0)), tmp_path / "module")
 
 
 def test_one_state_has_nothing_to_leave_for(data):
@@ -297,26 +256,6 @@ def test_data_larger_than_memory_have_times(data):
     torch.testing.assert_close(whole.losses, parts.losses)
 
 
-def test_a_fit_needs_no_gradient_of_the_caller():
-    """In inference mode too, of data that were made there."""
-    losses = []
-    for mode in (torch.enable_grad, torch.inference_mode):
-        with mode():
-            pyro.set_rng_seed(0)
-            losses.append(fit_em(disease(), panel(10), num_steps=3).losses)
-    torch.testing.assert_close(*map(torch.as_tensor, losses))
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda part: pickle.loads(pickle.dumps(part))])
-def test_copies_sample_the_same(way, data):
-    module = TabularContinuousTimeHMM(3, normal(0), transition_allowed=left_to_right(3))
-    found = []
-    for part in (module, way(module)):
-        pyro.set_rng_seed(1)
-        found.append(part(data.lengths, data.observed, data.times).log_prob(data.values))
-    assert torch.equal(*found)
-
-
 def test_the_rate_of_exact_deaths_is_their_number_over_the_time_lived():
     """Of one living state, by EM with a flat prior, in one step from anywhere."""
     data = Sequences.from_list(
@@ -340,7 +279,7 @@ def test_em_with_exact_deaths_ends_where_the_density_is_stationary():
     data, exact = panel(40), torch.tensor([False, False, False, True])
     alive = (data.values != 3).sum(-1)
     data = Sequences(data.values, torch.minimum(data.lengths, alive + 1), times=data.times)
-    fit = fit_em(disease(rate_time=2.0, exact_entry=exact), data, tolerance=1e-12, num_steps=400)
+    fit = fit_em(disease(rate_time=2.0, exact_entry=exact), data, tolerance=1e-12, num_steps=300)
     assert fit.losses.diff().max() < 1e-9 * fit.losses[-1]
     hmm = fit.hmm(data)
     assert hmm.exact_entry.equal(exact)
@@ -350,8 +289,3 @@ def test_em_with_exact_deaths_ends_where_the_density_is_stationary():
     density = hmm.replace(rates=rates - rates.sum(-1).diag()).log_prob(data.values).sum()
     density = density - 2.0 * rates.sum()  # Gamma(1, 2)
     assert torch.autograd.grad(density, leaf)[0].abs().max() < 1e-2
-
-
-def test_a_state_that_is_left_has_no_exact_entry():
-    with pytest.raises(ValueError, match="exact_entry must hold states that are never left"):
-        TabularContinuousTimeHMM(2, categorical(2), exact_entry=torch.tensor([False, True]))

@@ -6,7 +6,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Binomial, Categorical, Normal, Poisson
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
-from pyro.infer.autoguide import AutoDelta, AutoNormal, init_to_sample
+from pyro.infer.autoguide import AutoDelta, init_to_sample
 from pyro.nn import PyroParam
 from scipy import stats
 from torch.distributions import constraints
@@ -20,20 +20,14 @@ from pyrohmm import (
     TabularHSMM,
     categorical,
     fit_em,
-    fit_map,
-    fit_svi,
     free_durations,
     freeze,
     geometric_durations,
-    load_into,
     negative_binomial_durations,
     normal,
     normal_full,
-    normal_mixture,
     parametric_durations,
-    poisson,
     poisson_durations,
-    save,
     starts,
     streams,
 )
@@ -66,7 +60,7 @@ def hidden(max_duration=8):
 
 @pytest.fixture
 def data():
-    lengths = torch.tensor([40, 25, 31])
+    lengths = torch.tensor([30, 12, 19])
     hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), lengths)
     return Sequences(hsmm.sample(), lengths)
 
@@ -128,28 +122,7 @@ def test_geometric_durations_are_a_tabular_hmm():
     torch.testing.assert_close(mean[1], wanted.forecast(values, 1).probs[1])
 
 
-def test_no_state_follows_itself(family):
-    module = TabularHSMM(3, FAMILIES[family], categorical(4))
-    hsmm = module(torch.tensor([4]))
-    assert type(hsmm) is HSMM
-    assert (hsmm.log_transition.diagonal() == -torch.inf).all()
-
-
-def test_sites(family):
-    module = TabularHSMM(3, FAMILIES[family], categorical(4))
-    trace = poutine.trace(module).get_trace(torch.tensor([4]))
-    of_duration = {name for name in trace.stochastic_nodes if name.startswith("duration.")}
-    wanted = {
-        "free": {"probs"},
-        "geometric": {"leave"},
-        "poisson": {"rate"},
-        "negative binomial": {"average", "shape"},
-        "any": set(),
-    }[family]
-    assert of_duration == {f"duration.{name}" for name in wanted}
-    assert {"initial", "transition", "emission.probs"} <= {*trace.stochastic_nodes}
-
-
+@pytest.mark.parametrize("family", ["free", "negative binomial"])
 def test_both_models_agree_in_loss_and_gradient(family, symbols):
     module = TabularHSMM(3, FAMILIES[family], categorical(3))
     guide = AutoDelta(MarginalModel(module), init_loc_fn=init_to_sample)
@@ -162,11 +135,13 @@ def test_both_models_agree_in_loss_and_gradient(family, symbols):
     torch.testing.assert_close(found[0], found[1])
 
 
-@pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
-@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize(
+    ("name", "left_censored"),
+    [*((name, False) for name in CLOSED), ("free", True), ("negative binomial", True)],
+)
 def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, left_censored):
     module = TabularHSMM(2, FAMILIES[name], normal(0), censored_start=left_censored)
-    fit = fit_em(module, data, num_steps=400, tolerance=1e-13)
+    fit = fit_em(module, data, num_steps=200, tolerance=1e-10)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
     with torch.no_grad():
         best = fit.losses[-1]
@@ -277,19 +252,6 @@ def test_em_by_gradient_steps_lowers_the_loss(data, left_censored):
     assert fit.losses[-1] < fit.losses[0]
 
 
-def test_em_finds_durations(data):
-    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), data)
-    durations = fit.hmm(data).log_duration
-    assert sorted(durations.argmax(-1).tolist()) == [2, 5]
-
-
-def test_em_of_restarts_keeps_the_best(data):
-    module = TabularHSMM(2, free_durations(8), normal(0))
-    fit = fit_em(module, data, restarts=3, num_steps=20)
-    assert fit.restarts is not None
-    assert fit.losses[-1] == fit.restarts.losses[:, -1].min()
-
-
 def test_em_starts_from_an_hsmm_and_without_priors(data):
     hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), data.lengths)
     fit = fit_em(hsmm, data, num_steps=3)
@@ -300,29 +262,7 @@ def test_em_starts_from_an_hsmm_and_without_priors(data):
     assert fit.losses[-1] < fit.losses[0]
 
 
-def test_map_and_svi_fit_what_em_fits(data):
-    module = TabularHSMM(2, poisson_durations(12), normal(0))
-    fit = fit_map(MarginalModel(module), data, num_steps=80)
-    assert fit.losses[-1] < fit.losses[0]
-    rates = fit.hmm(data).log_duration.argmax(-1) + 1
-    assert rates.min() < rates.max()
-    model = MarginalModel(module)
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=30)
-    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
-    assert fit.hmm(data).viterbi(data.values).shape == data.values.shape
-
-
-@pytest.mark.parametrize(
-    "emission",
-    [
-        normal(2),
-        normal_full(2),
-        normal_mixture(2, 2),
-        poisson(2),
-        streams(categorical(3), normal(1)),
-    ],
-    ids=["normal", "full", "mixture", "poisson", "streams"],
-)
+@pytest.mark.parametrize("emission", [normal_full(2), streams(categorical(3), normal(1))])
 def test_every_emission_family_combines(emission):
     lengths = torch.tensor([6, 4])
     module = TabularHSMM(2, free_durations(4), emission)
@@ -331,17 +271,6 @@ def test_every_emission_family_combines(emission):
     torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
     fit = fit_em(module, Sequences(values, lengths), num_steps=3)
     assert fit.losses.isfinite().all()
-
-
-def test_a_module_is_saved_and_loaded(family, tmp_path):
-    module, other = (TabularHSMM(3, FAMILIES[family], normal(0)) for _ in range(2))
-    if family == "any":
-        with torch.no_grad():
-            module.duration.part.probs_unconstrained.add_(1.0)
-    save(module, tmp_path / "module")
-    load_into(other, tmp_path / "module")
-    for name, tensor in module.state_dict().items():
-        assert torch.equal(tensor, other.state_dict()[name])
 
 
 def test_missing_steps_and_labels_in_a_fit(data):
