@@ -221,6 +221,10 @@ def index() -> str:
 def write(folder: Path) -> None:
     """Write the pages of the API into ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("pyrohmm.*.rst"):  # of modules that are gone
+        source = PACKAGE.parent.joinpath(*old.stem.split("."))
+        if not source.is_dir() and not source.with_suffix(".py").exists():
+            old.unlink()
     keep(folder / "index.md", index().encode())
     for room in ROOMS:
         keep(folder / f"{room}.md", page(room).encode())
