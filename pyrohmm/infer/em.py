@@ -78,6 +78,7 @@ def fit_em(
     transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
     acceleration: bool | None = None,
+    bounds: bool = False,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
@@ -125,6 +126,8 @@ def fit_em(
             fewer iterations where states are hard to tell apart. Parameters that are not better are
             undone at the cost of an E-step, so that the loss never rises. By default it begins
             where iterations have become slow, if there is a ``tolerance``.
+        bounds: Whether ``Fit.history`` holds the lower bound of the log joint density after each
+            M-step, at about the cost of another E-step.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
@@ -168,7 +171,8 @@ def fit_em(
     group = ProcessGroup.all()
     loop = Loop(
         parameters, maximize, group, num_steps=num_steps, tolerance=tolerance,
-        batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
+        batch_size=batch_size, decay=decay, acceleration=acceleration, bounds=bounds,
+        generator=generator,
     )  # fmt: skip
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
@@ -259,13 +263,13 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
         return []  # a floor may raise the loss, and has been noted
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
-    # parts of a loss may cancel: each observation adds some nats, and its rounding
-    slack = (1e-3 if single else 1e-10) * (
+    # parts of a loss may cancel: each observation adds some nats
+    slack = (1e-6 if single else 1e-10) * (
         1 + history.abs().amax().item() + parameters.data.num_observed
     )
     alive = history[history.isfinite().all(1)]  # a restart that has failed has no losses
     rise = alive.diff(dim=1).max().item() if alive.numel() > len(alive) else 0.0
-    if rise <= slack:
+    if rise <= slack + parameters.data.num_observed * _rounding(parameters):
         return []
     note = (
         f"the loss rose by {rise:.3g} nats in one iteration, which EM must not do: an m_step "
@@ -273,6 +277,20 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
     )
     warnings.warn(note, RuntimeWarning, stacklevel=5)
     return [note]
+
+
+def _rounding(parameters: Parameters) -> float:
+    """Bound of the rounding error that means far from zero put into an observation's loss."""
+    with torch.no_grad():
+        emission: Any = parameters.build(parameters.data[:1])[0].emission
+    try:
+        mean, variance = emission.mean, emission.variance
+    except NotImplementedError:
+        return 0.0
+    if not mean.dtype.is_floating_point:
+        return 0.0
+    rounded = (torch.finfo(mean.dtype).eps * mean) ** 2 / variance
+    return rounded.nan_to_num(0.0, 0.0).sum().item()
 
 
 def _still_falling(loop: Loop, history: Tensor) -> list[str]:
@@ -302,6 +320,8 @@ def _finish(loop: Loop) -> Fit:
     notes = uses_labels(data) + loop.maximize.remarks(place)
     notes += _risen(loop, going) + _still_falling(loop, going)
     history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
+    if loop.bounds:
+        history["bound"] = torch.stack(loop.bounds, 1)[best]
     model = MarginalModel(parameters.module, parameters.log_prior)
     stacked = {f"module.{name}": value for name, value in loop.values.items()}
     values = {name: value[best] for name, value in stacked.items()}

@@ -17,7 +17,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.closed_form import Statistics
 from ..ops import recursions
-from .maximization import Maximization
+from .maximization import Maximization, expectation_of_logs
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .tables import TableCounts
@@ -32,14 +32,19 @@ class Expectation:
         parameters: They build the HMM.
         maximize: Reduces expected counts to what the M-step needs.
         group: The data-parallel ranks, over which statistics are added.
+        keep: Whether to keep the expected counts, for :meth:`bound`.
 
     Attributes:
         log_prior: ``(R,)`` or a scalar, that of the last call.
     """
 
-    def __init__(self, parameters: Parameters, maximize: Maximization, group: ProcessGroup) -> None:
-        self.parameters, self.maximize, self.group = parameters, maximize, group
-        alone = maximize.by_symbol and group.size == 1
+    def __init__(
+        self, parameters: Parameters, maximize: Maximization, group: ProcessGroup, keep: bool
+    ) -> None:
+        self.parameters, self.maximize, self.group, self.keep = parameters, maximize, group, keep
+        self._kept: list[tuple[Sequences, float, Statistics, Tensor]] = []
+        self.by_symbol = maximize.by_symbol and not keep
+        alone = self.by_symbol and group.size == 1
         self.tables = TableCounts(parameters) if alone and TableCounts.suit(parameters) else None
         self.log_prior = torch.zeros(())
         self._guesses = True  # until a guess was wrong
@@ -69,6 +74,7 @@ class Expectation:
         """Loss, on the device of the data, and statistics; ``check`` raises if it is infinite."""
         total: Any = 0.0
         statistics: Statistics = {}
+        self._kept = []
         for chosen, part, scale in self._pieces(batch):
             hmm, expected, by_symbol = self._counts(part)
             evidence = expected.log_evidence.double().reshape(-1, len(part))
@@ -80,6 +86,10 @@ class Expectation:
                     "none out."
                 )
             total = total + scale * evidence.sum(-1)
+            if self.keep:
+                counts = expected.counts | {"states": expected.states}
+                value = expectation_of_logs(hmm, part.values, counts, self.parameters.restarts)
+                self._kept.append((part, scale, counts, value))
             steps = None if by_symbol else part
             for name, value in self.maximize.gather(expected, steps, hmm, scale).items():
                 statistics[name] = statistics[name] + value if name in statistics else value
@@ -103,9 +113,22 @@ class Expectation:
             return self.parameters.example, expected, True
         with torch.no_grad():
             hmm, self.log_prior = self.parameters.build(part)
-            by_symbol = self.maximize.by_symbol and hmm.allowed is None
+            by_symbol = self.by_symbol and hmm.allowed is None
             count = symbol_counts if by_symbol else type(hmm).expected_counts
             return hmm, count(hmm, part.values), by_symbol
+
+    def bound(self, loss: Tensor) -> Tensor:
+        r"""Lower bound :math:`E_q[\log p(x, z, \theta) - \log q(z)]` after the M-step, ``(R,)``.
+
+        q is the posterior of the last E-step, at whose parameters the bound was minus ``loss``.
+        """
+        old, rise = self.log_prior, torch.zeros_like(loss)
+        with torch.no_grad():
+            for part, scale, counts, before in self._kept:
+                hmm, prior = self.parameters.build(part)
+                value = expectation_of_logs(hmm, part.values, counts, self.parameters.restarts)
+                rise = rise + scale * (value - before).to(rise)
+        return rise + prior.to(rise) - old.to(rise) - loss
 
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""

@@ -135,6 +135,7 @@ class Loop:
         losses: Minus the log joint density at each iteration, ``(R,)``; that of a restart that was
             given up stays as it was.
         log_priors: ``(R,)``, at each iteration.
+        bounds: After each M-step, ``(R,)``, if they are asked for.
         alive: The restarts that go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         reason: Why the fit has converged.
@@ -151,6 +152,7 @@ class Loop:
         batch_size: int | None,
         decay: float,
         acceleration: bool | None,
+        bounds: bool,
         generator: torch.Generator | None,
     ) -> None:
         data = parameters.data
@@ -164,7 +166,7 @@ class Loop:
                 "out batch_size, or acceleration."
             )
         self.parameters, self.maximize, self.num_steps = parameters, maximize, num_steps
-        self.expect = Expectation(parameters, maximize, group)
+        self.expect = Expectation(parameters, maximize, group, bounds)
         self.batches = Batches(
             data, batch_size, generator, shard=group.share, agree=group.from_first
         )
@@ -179,6 +181,7 @@ class Loop:
         self.checkpoint: Checkpoint | None = None
         self.losses: list[Tensor] = []
         self.log_priors: list[Tensor] = []
+        self.bounds: list[Tensor] = []
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
         self.reason: str | None = None
@@ -209,6 +212,8 @@ class Loop:
                 rate = (len(self.losses) + 1) ** -self.decay
                 statistics = self.average = _mixed(self.average, statistics, rate)
             self.maximize(statistics, batch)
+            if self.expect.keep:
+                self._append(self.bounds, self.expect.bound(loss))
             if self.squarem is not None and self.squarem.active:
                 self.squarem.record()
             bar.update()
@@ -309,6 +314,7 @@ class Loop:
             {
                 "losses": torch.stack(self.losses),
                 "log_priors": torch.stack(self.log_priors),
+                "bounds": self.bounds,
                 "alive": self.alive,
                 "all_values": self.values,
                 "statistics": self.average,
@@ -347,6 +353,7 @@ class Loop:
             self.average = {name: saved[name].to(data.device) for name in wanted}
         self.losses = list(state.losses(restarts))
         self.log_priors = list(state["log_priors"])
+        self.bounds = state["bounds"]
         self.start_time -= state["seconds"]
         if state["reason"] is not None and state["tolerance"] == self.tolerance:
             self.reason = state["reason"]

@@ -82,6 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with _process_group(options.device):
             run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads it, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except (OSError, ValueError, FloatingPointError) as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:

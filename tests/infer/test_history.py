@@ -7,17 +7,25 @@ import torch
 from pyrohmm import (
     DenseHMM,
     MarginalModel,
+    Sequences,
     TabularHMM,
     categorical,
     datasets,
     fit_em,
     fit_map,
     fit_svi,
+    normal,
     plots,
     starts,
 )
 
 DATA = datasets.casino(num_sequences=6, num_steps=15).without_labels()
+
+
+def numbers():
+    return Sequences(
+        torch.randn(4, 10, generator=torch.Generator().manual_seed(0)), torch.full((4,), 10)
+    )
 
 
 def module():
@@ -49,6 +57,18 @@ def test_the_entropy_of_a_guide_is_the_rest():
     model = MarginalModel(module())
     fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), DATA, num_steps=8)
     torch.testing.assert_close(sum(fit.history.values()), -fit.losses)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+@pytest.mark.parametrize("make", [lambda: TabularHMM(2, normal(0)), lambda: module()])
+def test_the_bound_lies_between_two_log_densities(make, restarts):
+    data = numbers() if "Normal" in type(make().emission).__name__ else DATA
+    options = {"num_steps": 6, "tolerance": None, "bounds": True, "restarts": restarts}
+    fit = fit_em(make().double(), data, **options)
+    bound, log_joint = fit.history["bound"], -fit.losses
+    assert bound.shape == (6,)
+    assert (bound >= log_joint[:-1] - 1e-6).all()
+    assert (bound <= log_joint[1:] + 1e-6).all()
 
 
 def test_restarts_that_are_behind_are_given_up():

@@ -151,6 +151,7 @@ CHANGES = {
         "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.LogitGradient()),
         "gradient_step": ({}, GradientStep(3)),
         "acceleration": ({}, True),
+        "bounds": ({}, True),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),
     },

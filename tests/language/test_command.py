@@ -387,3 +387,14 @@ def test_what_does_not_fit_is_refused():
             answer([])
         with pytest.raises(TypeError, match=r"got a single str\. Put it into a list\.$"):
             answer("a")
+
+
+def test_a_reader_that_has_enough_ends_the_command_in_silence(here):
+    tiny().save("m")
+    line = f"'{sys.executable}' -m pyrohmm.language --load m --generate 5000 --longest 5 | head -1"
+    done = subprocess.run(
+        line, shell=True, capture_output=True, text=True, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.stdout.count("\n") == 1
+    assert "Broken pipe" not in done.stderr
