@@ -8,6 +8,7 @@ are made of V words in C clusters; there are K states.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
+from ..infer.objective import LEFT
 from ..infer.results import Fit
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
@@ -206,8 +208,9 @@ class LanguageModel:
             **options: Further arguments: :class:`pyrohmm.FitOptions` explains them.
 
         Raises:
-            FloatingPointError: If the loss or a parameter becomes infinite or NaN; the parameters
-                are then those that predicted ``validation`` best, or those before the fit.
+            FloatingPointError: If the loss or a parameter becomes infinite or NaN, or the first
+                sentences take ten times the nats of uniform guessing at the end; the parameters are
+                then those that predicted ``validation`` best, or those before the fit.
             TypeError, ValueError: As :func:`pyrohmm.fit_svi`.
         """
         check_ends("data", self.vocabulary, data)
@@ -215,7 +218,7 @@ class LanguageModel:
             check_ends("validation", self.vocabulary, validation)
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
-        read = data
+        read, first = data, copy.deepcopy(self.module.state_dict())
         num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
         set_default(self.module, data.num_observed, num_epochs, num_steps)
         if self.contiguous:
@@ -224,7 +227,7 @@ class LanguageModel:
             batching = {"windows": (num_streams, steps)}
             read = as_text(data)
             validation = None if validation is None else as_text(validation, num_streams)
-        return fit_map(
+        fit = fit_map(
             model,
             read,
             num_steps=num_steps,
@@ -238,6 +241,18 @@ class LanguageModel:
             **batching,
             **options,
         )
+        if self._is_broken(data[:16]):  # no loss comes after the last step
+            self.module.load_state_dict(first)
+            raise FloatingPointError(LEFT.format(len(fit.losses)))
+        return fit
+
+    def _is_broken(self, data: Sequences) -> bool:
+        """Whether parameters are so large that scores are NaN, or ten times uniform guessing's."""
+        try:
+            nats = -self.score(data).sum().item() / data.num_observed
+        except ValueError:
+            return True
+        return not nats <= 10 * math.log(len(self.vocabulary))  # NaN also
 
     def num_steps(
         self,

@@ -259,3 +259,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_word():
     assert "\ufeffa" not in count_words(["\ufeffa b", "b a"])
     vocabulary = count_words(["a b", "b a"])
     assert encode(["\ufeffa b"], vocabulary).values.equal(encode(["a b"], vocabulary).values)
+
+
+@pytest.mark.parametrize("learning_rate", [1e3, 1e9])
+def test_a_fit_whose_end_is_finite_but_useless_gives_back_the_parameters(learning_rate):
+    """In float64 nothing overflows: 1e6 to 1e18 nats a word, where uniform guessing takes 2."""
+    vocabulary, data = prepared(text(30))
+    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
+    model.module.double()
+    before = [parameter.detach().clone() for parameter in model.module.parameters()]
+    with pytest.raises(FloatingPointError, match="a parameter has left its range"):
+        model.fit(data, num_epochs=3, learning_rate=learning_rate)
+    assert all(map(torch.equal, before, model.module.parameters()))
