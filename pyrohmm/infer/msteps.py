@@ -81,7 +81,7 @@ class GradientStep:
         def closure() -> Tensor:
             value, *gradients = evaluate()
             for leaf, gradient in zip(parameters, gradients):
-                leaf.grad = gradient
+                leaf.grad = gradient.contiguous()  # optimizers may take views
             return value
 
         if self.optimizer is None:
@@ -122,7 +122,7 @@ def _minimize(
         copy()
         value, *gradients = read_with_one_wait(evaluate)
         for leaf, gradient in zip(leaves, gradients):
-            leaf.grad = gradient.to(leaf)
+            leaf.grad = gradient.to(leaf).contiguous()  # L-BFGS takes views
         return value
 
     optimizer = torch.optim.LBFGS(

@@ -6,8 +6,10 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.distributions.util import is_identically_zero, scale_and_mask
@@ -17,6 +19,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
@@ -65,7 +68,7 @@ class Objective:
         read = parameters_read(model, of_model) + parameters_read(guide, of_guide)
         distinct = {id(each): each for each in [*self.module.parameters(), *read]}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
-        self.cost = step_cost(_hmms_in(trace), self.parameters)
+        self.cost = step_cost(_hmms_in(trace), self.parameters, model, guide)
         if not self.parameters:
             raise ValueError(
                 "model and guide have no parameters to fit. Give the module PyroParam or "
@@ -196,19 +199,32 @@ def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
             if hasattr(value, "unconstrained") or isinstance(value, nn.Parameter)]  # fmt: skip
 
 
-def step_cost(hmms: list[HMM], parameters: Iterable[Tensor]) -> float:
-    """Multiplications for one step of a sequence, about; infinite without an HMM.
+def step_cost(hmms: list[HMM], parameters: Iterable[Tensor], *functions: Any) -> float:
+    """Multiplications for one step of a sequence, about.
 
-    Each parameter counts once, as the weight of a network is used once for a step.
+    Infinite without an HMM, and where there is more to compute: many parameters, or layers of a
+    network in one of the ``functions``.
     """
-    total = sum(parameter.numel() for parameter in parameters)
+    modules = (each.modules() for each in functions if isinstance(each, nn.Module))
+    layers = any(_is_layer(part) for part in chain.from_iterable(modules))
+    registered = any("$$$" in name for name in pyro.get_param_store())  # by pyro.module
+    if layers or registered or not hmms or sum(each.numel() for each in parameters) > SHARED:
+        return math.inf
+    total = 0.0
     for hmm in hmms:
         width, further = math.prod(hmm.event_shape[1:]), 16
         if isinstance(hmm, HSMM):
             further += hmm.log_duration.size(-1)
         states = hmm.num_states * (hmm.num_states**hmm.order + further + width**2)
         total += states * math.prod(hmm.batch_shape[:-1])
-    return total if hmms else math.inf
+    return total
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it is a layer of ``torch.nn`` with parameters of its own."""
+    own = any(True for _ in module.parameters(recurse=False))
+    return own and any(kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
+                       for kind in type(module).__mro__)  # fmt: skip
 
 
 def _hmms_in(trace: poutine.Trace) -> list[HMM]:

@@ -61,7 +61,7 @@ class Parameters:
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
         self.example: HMM = trace.nodes["_RETURN"]["value"]
-        self.cost = restarts * step_cost([self.example], self.points)
+        self.cost = restarts * step_cost([self.example], self.points, module)
         if restarts > 1 and self.points:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "

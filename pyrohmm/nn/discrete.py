@@ -40,6 +40,9 @@ class _Rows(Emission):
         return {name: sample_rows(statistics[name] + prior[name]) for name in free}
 
 
+MOST = 10**10  # numbers in the table of a state, which would take 80 GB
+
+
 class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
     """Emission family of symbols 0 to V - 1, each row with a Dirichlet prior.
 
@@ -255,6 +258,11 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
         concentration: float | Tensor = 1.0,
     ) -> None:
         super().__init__()
+        if num_symbols ** (lags + 1) > MOST:
+            raise ValueError(
+                f"lags must leave tables of at most {MOST:.0e} numbers a state, V ** (L + 1); got "
+                f"{num_symbols} ** {lags + 1}. Take fewer lags, or fewer symbols."
+            )
         shape = (num_states, num_symbols**lags, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
         self.add_parameters(initial=(num_states, num_symbols), probs=shape)

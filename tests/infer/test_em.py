@@ -32,9 +32,13 @@ from pyrohmm import (
     freeze,
     from_hmmlearn,
     left_to_right,
+    load_hmm,
     normal,
+    normal_spherical,
+    normal_tied,
     parametric,
     poisson,
+    save,
     starts,
     streams,
     tied,
@@ -1154,3 +1158,30 @@ def test_a_sticky_hdp_is_refused_whatever_its_priors():
     module.gamma = PyroSample(dist.Gamma(3.0, 1.0))
     with pytest.raises(ValueError, match="StickyHDPHMM"):
         fit_em(module, data)
+
+
+SHARING = {
+    "spherical": (
+        normal_spherical(2),
+        dist.Normal(torch.randn(2, 2), torch.ones(2, 1)).to_event(1),
+    ),
+    "tied": (normal_tied(2), dist.MultivariateNormal(torch.randn(2, 2), torch.eye(2))),
+}
+
+
+@pytest.mark.parametrize("kind", SHARING)
+def test_what_stands_for_several_states_or_components_stays_one(kind, tmp_path):
+    """Of an HMM that was fitted, and of one that was saved: EM goes on with one parameter."""
+    family, emission = SHARING[kind]
+    even = torch.full((2, 2), 0.5).log()
+    data = Sequences(
+        torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([6, 6, 2])
+    )
+    save(HMM(even[0], even, emission, torch.tensor([1])), tmp_path / "built")
+    fitted = fit_em(TabularHMM(2, family), data, num_steps=2).hmm(data)
+    for hmm in (load_hmm(tmp_path / "built"), fitted):
+        found = fit_em(hmm, data, num_steps=2).hmm(data)
+        assert to_hmmlearn(found.with_lengths(torch.tensor([1]))).covariance_type == kind
+        spread = found.emission.variance
+        across = {"spherical": spread.mT, "tied": spread}[kind]
+        torch.testing.assert_close(across, across[:1].expand_as(across), rtol=1e-6, atol=0)

@@ -80,8 +80,8 @@ def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():
         )
         for data in both_ways(SYMBOLS, labels=labels)
     ]  # fmt: skip
-    for one, other in zip(fits[0][1], fits[1][1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    for one, other in zip(fits[0][1], fits[1][1], strict=True):  # ascents end near the maximum
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
     assert fits[0][0].notes == fits[1][0].notes
     assert "were known" in fits[1][0].notes[0]
 
