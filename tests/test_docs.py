@@ -1,4 +1,4 @@
-"""The documentation: numbers are those of the results, links lead on; its code runs at build."""
+"""The documentation: its numbers are those of the results, its links lead on, its code runs."""
 
 import ast
 import inspect
@@ -8,9 +8,11 @@ import tomllib
 from pathlib import Path
 
 import gallery
+import matplotlib.pyplot as plt
 import pytest
 import results
 import rooms
+import torch
 
 import pyrohmm
 from pyrohmm.analysis import plot_axes
@@ -27,6 +29,17 @@ SUBSTITUTION = re.compile(r"\{\{ ([\w.]+) \}\}")
 
 def name_of(path):
     return str(path.relative_to(DOCS))
+
+
+@pytest.mark.parametrize("page", ["gallery.md", "installation.md", "reproductions/densehmm.md"])
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    """Of pages that are not run when the site is built, in single precision as a reader would."""
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    names = {"__name__": "page"}
+    for code in re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.S | re.M):
+        exec(compile(code, page, "exec"), names)
+        plt.close("all")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -417,12 +417,13 @@ def survival(
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
-    **options: Any,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
 ) -> Axes:
     """Draw the probability to last at least so many steps; arguments as :func:`durations`."""
     curves = dwell_time_log_survival(hmm, num_steps or _longest(hmm)).exp()
     _, lasted = _decoded(states, lengths, hmm.num_states)
-    return _lasting(curves, lasted, "probability to last as long", **options)
+    return _lasting(curves, lasted, "probability to last as long", names=names, axes=axes)
 
 
 def hazard(
@@ -430,7 +431,8 @@ def hazard(
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
-    **options: Any,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
 ) -> Axes:
     """Draw the probability to end after d steps, given so many; arguments as :func:`durations`.
 
@@ -441,7 +443,7 @@ def hazard(
     curves = (dwell_time_log_prob(hmm, num_steps) - lasting).exp()
     ended, _ = _decoded(states, lengths, hmm.num_states)
     curves = curves.masked_fill(lasting.isneginf(), torch.nan)
-    return _lasting(curves, ended, "probability to end now", **options)
+    return _lasting(curves, ended, "probability to end now", names=names, axes=axes)
 
 
 def _longest(hmm: HMM) -> int:
