@@ -228,9 +228,10 @@ class MusicHMM(HMMModule):
         self.network = network
 
     def forward(
-        self, lengths: Tensor, observed: Tensor | None = None, past: Tensor | None = None
+        self, lengths: Tensor, observed: Tensor | None = None, covariates: Tensor | None = None
     ) -> HMM:
         """The HMM, given the chord before each, ``(N, T, D)``."""
+        past: Any = covariates
         emission = Keys(self.keys, lambda values: self.network(past, values), past.shape[:2])
         initial, transition = self.initial.log_softmax(-1), self.transition.log_softmax(-1)
         return HMM(

@@ -312,8 +312,9 @@ def test_a_step_of_evidence_and_gradient_is_four_kernels(ragged):
     short, long = of_log_prob(10, ragged), of_log_prob(30, ragged)
     each = (long.launches - short.launches) / 20
     assert each <= 4, long.kernels - short.kernels
-    # some of them add up transitions in float64, over blocks of steps
-    assert short.launches - 10 * each <= (64 if ragged else 48), short.kernels
+    # some of them add up transitions in float64, over blocks of steps; one divides twice, for the
+    # product of norm and agreement overflows where potentials are large
+    assert short.launches - 10 * each <= (65 if ragged else 49), short.kernels
 
 
 def reads_of_a_further_iteration(fit, module, data):

@@ -291,6 +291,8 @@ def _climb(
     totals = counts.sum(-1, keepdims=True)
     scale = np.sqrt(np.maximum(totals + alpha, 1e-3))
     shape, start = counts.shape, np.sqrt(row)
+    if alpha > 0 and counts.any() and not np.linalg.slogdet(start)[1] > -60:  # no slope there
+        start = np.sqrt(row + 0.1 * np.where(allowed, np.random.default_rng(0).random(shape), 0.0))
     if anchor is not None:  # whose slope by a root vanishes at zero
         start = np.where(allowed, np.maximum(start, 1e-3), 0.0)
     least = 1e-6 * np.sqrt(counts / np.maximum(totals, TINY))  # of a root with a count

@@ -122,9 +122,11 @@ def _split(samples: Tensor) -> Tensor:
 
 
 def _ranks(split: Tensor) -> Tensor:
-    """Normal quantiles of the ranks among all samples."""
+    """Normal quantiles of the ranks among all samples; equal ones have the mean of their ranks."""
     flat = split.flatten(0, 1)
-    ranks = flat.argsort(0).argsort(0) + 1.0
+    ordered, columns = flat.mT.sort().values.contiguous(), flat.mT.contiguous()
+    below = torch.searchsorted(ordered, columns)
+    ranks = ((below + torch.searchsorted(ordered, columns, right=True) + 1) / 2).mT
     ranks = torch.where(flat.amax(0) > flat.amin(0), ranks.double(), torch.nan)  # not if constant
     return torch.special.ndtri((ranks - 0.375) / (len(flat) + 0.25)).reshape(split.shape)
 

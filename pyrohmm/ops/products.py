@@ -110,9 +110,10 @@ def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
     fits = weights.dim() == 2 and min(height, width) <= THIN and len(rows) * height >= ADDED
     if pick(rows.device, fits and not torch.is_grad_enabled()) is NUMBA:
         loops = import_module("._numba_math", __package__)
+        weights, rows = (part.detach().resolve_neg() for part in (weights, rows))
         if width <= height:
-            return loops.sum_products(rows.detach(), weights.detach()).mT
-        return loops.sum_products(weights.detach(), rows.detach())
+            return loops.sum_products(rows, weights).mT
+        return loops.sum_products(weights, rows)
     size = BLOCK
     if cancels or height < NARROW:
         numbers = weights.shape[:-2].numel() * (height + width)  # of a row

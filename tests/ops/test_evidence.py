@@ -360,3 +360,20 @@ def test_strides_change_nothing(make, count):
                 memory_format=torch.contiguous_format), lengths),
             rtol=1e-12, atol=1e-12,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", [backends.NUMBA, backends.TORCH], ids=str)
+@pytest.mark.parametrize("count", [1, 40])
+@pytest.mark.parametrize("shift", [3.0, 60.0])
+def test_potentials_above_one_do_not_overflow(shift, count, engine):
+    """Neither products of norms, nor those of norms and agreements, in single precision."""
+    torch.manual_seed(0)
+    matrix = (torch.randn(1, 3, 3, dtype=torch.float32) + shift).requires_grad_()
+    likelihood = torch.randn(count, 300, 3, dtype=torch.float32)
+    lengths, initial = torch.full((count,), 300), torch.zeros(3, dtype=torch.float32)
+    with backends.use(engine):
+        value = recursions.log_evidence(initial, matrix, likelihood, lengths)
+        (flows,) = torch.autograd.grad(value.sum(), matrix)
+    shifted = recursions.log_evidence(initial, matrix.detach() - shift, likelihood, lengths)
+    assert_close(value.detach(), shifted + 299 * shift, rtol=1e-5, atol=0)
+    assert_close(flows.sum().item(), 299.0 * count, rtol=1e-5, atol=0)

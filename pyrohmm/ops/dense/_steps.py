@@ -45,12 +45,12 @@ class Data(NamedTuple):
 
 @kernel
 def accumulate(logs, product, norm):
-    """Multiply a norm into a product, which becomes part of the logarithm before it underflows."""
-    if norm < 1e-100:  # even two of them might underflow
+    """Multiply a norm into a product, part of the logarithm before it leaves its range."""
+    if norm < 1e-100 or norm > 1e100:  # even two of them might leave it
         logs += np.log(norm)
     else:
         product *= norm
-    if product < 1e-200:
+    if product < 1e-200 or product > 1e200:
         logs += np.log(product)
         product = 1.0
     return logs, product
@@ -117,12 +117,13 @@ def watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size
 def take(norm, peak, active, logs, product, slack):
     """Multiply the norms of a step into the products; returns how many are out of range.
 
-    A product becomes part of the logarithm before it underflows.
+    A product becomes part of the logarithm before it leaves its range.
     """
     lost, small = 0, 0
     for i in range(_LANES):
         lost += not (norm[i] >= slack and norm[i] < np.inf)
         small += norm[i] < 1e-100 or product[i] < 1e-150
+        small += norm[i] > 1e100 or product[i] > 1e150
     if small > 0:
         for i in range(LANES):
             if active[i]:

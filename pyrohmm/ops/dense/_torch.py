@@ -39,7 +39,7 @@ def scaled(
         agreement = gamma.sum(-1, keepdim=True)
         mass, least = total * agreement, least * 3 * steps
         gamma.div_(agreement)
-        message = weight.mul_(beta).div_(mass)
+        message = weight.mul_(beta).div_(agreement).div_(total)  # their product may overflow
     if padded is not None:
         logs.masked_fill_(padded, 0.0)
         mass = mass.masked_fill(padded, torch.inf)
@@ -130,9 +130,9 @@ def _by_chunks(
     operators = _operators(matrix, inside.double(), masks[1])
     later = _scaled(matrix @ operators[1:])
     filters = prefixes((start.unsqueeze(-2) @ operators[0]).squeeze(-2), later)  # (C, G, n, K)
-    after = prefixes(torch.ones_like(start), later.flip(0).mT).flip(0)
+    after_all = prefixes(torch.ones_like(start), later.flip(0).mT).flip(0)  # (C, G, n, K)
     begin = torch.cat([start.unsqueeze(0), filters[:-1] @ matrix.squeeze(1)])
-    after = after.clamp(min=(num_states + 2) * torch.finfo(weight.dtype).tiny)
+    after = after_all.clamp(min=(num_states + 2) * torch.finfo(weight.dtype).tiny)
     begin, after = (part.transpose(0, 1).flatten(1, 2).to(weight) for part in (begin, after))
     found = _by_steps(begin.log(), log_transition, inside.flatten(2, 3), last, back, after)
 
@@ -140,15 +140,28 @@ def _by_chunks(
         return part.unflatten(2, (chunks, size)).movedim(2, 0).flatten(0, 1)[:steps]
 
     ways = [join(part[:, :groups]) for part in found[:3]]
-    wrong = ways[0][length - 1 :: length] - filters[: steps // length]
-    if not exceeds(-wrong.abs().amax(), -CLOSE * torch.finfo(weight.dtype).eps):
+    if not _agree(ways[0][length - 1 :: length], filters[: steps // length]):
         return None
     if back:
         state, norm, arrived = (part[:, groups:].flip(0) for part in found[:3])
+        onward = state[0].unflatten(1, (chunks, size))[:, 1:] @ found[3][0].mT.unsqueeze(1)
+        onward = onward.transpose(0, 1) / onward.sum(-1).transpose(0, 1).unsqueeze(-1)
+        if not _agree(onward, after_all[:-1]):
+            return None
         arrived = torch.where(last, after, arrived)
         back_ways = (join(part).flip(0) for part in (state, norm, arrived))
         ways = [torch.cat(pair, 1) for pair in zip(ways, back_ways)]
     return ways[0], ways[1], ways[2], found[3]
+
+
+def _agree(messages: Tensor, scanned: Tensor) -> bool:
+    """Whether each entry of the messages is that of the scan, which may have lost small ones.
+
+    Relative to the entry: what is all but impossible may turn out to be what matters.
+    """
+    limits = torch.finfo(messages.dtype)
+    wrong = (messages - scanned).abs() / (scanned + limits.tiny / limits.eps)
+    return exceeds(-wrong.amax(), -CLOSE * limits.eps)  # NaN does not
 
 
 def _operators(matrix: Tensor, weight: Tensor, padded: Tensor) -> Tensor:
