@@ -73,7 +73,7 @@ class Descent:
             return
         gradients = [part.grad for part in self.parameters if part.grad is not None]
         norm = torch.stack([part.flatten(1).norm(dim=1) for part in gradients]).norm(dim=0)
-        factor = (limit / norm.clamp(min=1e-30)).clamp(max=1.0)
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as clip_grad_norm_
         for part in gradients:
             part.mul_(factor.reshape(-1, *(1,) * (part.dim() - 1)))
 
