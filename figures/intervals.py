@@ -6,8 +6,8 @@ Parts, in ``intervals.json``; seconds are of processor time on one thread.
 how many of the 95 % intervals hold the truth: rates, transitions, and the stationary share of a
 state. A fit whose information is singular counts as a miss.
 
-``replicates``: the same data sets and fits; intervals by the parametric bootstrap of 200 replicates,
-and by the profile of a transition.
+``replicates``: the same data sets and fits; intervals by the parametric bootstrap of 200
+replicates, and by the profile of a transition.
 
 ``batch``: seconds for 200 replicates, simulated and resampled, beside those of one fit from four
 starts.

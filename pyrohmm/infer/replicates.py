@@ -334,6 +334,25 @@ def profile_interval(information: Information, label: str, level: float) -> tupl
     return low, high
 
 
+def limits_of(
+    information: Information,
+    level: float,
+    of: Callable[[HMM], Tensor] | str | None,
+    method: str,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Limits by the delta method or from a profile: see :meth:`Fit.intervals`."""
+    if method not in ("delta", "bootstrap", "profile"):
+        raise ValueError(f'method must be "delta", "bootstrap" or "profile"; got {method!r}.')
+    if (method == "profile") != isinstance(of, str):
+        raise ValueError(
+            'a profile is that of one entry, and method="profile" goes with its name, such as '
+            f'of="module.transition[0, 1]"; got method={method!r} and of={of!r}.'
+        )
+    if isinstance(of, str):
+        return {of: profile_interval(information, of, level)}
+    return information.intervals(level, of)
+
+
 def match_states(states: Tensor, reference: Tensor) -> Tensor:
     """Match the states of R models to those of a reference, by the Hungarian algorithm.
 
