@@ -106,7 +106,9 @@ def draw(rows: list[dict[str, Any]]) -> None:
             (drawn,) = axis.plot(places, middle, ".-", label=f"{number:,} tokens")
             axis.fill_between(places, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
         if chosen:
-            axis.axvline(chosen[0]["switch"], color="0.3", linestyle="--", label="the package switches here")
+            axis.axvline(
+                chosen[0]["switch"], color="0.3", linestyle="--", label="the package switches here"
+            )
         axis.axhline(1.0, color="0.3", linewidth=0.8)
         axis.set(xlabel=label, title=title, yscale="log")
         axis.xaxis.set_major_formatter("{x:,g}")

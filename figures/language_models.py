@@ -539,7 +539,9 @@ def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | 
         else:
             groups.append([row])
     for group in groups if side is not None else ():
-        early = [",\nstopped early" if row.get("stopped", "rate") != "rate" else "" for row in group]
+        early = [
+            ",\nstopped early" if row.get("stopped", "rate") != "rate" else "" for row in group
+        ]
         above = side == "right" or group is groups[-1]
         names = [row["model"].split(",")[0] + text for row, text in zip(group, early)]
         axis.annotate(

@@ -538,9 +538,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     for axis, name in zip(axes.flat, NAMES):
         ours = [row for row in rows if row["music"] == name and row["chosen"]]
         ours = [row for row in ours if not row["model"].startswith("example")]
-        bars = [
-            (f"{LABELS[row['model']]}, {row['states']}", row["test"], "C0") for row in ours
-        ]
+        bars = [(f"{LABELS[row['model']]}, {row['states']}", row["test"], "C0") for row in ours]
         bars += [
             (kind.split(" (")[0] + ", " + kind[-5:-1], nats[name], "C7")
             for kind, nats in PUBLISHED.items()

@@ -374,7 +374,9 @@ def draw(rows: list[Row], baselines: list[dict[str, Any]]) -> None:
             row["test_perplexity"], color="0.3", ls="--", lw=1, label=f"{row['model']}, test text"
         )
     axis.set_xticks(range(len(rows)), [row["name"].replace(" and ", " and\n") for row in rows])
-    axis.set(ylabel="perplexity", title="Penn Treebank: an HMM of 32,768 states, mixed with an n-gram")
+    axis.set(
+        ylabel="perplexity", title="Penn Treebank: an HMM of 32,768 states, mixed with an n-gram"
+    )
     axis.margins(y=0.12)
     axis.grid(axis="x", visible=False)
     axis.legend(loc="upper right")
