@@ -741,7 +741,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
             ]
             panel.plot(
                 [row["other"] for row in selected], [row["ours"] for row in selected], marker,
-                label=labels.get(model, model).replace("A_0", "$A_0$"), markersize=(8, 5, 5, 5)[place],
+                label=labels.get(model, model).replace("A_0", "$A_0$"),
+                markersize=(8, 5, 5, 5)[place],
                 alpha=0.4 if place == 0 else 1.0,
             )  # fmt: skip
         for place, row in enumerate(selected):

@@ -444,8 +444,8 @@ def courses(axis: Any, rows: list[dict[str, Any]]) -> None:
     best = [row for row in rows if row["course"]]
     colours: list[str] = []
     for row in best:  # one that is the beginning of another has its colour
-        begin = [len(row["course"]) <= len(other["course"]) and
-                 other["course"][: len(row["course"])] == row["course"] for other in best]  # fmt: skip
+        size = len(row["course"])
+        begin = [other["course"][:size] == row["course"] for other in best]
         colours.append(f"C{len(best) - 1 - begin[::-1].index(True)}")
     for number, (row, colour) in enumerate(zip(best, colours)):
         label = f"{row['states']:,} states"
