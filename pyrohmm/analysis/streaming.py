@@ -1,4 +1,4 @@
-"""Filtering of observations as they come, in memory that does not grow with their number."""
+"""Online filtering of streams, in constant memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Likelihood = Callable[[int], tuple[Any, Any]]
 
 
 class Message(NamedTuple):
-    """What the past says of the next step.
+    """Predictive message of the next step, given all steps before it.
 
     Attributes:
         log_states: ``(*B, K)``, filtered log-probabilities of the states of the expanded chain.
