@@ -327,7 +327,7 @@ class Filter:
     def _matrices_at(
         self, times: Any, chain: RateChain, num_steps: int, known: Tensor | None
     ) -> tuple[list[Transition], Tensor]:
-        """Transitions of a chain in continuous time to the next steps, and the last of ``times``."""
+        """Transitions of a chain in continuous time to steps at ``times``, and the last time."""
         check_real("times", times)
         at = _of_streams("times", times, self.batch_shape, num_steps)
         at, last = at.to(chain.rates.device).double(), self._message.time
