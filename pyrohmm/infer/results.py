@@ -99,7 +99,7 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``values``, off the boundary of their spaces.
+        """Initial values for another fit: ``values``, moved into the interior of their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
