@@ -854,12 +854,15 @@ TABLES = {
 def intervals_numbers() -> dict[str, str]:
     """What the page of standard errors says beside its table."""
     covered = one("intervals", part="coverage")
+    again = one("intervals", part="replicates")
     ours, theirs = (one("intervals", part="panel", by=who) for who in ("pyrohmm", "msm"))
     large = max(rows("intervals", part="size"), key=lambda row: row["parameters"])
     shares = [percent(share) for share in covered["coverage"].values()]
     return {
         "fits": f"{covered['fits']:,}",
         "coverage": f"{min(shares)} to {max(shares)} %",
+        "resampled": ", ".join(percent(share) for share in again["coverage"].values()),
+        "batch_fits": f"{again['fits']:,}",
         "parameters": str(large["parameters"]),
         "seconds": plain(large["seconds"]),
         "loss": f"{ours['loss']:.3f}",

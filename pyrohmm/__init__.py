@@ -42,6 +42,8 @@ from .infer.gibbs import fit_gibbs as fit_gibbs
 from .infer.gradient import fit_map as fit_map
 from .infer.gradient import fit_svi as fit_svi
 from .infer.guides import RotationGuide as RotationGuide
+from .infer.laplace import LaplaceFit as LaplaceFit
+from .infer.laplace import fit_laplace as fit_laplace
 from .infer.mcmc import fit_mcmc as fit_mcmc
 from .infer.models import EnumeratedModel as EnumeratedModel
 from .infer.models import MarginalModel as MarginalModel

@@ -21,6 +21,8 @@ Its modules; each imports only those above it:
 ``descent``       gradient steps: optimizer, schedule, averages, held-out evidence
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
+``marginal``      log marginal likelihoods with random effects, by Laplace's approximation
+``laplace``       ``fit_laplace``: random effects by marginal likelihood
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
@@ -45,6 +47,8 @@ from .gibbs import fit_gibbs as fit_gibbs
 from .gradient import fit_map as fit_map
 from .gradient import fit_svi as fit_svi
 from .guides import RotationGuide as RotationGuide
+from .laplace import LaplaceFit as LaplaceFit
+from .laplace import fit_laplace as fit_laplace
 from .mcmc import fit_mcmc as fit_mcmc
 from .models import EnumeratedModel as EnumeratedModel
 from .models import MarginalModel as MarginalModel

@@ -47,12 +47,20 @@ class Copies:
         labels: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> None:
+        if type(information) is not Information:
+            raise ValueError(
+                "random effects have been integrated out, and neither the bootstrap nor profiles "
+                'do that: take method="delta".'
+            )
         self.information, data = information, information.data
         self.values, self.labels, self.weights = values, labels, weights
         # coordinates in which the information is the identity
         self.root = torch.linalg.cholesky(information.matrix)
         size = len(data) * data.num_steps * information.hmm.num_states
         self.room = max(1, CELLS // size)
+        plain = torch.zeros(len(self.root), dtype=torch.double)
+        if values is None and weights is None:
+            check_copies(lambda u: self.run(u, torch.zeros(len(u)).long())[0], plain)
 
     def at(self, place: Tensor) -> Tensor:
         """Free coordinates ``(B, P)`` of the places."""
@@ -91,7 +99,7 @@ class Copies:
             data.values = self.values[rows]
             data.labels = None if self.labels is None else self.labels[rows]
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with _Densities(self.information.values_at(u), len(rows), weights) as joint:
+            with Densities(self.information.values_at(u), len(rows), weights) as joint:
                 hmm = self.information.model(data)
         return joint.likelihood + joint.prior, hmm
 
@@ -109,8 +117,8 @@ class Copies:
         return torch.cat(same)
 
 
-class _Densities(LogJoint):
-    """Its priors are those of values off the edge: at zero their slopes are not finite."""
+class Densities(LogJoint):
+    """Log joint densities, with priors of values off the edge, where slopes are finite."""
 
     def _pyro_post_sample(self, message: Any) -> None:
         prior = getattr(message["fn"], "base_dist", message["fn"])
@@ -118,6 +126,21 @@ class _Densities(LogJoint):
             least = torch.finfo(message["value"].dtype).tiny
             message = {**message, "value": message["value"].clamp(min=least)}
         super()._pyro_post_sample(message)
+
+
+def check_copies(joint: Callable[[Tensor], Tensor], place: Tensor) -> None:
+    """Raise unless log joints ``(B,)`` at coordinates ``(B, P)`` are those of each row alone."""
+    places = place + 0.01 * torch.arange(3, dtype=torch.double).unsqueeze(-1)
+    with torch.no_grad():
+        alone = torch.cat([joint(row.unsqueeze(0)) for row in places])
+        together = joint(places)
+    if together.shape != alone.shape or not torch.allclose(together, alone, equal_nan=True):
+        raise ValueError(
+            "many copies of the model are run as one batch, to the left of the dimensions of its "
+            "parameters, and this model gives a copy another density than it gives it alone. "
+            "Parameters that meet a plate must be scalars or have its dimension; count dimensions "
+            "from the right: write matrix[..., 0, :], not matrix[0]."
+        )
 
 
 @dataclass
@@ -232,6 +255,7 @@ def bootstrap(
             values = values.masked_fill(data.values.isnan(), torch.nan)
         labels = None if data.labels is None else torch.where(data.labels >= 0, states, -1)
         copies = Copies(information, values, labels)
+    Copies(information)  # raises if the model cannot be copied
     peak = copies.peaks(num_samples)
     u = copies.at(peak.place)[peak.converged]
     if len(u) < 2:

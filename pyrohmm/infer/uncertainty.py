@@ -179,6 +179,7 @@ class Information:
         values: The estimates of its latent variables, by name.
         supports: Their supports, by name.
         data: The sequences that were fitted, labels included if the fit kept to them.
+        further: Values of variables that are not parameters.
 
     Attributes:
         labels: P names of the free coordinates.
@@ -199,19 +200,20 @@ class Information:
         values: Mapping[str, Tensor],
         supports: Mapping[str, Any],
         data: Sequences,
+        further: Mapping[str, Tensor] | None = None,
     ) -> None:
         if isinstance(model, EnumeratedModel):
             model = MarginalModel(model.module, model.log_prior)  # the same density
         model = copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
-        self.model, self.data = model, _double(data)
-        points, spaces = _points(model, self.data)
+        self.model, self.data = model, double_of(data)
+        points, spaces = points_of(model, self.data)
         spaces = {**spaces, **supports}
         unit = 1.0
         if data.values.dtype.is_floating_point:
             unit = float(data.values[data.observed].nan_to_num().std()) or 1.0
         self.coordinates = [
             Coordinates.of(name, value, spaces.get(name, constraints.real), unit)
-            for name, value in {**values, **points}.items()
+            for name, value in {**points, **values}.items()
             if value.numel()
         ]
         self.sizes = [len(part.labels) for part in self.coordinates]
@@ -259,12 +261,16 @@ class Information:
                     site["value"] = site["value"].clamp(min=torch.finfo(u.dtype).tiny)
             return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
 
-    def _compute(self) -> None:
+    def slopes(self) -> tuple[Tensor, Tensor]:
+        """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
         u = torch.zeros(len(self.labels), dtype=torch.double)
         score = torch.func.grad(lambda u: self.run(u)[0])
         slope, pull, *_ = torch.func.vjp(score, u)
         columns = torch.func.vmap(lambda v: pull(v)[0], chunk_size=CHUNK)
-        hessian = columns(torch.eye(len(u), dtype=u.dtype))
+        return slope, columns(torch.eye(len(u), dtype=u.dtype))
+
+    def _compute(self) -> None:
+        slope, hessian = self.slopes()
         self.matrix = -(hessian + hessian.mT).detach() / 2
         self._check_rank()
         self.covariance, slope = torch.linalg.inv(self.matrix), slope.detach()
@@ -337,7 +343,7 @@ class Information:
             data: The HMM is built for these sequences, such as ones with other covariates; for the
                 sequences that were fitted by default.
         """
-        data = None if data is None else _double(data)
+        data = None if data is None else double_of(data)
         own = torch.arange(len(self.labels))
         _, error = self._slopes(lambda u: function(self.run(u, data)[1]), own)
         return function(self.run(torch.zeros(len(own)).double(), data)[1]).detach(), error
@@ -382,7 +388,7 @@ def normal_quantile(level: float) -> float:
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
 
 
-def _points(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Values and supports of the parameters of ``model`` that have no prior."""
     with poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
         model(data)
@@ -402,7 +408,9 @@ def _points(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, A
     return values, spaces
 
 
-def _double(data: Sequences) -> Sequences:
+def double_of(data: Sequences) -> Sequences:
+    """The sequences in double precision."""
+
     def double(tensor: Tensor) -> Tensor:
         return tensor.double() if tensor.dtype.is_floating_point else tensor
 

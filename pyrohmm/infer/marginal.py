@@ -1,0 +1,193 @@
+r"""Log marginal likelihoods by Laplace's approximation, of copies of a model as one batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from torch import Tensor
+from torch.distributions import biject_to
+
+from ..data.sequences import Sequences
+from .replicates import CELLS, Densities
+
+NEWTON = 60  # steps to the most probable effects
+Values = dict[str, Tensor]
+
+
+class Marginal:
+    """Log marginal likelihoods of B copies of a model, by Laplace's approximation.
+
+    Args:
+        model: In double precision.
+        data: The sequences.
+        random: Names of the random effects, in one plate of G members.
+        values: ``(B, N, T, *E)``, observations of each copy; those of the data by default.
+
+    Attributes:
+        modes: ``(B, G, d)``, the most probable effects in unconstrained coordinates, of the last
+            call; and ``blocks`` ``(B, G, d, d)``, minus the second derivatives there.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        data: Sequences,
+        random: Sequence[str],
+        values: Tensor | None = None,
+    ) -> None:
+        self.model, self.data, self.stacked = model, data, values
+        with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
+            nodes = poutine.trace(model).get_trace(data).nodes
+        self.random = {name: _plated_site(nodes, name) for name in random}
+        plates = {site["cond_indep_stack"][0].name for site in self.random.values()}
+        if len(plates) != 1:
+            raise ValueError(
+                f"random must name variables in one plate; these are in {len(plates)}: "
+                f"{', '.join(sorted(plates)) or 'none are named'}."
+            )
+        self.members = next(iter(self.random.values()))["cond_indep_stack"][0].size
+        self.to = {name: biject_to(site["fn"].support) for name, site in self.random.items()}
+        event = {name: site["fn"].event_shape for name, site in self.random.items()}
+        self.shapes = {name: self.to[name].inverse_shape(shape) for name, shape in event.items()}
+        self.sizes = [math.prod(shape) for shape in self.shapes.values()]
+        self.modes = torch.zeros(1, self.members, sum(self.sizes), dtype=torch.double)
+        self.blocks = self.modes.unsqueeze(-1) * 0
+        states = nodes["_RETURN"]["value"].num_states
+        self.room = max(1, CELLS // (len(data) * data.num_steps * states * (1 + sum(self.sizes))))
+
+    def effects(self, b: Tensor) -> Values:
+        """Random effects ``(*, G, ...)`` at coordinates ``(*, G, d)``."""
+        parts = zip(self.to.items(), self.shapes.values(), b.split(self.sizes, -1))
+        return {
+            name: to(part.reshape(part.shape[:-1] + torch.Size(shape)))
+            for (name, to), shape, part in parts
+        }
+
+    def joint(self, values: Values, b: Tensor, rows: Tensor) -> Tensor:
+        """Log joint densities ``(B',)``, of the effects in their coordinates ``(B', G, d)``."""
+        data = self.data
+        if self.stacked is not None:
+            data = data.with_total(data.total)
+            data.values = self.stacked[rows]
+        effects = self.effects(b)
+        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+            with Densities({**values, **effects}, len(b)) as sum_of:
+                self.model(data)
+        total: Tensor = sum_of.likelihood + sum_of.prior
+        parts = zip(self.to.items(), self.shapes.values(), b.split(self.sizes, -1))
+        for (name, to), shape, part in parts:
+            free = part.reshape(part.shape[:-1] + torch.Size(shape))
+            volume = to.log_abs_det_jacobian(free, effects[name])
+            total = total + volume.reshape(len(b), -1).sum(-1)
+        return total
+
+    def derivatives(
+        self, values: Values, b: Tensor, rows: Tensor, graph: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log joints ``(B',)``, gradients ``(B', G, d)``, minus blocks of second derivatives."""
+        with torch.enable_grad():
+            total = self.joint(values, b, rows)
+            (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
+            columns = [
+                torch.autograd.grad(slope[..., j].sum(), b, create_graph=graph, retain_graph=True)[
+                    0
+                ]
+                for j in range(b.size(-1))
+            ]
+        blocks = -torch.stack(columns, -1)
+        return total, slope, (blocks + blocks.mT) / 2
+
+    def check_independent(self, values: Values) -> None:
+        """Raise unless the effects of one member do not change those of another."""
+        b = self.modes[:1].clone().requires_grad_()
+        one = {name: value[:1].detach() for name, value in values.items()}
+        with torch.enable_grad():
+            total = self.joint(one, b, torch.zeros(1).long())
+            (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
+            across = torch.autograd.grad(slope[:, 0].sum(), b)[0][:, 1:]
+        if bool((across.abs() > 1e-8).any()):
+            raise ValueError(
+                "the effects of the members of a plate must be independent given all other "
+                "parameters; here they are not, as of effects that depend on each other, or that "
+                "share a sequence. Sample such a model with fit_mcmc."
+            )
+
+    @torch.no_grad()
+    def climb_inside(self, values: Values, b: Tensor, rows: Tensor) -> Tensor:
+        """The most probable effects, by Newton steps of all members and copies at once."""
+        known = {name: value.detach() for name, value in values.items()}
+        share, step = torch.ones(len(b), dtype=b.dtype), torch.zeros_like(b)
+        best, going = torch.full_like(share, -torch.inf), torch.ones(len(b), dtype=torch.bool)
+        for _ in range(NEWTON):
+            tried = b + share.reshape(-1, 1, 1) * step
+            at = tried.clone().requires_grad_()
+            total, slope, blocks = self.derivatives(known, at, rows, graph=False)
+            better = (total >= best - 1e-11 * best.abs()) & blocks.isfinite().flatten(1).all(-1)
+            wide = better.reshape(-1, 1, 1)
+            b, best = torch.where(wide, tried, b), torch.where(better, total, best)
+            new = _uphill(blocks.nan_to_num(0.0), slope.detach().nan_to_num(0.0))
+            step = torch.where(wide, new, step)
+            share = torch.where(better, 1.0, share / 4)
+            gap = (new * slope).sum((1, 2)).abs()
+            going = going & ~(better & (gap < 1e-18)) & (share > 1e-6)
+            share = share * going
+            if not bool(going.any()):
+                break
+        return b.detach()
+
+    def __call__(
+        self, values: Values, leaf: Tensor, rows: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log marginals ``(B',)``, slopes by ``leaf``; modes and blocks of the effects.
+
+        Args:
+            values: The parameters of the copies by name, which depend on ``leaf``.
+            leaf: ``(B', P)``.
+            rows: ``(B',)``, which copies these are.
+        """
+        b = self.climb_inside(values, self.modes[rows], rows).requires_grad_()
+        total, slope, blocks = self.derivatives(values, b, rows, graph=True)
+        with torch.enable_grad():
+            root, wrong = torch.linalg.cholesky_ex(blocks)
+            root = torch.where(
+                (wrong > 0)[..., None, None], torch.eye(b.size(-1), dtype=b.dtype), root
+            )
+            logdet = 2 * root.diagonal(dim1=-2, dim2=-1).log().sum((-1, -2))
+            total = total + b[0].numel() / 2 * math.log(2 * math.pi) - logdet / 2
+            (pull,) = torch.autograd.grad(total.sum(), b, retain_graph=True)
+            # d b / d theta = H^-1 d slope / d theta
+            weights = torch.cholesky_solve(pull.unsqueeze(-1), root.detach()).squeeze(-1)
+            moved = total.sum() + (slope * weights).sum()
+            (gradient,) = torch.autograd.grad(moved, leaf)
+        total = total.detach().masked_fill((wrong > 0).any(-1), -torch.inf)
+        return total, gradient, b.detach(), blocks.detach()
+
+
+def _uphill(blocks: Tensor, slope: Tensor) -> Tensor:
+    """Newton steps, of blocks whose eigenvalues are taken as positive."""
+    values, vectors = torch.linalg.eigh(blocks)
+    values = values.abs().clamp(min=1e-6)
+    along = vectors.mT @ slope.unsqueeze(-1)
+    step = (vectors @ (along / values.unsqueeze(-1))).squeeze(-1)
+    return step / step.norm(dim=-1, keepdim=True).clamp(min=1.0)  # of one unit at most
+
+
+def _plated_site(nodes: Any, name: str) -> Any:
+    """The site of a random effect, which must be in one plate."""
+    site = nodes.get(name)
+    latent = site is not None and site["type"] == "sample" and not site["is_observed"]
+    if not latent or len(site["cond_indep_stack"]) != 1 or len(site["fn"].batch_shape) != 1:
+        known = [
+            n for n, s in nodes.items()
+            if s["type"] == "sample" and not s["is_observed"] and s.get("cond_indep_stack")
+        ]  # fmt: skip
+        raise ValueError(
+            f"random must name variables in a plate, the last batch dimension; got {name!r}. In "
+            f"plates are {', '.join(known) or 'none'}."
+        )
+    return site

@@ -1,0 +1,230 @@
+"""Marginal likelihood by Laplace's approximation: closed forms, quadrature, importance sampling."""
+
+import math
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro.distributions import Gamma, Normal, Poisson
+from torch.distributions import constraints
+
+from pyrohmm import HMM, Sequences, fit_laplace
+from pyrohmm.infer.marginal import Marginal
+
+ZERO = torch.zeros(1).double()
+COUNT, EACH = 30, 4
+
+
+def linear(data):
+    """Observations around the level of their subject."""
+    mean = pyro.param("mean", torch.tensor(0.0))
+    spread = pyro.param("spread", torch.tensor(1.0), constraint=constraints.positive)
+    with pyro.plate("subjects", len(data)):
+        own = pyro.sample("own", Normal(0.0, spread))
+        loc = (mean + own).unsqueeze(-1)
+        hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def levels(seed=0):
+    pyro.set_rng_seed(seed)
+    values = 2 + 1.5 * torch.randn(COUNT, 1) + torch.randn(COUNT, EACH)
+    return Sequences(values.double(), torch.full((COUNT,), EACH))
+
+
+def counts(data):
+    """Two states that emit counts, whose rates subjects share but for a factor."""
+    level = pyro.param("level", torch.tensor([0.0, 1.5]))
+    stay = pyro.param("stay", torch.tensor(0.9), constraint=constraints.unit_interval)
+    spread = pyro.param("spread", torch.tensor(0.5), constraint=constraints.positive)
+    stay = stay.reshape((*stay.shape, 1, 1) if stay.dim() else (1, 1))
+    row = torch.cat([stay, 1 - stay], -1)
+    matrix = torch.cat([row, row.flip(-1)], -2)
+    start = torch.full((2,), 0.5, dtype=matrix.dtype).log()
+    with pyro.plate("subjects", len(data)):
+        own = pyro.sample("own", Normal(0.0, spread))
+        rate = (level + own.unsqueeze(-1)).exp()
+        hmm = HMM(start, matrix.log(), Poisson(rate), data.lengths)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def counted(count=12, steps=15, seed=1):
+    pyro.set_rng_seed(seed)
+    states = (torch.rand(count, steps) < 0.15).long().cumsum(-1) % 2
+    own = 0.5 * torch.randn(count, 1)
+    values = torch.poisson((torch.tensor([0.2, 1.6])[states] + own).exp()).double()
+    return Sequences(values, torch.tensor([steps] * (count - 1) + [1]))
+
+
+def test_a_linear_model_has_the_estimates_of_textbooks():
+    data = levels()
+    fit = fit_laplace(linear, data, ["own"], tolerance=1e-10)
+    means = data.values.mean(-1)
+    total = means.var(correction=0)
+    spread = (total - 1 / EACH).sqrt()
+    assert fit.converged
+    torch.testing.assert_close(fit.values["mean"].double(), means.mean())
+    torch.testing.assert_close(fit.values["spread"].double(), spread)
+    joint = torch.eye(EACH) + spread**2
+    normal = torch.distributions.MultivariateNormal(means.mean() * torch.ones(EACH).double(), joint)
+    assert fit.log_marginal == pytest.approx(float(normal.log_prob(data.values).sum()), abs=1e-8)
+    assert fit.aic(data) == pytest.approx(4 - 2 * fit.log_marginal)
+
+    errors = fit.std_errors(data)
+    torch.testing.assert_close(errors["mean"], (total / COUNT).sqrt(), rtol=1e-4, atol=0)
+    wanted = total * math.sqrt(2 / COUNT) / (2 * spread)
+    torch.testing.assert_close(errors["spread"], wanted, rtol=1e-4, atol=0)
+    low, high = fit.intervals(data)["spread"]
+    assert 0 < low < spread < high
+
+    effect = fit.effects(data)["own"]
+    share = spread**2 / total
+    torch.testing.assert_close(effect.mode, share * (means - means.mean()), rtol=1e-4, atol=1e-5)
+    slope = 2 * spread / EACH / total**2  # of the share
+    drift = (share**2 * total / COUNT) + (slope * (means - means.mean()) * wanted).square()
+    torch.testing.assert_close(effect.std_error, (share / EACH + drift).sqrt(), rtol=1e-3, atol=0)
+    torch.testing.assert_close(fit.hmm(data).emission.loc[:, 0].double(),
+                               means.mean() + effect.mode, rtol=1e-4, atol=1e-4)  # fmt: skip
+
+
+def values_at(leaf):
+    """Parameters of :func:`counts` from coordinates ``(B, 4)``."""
+    return {
+        "level": leaf[:, :2].unsqueeze(1),
+        "stay": leaf[:, 2].sigmoid().unsqueeze(1),
+        "spread": leaf[:, 3].exp().unsqueeze(1),
+    }
+
+
+def test_gradients_are_those_of_differences():
+    """Through the second derivatives, and through the most probable effects."""
+    marginal = Marginal(counts, counted(), ["own"])
+    place = torch.tensor([[0.1, 1.4, 2.0, -0.5], [0.4, 1.0, 1.0, 0.3]]).double()
+    rows = torch.zeros(2).long()
+
+    def value(place):
+        leaf = place.clone().requires_grad_()
+        return marginal(values_at(leaf), leaf, rows)[:2]
+
+    _, slope = value(place)
+    step = 1e-4 * torch.eye(4).double()
+    for j in range(4):
+        wanted = (value(place + step[j])[0] - value(place - step[j])[0]) / 2e-4
+        torch.testing.assert_close(slope[:, j], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_marginal_likelihood_is_that_of_quadrature():
+    data = counted()
+    marginal = Marginal(counts, data, ["own"])
+    leaf = torch.tensor([[0.1, 1.4, 2.0, -0.5]]).double().requires_grad_()
+    found = marginal(values_at(leaf), leaf, torch.zeros(1).long())[0]
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    spread = math.exp(-0.5)
+    stay = torch.tensor(2.0).double().sigmoid()
+    matrix = torch.stack([torch.stack([stay, 1 - stay]), torch.stack([1 - stay, stay])])
+    rate = (leaf[0, :2].detach() + spread * torch.tensor(nodes)[:, None, None]).exp()
+    half = torch.full((2,), 0.5).double().log()
+    hmm = HMM(half, matrix.log(), Poisson(rate), data.lengths)
+    logs = hmm.log_prob(data.values) + torch.tensor(weights / weights.sum()).log().unsqueeze(-1)
+    wanted = logs.logsumexp(0).sum()
+    assert abs(float(found) - float(wanted)) < 0.01 * len(data)
+
+
+def test_effects_of_groups_by_importance_sampling():
+    """Two effects of each group, one of them positive; each group has several sequences."""
+    pyro.set_rng_seed(3)
+    group = torch.arange(12) % 4
+    values = torch.randn(4)[group][:, None] + torch.tensor([0.5, 1, 2, 1])[group][:, None] * (
+        torch.randn(12, 10)
+    )
+    data = Sequences(values.double(), torch.full((12,), 10))
+
+    def model(data):
+        mean = pyro.sample("mean", Normal(0.0, 2.0))
+        with pyro.plate("groups", 4):
+            own = pyro.sample("own", Normal(mean, 1.0))
+            precision = pyro.sample("precision", Gamma(3.0, 3.0))
+        loc = own[..., group].unsqueeze(-1)
+        scale = precision[..., group].rsqrt().unsqueeze(-1)
+        hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, scale), data.lengths)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_laplace(model, data, ["own", "precision"], restarts=3)
+    assert fit.values["precision"].shape == (4,)
+    mean = fit.values["mean"].double()
+    own = fit.effects(data)
+    torch.manual_seed(0)
+    proposals = Normal(own["own"].mode, 2 * own["own"].std_error)
+    widths = own["precision"].std_error / own["precision"].mode
+    logs = Normal(own["precision"].mode.log(), 2 * widths)
+    b, log_p = proposals.sample((20000,)), logs.sample((20000,))
+    terms = Normal(mean, 1.0).log_prob(b) + Gamma(3.0, 3.0).log_prob(log_p.exp()) + log_p
+    terms = terms - proposals.log_prob(b) - logs.log_prob(log_p)
+    for g in range(4):
+        rows = data.values[group == g].flatten()
+        terms[:, g] += Normal(b[:, g, None], (-log_p[:, g, None] / 2).exp()).log_prob(rows).sum(-1)
+    wanted = terms.logsumexp(0) - math.log(20000)
+    log_prior = Normal(0.0, 2.0).log_prob(mean)
+    assert fit.log_marginal == pytest.approx(float(wanted.sum() + log_prior), abs=0.2)
+
+
+def test_what_cannot_be_integrated_is_refused():
+    data = levels()
+    with pytest.raises(ValueError, match="In plates are own"):
+        fit_laplace(linear, data, ["mean"])
+    with pytest.raises(ValueError, match="none are named"):
+        fit_laplace(linear, data, [])
+    with pytest.raises(ValueError, match="start has 'level'"):
+        fit_laplace(linear, data, ["own"], start={"level": torch.zeros(1)})
+
+    def neighbours(data):
+        mean = pyro.sample("mean", Normal(0.0, 1.0))
+        with pyro.plate("subjects", len(data)):
+            own = pyro.sample("own", Normal(0.0, 1.0))
+            loc = (mean + own + own.roll(1, -1)).unsqueeze(-1)
+            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    with pytest.raises(ValueError, match="must be independent"):
+        fit_laplace(neighbours, data, ["own"])
+
+    def vector(data):
+        loc = pyro.param("loc", torch.zeros(1))  # meets the plate, of whose size it is not
+        with pyro.plate("subjects", len(data)):
+            own = pyro.sample("own", Normal(0.0, 1.0))
+            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal((loc + own).unsqueeze(-1), 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    with pytest.raises(ValueError, match="must be scalars"):
+        fit_laplace(vector, data, ["own"])
+    fit = fit_laplace(linear, data, ["own"])
+    with pytest.raises(ValueError, match="fit_laplace integrates it out"):
+        fit.bootstrap(data)
+    with pytest.raises(ValueError, match="integrated out"):
+        fit.intervals(data, of="spread", method="profile")
+
+
+def test_one_observation_of_each_subject():
+    """T = 1, and restarts of a model with priors alone."""
+    pyro.set_rng_seed(0)
+    data = Sequences(2 + torch.randn(20, 1).double(), torch.ones(20).long())
+
+    def model(data):
+        mean = pyro.sample("mean", Normal(0.0, 10.0))
+        with pyro.plate("subjects", len(data)):
+            own = pyro.sample("own", Normal(0.0, 1.0))
+            loc = (mean + own).unsqueeze(-1)
+            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_laplace(model, data, ["own"], restarts=2, tolerance=1e-10)
+    wanted = data.values.sum() / 2 / (20 / 2 + 1 / 100)
+    torch.testing.assert_close(fit.values["mean"].double(), wanted, rtol=1e-4, atol=0)
