@@ -226,8 +226,10 @@ class SampledFit(Fit):
         """
         return {name: agreement(value) for name, value in self._judged().items()}
 
-    def summary(self) -> str:
+    def summary(self, data: Sequences | None = None) -> str:
         """A few lines of text: first whether the chains agree."""
+        if data is not None:
+            self.information(data)  # raises
         lines = summary_of(self._judged())
         chains, samples = self.stats["lp"].shape
         tuned = ", ".join(f"{name} {value:.3g}" for name, value in self.tuning.items())
