@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -89,7 +90,7 @@ class Chain:
         for name, value in parameters.items():
             setattr(self, name, from_numpy(name, value))
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name."""
         return {name: getattr(self, name) for name in self.cores}

@@ -62,6 +62,29 @@ class Messages(NamedTuple):
 
 
 @kernel
+def messages(data, tiles, lanes, kept):
+    """Messages, not yet written, of so many tiles of ``lanes`` sequences."""
+    (count, size), real = data.initial.shape, data.initial.dtype
+    length = tiles * data.steps * lanes if kept else 0
+    return Messages(
+        np.zeros(count), np.ones(count, np.bool_), np.ones(count, np.bool_),
+        np.zeros((count, size), real), np.empty(length * size, real), np.empty(length, real),
+    )  # fmt: skip
+
+
+@kernel
+def forward(data, tiles, lanes, kept):
+    """Forward pass in one thread: messages, and :func:`doubts` of them."""
+    found = messages(data, tiles, lanes, kept)
+    if lanes == 1:
+        forward_rows(0, tiles, data, kept, found)
+    else:
+        forward_tiles(0, tiles, data, kept, found)
+    lost, unsure = doubts(found)
+    return found, lost, unsure
+
+
+@kernel
 def forward_tiles(first, last, data, kept, found):
     """Forward pass of several tiles of sequences; messages are written if ``kept``."""
     for tile in range(first, last):
@@ -199,6 +222,16 @@ def _forward_row(row, data, kept, found):
 
 
 @kernel
+def doubts(found):
+    """Numbers of sequences that left the range of numbers, and of others that are not sure."""
+    lost = unsure = 0
+    for row in range(found.exact.shape[0]):
+        lost += not found.exact[row]
+        unsure += found.exact[row] and not found.sure[row]
+    return lost, unsure
+
+
+@kernel
 def _add_transitions(counts, before, after, height, width):
     """Add the products of states before and after, summed over ``width`` steps of sequences."""
     zero = before.dtype.type(0)
@@ -234,7 +267,7 @@ class Back(NamedTuple):
     Attributes:
         transposed: ``(S, G, height, height)``, those of :class:`Data`, transposed.
         weights: ``(N,)``, of each sequence.
-        after: ``(N, K)``, what follows the last steps: ones if it is nothing.
+        after: ``(N, K)``, what follows the last steps; no rows if it is nothing.
         exact: ``(N,)``, which sequences to go through; cleared where numbers left their range.
         most: If positive, only ``exact`` is of interest: it is cleared where more than ``most``
             of the evidence may have been lost. Every transition is then larger by what a product
@@ -250,6 +283,78 @@ class Back(NamedTuple):
     most: float
     starts: np.ndarray
     gamma: np.ndarray
+
+
+class Counts(NamedTuple):
+    """Expected counts of a backward pass.
+
+    Attributes:
+        starts: ``(N, K)``, the posterior of first states.
+        states: ``(N T, K)``, that of all states; no rows with symbols.
+        pairs: ``(S, G|N, height, height)``, transitions over their probabilities.
+        symbols: ``(G, V + 1, height)``; no rows without.
+    """
+
+    starts: np.ndarray
+    states: np.ndarray
+    pairs: np.ndarray
+    symbols: np.ndarray
+
+
+@kernel
+def begin_back(data, exact, weights, after):
+    """Arguments of a backward pass, and results that are not yet written."""
+    (count, size), real, matrices = data.initial.shape, data.initial.dtype, data.matrices
+    transposed = np.empty_like(matrices)
+    for s in range(matrices.shape[0]):
+        for g in range(matrices.shape[1]):
+            transposed[s, g] = matrices[s, g].T
+    rows = count * data.steps if data.likelihood.shape[0] else 0
+    return Back(
+        transposed, weights, after, exact.copy(), 0.0, np.zeros((count, size), real),
+        np.zeros((rows, size), real),
+    )  # fmt: skip
+
+
+@kernel
+def backward(data, found, weights, after, owners, tiles, lanes):
+    """Backward pass in one thread: see :func:`finish`; and how many sequences were lost."""
+    steps, _, height, _ = data.matrices.shape
+    counts, emitted = np.zeros((steps, owners, height, height)), np.zeros(data.tables.shape)
+    back = begin_back(data, found.exact, weights, after)
+    if lanes == 1:
+        lost = backward_rows(0, tiles, data, found, back, counts, emitted)
+    else:
+        lost = backward_tiles(0, tiles, data, found, back, counts, emitted)
+    return back.starts, back.gamma, counts, emitted, lost
+
+
+@kernel
+def finish(counts, emitted, matrices, size):
+    """Expected transitions, from those over their probabilities, and counts of symbols.
+
+    Transitions to what cannot be reached are none: messages to it may be huge.
+
+    Returns:
+        ``(S, G|N, K, K)``, ``(G, K, V)``, and whether all are finite.
+    """
+    real, (steps, owners), (groups, rows) = matrices.dtype, counts.shape[:2], emitted.shape[:2]
+    share, finite = owners // matrices.shape[1], True
+    pairs = np.empty((steps, owners, size, size), real)
+    symbols = np.empty((groups, size, max(rows - 1, 0)), real)
+    for s in range(steps):
+        for n in range(owners):
+            for j in range(size):
+                for k in range(size):
+                    prob = matrices[s, n // share, j, k]
+                    value = counts[s, n, j, k] * prob if prob > 0 else 0.0
+                    finite &= abs(value) < np.inf
+                    pairs[s, n, j, k] = value
+    for g in range(groups):
+        for v in range(rows - 1):
+            for k in range(size):
+                symbols[g, k, v] = emitted[g, v, k]
+    return pairs, symbols, finite
 
 
 @kernel
@@ -352,7 +457,7 @@ def _begin_back(beta, after, lengths, t, start, width, size):
     for i in range(width):
         if t == lengths[start + i] - 1:
             for k in range(size):
-                beta[k * _LANES + u64(i)] = after[start + i, k]
+                beta[k * _LANES + u64(i)] = after[start + i, k] if len(after) else 1
 
 
 @kernel
@@ -406,7 +511,7 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
     bounding, weight = back.most > 0.0, real.type(back.weights[row])
     filled, owner = _0, row * counts.shape[1] // lengths.shape[0]
     for k in range(size):
-        beta[k] = back.after[row, k]
+        beta[k] = back.after[row, k] if len(back.after) else 1
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
         at, place = row * steps + t, begin + t * along
         offset = u64(at) * size
