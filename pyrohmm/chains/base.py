@@ -266,8 +266,9 @@ class Chain:
                 raise ValueError(
                     f"{name} must have shape (*B, {', '.join(core)}); got shape {tuple(shape)}."
                 )
-            wanted = tuple([sizes.setdefault(letter, n) for letter, n in zip(core, shape)])
-            if shape != wanted:
+            for letter, size in zip(core, shape):
+                sizes.setdefault(letter, size)
+            if shape != (wanted := tuple(map(sizes.get, core))):
                 raise ValueError(
                     f"{name} must end in shape ({', '.join(core)}) = {wanted}; got shape "
                     f"{tuple(tensor.shape)}."

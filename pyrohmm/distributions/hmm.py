@@ -278,8 +278,10 @@ class HMM(ChainDistribution):
 
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
-                *logs, symbols, lengths, known = of_symbols
-                return recursions.evidence(read_arguments(*logs, lengths, symbols, known))
+                initial, transition, table, symbols, lengths, known = of_symbols
+                return recursions.evidence(
+                    read_arguments(initial, transition, table, lengths, symbols, known)
+                )
             return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):

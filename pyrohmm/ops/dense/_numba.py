@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,8 @@ from ._steps import Data, prepare, starts_of, symbol_range
 from .chain import Chain, Gradient, cast
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
-    info.dtype: (np.log(info.tiny), np.log(info.max), float(info.eps))
-    for info in map(np.finfo, (np.float32, np.float64))
+    np.dtype(real): (np.log(np.finfo(real).tiny), np.log(np.finfo(real).max), np.finfo(real).eps)
+    for real in ("float32", "float64")
 }
 _NO_SYMBOLS = np.zeros(0, np.int64)
 
@@ -52,8 +51,8 @@ def scaled(
     def gradient(weight: Tensor) -> tuple[Tensor, ...] | None:
         return _gradient(chain, passes.backward(messages, weight), data)
 
-    evidence = torch.from_numpy(messages.evidence).reshape(shape)
-    exact = torch.from_numpy(messages.exact).reshape(shape) if lost else None
+    evidence = torch.from_numpy(messages.evidence.reshape(shape))
+    exact = torch.from_numpy(messages.exact.reshape(shape)) if lost else None
     return evidence, exact, gradient
 
 
@@ -68,7 +67,7 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
     initial, transition, logs = (cast(part.detach(), dtype) for part in chain[:3])
-    groups, size, num_states = initial.shape
+    groups, num_states = len(initial), initial.shape[-1]
     starts = initial.reshape(-1, num_states).numpy()
     if chain.symbols is None:
         logs = logs if logs.stride(-1) == 1 else logs.contiguous()

@@ -232,17 +232,17 @@ def doubts(found):
 
 
 @kernel
-def _add_transitions(counts, before, after, height, width):
+def _add_transitions(counts, before, after, height, width, stride):
     """Add the products of states before and after, summed over ``width`` steps of sequences."""
     zero = before.dtype.type(0)
     for j in range(_0, height, _4):
         for k in range(_0, height, _2):
-            p, q = j * _ALL, k * _ALL
+            p, q = j * stride, k * stride
             a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
             for i in range(width):
-                x, y = after[q + i], after[q + _ALL + i]
-                a, b = before[p + i], before[p + _ALL + i]
-                c, d = before[p + _2 * _ALL + i], before[p + _3 * _ALL + i]
+                x, y = after[q + i], after[q + stride + i]
+                a, b = before[p + i], before[p + stride + i]
+                c, d = before[p + _2 * stride + i], before[p + _3 * stride + i]
                 a0 += a * x
                 a1 += a * y
                 b0 += b * x
@@ -446,7 +446,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
         filled += _1
         if filled == _STEPS or t == 1 or several:
             target = counts[t - 1 if several else 0, g]
-            _add_transitions(target, before, after, height, filled * _LANES)
+            _add_transitions(target, before, after, height, filled * _LANES, _ALL)
             filled = _0
     return lost
 
@@ -489,8 +489,9 @@ def backward_rows(first, last, data, found, back, counts, emitted):
 
     ``counts`` may be of each sequence, ``(S, N, height, height)``.
     """
-    lost, length = 0, u64(data.matrices.shape[2]) * _ALL
-    before, after = np.zeros(length, data.matrices.dtype), np.zeros(length, data.matrices.dtype)
+    lost, real, height = 0, data.matrices.dtype, data.matrices.shape[2]
+    stride = min(data.steps, STEPS * LANES) + 16  # between rows: no power of two, for the cache
+    before, after = np.zeros(height * stride, real), np.zeros(height * stride, real)
     for row in range(first, last):
         lost += _backward_row(row, data, found, back, counts, emitted, before, after)
     return lost
@@ -505,6 +506,7 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
     symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
     likelihood, begin, along = data.likelihood, data.first[row], data.along
+    stride = u64(len(before)) // height
     beta, later = scratch(height, real), scratch(height, real)
     seen, probs = scratch(height, real), scratch(height, real)
     zero, one, lowest, loss = real.type(0), real.type(1), real.type(low), 0.0
@@ -544,12 +546,12 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
         for k in range(size):
             value = seen[k] * beta[k] * inverse
             later[k] = value if here[k] > zero or bounding else zero
-            before[k * _ALL + filled] = found.alpha[offset - size + k]
-            after[k * _ALL + filled] = later[k] * weight
+            before[k * stride + filled] = found.alpha[offset - size + k]
+            after[k * stride + filled] = later[k] * weight
         filled += _1
         if filled == _STEPS * _LANES or t == 1 or several:
             target = counts[t - 1 if several else 0, owner]
-            _add_transitions(target, before, after, height, filled)
+            _add_transitions(target, before, after, height, filled, stride)
             filled = _0
         if several or t == lengths[row] - 1:
             matrix = back.transposed[t - 1 if several else 0, g].ravel()

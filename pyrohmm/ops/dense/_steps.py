@@ -63,9 +63,7 @@ def prepare(initial, transition, logs, low, high, eps):
     starts, matrices = np.empty_like(initial), np.zeros((steps, groups, height, height), real)
     least, most, zeros = real.type(0), real.type(1), False
     for row in range(len(initial)):
-        least, most, zeros = _exponentials(
-            starts[row], initial[row], low, high, least, most, zeros
-        )
+        least, most, zeros = _exponentials(starts[row], initial[row], low, high, least, most, zeros)
     for s in range(steps):
         for g in range(groups):
             for j in range(size):

@@ -18,7 +18,6 @@ from ..._checks import (
     check_tensor,
     check_trailing,
 )
-from ..._precision import at_least_single
 from ..products import add_rows, look_up
 
 Gradient = Callable[[Tensor], tuple[Tensor, ...] | None]  # of weights (G, n) of the evidences
@@ -178,10 +177,7 @@ def read_arguments(
     known: Tensor | None = None,
 ) -> Arguments:
     """Arguments whose dtypes, devices and shapes are known to agree; lengths are on the CPU."""
-    dtype = at_least_single(initial).dtype
-    for tensor in (transition, logs):
-        if tensor.dtype != dtype:
-            dtype = torch.promote_types(dtype, tensor.dtype)
+    double = torch.float64 in (initial.dtype, transition.dtype, logs.dtype)
     shared = [transition.shape[:-3]]
     leads = {*shared, initial.shape[:-1], logs.shape[:-2], lengths.shape}
     if symbols is not None:
@@ -196,6 +192,7 @@ def read_arguments(
          for lead in shared for place, size in enumerate(lead) if size != 1),
         default=0,
     )  # fmt: skip
+    dtype = torch.float64 if double else torch.float32
     return Arguments(initial, transition, logs, symbols, known, lengths, batch, split, dtype)
 
 
@@ -226,14 +223,14 @@ def arrange(arguments: Arguments) -> Chain:
     initial, transition, logs, symbols, known, lengths, batch, split, dtype = arguments
     shape = math.prod(batch[:split]), math.prod(batch[split:])
 
-    def shared(table: Tensor, core: int) -> Tensor:
+    def shared(table: Tensor, core: int, axis: int) -> Tensor:
         table = cast(table, dtype)
-        if shape[0] == 1:
-            return table.reshape(table.shape[-core:]).unsqueeze(0)
         lead, tail = table.shape[:-core], table.shape[-core:]
+        if shape[0] == 1:
+            return (table.reshape(tail) if lead else table).unsqueeze(axis)
         lead = torch.Size((1,) * (len(batch) - len(lead))) + lead
         table = table.reshape(lead[:split] + tail).expand(batch[:split] + tail)
-        return table.reshape(shape[0], *tail)
+        return table.reshape(shape[0], *tail).movedim(0, axis)
 
     def each(part: Tensor, core: int) -> Tensor:
         lead, tail = part.shape[: part.dim() - core], part.shape[part.dim() - core :]
@@ -242,8 +239,8 @@ def arrange(arguments: Arguments) -> Chain:
         return (part if lead == batch else part.expand(*batch, *tail)).reshape(*shape, *tail)
 
     return Chain(
-        each(cast(initial, dtype), 1), shared(transition, 3).transpose(0, 1),
-        shared(logs, 2) if symbols is not None else each(cast(logs, dtype), 2),
+        each(cast(initial, dtype), 1), shared(transition, 3, 1),
+        shared(logs, 2, 0) if symbols is not None else each(cast(logs, dtype), 2),
         None if symbols is None else each(symbols, 1),
         None if known is None else each(known, 1),
         each(lengths, 0),
