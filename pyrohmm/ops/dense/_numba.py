@@ -13,9 +13,10 @@ from ..._choices import MILLISECOND, PIECES, SIDE_BY_SIDE
 from .._numba_math import run, share
 from ..log_space import largest
 from ..masks import exists
-from . import _passes, _paths
+from . import _backward, _forward, _paths
+from ._backward import Back, Counts
+from ._forward import Messages
 from ._lanes import LANES
-from ._passes import Back, Counts, Messages
 from ._steps import Data, prepare, starts_of, symbol_range
 from .chain import Chain, Gradient, cast
 
@@ -142,14 +143,14 @@ class _Passes:
         Also how many sequences left the range of numbers, and how many others may have lost mass.
         """
         if len(self.bounds) == 1:
-            found: tuple[Messages, int, int] = _passes.forward(
+            found: tuple[Messages, int, int] = _forward.forward(
                 self.data, self.tiles, self.lanes, kept
             )
             return found
-        written = _passes.messages(self.data, self.tiles, self.lanes, kept)
-        loop = _passes.forward_rows if self.lanes == 1 else _passes.forward_tiles
+        written = _forward.messages(self.data, self.tiles, self.lanes, kept)
+        loop = _forward.forward_rows if self.lanes == 1 else _forward.forward_tiles
         share(lambda part: loop(*self.bounds[part], self.data, kept, written), len(self.bounds))
-        return written, *_passes.doubts(written)
+        return written, *_forward.doubts(written)
 
     def view(self, alpha: np.ndarray) -> Tensor:
         """Messages as ``(G, n, T, K)``."""
@@ -160,7 +161,7 @@ class _Passes:
     def bound_losses(self, found: Messages) -> np.ndarray:
         """Which passes are exact, from a bound on what those that are not ``sure`` lost."""
         size, tiny, unsure = self.size, self.data.limits[2], found.exact & ~found.sure
-        back = _passes.begin_back(self.data, unsure, np.ones(self.count), found.ends[:0])
+        back = _backward.begin_back(self.data, unsure, np.ones(self.count), found.ends[:0])
         back.transposed[..., :size, :size] += (size + 2) * tiny
         self._run_back(found, back._replace(most=LIMITS[found.ends.dtype][2]))
         exact: np.ndarray = (found.exact & ~unsure) | back.exact
@@ -172,7 +173,7 @@ class _Passes:
         sums = 1 if self.owners > 1 else len(self.bounds)  # several threads add to places apart
         counts = np.zeros((sums, len(self.data.matrices), self.owners, height, height))
         emitted = np.zeros((sums, *self.data.tables.shape))
-        loop = _passes.backward_rows if self.lanes == 1 else _passes.backward_tiles
+        loop = _backward.backward_rows if self.lanes == 1 else _backward.backward_tiles
 
         def run_part(part: int) -> int:
             ends, place = self.bounds[part], part % sums
@@ -189,11 +190,11 @@ class _Passes:
         weights = cast(weight, torch.float64).reshape(-1).numpy()
         after = found.ends[:0] if after is None else after
         if len(self.bounds) == 1:
-            *counts, lost = _passes.backward(
+            *counts, lost = _backward.backward(
                 self.data, found, weights, after, self.owners, self.tiles, self.lanes
             )
             return None if lost else Counts(*counts)
-        back = _passes.begin_back(self.data, found.exact, weights, after)
+        back = _backward.begin_back(self.data, found.exact, weights, after)
         pairs, symbols, lost = self._run_back(found, back)
         return None if lost else Counts(back.starts, back.gamma, pairs, symbols)
 
@@ -203,7 +204,7 @@ def _gradient(chain: Chain, counts: Counts | None, data: Data) -> tuple[Tensor, 
     if counts is None:
         return None
     (groups, count), size = chain.lengths.shape, data.initial.shape[1]
-    pairs, logs, finite = _passes.finish(counts.pairs, counts.symbols, data.matrices, size)
+    pairs, logs, finite = _backward.finish(counts.pairs, counts.symbols, data.matrices, size)
     if not finite:
         return None
     if chain.symbols is None:
