@@ -6,6 +6,7 @@ Its modules; each imports only those above it:
 
 ``log_space``         logarithms and their sums with hard zeros
 ``masks``             which steps of ragged sequences exist
+``newton``            Newton's method for many small problems at once
 ``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``_numba_math``       what all compiled loops use
 ``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``
