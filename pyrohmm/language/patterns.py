@@ -73,7 +73,8 @@ class _Machine:
         if kind == "BRANCH":
             return self._joined(self.add(each, self.step(node, None)) for each in value[1])
         if kind in ("MAX_REPEAT", "MIN_REPEAT"):
-            return self._repeated(*value, node)
+            low, high, inner = value
+            return self._repeated(low, high, inner, node)
         raise ValueError(
             "pattern must be of characters, classes, groups, alternatives and repetitions; got "
             f"{kind.lower().replace('_', ' ')}. A pattern is matched as a whole, without anchors."
@@ -123,10 +124,11 @@ class _Machine:
     def automaton(self, last: int, name: str) -> Automaton:
         """The automaton over bytes whose states are sets of nodes."""
         states = {self._closed([0]): 0}
-        rows, queue = [], [*states]
+        rows: list[dict[str | int, int]] = []
+        queue = [*states]
         for nodes in queue:  # which grows
             edges = [edge for node in nodes for edge in self.edges[node] if edge[0] is not None]
-            row = {}
+            row: dict[str | int, int] = {}
             for byte in range(256):
                 after = frozenset(to for of_bytes, to in edges if byte in of_bytes)  # type: ignore[operator]
                 if (closed := self._closed(after)) not in states:
