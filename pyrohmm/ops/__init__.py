@@ -17,7 +17,8 @@ Its modules; each imports only those above it:
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      compiled arithmetic along sequences
 ``dense._steps``      what compiled passes read at a step
-``dense._passes``     compiled forward and backward passes, scaled
+``dense._forward``    compiled forward pass, scaled
+``dense._backward``   compiled backward pass, scaled: expected counts
 ``dense._paths``      compiled loops in logarithms: log space, Viterbi, sampling
 ``dense._numba``      their recursions by those loops
 ``dense.scaling``     evidence and gradient in the range of numbers that each sequence needs
