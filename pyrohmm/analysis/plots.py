@@ -15,7 +15,6 @@ from torch import Tensor
 from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
-from ..infer.effects import Bands
 from ..infer.results import Fit
 from .dwell_times import (
     dwell_time_hazard,
@@ -31,6 +30,7 @@ from .plot_axes import (
     names_or_numbers,
     table,
 )
+from .plot_axes import bands as bands
 from .plot_axes import history as history
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals
@@ -383,33 +383,6 @@ def forecast(
     median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
     axes.plot(steps, median, color="C0", label="median")
     axes.set(xlabel="step", ylabel="observation")
-    legend_above(axes)
-    return axes
-
-
-def bands(
-    x: Any,
-    predicted: Bands,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw predictions over a covariate as curves with bands: those of ``fit.predict``.
-
-    Args:
-        x: M numbers, the values of the covariate.
-        predicted: ``(M, K)``, or ``(M, K, K)``, of which the transitions to other states are drawn.
-        names: Of the K states; numbers by default.
-        axes: Where to draw; new ones by default.
-    """
-    states = names_or_numbers(names, predicted.value.size(-1))
-    places: list[tuple[int, ...]] = [(k,) for k in range(len(states))]
-    if predicted.value.dim() > 2:
-        places = [(i, j) for (i,) in places for (j,) in places if i != j]
-    axes = axes_or_new(axes)
-    for place, color in zip(places, colors_of(len(places))):
-        value, low, high = (part[(slice(None), *place)].cpu().numpy() for part in predicted)
-        axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0.0)
-        axes.plot(x, value, color=color, label=" → ".join(states[k] for k in place))
     legend_above(axes)
     return axes
 

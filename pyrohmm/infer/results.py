@@ -10,8 +10,6 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
-from pyro.nn import PyroModule
 from pyro.ops.stats import quantile
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -356,7 +354,8 @@ class Fit:
             level: Of confidence.
         """
         with self.at_rest():
-            known = getattr(getattr(self.model, "module", None), "entry_names", dict)()
+            module: Any = getattr(self.model, "module", None)
+            known = module.entry_names() if hasattr(module, "entry_names") else {}
             names = {f"module.{name}": own for name, own in known.items()}
             return table(self.information(data), level, names)
 
@@ -400,35 +399,40 @@ class Fit:
             data: The sequences that were fitted, for a table of the estimates with standard errors
                 and limits: see :meth:`table`.
         """
-        count, tokens = min(self.window, len(self.losses)), self.num_observed
-        first, last = self.losses[0].item(), self.losses[-count:].mean().item()
-        over = f", mean of the last {count} steps" if self.window > 1 else ""
-        guide = f" with {name_of(self.guide)}" if self.method == "SVI" else ""
-        module = getattr(self.model, "module", None)
-        model = name_of(self.model) + (f" of {name_of(module)}" if module is not None else "")
-        text = [
-            f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
-            f"loss      {first:.2f} -> {last:.2f} nats{over}",
-            f"per {self.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; "
-            f"{tokens:,} {self.unit}s",
-            f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
-        ]
-        if self.validation:
-            best = min(self.validation, key=lambda past: past.nats)
-            text.append(
-                f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
-                f"validations, at step {best.step}"
-            )
-        if self.restarts is not None:
-            ends = self.restarts.final.sort().values
-            text.append(
-                f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
-                f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
-            )
-        text += [f"note      {note}" for note in self.notes]
+        text = _described(self)
         if data is not None:
             text += ["", *lines(self.table(data))]
         return "\n".join(text)
+
+
+def _described(fit: Fit) -> list[str]:
+    """Lines of text: the model, its loss, and why the fit ended."""
+    count, tokens = min(fit.window, len(fit.losses)), fit.num_observed
+    first, last = fit.losses[0].item(), fit.losses[-count:].mean().item()
+    over = f", mean of the last {count} steps" if fit.window > 1 else ""
+    guide = f" with {name_of(fit.guide)}" if fit.method == "SVI" else ""
+    module = getattr(fit.model, "module", None)
+    model = name_of(fit.model) + (f" of {name_of(module)}" if module is not None else "")
+    text = [
+        f"{fit.method} of {model}{guide}: {', '.join(fit.names) or 'parameters'}",
+        f"loss      {first:.2f} -> {last:.2f} nats{over}",
+        f"per {fit.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
+        f"ended     after {len(fit.losses)} steps and {fit.seconds:.1f} s: {fit.reason}",
+    ]
+    if fit.validation:
+        best = min(fit.validation, key=lambda past: past.nats)
+        text.append(
+            f"held out  {best.nats:.4f} nats per step, the best of {len(fit.validation)} "
+            f"validations, at step {best.step}"
+        )
+    if fit.restarts is not None:
+        ends = fit.restarts.final.sort().values
+        text.append(
+            f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
+            f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
+        )
+    text += [f"note      {note}" for note in fit.notes]
+    return text
 
 
 @dataclass
@@ -479,28 +483,6 @@ class Restarts:
         matched = match_states(states, states[self.best])
         matched[self.best] = torch.arange(matched.size(-1))
         return matched
-
-
-class Point(PyroModule):
-    """A guide that is a single point: a Delta distribution for each latent variable.
-
-    Args:
-        values: By name; buffers of the module.
-    """
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.names = list(values)
-        for index, value in enumerate(values.values()):
-            self.register_buffer(f"value_{index}", value.detach().clone())
-
-    def forward(self, *_: Any) -> dict[str, Tensor]:
-        """Sample each site from its Delta distribution."""
-        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
-        return {
-            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
-            for name, value in values.items()
-        }
 
 
 def uses_labels(data: Sequences | Parts) -> list[str]:

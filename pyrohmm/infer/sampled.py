@@ -22,8 +22,9 @@ from tqdm import tqdm
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields, describe
+from .guides import Point
 from .options import FREE
-from .results import Fit, Point, name_of, uses_labels
+from .results import Fit, name_of, uses_labels
 from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
