@@ -95,7 +95,7 @@ class RateChain(MarkovRecursions):
     @property
     def possible(self) -> Tensor:
         """``(*b, K, K)`` booleans, which transitions have a positive rate."""
-        return (self.rates > 0) & ~_diagonal(self.rates)
+        return (self.rates > 0) & ~diagonal(self.rates)
 
     @property
     def batches(self) -> dict[str, torch.Size]:
@@ -125,7 +125,7 @@ class RateChain(MarkovRecursions):
         if transforming():
             return
         rates = self.rates.detach()
-        others = rates.masked_fill(_diagonal(rates), 0.0)
+        others = rates.masked_fill(diagonal(rates), 0.0)
         leave = others.sum(-1)
         wrong = (rates.sum(-1).abs() > 1e-4 * leave).any()
         if bool(wrong) or not bool((others >= 0).all()) or not bool(leave.isfinite().all()):
@@ -156,11 +156,9 @@ class RateChain(MarkovRecursions):
 
     def factors(self) -> dict[str, Tensor]:
         """Factors of the expected counts: log rates, and on the diagonal minus the exit rates."""
-        diagonal = _diagonal(self.rates)
-        logs = log(self.rates.masked_fill(diagonal, 1.0))
-        return {
-            "log_initial": self.log_initial, "rates": torch.where(diagonal, self.rates, logs),
-        }  # fmt: skip
+        stays = diagonal(self.rates)
+        logs = log(self.rates.masked_fill(stays, 1.0))
+        return {"log_initial": self.log_initial, "rates": torch.where(stays, self.rates, logs)}
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         r"""Expected counts: sufficient statistics of a chain in continuous time.
@@ -175,7 +173,7 @@ class RateChain(MarkovRecursions):
             # tensors made in inference mode cannot be kept for a gradient
             gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))
             logs = self.factors()["rates"].detach().clone().requires_grad_()
-            rates = torch.where(_diagonal(logs), logs, logs.exp())
+            rates = torch.where(diagonal(logs), logs, logs.exp())
             seen = self.options["observed"]
             seen = None if seen is None else seen.clone()
             matrices = transitions_between(rates, gaps, self.exact_entry, seen)
@@ -218,7 +216,8 @@ class RateChain(MarkovRecursions):
             )
 
 
-def _diagonal(matrix: Tensor) -> Tensor:
+def diagonal(matrix: Tensor) -> Tensor:
+    """``(K, K)`` booleans, True on the diagonal of matrices ``(*b, K, K)``."""
     return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
 
 
@@ -243,8 +242,8 @@ def transitions_between(
     matrices = over_gaps(rates, gaps)
     if exact_entry is None:
         return matrices
-    others = rates.masked_fill(_diagonal(rates), 0.0).double().unsqueeze(-3)
+    others = rates.masked_fill(diagonal(rates), 0.0).double().unsqueeze(-3)
     enter = log(matrices.double().exp() @ others).to(matrices)
     if observed is not None:
         enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)
-    return torch.where(exact_entry & ~_diagonal(rates), enter, matrices)
+    return torch.where(exact_entry & ~diagonal(rates), enter, matrices)
