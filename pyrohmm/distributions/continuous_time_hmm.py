@@ -11,8 +11,7 @@ from .._checks import (
     check_real,
 )
 from .._transforms import transforming, uncompiled
-from ..chains.rates import Gaps, RateChain, diagonal, over_gaps
-from ..ops.continuous_time import log_transitions
+from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
 from .forecast import Forecast
 from .hmm import HMM
