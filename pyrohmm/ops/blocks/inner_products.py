@@ -209,7 +209,7 @@ def _by_blocks(
     order = blocks.symbol_block.argsort(stable=True).to(emit.device)
     place, vectors, biases = order.argsort(), words[order], bias[order]
     table = emit.new_full((len(words), blocks.width), -torch.inf)
-    for state, word in _parts(blocks):
+    for state, word in _ranges(blocks):
         logits = torch.addmm(biases[word].unsqueeze(-1), vectors[word], emit[state].mT)
         table[word, : state.stop - state.start] = logits.log_softmax(0)
 
@@ -217,7 +217,7 @@ def _by_blocks(
         weights, probs, vectors = weights[order], table.exp(), words[order]
         to_emit, to_words = torch.zeros_like(emit), torch.empty_like(words)
         to_bias = words.new_empty(len(words))
-        for state, word in _parts(blocks):
+        for state, word in _ranges(blocks):
             width = state.stop - state.start
             weight = weights[word, :width]
             changed = weight - probs[word, :width] * weight.sum(0)
@@ -229,7 +229,7 @@ def _by_blocks(
     return table[place], gradient
 
 
-def _parts(blocks: Blocks) -> list[tuple[slice, slice]]:
+def _ranges(blocks: Blocks) -> list[tuple[slice, slice]]:
     """For each block that some symbol has: its states, and its symbols sorted by block."""
     counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
     ends, starts = bounds(counts).tolist(), blocks.layout.starts.tolist()
