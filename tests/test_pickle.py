@@ -47,7 +47,7 @@ from pyrohmm import (
     poisson_durations,
 )
 
-QUICK = {"num_steps": 3, "progress": False}
+QUICK = {"num_iterations": 3, "progress": False}
 
 
 def symbols():

@@ -73,7 +73,9 @@ def compare(family, data, sizes, num_folds=4):
 
         def fitted(part, num_states=num_states):
             steps = 5 if SMOKE else 200
-            return fit_em(TabularHMM(num_states, family), part, restarts=RESTARTS, num_steps=steps)
+            return fit_em(
+                TabularHMM(num_states, family), part, restarts=RESTARTS, num_iterations=steps
+            )
 
         fits[num_states] = fitted(data)
         found = metrics.cross_validate(fitted, data, num_folds=num_folds)
@@ -177,7 +179,7 @@ plt.show()
 
 # %%
 probs = fits[2].hmm(letters.data).emission.probs
-usage = fits[2].hmm(letters.data).posterior(letters.data.values).states.sum((0, 1))
+usage = fits[2].hmm(letters.data).posterior(letters.data.values).state_probs.sum((0, 1))
 joint = probs * (usage / usage.sum())[:, None]
 state_of = joint.argmax(0)
 for state in (0, 1):

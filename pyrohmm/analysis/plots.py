@@ -83,11 +83,13 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
     return _square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
 
 
-def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
+def state_probs(
+    probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None
+) -> Axes:
     """Draw the distribution of the state at each step as stacked shares.
 
     Args:
-        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).states``.
+        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).state_probs``.
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
 
@@ -307,7 +309,7 @@ def transition_posterior(
 
     Args:
         samples: ``(*S, K, K)``, such as ``fit.samples()["module.transition"]`` or, of chains,
-            ``draws.aligned(data).values["module.transition"]``.
+            ``draws.aligned(data).parameters["module.transition"]``.
         names: Of the K states; numbers by default.
         level: Probability of the intervals.
         axes: Where to draw; new ones by default.
@@ -361,7 +363,7 @@ def forecast(
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
     """
-    ahead, start = predicted.states.size(-2), 0 if values is None else values.numel()
+    ahead, start = predicted.state_probs.size(-2), 0 if values is None else values.numel()
     past = () if values is None else tuple(values.shape)
     if predicted.shape().numel() != ahead or start != max(past, default=0):
         raise ValueError(

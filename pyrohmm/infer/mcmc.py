@@ -396,7 +396,7 @@ class HMC(Chains):
             best = ends.log_density.nan_to_num(-torch.inf).argmax()
             place = ends.place[best].expand_as(ends.place)
         else:
-            values = start.values if isinstance(start, Fit) else start
+            values = start.parameters if isinstance(start, Fit) else start
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):

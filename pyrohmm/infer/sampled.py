@@ -307,5 +307,5 @@ class Chains:
         return SampledFit(
             model, Point(values), -stats["lp"].mean(0), True, "it took all samples", self.seconds,
             data.num_observed, list(values), notes=notes, window=1, supports=supports,
-            values=values, chains=chains, stats=stats, **fields,
+            parameters=values, chains=chains, stats=stats, **fields,
         )  # fmt: skip

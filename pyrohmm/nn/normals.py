@@ -121,7 +121,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     Example:
         >>> data = Sequences.from_list([[[1e10], [3e10]]])
-        >>> fit_em(TabularHMM(1, normal(1)), data).values["module.emission.loc"].item()
+        >>> fit_em(TabularHMM(1, normal(1)), data).parameters["module.emission.loc"].item()
         20000000000.0
     """
 

@@ -187,7 +187,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         tensor([[0, 1, 0],
                 [0, 0, 1],
                 [0, 0, 0]], dtype=torch.int32)
-        >>> fit = fit_em(module, data, num_steps=20)
+        >>> fit = fit_em(module, data, num_iterations=20)
         >>> bool(fit.losses[-1] < fit.losses[0])
         True
     """

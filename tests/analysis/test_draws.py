@@ -122,9 +122,11 @@ def written_out(first_row):
 def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
     right = from_prior(written_out(lambda matrix: matrix[..., 0, :]), 1, 4)
     data = DATA[:size]
-    wanted = [single(right.model, right.values, 0, s, data).log_prob(data.values) for s in range(4)]
+    wanted = [
+        single(right.model, right.parameters, 0, s, data).log_prob(data.values) for s in range(4)
+    ]
     torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
-    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.values)
+    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.parameters)
     with pytest.raises(ValueError, match="from the right"):
         wrong.hmm(data)
     with pytest.raises(ValueError, match="from the right"):
@@ -190,7 +192,7 @@ def test_alignment_finds_the_names_that_were_shuffled():
     aligned = some.aligned(data)
     for name, value in straight.items():
         back = shuffled(value, PLACES[name.split(".")[-1]], common.argsort().expand(2, 10, 3))
-        torch.testing.assert_close(aligned.values[name], back)
+        torch.testing.assert_close(aligned.parameters[name], back)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -204,7 +206,7 @@ def test_renaming_states_changes_neither_evidence_nor_prior(name):
     ):
         torch.testing.assert_close(each(new), each(some))
     before, after = (
-        found.map(DATA, lambda hmm: hmm.posterior(DATA.values).states) for found in (some, new)
+        found.map(DATA, lambda hmm: hmm.posterior(DATA.values).state_probs) for found in (some, new)
     )
     for c, s, k in itertools.product(range(2), range(3), range(3)):
         torch.testing.assert_close(after[c, s, ..., names[c, s, k]], before[c, s, ..., k])
@@ -307,7 +309,7 @@ def test_a_guide_gives_its_draws_and_their_density():
             pyro.sample(f"module.{name}", Dirichlet(prior).to_event(len(shape) - 1))
 
     model = MarginalModel(TabularHMM(2, categorical(3)))
-    fit = fit_svi(model, guide, DATA, num_steps=3, progress=False)
+    fit = fit_svi(model, guide, DATA, num_iterations=3, progress=False)
     some = PosteriorDraws.of(fit, num_draws=5)
     assert some.shape == (1, 5)
     total = torch.zeros(1, 5)

@@ -85,7 +85,7 @@ def test_emission_has_a_bar_for_each_state_and_symbol(axes, num_states, num_symb
 @pytest.mark.parametrize(("num_steps", "num_states"), [(1, 1), (1, 2), (6, 3)])
 def test_states_are_stacked_shares_that_fill_the_axes(axes, num_steps, num_states):
     probs = torch.rand(num_steps, num_states).softmax(-1).requires_grad_()
-    assert plots.states(probs, axes=axes) is axes
+    assert plots.state_probs(probs, axes=axes) is axes
     assert len(axes.collections) == num_states
     assert axes.get_ylim() == (0, 1)
     assert texts(axes.get_legend().get_texts()) == [f"state {k}" for k in range(num_states)]
@@ -254,7 +254,7 @@ def test_a_series_is_coloured_by_state_over_its_band(axes, event):
     assert high.get_xdata().tolist() == [2, 3]
     assert high.get_ydata().tolist() == [3.0, 2.0]
     assert torch.as_tensor(whole.get_ydata()).isnan().tolist() == values.isnan().tolist()
-    mixture = hmm.posterior(shaped).states[0]
+    mixture = hmm.posterior(shaped).state_probs[0]
     ends = queries.observation_marginals(hmm, shaped).interval(0.9)
     edge = torch.as_tensor(axes.collections[0].get_paths()[0].vertices[:, 1])
     for end in ends:
@@ -348,6 +348,6 @@ def test_durations_are_drawn_as_long_as_visits_last(axes):
 
 
 def test_colours_are_distinct_and_long_legends_left_out(axes):
-    plots.states(torch.eye(60), axes=axes)
+    plots.state_probs(torch.eye(60), axes=axes)
     assert axes.get_legend() is None
     assert len({part.get_facecolor()[0].tobytes() for part in axes.collections}) == 60

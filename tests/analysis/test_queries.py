@@ -261,7 +261,7 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
         assert marginals.batch_shape == (*batch, hmm.num_steps)
         assert marginals.sample([2]).shape == (2, *marginals.batch_shape, *event)
         exists = np.arange(hmm.num_steps) < hmm.lengths.expand(batch).unsqueeze(-1).numpy()
-        weights = built.answer.states  # (*B, T, K)
+        weights = built.answer.state_probs  # (*B, T, K)
         seen = values.expand(*batch, hmm.num_steps, *event)
         density = marginals.log_prob(seen).exp()
         if emission == "symbols":
@@ -525,7 +525,7 @@ def test_queries_take_sequences_as_well_as_their_values():
     asks = [
         lambda hmm, x: hmm.log_prob(x),
         lambda hmm, x: hmm.viterbi(x),
-        lambda hmm, x: hmm.posterior(x).states,
+        lambda hmm, x: hmm.posterior(x).state_probs,
         queries.predictive_log_prob,
         queries.impute,
     ]

@@ -109,7 +109,7 @@ def test_lp_is_the_log_joint_density_of_the_samples():
     wanted = evidence + draws.log_prior(data)
     torch.testing.assert_close(fit.stats["lp"], wanted, rtol=1e-5, atol=1e-5)
     best = fit.stats["lp"].argmax()
-    for name, value in fit.values.items():
+    for name, value in fit.parameters.items():
         assert torch.equal(value, fit.chains[name].flatten(0, 1)[best])
 
 

@@ -115,7 +115,9 @@ def test_geometric_durations_are_a_tabular_hmm():
     freeze(markov, "transition", others * leave.unsqueeze(-1) + (1 - leave).diag())
     found, wanted = semi(lengths), markov(lengths)
     torch.testing.assert_close(found.log_prob(values), wanted.log_prob(values))
-    torch.testing.assert_close(found.posterior(values).states, wanted.posterior(values).states)
+    torch.testing.assert_close(
+        found.posterior(values).state_probs, wanted.posterior(values).state_probs
+    )
     torch.testing.assert_close(found.filtered(values), wanted.filtered(values))
     assert torch.equal(found.viterbi(values), wanted.viterbi(values))
     mean = found.forecast(values, 1).probs  # longer ones would leave at D
@@ -141,11 +143,11 @@ def test_both_models_agree_in_loss_and_gradient(family, symbols):
 )
 def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, left_censored):
     module = TabularHSMM(2, FAMILIES[name], normal(0), censored_start=left_censored)
-    fit = fit_em(module, data, num_steps=200, tolerance=1e-10)
+    fit = fit_em(module, data, num_iterations=200, tolerance=1e-10)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
     with torch.no_grad():
         best = fit.losses[-1]
-        values = {site: value.clone() for site, value in fit.values.items()}
+        values = {site: value.clone() for site, value in fit.parameters.items()}
     for site in values:
         if not site.endswith(SITES):
             continue
@@ -247,18 +249,20 @@ def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
 @pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
 def test_em_by_gradient_steps_lowers_the_loss(data, left_censored):
     family = parametric_durations(Poisson(torch.tensor([1.0, 2.0])), 8)
-    fit = fit_em(TabularHSMM(2, family, normal(0), censored_start=left_censored), data, num_steps=5)
+    fit = fit_em(
+        TabularHSMM(2, family, normal(0), censored_start=left_censored), data, num_iterations=5
+    )
     assert (fit.losses.diff() <= 1e-9).all()
     assert fit.losses[-1] < fit.losses[0]
 
 
 def test_em_starts_from_an_hsmm_and_without_priors(data):
     hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), data.lengths)
-    fit = fit_em(hsmm, data, num_steps=3)
+    fit = fit_em(hsmm, data, num_iterations=3)
     assert -fit.losses[0] == pytest.approx(float(hsmm.log_prob(data.values).sum()))
     assert fit.losses[-1] < fit.losses[0]
     module = TabularHSMM(2, free_durations(8), normal(0))
-    fit = fit_em(module, data, start=starts.from_hmm(hsmm), num_steps=3)
+    fit = fit_em(module, data, start=starts.from_hmm(hsmm), num_iterations=3)
     assert fit.losses[-1] < fit.losses[0]
 
 
@@ -269,7 +273,7 @@ def test_every_emission_family_combines(emission):
     hsmm = module(lengths)
     values = hsmm.sample()
     torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
-    fit = fit_em(module, Sequences(values, lengths), num_steps=3)
+    fit = fit_em(module, Sequences(values, lengths), num_iterations=3)
     assert fit.losses.isfinite().all()
 
 
@@ -278,7 +282,7 @@ def test_missing_steps_and_labels_in_a_fit(data):
     labels = torch.full(data.values.shape, -1)
     labels[0, 0] = 1
     gaps = Sequences(data.values, data.lengths, observed, labels=labels)
-    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), gaps, num_steps=10)
+    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), gaps, num_iterations=10)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
 
 

@@ -668,7 +668,9 @@ def test_columns_that_are_the_same_to_rounding_are_named():
 def test_whole_numbers_are_taken_as_numbers(name, kind):
     values = torch.randint(0, 2, (3, 5, 2))
     data = Sequences(values.to(kind), torch.full((3,), 5))
-    fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=starts.by_kmeans)
+    fit = fit_em(
+        TabularHMM(2, CASES[name].family()), data, num_iterations=2, start=starts.by_kmeans
+    )
     assert fit.losses.isfinite().all()
     emission = fit.hmm(data)
     torch.testing.assert_close(emission.log_prob(data.values), emission.log_prob(values.double()))
@@ -677,7 +679,7 @@ def test_whole_numbers_are_taken_as_numbers(name, kind):
 def test_families_with_nothing_to_see_stay_where_they_are():
     nothing = Sequences(torch.zeros(2, 3, 2), torch.full((2,), 3), torch.zeros(2, 3).bool())
     for family in (normal_mixture(2, 2), normal_full(2), normal(2), bernoulli(2)):
-        assert fit_em(TabularHMM(2, family), nothing, num_steps=3).losses.isfinite().all()
+        assert fit_em(TabularHMM(2, family), nothing, num_iterations=3).losses.isfinite().all()
 
 
 # Any distribution: fitted as what it is, or refused by name -------------------------------------
@@ -719,7 +721,7 @@ def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
     assert type(again.emission) is type(hmm.emission)
     expected = hmm.log_prob(data.values)
     torch.testing.assert_close(again.log_prob(data.values), expected, rtol=1e-4, atol=1e-4)
-    fit = fit_em(hmm, data, num_steps=3, progress=False)
+    fit = fit_em(hmm, data, num_iterations=3, progress=False)
     torch.testing.assert_close(fit.losses[0], -expected.sum(), rtol=1e-4, atol=1e-3)
     assert fit.losses[-1] < fit.losses[0]
 
