@@ -262,7 +262,7 @@ def by_em(music: Music, kind: str, size: int, steps: int) -> dict[str, float]:
     emission = bernoulli(splits["train"].values.size(-1), 1.02, 1.2)
     modules: dict[str, Callable[[], HMMModule]] = {
         "hmm": lambda: TabularHMM(size, emission, 1.01, 1.01),
-        "durations": lambda: TabularHSMM(size, negative_binomial_durations(MAX_DURATION), emission),
+        "durations": lambda: TabularHSMM(size, emission, negative_binomial_durations(MAX_DURATION)),
         "pairs": lambda: TabularFactorialHMM((math.isqrt(size),) * 2, emission, 1.01, 1.01),
     }
     fit = fit_em(

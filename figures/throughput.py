@@ -401,7 +401,7 @@ def families(quick: bool) -> list[dict[str, Any]]:
                 normal, normal_spherical, normal_tied, normal_full, autoregressive_normal
             )
         },
-        f"normal_mixture(2, {dim})": (normal_mixture(2, dim), reals),
+        f"normal_mixture({dim}, 2)": (normal_mixture(dim, num_components=2), reals),
     }  # fmt: skip
     rows, count = [], 2 if quick else 10
     for name, (family, values) in cases.items():
@@ -454,7 +454,7 @@ def structure(quick: bool) -> list[dict[str, Any]]:
     modules = {
         "pyrohmm": (TabularHMM(num_states, normal(2)), data),
         f"pyrohmm, durations up to {longest}": (
-            TabularHSMM(num_states, free_durations(longest), normal(2)), data,
+            TabularHSMM(num_states, normal(2), free_durations(longest)), data,
         ),
         "pyrohmm, autoregressive": (TabularHMM(num_states, autoregressive_normal(2)), data),
         "pyrohmm, second order": (TabularSecondOrderHMM(num_states, normal(2)), data),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from functools import wraps
@@ -30,6 +31,21 @@ def arguments(**names: str) -> Callable[[Function], Function]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def by_name(function: Function) -> Function:
+    """A decorator of a function whose keyword-only arguments used to be given by place, as well."""
+    kinds = inspect.signature(function).parameters
+    count = sum(kind.kind is not inspect.Parameter.KEYWORD_ONLY for kind in kinds.values())
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        late = dict(zip([*kinds][count:], args[count:]))
+        if late:
+            _warn(f"an argument of {function.__name__} by place", f"{', '.join(late)}, by name")
+        return function(*args[:count], **late, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def attribute(new: str) -> Callable[[Callable[..., Any]], Any]:

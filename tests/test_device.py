@@ -53,7 +53,7 @@ def agree(found, expected, **tolerance):
     torch.testing.assert_close(numbers(found), expected.detach(), **tolerance)
 
 
-def symbols(ragged=True, num_steps=7):
+def symbols(ragged=True, num_iterations=7):
     torch.manual_seed(0)
     lengths = torch.tensor([num_steps, 4, 1] if ragged else [num_steps] * 3)
     return torch.randint(5, (3, num_steps)), lengths
@@ -324,7 +324,7 @@ def reads_of_a_further_iteration(fit, module, data):
         for num_steps in (2, 4):
             pyro.set_rng_seed(0)
             with watched() as found:
-                fit(there(module()), there(data), num_steps=num_steps)
+                fit(there(module()), there(data), num_iterations=num_steps)
             seen.append(found)
     return (seen[1].host_reads - seen[0].host_reads) / 2, seen[1].reads - seen[0].reads
 
@@ -357,7 +357,7 @@ def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
 
     monkeypatch.setattr(torch.optim.LBFGS, "step", counted)
     with pyro.validation_enabled(False), watched() as seen:
-        by_em(there(MODULES["dense"]()), there(some_data()), num_steps=2)
+        by_em(there(MODULES["dense"]()), there(some_data()), num_iterations=2)
     assert points > 10
     # beside the points: the E-steps, the start of each M-step, and what comes before and after
     assert seen.host_reads <= points + 3 * 2 + 12, seen

@@ -111,7 +111,7 @@ num_steps = 5 if SMOKE else 80
 markov = fit_em(TabularHMM(3, normal(2)), data, num_iterations=num_steps)
 family = negative_binomial_durations(LONGEST, shape_concentration=1.0, shape_rate=0.02)
 semi = fit_em(
-    TabularHSMM(3, family, normal(2), censored_start=True), data, num_iterations=num_steps
+    TabularHSMM(3, normal(2), family, censored_start=True), data, num_iterations=num_steps
 )
 
 
@@ -176,7 +176,7 @@ for name, model in models.items():
 learnt = models["HSMM"]
 path = learnt.viterbi(new_values)
 figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-plots.hazard(learnt, 45, path, later.lengths, NAMES, axes)
+plots.hazard(learnt, num_steps=45, states=path, lengths=later.lengths, names=NAMES, axes=axes)
 constant = queries.dwell_time_log_prob(models["HMM"], 1).exp()
 for k in range(3):
     axes.axhline(float(constant[k, 0]), color=f"C{k}", linestyle="--", linewidth=1)
@@ -256,7 +256,7 @@ for name, options in {
     "cut at the end": {},
     "cut at both ends": {"censored_start": True},
 }.items():
-    module = TabularHSMM(3, family, normal(2), **options)
+    module = TabularHSMM(3, normal(2), family, **options)
     fit = fit_em(module, pieces, num_iterations=num_steps)
     means = queries.dwell_time_mean(in_order(fit.hmm(pieces)))
     print(f"{name:24s}" + "".join(f"{m:9.1f}" for m in means.tolist()))

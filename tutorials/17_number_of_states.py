@@ -109,7 +109,7 @@ best = -new_truth.log_prob(new.values).sum() / new.num_observed
 print(f"the true model on the new data: {best:.4f}")
 
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-plots.criterion(scores, "nats per observation", axes)
+plots.criterion(scores, "nats per observation", axes=axes)
 plt.show()
 
 # %% [markdown]
@@ -146,7 +146,7 @@ for name, family in (("normal", normal(0)), ("gamma", gamma(0))):
     show(tried[name])
 
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-plots.criterion({f"{name}, BIC": tried[name]["BIC"] for name in tried}, "nats per wait", axes)
+plots.criterion({f"{name}, BIC": tried[name]["BIC"] for name in tried}, "nats per wait", axes=axes)
 plt.show()
 
 # %% [markdown]
@@ -169,7 +169,7 @@ show(scores)
 print(f"{4 * len(sizes)} fits in {time.process_time() - start:.0f} s")
 
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-plots.criterion(scores, "nats per letter", axes)
+plots.criterion(scores, "nats per letter", axes=axes)
 plt.show()
 
 # %% [markdown]

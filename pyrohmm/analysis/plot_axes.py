@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .. import _renamed as renamed
 from ..infer.results import Fit
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def legend_above(axes: Axes, inside: bool = False) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
 
 
-def history(fit: Fit, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def history(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the parts of the loss at each step: ``Fit.history``, in nats."""
     axes = axes_or_new(axes)
     for name, values in fit.history.items():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -71,7 +72,8 @@ def _square(
     return axes
 
 
-def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Draw the transition matrix as a table of shades; row = from, column = to.
 
     Args:
@@ -83,8 +85,9 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
     return _square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
 
 
+@renamed.by_name
 def state_probs(
-    probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None
+    probs: Tensor, names: Sequence[str] | None = None, *, axes: Axes | None = None
 ) -> Axes:
     """Draw the distribution of the state at each step as stacked shares.
 
@@ -106,9 +109,11 @@ def state_probs(
     return axes
 
 
+@renamed.by_name
 def timeline(
     states: Tensor,
     names: Sequence[str] | None = None,
+    *,
     lengths: Tensor | None = None,
     axes: Axes | None = None,
 ) -> Axes:
@@ -149,10 +154,12 @@ def timeline(
     return axes
 
 
+@renamed.by_name
 def series(
     hmm: HMM,
     values: Tensor,
     names: Sequence[str] | None = None,
+    *,
     level: float = 0.9,
     axes: Axes | None = None,
 ) -> Axes:
@@ -204,9 +211,11 @@ def series(
     return axes
 
 
+@renamed.by_name
 def graph(
     hmm: HMM,
     names: Sequence[str] | None = None,
+    *,
     least: float | None = None,
     axes: Axes | None = None,
 ) -> Axes:
@@ -267,9 +276,11 @@ def _arrow(
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
+@renamed.by_name
 def criterion(
     scores: Mapping[int, float] | Mapping[str, Mapping[int, float]],
     name: str = "criterion",
+    *,
     axes: Axes | None = None,
 ) -> Axes:
     """Draw a criterion against the number of states, and mark where it is least.
@@ -299,9 +310,11 @@ def criterion(
     return axes
 
 
+@renamed.by_name
 def transition_posterior(
     samples: Tensor,
     names: Sequence[str] | None = None,
+    *,
     level: float = 0.9,
     axes: Axes | None = None,
 ) -> Axes:
@@ -329,7 +342,8 @@ def transition_posterior(
     return _square(axes, mean, texts, names, 8)
 
 
-def losses(fit: Fit, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the step; of restarts, the best in colour.
 
     Args:
@@ -348,9 +362,11 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     return axes
 
 
+@renamed.by_name
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
+    *,
     levels: Sequence[float] = (0.5, 0.9),
     axes: Axes | None = None,
 ) -> Axes:
@@ -388,8 +404,10 @@ def forecast(
     return axes
 
 
+@renamed.by_name
 def durations(
     hmm: HMM,
+    *,
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -414,8 +432,10 @@ def durations(
     return _lasting(curves, ended * lasted, "probability", names, axes)
 
 
+@renamed.by_name
 def survival(
     hmm: HMM,
+    *,
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -428,8 +448,10 @@ def survival(
     return _lasting(curves, lasted, "probability to last as long", names=names, axes=axes)
 
 
+@renamed.by_name
 def hazard(
     hmm: HMM,
+    *,
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,

@@ -68,8 +68,7 @@ class Filter:
     they remain: nothing follows from what cannot happen. Other streams are not affected.
 
     Args:
-        hmm: The model, of any chain and emission. What filters a :class:`pyrohmm.HSMM` or a
-            :class:`pyrohmm.SecondOrderHMM` is its expanded chain.
+        hmm: The model, of any chain and emission; those that are not Markov are expanded.
 
     Raises:
         TypeError: If ``hmm`` is not an :class:`HMM`.
@@ -92,12 +91,11 @@ class Filter:
         Ten thousand streams side by side, of two steps, and what the second step has surprised by:
 
         >>> streams = Filter(hmm.expand((10_000,)))
-        >>> tosses = torch.zeros(10_000, 2).long()
-        >>> tosses[7, 1] = 1
+        >>> tosses = torch.eye(10_000, 2).long()  # of the second stream (0, 1)
         >>> streams.update(tosses).shape
         torch.Size([10000, 2, 2])
-        >>> streams.surprise[:, 1].argmin(), streams.surprise[7, 1]
-        (tensor(7), tensor(0.5220))
+        >>> streams.surprise[:, 1].argmin(), streams.surprise[1, 1]
+        (tensor(1), tensor(0.5220))
     """
 
     def __init__(self, hmm: HMM) -> None:
@@ -182,8 +180,7 @@ class Filter:
             observation: ``(*B, *E)``, one observation for each stream; or ``(*B, L, *E)``, the next
                 L of each. A number is the observation of all streams, None is a step that is
                 missing in all of them. What is NaN throughout is missing.
-            observed: ``(*B)`` or ``(*B, L)`` booleans, True where the step is observed; all by
-                default.
+            observed: ``(*B)`` or ``(*B, L)`` booleans: which steps are observed; by default all.
             times: ``(*B, L)``, when these steps are; of a :class:`ContinuousTimeHMM`.
 
         Returns:

@@ -207,7 +207,7 @@ def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
         (TabularHMM(2, normal_full(3)), 1 + 2 + 2 * (3 + 6)),
         (TabularHMM(2, normal_tied(3)), 1 + 2 + 2 * 3 + 6),
         (TabularHMM(2, normal_spherical(3)), 1 + 2 + 2 * (3 + 1)),
-        (TabularHMM(2, normal_mixture(4, 3)), 1 + 2 + 2 * (3 + 4 * 3 * 2)),
+        (TabularHMM(2, normal_mixture(3, num_components=4)), 1 + 2 + 2 * (3 + 4 * 3 * 2)),
         (TabularHMM(2, poisson()), 1 + 2 + 2),
         (TabularHMM(3, tied(categorical(5), [0, 0, 1])), 2 + 3 * 2 + 2 * 4),
         (TabularHMM(3, categorical(5), transition_allowed=left_to_right(3, 1)), 2 + 2 + 3 * 4),

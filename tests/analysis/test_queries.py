@@ -261,7 +261,7 @@ def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
         assert marginals.batch_shape == (*batch, hmm.num_steps)
         assert marginals.sample([2]).shape == (2, *marginals.batch_shape, *event)
         exists = np.arange(hmm.num_steps) < hmm.lengths.expand(batch).unsqueeze(-1).numpy()
-        weights = built.answer.state_probs  # (*B, T, K)
+        weights = built.answer.states  # (*B, T, K)
         seen = values.expand(*batch, hmm.num_steps, *event)
         density = marginals.log_prob(seen).exp()
         if emission == "symbols":

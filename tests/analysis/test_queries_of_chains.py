@@ -253,7 +253,7 @@ def test_a_series_is_drawn_of_every_chain(hmm):
 @pytest.mark.parametrize(
     ("build", "count"),
     [
-        (lambda: TabularHSMM(3, free_durations(4), normal(0)), 2 + 3 + 9 + 6),
+        (lambda: TabularHSMM(3, normal(0), free_durations(4)), 2 + 3 + 9 + 6),
         (lambda: TabularFactorialHMM((2, 3), normal(0)), 1 + 2 + 2 + 6 + 12),
     ],
     ids=["durations", "several"],

@@ -568,10 +568,10 @@ def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
     torch.testing.assert_close(found.predict(2).state_probs, ahead)
     torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
     torch.testing.assert_close(found.surprise, wanted.surprise)
-    before = found.states
+    before = found.state_probs
     with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
         found.update(torch.tensor([[0, 9]] * 4))
-    assert torch.equal(found.states, before)
+    assert torch.equal(found.state_probs, before)
 
 
 @pytest.mark.parametrize("kind", ["one level", "two levels"])

@@ -264,7 +264,7 @@ def test_parameters_may_be_batched(values):
     one = ContinuousTimeHMM(INITIAL, own[3], EMISSION, LENGTHS[3:], irregular(4)[3:],
                             model().observed[3:])  # fmt: skip
     torch.testing.assert_close(counts[3], one.expected_counts(values[3:]).counts["rates"])
-    assert many.forecast(values, torch.full((4, 2), 20.0)).states.shape == (3, 4, 2, K)
+    assert many.forecast(values, torch.full((4, 2), 20.0)).state_probs.shape == (3, 4, 2, K)
     assert many.transition_at(torch.ones(2)).shape == (3, 1, 2, K, K)
     assert many.sample().shape == (3, 4, T)
     torch.testing.assert_close(many.expand((2, 3, 4)).log_prob(values)[1], alone)

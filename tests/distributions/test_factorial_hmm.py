@@ -179,7 +179,7 @@ def test_logits_that_add_are_fitted_by_every_method():
     best = fit_map(MarginalModel(module), data, num_iterations=60, learning_rate=0.1)
     assert best.losses[-1] < best.losses[0]
     hmm = best.hmm(data)
-    first, second = best.values["module.emission.effects"].split(2)
+    first, second = best.parameters["module.emission.effects"].split(2)
     wanted = first.repeat_interleave(2, 0) + second.repeat(2, 1)
     torch.testing.assert_close(hmm.emission.base_dist.logits, wanted)
     guide = AutoNormal(MarginalModel(module))

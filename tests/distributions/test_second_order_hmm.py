@@ -239,7 +239,7 @@ def test_what_needs_a_markov_chain_says_so():
     for query in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 3)):
         with pytest.raises(ValueError, match=r"dwell time .*expanded\(\)"):
             query(hmm)
-    assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).states.shape == (12,)
+    assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).state_probs.shape == (12,)
 
 
 @pytest.mark.parametrize(

@@ -732,7 +732,7 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
 def test_a_point_has_no_quantiles():
     fit = fit_map(tabular(), symbols(), num_iterations=2, progress=False)
     for ask in (fit.samples, fit.mean, fit.quantiles):
-        with pytest.raises(ValueError, match="MAP gives a single point, which is `values`"):
+        with pytest.raises(ValueError, match="MAP gives a single point, which is `parameters`"):
             ask()
 
 

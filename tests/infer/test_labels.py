@@ -479,5 +479,5 @@ def test_a_label_that_lasts_longer_than_any_duration_is_told_by_both():
     labels = [torch.tensor([0] * 3 + [1] * 9 + [0] * 2)]
     data = Sequences.from_list([torch.randn(14)], labels=labels)
     with pytest.raises(ValueError, match="of up to 4 steps; the longest run has 9"):
-        fit_em(TabularHSMM(2, free_durations(4), normal(0)), data, num_iterations=2)
-    fit_em(TabularHSMM(2, free_durations(9), normal(0)), data, num_iterations=1)
+        fit_em(TabularHSMM(2, normal(0), free_durations(4)), data, num_iterations=2)
+    fit_em(TabularHSMM(2, normal(0), free_durations(9)), data, num_iterations=1)

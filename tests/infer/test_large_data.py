@@ -102,7 +102,7 @@ def test_a_fit_of_parts_goes_on_where_it_was(fit, tmp_path):
     def run(num_steps, **options):
         module = TabularHMM(3, categorical(4))
         model = module if fit is fit_em else MarginalModel(module)
-        return results(fit, model, both_ways(SYMBOLS)[1], num_steps=num_steps, **options)[1]
+        return results(fit, model, both_ways(SYMBOLS)[1], num_iterations=num_steps, **options)[1]
 
     expected = run(6)
     run(3, checkpoint=tmp_path / "x")

@@ -117,7 +117,7 @@ def test_gradient_fits_may_begin_where_em_ended_at_zeros(restarts):
     data = datasets.casino(num_sequences=1, num_steps=300).without_labels()
     part = TabularHMM(2, categorical(6))
     end = fit_em(part, data, restarts=8)
-    assert (end.parameters["module.initial"] == 0).any() or end.values[
+    assert (end.parameters["module.initial"] == 0).any() or end.parameters[
         "module.initial"
     ].min() < 1e-8
     model = MarginalModel(part)

@@ -37,7 +37,7 @@ FAMILIES = {
     "spherical": lambda: normal_spherical(2),
     "full": lambda: normal_full(2),
     "tied covariance": lambda: normal_tied(2),
-    "mixture": lambda: normal_mixture(2, 2),
+    "mixture": lambda: normal_mixture(2, num_components=2),
     "streams": lambda: streams(normal(0), normal_full(1)),
     "tied states": lambda: tied(normal(2), [0, 1]),
 }

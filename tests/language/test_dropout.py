@@ -73,7 +73,7 @@ def test_a_second_fit_chooses_anew(tmp_path):
     model.save(tmp_path / "m")
     for each in (model, LanguageModel.load(tmp_path / "m")):
         each.fit(DATA, num_epochs=12, batch_tokens=40, progress=False)
-        assert each.module.dropout.num_steps == each.num_steps(DATA, 12, 40)
+        assert each.module.dropout.num_steps == each.num_iterations(DATA, 12, 40)
         assert was_counted_from_the_start(each, 12)
         each.fit(DATA, num_epochs=2, batch_tokens=40, progress=False)
         assert states_in_training(each) == 24
