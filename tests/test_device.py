@@ -53,7 +53,7 @@ def agree(found, expected, **tolerance):
     torch.testing.assert_close(numbers(found), expected.detach(), **tolerance)
 
 
-def symbols(ragged=True, num_iterations=7):
+def symbols(ragged=True, num_steps=7):
     torch.manual_seed(0)
     lengths = torch.tensor([num_steps, 4, 1] if ragged else [num_steps] * 3)
     return torch.randint(5, (3, num_steps)), lengths

@@ -125,7 +125,7 @@ def test_letters_and_their_order_fitted_apart_are_those_of_one_labelled_fit(ocr,
     whole = fit_em(module, train, log_prior=prior, start=start, transition_step=step).hmm(test)
     chain = ocr.first_order(train, 0.5, 0.5, prior)
     torch.testing.assert_close(chain.initial, whole.log_initial.exp())
-    torch.testing.assert_close(chain.transition, whole.log_transition.exp(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(chain.transition, whole.log_transition.exp(), atol=1e-10, rtol=0)
     table = ocr.naive_bayes(train, test).table
     torch.testing.assert_close(table, distributions.log_prob_per_state(whole.emission, test.values))
     assert ocr.by_path(chain, table, test) == ocr.accuracy(whole.viterbi(test.values), test)

@@ -172,7 +172,7 @@ def state_histogram(states: Tensor, num_states: int) -> Tensor:
 
 
 def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
-    """Number of states in use: those that at least ``at_least`` steps are in.
+    """Number of states in use: those with at least ``at_least`` steps.
 
     Args:
         states: As of :func:`state_histogram`.

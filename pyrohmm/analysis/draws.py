@@ -1,4 +1,4 @@
-r"""``PosteriorDraws``: samples of a posterior as HMMs, whose states are numbered alike in all.
+r"""``PosteriorDraws``: samples of a posterior as HMMs with aligned states.
 
 There are C chains of S samples. In each of them the states may have other numbers: the posterior of
 an HMM does not change when they are permuted, and a sampler or a guide ends at any order. Averages
@@ -274,7 +274,7 @@ class PosteriorDraws:
     # The order of states
 
     def aligned(self, data: Sequences) -> PosteriorDraws:
-        """Samples with their states permuted, such that a number means one thing in all.
+        """Samples with their states permuted to a common order.
 
         Raises:
             TypeError, ValueError: As :meth:`hmm` and :meth:`permute_states`.

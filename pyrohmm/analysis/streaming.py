@@ -1,4 +1,4 @@
-"""Filtering of observations as they come, in memory that does not grow with their number."""
+"""Online filtering of streams, in constant memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .prediction import in_blocks
 
 
 class Message(NamedTuple):
-    """What the past says of the next step.
+    """Predictive message of the next step, given all steps before it.
 
     Attributes:
         log_states: ``(*B, K)``, filtered log-probabilities of the states of the expanded chain.
@@ -62,10 +62,8 @@ class Filter:
 
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
-    is too long. Parameters per step end with their last step.
-
-    After an impossible observation a stream's evidence is -inf and its states are all zero, and so
-    they remain: nothing follows from what cannot happen. Other streams are not affected.
+    is too long. Parameters per step end with their last step. After an impossible observation a
+    stream's evidence is -inf and its states are all zero, and so they remain.
 
     Args:
         hmm: The model, of any chain and emission; those that are not Markov are expanded.

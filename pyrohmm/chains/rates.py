@@ -1,4 +1,4 @@
-"""``RateChain``: a Markov chain in continuous time, seen at times of its own."""
+"""``RateChain``: a Markov chain in continuous time, observed at irregular times."""
 
 from __future__ import annotations
 

@@ -27,6 +27,7 @@ Its modules; each imports only those above it:
 ``expectation``   the E-step, batched by length
 ``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
+``tempering``     ``Ladder``: parallel tempering, and the marginal likelihood it gives
 ``sampled``       ``SampledFit``: chains of samples of a posterior, and whether they agree
 ``mcmc``          ``fit_mcmc``: Hamiltonian Monte Carlo of many chains in one batch
 ``gibbs``         ``fit_gibbs``

@@ -104,7 +104,7 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``parameters``, off the boundary of their spaces.
+        """Initial values for another fit: ``parameters``, moved inside their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.

@@ -378,7 +378,7 @@ class LanguageModel:
         return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
-        """Sentences given that they satisfy a constraint; of a contiguous model, first sentences.
+        """Condition sentences on a constraint: a :class:`.Steering`.
 
         Args:
             constraint: What a sentence, without its ``<eos>``, satisfies: a finite automaton over
@@ -454,7 +454,7 @@ class LanguageModel:
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
-        """The model that was saved to ``directory``, on the CPU, every bit as it was.
+        """Load the model that was saved to ``directory``, on the CPU, bit for bit.
 
         Raises as :func:`pyrohmm.load_hmm`.
         """

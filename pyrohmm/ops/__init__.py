@@ -45,7 +45,7 @@ Its modules; each imports only those above it:
 ``stationary``        stationary distribution, joint probabilities of steps
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols
 ``pair_losses``       losses between counted and predicted pairs
-``diversity``         kernels between rows and their log-determinant
+``diversity``         kernels between rows, their log-determinant, and ascents under it
 """
 
 from . import automata as automata
