@@ -29,7 +29,8 @@ from .plot_axes import (
     colors_of,
     legend_above,
     names_or_numbers,
-    table,
+    single,
+    square,
 )
 from .plot_axes import history as history
 from .plot_emissions import emission as emission
@@ -43,35 +44,6 @@ MOST_ARROWS = 40
 LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
-def _single(name: str, parameter: Tensor) -> Tensor:
-    """A parameter ``(K, *)`` of an HMM on the CPU; raise if it has batch dimensions."""
-    if parameter.dim() != 2:
-        raise ValueError(
-            f"hmm must have one set of parameters; its {name} have shape {tuple(parameter.shape)}. "
-            "Build it from one sample, for instance with fit.hmm(data)."
-        )
-    return parameter.detach().cpu()
-
-
-def _square(
-    axes: Axes | None,
-    matrix: Tensor,
-    texts: Sequence[Sequence[str]],
-    names: Sequence[str] | None,
-    most: int,
-) -> Axes:
-    """Draw a transition matrix as shades, with texts if there are at most ``most`` states."""
-    size = len(matrix)
-    labels = names_or_numbers(names, size)
-    axes = axes_or_new(axes)
-    table(axes, matrix, texts if size <= most else [])
-    if size <= MOST_TICKS or names is not None:
-        axes.set_xticks(range(size), labels, rotation="vertical" if size > MOST_TICKS else None)
-        axes.set_yticks(range(size), labels)
-    axes.set(xlabel="to", ylabel="from")
-    return axes
-
-
 @renamed.by_name
 def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Draw the transition matrix as a table of shades; row = from, column = to.
@@ -81,8 +53,8 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
-    matrix = _single("transitions", hmm.log_transition).exp()
-    return _square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
+    matrix = single("transitions", hmm.log_transition).exp()
+    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
 
 
 @renamed.by_name
@@ -234,7 +206,7 @@ def graph(
     Raises:
         ValueError: If the matrix has more than two dimensions, or there are not K names.
     """
-    matrix = _single("transitions", hmm.log_transition).exp()
+    matrix = single("transitions", hmm.log_transition).exp()
     size = len(matrix)
     labels = names_or_numbers(names, size)
     axes = axes_or_new(axes)
@@ -339,7 +311,7 @@ def transition_posterior(
     texts = [
         [f"{m:.2f}\n{a:.2f} to {b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
     ]
-    return _square(axes, mean, texts, names, 8)
+    return square(axes, mean, texts, names, 8)
 
 
 @renamed.by_name
@@ -499,7 +471,7 @@ def _lasting(
     axes: Axes | None = None,
 ) -> Axes:
     """Curves ``(K, D)``, and dots ``(K, T)``, against the number of steps."""
-    curves = _single("durations", curves)
+    curves = single("durations", curves)
     labels = names_or_numbers(names, len(curves), "state ")
     axes = axes_or_new(axes)
     steps, shown = range(1, curves.size(1) + 1), min(curves.size(1), dots.size(1))

@@ -360,10 +360,8 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         inner = getattr(part, "base_dist", None)
         if not isinstance(inner, torch_dist.Normal) or len(part.event_shape) != 1:
             return None
-        states, components = part.batch_shape
-        module = cls(
-            states, part.event_shape[0], spherical=is_spherical(inner), num_components=components
-        )
+        (states, components), dim = part.batch_shape, part.event_shape[0]
+        module = cls(states, dim, spherical=is_spherical(inner), num_components=components)
         module._set_normals(inner)
         module.set_points(weights=base.mixture_distribution.probs.expand(part.batch_shape))
         return module

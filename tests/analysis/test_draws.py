@@ -212,7 +212,7 @@ def test_renaming_states_changes_neither_evidence_nor_prior(name):
         torch.testing.assert_close(after[c, s, ..., names[c, s, k]], before[c, s, ..., k])
     for site, value in some.parameters.items():
         wanted = shuffled(value, PLACES[site.split(".")[-1]], names.argsort(-1))
-        assert torch.equal(new.values[site], wanted)
+        assert torch.equal(new.parameters[site], wanted)
 
 
 def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so():

@@ -326,7 +326,8 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         leave = 1 - hmm.log_transition.exp().diagonal().unsqueeze(-1)
         probs = leave * (1 - leave) ** torch.arange(4)
     path = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 1]]).repeat(5, 1)  # each visit five times
-    assert getattr(plots, name)(hmm, 4, path, names=["a", "b"], axes=axes) is axes
+    drawn = getattr(plots, name)(hmm, num_steps=4, states=path, names=["a", "b"], axes=axes)
+    assert drawn is axes
     lasting = 1 - probs.cumsum(-1) + probs
     wanted = {"durations": probs, "survival": lasting, "hazard": probs / lasting}[name]
     curves = [torch.as_tensor(line.get_ydata()) for line in axes.lines[::2]]
