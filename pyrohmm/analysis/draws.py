@@ -27,7 +27,8 @@ from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
-from ..infer.results import Fit, match_states
+from ..infer.replicates import match_states
+from ..infer.results import Fit
 from ..infer.sampled import summary_of
 from .draw_layout import (
     Layout,
@@ -285,9 +286,9 @@ class PosteriorDraws:
         """Which state of a common order each state of each sample corresponds to.
 
         States are matched where posteriors overlap most
-        (:func:`~pyrohmm.infer.results.match_states`): first with those of the sample of the largest
-        evidence, then with the average of all samples so matched, until no match changes. Where the
-        data do not tell two states apart, or never visit them, the match is arbitrary.
+        (:func:`~pyrohmm.infer.replicates.match_states`): first with those of the sample of the
+        largest evidence, then with the average of all samples so matched, until no match changes.
+        Where the data do not tell two states apart, or never visit them, the match is arbitrary.
 
         Args:
             data: Where posteriors are compared.

@@ -317,7 +317,7 @@ class Sequences(Dataset["Sequences"]):
     @property
     def num_steps(self) -> int:
         """T, the number of steps after padding."""
-        return self.values.size(1)
+        return self.observed.size(1)  # values may have dimensions of samples to the left
 
     @property
     def device(self) -> torch.device:
@@ -343,7 +343,7 @@ class Sequences(Dataset["Sequences"]):
         return int(self.observed.sum())
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.lengths)
 
     def __repr__(self) -> str:
         return (

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.checkpoints import Checkpoint, Fields, describe
 from .options import FREE
 from .results import Fit, Point, name_of, uses_labels
 from .tempering import Ladder, MarginalLikelihood, marginal_likelihood

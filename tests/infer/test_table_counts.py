@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal
-from pyrohmm.infer.tables import TableCounts
+from pyrohmm.infer.expectation import TableCounts
 
 
 def ragged() -> Sequences:

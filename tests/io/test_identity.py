@@ -31,7 +31,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.infer.options import FREE, FitOptions
-from pyrohmm.io.identity import describe
+from pyrohmm.io.checkpoints import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)
