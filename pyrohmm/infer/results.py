@@ -125,7 +125,6 @@ class Fit:
             ValueError: If the fit is one of MAP or EM, a single point.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
             >>> guide = pyro.infer.autoguide.AutoNormal(model)
@@ -164,8 +163,7 @@ class Fit:
 
         Args:
             probs: Q numbers between 0 and 1, in a list, a tensor or an array.
-            num_samples: As in :meth:`samples`.
-            data: The same.
+            num_samples, data: As in :meth:`samples`.
 
         Example:
             >>> _ = pyro.set_rng_seed(0)

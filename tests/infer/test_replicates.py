@@ -95,7 +95,7 @@ def test_each_copy_ends_where_em_does(by):
     found = information.values_at(copies.at(peak.place))
     for i, part in enumerate(sets):
         single = fit_em(fit.model.module, part, start=COINS_START, **TIGHT)
-        for name, value in single.values.items():
+        for name, value in single.parameters.items():
             torch.testing.assert_close(found[name][i, 0].float(), value, rtol=0, atol=3e-3)
         torch.testing.assert_close(peak.value[i].float(), -single.losses[-1].float(), rtol=1e-6,
                                    atol=1e-3)  # fmt: skip
@@ -116,7 +116,7 @@ def test_the_spread_of_replicates_is_that_of_the_textbook(parametric):
     torch.testing.assert_close((high - low) / 2, 1.645 * wanted.reshape(1), rtol=0.15, atol=0)
     assert low < rate < high
     assert replicates.failed == replicates.switched == 0
-    assert replicates.values["module.initial"].shape == (800, 1)
+    assert replicates.parameters["module.initial"].shape == (800, 1)
 
 
 def test_functions_and_parameters_without_priors():
@@ -154,7 +154,7 @@ def test_a_model_of_groups_in_pyro():
 
     fit = fit_map(model, data, num_iterations=800, learning_rate=0.03)
     replicates = fit.bootstrap(data, 400)
-    assert replicates.values["level"].shape == (400, 3)
+    assert replicates.parameters["level"].shape == (400, 3)
     wanted = fit.std_errors(data)
     for name, error in replicates.std_errors().items():
         torch.testing.assert_close(error, wanted[name], rtol=0.2, atol=0)
