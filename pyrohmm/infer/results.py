@@ -158,15 +158,14 @@ class Fit:
     ) -> dict[str, Tensor]:
         """Posterior quantiles of SVI, component by component: ``(Q, ...)``, by name.
 
-        Those of 0.05 and 0.95 bound the central interval of 90 %. They are over :meth:`samples`,
-        and two calls give the same.
+        Those of 0.05 and 0.95 bound the central interval of 90 %. Two calls give the same.
 
         Args:
             probs: Q numbers between 0 and 1, in a list, a tensor or an array.
-            num_samples, data: As in :meth:`samples`.
+            num_samples: As in :meth:`samples`.
+            data: The same.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
             >>> guide = pyro.infer.autoguide.AutoNormal(model)
