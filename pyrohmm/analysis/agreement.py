@@ -60,7 +60,7 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     finds one that need not be the best.
 
     Where true states are known :func:`align` is better, and where there are data and two HMMs
-    :func:`pyrohmm.infer.results.match_states`.
+    :func:`pyrohmm.infer.replicates.match_states`.
 
     Args:
         found: ``(K, K)``, a transition matrix.

@@ -128,7 +128,7 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
         initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
         found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
         stays = state_of.unsqueeze(-1) == state_of
-        entered = found.states[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
+        entered = found.state_probs[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
         visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
         return visits.index_add(-1, state_of, entered)
 
@@ -239,13 +239,15 @@ def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:
 
     try:
         upper = _in_each_state(hmm, cdf, seen)
+        below = getattr(emission, "cdf_below", None)  # of a distribution with atoms
+        lower = upper if below is None else _in_each_state(hmm, lambda x: below(x.double()), seen)
     except NotImplementedError:
         raise ValueError(
             "hmm must have an emission whose cumulative probabilities are known: symbols, counts, "
             f"or a continuous distribution with a cdf; got {type(emission).__name__}. Write a "
             "subclass that has a cdf."
         ) from None
-    return upper, upper
+    return lower, upper
 
 
 def _in_each_state(hmm: HMM, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

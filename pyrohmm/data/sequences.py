@@ -296,7 +296,8 @@ class Sequences(Dataset["Sequences"]):
 
         Args:
             states: ``(N, T)``, such as ``hmm.viterbi(data)``: the column "state".
-            probs: ``(N, T, K)``, such as ``hmm.posterior(data).states``: columns "p0", "p1", ...
+            probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``: columns "p0",
+                "p1", ...
 
         Returns:
             From :meth:`from_dataframe`, the rows of the table in their order, with its index and
@@ -316,7 +317,7 @@ class Sequences(Dataset["Sequences"]):
     @property
     def num_steps(self) -> int:
         """T, the number of steps after padding."""
-        return self.values.size(1)
+        return self.observed.size(1)  # values may have dimensions of samples to the left
 
     @property
     def device(self) -> torch.device:
@@ -342,7 +343,7 @@ class Sequences(Dataset["Sequences"]):
         return int(self.observed.sum())
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.lengths)
 
     def __repr__(self) -> str:
         return (

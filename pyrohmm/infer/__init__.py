@@ -14,8 +14,10 @@ Its modules; each imports only those above it:
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``uncertainty``   ``Information``: standard errors and intervals
-``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
+``ascent``        maximisation of many functions as one batch
+``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
+``results``       ``Fit``, ``Restarts``: what a fit returns
 ``descent``       gradient steps: optimizer, schedule, averages, held-out evidence
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
