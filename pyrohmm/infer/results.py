@@ -22,7 +22,8 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
-from .effects import Bands, lines, predicted, table
+from .effects import Bands, described, lines, predicted, table
+from .effects import name_of as name_of
 from .guides import repeatable, samples_of
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
@@ -403,40 +404,10 @@ class Fit:
             data: The sequences that were fitted, for a table of the estimates with standard errors
                 and limits: see :meth:`table`.
         """
-        text = _described(self)
+        text = described(self)
         if data is not None:
             text += ["", *lines(self.table(data))]
         return "\n".join(text)
-
-
-def _described(fit: Fit) -> list[str]:
-    """Lines of text: the model, its loss, and why the fit ended."""
-    count, tokens = min(fit.window, len(fit.losses)), fit.num_observed
-    first, last = fit.losses[0].item(), fit.losses[-count:].mean().item()
-    over = f", mean of the last {count} steps" if fit.window > 1 else ""
-    guide = f" with {name_of(fit.guide)}" if fit.method == "SVI" else ""
-    module = getattr(fit.model, "module", None)
-    model = name_of(fit.model) + (f" of {name_of(module)}" if module is not None else "")
-    text = [
-        f"{fit.method} of {model}{guide}: {', '.join(fit.names) or 'parameters'}",
-        f"loss      {first:.2f} -> {last:.2f} nats{over}",
-        f"per {fit.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
-        f"ended     after {len(fit.losses)} steps and {fit.seconds:.1f} s: {fit.reason}",
-    ]
-    if fit.validation:
-        best = min(fit.validation, key=lambda past: past.nats)
-        text.append(
-            f"held out  {best.nats:.4f} nats per step, the best of {len(fit.validation)} "
-            f"validations, at step {best.step}"
-        )
-    if fit.restarts is not None:
-        ends = fit.restarts.final.sort().values
-        text.append(
-            f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
-            f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
-        )
-    text += [f"note      {note}" for note in fit.notes]
-    return text
 
 
 @dataclass
@@ -499,8 +470,3 @@ def uses_labels(data: Sequences | Parts) -> list[str]:
     if not count:
         return []
     return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
-
-
-def name_of(part: Any) -> str:
-    """The name of a function or of the class of an object."""
-    return getattr(part, "__name__", type(part).__name__)
