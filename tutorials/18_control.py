@@ -222,8 +222,8 @@ line = max(lines(steered), key=lambda text: len(text.split()))
 expected = processor.log_prob(vocabulary.encode(line.split())).exp()
 
 figure, axes = plt.subplots(figsize=(8, 3.2), layout="constrained")
-axes.plot(expected, "o-", color="tab:blue")
-axes.set(ylabel="p(constraint | words so far)", ylim=(None, 1.5), yscale="log")
+axes.semilogy(expected, "o-", color="tab:blue")
+axes.set(ylabel="p(constraint | words so far)", ylim=(None, 1.5))
 axes.set_xticks(range(len(expected)), ["start", *line.split()], rotation=45, ha="right")
 plt.show()
 
