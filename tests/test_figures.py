@@ -6,7 +6,6 @@ import json
 import math
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -283,48 +282,6 @@ def test_a_picture_is_redrawn_from_the_results_alone(figure, monkeypatch, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
 
 
-def trained(script, model, paper, seed):
-    """A row of ``language_models`` as after training, with perplexities made up."""
-    found = 130 + 2 * len(model.name) + seed
-    course = [[epoch, found + 90 / epoch] for epoch in range(1, 5)]
-    made = {"course": course, "valid_perplexity": found, "test_perplexity": found - 9}
-    return asdict(replace(model, seed=seed)) | made | asdict(paper)
-
-
-def all_trained(script):
-    best = [trained(script, *each, 0) for each in script.BEST.values()]
-    return best + [trained(script, *each, seed) for each in script.TABLES for seed in (0, 1)]
-
-
-def test_language_models_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
-    script = figure("language_models")
-    rows = all_trained(script)
-    baselines = json.loads((FIGURES / "language_model_baselines.json").read_text())["rows"]
-    for some in (rows[:1], rows[5:7], rows):
-        script.draw(some, baselines)
-        (tmp_path / "language_models.png").unlink()
-
-
-def test_a_language_model_is_summed_up_over_seeds_beside_the_paper(figure):
-    script = figure("language_models")
-    lines = script.summary(json.loads(json.dumps(all_trained(script))))
-    assert len(lines) == len(script.BEST) + len(script.TABLES)
-    (line,) = (line for line in lines if (line["panel"], line["name"]) == ("large", "base"))
-    assert line["valid"] == {"mean": 138.5, "range": [138, 139]}
-    assert (line["seeds"], line["paper_valid"], line["paper_states"]) == ([0, 1], [134, 136], 16384)
-
-
-def test_every_language_model_has_a_key_and_a_checkpoint_of_its_own(figure):
-    script = figure("language_models")
-    models = [
-        replace(model, seed=seed)
-        for model, _ in (*script.BEST.values(), *script.TABLES)
-        for seed in script.SEEDS
-    ]
-    assert len({script.key(asdict(model)) for model in models}) == len(models)
-    assert len({script.file_of(model) for model in models}) == len(models)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_straightforward_way_has_our_loss_and_our_gradient(figure, dropout):
     script = figure("large_hmm_speed")
@@ -342,51 +299,6 @@ def test_the_straightforward_way_has_our_loss_and_our_gradient(figure, dropout):
     torch.testing.assert_close(*found)
 
 
-def test_times_and_memory_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
-    script = figure("large_hmm_speed")
-    rows = [
-        {"part": "scaling", "states": states, "blocks": 128, "way": way, "tokens": tokens,
-         "seconds_per_epoch": states / tokens, "low": 0.1, "high": 100.0,
-         "gigabytes": 1 + states / 1e4}
-        for way, tokens in ((script.TWO, 8192), (script.ONE, 8192), (script.PLAIN, 512))
-        for states in (4096, 8192)
-    ]  # fmt: skip
-    compared = rows[0] | {"part": "compare"}
-    wide = [row | {"part": "blocks", "blocks": 64} for row in rows]
-    for some in ([compared], rows[:1], wide[:1], [*rows, *wide, compared]):
-        script.draw(some)
-        (tmp_path / "large_hmm_speed.png").unlink()
-
-
-def tagged_rows(script):
-    """Rows of ``tagging`` as after all fits, with accuracies made up."""
-    rows = [
-        {"part": "web-choice-0.003-0.0", "data": "UD English EWT", "model": "neural HMM", "dev": {}}
-    ]
-    for source in script.SOURCES.values():
-        for place, (name, model) in enumerate(script.MODELS.items()):
-            for seed in script.SEEDS if name in script.NEURAL else (0,):
-                right = {"all": 0.9 + place / 100 + seed / 1000, "unknown": 0.6 + place / 20}
-                found = {"posterior": right} | ({"path": right} if place else {})
-                rows.append({"data": source, "model": model, "seed": seed, "test": found})
-    return rows
-
-
-def test_accuracies_of_tags_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
-    script = figure("tagging")
-    rows = tagged_rows(script)
-    for some in (rows[:1], rows[:3], rows):
-        script.draw(script.summary(some))
-        (tmp_path / "tagging.png").unlink()
-    lines = script.summary(rows)
-    assert len(lines) == 2 * 9
-    line = lines[-1]
-    assert line["model"] == "neural HMM, all words from letters"
-    assert (line["runs"], line["paper_on_other_data"]) == (3, 0.9695)
-    assert line["all"]["ours"] == pytest.approx(0.941)
-    assert line["all"]["deviation"] == pytest.approx(0.001)
-
-
 def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure):
     script = figure("tagging")
     short, whole = script.read("toy"), script.read("toy", False)
@@ -400,55 +312,6 @@ def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure)
     assert whole.vocabulary.decode(kept.values[kept.exists]) == corpus.vocabulary.decode(
         corpus.data.values[90:].flatten()
     )
-
-
-def test_rate_and_dropout_are_chosen_by_held_out_accuracy(figure, monkeypatch):
-    script = figure("tagging")
-    rows = [
-        {
-            "part": script.choosing("web", rate, dropout),
-            "dev": {"posterior": {"all": -abs(rate - 0.01) - abs(dropout - 0.25)}},
-        }
-        for rate, dropout in script.CHOICES
-    ]
-    monkeypatch.setattr(script, "earlier", lambda name: rows)
-    assert script.choice("web") == (0.01, 0.25)
-    monkeypatch.setattr(script, "earlier", lambda name: rows[1:])
-    with pytest.raises(ValueError, match=r"--only web-choice-0.003-0.0\."):
-        script.choice("web")
-
-
-def test_models_from_letters_have_a_rate_of_their_own(figure, monkeypatch):
-    """Chosen by the first half of the held-out sentences, with the dropout of the first model."""
-    script = figure("tagging")
-    rows = [
-        {"part": script.choosing("web", rate, dropout),
-         "dev": {"posterior": {"all": -abs(rate - 0.03) - abs(dropout - 0.5)}}}
-        for rate, dropout in script.CHOICES
-    ]  # fmt: skip
-    rows += [
-        {"part": script.choosing_rate("web", "spelling", rate),
-         "dev": {"posterior": {"all": rate}},
-         "dev_first_half": {"posterior": {"all": -abs(rate - 0.003)}}}
-        for rate in script.RATES
-    ]  # fmt: skip
-    monkeypatch.setattr(script, "earlier", lambda name: rows)
-    assert script.choice("web", "spelling") == (0.003, 0.5)
-    with pytest.raises(ValueError, match=r"--only web-characters_choice-0.001 .*-0.03\."):
-        script.choice("web", "characters")
-
-
-def test_half_of_the_held_out_sentences_are_measured(figure):
-    script = figure("tagging")
-    task = script.read("toy")
-    seen = []
-
-    def decode(data):
-        seen.append(len(data))
-        return {"posterior": data.labels}
-
-    assert script.accuracy(task, "dev", decode, 0.5)["posterior"]["all"] == 1.0
-    assert sum(seen) == len(task.parts["dev"]) // 2
 
 
 # Baseline language models -------------------------------------------------------------------------

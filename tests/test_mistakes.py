@@ -14,6 +14,7 @@ from pyrohmm import (
     BlockHMM,
     ContinuousTimeHMM,
     DenseHMM,
+    FactorialHMM,
     Filter,
     LinearChainCRF,
     MarginalModel,
@@ -125,6 +126,17 @@ CONVERT = "Convert it with torch.as_tensor"
      r"log_duration must end in shape \(K, D\) = \(2, 4\); got shape \(3, 4\)"),
     ("HSMM that stays", lambda: HSMM(PI, A, torch.zeros(2, 1), B, LENGTHS, validate_args=True),
      ValueError, "log_transition must be -inf on the diagonal"),
+    ("durations not normalised", lambda: HSMM(PI, A, torch.zeros(2, 4), B, LENGTHS,
+                                              validate_args=True), ValueError,
+     "log_duration must hold log-probabilities"),
+    ("no chain", lambda: FactorialHMM([], [], B, LENGTHS), ValueError, "at least one chain"),
+    ("chains of other K", lambda: FactorialHMM([PI, PI], [A, A], B, LENGTHS), ValueError, "K = 4"),
+    ("negative rates", lambda: ContinuousTimeHMM(
+        PI, torch.tensor([[0.5, -0.5], [0.1, -0.1]]), B, LENGTHS, torch.arange(3.0).expand(2, 3),
+        validate_args=True), ValueError, "rates must be finite, not negative"),
+    ("times that go back", lambda: ContinuousTimeHMM(
+        PI, torch.tensor([[-0.5, 0.5], [0.1, -0.1]]), B, LENGTHS, torch.zeros(3),
+        validate_args=True), ValueError, "step 1, there is 0.0 after"),
     ("probabilities for rates", lambda: ContinuousTimeHMM(
         PI, A.exp(), B, LENGTHS, torch.arange(3.0).expand(2, 3), validate_args=True),
      ValueError, "rates must be .*sum to zero"),

@@ -333,23 +333,3 @@ def test_chains_of_a_sampler(monkeypatch):
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
     assert torch.equal(some.stats["diverging"], wanted)
-
-
-def test_errors_say_what_was_wanted():
-    model, values, data = separate()
-    with pytest.raises(ValueError, match="model must be given"):
-        PosteriorDraws.of(values)
-    with pytest.raises(ValueError, match="chains"):
-        PosteriorDraws.of({"x": torch.zeros(2, 3), "y": torch.zeros(3, 2)}, model)
-    some = PosteriorDraws.of(jittered(values, 1, 2), model)
-    with pytest.raises(ValueError, match="names must have shape"):
-        some.permute_states(torch.arange(3), data)
-    drawn = jittered(values, 1, 2)
-    short = {name.removeprefix("module."): each for name, each in drawn.items()}
-    with pytest.raises(ValueError, match=r"it has no 'initial', .*samples of 'module.initial'"):
-        PosteriorDraws.of(short, model).hmm(data)
-    del drawn["module.transition"]
-    with pytest.raises(ValueError, match=r"samples of 'module.transition' are missing"):
-        PosteriorDraws.of(drawn, model).hmm(data)
-    with pytest.raises(TypeError, match="return hmm"):
-        PosteriorDraws.of(some, lambda data: None).hmm(data)

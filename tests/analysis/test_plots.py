@@ -95,32 +95,6 @@ def test_states_are_stacked_shares_that_fill_the_axes(axes, num_steps, num_state
     assert first == pytest.approx(probs[:, 0].max().item())
 
 
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda axes: plots.transition(chain(batch=(2,)), axes=axes), r"hmm must .*\(2, 3, 3\)"),
-        (lambda axes: plots.emission(chain(2, 3), ["a"], axes=axes), "symbols must have V = 3"),
-        (lambda axes: plots.emission(chain(batch=(2,)), "abcd", axes=axes), "hmm must"),
-        (lambda axes: plots.emission(normals(2, 2, 2), axes=axes), r"event shape \(2, 2\)"),
-        (lambda axes: plots.timeline(torch.tensor([0, 2]), ["a", "b"], axes=axes), "state 2"),
-        (lambda axes: plots.series(normals(2, 2), torch.ones(3, 2), axes=axes), "one sequence of"),
-        (lambda axes: plots.hazard(chain(2), 3, names=["one"], axes=axes), "names must"),
-        (lambda axes: plots.survival(chain(batch=(2,)), 3, axes=axes), "hmm must have one set"),
-    ],
-)
-def test_bad_input_is_named(axes, draw, message):
-    with pytest.raises(ValueError, match=message):
-        draw(axes)
-
-
-def normals(*shape):
-    """Of two states and three steps."""
-    shape = shape or (2,)
-    half = torch.full((2, 2), 0.5).log()
-    emission = dist.Normal(torch.arange(2.0).reshape(2, *[1] * (len(shape) - 1)).expand(shape), 1.0)
-    return HMM(half[0], half, emission.to_event(len(shape) - 1), torch.tensor([3]))
-
-
 def of(emission, num_steps=3):
     """An HMM of this emission that stays and changes alike."""
     size = emission.batch_shape[0]
@@ -167,17 +141,6 @@ def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
         torch.testing.assert_close(
             distance, torch.full_like(distance, deviations), rtol=1e-3, atol=0
         )
-
-
-def test_longer_vectors_are_means_with_bands(axes):
-    mean, scale = torch.randn(2, 5), torch.rand(2, 5) + 0.1
-    plots.emission(of(dist.Normal(mean, scale).to_event(1)), axes=axes)
-    for k in range(2):
-        assert axes.lines[k].get_ydata().tolist() == pytest.approx(mean[k].tolist())
-        edge = axes.collections[k].get_paths()[0].vertices[:, 1]
-        wanted = torch.cat([mean[k] - scale[k], mean[k] + scale[k]]).tolist()
-        for value in wanted:
-            assert abs(edge - value).min() < 1e-5
 
 
 @pytest.mark.parametrize("kind", [dist.Poisson, dist.Bernoulli])
@@ -277,13 +240,6 @@ def test_a_graph_has_an_arrow_for_each_probable_transition(axes):
     )
 
 
-def test_a_criterion_marks_where_it_is_least(axes):
-    plots.criterion({"AIC": {3: 5.0, 1: 9.0, 2: 7.0}, "BIC": {1: 8.0, 2: 6.0, 3: 8.5}}, axes=axes)
-    drawn = [line.get_xydata().tolist() for line in axes.lines]
-    assert drawn == [[[1, 9], [2, 7], [3, 5]], [[3, 5]], [[1, 8], [2, 6], [3, 8.5]], [[2, 6]]]
-    assert texts(axes.get_legend().get_texts()) == ["AIC", "BIC"]
-
-
 def test_losses_of_restarts_are_grey_behind_the_best(axes):
     losses = torch.tensor([[8.0, 6.0], [8.0, 4.0], [9.0, 5.0]])
     restarts = Restarts(None, losses, losses[:, 1], {}, 1)
@@ -345,9 +301,3 @@ def test_durations_are_drawn_as_long_as_visits_last(axes):
     axes.clear()
     plots.hazard(hmm.replace(log_transition=torch.eye(2).log()), axes=axes)
     assert len(axes.lines[0].get_xdata()) == 200
-
-
-def test_colours_are_distinct_and_long_legends_left_out(axes):
-    plots.states(torch.eye(60), axes=axes)
-    assert axes.get_legend() is None
-    assert len({part.get_facecolor()[0].tobytes() for part in axes.collections}) == 60

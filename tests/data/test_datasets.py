@@ -68,15 +68,6 @@ def test_unknown_symbols_are_an_error_unless_one_stands_for_them():
     assert "c" not in Vocabulary("ab", unknown="b")
 
 
-@pytest.mark.parametrize(
-    ("symbols", "unknown", "message"),
-    [("", None, "empty"), ("aba", None, "'a' occurs"), ("ab", "c", "unknown must be one")],
-)
-def test_a_vocabulary_that_names_nothing_or_twice_is_refused(symbols, unknown, message):
-    with pytest.raises(ValueError, match=message):
-        Vocabulary(symbols, unknown)
-
-
 def test_the_first_symbol_listed_stands_for_an_unknown_one():
     words = Vocabulary(["<b>", "<a>", "x"], unknown=lambda word: [f"<{word[0]}>", "<b>"])
     assert words.encode(["x", "apple", "boat", "cat"]).tolist() == [2, 1, 0, 0]

@@ -215,26 +215,6 @@ def test_irregular_dtypes_are_converted(dtype, result):
     assert half.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (["a", "b"], "values must be numbers; got text"),
-        (np.array(["a"], "S1"), "values must be numbers; got bytes"),
-        (np.array([1j]), "values must be numbers; got complex"),
-        (np.array(["2024-01-01"], "datetime64[D]"), "values must be numbers; got dates"),
-        (np.array([(1, 2.0)], [("a", int), ("b", float)]), "got records"),
-        (np.array([object()]), "values must be numbers; got object"),
-        (np.array([2**63], np.uint64), "2\\*\\*63"),
-        (np.ma.array([1, 2], mask=[True, False]), "masked integers"),
-        (torch.eye(2).to_sparse(), "values must be dense"),
-        ([[1.0], [1.0, 2.0]], "values must be rows of equal length|got list"),
-    ],
-)
-def test_what_is_no_array_of_numbers_is_refused_by_name(values, message):
-    with pytest.raises(TypeError, match=message):
-        Sequences.from_concatenated(values)
-
-
 TABLE = {"who": ["a", "a"], "day": [1, 1], "x": [0.0, 1.0]}
 
 

@@ -154,31 +154,6 @@ def test_transitions_may_change_with_the_step(make, some):
     assert hmm.sample().shape == values.shape
 
 
-@every_emission
-def test_parameters_may_have_batch_dimensions(make, some):
-    many, values = make(4, 1), some(2, 5)
-    initial, transition = log_rows(4, 1, STATES), log_rows(STATES, STATES)
-    evidence = HMM(initial, transition, many, torch.tensor([5, 4])).log_prob(values)
-    assert evidence.shape == (4, 2)
-    for r in range(4):
-        one = entry(many, r)
-        alone = HMM(initial[r, 0], transition, one, torch.tensor([5, 4]))
-        assert evidence[r].tolist() == pytest.approx(alone.log_prob(values).tolist())
-
-
-def entry(emission, r):
-    """One of several batched emissions ``(R, 1, K)``."""
-    if isinstance(emission, AutoregressiveNormal):
-        parts = (MultivariateNormal(p.loc[r, 0], p.covariance_matrix[r, 0])
-                 for p in (emission.initial, emission.base))  # fmt: skip
-        return AutoregressiveNormal(*parts, emission.weights[r, 0], emission.origin)
-    if isinstance(emission, AutoregressiveCategorical):
-        return AutoregressiveCategorical(
-            Categorical(emission.initial.probs[r, 0]), Categorical(emission.tables.probs[r, 0])
-        )
-    return Counts(emission.rate[r, 0], emission.share[r, 0])
-
-
 @pytest.mark.parametrize("lags", [1, 2])
 def test_gradients_are_those_of_finite_differences(lags):
     emission, values = vectors(2, lags), torch.randn(2, 4, 2)
@@ -468,28 +443,6 @@ def test_what_needs_observations_of_the_state_alone_refuses():
         hmm.replace(emission=vectors(2, 1, 4), emission_per_step=True)
     with pytest.raises(ValueError, match="history"):
         fit_em(continuation(hmm, values, 4), Sequences(values, torch.tensor([4])))
-
-
-def test_arguments_that_do_not_fit_are_refused():
-    normal = MultivariateNormal(torch.zeros(2, 3), torch.eye(3))
-    weights, table = torch.zeros(2, 1, 3, 3), Categorical(torch.ones(2, 8, 2))
-    with pytest.raises(TypeError, match="base must be a MultivariateNormal"):
-        AutoregressiveNormal(normal, Normal(torch.zeros(2, 3), 1.0).to_event(1), weights)
-    with pytest.raises(ValueError, match=r"weights must .*\(K, L, D, D\)"):
-        AutoregressiveNormal(normal, normal, torch.zeros(2, 1, 3, 2))
-    with pytest.raises(ValueError, match="of the same K states"):
-        AutoregressiveNormal(normal, normal, torch.zeros(4, 1, 3, 3))
-    with pytest.raises(ValueError, match="of the same K states and D components"):
-        AutoregressiveNormal(Normal(torch.zeros(2, 2), 1.0).to_event(1), normal, weights)
-    with pytest.raises(ValueError, match="origin"):
-        AutoregressiveNormal(normal, normal, weights, torch.zeros(2))
-    with pytest.raises(ValueError, match="with L = 1"):
-        AutoregressiveNormal(normal, normal, weights, history=torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="tables must be a Categorical"):
-        AutoregressiveCategorical(Categorical(torch.ones(2, 2)), normal)
-    assert AutoregressiveCategorical(Categorical(torch.ones(2, 2)), table).lags == 3
-    with pytest.raises(ValueError, match=r"V\*\*L"):
-        AutoregressiveCategorical(Categorical(torch.ones(2, 2)), Categorical(torch.ones(2, 6, 2)))
 
 
 def test_a_module_takes_the_values_of_a_distribution():

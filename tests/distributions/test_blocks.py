@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyrohmm import HMM, Filter, queries
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops import backends
-from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
+from pyrohmm.ops.blocks import from_clusters, inner_products, transitions, uniform
 from pyrohmm.ops.blocks import recursions as _blockwise
 from pyrohmm.ops.blocks.emission import log_emission
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
@@ -35,15 +34,6 @@ def in_blocks():
 def compute(monkeypatch, all_transitions):
     """Have all transitions computed, or only those that occur, whatever takes less time."""
     monkeypatch.setattr(block_chains, "MATRIX", math.inf if all_transitions else 0)
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def engine(request):
-    """Both engines: that of Numba, and plain logarithms."""
-    if request.param == "compiled" and not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
-        yield request.param
 
 
 class Case:
@@ -448,35 +438,6 @@ def test_uniform_blocks_have_their_size_and_reach_every_state(data):
     blocks = uniform(symbols, states, each, torch.Generator().manual_seed(0))
     assert bool((blocks.allowed.sum(0) == each).all())
     assert bool(blocks.allowed.any(1).all())
-
-
-def test_what_is_no_block_is_refused():
-    with pytest.raises(ValueError, match="block 1 must have states, each once"):
-        Blocks(torch.tensor([0, 1]), [torch.tensor([0]), torch.tensor([1, 1])])
-    with pytest.raises(ValueError, match=r"each state must be in a block .* state 1 of 2"):
-        Blocks(torch.tensor([0, 0]), [torch.tensor([0]), torch.tensor([1])])
-    with pytest.raises(ValueError, match="symbol_block must lie between 0 and B - 1 = 0"):
-        Blocks(torch.tensor([0, 1]), [torch.tensor([0])])
-    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1; .* -1 to 1"):
-        Blocks(torch.tensor([0, 1]), [torch.tensor([0, 1]), torch.tensor([-1])])
-    with pytest.raises(ValueError, match="assignment must number clusters from 0 on"):
-        from_clusters(torch.tensor([0, 2]), 2)
-    with pytest.raises(ValueError, match="num_states must lie between"):
-        uniform(2, 9, 3)
-    case = Case("overlapping", [2, 2], [2])
-    with pytest.raises(ValueError, match="blocks must be disjoint"):
-        InnerProductTransition(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
-    hmm = Case("one level", [2, 2], [2]).hmm
-    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
-        hmm.log_prob(torch.tensor([[0, 9]]))
-    other = Case("one level", [3, 1], [2]).hmm
-    with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
-        BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
-    with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
-        BlockHMM(
-            hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),
-            validate_args=True,
-        )  # fmt: skip
 
 
 # Missing steps

@@ -212,31 +212,3 @@ def test_in_a_model_of_pyro_it_learns_tags():
         found = LinearChainCRF(network(features), pyro.param("transition")).viterbi()
         assert model(features).shape == tags.shape
     assert (found == tags).double().mean() > 0.95
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"emission_scores": torch.zeros(3)}, r"emission_scores must have shape \(\*B, T, K\)"),
-        ({"transition_scores": torch.zeros(2, 2)}, r"transition_scores must end in .* \(3, 3\)"),
-        ({"transition_scores": torch.full((3, 3), torch.nan)}, "transition_scores holds nan"),
-        ({"emission_scores": torch.full((2, 4, 3), torch.inf)}, "emission_scores holds inf"),
-        ({"lengths": torch.tensor([5, 1])}, "lengths must lie between 1 and"),
-    ],
-)
-def test_wrong_arguments_are_named(change, message):
-    right = {"emission_scores": torch.zeros(2, 4, 3), "transition_scores": torch.zeros(3, 3)}
-    with pytest.raises((TypeError, ValueError), match=message):
-        LinearChainCRF(**(right | change), validate_args=True)
-
-
-def test_wrong_labels_are_named():
-    crf = LinearChainCRF(torch.zeros(2, 4, 3), torch.zeros(3, 3), validate_args=True)
-    with pytest.raises(ValueError, match=r"labels must lie between 0 and K - 1 = 2.* got 3"):
-        crf.log_prob(torch.full((2, 4), 3))
-    with pytest.raises(ValueError, match=r"got -2"):
-        crf.log_prob(torch.full((2, 4), -2))
-    with pytest.raises(TypeError, match="labels must hold integers"):
-        crf.log_prob(torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"labels must end in shape \(T,\)"):
-        crf.log_prob(torch.zeros(2, 3).long())

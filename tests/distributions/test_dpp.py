@@ -27,15 +27,6 @@ from pyrohmm import (
     left_to_right,
 )
 
-pytestmark = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
 
 def drawn(num_rows, size=None, batch=(), concentration=1.0):
     size = size or num_rows
@@ -187,38 +178,6 @@ def test_a_determinant_of_zero():
     (slope,) = torch.autograd.grad(dpp.log_diversity(equal)[0], equal)
     assert bool((slope == 0).all())
     assert dpp.log_diversity(drawn(3, 2)) == -math.inf
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: dpp.log_diversity(torch.ones(3)), ValueError, "at least one row"),
-        (lambda: dpp.product_kernel(-torch.ones(2, 2)), ValueError, "must not be negative"),
-        (lambda: dpp.product_kernel(torch.zeros(2, 2)), ValueError, "a positive entry in every"),
-        (lambda: dpp.product_kernel(torch.eye(2), rho=0.0), ValueError, "rho must be"),
-        (lambda: DiversityPrior(-1.0), ValueError, "alpha must be"),
-        (lambda: DiversityPrior(1.0, anchor=torch.eye(2)), ValueError, "belong together"),
-        (lambda: DiversityPrior(1.0, anchor_weight=1.0), ValueError, "belong together"),
-        (
-            lambda: DiversityPrior(
-                1.0, anchor=torch.tensor([[3.0, 1.0], [2.0, 5.0]]), anchor_weight=1.0
-            ),
-            ValueError,
-            "Divide counts",
-        ),
-        (
-            lambda: DiversityPrior(
-                1.0, anchor=torch.ones(1, 1), anchor_weight=1.0
-            ).log_density_of_transition(torch.eye(2)),
-            ValueError,
-            r"transition must end in shape",
-        ),
-        (lambda: dpp.DiverseDirichlet(torch.ones(3, 2), 1.0), ValueError, "as many rows"),
-    ],
-)
-def test_bad_input(call, error, text):
-    with pytest.raises(error, match=text):
-        call()
 
 
 # The prior of a model -----------------------------------------------------------------------------

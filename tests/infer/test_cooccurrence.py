@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pyrohmm import (
     HMM,
     CooccurrenceModel,
-    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -148,13 +147,6 @@ def test_only_symbols_are_counted():
         count_pairs(random_data(0), 4, lag=0)
 
 
-def test_pairs_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="second must be symbols from 0 to V - 1 = 2; got values"):
-        Pairs(torch.tensor([0]), torch.tensor([3]), torch.tensor([1]), 3)
-    with pytest.raises(ValueError, match="counts must be at least 1; got 0"):
-        Pairs(torch.tensor([0]), torch.tensor([0]), torch.tensor([0]), 3)
-
-
 # Losses
 
 
@@ -245,14 +237,6 @@ def test_dense_targets_of_many_runs_are_compared_each_with_its_own():
     for loss in LOSSES:
         singles = [loss(joint[r, 0], probs[r, 0], targets[r, 0]) for r in range(3)]
         torch.testing.assert_close(loss(joint, probs, targets), torch.stack(singles).unsqueeze(1))
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_targets_of_other_symbols_are_refused(loss):
-    joint, probs = random_joint()
-    for target in (random_pairs(5), torch.ones(5, 5) / 25):
-        with pytest.raises(ValueError, match=r"V = 4; it is of 5"):
-            loss(joint, probs, target)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -451,27 +435,6 @@ def test_the_factor_is_the_weighted_sum_over_lags():
     torch.testing.assert_close(trace.nodes["pairs"]["fn"].log_factor, expected)
 
 
-def test_a_model_says_what_it_cannot_take():
-    pairs, module = random_pairs(4), TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="shorter"):
-        CooccurrenceModel(module, [pairs, pairs], [1.0])(ONE_STEP)
-    with pytest.raises(ValueError, match=r"V = 3; it is of 4"):
-        CooccurrenceModel(TabularHMM(2, categorical(3)), pairs)(ONE_STEP)
-    with pytest.raises(TypeError, match="the module emits Normal"):
-        CooccurrenceModel(TabularHMM(2, normal(0)), pairs)(ONE_STEP)
-
-    class Changing(HMMModule):
-        def forward(self, lengths, observed=None):
-            even = torch.full((2, 2), 0.5).log()
-            return HMM(
-                even[0], even.expand(0, 2, 2), Categorical(torch.ones(2, 4)), lengths,
-                transition_per_step=True,
-            )  # fmt: skip
-
-    with pytest.raises(ValueError, match="fit_cooccurrence needs"):
-        CooccurrenceModel(Changing(), pairs)(ONE_STEP)
-
-
 # Fits
 
 
@@ -556,20 +519,6 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all():
     assert fit.losses.diff().abs().min() > 0
 
 
-def test_what_a_fit_does_not_read_is_refused_or_told():
-    data, module = random_data(1), TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="data has covariates"):
-        fit_cooccurrence(
-            module, Sequences(data.values, data.lengths, covariates=torch.zeros(7, 9, 1))
-        )
-    with pytest.raises(ValueError, match="weight must be given for dense shares"):
-        fit_cooccurrence(module, counted(data, 4))
-    labels = torch.zeros(7, 9).long()
-    labelled = Sequences(data.values, data.lengths, data.observed, labels)
-    fit = fit_cooccurrence(module, labelled, num_steps=2)
-    assert fit.notes == ["the labels of the data were not used: pairs have none"]
-
-
 @pytest.mark.parametrize(("loss", "size"), [(relative_distance, 0), (cross_entropy, 1)])
 def test_numbers_are_fitted_by_their_bins(loss, size):
     """Two normal states that take turns."""
@@ -640,17 +589,6 @@ def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path):
     for other in others:
         with pytest.raises(ValueError, match="belongs to another fit"):
             fit(30, path, **other)
-
-
-def test_what_would_be_read_otherwise_than_meant_is_refused():
-    data, module = Sequences.from_list([[0, 1, 2, 1], [2, 0]]), TabularHMM(2, categorical(3))
-    pairs, dense = count_pairs(data, 3), counted(data, 3)
-    with pytest.raises(ValueError, match="pairs have theirs already"):
-        fit_cooccurrence(module, pairs, lags=(1, 2))
-    with pytest.raises(ValueError, match="several targets must be Pairs"):
-        fit_cooccurrence(module, [dense, dense], weight=1.0)
-    with pytest.raises(ValueError, match="weight must be a positive number"):
-        fit_cooccurrence(module, data, weight=-1.0)
 
 
 def test_numbers_far_from_every_state_are_explained():

@@ -34,13 +34,6 @@ from pyrohmm import (
 from pyrohmm.ops.log_space import log
 
 
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def symbols(num_symbols=4, seed=0, count=12):
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (count,), generator=generator)
@@ -262,29 +255,6 @@ def test_transitions_that_a_users_chain_rules_out_stay_zero():
     for step in (None, msteps.LogitGradient()):
         fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
         assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda m, d: fit_em(m, d, log_prior=3.0), TypeError, "log_prior must be callable"),
-        (
-            lambda m, d: fit_em(m, d, transition_step=msteps.FixedPoint()),
-            ValueError,
-            "transition_step is for",
-        ),
-        (
-            lambda m, d: fit_em(
-                m, d, log_prior=DiversityPrior(1.0, 1.0), transition_step=msteps.FixedPoint()
-            ),
-            ValueError,
-            "FixedPoint is for rho",
-        ),
-    ],
-)
-def test_what_cannot_be_meant(call, error, words):
-    with pytest.raises(error, match=words):
-        call(TabularHMM(2, categorical(4)), symbols())
 
 
 def test_a_start_of_equal_rows_is_named():

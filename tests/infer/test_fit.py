@@ -1,9 +1,6 @@
 """The training loop: what it finds, when it ends, what it refuses, what it leaves alone."""
 
-import inspect
 import math
-import re
-import warnings
 from functools import partial
 
 import numpy as np
@@ -32,13 +29,12 @@ from pyrohmm import (
     TabularHMM,
     blocks,
     categorical,
-    fit_cooccurrence,
     fit_map,
     fit_svi,
     normal,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.infer.options import FitOptions, Settings, Validation
+from pyrohmm.infer.options import Validation
 
 QUICK = {"num_steps": 30, "progress": False}
 TO_THE_END = {
@@ -380,28 +376,6 @@ def test_tolerance_compares_the_means_of_two_windows_of_25():
     assert (fell[1:-1] >= tolerance).all()
 
 
-def test_the_summary_says_what_was_fitted_and_how_it_ended():
-    data = symbols()
-    fit = fit_map(tabular(), data, num_steps=30)
-    text = fit.summary()
-    for part in (
-        "MAP of MarginalModel of TabularHMM",
-        *POINT,
-        "30 steps",
-        f"{data.num_observed} observed",
-    ):
-        assert part in text, part
-
-
-@pytest.mark.parametrize("progress", [True, False, None])
-def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
-    """By default only on a terminal, which a test has not."""
-    fit_map(tabular(), symbols(), num_steps=30, progress=progress)
-    seen = capsys.readouterr()
-    assert not seen.out
-    assert bool(seen.err) is bool(progress)
-
-
 # What steers it
 
 
@@ -544,17 +518,6 @@ def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
     assert fit.validation == [Validation(1, pytest.approx(expected))]
 
 
-def test_a_model_that_returns_no_hmm_cannot_be_validated_and_says_so_first():
-    def model(data):
-        tabular()(data)
-
-    with pytest.raises(TypeError, match="return the HMM"):
-        fit_map(model, symbols(), validation=symbols(), num_steps=10)
-    unseen = Sequences(torch.zeros(1, 2), torch.tensor([2]), torch.zeros(1, 2).bool())
-    with pytest.raises(ValueError, match="validation has no observed step"):
-        fit_map(tabular(), symbols(), validation=unseen, num_steps=10)
-
-
 def test_a_plateau_of_held_out_data_shortens_the_steps():
     made = []
 
@@ -617,14 +580,6 @@ def test_a_plain_function_is_a_model(local):
         assert fit.hmm(data).num_states == 2
         assert -log_likelihood(fit, data) < fit.losses[0]
         assert "model" in fit.summary()
-
-
-def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
-    data = symbols()
-    fit = fit_map(plain(returns=False), data, num_steps=2)
-    assert fit.losses.isfinite().all()
-    with pytest.raises(TypeError, match=r"it returned NoneType.*return hmm"):
-        fit.hmm(data)
 
 
 def test_pyro_param_in_a_function_is_trained():
@@ -865,63 +820,6 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
     model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
     with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
         fit_map(model, symbols(), num_steps=10)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"batch_size": 0}, ValueError, "batch_size"),
-        ({"batch_tokens": 9, "batch_size": 2}, ValueError, "exclude each other"),
-        ({"average": 1.0}, ValueError, "average"),
-        ({"validation": symbols(), "patience": 0}, ValueError, "patience"),
-        ({"validation": symbols(), "restarts": 2}, ValueError, "validation is that of one fit"),
-        ({"elbo": Trace_ELBO(), "restarts": 2}, ValueError, "elbo is that of one fit"),
-        ({"patience": 2}, ValueError, "patience needs validation"),
-        ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, ValueError, "validation"),
-        ({"clip_norm": -1.0}, ValueError, "clip_norm"),
-    ],
-)
-def test_bad_arguments_are_named(options, error, message):
-    with pytest.raises(error, match=message):
-        fit_map(tabular(), symbols(), **{"num_steps": 3, **options})
-
-
-def test_options_are_those_of_the_settings():
-    """Arguments that several fits share are written once, and have one default."""
-    plain = {"num_steps", "learning_rate", "tolerance", "batch_size", "validation"}
-    assert {*Settings.__annotations__} == plain | {*FitOptions.__annotations__}
-    by_map, pairs = (inspect.signature(fit).parameters for fit in (fit_map, fit_cooccurrence))
-    for name in plain & pairs.keys():
-        assert pairs[name].default == by_map[name].default, name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [("lr", "learning_rate"), ("batchsize", "batch_size"), ("colour", None)],
-)
-def test_an_unknown_option_is_named_with_the_nearest(wrong, right):
-    cure = f" Did you mean {right}?" if right else ""
-    message = rf"^fit_map\(\) got an unexpected keyword argument '{wrong}'\.{re.escape(cure)}$"
-    with pytest.raises(TypeError, match=message):
-        fit_map(tabular(), symbols(), **{wrong: 3})
-
-
-def test_a_pair_without_parameters_is_refused():
-    def model(data):
-        half = torch.full((2, 2), 0.5).log()
-        hmm = HMM(half[0], half, dist.Categorical(torch.ones(2, 3)), data.lengths)
-        with pyro.plate("data", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-
-    with pytest.raises(ValueError, match="no parameters to fit"):
-        fit_svi(model, lambda data: None, symbols())
-
-
-def test_no_warning_is_raised_by_a_fit():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for form in (MarginalModel, EnumeratedModel):
-            fit_map(form(TabularHMM(2, categorical(3))), symbols(), num_steps=3)
 
 
 @pytest.mark.parametrize("fit", [fit_map, fit_svi])

@@ -8,7 +8,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta, Dirichlet, Gamma, Normal, Poisson
 from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import HMM, PosteriorDraws, Sequences, fit_map, fit_svi, metrics, to_arviz
 from pyrohmm.infer.plates import sequence_plates
@@ -341,26 +341,6 @@ def test_missing_steps_do_not_matter_to_what_is_recognised():
     assert fit.hmm(Sequences(values, LENGTHS, observed)).batch_shape == (N,)
     with pytest.raises(ValueError, match="1 of 12 are others"):
         fit.hmm(DATA)
-
-
-def test_minibatches_need_a_plate_that_follows_them():
-    model = hierarchical(follows=False)
-    for fit in (fit_map, lambda model, *rest, **options: fit_svi(
-            model, AutoNormal(model), *rest, **options)):  # fmt: skip
-        with pytest.raises(ValueError, match=r"site 'move'.*subsample=data\.indices"):
-            fit(model, DATA, num_steps=2, batch_size=4, **QUIET)
-
-
-def test_guides_that_cannot_follow_minibatches_are_refused():
-    """Without a word one value would stand for all sequences."""
-    model = hierarchical()
-    with pytest.raises(ValueError, match=r"'move'.*AutoMultivariateNormal cannot"):
-        fit_svi(model, AutoMultivariateNormal(model), DATA, num_steps=2, batch_size=4, **QUIET)
-    both = AutoGuideList(model)
-    both.append(AutoMultivariateNormal(poutine.block(model, hide=["move"])))
-    both.append(AutoNormal(poutine.block(model, expose=["move"])))
-    fit = fit_svi(model, both, DATA, num_steps=2, batch_size=4, **QUIET)
-    assert fit.values["move"].shape == (N, 2, 2)
 
 
 def test_a_plate_of_another_kind_with_as_many_members_is_told_apart():

@@ -93,15 +93,6 @@ def test_impossible_data_are_refused() -> None:
         fit_em(TabularHMM(2, categorical(2)), data, start=start)
 
 
-def test_a_start_is_checked() -> None:
-    start = {
-        "initial": torch.tensor([0.5, 0.5]), "transition": torch.full((2, 2), 0.7),
-        "emission.probs": torch.full((2, 2), 0.5),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="within the support"):
-        fit_em(TabularHMM(2, categorical(2)), Sequences.from_list([[0, 1]]), start=start)
-
-
 def replaced() -> TabularHMM:
     module: Any = TabularHMM(2, categorical(3))
     module.forward = MethodType(TabularHMM.forward, module)

@@ -14,7 +14,7 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, Sequences, blocks, metrics, save
+from pyrohmm import HMM, LanguageModel, blocks, metrics, save
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints
 from pyrohmm.io.files import read_tensors, write_directory
@@ -229,23 +229,6 @@ def test_two_processes_train_what_one_trains(here, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give text files to train on, --load DIR or both"),
-        (["train.txt", "--load", "m"], "needs --save DIR"),
-        (["t", "--save", "n", "--load", "m", "--dim", "9"], "--dim belongs to a new model"),
-        (["train.txt", "--save", "m", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["train.txt", "--save", "m", "--states", "many"], "invalid int value: 'many'"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["train.txt", "--save", "m", "--states", "9"], "num_states must be at least 128; got 9"),
         (["train.txt", "--save", "m", "--mass-power", "2"], "mass_power must be from 0 to 1"),
         (["train.txt", "--save", "m", "--max-words", "2"], "max_size must be at least 3"),
@@ -370,23 +353,6 @@ def test_words_are_counted_and_the_marks_are_always_in():
     assert list(count_words(["a"], 9)) == ["<unk>", "<eos>"]
     with pytest.raises(ValueError, match="at least one sentence"):
         count_words([])
-
-
-def test_what_does_not_fit_is_refused():
-    model = tiny()
-    with pytest.raises(ValueError, match="must have <eos> at the end of each"):
-        model.score(Sequences.from_list([[2, 1], [1, 2, 1]]))
-    with pytest.raises(ValueError, match="must have <eos> at the end of each"):
-        model.fit(Sequences.from_list([[2, 1], [2]]))
-    with pytest.raises(ValueError, match="blocks must be disjoint, and of the 3 words"):
-        LanguageModel(Vocabulary(["a", "b", "<eos>"]), model.blocks, 4)
-    with pytest.raises(ValueError, match="sentence 2 has"):
-        model.encode(["a", "a <eos>"])
-    for answer in (model.score, model.perplexity):
-        with pytest.raises(ValueError, match="sequences is empty"):
-            answer([])
-        with pytest.raises(TypeError, match=r"got a single str\. Put it into a list\.$"):
-            answer("a")
 
 
 def test_a_reader_that_has_enough_ends_the_command_in_silence(here):

@@ -315,27 +315,3 @@ def test_generate_of_transformers_keeps_the_constraint(tokenizer):
         )
         for row in written[:, len(long) :].tolist():
             assert wanted.accepts(words_of(tokenizer, row[: row.index(end)]))
-
-
-@pytest.mark.parametrize(
-    ("constraint", "options", "message"),
-    [
-        (automata.must_contain("c"), {}, "does for none"),
-        (automata.must_contain("a.b"), {}, r"which are letters, digits, _ and '; got 'a\.b'"),
-        (automata.must_contain("a", 3), {}, "got 3. Codes of tokens combine"),
-        (automata.of_length(3), {}, r"of_length\(3\) does for none"),
-        (automata.must_contain("a"), {"tokens": TOKENS[:4]}, "must have the 4 tokens of the vocab"),
-    ],
-)
-def test_what_cannot_be_is_refused(constraint, options, message):
-    with pytest.raises(ValueError, match=message):
-        ConstraintProcessor(dense(), constraint, options.get("tokens", TOKENS), 2, end=END)
-
-
-def test_scores_of_other_tokens_and_texts_that_are_too_long_are_refused():
-    processor = ConstraintProcessor(dense(), automata.must_contain("a"), TOKENS, 1)
-    with pytest.raises(ValueError, match="must be of the 5 tokens of the HMM; got 4"):
-        processor(torch.tensor([[3]]), torch.zeros(1, 4))
-    assert processor(torch.tensor([[3]]), torch.zeros(1, 7)).isneginf().sum() == 5
-    with pytest.raises(ValueError, match="must have at most max_tokens = 1 tokens after"):
-        processor(torch.tensor([[3, 0]]), torch.zeros(1, 5))

@@ -111,18 +111,6 @@ def test_clusters_whose_words_occur_more_may_have_more_states(monkeypatch):
         LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=2.0)
 
 
-def test_what_has_no_clusters_is_refused():
-    vocabulary, data = prepared(["a b", "b a"])
-    with pytest.raises(ValueError, match="must have a word in some sentence; all sentences"):
-        find_clusters(encode(["", ""], vocabulary), vocabulary, 3)
-    with pytest.raises(ValueError, match="num_clusters must be at least 2"):
-        find_clusters(data, vocabulary, 1)
-    with pytest.raises(ValueError, match="<eos> at the end of each sentence"):
-        find_clusters(Sequences.from_list([[2, 3]]), vocabulary, 3)
-    with pytest.raises(ValueError, match="num_states must be at least 5; got 4"):
-        LanguageModel.from_data(vocabulary, data, 4, 5)
-
-
 # What it is given ---------------------------------------------------------------------------------
 
 
@@ -158,14 +146,6 @@ def test_sentences_with_missing_words_are_refused():
             function(gappy)
     with pytest.raises(ValueError, match="validation must have no missing steps"):
         model.fit(data, gappy)
-
-
-def test_codes_of_no_word_are_refused():
-    model, data = model_of(text(30))
-    values = data.values.clone()
-    values[2, 0] = len(model.vocabulary)
-    with pytest.raises(ValueError, match=r"codes of words in data must lie between 0 and V - 1 = "):
-        model.fit(Sequences(values, data.lengths))
 
 
 def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):

@@ -18,15 +18,12 @@ from pyrohmm import (
     TabularHMM,
     autoregressive_categorical,
     autoregressive_normal,
-    categorical,
     fit_em,
     fit_map,
     fit_svi,
     freeze,
     markov_sample,
     starts,
-    streams,
-    tied,
 )
 from pyrohmm.distributions import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 
@@ -355,24 +352,3 @@ def test_markov_sample_feeds_what_it_generates():
 
 
 # What is refused --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [autoregressive_normal(2), autoregressive_categorical(2)])
-def test_it_is_no_part_of_other_emissions(family):
-    with pytest.raises(TypeError, match=r"families of streams must .* emit observations"):
-        TabularHMM(2, streams(categorical(2), family))
-    with pytest.raises(TypeError, match=r"family must .* emit observations"):
-        TabularHMM(2, tied(family, [0, 0]))
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (lambda: autoregressive_normal(2, 1.5), TypeError, "lags"),
-        (lambda: autoregressive_normal(2, ridge=0.0)(2), ValueError, "ridge"),
-        (lambda: autoregressive_categorical(1000, 9)(2), ValueError, "lags"),
-    ],
-)
-def test_wrong_arguments_are_named(build, error, text):
-    with pytest.raises(error, match=text):
-        build()

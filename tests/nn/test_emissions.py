@@ -29,7 +29,6 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
-    parametric,
     poisson,
     starts,
     streams,
@@ -533,40 +532,6 @@ def test_hyperparameters_spread_over_states(build, name, expected):
     assert name in module.state_dict()
 
 
-WRONG = [
-    (lambda: categorical(2.0), TypeError, "num_symbols must be an int"),
-    (lambda: categorical(2, torch.ones(3)), ValueError, "concentration must be a number or"),
-    (lambda: categorical(2, NAN), ValueError, "concentration must be finite"),
-    (lambda: bernoulli(2, -1.0), ValueError, "concentration1 must be positive"),
-    (lambda: poisson(rate=0.0), ValueError, "rate must be positive"),
-    (lambda: normal(1, weight=0.0), ValueError, "weight must be positive"),
-    (lambda: normal_spherical(0), ValueError, "dim must be at least 1"),
-    (lambda: normal_full(2, degrees=1.0), ValueError, "degrees must be greater than D - 1"),
-    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must hold symmetric"),
-    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must be a number or"),
-    (lambda: normal_mixture(0, 1), ValueError, "num_components must be at least 1"),
-    (lambda: streams(), ValueError, "families is empty"),
-    (lambda: tied(categorical(2), [0, 2]), ValueError, "use all numbers from 0; got .0, 2."),
-    (lambda: tied(categorical(2), [0, 0, 1]), ValueError, "one entry for each of K = 2"),
-    (
-        lambda: tied(parametric(dist.VonMises(torch.zeros(1), torch.ones(1))), [0, 0]),
-        TypeError,
-        "family must have a closed M-step",
-    ),
-    (
-        lambda: parametric(dist.VonMises(torch.zeros(3), torch.ones(3))),
-        ValueError,
-        "distribution must have batch shape",
-    ),
-]
-
-
-@pytest.mark.parametrize(("build", "error", "words"), WRONG, ids=[row[2] for row in WRONG])
-def test_arguments_that_make_no_sense_are_refused_by_name(build, error, words):
-    with pytest.raises(error, match=words):
-        build()(2)
-
-
 @pytest.mark.parametrize("name", ["symbols", "bits", "count", "mixture"])
 def test_a_prior_without_a_mode_is_refused(name):
     families = {
@@ -693,16 +658,6 @@ FITTED = {
     "Binomial": lambda: dist.Binomial(5, HALVES[:, 0]),
     "Gamma": lambda: dist.Gamma(PAIR, PAIR),
 }
-REFUSED = {
-    "Uniform": lambda: dist.Uniform(torch.zeros(2), PAIR),
-    "TransformedDistribution": lambda: dist.TransformedDistribution(
-        dist.Normal(PAIR, PAIR), [torch.distributions.ExpTransform()]
-    ),
-    "MaskedDistribution": lambda: dist.Normal(PAIR, PAIR).mask(torch.tensor([True, False])),
-    "MixtureSameFamily": lambda: dist.MixtureSameFamily(
-        dist.Categorical(torch.ones(2, 2)), dist.Normal(torch.ones(2, 2), 1.0)
-    ),
-}
 
 
 def hmm_of(emission):
@@ -722,12 +677,6 @@ def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
     fit = fit_em(hmm, data, num_steps=3, progress=False)
     torch.testing.assert_close(fit.losses[0], -expected.sum(), rtol=1e-4, atol=1e-3)
     assert fit.losses[-1] < fit.losses[0]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_gradients_cannot_fit_is_refused_by_name(name):
-    with pytest.raises(TypeError, match=f"emission {name} .*Write a PyroModule"):
-        TabularHMM.from_hmm(hmm_of(REFUSED[name]()))
 
 
 def test_at_the_start_components_of_a_mixture_share_out_every_observation():

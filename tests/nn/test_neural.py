@@ -1,19 +1,16 @@
 """Properties of the neural HMM: sizes, both Pyro forms, state dropout, and fits."""
 
 import math
-from functools import partial
 
 import pyro
 import pytest
 import torch
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from pyro.infer import Trace_ELBO
 from pyro.nn import PyroSample
 from torch import nn
 
 from pyrohmm import (
     HMM,
-    DiversityPrior,
-    EnumeratedModel,
     MarginalModel,
     NeuralHMM,
     ScalarHMM,
@@ -22,9 +19,7 @@ from pyrohmm import (
     blocks,
     fit_map,
     fit_svi,
-    load_into,
     recursions,
-    save,
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.distributions.block_symbols import BlockSymbols
@@ -69,17 +64,6 @@ def test_the_residual_block_ends_in_the_normalisation():
     hidden = torch.relu(hidden @ block.outer.weight.T + block.outer.bias) + hidden
     wanted = (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, correction=0, keepdim=True)
     torch.testing.assert_close(block(vectors), wanted, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_forms_agree_in_loss_and_gradient(variant):
-    module, found = make(variant), []
-    for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
-        prior = DiversityPrior(0.7)
-        loss = elbo.differentiable_loss(form(module, log_prior=prior), lambda data: None, DATA)
-        found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])
-    for one, two in zip(*found):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -175,15 +159,6 @@ def test_of_each_block_the_same_share_is_kept():
     assert bool(((counts / 500 - wanted).abs() < 5 * (wanted * (1 - wanted) / 500).sqrt() + 1e-9)
                 .all())  # fmt: skip
     assert len(sample_kept_states(10, None, 0.25)) == 8  # half is rounded up
-
-
-def test_in_evaluation_nothing_is_computed_twice_and_changes_are_seen():
-    module = make("one level").eval()
-    with torch.no_grad():
-        first = module(DATA.lengths)
-        again = module(torch.tensor([2]))
-        assert again.transition is first.transition
-    assert module(DATA.lengths).log_prob(DATA.values).requires_grad
 
 
 CHANGES = {
@@ -326,22 +301,6 @@ def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(se
             torch.testing.assert_close(found, wanted)
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="blocks must be of 7 states and 6 symbols"):
-        NeuralHMM(7, 6, blocks=RAGGED)
-    with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1; got 1"):
-        NeuralHMM(6, 6, blocks=RAGGED, dropout=1)
-    with pytest.raises(ValueError, match="two_level transitions need blocks that are disjoint"):
-        NeuralHMM(6, 6, two_level=True)
-    with pytest.raises(ValueError, match="factored embeddings need blocks"):
-        NeuralHMM(6, 6, factored=True)
-    with pytest.raises(ValueError, match="factored embeddings need an even dimension"):
-        NeuralHMM(6, 6, 7, blocks=RAGGED, factored=True)
-    with pytest.raises(ValueError, match="words must be strings of at least one letter"):
-        CharCNN(["a", ""], 4)
-    assert isinstance(make("no blocks").words, nn.Module)
-
-
 # Training noise -----------------------------------------------------------------------------------
 
 
@@ -471,21 +430,6 @@ def test_a_context_sees_only_the_symbols_before():
         assert differs.tolist() == [t < s <= t + 2 for s in range(5)]
 
 
-def test_a_product_of_experts_refuses_what_it_cannot():
-    data = Sequences.from_list([[0, 1, 2] * 4, [1, 2, 0] * 4])
-    one = blocks.from_clusters(torch.tensor([0, 0, 0]), 2)
-    module = NeuralHMM(2, 3, 8, blocks=one, context=PreviousSymbols(3, 8, lags=1))
-    hmm = module(data.lengths)
-    for query in (lambda: hmm.emission.probs, hmm.sample, hmm.dense,
-                  lambda: hmm.replace(observed=data.exists).log_prob(data.values)):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="every symbol must be given"):
-            query()
-    with pytest.raises(ValueError, match="context needs blocks that are disjoint"):
-        NeuralHMM(2, 3, 8, context=PreviousSymbols(3, 8))
-    with pytest.raises(ValueError, match="only without noise and context"):
-        module.continue_from(torch.tensor([1]), None, torch.tensor([-1]))
-
-
 # Windows of long sequences ------------------------------------------------------------------------
 
 
@@ -562,19 +506,6 @@ def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path)
     assert torch.equal(straight.losses, again.losses)
 
 
-def test_windows_that_cannot_be_are_refused():
-    data = Sequences(torch.randint(6, (2, 5)), torch.tensor([5, 5]))
-    module = NeuralHMM(6, 6, 8, blocks=RAGGED)
-    with pytest.raises(ValueError, match="num_streams must be that of the windows, at least 3"):
-        fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_steps=2)
-    with pytest.raises(ValueError, match="batch_size and windows exclude each other"):
-        fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
-    with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
-        StatefulModel(NeuralHMM(6, 6, 8), 2)
-    with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
-        StatefulModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
-
-
 @pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])
 @pytest.mark.parametrize(
     ("make", "name", "shape"),
@@ -594,21 +525,3 @@ def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
             fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
     fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
     assert bool(fit.losses.isfinite().all())
-
-
-def test_parameters_of_other_blocks_are_refused(tmp_path):
-    """Their shapes are the same."""
-    saved, other = (
-        NeuralHMM(4, 4, 8, blocks=blocks.from_clusters(torch.tensor(clusters), 2), dropout=0.5)
-        for clusters in ([0, 0, 1, 1], [1, 0, 1, 0])
-    )
-    before = other.bias.clone()
-    save(saved, tmp_path / "model")
-    for load in (partial(load_into, other, tmp_path / "model"),
-                 partial(other.load_state_dict, saved.state_dict())):  # fmt: skip
-        with pytest.raises(ValueError, match="of a model with other blocks"):
-            load()
-    torch.testing.assert_close(other.bias, before)
-    undropped = NeuralHMM(4, 4, 8, blocks=saved.blocks)
-    load_into(undropped, tmp_path / "model")
-    assert bool((undropped.words.table == saved.words.table).all())

@@ -8,13 +8,9 @@ import oracle
 import pyro
 import pytest
 import torch
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from torch.nn.functional import one_hot
 
 from pyrohmm import (
-    HMM,
-    EnumeratedModel,
-    MarginalModel,
     NeuralHMM,
     NeuralTagger,
     Sequences,
@@ -107,16 +103,6 @@ def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observ
             )
         for found in (probs, path.states, path.tags, tags):
             assert not found[~DATA.exists].any()
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_forms_agree_in_loss_and_gradient(variant):
-    module, found = make(variant), []
-    for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
-        loss = elbo.differentiable_loss(form(module), lambda data: None, DATA)
-        found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])
-    for one, two in zip(*found):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
 def test_without_tags_it_is_the_distribution_of_the_words():
@@ -216,20 +202,3 @@ def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
             wanted = paths[score.argmax()]
             assert best.states[n].tolist() == wanted[:2].tolist()
             assert best.tags[n].tolist() == wanted[2:].tolist()
-
-
-def test_what_does_not_fit_is_refused():
-    hmm = make("one level").eval()(DATA.lengths)
-    with pytest.raises(ValueError, match=r"values must end in shape \(T, \*E\) = \(4, 2\)"):
-        hmm.log_prob(WORDS.values)
-    with pytest.raises(ValueError, match=r"tags must lie between 0 and Y - 1 = 2, or be -1"):
-        hmm.log_prob(DATA.values + 2)
-    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 5"):
-        hmm.log_prob(DATA.values - torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match="labels must be tags; got sets of them"):
-        tagged(Sequences(WORDS.values, WORDS.lengths, labels=torch.ones(3, 4, 2).bool()))
-    with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):
-        tagged(DATA)
-    with pytest.raises(ValueError, match="block_posterior needs every step to be observed"):
-        make("one level").eval()(DATA.lengths, DATA.exists).block_posterior(DATA.values)
-    assert isinstance(hmm.restrict(torch.zeros(3, 4).long()), HMM)
