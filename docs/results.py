@@ -528,6 +528,16 @@ def ngram_table() -> str:
     return table(header, body)
 
 
+ABLATIONS = {
+    "no constraint": "no blocks",
+    "uniform": "random states for each word",
+    "scalar": "logits, no networks",
+    "factored": "embedding made of one for the block and one for the state",
+    "embeddings begin at 1": "initial embeddings of scale 1",
+    "by root of token mass": "states by the square root of the tokens of a block",
+}
+
+
 def ablation_table() -> str:
     """Ablations of language models, means of two seeds."""
     body = []
@@ -535,6 +545,7 @@ def ablation_table() -> str:
         if line["panel"] == "best":
             continue
         name = f"{line['blocks']} blocks" if line["panel"] == "states" else line["name"]
+        name = ABLATIONS.get(name, name)
         paper = line["paper_valid"]
         if isinstance(paper, list):
             paper = bounds(paper, 0)

@@ -117,7 +117,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     )  # fmt: skip
     axis.yaxis.set_major_formatter("{x:,g}")
     axis.yaxis.set_minor_formatter("{x:,g}")
-    axis.legend(title="a batch")
+    axis.legend(title="each batch has")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 

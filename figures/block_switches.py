@@ -95,8 +95,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
     """For each switch the ratio of both ways, where 1 should be at the switch."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 4), layout="constrained", sharey=True)
-    labels = ["states", "states, over those in a block"]
-    titles = ["one level", "blocks that overlap"]
+    labels = ["number of states", "number of states / states in a block"]
+    titles = ["transitions on one level", "overlapping blocks"]
     for axis, part, label, title in zip(axes, PARTS, labels, titles):
         chosen = [row for row in rows if row["part"] == part]
         for number in sorted({row["tokens"] for row in chosen}):
@@ -106,13 +106,15 @@ def draw(rows: list[dict[str, Any]]) -> None:
             (drawn,) = axis.plot(places, middle, ".-", label=f"{number:,} tokens")
             axis.fill_between(places, low, high, color=drawn.get_color(), alpha=0.2, linewidth=0)
         if chosen:
-            axis.axvline(chosen[0]["switch"], color="0.3", linestyle="--", label="switch")
+            axis.axvline(
+                chosen[0]["switch"], color="0.3", linestyle="--", label="the package switches here"
+            )
         axis.axhline(1.0, color="0.3", linewidth=0.8)
         axis.set(xlabel=label, title=title, yscale="log")
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.legend()
-    axes[0].set_ylabel("time of all at once, over that in blocks")
+        axis.legend(loc="lower left" if axis is axes[0] else "lower right")
+    axes[0].set_ylabel("time, whole matrix / pairs of blocks")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 

@@ -71,6 +71,7 @@ from pyrohmm import (
 
 NAME = "diversified_ocr"
 FILE, APART = SPLITS = ("folds of the file", "words apart")
+TITLES = {FILE: "folds of the file, which share words", APART: "no word in both parts"}
 NUM_LETTERS, HEIGHT, WIDTH = 26, 16, 8
 HARDLY = 1e-6  # in place of no pseudo-counts; it determines rows without counts
 SMOOTHINGS = (0.0, 0.001, 1.0, 10.0, 100.0)
@@ -724,13 +725,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
             )  # fmt: skip
         panel.set_xscale("symlog", linthresh=0.1)
         panel.set_xlabel(r"$\alpha$, weight of the log-determinant")
-        panel.set_ylabel("letters right, %")
-        panel.set_title(split)
+        panel.set_ylabel("letter accuracy, %")
+        panel.set_title(TITLES[split])
     # where the other panel leaves room
     axes[APART].legend(*axes[FILE].get_legend_handles_labels(), loc=(0.02, 0.48))
     _bars(axes["models"], rows)
     distances = [row for row in rows if row["part"] == "neighbours" and "letter" in row]
     markers = dict(zip(dict.fromkeys(row["model"] for row in distances), "sox^"))
+    labels = {"the same without diversity": r"the same with $\alpha = 0$"}
     for letter in PAPER_FARTHER:
         panel = axes[letter]
         for place, (model, marker) in enumerate(markers.items()):
@@ -739,13 +741,14 @@ def draw(rows: list[dict[str, Any]]) -> None:
             ]
             panel.plot(
                 [row["other"] for row in selected], [row["ours"] for row in selected], marker,
-                label=model.replace("A_0", "$A_0$"), markersize=(8, 5, 5, 5)[place],
+                label=labels.get(model, model).replace("A_0", "$A_0$"),
+                markersize=(8, 5, 5, 5)[place],
                 alpha=0.4 if place == 0 else 1.0,
             )  # fmt: skip
         for place, row in enumerate(selected):
             if row["paper_says_farther"]:
                 panel.axvline(place, color="0.5", linestyle=":", zorder=0,
-                              label="farther in the paper")  # fmt: skip
+                              label="farther away in the paper")  # fmt: skip
         panel.set_title(f"distance of the row of {letter} from the others, nats")
     axes["x"].set_ylim(top=3.2)
     handles = dict(zip(*axes["x"].get_legend_handles_labels()[::-1]))
@@ -761,9 +764,9 @@ def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
         "HMM, counts + 1": {"part": "baselines", "smoothing": 1.0, "decoding": "path"},
         "HMM, counts": {"part": "baselines", "smoothing": 0.0, "decoding": "path"},
         OPTIMISED: {"part": "baselines", "model": OPTIMISED},
-        "16 styles of pixels": {"look": "pixels, 16 styles", "model": "first order"},
-        "16 normal styles": {"look": "normal, 16 styles", "model": "first order"},
-        "the same, pairs": {"look": "normal, 16 styles", "model": "second order"},
+        "16 styles\nof pixels": {"look": "pixels, 16 styles", "model": "first order"},
+        "16 normal\nstyles": {"look": "normal, 16 styles", "model": "first order"},
+        "normal styles,\n2nd order": {"look": "normal, 16 styles", "model": "second order"},
     }
     for shift, split in zip((-0.2, 0.2), SPLITS):
         for place, what in enumerate(names.values()):
@@ -772,7 +775,7 @@ def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
                     panel.bar(
                         place + shift, 100 * row["ours"], 0.38, yerr=100 * row["sd"],
                         color="C0" if split == FILE else "C1",
-                        label=split if place == 0 else None,
+                        label=TITLES[split] if place == 0 else None,
                     )  # fmt: skip
     for place, model in enumerate(PAPER_BARS):
         mean, sd = PAPER_BARS[model]
@@ -782,7 +785,7 @@ def _bars(panel: Any, rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
     panel.set_xticks(range(len(names)), list(names))
     panel.set_ylim(50, 101)
-    panel.set_ylabel("letters right, %")
+    panel.set_ylabel("letter accuracy, % (from 50)")
     panel.legend(loc="upper left")
     panel.grid(visible=False, axis="x")
 

@@ -349,7 +349,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
             paper = [WEIGHTS.index(weight) for weight in PAPER]
             panel.plot(paper, list(PAPER.values()), "k*", label="paper, one-to-one")
         panel.set_xticks(range(len(selected)), [f"{row['weight']:g}" for row in selected])
-        panel.set(xlabel="α, in the convention of the paper", title=f"accuracy, {title}")
+        panel.set(xlabel="α, in the convention of the paper", ylabel="accuracy", title=title)
         if source == "penn":
             panel.set_ylim(bottom=0.1)
             panel.legend(loc="lower left", fontsize=8)
@@ -364,7 +364,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
         distances.plot(range(len(names)), values, ".-", color=f"C{n}", label=label)
         distances.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
     histogram.set_yscale("symlog", linthresh=10)
-    histogram.set(xlabel="rank of the tag", title="words of each tag, most frequent first")
+    histogram.set(xlabel="rank of the tag", ylabel="words",
+                  title="words of each tag, most frequent first")  # fmt: skip
     distances.set(ylabel="nats", title="distance of the row for nouns from those of other tags")
     for panel in (histogram, distances):
         panel.legend()

@@ -87,7 +87,7 @@ def train(run: Run, lines: list[str], held: list[str]) -> dict[str, Any]:
 def draw(rows: list[dict[str, Any]]) -> None:
     """Perplexity by number of epochs, a panel for each part of the text, a line for each share."""
     plt = pyplot()
-    widths = {"width_ratios": [2, 2, 1]}  # of the largest part one number of epochs was run
+    widths = {"width_ratios": [2, 2, 1.4]}  # of the largest part one number of epochs was run
     figure, axes = plt.subplots(1, 3, figsize=(10, 3.8), layout="constrained", gridspec_kw=widths)
     for axis, part in zip(axes, PARTS):
         of_part = [row for row in rows if row["part"] == part]
@@ -98,14 +98,16 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 axis.plot(*zip(*points), "o-", color=f"C{number}", label=share)
         ratio = of_part[0]["tokens"] / of_part[0]["parameters"]
         axis.axvline(FEW_EPOCHS * ratio ** (1 / 3), color="0.5", linestyle=":",
-                     label="by default none up to here")  # fmt: skip
+                     label="default: no dropout up to here")  # fmt: skip
         axis.set(xscale="log", xlabel="epochs", ylabel="held-out perplexity",
-                 title=f"{part} of the text:\n{ratio:.2f} tokens a parameter")  # fmt: skip
+                 title=f"{part} of the text:\n{ratio:.2f} tokens per parameter")  # fmt: skip
         epochs = sorted({row["epochs"] for row in of_part})
         axis.set_xticks(epochs, [str(each) for each in epochs])
         axis.minorticks_off()
     axes[2].set_xlim(5, 20)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    handles, labels = axes[0].get_legend_handles_labels()
+    labels = [name if "default" in name else f"dropout: {name}" for name in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=5)
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 

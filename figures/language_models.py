@@ -240,6 +240,14 @@ FIGURE_3 = {
     32768: (125.0, 125.0),
 }  # the numbers in print
 CORPORA = {"ptb": "Penn Treebank", "wikitext2": "WikiText-2"}
+PLAIN = {  # names of ablations in the picture
+    "no constraint": "no blocks",
+    "uniform": "random states\nof each word",
+    "scalar": "logits,\nno networks",
+    "factored": "embedding: block and state",
+    "embeddings begin at 1": "embeddings of scale 1",
+    "by root of token mass": "states by √tokens of a block",
+}
 PANELS = {
     "large": "4,096 states, two levels, 128 blocks, dropout 0.5",
     "small": "1,024 states, one level, 8 blocks, no dropout",
@@ -398,41 +406,12 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
     """Training, perplexity by number of states, and what each change of the bases does."""
     plt = pyplot()
-    figure = plt.figure(figsize=(10.5, 8), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[1, 1.1])
+    figure = plt.figure(figsize=(10.5, 9), layout="constrained")
+    upper, lower = figure.subfigures(2, 1, height_ratios=[1.1, 1])
     axes = dict(zip(("ptb", "states", "wikitext2"), upper.subplots(1, 3)))
     axes |= dict(zip(PANELS, lower.subplots(1, 2)))
     for data, title in CORPORA.items():
-        best = [
-            row for row in rows if (row["panel"], row["data"]) == ("best", data) and row["course"]
-        ]
-        for number, row in enumerate(best):
-            label = f"{row['states']:,} states"
-            if row.get("factored"):
-                label += ", one level, factored"
-            if row.get("last_dropout") is not None:
-                label += ", dropout falls"
-            if row.get("average") is not None:
-                label += ", averaged"
-            if row.get("first") is not None:
-                label += ", resumed"
-            if "unseen_perplexity" in row:
-                label += " (half)"
-            begun = [
-                other for other in best if other["course"][: len(row["course"])] == row["course"]
-            ]
-            if begun == [row]:  # else it is the beginning of another
-                axes[data].plot(*zip(*row["course"]), ".-", color=f"C{number}", label=label)
-            whole = {"label": "best epoch, whole text"} if number == 0 else {}
-            place = min(row["course"], key=lambda point: point[1])[0]
-            axes[data].plot(place, row["valid_perplexity"], "*", color=f"C{number}", ms=10, **whole)
-        together = [row for row in rows if row["data"] == data and "parts" in row]
-        for number, row in enumerate(together, len(best)):
-            axes[data].axhline(row["valid_perplexity"], color=f"C{number}", label=row["name"])
-        for number, row in enumerate(best):
-            label = f"paper, {row['paper_states']:,} states"
-            height = mean(ends(row["paper_valid"]))
-            axes[data].axhline(height, color=f"C{number}", linestyle=":", label=label)
+        courses(axes[data], [row for row in rows if (row["panel"], row["data"]) == ("best", data)])
         axes[data].set(xlabel="epochs", ylabel="held-out perplexity", yscale="log",
                        title=f"training, {title}")  # fmt: skip
         axes[data].xaxis.get_major_locator().set_params(integer=True)
@@ -444,22 +423,55 @@ def draw(rows: list[dict[str, Any]], baselines: list[dict[str, Any]]) -> None:
         for end, pick in enumerate((min, max))
     )
     for name in ("ptb", "states"):
-        axes[name].set_ylim(low, high**1.9 / low**0.9)  # room for the legend
+        axes[name].set_ylim(low, high)
     low, high = axes["wikitext2"].get_ylim()
-    axes["wikitext2"].set_ylim(low, high**1.5 / low**0.5)
+    axes["wikitext2"].set_ylim(low, high**1.3 / low**0.3)  # room for the legend
     for panel, title in PANELS.items():
         lines = [line for line in summary(rows) if line["panel"] == panel]
         ablations(axes[panel], lines, rows, title)
     for name, axis in axes.items():
         handles = dict(zip(*axis.get_legend_handles_labels()[::-1]))
-        if handles:
-            size = {"ptb": 6.8, "wikitext2": 8}.get(name)
-            axis.legend(
-                handles.values(), handles.keys(), loc="upper right", fontsize=size,
-                labelspacing=0.3,
-            )  # fmt: skip
+        if name == "ptb":
+            upper.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+        else:
+            axis.legend(handles.values(), handles.keys(), labelspacing=0.3, loc="upper right")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
+
+
+def courses(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """Perplexity by epoch of the best models of a text, a colour each, and the paper's."""
+    best = [row for row in rows if row["course"]]
+    colours: list[str] = []
+    for row in best:  # one that is the beginning of another has its colour
+        size = len(row["course"])
+        begin = [other["course"][:size] == row["course"] for other in best]
+        colours.append(f"C{len(best) - 1 - begin[::-1].index(True)}")
+    for number, (row, colour) in enumerate(zip(best, colours)):
+        label = f"{row['states']:,} states"
+        if row.get("factored"):
+            label += ", one level, factored"
+        if row.get("last_dropout") is not None:
+            label += ", dropout falls"
+        if row.get("average") is not None:
+            label += ", averaged"
+        if row.get("first") is not None:
+            label += ",\nresumed"
+        if "unseen_perplexity" in row:
+            label += " (half)"
+        if colour == f"C{number}":
+            axis.plot(*zip(*row["course"]), ".-", color=colour, label=label)
+    for row, colour in zip(best, colours):
+        place = min(row["course"], key=lambda point: point[1])[0]
+        axis.plot(place, row["valid_perplexity"], "*", color=colour, ms=11, zorder=3,
+                  markeredgecolor="white", markeredgewidth=0.6)  # fmt: skip
+    axis.plot([], [], "*", color="0.3", ms=9, label="best epoch, whole text")
+    for number, row in enumerate((row for row in rows if "parts" in row), len(best)):
+        axis.axhline(row["valid_perplexity"], color=f"C{number}", label=row["name"])
+    for states in dict.fromkeys(row["paper_states"] for row in best):
+        number, row = next((n, row) for n, row in enumerate(best) if row["paper_states"] == states)
+        height = mean(ends(row["paper_valid"]))
+        axis.axhline(height, color=f"C{number}", linestyle=":", label=f"paper, {states:,} states")
 
 
 def ablations(
@@ -481,7 +493,7 @@ def ablations(
                     size_in_paper(line), (low, place), (-8, 0), "data", "offset points",
                     ha="right", va="center", fontsize=8, color="0.3",
                 )  # fmt: skip
-    names = [line["name"] for line in lines]
+    names = [PLAIN.get(line["name"], line["name"]) for line in lines]
     axis.set_yticks(range(len(names)), names)
     axis.set(xlabel="held-out perplexity, Penn Treebank", title=f"base: {title}")
     axis.set_ylim(len(names) - 0.5, -1.5)  # the base on top, below the legend
@@ -508,6 +520,7 @@ def by_states(rows: list[dict[str, Any]], baselines: list[dict[str, Any]], axis:
     axis.set_xscale("log", base=2)
     axis.set_xticks([2**power for power in range(10, 17)], [f"{2**n}k" for n in range(7)])
     title = CORPORA["ptb"]
+    axis.set_xlim(left=600)
     axis.set(xlabel="states (k: 1,024)", yscale="log", title=f"by states, {title}")
     ticks(axis)
     lines_of(baselines, title, axis, "left")
@@ -517,20 +530,25 @@ def lines_of(baselines: list[dict[str, Any]], data: str, axis: Any, side: str | 
     """Baselines of a text as lines, named at one side of the panel, if at any."""
     levels = sorted((row for row in baselines if row["data"] == data),
                     key=lambda row: -row["valid_perplexity"])  # fmt: skip
-    above = math.inf
+    groups: list[list[dict[str, Any]]] = []  # of lines too close to be named one by one
     for row in levels:
         height = row["valid_perplexity"]
         axis.axhline(height, color="0.4", linestyle="--", linewidth=0.8)
-        early = ",\nstopped early" if row.get("stopped", "rate") != "rate" else ""
-        close = height > above / 1.03
-        if side is not None:
-            axis.annotate(
-                row["model"].split(",")[0] + early, (0.99 if side == "right" else 0.02, height),
-                (0, -3 if close else 3), axis.get_yaxis_transform(), "offset points",
-                ha=side, va="top" if close else "bottom", fontsize=8,
-                color="0.3", bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
-            )  # fmt: skip
-        above = height
+        if groups and height > groups[-1][0]["valid_perplexity"] / 1.03:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    for group in groups if side is not None else ():
+        early = [
+            ",\nstopped early" if row.get("stopped", "rate") != "rate" else "" for row in group
+        ]
+        above = side == "right" or group is groups[-1]
+        names = [row["model"].split(",")[0] + text for row, text in zip(group, early)]
+        axis.annotate(
+            "\n".join(names), (0.99 if side == "right" else 0.02, group[-1]["valid_perplexity"]),
+            (0, 3 if above else -3), axis.get_yaxis_transform(), "offset points", ha=side,
+            va="bottom" if above else "top", fontsize=8, color="0.3",
+        )  # fmt: skip
 
 
 def ticks(axis: Any) -> None:

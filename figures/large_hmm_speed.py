@@ -229,6 +229,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
         xlabel="tokens per batch", ylabel="seconds per epoch",
         title=f"4,096 states, {BLOCKS} blocks",
     )  # fmt: skip
+    figure.supxlabel("lines: medians over steps; bands: fastest and slowest step", fontsize=9)
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 

@@ -62,6 +62,24 @@ NAMES = {
     "piano": "piano-midi",
     "muse": "muse-data",
 }
+TITLES = {
+    "jsb": "JSB chorales",
+    "nottingham": "Nottingham",
+    "piano": "Piano-midi",
+    "muse": "MuseData",
+}
+LABELS = {  # of the picture, before the number of states
+    "hmm": "HMM",
+    "pairs": "two chains",
+    "chord": "neural, last chord",
+    "linear": "logits, last chord",
+    "durations": "durations",
+    "repeat": "autoregressive",
+    "durations-repeat": "durations, autoregressive",
+    "pairs-repeat": "two chains, autoregressive",
+    "factorial": "two chains, added logits",
+    "keys": "neural, key by key",
+}
 KINDS = [
     "hmm", "durations", "pairs", "repeat", "durations-repeat", "pairs-repeat", "factorial",
     "linear", "chord", "keys", "example",
@@ -520,7 +538,7 @@ def draw(rows: list[dict[str, Any]]) -> None:
     for axis, name in zip(axes.flat, NAMES):
         ours = [row for row in rows if row["music"] == name and row["chosen"]]
         ours = [row for row in ours if not row["model"].startswith("example")]
-        bars = [(f"{row['model']}, {row['states']} states", row["test"], "C0") for row in ours]
+        bars = [(f"{LABELS[row['model']]}, {row['states']}", row["test"], "C0") for row in ours]
         bars += [
             (kind.split(" (")[0] + ", " + kind[-5:-1], nats[name], "C7")
             for kind, nats in PUBLISHED.items()
@@ -529,7 +547,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
         bars.sort(key=lambda bar: -bar[1])
         labels, lengths, colours = zip(*bars)
         axis.barh(labels, lengths, color=colours)
-        axis.set(title=NAMES[name], xlabel="test nats per step (grey: published)")
+        axis.set(title=TITLES[name], xlabel="test nats per step; grey: published")
+        axis.grid(visible=False, axis="y")
     figure.savefig(FOLDER / "music.png", dpi=120)
     plt.close(figure)
 

@@ -361,16 +361,22 @@ def draw(rows: list[Row], baselines: list[dict[str, Any]]) -> None:
     for number, part in enumerate(PARTS[1:]):
         heights = [row[f"{part}_perplexity"] for row in rows]
         places = [place + 0.2 * (number - 0.5) for place in range(len(rows))]
-        label = {"unseen": "held out, second half", "test": "test"}[part]
+        label = {"unseen": "held-out text, second half", "test": "test text"}[part]
         axis.plot(places, heights, "os"[number], ms=8, label=label)
         for x, y in zip(places, heights):
-            axis.annotate(f"{y:.1f}", (x, y), (0, 7), textcoords="offset points", ha="center")
+            below = {"xytext": (0, -8), "va": "top"}
+            place = below if part == "unseen" else {"xytext": (0, 7)}
+            box = {"facecolor": "white", "linewidth": 0, "pad": 0.3}
+            axis.annotate(f"{y:.1f}", (x, y), **place, textcoords="offset points", ha="center",
+                          bbox=box)  # fmt: skip
     for row in lstm:
         axis.axhline(
-            row["test_perplexity"], color="0.3", ls="--", lw=1, label=f"{row['model']}, test"
+            row["test_perplexity"], color="0.3", ls="--", lw=1, label=f"{row['model']}, test text"
         )
     axis.set_xticks(range(len(rows)), [row["name"].replace(" and ", " and\n") for row in rows])
-    axis.set(ylabel="perplexity", title="Penn Treebank, 32,768 states and an n-gram")
+    axis.set(
+        ylabel="perplexity", title="Penn Treebank: an HMM of 32,768 states, mixed with an n-gram"
+    )
     axis.margins(y=0.12)
     axis.grid(axis="x", visible=False)
     axis.legend(loc="upper right")

@@ -142,8 +142,8 @@ def draw(rows: list[dict[str, Any]]) -> None:
             axis.plot(at, points, "o", color=color, markersize=5, label=method)
     for true in TRUE:
         axes[0].hlines(true, true - 0.4, true + 0.4, color="black", linewidth=0.8)
-    axes[0].set_ylabel("number chosen (line: the true one)")
-    axes[1].set_ylabel("nats per new step below the truth")
+    axes[0].set_ylabel("number of states chosen (line: truth)")
+    axes[1].set_ylabel("loss on new data, nats per step")
     axes[0].set_yticks(range(1, TRUNCATION + 1))
     axes[0].set_ylim(0.5, max(row["chosen"] for row in rows) + 0.5)
     for axis in axes:

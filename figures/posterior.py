@@ -37,6 +37,14 @@ from pyrohmm.infer.sampled import Chains, agreement
 
 HERE = Path(__file__).parent
 SAMPLERS = ("gibbs", "hmc", "pyro-nuts", "numpyro-nuts", "numpyro-nuts-vectorized")
+LABELS = {
+    "gibbs": "pyrohmm, Gibbs",
+    "hmc": "pyrohmm, HMC",
+    "pyro-nuts": "Pyro, NUTS",
+    "numpyro-nuts": "NumPyro, NUTS",
+    "numpyro-nuts-vectorized": "NumPyro, NUTS, batched chains",
+}
+TITLES = {"large": "20 states", "normal": "normal", "poisson": "Poisson"}
 # chains, warmup, samples of each
 SIZES = {
     "gibbs": (64, 200, 1000),
@@ -229,13 +237,17 @@ def main() -> None:
         return
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
-    for i, sampler in enumerate(SAMPLERS):
-        rates = {run["model"]: run["bulk a second"] for run in known if run["sampler"] == sampler}
+    for i, (sampler, label) in enumerate(LABELS.items()):
+        rates = {run["model"]: run["bulk a second"] for run in known
+                 if run["sampler"] == sampler and run["bulk a second"] > 0}  # fmt: skip
+        if not rates:
+            continue
         places = [list(SHARE).index(model) + 0.16 * (i - 2) for model in rates]
-        axes.bar(places, list(rates.values()), 0.15, label=sampler)
-    axes.set_xticks(range(len(SHARE)), list(SHARE))
-    axes.set(yscale="log", ylabel="effective samples a second")
-    axes.legend(fontsize=7)
+        axes.bar(places, list(rates.values()), 0.15, color=f"C{i}", label=label)
+    axes.set_xticks(range(len(SHARE)), [TITLES.get(name, name) for name in SHARE])
+    axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(SHARE) - 0.4))
+    axes.grid(visible=False, axis="x")
+    figure.legend(loc="outside upper center", ncols=3)
     figure.savefig(path.with_suffix(".png"), dpi=120)
 
 

@@ -400,8 +400,7 @@ def draw(lines: list[dict[str, Any]]) -> None:
                 fmt="os"[n], markersize=5, capsize=3, color=f"C{n}", label=decoding,
             )  # fmt: skip
         panel.set_title(f"{source}, {which} words")
-    for panel in axes[1]:
-        panel.set_xlabel("tagging accuracy, % (mean and deviation over seeds)")
+    figure.supxlabel("tagging accuracy in %: mean and standard deviation over seeds", fontsize=10)
     for panel in axes[:, 0]:
         panel.set_yticks(range(len(MODELS)), MODELS.values())
         panel.set_ylim(len(MODELS) - 0.5, -0.5)

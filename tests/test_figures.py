@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -79,22 +78,6 @@ def test_the_matrix_fits_are_at_or_below_those_of_the_paper_in_every_row():
     assert all(row["ours"] <= row["paper"] for row in ours)
 
 
-@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.stem)
-def test_results_are_what_every_reader_of_json_takes(path):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    json.loads(path.read_text(), parse_constant=refuse)
-
-
-def test_what_is_not_finite_is_written_as_null(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FIGURES)
-    common = importlib.import_module("common")
-    monkeypatch.setattr(common, "FOLDER", tmp_path)
-    common.write("some", [{"a": (1.0, math.inf), "b": {"c": math.nan}, "d": 2}])
-    assert common.earlier("some") == [{"a": [1.0, None], "b": {"c": None}, "d": 2}]
-
-
 # Handwritten letters ------------------------------------------------------------------------------
 
 
@@ -124,7 +107,7 @@ def test_letters_and_their_order_fitted_apart_are_those_of_one_labelled_fit(ocr,
     whole = fit_em(module, train, log_prior=prior, start=start, transition_step=step).hmm(test)
     chain = ocr.first_order(train, 0.5, 0.5, prior)
     torch.testing.assert_close(chain.initial, whole.log_initial.exp())
-    torch.testing.assert_close(chain.transition, whole.log_transition.exp(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(chain.transition, whole.log_transition.exp(), atol=1e-10, rtol=0)
     table = ocr.naive_bayes(train, test).table
     torch.testing.assert_close(table, distributions.log_prob_per_state(whole.emission, test.values))
     assert ocr.by_path(chain, table, test) == ocr.accuracy(whole.viterbi(test.values), test)
@@ -372,21 +355,6 @@ def by_recursion(sentences, num_symbols, order):
     ]
 
 
-def test_kneser_ney_by_hand(baselines):
-    """Sentences a b, a b and a c; d never occurs.
-
-    Pairs: three occur once, twice and thrice, so discounts are 1/3, 3/2 and 3. Single symbols: a, b
-    and c follow one symbol each and the end two, so discounts are 0.6 and 2 of 5 in all.
-    """
-    model = baselines.KneserNey(np.array([1, 2, 0, 1, 2, 0, 1, 3, 0]), 5, 0, order=2)
-    alone = [0.152, 0.232, 0.232, 0.232, 0.152]
-    rest = (3 / 2 + 1 / 3) / 3
-    after_a = [rest * 0.152, rest * 0.232, 1 / 6 + rest * 0.232, 2 / 9 + rest * 0.232, rest * 0.152]
-    for before, expected in {4: alone, 0: alone, 1: after_a}.items():
-        found = [model.log_probs(np.array([before, after]))[-1] for after in range(5)]
-        assert np.exp(found) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("order", [2, 3, 5])
 def test_kneser_ney_is_the_recursion_of_the_textbook(baselines, order):
     train, test = some_sentences(40, 7, 1), some_sentences(30, 8, 2)
@@ -407,17 +375,6 @@ def test_kneser_ney_sums_to_one_after_what_was_seen_and_what_was_not(baselines):
         probs = np.exp(model.log_probs(rows.ravel())).reshape(10, 5)[:, -1]
         assert probs.min() > 0
         assert probs.sum() == pytest.approx(1)
-
-
-def test_kneser_ney_does_not_see_the_order_of_sentences(baselines):
-    train, test = some_sentences(50, 7, 5), some_sentences(20, 7, 6)
-    forward, back = (
-        baselines.KneserNey(np.concatenate(train[::step]), 7, 0).log_probs(
-            np.concatenate(test[::step])
-        )
-        for step in (1, -1)
-    )
-    assert forward.sum() == pytest.approx(back.sum())
 
 
 @pytest.fixture
@@ -455,43 +412,6 @@ def test_a_feed_forward_4_gram_sees_three_symbols_of_one_sentence(networks):
     assert not after(1, 2, 3, 4).allclose(after(1, 5, 3, 4))
     torch.testing.assert_close(after(1, 2, 0, 4), after(3, 5, 0, 4))
     torch.testing.assert_close(after(4), after(0, 4))
-
-
-@pytest.mark.parametrize("num_streams", [1, 4, 10])
-def test_streams_ask_for_every_symbol_once_after_the_one_before(baselines, text, num_streams):
-    before, after = (x.flatten() for x in baselines.streams(text, 0, num_streams))
-    assert after[after >= 0].equal(text)
-    assert before[1 : len(text)].equal(text[:-1])
-    assert before[0] == 0
-
-
-@pytest.mark.parametrize("name", ["feed-forward", "lstm"])
-def test_an_interrupted_training_ends_with_the_same_bits(baselines, text, tmp_path, capsys, name):
-    def run(epochs, checkpoint=None):
-        torch.manual_seed(1)
-        model = baselines.LSTM(7, 4) if name == "lstm" else baselines.FeedForward(7, 0, dim=4)
-        found = baselines.train(
-            name, model, text[:200], text[200:], 0, epochs=epochs, rate=0.02,
-            checkpoint=checkpoint, num_streams=4, window=10,
-        )  # fmt: skip
-        return model, found
-
-    whole, expected = run(6)
-    assert run(2, tmp_path / "run.pt")[1].stopped == "epochs"
-    torch.manual_seed(2)
-    resumed, found = run(6, tmp_path / "run.pt")
-    assert found._replace(minutes=expected.minutes) == expected
-    assert all(x.equal(y) for x, y in zip(whole.parameters(), resumed.parameters()))
-    assert baselines.perplexity(resumed, text[200:], 0) == found.valid < 7
-    assert capsys.readouterr().out.count(f"{name}: 2.00 epochs") == 2
-
-
-def test_training_ends_when_its_time_is_up(baselines, networks, text, capsys):
-    model = networks["lstm"]
-    found = baselines.train("lstm", model, text, text, 0, minutes=1e-9, num_streams=4, window=5)
-    assert found.stopped == "minutes"
-    assert found.epochs < 0.5
-    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():

@@ -101,15 +101,20 @@ path = hmm.viterbi(data.values)[0]
 text = "".join(symbols.decode(data.values[0]))
 
 
-def kind(emitted):
-    """What a state mostly emits."""
+def kind(state):
+    """What a state mostly emits, or that a space mostly follows it."""
+    emitted = hmm.emission.probs[state].tolist()
     vowels = sum(emitted[names.index(letter)] for letter in "aeiou")
     space = emitted[-1]
-    largest = max(vowels, space, 1 - vowels - space)
-    return {vowels: "vowel", space: "space"}.get(largest, "consonant")
+    if space > 0.5:
+        return "space"
+    follows = hmm.log_transition[state].exp() @ hmm.emission.probs[:, -1]
+    if follows > 0.5:
+        return "word end"
+    return "vowel" if vowels > 0.5 else "consonant"
 
 
-kinds = [f"{k}: {kind(row.tolist())}" for k, row in enumerate(hmm.emission.probs)]
+kinds = [f"{k}: {kind(k)}" for k in range(hmm.num_states)]
 
 figure = plt.figure(figsize=(9, 7), layout="constrained")
 grid = figure.add_gridspec(2, 2, height_ratios=[3, 1], width_ratios=[2.2, 1])

@@ -73,6 +73,7 @@ GRID = {3: [1, 2, 3], 5: [2, 3, 5], 10: [2, 3, 5, 10]}
 RUNS = 10
 STANDARD, FAIR, DENSE_EM, DIRECT = MODELS = ("standard", "fair", "dense, EM", "dense, direct")
 CODE, RIGHT = PROTOCOLS = ("as in the code", "done right")
+TITLES = {CODE: "protocol of the authors' code", RIGHT: "corrected protocol"}
 
 Cell = tuple[int, int]  # n, l
 
@@ -588,7 +589,7 @@ def draw(name: str, sources: list[Source], rows: list[dict[str, Any]]) -> None:
         upper, lower = axes[2 * place : 2 * place + 2, column]
         for panel, (measure, unit) in ((upper, ("MAD", 1000)), (lower, ("NLL", 1))):
             _points(panel, shown_rows, source, measure, unit)
-        upper.set_title(f"{source.title}, {protocol}")
+        upper.set_title(f"{source.title}: {TITLES[protocol]}")
         upper.set_ylabel("MAD × 1000")
         upper.set_ylim(bottom=0)
         lower.set_ylabel("NLL, normalised" if protocol == CODE else "NLL per step, nats")

@@ -40,7 +40,7 @@ WRONG = (ValueError, RuntimeError, IndexError, AssertionError)
 
 
 class Layout(NamedTuple):
-    """How the variables of a model lie.
+    """Layout of a model's latent variables: dimensions of samples, states and sequences.
 
     Attributes:
         plates: Of the variables of which each sequence has one, by name.
@@ -144,7 +144,7 @@ def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, cou
 def own_from_prior(
     model: Model, known: Values, plates: Plates, shape: torch.Size, data: Sequences
 ) -> dict[str, Tensor]:
-    """Samples ``(C, S, N, ...)`` of what each sequence has one of, from the prior given ``known``.
+    """Samples ``(C, S, N, ...)`` of variables of each sequence from their prior, given ``known``.
 
     Args:
         model: The Pyro model.

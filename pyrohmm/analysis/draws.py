@@ -1,4 +1,4 @@
-r"""``PosteriorDraws``: samples of a posterior as HMMs, whose states are numbered alike in all.
+r"""``PosteriorDraws``: samples of a posterior as HMMs with aligned states.
 
 There are C chains of S samples. In each of them the states may have other numbers: the posterior of
 an HMM does not change when they are permuted, and a sampler or a guide ends at any order. Averages
@@ -26,7 +26,8 @@ from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
-from ..infer.results import Fit, match_states
+from ..infer.replicates import match_states
+from ..infer.results import Fit
 from ..infer.sampled import summary_of
 from .draw_layout import (
     Layout,
@@ -268,7 +269,7 @@ class PosteriorDraws:
     # The order of states
 
     def aligned(self, data: Sequences) -> PosteriorDraws:
-        """Samples with their states permuted, such that a number means one thing in all.
+        """Samples with their states permuted to a common order.
 
         Raises:
             TypeError, ValueError: As :meth:`hmm` and :meth:`permute_states`.
@@ -279,9 +280,9 @@ class PosteriorDraws:
         """Which state of a common order each state of each sample corresponds to.
 
         States are matched where posteriors overlap most
-        (:func:`~pyrohmm.infer.results.match_states`): first with those of the sample of the largest
-        evidence, then with the average of all samples so matched, until no match changes. Where the
-        data do not tell two states apart, or never visit them, the match is arbitrary.
+        (:func:`~pyrohmm.infer.replicates.match_states`): first with those of the sample of the
+        largest evidence, then with the average of all samples so matched, until no match changes.
+        Where the data do not tell two states apart, or never visit them, the match is arbitrary.
 
         Args:
             data: Where posteriors are compared.

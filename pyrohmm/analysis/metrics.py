@@ -140,7 +140,7 @@ def held_out_log_evidence(
 
 
 def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
-    """Number of free parameters p; what sums to one has one less than entries.
+    """Number of free parameters p; a row of K probabilities counts K - 1.
 
     Latent variables count by the dimension of their support; those of which each sequence, or each
     group, has one, as often as there are. Other parameters of a module, such as the logits of a

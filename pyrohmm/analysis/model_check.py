@@ -1,4 +1,4 @@
-"""Is the model right: simulated data beside the data, residuals, and a page about a fit."""
+"""Model checks: data simulated from a fit, pseudo-residuals, and a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of HMMs, of answers about sequences, and of fits.
+"""Plots of HMMs, of posterior queries, and of fits.
 
 Each is drawn on matplotlib's axes, which are returned: ``axes.figure.savefig(path)`` keeps it.
 """
@@ -270,7 +270,7 @@ def criterion(
     name: str = "criterion",
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw a criterion against the number of states, and mark where it is least.
+    """Draw a criterion against the number of states, and mark its minimum.
 
     Args:
         scores: Criterion by K, such as ``{K: metrics.bic(fit, data)}``; or several such, by name.

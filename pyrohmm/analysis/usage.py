@@ -50,7 +50,7 @@ class TransitionSpectrum(NamedTuple):
 
     @property
     def stable_rank(self) -> float:
-        """The sum of squares over the largest of them: from 1 to the rank of A."""
+        """Sum of the squared singular values over the largest square: from 1 to the rank of A."""
         return self.squares / float(self.singular_values[0]) ** 2
 
     def effective_rank(self, share: float = 0.99) -> int | None:

@@ -156,7 +156,7 @@ class Chain:
 
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
-        return self.ops.filtered(*self.tables, log_likelihood, lengths)
+        return self.ops.filtered(*self.tables, log_likelihood, lengths, **self.censored)
 
     def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""

@@ -150,7 +150,7 @@ class ProductChain(Chain):
         return FactorialPosterior(evidence, states, self.marginals(states), transitions)
 
     def permuted(self, order: Tensor) -> Chain:
-        """Product states in another order are those of no chains: raises ValueError."""
+        """Raise ValueError: permuted product states are not a product of chains."""
         raise ValueError(
             "permute_states needs one chain; the states of this FactorialHMM are those of several. "
             "Pass hmm.expanded()."

@@ -1,4 +1,4 @@
-"""``RateChain``: a Markov chain in continuous time, seen at times of its own."""
+"""``RateChain``: a Markov chain in continuous time, observed at irregular times."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_booleans, check_log_simplex, check_real, check_shape, check_times
-from .._lazy import lazy
 from .._transforms import refuse_transforms, transforming
 from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
 from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
 from ..ops.products import take_rows
+from ..ops.tensor_cache import lazy
 from .base import Chain, Core, ExpectedCounts
 from .markov import MarkovRecursions
 

@@ -23,7 +23,7 @@ def _diagonal(matrix: Tensor) -> Tensor:
 
 
 class ContinuousTimeHMM(HMM):
-    r"""Sequences emitted by a Markov chain in continuous time, observed at times of their own.
+    r"""Sequences emitted by a Markov chain in continuous time, observed at irregular times.
 
     .. math:: p(z_{t+1} = j \mid z_t = i) = \bigl(e^{Q (\tau_{t+1} - \tau_t)}\bigr)_{ij}
 
@@ -110,7 +110,7 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def exact_entry(self) -> Tensor | None:
-        """``(K,)`` booleans, states whose entry is seen at its very time; or None."""
+        """``(K,)`` booleans, states whose time of entry is observed exactly; or None."""
         return self.chain.exact_entry
 
     @property

@@ -412,7 +412,7 @@ class HMM(ChainDistribution):
     # Sampling
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Sample sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
+        """Sample sequences ``(*S, *B, T, *E)``; padded steps hold arbitrary values."""
         return self.sample_with_states(sample_shape)[0]
 
     def sample_with_states(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:

@@ -28,11 +28,11 @@ from .._checks import (
     check_shape,
     check_trailing,
 )
-from .._lazy import lazy
 from .._precision import full_precision
 from .._transforms import refuse_transforms
 from ..ops import masks
 from ..ops.products import take_rows
+from ..ops.tensor_cache import lazy
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
 from .forecast import sample_emission

@@ -206,7 +206,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
     validation: Sequences | None = None,
     **options: Unpack[FitOptions],
 ) -> Fit:
-    r"""Match the joint distribution of symbols: MAP of a :class:`CooccurrenceModel`.
+    r"""Fit the joint distribution of symbols some steps apart: MAP of :class:`CooccurrenceModel`.
 
     Pairs are counted once. A step costs O(V K² + M K) for V symbols and M distinct pairs, however
     many sequences there are. Pairs at one lag do not determine the chain: models that predict them

@@ -28,8 +28,7 @@ from ..chains.base import ExpectedCounts
 from ..data.batches import in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Checkpoint
-from ..io.identity import describe, digits
+from ..io.checkpoints import Checkpoint, describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
 from ..nn.tabular import module_of

@@ -28,7 +28,7 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
-from ..ops.path_samples import sample_paths
+from ..ops.sampling import sample_paths
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .parameters import Parameters
@@ -48,6 +48,7 @@ def fit_gibbs(
     num_chains: int = 16,
     warmup: int = 500,
     start: Start | Values | Fit | None = None,
+    num_temperatures: int = 1,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
     name: str | None = None,
@@ -67,6 +68,10 @@ def fit_gibbs(
         start: The first parameters, one for each chain: as of :func:`fit_em`; or a :class:`Fit`,
             whose ``values`` are those of all chains. Sweeps from there leave the start soon, but
             not a mode that is far from all others.
+        num_temperatures: R. With more than one, each of the C chains is the coldest of R whose
+            emissions have powers b of their densities, from zero, where parameters are samples of
+            the prior, to one; neighbours swap places, so that the coldest visits all modes, and
+            :meth:`SampledFit.marginal_likelihood` is known. A sweep takes R times as long or more.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have.
@@ -83,17 +88,21 @@ def fit_gibbs(
         torch.Size([16, 50, 2, 2])
     """
     arguments = dict(locals())
-    check_size("num_chains", num_chains)
     if not isinstance(module, HMMModule):
         raise TypeError(f"module must be an HMMModule; got {type(module).__name__}.")
     check_sequences("data", data)
-    parameters = Parameters(copy.deepcopy(module), data, num_chains, None)
+    check_size("num_chains", num_chains)
+    check_size("num_temperatures", num_temperatures)
+    if num_temperatures > 1 and data.labels is not None:
+        raise ValueError("data must have no labels if num_temperatures > 1: use without_labels().")
+    copies = num_chains * num_temperatures
+    parameters = Parameters(copy.deepcopy(module), data, copies, None)
     if parameters.points:
         raise ValueError(
             f"every parameter must have a prior, and some of {type(module).__name__} have none. "
             "Give them one by PyroSample, or freeze them."
         )
-    sampler = Gibbs(parameters, num_samples, warmup)
+    sampler = Gibbs(parameters, num_samples, warmup, num_temperatures)
     cost = parameters.cost * data.lengths.sum().item()
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
@@ -109,16 +118,23 @@ class Gibbs(Chains):
         parameters: Those of the chains, as batched restarts.
         num_samples: How many sweeps are kept.
         warmup: How many before are not.
+        num_temperatures: R.
     """
 
-    def __init__(self, parameters: Parameters, num_samples: int, warmup: int) -> None:
-        super().__init__(num_samples, warmup)
+    def __init__(
+        self, parameters: Parameters, num_samples: int, warmup: int, num_temperatures: int
+    ) -> None:
+        num_chains = parameters.restarts // num_temperatures
+        super().__init__(num_samples, warmup, num_chains, num_temperatures)
         self.parameters = parameters
         module = parameters.module
         self.data = cast(Sequences, parameters.data)
         emission: Any = module.emission_module()
         conjugate = isinstance(emission, ConjugateSampler)
         conjugate = conjugate and not has_foreign_priors(cast(Any, emission))
+        if num_temperatures > 1 and conjugate:  # a power of a sum is no sum of powers
+            parts = (part for part in emission.modules() if isinstance(part, Emission))
+            conjugate = not any(part.augments(self.data.values) for part in parts)
         self.emission: Any = emission if conjugate else None
         names = {id(part): f"{name}." for name, part in module.named_modules()}
         self.prefix = names.get(id(self.emission), "")
@@ -144,6 +160,8 @@ class Gibbs(Chains):
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
         begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
+        if isinstance(start, dict) and self.ladder.size > 1:  # one for each ladder, or for all
+            begin = {name: self._for_ladders(name, value) for name, value in start.items()}
         known = begin if isinstance(begin, dict) else None
         parameters.set_values(known or from_prior(module, self.data, parameters.restarts))
         hmm, _ = parameters.build(self.data)
@@ -163,7 +181,13 @@ class Gibbs(Chains):
         if known is None:
             parameters.update(samples)
         others = [name for name in parameters.sites if name not in samples]
-        self.others = Others(parameters, others, self.warmup) if others else None
+        self.others = Others(parameters, others, self) if others else None
+
+    def _for_ladders(self, name: str, value: Tensor) -> Tensor:
+        """Start values ``(C, ...)`` for all chains; one for all as it is."""
+        site = self.parameters.sites.get(name.removeprefix("module."))
+        one = site is None or value.dim() == len(site.event_shape)
+        return value if one else value.repeat_interleave(self.ladder.size, 0)
 
     def step(self) -> None:
         """A sweep: paths given parameters, parameters given paths."""
@@ -171,16 +195,31 @@ class Gibbs(Chains):
         if self.others is not None and self.done:
             self.others.step()
         hmm, prior = parameters.build(self.data)
-        states, evidence = self._sample_paths(hmm)
-        if (index := self.done - self.warmup) > 0:  # where the sweep before has ended
-            self._keep(evidence, prior, index - 1)
+        states, evidence = self._sample_paths(hmm, self.ladder.own)
+        coldest, index = self.ladder.coldest, self.done - self.warmup
+        if self.ladder.size > 1:
+            states, works = self._swap(hmm, states, evidence)
+            if index >= 0:
+                self.keep(index, {"works": works})
+        if index > 0:  # where the sweep before has ended
+            self._keep(evidence, prior, index - 1, coldest)
         parameters.update(self._sample_parameters(hmm, states))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
-            self._keep(hmm.log_prob(self.data.values), prior, index)
+            evidence = hmm.log_prob(self.data.values)
+            self._keep(evidence, prior, index, self.ladder.coldest)
 
-    def _sample_paths(self, hmm: HMM) -> tuple[Tensor, Tensor]:
-        """Paths of all sequences in all chains, and the log evidence of each."""
+    def _swap(self, hmm: HMM, states: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
+        """Swap temperatures: the paths of all chains at the new ones, and the works."""
+        elsewhere, other = self._sample_paths(hmm, self.ladder.others)
+        work = (other.double() - evidence.double()).reshape(self.copies, -1).sum(-1)
+        swapped, works = self.ladder.swap(work)
+        shape = self.copies, len(self.data), -1
+        states, elsewhere = states.reshape(shape), elsewhere.reshape(shape)
+        return torch.where(swapped[:, None, None], elsewhere, states), works
+
+    def _sample_paths(self, hmm: HMM, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Paths of all sequences in all chains at some temperatures, and the evidence of each."""
         chain, values = hmm.chain, self.data.values
         batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
         if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
@@ -197,20 +236,37 @@ class Gibbs(Chains):
                 tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
                 wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
                 first, matrix, table = wide
+                if self.ladder.size > 1:
+                    table = tempered(table, inverse)
                 parts = first.squeeze(1), matrix, table, rows, self.data.lengths
                 found = sample_paths(*parts)
                 if found is not None:
                     return found
-        likelihood = hmm.log_likelihood(values)
+        likelihood = self._log_likelihood(hmm, inverse)
         states = chain.sample_states(likelihood, hmm.lengths, 1)
         return states, chain.log_evidence(likelihood, hmm.lengths)
 
-    def _keep(self, evidence: Tensor, prior: Tensor, index: int) -> None:
-        """Keep the parameters, and their log joint density."""
+    def _log_likelihood(self, hmm: HMM, inverse: Tensor) -> Tensor:
+        """Log-likelihoods of the states, times inverse temperatures, ``(C R, N, T, K)``."""
+        likelihood = hmm.log_likelihood(self.data.values)
+        return tempered(likelihood, inverse) if self.ladder.size > 1 else likelihood
+
+    def log_evidence(self, hmm: HMM) -> Tensor:
+        """Log evidence of each chain at its temperature, ``(C R,)``."""
+        if self.ladder.size == 1:
+            evidence = hmm.log_prob(self.data.values)
+        else:
+            likelihood = self._log_likelihood(hmm, self.ladder.own)
+            evidence = hmm.chain.log_evidence(likelihood, hmm.lengths)
+        return evidence.reshape(self.copies, -1).sum(-1)
+
+    def _keep(self, evidence: Tensor, prior: Tensor, index: int, chosen: Tensor) -> None:
+        """Keep the parameters of the chosen chains, and their log joint density."""
         parameters = self.parameters
-        lp = evidence.double().reshape(parameters.restarts, -1).sum(-1) + prior.double()
+        lp = evidence.double().reshape(self.copies, -1).sum(-1) + prior.double()
         now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
-        self.keep(index, now | {"lp": lp})
+        now["lp"] = lp.reshape(self.copies)
+        self.keep(index, {name: value[chosen] for name, value in now.items()})
 
     def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
         """Samples of the parameters given the paths, by name."""
@@ -252,6 +308,8 @@ class Gibbs(Chains):
             flat = flat.index_select(1, self.observed)
         weights = hmm.log_initial.new_zeros(*flat.shape, hmm.num_states)
         weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
+        if self.ladder.size > 1:
+            weights *= self.ladder.own.to(weights)[:, None, None]
         return self.emission.statistics(values, weights, emission)
 
     def state(self) -> dict[str, Any]:
@@ -266,7 +324,7 @@ class Gibbs(Chains):
         """Take the parameters from a checkpoint."""
         self.parameters.restore(state)
         if "others" in state:
-            self.others = Others(self.parameters, state["others"].pop("names"), self.warmup)
+            self.others = Others(self.parameters, state["others"].pop("names"), self)
             self.others.hamiltonian.tuning = Tuning(**state["others"])
 
 
@@ -278,13 +336,13 @@ class Others:
     Args:
         parameters: Those of the chains.
         names: Of the latent variables.
-        warmup: Sweeps that tune.
+        sampler: What samples the others.
     """
 
-    def __init__(self, parameters: Parameters, names: list[str], warmup: int) -> None:
-        self.parameters, self.names = parameters, names
+    def __init__(self, parameters: Parameters, names: list[str], sampler: Gibbs) -> None:
+        self.parameters, self.names, self.sampler = parameters, names, sampler
         supports = {name: parameters.sites[name].support for name in names}
-        self.hamiltonian = Hamiltonian(supports, self._now(), self.log_density, warmup)
+        self.hamiltonian = Hamiltonian(supports, self._now(), self.log_density, sampler.ladder)
 
     def _now(self) -> Values:
         return {name: self.parameters.get(name) for name in self.names}
@@ -299,14 +357,21 @@ class Others:
     def log_density(self, values: Values) -> Tensor:
         """The log joint density of each chain, with the other parameters as they are."""
         self._set(values)
-        data = cast(Sequences, self.parameters.data)
-        hmm, prior = self.parameters.build(data)
-        return hmm.log_prob(data.values).reshape(self.parameters.restarts, -1).sum(-1) + prior
+        hmm, prior = self.parameters.build(self.sampler.data)
+        return self.sampler.log_evidence(hmm) + prior
 
     def _set(self, values: Values) -> None:
         several = self.parameters.restarts > 1
         new = {name: v.unsqueeze(1) if several else v[0] for name, v in values.items()}
         self.parameters.values = self.parameters.values | new
+
+
+def tempered(log_likelihood: Tensor, inverse: Tensor) -> Tensor:
+    """Log-likelihoods times inverse temperatures ``(C,)``; zero at zero, also where impossible."""
+    power = inverse.to(log_likelihood).reshape(-1, *(1,) * 3)
+    if log_likelihood.dim() < 4:
+        power = power.squeeze(-1)
+    return (power * log_likelihood).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
 
 
 def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:

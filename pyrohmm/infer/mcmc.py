@@ -20,7 +20,6 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..io.checkpoints import Fields
@@ -31,6 +30,7 @@ from .plates import marks_of, sequence_plates
 from .results import Fit
 from .sampled import Chains, SampledFit
 from .starts import Values
+from .tempering import Ladder
 from .training import check_model_and_data
 
 ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
@@ -66,7 +66,8 @@ class Tuning:
     """Step size, trajectory length and metric of all chains, and how the warmup finds them.
 
     Attributes:
-        scale: ``(D,)``, square root of the diagonal of the inverse mass matrix.
+        scale: ``(R, D)``, square root of the diagonal of the inverse mass matrix, at each
+            temperature.
         warmup: Number of trajectories that tune.
         target: Acceptance that the step size aims at.
         done: Trajectories so far.
@@ -97,18 +98,21 @@ class Tuning:
         time = _halton(self.done + 1) * math.exp(log_length)
         return step, min(max(1, math.ceil(time / step)), LONGEST)
 
-    def learn(self, before: State, after: State, moved: Moved) -> None:
-        """Adapt to the trajectory that has led from ``before``; ``after`` is where chains are."""
+    def learn(self, before: State, after: State, moved: Moved, chains: Tensor) -> None:
+        """Adapt to the trajectory that has led from ``before``; ``after`` is where chains are.
+
+        Of all chains, ``chains`` ``(C, R)`` are those at each temperature.
+        """
         self.done += 1
         if self.done > self.warmup:
             return
         self.since += 1
         self._learn_step(moved.accepted)
-        self._learn_length(before, moved)
+        self._learn_length(before, moved, chains[:, -1])
         share = (self.since + 1) ** -0.6
         now = (self.log_step, self.log_length)
         self.averages = [a + share * (b - a) for a, b in zip(self.averages, now)]
-        self._learn_metric(after)
+        self._learn_metric(after, chains)
 
     def _learn_step(self, accepted: Tensor) -> None:
         """Dual averaging of the harmonic mean over chains (Nesterov, 2009)."""
@@ -116,14 +120,15 @@ class Tuning:
         self.error += self.target - mean
         self.log_step = self.centre - math.sqrt(self.since) / 0.05 * self.error / (self.since + 10)
 
-    def _learn_length(self, before: State, moved: Moved) -> None:
+    def _learn_length(self, before: State, moved: Moved, cold: Tensor) -> None:
         """A step of Adam up the slope of the change in the estimator of the expected square."""
-        weights = moved.accepted / moved.accepted.sum().clamp(min=1e-6)
-        here = before.place / self.scale
-        there = torch.where(moved.accepted.unsqueeze(-1) > 0, moved.place / self.scale, here)
+        accepted, scale = moved.accepted[cold], self.scale[-1]
+        weights = accepted / accepted.sum().clamp(min=1e-6)
+        here = before.place[cold] / scale
+        there = torch.where(accepted.unsqueeze(-1) > 0, moved.place[cold] / scale, here)
         away = there - (weights.unsqueeze(-1) * there).sum(0)
         change = away.square().sum(-1) - (here - here.mean(0)).square().sum(-1)
-        slope = moved.time * change * (away * moved.momentum).sum(-1)
+        slope = moved.time * change * (away * moved.momentum[cold]).sum(-1)
         total = (weights * slope).double().nansum().item()
         if not math.isfinite(total):
             return
@@ -133,7 +138,7 @@ class Tuning:
         shortest = self.log_step
         self.log_length = min(max(self.log_length, shortest), shortest + math.log(LONGEST))
 
-    def _learn_metric(self, state: State) -> None:
+    def _learn_metric(self, state: State, chains: Tensor) -> None:
         r"""Renew the metric at the end of a window, from places and gradients within chains.
 
         :math:`\sqrt{\mathrm{var}(q) / \mathrm{var}(\nabla \log p)}`, which is the variance of a
@@ -142,12 +147,12 @@ class Tuning:
         bounds = [int(self.warmup * part) for part in WINDOWS]
         if self.done > bounds[-1]:
             return
-        now = torch.stack([state.place, state.gradient]).double()
+        now = torch.stack([state.place[chains], state.gradient[chains]]).double()  # (2, C, R, D)
         self.sums, self.count = self.sums + torch.stack([now, now.square()]), self.count + 1
         if self.done not in bounds or self.count < 10:
             return
         mean, square = self.sums / self.count
-        places, gradients = (square - mean.square()).mean(1).clamp(min=0)  # variances (D,)
+        places, gradients = (square - mean.square()).mean(1).clamp(min=0)  # (R, D)
         new = (places / gradients).pow(0.25)
         new = torch.where(new.isfinite() & (new > 0), new, self.scale.double())
         self.scale = new.to(self.scale)
@@ -175,7 +180,7 @@ class Hamiltonian:
         supports: Space of each variable, by name.
         values: Of the variables, ``(C, ...)``.
         log_density: From values by name to their log-density ``(C,)``.
-        warmup: Number of trajectories that tune.
+        ladder: Temperatures of the chains.
         target: Acceptance that the step size aims at.
 
     Attributes:
@@ -188,16 +193,17 @@ class Hamiltonian:
         supports: Mapping[str, constraints.Constraint],
         values: Mapping[str, Tensor],
         log_density: LogDensity,
-        warmup: int,
+        ladder: Ladder,
         target: float = TARGET,
     ) -> None:
+        self.ladder = ladder
         self.transforms: Any = {name: biject_to(supports[name]) for name in values}
         free = {name: self.transforms[name].inv(value) for name, value in values.items()}
         self.shapes = {name: value.shape[1:] for name, value in free.items()}
         self.log_density = log_density
         place = self.free(values)
         self.state = State(place, place.new_empty(0), place)
-        self.tuning = Tuning(torch.ones_like(place[0]), warmup, target)
+        self.tuning = Tuning(torch.ones_like(place[: ladder.size]), ladder.warmup, target)
 
     def free(self, values: Mapping[str, Tensor]) -> Tensor:
         """Coordinates of values, off the boundary of their spaces."""
@@ -232,12 +238,12 @@ class Hamiltonian:
         step, num_steps = self.tuning.steps()
         before = self.state
         self.state, moved = self.trajectory(step, num_steps)
-        self.tuning.learn(before, self.state, moved)
+        self.tuning.learn(before, self.state, moved, self.ladder.chains)
         return moved, num_steps
 
     def trajectory(self, step: float, num_steps: int) -> tuple[State, Moved]:
         """One trajectory of every chain, which ends where it began if it is not accepted."""
-        begin, scale = self.state, self.tuning.scale
+        begin, scale = self.state, self.tuning.scale[self.ladder.rungs.flatten()]
         momentum = torch.randn_like(begin.place)
         energy = start = begin.log_density - 0.5 * momentum.square().sum(-1)
         now, lost = begin, torch.zeros_like(start, dtype=torch.bool)
@@ -287,6 +293,7 @@ def fit_mcmc(
     warmup: int = 500,
     start: Fit | Values | None = None,
     target_accept: float = TARGET,
+    num_temperatures: int = 1,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
     name: str | None = None,
@@ -310,6 +317,7 @@ def fit_mcmc(
             begin chains at several.
         target_accept: The acceptance that the step size aims at; raise it where trajectories
             diverge.
+        num_temperatures: R: see :func:`fit_gibbs`. Here the likelihood has the power b.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have.
@@ -328,7 +336,6 @@ def fit_mcmc(
         torch.Size([8, 20, 2, 2])
     """
     arguments = dict(locals())
-    check_size("num_chains", num_chains)
     if not 0.3 <= target_accept < 1:
         raise ValueError(f"target_accept must lie between 0.3 and 1; got {target_accept}.")
     check_model_and_data(model, data)
@@ -336,7 +343,7 @@ def fit_mcmc(
     if isinstance(module := getattr(model, "module", None), HMMModule):
         scale_priors(module, data)
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-        sampler = HMC(model, data, num_chains, num_samples, warmup, target_accept)
+        sampler = HMC(model, data, num_samples, warmup, num_chains, num_temperatures, target_accept)
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
     plates = sampler.plates
     return sampler.fit(
@@ -351,9 +358,10 @@ class HMC(Chains):
     Args:
         model: The Pyro model.
         data: The sequences.
-        num_chains: C.
         num_samples: How many trajectories are kept.
         warmup: How many before tune.
+        num_chains: C.
+        num_temperatures: R.
         target: Acceptance that the step size aims at.
     """
 
@@ -361,40 +369,54 @@ class HMC(Chains):
         self,
         model: Callable[..., Any],
         data: Sequences,
-        num_chains: int,
         num_samples: int,
         warmup: int,
+        num_chains: int,
+        num_temperatures: int,
         target: float,
     ) -> None:
-        super().__init__(num_samples, warmup)
-        self.model, self.data, self.num_chains = model, data, num_chains
+        super().__init__(num_samples, warmup, num_chains, num_temperatures)
+        self.model, self.data = model, data
         trace = trace_of_batchable(model, data)
-        with poutine.block(), torch.no_grad():
+        with torch.no_grad(), poutine.block():
             self.plates = sequence_plates(model, data, trace)
-            with pyro.plate("chains", num_chains, dim=-2):
-                wide = poutine.trace(model).get_trace(data)
+        wide = self._simulated()
         self.supports, _ = latent_sites(trace)
         if not self.supports:
             raise ValueError("model has no latent variables to sample: all of it is frozen.")
         self.prior = {name: wide.nodes[name]["value"] for name in self.supports}
         self.deep = {name for name in self.supports if trace.nodes[name]["fn"].batch_shape}
         spaces = {name: wide.nodes[name]["fn"].support for name in self.supports}
-        self.hamiltonian = Hamiltonian(spaces, self.prior, self.log_density, warmup, target)
+        self.refreshes = "log_prior" not in trace.nodes  # else samples are not those of the prior
+        self.inverse: Any = 1.0
+        self.hamiltonian = Hamiltonian(spaces, self.prior, self.log_density, self.ladder, target)
+
+    def _simulated(self) -> poutine.Trace:
+        """A sample of the prior for each chain."""
+        with torch.no_grad(), poutine.block(), pyro.plate("chains", self.copies, dim=-2):
+            return poutine.trace(self.model).get_trace(self.data)
+
+    def _joint(self, values: dict[str, Tensor]) -> LogJoint:
+        """Log-likelihood and log-prior of each chain, ``(C R,)``."""
+        with LogJoint(values, self.copies) as joint:
+            with pyro.plate("chains", self.copies, dim=-2):
+                self.model(self.data)
+        return joint
 
     def log_density(self, values: dict[str, Tensor]) -> Tensor:
-        """The log joint density of each chain, ``(C,)``."""
-        with LogJoint(values, self.num_chains) as joint:
-            with pyro.plate("chains", self.num_chains, dim=-2):
-                self.model(self.data)
-        return joint.likelihood + joint.prior
+        """The log density of each chain at its temperature, ``(C R,)``."""
+        joint = self._joint(values)
+        return self.inverse * joint.likelihood + joint.prior
 
     def begin(self, start: Fit | Values | None) -> None:
         """Put the chains where they start."""
         hamiltonian = self.hamiltonian
         if start is None:
             ends = hamiltonian.climb(hamiltonian.free(self.prior), CLIMB)
-            best = ends.log_density.nan_to_num(-torch.inf).argmax()
-            place = ends.place[best].expand_as(ends.place)
+            ladders = self.ladder.rungs.shape if self.ladder.size > 1 else (1, -1)
+            scores = ends.log_density.nan_to_num(-torch.inf).reshape(ladders)
+            best = scores.argmax(1) + scores.size(1) * torch.arange(len(scores))
+            place = ends.place[best].repeat_interleave(scores.size(1), 0)
         else:
             values = start.values if isinstance(start, Fit) else start
             place = hamiltonian.free(self._widened(values))
@@ -413,13 +435,15 @@ class HMC(Chains):
                 raise ValueError(f"start has no value for {name}; it has {', '.join(values)}.")
             value = values[name].detach().to(like)
             single = like[0] if name in self.deep else like[0, 0]
-            if value.shape == (self.num_chains, *single.shape) and name not in self.deep:
-                value = value.unsqueeze(1)
+            if value.shape == (len(self.ladder.rungs), *single.shape):
+                value = value.repeat_interleave(self.ladder.size, 0)
+                value = value if name in self.deep else value.unsqueeze(1)
             wide[name] = value.expand(like.shape)
         return wide
 
     def step(self) -> None:
         """A trajectory of every chain; its end is kept after the warmup."""
+        works = self._swap() if self.ladder.size > 1 else {}
         moved, num_steps = self.hamiltonian.step()
         if self.done < self.warmup:
             return
@@ -430,7 +454,24 @@ class HMC(Chains):
             "lp": (state.log_density - slope).double(), "diverging": moved.diverged,
             "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, num_steps),
         }  # fmt: skip
-        self.keep(self.done - self.warmup, now)
+        coldest = self.ladder.coldest
+        self.keep(self.done - self.warmup, {n: v[coldest] for n, v in now.items()} | works)
+
+    def _swap(self) -> Values:
+        """Swap temperatures; chains at that of the prior begin at new samples of it."""
+        hamiltonian, ladder = self.hamiltonian, self.ladder
+        place = hamiltonian.state.place
+        with torch.no_grad():
+            likelihood = self._joint(hamiltonian.constrain(place)[0]).likelihood
+        work = (ladder.others.to(place) - ladder.own.to(place)) * likelihood
+        _, works = ladder.swap(work)
+        self.inverse = ladder.own.to(place)
+        if self.refreshes:
+            nodes = self._simulated().nodes
+            fresh = hamiltonian.free({name: nodes[name]["value"] for name in self.supports})
+            place = torch.where((self.inverse == 0).unsqueeze(-1), fresh, place)
+        hamiltonian.state = hamiltonian.at(place)
+        return {"works": works}
 
     def tuned(self) -> dict[str, float]:
         """Step size, trajectory length, mean leapfrog steps and acceptance, after the warmup."""
@@ -449,3 +490,5 @@ class HMC(Chains):
         """Go on from a checkpoint."""
         self.hamiltonian.state = State(**state["state"])
         self.hamiltonian.tuning = Tuning(**state["tuning"])
+        if self.ladder.size > 1:
+            self.inverse = self.ladder.own.to(self.hamiltonian.state.place)

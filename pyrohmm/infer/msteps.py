@@ -14,22 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
-from scipy import optimize
-from scipy.special import xlogy
 from torch import Tensor
 
 from .._checks import check_size
 from .._sync import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
+from ..ops.diversity import RootAscent
 from ..ops.log_space import log
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
-
-TINY = 1e-300  # in place of a denominator of zero
-ROUND = 50  # iterations of an ascent before it begins anew
 MOST_WORK = 3_000_000  # cubed states of all starts of a search
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
@@ -181,7 +175,7 @@ def default_step(prior: TransitionPrior, labelled: bool = False) -> TransitionSt
 
 
 class FixedPoint:
-    r"""M-step by L-BFGS on the roots of the probabilities, for :math:`\rho = 1/2`.
+    r"""M-step by Newton steps in the roots of the probabilities, for :math:`\rho = 1/2`.
 
     The prior then adds :math:`\alpha` pseudo-counts to each row, divided as
     :math:`M = S \circ S^{-\mathsf T}` with :math:`S = \sqrt A`, whose rows sum to one but whose
@@ -274,63 +268,15 @@ def _ascended(
     rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None, num_steps: int
 ) -> Tensor:
     """Matrices ``(R, K, K)`` after an ascent of each; the start where that is higher."""
-    anchor = None if prior.anchor is None else prior.anchor.detach().double().cpu().numpy()
-    possible = np.ones(rows.shape[-2:], bool) if allowed is None else allowed.cpu().numpy()
-    ends = [
-        _climb(row, count, prior.alpha, anchor, prior.anchor_weight, possible, num_steps)
-        for row, count in zip(rows.cpu().numpy(), counts.cpu().numpy())
-    ]
-    return _higher(torch.as_tensor(np.stack(ends)).to(rows), rows, counts, prior)
-
-
-def _climb(
-    row: Array, counts: Array, alpha: float, anchor: Any, weight: float, allowed: Array, steps: int
-) -> Array:
-    """The end ``(K, K)`` of an ascent by L-BFGS on the roots, scaled by the Fisher information."""
-    counts = np.where(allowed, counts, 0.0)
-    totals = counts.sum(-1, keepdims=True)
-    scale = np.sqrt(np.maximum(totals + alpha, 1e-3))
-    shape, start = counts.shape, np.sqrt(row)
-    if alpha > 0 and counts.any() and not np.linalg.slogdet(start)[1] > -60:  # no slope there
-        start = np.sqrt(row + 0.1 * np.where(allowed, np.random.default_rng(0).random(shape), 0.0))
-    if anchor is not None:  # whose slope by a root vanishes at zero
-        start = np.where(allowed, np.maximum(start, 1e-3), 0.0)
-    least = 1e-6 * np.sqrt(counts / np.maximum(totals, TINY))  # of a root with a count
-    most = np.where(allowed, np.inf, 0.0)
-
-    def fall(flat: Array) -> tuple[float, Array]:
-        """Minus the objective, and its slopes."""
-        roots = flat.reshape(shape) / scale
-        length = np.linalg.norm(roots, axis=-1, keepdims=True)
-        unit = roots / np.maximum(length, TINY)
-        volume = np.linalg.slogdet(unit)[1] if alpha > 0 else 0.0
-        if not (volume > -60 and length.all()):  # the inverse has no digits left
-            return 1e10, np.zeros_like(flat)
-        value = 2 * (xlogy(counts, unit).sum() + alpha * volume)
-        slope = 2 * np.divide(counts, unit, out=np.zeros(shape), where=counts > 0)
-        if alpha > 0:
-            slope += 2 * alpha * np.linalg.inv(unit).T
-        if anchor is not None:
-            gap = unit**2 - anchor
-            value -= weight * (gap**2).sum()
-            slope -= 4 * weight * gap * unit
-        along = (slope - (slope * unit).sum(-1, keepdims=True) * unit) / length / scale
-        return -value, -along.ravel()
-
-    point, low, high = (np.ravel(x * scale) for x in (np.maximum(start, least), least, most))
-    counted, lowest = counts.ravel() > 0, np.inf
-    while steps > 0:  # in rounds: near zero the logarithm of a count is too steep for long steps
-        near = np.where(counted, np.maximum(low, 0.1 * point), low)
-        found = optimize.minimize(
-            fall, point, jac=True, method="L-BFGS-B", bounds=np.stack([near, high], -1),
-            options={"maxiter": min(steps, ROUND), "maxcor": 10, "ftol": 1e-15, "gtol": 1e-9},
-        )  # fmt: skip
-        steps, point = steps - max(found.nit, 1), found.x
-        if found.fun >= lowest - 1e-12 * abs(found.fun):
+    anchor = None if prior.anchor is None else prior.anchor.detach().to(counts)
+    ascent = RootAscent(counts, allowed, prior.alpha, anchor, prior.anchor_weight)
+    roots, going = ascent.start(rows), torch.arange(len(rows), device=rows.device)
+    for _ in range(num_steps):
+        roots[going], ended = ascent.of(going).step(roots[going])
+        going = going[~ended]
+        if not len(going):
             break
-        lowest = found.fun
-    squares: Array = (point.reshape(shape) / scale) ** 2
-    return squares / squares.sum(-1, keepdims=True)
+    return _higher(roots.square(), rows, counts, prior)
 
 
 class LogitGradient:

@@ -14,7 +14,6 @@ from pyro.distributions import Delta
 from pyro.nn import PyroModule
 from pyro.ops.stats import quantile
 from pyro.poutine.util import site_is_subsample
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -27,7 +26,8 @@ from ..nn.base import PYRO, in_mode
 from .guides import repeatable, samples_of
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
-from .uncertainty import Information
+from .replicates import Bootstrap, bootstrap, limits_of, match_states
+from .uncertainty import Covariance, Information
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
@@ -99,7 +99,7 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``values``, off the boundary of their spaces.
+        """Initial values for another fit: ``values``, moved into the interior of their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
@@ -274,19 +274,75 @@ class Fit:
         """Standard errors of the parameters by name: see :meth:`information`."""
         return self.information(data).std_errors()
 
+    def covariance(self, data: Sequences) -> Covariance:
+        """Covariance of all entries of the parameters, with names: see :meth:`information`."""
+        return self.information(data).natural()
+
+    def bootstrap(
+        self, data: Sequences, num_samples: int = 200, parametric: bool = True
+    ) -> Bootstrap:
+        """Fit the model to B data sets that are simulated or resampled, as one batch.
+
+        Each of them is climbed from the fit to the maximum near it, all at once, so that states
+        keep their numbers. Replicates that do not converge, and those in which the posterior of
+        some state is more like that of another state of the fit, are counted and left out.
+
+        Args:
+            data: The sequences that were fitted.
+            num_samples: B.
+            parametric: Whether data sets are simulated from the fit, with the lengths, the missing
+                steps and the covariates of the data; else whole sequences are resampled, which
+                does not trust the model, and needs many of them, some 50.
+
+        Raises:
+            ValueError: As :meth:`information`; or if sequences have variables of their own.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> data = Sequences.from_list([torch.randn(400)])
+            >>> fit = fit_em(TabularHMM(1, normal(0)), data)
+            >>> fit.bootstrap(data)
+            Bootstrap(200 replicates; 0 have not converged, in 0 states have changed places)
+        """
+        if self.plates:
+            raise ValueError(
+                "the bootstrap is of parameters that all sequences share; each sequence has a "
+                f"{min(self.plates)!r} of its own here. fit_laplace integrates it out."
+            )
+        with self.at_rest():
+            return bootstrap(self.information(data), num_samples, parametric)
+
     def intervals(
-        self, data: Sequences, level: float = 0.95, of: Callable[[HMM], Tensor] | None = None
+        self,
+        data: Sequences,
+        level: float = 0.95,
+        of: Callable[[HMM], Tensor] | str | None = None,
+        method: str = "delta",
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Limits of the parameters by name, or of a function ``of`` the fitted HMM under "of".
-
-        See :meth:`Information.intervals`.
 
         Args:
             data: The sequences that were fitted.
             level: Of confidence.
-            of: From an :class:`HMM` to a tensor, such as ``lambda hmm: hmm.stationary()``.
+            of: From an :class:`HMM` to a tensor, such as ``lambda hmm: hmm.stationary()``; or the
+                name of one entry of a parameter, such as "module.transition[0, 1]".
+            method: "delta", from the curvature: see :meth:`Information.intervals`. "bootstrap",
+                quantiles over 200 simulated data sets: see :meth:`bootstrap`, which takes their
+                number and can resample sequences. "profile", from the likelihood ratio of one
+                entry, whose name ``of`` is.
+
+        Example:
+            >>> data = Sequences.from_list([torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1, 1])])
+            >>> fit = fit_em(TabularHMM(1, categorical(2)), data)
+            >>> name = "module.emission.probs[0, 0]"
+            >>> low, high = fit.intervals(data, of=name, method="profile")[name]
+            >>> print(f"{low:.3f} {high:.3f}")
+            0.036 0.499
         """
-        return self.information(data).intervals(level, of)
+        with self.at_rest():
+            if method == "bootstrap" and not isinstance(of, str):
+                return self.bootstrap(data).intervals(level, of)
+            return limits_of(self.information(data), level, of, method)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -374,30 +430,6 @@ class Restarts:
         matched = match_states(states, states[self.best])
         matched[self.best] = torch.arange(matched.size(-1))
         return matched
-
-
-def match_states(states: Tensor, reference: Tensor) -> Tensor:
-    """Match the states of R models to those of a reference, by the Hungarian algorithm.
-
-    The matching maximises the overlap of the posteriors of matched states: the sum over steps of
-    the products of their probabilities.
-
-    Args:
-        states: ``(R, N, T, K)``, posteriors of R models.
-        reference: ``(N, T, K)``, the posterior they are compared with.
-
-    Returns:
-        ``(R, K)`` integers: the state of the reference for each state.
-
-    Example:
-        >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
-        >>> match_states(torch.stack([reference, reference.flip(-1)]), reference)
-        tensor([[0, 1],
-                [1, 0]])
-    """
-    overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
-    matches = [linear_sum_assignment(weights, maximize=True)[1] for weights in overlap]
-    return torch.stack([torch.as_tensor(match) for match in matches])
 
 
 class Point(PyroModule):

@@ -21,12 +21,13 @@ from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.checkpoints import Checkpoint, Fields, describe
 from .options import FREE
 from .results import Fit, Point, name_of, uses_labels
+from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
+RARE = 0.05  # share of swaps, below which neighbouring temperatures are said to be far apart
 FEWEST = 100  # effective samples of each chain, below which estimates are said to be rough
 
 
@@ -160,11 +161,15 @@ class SampledFit(Fit):
         stats: What else is known of each sample, ``(C, S)``, by name: ``lp``, the log joint density
             :math:`\log p(x, \theta)`, in nats; ``diverging``, whether a trajectory went astray.
         tuning: What the warmup has found, by name.
+        works: Of tempered chains, ``(C, S, 2, R - 1)``: see :class:`.tempering.Ladder`.
+        inverse_temperatures: Theirs, ``(R,)``, from zero, the prior, to one.
     """
 
     chains: dict[str, Tensor] = field(default_factory=dict, repr=False)
     stats: dict[str, Tensor] = field(default_factory=dict, repr=False)
     tuning: dict[str, float] = field(default_factory=dict)
+    works: Tensor | None = field(default=None, repr=False)
+    inverse_temperatures: Tensor | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         chains, samples = self.stats["lp"].shape
@@ -188,6 +193,30 @@ class SampledFit(Fit):
         check_size("num_samples", count)
         chosen = torch.linspace(0, total - 1, min(count, total)).round().long()
         return {name: value.flatten(0, 1)[chosen] for name, value in self.chains.items()}
+
+    def marginal_likelihood(self) -> MarginalLikelihood:
+        r"""Log marginal likelihood :math:`\log \int p(\theta) p(x \mid \theta) d\theta`, in nats.
+
+        Also called the evidence of the model: the parameters are integrated out. Estimated by
+        Bennett's acceptance ratio between neighbouring temperatures, with the standard error among
+        the chains, which know nothing of each other.
+
+        Raises:
+            ValueError: If the chains were not tempered.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> data = Sequences.from_list([[0, 0, 1]])  # of one state: 2! 1! / 4!
+            >>> fit = fit_gibbs(TabularHMM(1, categorical(2)), data, num_temperatures=4)
+            >>> value, error = fit.marginal_likelihood()
+            >>> abs(value - math.log(1 / 12)) < 5 * error < 0.1
+            True
+        """
+        if self.works is None:
+            raise ValueError(
+                "the marginal likelihood needs tempered chains: sample with num_temperatures=16."
+            )
+        return marginal_likelihood(self.works)
 
     def agreement(self) -> dict[str, Agreement]:
         """R-hat, bulk and tail effective sample size of each variable, and of ``lp``.
@@ -219,15 +248,25 @@ class Chains:
     Args:
         num_samples: S, steps that are kept.
         warmup: Steps before them.
+        num_chains: C.
+        num_temperatures: R; there are C R chains, of which C are kept.
 
     Attributes:
         kept: Values by name, ``(C, S, ...)``.
         done: Steps so far.
+        ladder: Temperatures of all chains.
+        copies: C R.
     """
 
-    def __init__(self, num_samples: int, warmup: int) -> None:
+    def __init__(
+        self, num_samples: int, warmup: int, num_chains: int, num_temperatures: int
+    ) -> None:
         check_size("num_samples", num_samples)
         check_size("warmup", warmup, 0)
+        check_size("num_chains", num_chains)
+        check_size("num_temperatures", num_temperatures)
+        self.ladder = Ladder(num_chains, num_temperatures, warmup)
+        self.copies = num_chains * num_temperatures
         self.num_samples, self.warmup = num_samples, warmup
         self.kept: dict[str, Tensor] = {}
         self.done, self.start_time = 0, time.perf_counter()
@@ -279,9 +318,11 @@ class Chains:
                     bar.set_postfix(rhat=f"{rhat:.3f}", refresh=False)
                 if checkpoint is not None and (checkpoint.is_due() or self.done == total):
                     known = {"done": self.done, "kept": self.kept, "seconds": self.seconds}
-                    checkpoint.save(known | {"chains": self.state()})
+                    known |= {"ladder": vars(self.ladder), "chains": self.state()}
+                    checkpoint.save(known)
 
     def _resume(self, state: Fields) -> None:
+        vars(self.ladder).update(state["ladder"])
         self.restore(Fields(state["chains"], state, "chains."))
         self.done, self.kept = state["done"], state["kept"]
         self.start_time -= state["seconds"]
@@ -295,6 +336,7 @@ class Chains:
         """The samples as a fit, whose point is the one of the largest log joint density."""
         chains = {name: self.kept[name] for name in supports}
         stats = {name: value for name, value in self.kept.items() if name not in supports}
+        works = stats.pop("works", None)
         best = int(stats["lp"].argmax())
         values = {name: value.flatten(0, 1)[best] for name, value in chains.items()}
         notes = uses_labels(data)
@@ -304,8 +346,16 @@ class Chains:
                 f"{count:,} of {total:,} trajectories diverged: the samples may miss a part of the "
                 "posterior. Raise target_accept, or give the parameters another form or prior"
             )
+        if works is not None:
+            fields["inverse_temperatures"] = self.ladder.inverse
+            fields["tuning"] = fields.get("tuning", {}) | {"swaps": self.ladder.least_swaps()}
+            if fields["tuning"]["swaps"] < RARE:
+                notes.append(
+                    "neighbouring temperatures hardly swap: chains do not mix, and the marginal "
+                    "likelihood is rough. Raise num_temperatures or warmup"
+                )
         return SampledFit(
             model, Point(values), -stats["lp"].mean(0), True, "it took all samples", self.seconds,
             data.num_observed, list(values), notes=notes, window=1, supports=supports,
-            values=values, chains=chains, stats=stats, **fields,
+            values=values, chains=chains, stats=stats, works=works, **fields,
         )  # fmt: skip

@@ -27,10 +27,9 @@ from .._sync import with_one_wait
 from .._threads import threads_for
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe, fingerprint
+from ..io.checkpoints import Checkpoint, Fields, describe, fingerprint
 from ..nn.base import HMMModule, in_mode
-from .descent import Descent, copy_values, describe_schedule
+from .descent import Descent, HeldOut, copy_values, describe_schedule
 from .guides import point_of
 from .models import scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
@@ -38,7 +37,6 @@ from .options import FREE, Settings
 from .plates import marks_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels
-from .validation import HeldOut
 
 _guides = count()
 

@@ -6,8 +6,7 @@ Its modules; each imports only those above it:
 
 ``files``        files of tensors and plain data, written whole or not at all
 ``persistence``  ``save``, ``load_hmm``, ``load_into``
-``identity``     what a fit is, for checkpoints
-``checkpoints``  the file from which a fit resumes
+``checkpoints``  the file from which a fit resumes, and what makes a fit the same
 ``hmmlearn``     models of hmmlearn as HMMs, and back
 """
 

@@ -7,8 +7,7 @@ Its modules; each imports only those above it:
 ``text``        sentences as lines of words and as codes
 ``clusters``    Brown clusters of words
 ``training``    the learning rate and the state dropout of a fit
-``generation``  sentences sampled from an HMM in blocks
-``scoring``     log-probabilities of sentences and words
+``generation``  sentences by an HMM in blocks: log-probabilities and samples
 ``lookahead``   probability that a constraint will hold, by state
 ``steering``    ``Steering``: sentences that satisfy a constraint
 ``control``     ``ConstraintProcessor``: another model's texts that satisfy a constraint

@@ -1,4 +1,4 @@
-r"""Any language model of tokens steered by an HMM of these tokens, so that a constraint holds.
+r"""Steering any language model by an HMM of the same tokens, so that a constraint holds.
 
 At each step the probability of a token is multiplied by that which the HMM gives to the constraint,
 

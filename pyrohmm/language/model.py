@@ -35,7 +35,7 @@ from ..nn.neural import NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
-from . import clusters, scoring, text
+from . import clusters, generation, text
 from .generation import next_states, sample_sentences
 from .steering import Steering
 from .text import END, as_text, check_ends, split_words
@@ -292,7 +292,7 @@ class LanguageModel:
                 that are missing.
         """
         with torch.no_grad(), in_mode(False, self.module):
-            return scoring.score(self.module, self._coded(sentences), self.contiguous)
+            return generation.score(self.module, self._coded(sentences), self.contiguous)
 
     def surprisal(self, sentences: Iterable[str] | Sequences) -> list[Tensor]:
         r"""Surprisal :math:`-\log p(w_t \mid w_{1:t-1})` of each word of each sentence, in nats.
@@ -312,7 +312,7 @@ class LanguageModel:
             [3, 2]
         """
         with torch.no_grad(), in_mode(False, self.module):
-            return scoring.surprisal(self.module, self._coded(sentences), self.contiguous)
+            return generation.surprisal(self.module, self._coded(sentences), self.contiguous)
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
         """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
@@ -371,7 +371,7 @@ class LanguageModel:
         return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
-        """Sentences given that they satisfy a constraint; of a contiguous model, first sentences.
+        """Condition sentences on a constraint: a :class:`.Steering`.
 
         Args:
             constraint: What a sentence, without its ``<eos>``, satisfies: a finite automaton over
@@ -447,7 +447,7 @@ class LanguageModel:
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
-        """The model that was saved to ``directory``, on the CPU, every bit as it was.
+        """Load the model that was saved to ``directory``, on the CPU, bit for bit.
 
         Raises as :func:`pyrohmm.load_hmm`.
         """

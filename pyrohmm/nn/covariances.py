@@ -134,6 +134,10 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         covariance = self._wide()
         return MultivariateNormal(self.loc, covariance)
 
+    def augments(self, values: Tensor) -> bool:
+        """Whether components of vectors are missing, which are sampled."""
+        return bool(values.isnan().any())
+
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:

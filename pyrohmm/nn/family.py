@@ -62,6 +62,10 @@ class Emission(Family):
         """
         return None
 
+    def augments(self, values: Tensor) -> bool:
+        """Whether ``statistics`` of these values are those of samples of what else is hidden."""
+        return False
+
     @classmethod
     def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
         """Arguments of the distribution that stands for a mixture of J, by its moments; or None.

@@ -379,6 +379,10 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         weights = self.weights
         return MixtureSameFamily(Categorical(logits=log(weights)), super().forward())
 
+    def augments(self, values: Tensor) -> bool:
+        """True: the component of each observation."""
+        return True
+
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:

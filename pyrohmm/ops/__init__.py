@@ -6,10 +6,10 @@ Its modules; each imports only those above it:
 
 ``log_space``         logarithms and their sums with hard zeros
 ``masks``             which steps of ragged sequences exist
-``sampling``          ancestral sampling of paths
-``tensor_cache``      values derived from a tensor, dropped when it is modified or freed
+``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``_numba_math``       what all compiled loops use
 ``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``
+``sampling``          paths of Markov chains, and of posteriors by many parameters
 ``products``          products of matrices between observations and states, and look-ups
 ``product._torch``    several chains, or pairs of states of one, in logarithms
 ``dense.chain``       Markov chains: the arguments, checked and in one form
@@ -21,11 +21,8 @@ Its modules; each imports only those above it:
 ``dense._numba``      their recursions by those loops
 ``dense.scaling``     evidence and gradient in the range of numbers that each sequence needs
 ``recursions``        forward-backward, Viterbi, path sampling of Markov chains
-``_numba_draws``      compiled filtering and sampling of paths by many parameters
-``path_samples``      paths and evidence by many parameters in one pass
 ``continuous_time``   transitions of chains in continuous time
-``segments.chain``    chains with durations: the arguments in one form
-``segments._torch``   their recursions as torch operations
+``segments._torch``   chains with durations: the arguments in one form, recursions by torch
 ``segments._numba``   their recursions by compiled loops
 ``semi_markov``       the recursions of chains with durations
 ``factorial``         the recursions of several chains behind one observation
@@ -45,7 +42,7 @@ Its modules; each imports only those above it:
 ``stationary``        stationary distribution, joint probabilities of steps
 ``pairs``             ``Pairs``: sparse counts of pairs of symbols
 ``pair_losses``       losses between counted and predicted pairs
-``diversity``         kernels between rows and their log-determinant
+``diversity``         kernels between rows, their log-determinant, and ascents under it
 """
 
 from . import automata as automata

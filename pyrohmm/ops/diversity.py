@@ -16,11 +16,17 @@ References:
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from .._checks import check_floats
 from .log_space import log
+
+FAR = 0.5  # length of a step along which the slope grows
 
 
 def product_kernel(probs: Tensor, rho: float = 0.5, normalized: bool = True) -> Tensor:
@@ -115,6 +121,154 @@ def simplex_projection(values: Tensor, weights: Tensor | None = None) -> Tensor:
     excess = ((falling * shares).cumsum(-1) - 1) / shares.cumsum(-1)
     last = (falling > excess).sum(-1, keepdim=True) - 1  # the largest number of positive entries
     return ((scaled - excess.gather(-1, last)) / weights).clamp(min=0.0)
+
+
+class RootAscent:
+    r"""Projected Newton steps in the roots U of probabilities, of R matrices at once.
+
+    Rows of U have length one. The objective is
+    :math:`2 \sum_{ij} c_{ij} \log U_{ij} + 2 \alpha \log|\det U| - w |U \circ U - A_0|^2`; its
+    Hessian along the spheres of the rows is never built: conjugate gradients need its products.
+
+    Args:
+        counts: c, ``(R, K, K)`` float64, of transitions.
+        allowed: ``(K, K)`` booleans, where roots may be positive; all by default.
+        alpha: Weight of the diversity.
+        anchor: :math:`A_0`, ``(K, K)``; none by default.
+        weight: w, of the distance from the anchor.
+    """
+
+    def __init__(
+        self,
+        counts: Tensor,
+        allowed: Tensor | None,
+        alpha: float,
+        anchor: Tensor | None,
+        weight: float,
+    ) -> None:
+        self.allowed = torch.ones_like(counts[0], dtype=torch.bool) if allowed is None else allowed
+        self.counts, self.alpha = counts.masked_fill(~self.allowed, 0.0), alpha
+        self.anchor, self.weight = (
+            (counts.new_zeros(()), 0.0) if anchor is None else (anchor, weight)
+        )
+
+    def of(self, chosen: Tensor) -> RootAscent:
+        """The ascent of some of the matrices."""
+        part = copy.copy(self)
+        part.counts = self.counts[chosen]
+        return part
+
+    def start(self, rows: Tensor) -> Tensor:
+        """Roots of ``rows``, moved away from where the objective has no slope that leads away."""
+        roots = rows.sqrt()
+        if self.alpha > 0:  # a determinant of zero
+            generator = torch.Generator().manual_seed(0)
+            noise = torch.rand(rows.shape[1:], generator=generator, dtype=rows.dtype).to(rows)
+            near = (rows + 0.1 * noise.masked_fill(~self.allowed, 0.0)).sqrt()
+            flat = _usable_volume(roots).isneginf() & self.counts.any(-1).any(-1)
+            roots = torch.where(flat[:, None, None], near, roots)
+        least = 1e-6 * (self.counts / self.counts.sum(-1, keepdim=True)).nan_to_num(0.0).sqrt()
+        if self.weight > 0:  # a root of zero
+            least = least.clamp(min=1e-3).masked_fill(~self.allowed, 0.0)
+        return normalize(roots.maximum(least), dim=-1)
+
+    def height(self, roots: Tensor) -> Tensor:
+        """The objective, ``(R,)``."""
+        gap = roots.square() - self.anchor
+        height = 2 * torch.xlogy(self.counts, roots).sum((-2, -1))
+        height = height - self.weight * gap.square().sum((-2, -1))
+        return height + 2 * self.alpha * _usable_volume(roots) if self.alpha > 0 else height
+
+    def step(self, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Roots after one step, and which of the ascents have come to an end, ``(R,)``."""
+        roots, slope, direction = self._newton(roots)
+        height, rise = self.height(roots), _dot(slope, direction)
+        rounding = 1e-12 * (1 + height.abs())
+        ended = ~(rise > rounding)  # half of the digits are right: this step finds the others
+        least = torch.where(self.counts > 0, 0.1 * roots, 0.0)  # no logarithm of zero
+        length, new, waiting = torch.ones_like(height), roots.clone(), torch.ones_like(ended)
+        for _ in range(40):
+            ahead = roots + length[:, None, None] * direction
+            ahead = normalize(ahead.maximum(least), dim=-1)
+            bound = height + torch.where(ended, -rounding, 1e-4 * length * rise)
+            risen = waiting & (self.height(ahead) >= bound)
+            new[risen], waiting = ahead[risen], waiting & ~risen
+            if not bool(waiting.any()):
+                break
+            length = torch.where(waiting, 0.4 * length, length)
+        return new, ended | waiting
+
+    def _newton(self, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Roots without those that go to zero, the slope along the spheres, and a Newton step."""
+        counted = self.counts > 0
+        inverse = torch.linalg.inv_ex(roots).inverse if self.alpha > 0 else torch.zeros_like(roots)
+        ratio = torch.where(counted, self.counts / roots, 0.0)
+        gap = roots.square() - self.anchor
+        slope = 2 * ratio + 2 * self.alpha * inverse.mT - 4 * self.weight * gap * roots
+        radial = (slope * roots).sum(-1, keepdim=True)
+        slope = slope - radial * roots
+        zero = ~self.allowed | (~counted & (roots < 1e-9) & (slope <= 0))
+        roots = normalize(roots.masked_fill(zero, 0.0), dim=-1)
+        bend = 2 * torch.where(counted, ratio / roots, 0.0) + radial
+        bend = bend + 4 * self.weight * (2 * roots.square() + gap)
+        scale = 1 / bend.clamp(min=1e-3 * (radial.abs() + 1e-12))
+        scale = scale.masked_fill(zero, 0.0)
+        across = (roots * scale * roots).sum(-1, keepdim=True)
+
+        def along(rows: Tensor) -> Tensor:
+            rows = rows.masked_fill(zero, 0.0)
+            return rows - (rows * roots).sum(-1, keepdim=True) * roots
+
+        def curved(rows: Tensor) -> Tensor:  # by minus the Hessian
+            return along(bend * rows + 2 * self.alpha * (inverse @ rows @ inverse).mT)
+
+        def scaled(rows: Tensor) -> Tensor:
+            rows = rows * scale
+            return rows - (rows * roots).sum(-1, keepdim=True) / across * (roots * scale)
+
+        slope = along(slope)
+        return roots, slope, _conjugate_gradients(curved, scaled, slope)
+
+
+def _conjugate_gradients(
+    curved: Callable[[Tensor], Tensor], scaled: Callable[[Tensor], Tensor], slope: Tensor
+) -> Tensor:
+    """A solution x ``(R, K, K)`` of ``curved(x) = slope``, about; far along what bends upwards.
+
+    Args:
+        curved: Product with minus the Hessian, which need not be positive definite.
+        scaled: Product with a matrix near its inverse, which must be.
+        slope: ``(R, K, K)``.
+    """
+    solution, rest = torch.zeros_like(slope), slope
+    ahead = scaled(rest)
+    size = first = _dot(rest, ahead)
+    going = size > 0
+    for _ in range(slope[0].numel()):
+        product = curved(ahead)
+        bend = _dot(ahead, product)
+        length = torch.where(bend > 0, size / bend, FAR / _dot(ahead, ahead).sqrt())
+        length = torch.where(going, length, 0.0)[:, None, None]
+        solution, rest = solution + length * ahead, rest - length * product
+        next_ahead = scaled(rest)
+        next_size = _dot(rest, next_ahead)
+        going = going & (bend > 0) & (next_size > 1e-2 * first * first.clamp(max=1.0))
+        if not bool(going.any()):
+            break
+        ahead = next_ahead + torch.where(going, next_size / size, 0.0)[:, None, None] * ahead
+        size = next_size
+    return solution
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner products of matrices, ``(R,)``."""
+    return (a * b).sum((-2, -1))
+
+
+def _usable_volume(roots: Tensor) -> Tensor:
+    """Logarithms of determinants, -inf where their inverses have no digits left, ``(R,)``."""
+    volume = torch.linalg.slogdet(roots).logabsdet
+    return volume.masked_fill(~(volume > -30 - 2 * roots.size(-1)), -torch.inf)
 
 
 def _check(probs: Tensor, rho: float) -> None:

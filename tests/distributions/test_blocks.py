@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from largest import Largest
 from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, Filter, queries
 from pyrohmm.chains import blocks as block_chains
@@ -366,59 +366,6 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
         torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
-    torch.manual_seed(2)
-    case = Case(kind, [3, 1, 2, 4], lengths)
-    found = case.hmm.final_state(case.values)
-    wanted = case.hmm.dense().filtered(case.values)
-    wanted = torch.stack([probs[length - 1] for probs, length in zip(wanted, lengths)])
-    wide = torch.zeros(len(lengths), case.blocks.num_states + 1, dtype=torch.float64)
-    rows = found.states.masked_fill(found.states < 0, case.blocks.num_states)
-    wide.scatter_(1, rows, found.log_probs.exp())
-    torch.testing.assert_close(wide[:, :-1], wanted)
-    assert not found.log_probs.requires_grad
-
-
-class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(each, torch.Tensor):
-                self.size = max(self.size, each.numel())
-        return found
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
-def test_second_derivatives_are_those_of_the_hmm_with_zeros(
-    all_transitions, kind, missing, engine, monkeypatch
-):
-    compute(monkeypatch, all_transitions)
-    torch.manual_seed(1)
-    case = Case(kind, [2, 1, 3], [4, 1, 4], num_symbols=5)
-    own, wide = case.hmm, case.hmm.dense()
-    if missing:
-        own, wide, _ = with_gaps(case)
-    weights = torch.randn(3, dtype=torch.float64)
-    found = []
-    for hmm in (own, wide):
-        value = (hmm.log_prob(case.values).exp() * weights).sum()
-        first = torch.autograd.grad(value, case.parameters, create_graph=True)
-        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
-        second = torch.autograd.grad(turned, case.parameters, retain_graph=True)
-        found.append([*first, *second])
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
-
-
 def test_blocks_say_which_state_emits_which_symbol():
     blocks = from_clusters(torch.tensor([0, 1, 0]), torch.tensor([2, 1]))
     assert blocks.allowed.tolist() == [[True, False, True]] * 2 + [[False, True, False]]
@@ -428,16 +375,6 @@ def test_blocks_say_which_state_emits_which_symbol():
     assert blocks.places(torch.tensor([1, 2])).tolist() == [[1], [0]]
     with pytest.raises(ValueError, match="no state of block 1 is kept"):
         blocks.keep(torch.tensor([0]))
-
-
-@patient
-@given(st.data())
-def test_uniform_blocks_have_their_size_and_reach_every_state(data):
-    symbols, each = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
-    states = data.draw(st.integers(each, symbols * each))
-    blocks = uniform(symbols, states, each, torch.Generator().manual_seed(0))
-    assert bool((blocks.allowed.sum(0) == each).all())
-    assert bool(blocks.allowed.any(1).all())
 
 
 # Missing steps
@@ -454,32 +391,6 @@ def with_gaps(case):
     seen[1] = torch.arange(num_steps) == 3
     hmm = case.hmm.replace(observed=seen)
     return hmm, hmm.dense(), case.values.masked_fill(~seen, -7)
-
-
-@pytest.mark.parametrize(("scale", "all_transitions"), [(1.0, False), (30.0, False), (1.0, True)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_missing_steps_are_summed_out_over_all_blocks(
-    kind, scale, all_transitions, engine, monkeypatch
-):
-    """With the larger scale some transitions have probabilities below the smallest number."""
-    compute(monkeypatch, all_transitions)
-    torch.manual_seed(int(scale))
-    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 5, 1, 4], scale=scale)
-    hmm, wide, values = with_gaps(case)
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockHMM, "dense", None)
-        found = hmm.log_prob(values)
-    wanted = wide.log_prob(case.values)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    weights = torch.randn(6, dtype=torch.float64)
-    got, want = (
-        torch.autograd.grad(
-            (each * weights).sum(), case.parameters, retain_graph=True, materialize_grads=True
-        )
-        for each in (found, wanted)
-    )
-    for one, other in zip(got, want):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -583,51 +494,6 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
         torch.testing.assert_close(queries.path_entropy(each, values), entropy)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_are_kept_to_in_blocks(kind, missing, engine):
-    """Of a state at a step, of one of several, also where the symbol is missing."""
-    torch.manual_seed(3)
-    case = Case(kind, [2, 3, 1], [3, 5, 5, 4])
-    hmm = with_gaps(case)[0] if missing else case.hmm
-    labels = torch.where(torch.rand(4, 5) < 0.4, case.hmm.viterbi(case.values), -1)
-    allowed = (labels < 0).unsqueeze(-1) | (torch.arange(6) == labels.unsqueeze(-1))
-    allowed |= torch.rand(4, 5, 6) < 0.2
-    found, wanted = hmm.restrict(allowed), hmm.dense().restrict(allowed)
-    assert isinstance(found, BlockHMM)
-    evidence = [each.log_prob(case.values) for each in (found, wanted)]
-    torch.testing.assert_close(*evidence)
-    for one, other in zip(found.posterior(case.values), wanted.posterior(case.values)):
-        torch.testing.assert_close(one, other)
-    assert torch.equal(found.viterbi(case.values), wanted.viterbi(case.values))
-    options = {"retain_graph": True, "materialize_grads": True}
-    slopes = (torch.autograd.grad(each.sum(), case.parameters, **options) for each in evidence)
-    for one, other in zip(*slopes):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_paths_with_missing_steps_are_sampled_from_the_posterior(kind, by_blocks):
-    torch.manual_seed(12)
-    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 8_000
-    hmm, wide, values = with_gaps(case)
-    posterior = wide.posterior(case.values)
-    by_blocks()
-    drawn = hmm.sample_states(values, (count,))
-    assert drawn.shape == (count, 5, 6)
-    assert not bool(drawn[:, ~hmm.exists].any())
-    shares = one_hot(drawn, 6).double().mean(0) * hmm.exists.unsqueeze(-1)
-    error = (posterior.states * (1 - posterior.states) / count).sqrt()
-    assert bool(((shares - posterior.states).abs() <= 5 * error + 1e-12).all())
-    for states, length, expected in zip(drawn.unbind(1), case.lengths, posterior.transitions):
-        pairs = states[:, : length - 1] * 6 + states[:, 1:length]
-        found = torch.bincount(pairs.flatten(), minlength=36).view(6, 6) / count
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
-    filled = queries.impute(hmm, values, (7,))
-    assert bool(((filled == case.values) | ~hmm.observed)[:, hmm.exists].all())
-    assert bool(((filled >= 0) & (filled < 9))[:, hmm.exists].all())
 
 
 def gappy_and_hard():

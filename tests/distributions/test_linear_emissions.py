@@ -5,8 +5,8 @@ import math
 import pyro.distributions as dist
 import pytest
 import torch
+from largest import Largest
 from torch.distributions import MultivariateNormal, Normal
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em, normal, normal_full
 from pyrohmm.distributions import linear_emissions, log_prob_per_state
@@ -318,19 +318,6 @@ def test_second_derivatives_of_log_densities(name):
     torch.testing.assert_close(found, hessian)
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers that any tensor made by an operation owns."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for part in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(part, torch.Tensor) and part.layout == torch.strided:
-                self.numbers = max(self.numbers, part.untyped_storage().nbytes() // 8)
-        return out
-
-
 @pytest.mark.usefixtures("_always")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_nothing_has_the_size_of_steps_times_states_times_components(name, monkeypatch):
@@ -342,7 +329,7 @@ def test_nothing_has_the_size_of_steps_times_states_times_components(name, monke
         hmm = HMM(uniform[0], uniform, build(*parameters), torch.full((4,), 100))
         torch.autograd.grad(hmm.log_prob(values).sum(), parameters, allow_unused=True)
     components = 2 if "mixture" in name else 1
-    assert largest.numbers <= rows * max(2 * dim + 1, states * components) < rows * states * dim
+    assert largest.size <= rows * max(2 * dim + 1, states * components) < rows * states * dim
 
 
 @pytest.mark.usefixtures("_always")
@@ -353,7 +340,7 @@ def test_nor_has_anything_in_an_iteration_of_em(family, monkeypatch):
     data = Sequences(torch.randn(4, 200, dim), torch.full((4,), 200))
     with Largest() as largest:
         fit_em(TabularHMM(states, family(dim)), data, num_steps=1)
-    assert largest.numbers <= rows * (states + 2 * dim) < rows * states * dim
+    assert largest.size <= rows * (states + 2 * dim) < rows * states * dim
 
 
 @pytest.mark.parametrize("unit", [1e-10, 1e-3, 1e3, 1e12, 1e17])

@@ -129,7 +129,7 @@ def test_labelled_sequences_are_counted_once():
             counts[a, b] += 1
     start = fit.hmm(data).log_transition.exp().unsqueeze(0)
     exact = msteps.FixedPoint(5000)(start, counts.unsqueeze(0), prior)
-    torch.testing.assert_close(start, exact, rtol=0, atol=1e-6)
+    torch.testing.assert_close(start, exact, rtol=0, atol=1e-10)
     assert len(fit.losses) < 12
 
 

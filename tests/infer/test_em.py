@@ -36,8 +36,6 @@ from pyrohmm import (
     poisson,
     save,
     starts,
-    streams,
-    tied,
     to_hmmlearn,
 )
 from pyrohmm.infer import expectation
@@ -316,17 +314,6 @@ def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
         fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
-def test_a_minibatch_of_all_sequences_is_no_minibatch():
-    case = CASES["counts"]
-    data, module = data_of(case), module_of(case)
-    begin = start_at(sample_start(module, data))
-    whole = fit_em(module, data, num_steps=300, tolerance=1e-12, start=begin)
-    for size in (len(data), len(data) + 7):
-        parts = fit_em(module, data, num_steps=300, tolerance=1e-12, batch_size=size, start=begin)
-        torch.testing.assert_close(parts.losses, whole.losses, rtol=0.0, atol=0.0)
-        assert parts.converged
-
-
 def test_a_minibatch_counts_for_the_whole_set():
     """Of copies of one sequence, any two stand for all six."""
     case = CASES["symbols"]
@@ -388,27 +375,6 @@ def test_full_labels_are_counted_in_one_step():
     found = numbers_of(fit)
     for own, expected in (("initial", initial), ("transition", pairs), ("emission.probs", counts)):
         np.testing.assert_allclose(found[own], expected / expected.sum(-1, keepdims=True))
-
-
-@pytest.mark.parametrize("kind", ["some steps", "sets"])
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_what_is_known_of_the_states_restricts_the_paths(kind, restarts):
-    case, rng = CASES["plane"], np.random.default_rng(5)
-    plain = data_of(case)
-    shape = tuple(plain.values.shape[:2])
-    if kind == "sets":
-        allowed = rng.random((*shape, STATES)) < 0.6
-        allowed[..., 1] |= ~allowed.any(-1)
-        labels = torch.tensor(allowed)
-    else:
-        numbers = rng.integers(-1, STATES, size=shape)
-        allowed = (numbers[..., None] == np.arange(STATES)) | (numbers == -1)[..., None]
-        labels = torch.tensor(numbers)
-    data = Sequences(plain.values, plain.lengths, plain.observed, labels)
-    fit = fit_em(module_of(case), data, num_steps=6, tolerance=None, restarts=restarts)
-    assert_climbs(fit.losses)
-    expected = -log_joint(case, numbers_of(fit), data, allowed=allowed)
-    assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
 
 
 # States, transitions and parameters that are special
@@ -694,18 +660,6 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
 
 
-def test_a_family_of_the_users_has_minibatches_and_joins_others():
-    data = failures()
-    assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_steps=5).losses)
-    parts = fit_em(TabularHMM(2, Failures), data, num_steps=5, batch_size=2)
-    assert parts.losses.isfinite().all()
-    both = torch.stack([data.values, torch.randn(data.values.shape)], -1)
-    both[0, 1, 0] = NAN  # missing, which the family knows nothing of
-    several = TabularHMM(2, streams(Failures, normal(0)))
-    fit = fit_em(several, Sequences(both, data.lengths), num_steps=5)
-    assert_climbs(fit.losses)
-
-
 class Cycle(HMMModule):
     """A user's module: a chain that stays, or goes to the next state of a ring."""
 
@@ -824,26 +778,6 @@ def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
 # Starts
 
 
-def test_clusters_that_are_apart_are_found_at_once():
-    restarts = 3
-    rng = np.random.default_rng(7)
-    states = rng.integers(3, size=(10, 6))
-    centres = np.array([[0.0, 0.0], [900.0, 0.0], [0.0, 1.0]])  # units do not matter
-    values = torch.tensor(centres[states] + rng.normal(size=(10, 6, 2)) * [30.0, 0.03])
-    values[0, 0, 0] = NAN
-    lengths = torch.tensor([6, 5, 4, 6, 6, 6, 1, 2, 6, 6])
-    observed = torch.tensor(rng.random((10, 6)) > 0.1)
-    data = Sequences(values, lengths, observed)
-    weights = starts.by_kmeans(TabularHMM(3, normal(2)), data, restarts)
-    assert weights.shape == (restarts, 10, 6, 3)
-    assert weights[:, data.observed].min() > 0
-    torch.testing.assert_close(weights.sum(-1), torch.ones(restarts, 10, 6))
-    fit = fit_em(TabularHMM(3, normal(2, rate=1e-3)), data, num_steps=30, restarts=restarts)
-    path = fit.hmm(data).viterbi(data.values)
-    pairs = set(zip(states[data.observed.numpy()].tolist(), path[data.observed].tolist()))
-    assert len(pairs) == 3
-
-
 def test_where_a_fitted_hmm_begins_is_one_step_of_it():
     case = CASES["plane"]
     data, module = data_of(case), module_of(case)
@@ -913,17 +847,6 @@ def test_a_part_of_a_larger_set_counts_for_all_of_it():
     one = fit_em(module, data, num_steps=3, tolerance=None, start=start)
     other = fit_em(module, hundredfold, num_steps=3, tolerance=None, start=start)
     torch.testing.assert_close(one.losses, other.losses)
-
-
-def test_a_part_that_is_not_read_has_no_say():
-    data = data_of(CASES["symbols"])
-    module = TabularHMM(STATES, categorical(4))
-    start = starts.from_prior(module, data, 1)
-    wanted = fit_em(module, data, num_steps=3, start=start).losses
-    module.former = categorical(4)(STATES)
-    found = fit_em(module, data, num_steps=3, start=start)
-    assert torch.equal(found.losses, wanted)
-    assert "module.former.probs" not in found.values
 
 
 class Failing(TabularHMM):

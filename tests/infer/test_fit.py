@@ -21,13 +21,10 @@ from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
-    EnumeratedModel,
     HMMModule,
     MarginalModel,
-    NeuralHMM,
     Sequences,
     TabularHMM,
-    blocks,
     categorical,
     fit_map,
     fit_svi,
@@ -220,29 +217,6 @@ def test_parameters_of_the_module_are_trained_in_both_settings(local):
         assert -log_likelihood(fit, data) < fit.losses[0]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_modules_in_functions_are_trained(named):
-    """Given a name by ``pyro.module``, beside other parameters, or none."""
-    pyro.set_rng_seed(0)
-    net = NeuralHMM(4, 4, 6, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 2))
-    data = Sequences.from_list([[0, 1, 2, 3, 1], [2, 2, 1]])
-
-    def model(data):
-        if named:
-            pyro.module("net", net)
-            pyro.param("beside", torch.zeros(2))
-        hmm = net(data.lengths)
-        with pyro.plate("sequences", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-
-    before = [each.clone() for each in net.parameters()]
-    with pytest.raises(ValueError, match="every parameter must have a prior"):
-        fit_map(model, data, restarts=2)
-    losses = fit_map(model, data, num_steps=20, tolerance=None).losses
-    assert losses[-1] < losses[0]
-    assert not any(torch.equal(one, two) for one, two in zip(before, net.parameters()))
-
-
 # The same bits
 
 
@@ -272,18 +246,6 @@ def test_a_generator_alone_decides_on_minibatches():
     assert not runs[0].equal(runs[2])
 
 
-def test_both_forms_take_the_same_path():
-    data = symbols()
-    options = {"init": from_point(), "tolerance": None, **QUICK}
-    expected = fit_map(tabular(), data, **options)
-    found = fit_map(EnumeratedModel(TabularHMM(2, categorical(3))), data, **options)
-    torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-9)
-    assert found.names == expected.names == list(POINT)
-    torch.testing.assert_close(
-        found.hmm(data).log_transition, expected.hmm(data).log_transition, rtol=0.0, atol=1e-9
-    )
-
-
 # What a loss is
 
 
@@ -310,19 +272,6 @@ def test_minibatch_losses_are_for_the_whole_set():
     full = fit_map(tabular(), data, num_steps=1, **still).losses
     parts = fit_map(tabular(), data, num_steps=4, batch_size=4, **still).losses
     torch.testing.assert_close(parts, full.expand(4))
-
-
-@pytest.mark.parametrize("batch_tokens", [1, 12, 40, 10_000])
-def test_losses_of_a_round_of_similar_lengths_have_the_mean_of_the_whole_set(batch_tokens):
-    """Exactly, though long sequences are less likely: at parameters that stand still."""
-    data = symbols(30, 9)
-    rounds = rounds_of(Batches(data, batch_tokens=batch_tokens), 3)
-    model = tabular(log_prior=lambda hmm: hmm.log_transition.exp().square().sum())
-    held = poutine.condition(model, data=POINT)
-    whole = poutine.trace(held).get_trace(data).log_prob_sum()
-    for batches in rounds:
-        found = [poutine.trace(held).get_trace(batch).log_prob_sum() for batch in batches]
-        torch.testing.assert_close(torch.stack(found).mean(), whole)
 
 
 def rounds_of(batches, number):
@@ -354,13 +303,6 @@ def test_batches_of_steps_hold_each_sequence_once_a_round_beside_others_each_tim
 
 
 # When it ends
-
-
-def test_without_tolerance_all_steps_are_taken():
-    fit = fit_map(tabular(), symbols(), num_steps=60, tolerance=None, learning_rate=1e-9)
-    assert len(fit.losses) == 60
-    assert not fit.converged
-    assert fit.reason == "it took all 60 steps"
 
 
 def test_tolerance_compares_the_means_of_two_windows_of_25():
@@ -483,19 +425,6 @@ def test_patience_ends_a_fit_after_so_many_validations_without_a_better_one():
     assert fit.validation == every.validation[: len(fit.validation)]
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({}, [25, 50, 60]),
-        ({"batch_size": 40}, [*range(3, 61, 3)]),
-        ({"batch_tokens": 30}, [*range(4, 61, 4)]),
-    ],
-)
-def test_by_default_every_round_is_validated_and_the_end(options, steps):
-    fit, _, _ = by_descent(validation=ones(0.6), **options)
-    assert [found.step for found in fit.validation] == steps
-
-
 def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
     def model(data):
         loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
@@ -556,30 +485,6 @@ def test_averages_are_those_of_the_parameters_after_each_step():
 
 
 # Models and guides of one's own
-
-
-def plain(returns, plate="data"):
-    def model(data):
-        transition = pyro.sample("transition", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
-        probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
-        start = torch.tensor([0.5, 0.5]).log()
-        hmm = HMM(start, transition.log(), dist.Categorical(probs), data.lengths, data.observed)
-        with pyro.plate(plate, len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm if returns else None
-
-    return model
-
-
-@both_settings
-def test_a_plain_function_is_a_model(local):
-    data = symbols()
-    with local_params(local):
-        fit = fit_map(plain(returns=True), data, num_steps=60)
-        assert fit.losses[-1] < fit.losses[0]
-        assert fit.hmm(data).num_states == 2
-        assert -log_likelihood(fit, data) < fit.losses[0]
-        assert "model" in fit.summary()
 
 
 def test_pyro_param_in_a_function_is_trained():
@@ -680,13 +585,6 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
     assert not samples.requires_grad
     with pytest.raises(ValueError, match="probs must be a list of numbers between 0 and 1"):
         fit.quantiles([0.5, 2.0])
-
-
-def test_a_point_has_no_quantiles():
-    fit = fit_map(tabular(), symbols(), num_steps=2, progress=False)
-    for ask in (fit.samples, fit.mean, fit.quantiles):
-        with pytest.raises(ValueError, match="MAP gives a single point, which is `values`"):
-            ask()
 
 
 # What it finds
@@ -802,17 +700,6 @@ def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
     data = Sequences.from_list([[0, 1], [1], [0, 0, 1], [2, 0]])
     with pytest.raises(FloatingPointError, match="probability zero"):
         fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_steps=40)
-
-
-@pytest.mark.filterwarnings("ignore:Encountered NaN")
-@pytest.mark.parametrize("checked", [True, False])
-def test_an_absurd_learning_rate_is_named_as_the_cause(checked):
-    """Also where Pyro's own checks meet the broken parameters first, as they do by default."""
-    with (
-        pyro.validation_enabled(checked),
-        pytest.raises(FloatingPointError, match=r"at step \d+.*learning_rate"),
-    ):
-        fit_map(tabular(), symbols(), learning_rate=1e6, num_steps=60)
 
 
 @pytest.mark.filterwarnings("ignore:Encountered NaN")

@@ -21,12 +21,14 @@ from pyrohmm import (
 )
 from pyrohmm.infer import mcmc, sampled
 from pyrohmm.infer.sampled import agreement
+from pyrohmm.infer.tempering import Ladder
 
 
 def following(log_density, start, warmup=0):
     """Chains of one variable ``x``, a vector."""
     support = constraints.independent(constraints.real, 1)
-    return mcmc.Hamiltonian({"x": support}, {"x": start}, log_density, warmup)
+    ladder = Ladder(len(start), 1, warmup)
+    return mcmc.Hamiltonian({"x": support}, {"x": start}, log_density, ladder)
 
 
 def test_trajectories_are_leapfrog_steps_that_can_be_reversed(monkeypatch):

@@ -389,37 +389,6 @@ def test_values_of_missing_and_padded_steps_change_nothing(form):
 # Priors and minibatches (T8)
 
 
-def test_a_module_that_has_run_can_still_be_put_into_a_model():
-    """People look at a draw first, and sample with NUTS from what they fitted by MAP."""
-    data = symbols()
-    module = TabularHMM(2, categorical(3))
-    module(data.lengths)
-    fitted = MarginalModel(module)
-    fitted(data)
-    again = MarginalModel(module)
-    sites = poutine.trace(again).get_trace(data).nodes
-    assert "module.emission.probs" in sites
-    assert "module.emission.probs" in poutine.trace(fitted).get_trace(data).nodes
-
-
-def test_sites_are_those_of_the_docstring():
-    data = symbols()
-    latent = ["module.initial", "module.transition", "module.emission.probs"]
-    for form, own in [
-        (MarginalModel, ["x"]),
-        (EnumeratedModel, [f"x{kind}{t}" for t in range(4) for kind in ("_state_", "_")]),
-    ]:
-        model = form(TabularHMM(2, categorical(3)), stickiness)
-        trace = poutine.trace(model).get_trace(data)
-        sites = [n for n, site in trace.nodes.items() if site["type"] == "sample"]
-        assert [n for n in sites if n != "sequences"] == [*latent, "log_prior", *own]
-        for name in own:
-            frames = {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
-            assert "sequences" in frames
-        for name in (*latent, "log_prior"):
-            assert trace.nodes[name]["cond_indep_stack"] == ()
-
-
 # markov_sample in a model of one's own
 
 

@@ -176,38 +176,7 @@ def test_scalars_become_vectors_of_one_component(emission):
     torch.testing.assert_close(hmm.log_prob(values).sum().item(), score, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model", [library.MultinomialHMM(2), library, None, "GaussianHMM"])
-def test_other_models_are_refused(model):
-    with pytest.raises(TypeError, match=r"one of CategoricalHMM, GaussianHMM, GMMHMM, PoissonHMM"):
-        from_hmmlearn(model, [3])
-
-
 EVEN = torch.full((2, 2), 0.5, dtype=torch.float64).log()
-COINS = dist.Poisson(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("hmm", "error", "message"),
-    [
-        (None, TypeError, "hmm must be"),
-        (HMM(EVEN[0], EVEN, COINS, torch.tensor([2]), torch.ones(1, 2).bool()), ValueError, "miss"),
-        (
-            HMM(EVEN[0], EVEN, COINS, torch.tensor([1]), allowed=torch.ones(1, 1, 2).bool()),
-            ValueError,
-            "labels",
-        ),
-        (HMM(EVEN[0], EVEN.expand(4, 1, 2, 2), COINS, torch.tensor([2])), ValueError, "batches"),
-        (HMM(EVEN[0], EVEN, COINS.expand((3, 2)), torch.tensor([2])), ValueError, "batches"),
-        (
-            HMM(EVEN[0], EVEN[None], COINS, torch.tensor([2]), transition_per_step=True),
-            ValueError,
-            "per step",
-        ),
-    ],
-)
-def test_what_hmmlearn_does_not_have_is_refused(hmm, error, message):
-    with pytest.raises(error, match=message):
-        to_hmmlearn(hmm)
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..._checks import check_floats, check_shape, check_tensor
-from ..._lazy import lazy
 from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import log_softmax_of_parts
+from ..tensor_cache import lazy
 from .plan import States
 from .states import Blocks
 

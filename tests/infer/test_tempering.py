@@ -1,0 +1,198 @@
+"""Tempered chains: marginal likelihoods that are known exactly, modes, and what is refused."""
+
+import itertools
+import math
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Dirichlet
+from pyro.nn import PyroSample
+from scipy import stats
+from scipy.special import gammaln, logsumexp
+
+from pyrohmm import (
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_gibbs,
+    fit_mcmc,
+    normal,
+    normal_mixture,
+    poisson,
+)
+from pyrohmm.infer import sampled
+from pyrohmm.infer.tempering import Ladder, marginal_likelihood
+
+
+def dirichlet_counts(counts, strength=1.0):
+    """Log marginal probability of a sequence with these counts, under a Dirichlet prior."""
+    total = [c + strength for c in counts]
+    whole = strength * len(counts)
+    return (sum(gammaln(t) - gammaln(strength) for t in total)
+            + gammaln(whole) - gammaln(sum(total)))  # fmt: skip
+
+
+def sum_over_paths(sequences, num_states, num_symbols):
+    """Exact log marginal likelihood under flat priors, by the sum over the paths of all."""
+    logs = []
+    lengths = [len(values) for values in sequences]
+    for path in itertools.product(range(num_states), repeat=sum(lengths)):
+        first = [0] * num_states
+        pairs = [[0] * num_states for _ in range(num_states)]
+        symbols = [[0] * num_symbols for _ in range(num_states)]
+        rest = list(path)
+        for values in sequences:
+            states, rest = rest[: len(values)], rest[len(values) :]
+            first[states[0]] += 1
+            for a, b in itertools.pairwise(states):
+                pairs[a][b] += 1
+            for state, value in zip(states, values):
+                symbols[state][value] += 1
+        rows = [first, *pairs, *symbols]
+        logs.append(sum(map(dirichlet_counts, rows)))
+    return logsumexp(logs)
+
+
+def close(fit, exact, widest):
+    value, error = fit.marginal_likelihood()
+    assert error < widest
+    assert abs(value - exact) < 4 * error + 1e-4, (value, error, exact)
+
+
+SEQUENCES = [[0, 0, 1, 1], [1, 0, 2]]
+SIZES = {"num_chains": 8, "num_temperatures": 4, "num_samples": 40, "warmup": 40}
+
+
+@pytest.mark.parametrize("sampler", ["gibbs", "hmc", "trajectories"])
+def test_marginal_likelihood_is_that_of_the_sum_over_all_paths(sampler):
+    """By conjugate steps, by trajectories, and by those of a prior of the user's own."""
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list(SEQUENCES)
+    module = TabularHMM(2, categorical(3))
+    if sampler == "hmc":
+        start = fit_em(module, data, num_steps=5)
+        fit = fit_mcmc(MarginalModel(module), data, start=start, **SIZES)
+    else:
+        if sampler == "trajectories":
+            module.emission.probs = PyroSample(Dirichlet(torch.ones(2, 3)).to_event(1))
+        fit = fit_gibbs(module, data, **SIZES)
+    close(fit, sum_over_paths(SEQUENCES, 2, 3), 0.1)
+    assert fit.chains["module.transition"].shape == (8, 40, 2, 2)
+    assert fit.tuning["swaps"] > 0.3
+    assert (fit.inverse_temperatures[0], fit.inverse_temperatures[-1]) == (0, 1)
+
+
+def test_one_state_has_the_marginal_likelihood_of_a_conjugate_model():
+    """Poisson counts are negative binomial."""
+    pyro.set_rng_seed(0)
+    counts, shape, rate = torch.tensor([2.0, 5.0, 3.0, 4.0, 0.0]), 2.0, 0.5
+    data = Sequences.from_list([counts[:3], counts[3:]])
+    total, size = counts.sum().item(), len(counts)
+    exact = (
+        shape * math.log(rate) - gammaln(shape) + gammaln(shape + total)
+        - (shape + total) * math.log(rate + size) - gammaln(counts.numpy() + 1).sum()
+    )  # fmt: skip
+    close(fit_gibbs(TabularHMM(1, poisson(0, shape, rate)), data, **SIZES), exact, 0.1)
+
+
+@pytest.mark.parametrize("family", [normal(1, 0.5, 2.0, 3.0, 1.5),
+                                    normal_mixture(1, 1, 0.5, 2.0, 3.0, 1.5)])  # fmt: skip
+def test_a_normal_sample_has_the_density_of_a_multivariate_t(family):
+    """Also as a mixture of one component, whose parameters take trajectories in tempered chains."""
+    pyro.set_rng_seed(0)
+    values = torch.tensor([0.3, -1.0, 2.5, 0.7]).unsqueeze(-1)
+    module = TabularHMM(1, family)
+    fit = fit_gibbs(module, Sequences.from_list([values]), **SIZES)
+    matrix = 1.5 / 3.0 * (torch.eye(4) + 1 / 2.0)
+    exact = stats.multivariate_t([0.5] * 4, matrix.numpy(), df=6.0).logpdf(values[:, 0].numpy())
+    close(fit, exact, 0.1)
+
+
+def test_all_modes_are_visited():
+    """Two orders of two states that are far apart: a chain alone never leaves its own."""
+    pyro.set_rng_seed(0)
+    levels = torch.tensor([-2.0, 2.0])[torch.arange(24) // 3 % 2]
+    data = Sequences.from_list([levels + 0.3 * torch.randn(24)])
+    module = TabularHMM(2, normal(0, 0.0, 0.2, 3.0, 1.0))
+    options = {"num_chains": 4, "num_samples": 300, "warmup": 150}
+    alone = fit_gibbs(module, data, **options).chains["module.emission.loc"]
+    below = (alone[..., 0] < alone[..., 1]).double().mean(1)
+    assert bool(((below == 0) | (below == 1)).all())
+    fit = fit_gibbs(module, data, num_temperatures=8, **options)
+    loc = fit.chains["module.emission.loc"]
+    first = (loc[..., 0] < loc[..., 1]).double()
+    assert int((first.mean(1) % 1 > 0).sum()) >= 3  # of four
+    assert abs(first.mean() - 0.5) < 0.2
+    ordered = loc.sort(-1).values.mean((0, 1))
+    torch.testing.assert_close(ordered, alone.sort(-1).values.mean((0, 1)), rtol=0, atol=0.05)
+
+
+def test_a_ladder_swaps_by_the_works_and_spaces_temperatures():
+    """Certain swaps walk through all temperatures; those that never happen leave all in place."""
+    ladder = Ladder(2, 4, 0)
+    for _ in range(4):
+        assert bool((ladder.others != ladder.own).any())
+        ladder.swap(torch.full((8,), 9.0))
+    assert ladder.rungs.tolist() == [[3, 2, 1, 0]] * 2
+    assert ladder.chains.tolist() == [[3, 2, 1, 0], [7, 6, 5, 4]]
+    _, works = ladder.swap(torch.arange(8.0) - 1e4)
+    assert ladder.rungs.tolist() == [[3, 2, 1, 0]] * 2
+    assert works[0, :, 0].tolist() == [3 - 1e4, 2 - 1e4]
+    assert bool(works[0, :, 1].isnan().all())
+    ladder = Ladder(1, 4, 40)
+    for _ in range(40):  # the first pair never swaps, the others always
+        ladder.swap(torch.where(ladder.rungs.flatten() < 2, -1e4, 1e4))
+    assert ladder.inverse.diff()[1:-1].min() > 0
+    assert ladder.inverse[2] < 0.1  # where it was (2 / 3) ** 5
+
+
+def test_bennetts_ratio_of_normal_distributions():
+    """Z of exp(-x^2 / 2) and of exp(-2 x^2): half."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 20, 500, dtype=torch.float64)
+    works = torch.stack([-1.5 * x**2, 1.5 * (y / 2) ** 2], -1).unsqueeze(-1)
+    value, error = marginal_likelihood(works)
+    assert abs(value - math.log(0.5)) < 4 * error < 0.05
+    spread = torch.tensor([marginal_likelihood(part[None]).value for part in works]).std()
+    assert error == pytest.approx(spread.item() / 20**0.5, rel=0.5)
+
+
+def test_a_tempered_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
+    data = Sequences.from_list([[0, 1, 1, 0]])
+    module = TabularHMM(2, categorical(2))
+    module.emission.probs = PyroSample(Dirichlet(torch.ones(2, 2)).to_event(1))
+    options = {"num_samples": 8, "warmup": 6, "num_chains": 2, "num_temperatures": 3}
+    pyro.set_rng_seed(3)
+    whole = fit_gibbs(module, data, **options)
+    swap, count = Ladder.swap, itertools.count()
+
+    def broken(self, work):
+        if next(count) == 10:
+            raise KeyboardInterrupt
+        return swap(self, work)
+
+    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
+    monkeypatch.setattr(Ladder, "swap", broken)
+    path = tmp_path / "run.ckpt"
+    pyro.set_rng_seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        fit_gibbs(module, data, checkpoint=path, **options)
+    resumed = fit_gibbs(module, data, checkpoint=path, **options)
+    for name, value in whole.chains.items():
+        assert torch.equal(value, resumed.chains[name]), name
+    assert whole.marginal_likelihood() == resumed.marginal_likelihood()
+
+
+def test_labels_and_chains_without_temperatures_are_refused():
+    data = Sequences(torch.tensor([[0, 1]]), torch.tensor([2]), labels=torch.tensor([[0, -1]]))
+    module = TabularHMM(2, categorical(2))
+    with pytest.raises(ValueError, match="without_labels"):
+        fit_gibbs(module, data, num_temperatures=2)
+    with pytest.raises(ValueError, match="num_temperatures"):
+        fit_gibbs(module, data, num_samples=4, warmup=0, num_temperatures=0)
+    fit = fit_gibbs(module, data, num_samples=4, warmup=0)
+    with pytest.raises(ValueError, match="num_temperatures=16"):
+        fit.marginal_likelihood()
