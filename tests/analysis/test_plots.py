@@ -7,10 +7,9 @@ import pytest
 import torch
 from pyro import distributions as dist
 
-from pyrohmm import HMM, HSMM, Fit, Restarts, plots, queries
+from pyrohmm import HMM, HSMM, plots, queries
 from pyrohmm.distributions import (
     AutoregressiveCategorical,
-    AutoregressiveNormal,
 )
 
 matplotlib.use("Agg")
@@ -55,15 +54,6 @@ def test_transition_shows_every_probability(axes, num_states):
     assert texts(axes.get_xticklabels()) == [str(k) for k in range(num_states)]
     assert axes.get_ylabel() == "from"
     assert axes.get_xlabel() == "to"
-
-
-def test_row_is_from_and_column_is_to(axes):
-    matrix = torch.tensor([[0.1, 0.9], [0.6, 0.4]])
-    hmm = HMM(matrix[0].log(), matrix.log(), dist.Categorical(torch.ones(2, 2)), torch.tensor([2]))
-    plots.transition(hmm, ["rain", "sun"], axes)
-    at = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in axes.texts}
-    assert at == {(0, 0): "0.10", (0, 1): "0.90", (1, 0): "0.60", (1, 1): "0.40"}
-    assert texts(axes.get_xticklabels()) == texts(axes.get_yticklabels()) == ["rain", "sun"]
 
 
 @pytest.mark.parametrize(("num_states", "num_symbols"), [(1, 1), (2, 3), (11, 2)])
@@ -155,20 +145,6 @@ def test_vectors_of_counts_are_a_table_of_means(axes, kind):
     assert texts(axes.get_yticklabels()) == ["low", "high"]
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3])
-def test_vectors_that_depend_on_those_before_are_drawn_at_the_origin(axes, dim):
-    """Their intercepts, and the noise about them: as an emission of these would be."""
-    noise = dist.MultivariateNormal(torch.randn(2, dim), torch.eye(dim) + 0.5)
-    weights = torch.randn(2, 1, dim, dim)
-    plots.emission(of(AutoregressiveNormal(noise, noise, weights)), axes=axes)
-    assert axes.get_title() == "earlier observations at the origin"
-    _, plain = pyplot.subplots()
-    plots.emission(of(noise), axes=plain)
-    for line, other in zip(axes.lines, plain.lines, strict=True):
-        assert line.get_xydata().tolist() == other.get_xydata().tolist()
-    assert len(axes.patches) == len(plain.patches) == 4 * (dim == 2)
-
-
 @pytest.mark.parametrize(("lags", "size"), [(1, 2), (2, 3), (2, 6)])
 def test_symbols_that_depend_on_those_before_are_a_table_of_contexts(axes, lags, size):
     tables, symbols = torch.rand(2, size**lags, size).softmax(-1), list("abcdef"[:size])
@@ -240,15 +216,6 @@ def test_a_graph_has_an_arrow_for_each_probable_transition(axes):
     )
 
 
-def test_losses_of_restarts_are_grey_behind_the_best(axes):
-    losses = torch.tensor([[8.0, 6.0], [8.0, 4.0], [9.0, 5.0]])
-    restarts = Restarts(None, losses, losses[:, 1], {}, 1)
-    fit = Fit(None, None, losses[1], False, "", 0.0, num_observed=2, restarts=restarts)
-    plots.losses(fit, axes)
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[4, 3], [4.5, 2.5], [4, 2]]
-    assert [line.get_color() for line in axes.lines] == ["0.75", "0.75", "C0"]
-
-
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_the_posterior_of_transitions_has_means_and_intervals(axes, lead):
     samples = dist.Dirichlet(torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sample((*lead, 500))
@@ -290,14 +257,3 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         assert dots[: len(wanted)].tolist() == wanted
         assert dots[len(wanted) :].isnan().all()
     assert texts(axes.get_legend().get_texts()) == ["a", "b"]
-
-
-def test_durations_are_drawn_as_long_as_visits_last(axes):
-    """Until one visit in a hundred goes on; a state that is never left stops nothing."""
-    matrix = torch.tensor([[0.5, 0.5], [0.1, 0.9]])
-    hmm = of(dist.Categorical(torch.ones(2, 2))).replace(log_transition=matrix.log())
-    plots.durations(hmm, axes=axes)
-    assert len(axes.lines[0].get_xdata()) == 44  # 0.9 ** 43 > 0.01 > 0.9 ** 44
-    axes.clear()
-    plots.hazard(hmm.replace(log_transition=torch.eye(2).log()), axes=axes)
-    assert len(axes.lines[0].get_xdata()) == 200

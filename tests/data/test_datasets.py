@@ -281,18 +281,6 @@ def test_what_is_nowhere_is_downloaded_with_its_checksum(public, monkeypatch):
     assert asked == [(file.url, f"sha256:{file.sha256}", "words.txt", path.parent)]
 
 
-def test_what_cannot_be_downloaded_says_where_to_put_it(public, monkeypatch):
-    for url in (None, "http://127.0.0.1:9/words.txt"):
-        file = datasets.PUBLIC_FILES["made-up"]._replace(url=url, derived="all words")
-        monkeypatch.setitem(datasets.PUBLIC_FILES, "made-up", file)
-        with pytest.raises(Exception, match=r".") as raised:
-            datasets.find("made-up")
-        assert (
-            f"some/words.txt may also lie under $PYROHMM_DATA, with SHA-256 {file.sha256}"
-            in str(raised.value.__notes__)
-        )
-
-
 def test_piano_rolls_are_read(tmp_path):
     roll = np.eye(3, 88, dtype=np.uint8)
     notes = np.empty((1, 2), dtype=object)

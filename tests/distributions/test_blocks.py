@@ -366,17 +366,6 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
         torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
-def test_blocks_say_which_state_emits_which_symbol():
-    blocks = from_clusters(torch.tensor([0, 1, 0]), torch.tensor([2, 1]))
-    assert blocks.allowed.tolist() == [[True, False, True]] * 2 + [[False, True, False]]
-    assert blocks.states.tolist() == [[0, 1], [2, -1]]
-    kept = blocks.keep(torch.tensor([1, 2]))
-    assert (kept.num_states, kept.sizes.tolist(), kept.disjoint) == (2, [1, 1], True)
-    assert blocks.places(torch.tensor([1, 2])).tolist() == [[1], [0]]
-    with pytest.raises(ValueError, match="no state of block 1 is kept"):
-        blocks.keep(torch.tensor([0]))
-
-
 # Missing steps
 
 
@@ -494,44 +483,6 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
         torch.testing.assert_close(queries.path_entropy(each, values), entropy)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
-
-
-def gappy_and_hard():
-    """Hard zeros before, in and after gaps; the first sequence cannot be."""
-    blocks = from_clusters(torch.tensor([0, 1, 1, 2]), torch.tensor([2, 2, 1]))
-    logits = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    logits[torch.arange(5), [3, 4, 4, 0, 1]] = -math.inf
-    logits[[0, 1, 4], 2:] = -math.inf  # from block 0 and 2, to block 0 only
-    logits[2, 2:4] = -math.inf
-    emission = torch.tensor([[1.0, 1.0], [1.0, 0.5], [0.0, 0.5], [1.0, 1.0]]).double().log()
-    seen = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]]).bool()
-    hmm = BlockHMM(
-        torch.full((5,), 0.2, dtype=torch.float64).log(), logits.log_softmax(-1), emission, blocks,
-        torch.tensor([4, 4, 4, 3]), seen, validate_args=False,
-    )  # fmt: skip
-    return hmm, torch.tensor([[0, 1, 2, 1], [1, 0, 0, 0], [2, 1, 3, 0], [1, 2, 0, 0]])
-
-
-def test_queries_with_missing_steps_where_much_is_impossible(by_blocks):
-    hmm, values = gappy_and_hard()
-    wide = hmm.dense()
-    wanted, filtered = wide.posterior(values), wide.filtered(values)
-    entropy, many = queries.path_entropy(wide, values), queries.k_best(wide, values, 30)
-    by_blocks()
-    torch.testing.assert_close(queries.path_entropy(hmm, values), entropy)
-    torch.testing.assert_close(queries.k_best(hmm, values, 30), many)
-    assert torch.equal(hmm.viterbi(values)[1:], many[0][1:, 0])
-    found = hmm.posterior(values)
-    assert found.log_evidence[0] == -math.inf
-    for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(hmm.filtered(values), filtered)
-    states = hmm.sample_states(values, (500,))
-    shares = one_hot(states, 5).double().mean(0) * hmm.exists.unsqueeze(-1)
-    torch.testing.assert_close(shares[1:], wanted.states[1:], rtol=0, atol=0.12)
-    assert bool((shares[1:][wanted.states[1:] == 0] == 0).all())
-    with pytest.raises(ValueError, match="1 of 4 sequences"):
-        queries.impute(hmm, values)
 
 
 # One step backward from all states, by a matrix that is kept

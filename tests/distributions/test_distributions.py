@@ -11,7 +11,7 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta
 from scipy import stats
-from torch.distributions import biject_to, transform_to
+from torch.distributions import biject_to
 
 from pyrohmm import HMM, Sequences, fit_em, load_hmm, queries, save
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
@@ -156,20 +156,6 @@ def test_sparse_jacobian_is_finite_far_out(dtype):
         expected = -softplus.sum() - softplus[0]
         assert found.item() == pytest.approx(expected, rel=1e-6)
         assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_sparse_map_for_optimisers_has_an_inverse(name):
-    allowed = TABLES[name]
-    table, _ = rows_of(allowed)
-    transform = transform_to(SparseDirichlet(torch.ones(allowed.shape), allowed).support)
-    x = transform.inv(table).requires_grad_()
-    y = transform(x)
-    torch.testing.assert_close(y, table)
-    assert (y[~allowed] == 0).all()
-    y.square().sum().backward()
-    assert x.grad.isfinite().all()
-    assert (x.grad[~allowed] == 0).all()
 
 
 def rows_model(counts):

@@ -202,21 +202,6 @@ def test_samples_of_vectors_come_from_their_state(emission_per_step):
         assert (values[:, r, :, t] - wanted).abs().max() < 6
 
 
-def test_sample_shape_comes_first():
-    hmm = built((2, 1), emission=dist.Normal(torch.randn(2, 1, 2, 2), 1.0).to_event(1))
-    assert hmm.batch_shape == (2, 3)
-    assert hmm.event_shape == (3, 2)
-    values = hmm.sample()
-    for shape in [(), (4,), (4, 5), (1,)]:
-        assert hmm.sample(shape).shape == (*shape, 2, 3, 3, 2)
-        assert hmm.sample_states(values, shape).shape == (*shape, 2, 3, 3)
-        drawn, states = hmm.sample_with_states(torch.Size(shape))
-        assert hmm.log_prob(drawn).shape == (*shape, 2, 3)
-        assert hmm.log_joint(drawn, states).shape == (*shape, 2, 3)
-    assert hmm.has_enumerate_support is False
-    assert hmm.has_rsample is False
-
-
 # Expanding, forecasting, the long run -----------------------------------------------------------
 
 
@@ -378,20 +363,6 @@ def test_answers_need_no_gradient_of_the_caller(mode, engine):
 # Bad input ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_bad_number_is_named(bad):
-    """NaN, and a value so far out that a density is not a number."""
-    emission = dist.Normal(torch.zeros(3), torch.ones(3), validate_args=False)
-    hmm = HMM(**arguments(emission=emission), validate_args=True)
-    values = torch.zeros(2, 4)
-    values[0, 1] = bad
-    if bad == torch.inf:  # a density of zero: such a sequence is impossible, not wrong
-        assert hmm.log_prob(values)[0].isneginf()
-        return
-    with pytest.raises(ValueError, match=r"values .*support .* 1 do not"):
-        hmm.log_prob(values)
-
-
 @pytest.mark.parametrize("scale", [torch.nan, 0.0])
 def test_a_density_that_is_not_a_number_is_reported(scale):
     emission = dist.Normal(torch.zeros(3), torch.full((3,), scale), validate_args=False)
@@ -442,12 +413,6 @@ def test_states_in_the_padding_may_be_anything():
     marked = states.clone()
     marked[1, 2:] = -1
     assert torch.equal(hmm.log_joint(values, marked), hmm.log_joint(values, states))
-
-
-def test_a_model_that_changes_with_the_step_has_no_forecast():
-    hmm = HMM(**arguments(log_transition=even(3, 3, 3)), transition_per_step=True)
-    with pytest.raises(ValueError, match="does not change with the step"):
-        hmm.forecast(torch.zeros(2, 4).long(), 1)
 
 
 def test_checks_leave_no_trace_on_the_arguments():

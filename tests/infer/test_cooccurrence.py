@@ -449,29 +449,6 @@ def test_the_default_weight_makes_the_losses_agree_where_pairs_are_equally_frequ
     torch.testing.assert_close(distance, divergence, rtol=1e-3, atol=0.0)
 
 
-def test_an_own_loss_and_a_detached_law_are_used():
-    pairs = random_pairs(4)
-
-    def absolute_logs(joint, probs, target):
-        pair_probs = probs.mT @ joint @ probs
-        return (
-            (pair_probs.log()[..., target.first, target.second] - target.fractions.log())
-            .abs()
-            .sum(-1)
-        )
-
-    module = TabularHMM(2, categorical(4))
-    fit = fit_cooccurrence(module, pairs, loss=absolute_logs, num_steps=150)
-    assert fit.model.weights == [float(pairs.total)]
-    assert fit.losses[-1] < 0.8 * fit.losses[0]
-    losses = []
-    for function in (stationary, stationary_detached):
-        pyro.set_rng_seed(0)
-        losses.append(fit_cooccurrence(module, pairs, stationary=function, num_steps=5).losses)
-    torch.testing.assert_close(losses[0][0], losses[1][0])
-    assert (losses[0][2:] != losses[1][2:]).all()
-
-
 def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all():
     matrix, probs = small_model()
     target = predicted(stationary(matrix), matrix, probs).flatten()
@@ -560,19 +537,3 @@ def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path):
     for other in others:
         with pytest.raises(ValueError, match="belongs to another fit"):
             fit(30, path, **other)
-
-
-def test_numbers_far_from_every_state_are_explained():
-    values = torch.randn(3, 60) + 1e4 * (torch.arange(60) // 20 % 2)
-    data = Sequences(values, torch.full((3,), 60))
-    edges = quantile_edges(data, 6)
-    with pytest.raises(FloatingPointError, match="a pair that occurs has probability zero: begin"):
-        fit_cooccurrence(
-            TabularHMM(2, normal(0)), data, edges=edges, loss=cross_entropy,
-            init=init_to_value(values={
-                "module.initial": torch.tensor([0.5, 0.5]),
-                "module.transition": torch.full((2, 2), 0.5),
-                "module.emission.loc": torch.tensor([0.0, 1.0]),
-                "module.emission.scale": torch.tensor([1.0, 1.0]),
-            }),
-        )  # fmt: skip

@@ -567,17 +567,6 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
         np.testing.assert_allclose(found, value, rtol=2e-3, atol=1e-4)
 
 
-def test_an_optimizer_of_the_users_never_lowers_the_log_joint():
-    """Not even with steps that are far too large."""
-    case, restarts = CASES["plane"], 2
-    for rate in (0.01, 10.0):
-        step = GradientStep(3, lambda parameters, rate=rate: torch.optim.Adam(parameters, lr=rate))
-        module = TabularHMM(3, wrapped(case.family()))
-        fit = fit_em(module, data_of(case), num_steps=5, restarts=restarts, gradient_step=step,
-                     tolerance=None)  # fmt: skip
-        assert_climbs(fit.restarts.losses)
-
-
 class Own(HMMModule):
     """A user's module: priors on some parameters, points for others."""
 

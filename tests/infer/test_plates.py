@@ -7,7 +7,6 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import Delta, Dirichlet, Gamma, Normal, Poisson
-from pyro.infer import MCMC, NUTS
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import HMM, PosteriorDraws, Sequences, fit_map, fit_svi, metrics, to_arviz
@@ -197,19 +196,6 @@ def test_a_fit_answers(model, data):
 
 
 @every_model
-def test_restarts_are_single_fits_side_by_side(model, data):
-    pyro.set_rng_seed(0)
-    fit = fit_map(model, data, num_steps=2, restarts=3, **QUIET)
-    together = fit.restarts.hmm(data).log_prob(data.values)
-    for r in range(3):
-        own = {name: value[r] for name, value in fit.restarts.values.items()}
-        alone = poutine.condition(model, own)(data)
-        torch.testing.assert_close(together[r], alone.log_prob(data.values))
-    best = fit.hmm(data).log_prob(data.values)
-    torch.testing.assert_close(best, together[fit.restarts.best])
-
-
-@every_model
 def test_draws_are_what_they_are_one_by_one(model, data):
     pyro.set_rng_seed(0)
     fit = fit_svi(model, AutoNormal(model), data, num_steps=5, **QUIET)
@@ -235,22 +221,6 @@ def test_draws_are_what_they_are_one_by_one(model, data):
         assert dims["rate"] == ("groups", "state")
 
 
-def test_draws_of_a_sampler():
-    pyro.set_rng_seed(0)
-    data = DATA[:4]
-    sampler = MCMC(NUTS(hierarchical(follows=False)), 4, 2, disable_progbar=True)
-    sampler.run(data)
-    draws = PosteriorDraws.of(sampler)
-    assert draws.values["move"].shape == (1, 4, 4, 2, 2)
-    found = to_arviz(sampler, data)
-    assert found.log_likelihood["x"].shape == (1, 4, 4)
-    assert draws.for_new(DATA).hmm(DATA).batch_shape == (1, 4, N)
-    for other in (DATA[4:8], data.batch(torch.tensor([1, 0, 2, 3]))[:]):
-        for ask in (draws.hmm, lambda other: to_arviz(sampler, other)):
-            with pytest.raises(ValueError, match="of 4 are others, the first is sequence 0"):
-                ask(other)
-
-
 def test_a_guide_written_by_hand():
     """It reads the data, so that it cannot be called without them."""
 
@@ -264,21 +234,6 @@ def test_a_guide_written_by_hand():
     assert fit.hmm(DATA).batch_shape == (N,)
     assert fit.samples(3, DATA)["rate"].shape == (3, N, 1)
     assert to_arviz(fit, DATA, num_draws=4).log_likelihood["x"].shape == (1, 4, N)
-
-
-def test_a_fit_resumes_where_it_was(tmp_path):
-    options = {"batch_size": 5}
-    pyro.set_rng_seed(1)
-    whole = fit_map(hierarchical(), DATA, num_steps=12, tolerance=None, **options, **QUIET)
-    fits = []
-    for steps in (7, 12):
-        pyro.set_rng_seed(1)
-        file = tmp_path / "fit"
-        fits.append(fit_map(hierarchical(), DATA, num_steps=steps, tolerance=None, checkpoint=file,
-                            **options, **QUIET))  # fmt: skip
-    assert torch.equal(fits[1].losses, whole.losses)
-    for name, value in whole.values.items():
-        assert torch.equal(fits[1].values[name], value)
 
 
 # What cannot be done is said

@@ -80,15 +80,13 @@ def test_restarts_that_go_on_after_others_were_given_up_are_single_fits() -> Non
     """Twice the worse half is left behind; the last is as if it had been alone all the time."""
     module, data = TabularHMM(3, categorical(3)), ragged()
     pyro.set_rng_seed(0)
-    begin = {
-        name: value.squeeze(1) for name, value in starts.from_prior(module, data, 5).items()
-    }  # fmt: skip
+    begin = starts.from_prior(module, data, 5)
     options = {"num_steps": 45, "tolerance": 1e-12, "acceleration": False}
     fit = fit_em(module, data, restarts=5, start=lambda *_: begin, **options)
     steps = (fit.restarts.losses.diff() != 0).sum(-1).sort().values
     assert steps.tolist() == [19, 19, 39, 45, 45]
     for restart, losses in enumerate(fit.restarts.losses):
-        own = {name: value[restart] for name, value in begin.items()}
+        own = {name: value[restart : restart + 1] for name, value in begin.items()}
         alone = fit_em(module, data, start=lambda *_, own=own: own, **options)
         count = 1 + int((losses.diff() != 0).sum())
         torch.testing.assert_close(losses[:count], alone.losses[:count], rtol=1e-6, atol=1e-6)

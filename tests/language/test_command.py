@@ -1,7 +1,6 @@
 """The language model and its command: scores, sentences, files, data-parallel ranks."""
 
 import itertools
-import json
 import math
 import os
 import re
@@ -14,13 +13,12 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, blocks, metrics, save
+from pyrohmm import HMM, LanguageModel, blocks, save
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints
-from pyrohmm.io.files import read_tensors, write_directory
+from pyrohmm.io.files import read_tensors
 from pyrohmm.language import clusters, command
 from pyrohmm.language.command import hold_out, main
-from pyrohmm.language.text import count_words
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -128,18 +126,6 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, 
     assert len(steps) == 5  # the second was not saved before the stop
     files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
     assert files[0] == files[1]
-
-
-def test_each_option_has_a_text_and_the_default_of_its_function(capsys):
-    assert all(action.help for action in command._parser()._actions)
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert shown.count(" python -m pyrohmm.language ") == 4
-    for option in ("--rate RATE The largest of AdamW. (default: 0.004)",
-                   "--patience PATIENCE End after this many",
-                   "--one-level Not so: A transition chooses the block first"):  # fmt: skip
-        assert option in shown
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
@@ -280,22 +266,6 @@ def test_held_out_lines_are_taken_evenly():
 
 
 @pytest.mark.parametrize("two_level", [False, True])
-def test_scores_are_those_of_the_hmm_without_blocks(two_level):
-    model = tiny(two_level=two_level)
-    lines = ["a b", "", "b", "a a b c b a", "b b b"]
-    data = model.encode(lines)
-    with torch.no_grad():
-        hmm = model.module.eval()(data.lengths)
-        expected = metrics.perplexity(hmm.dense(), data)
-        torch.testing.assert_close(model.score(lines), hmm.dense().log_prob(data.values))
-    assert expected.num_tokens == 17
-    found = model.perplexity(lines)
-    assert found == pytest.approx(expected)
-    assert found == model.perplexity(data)
-    assert model.num_unknown(lines) == 1
-
-
-@pytest.mark.parametrize("two_level", [False, True])
 def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level):
     """How often each of the short sentences occurs, within 4.5 standard deviations."""
     model, count = tiny(two_level=two_level), 20_000
@@ -311,48 +281,6 @@ def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level)
     ended = probs.sum().item()  # the others have three words, and may have been cut off
     longer = sum(len(line.split()) == 3 for line in drawn) / count
     assert longer == pytest.approx(1 - ended, abs=4.5 * math.sqrt(ended * (1 - ended) / count))
-
-
-def test_what_was_saved_is_the_same_model(tmp_path):
-    model = tiny(two_level=True, dropout=0.25)
-    model.save(tmp_path / "m")
-    state = torch.get_rng_state()
-    found = LanguageModel.load(tmp_path / "m")
-    assert torch.get_rng_state().equal(state)
-    lines = ["a b", "", "b a a c"]
-    assert found.score(lines).equal(model.score(lines))
-    assert (found.vocabulary, found.vocabulary.unknown) == (model.vocabulary, "<unk>")
-    assert (found.module.two_level, found.module.dropout) == (True, 0.25)
-    assert repr(found) == "LanguageModel(4 words; 6 states in 3 blocks of 1 to 3; dropout 0.25)"
-    draws = [each.generate(20, torch.Generator().manual_seed(1)) for each in (model, found)]
-    assert draws[0] == draws[1]
-    found.module.float()
-    found.save(tmp_path / "m")
-    again = LanguageModel.load(tmp_path / "m")
-    assert again.module.bias.dtype == torch.float32
-    readable = json.loads((tmp_path / "m" / "pyrohmm.json").read_text())
-    assert readable["words"] == ["<unk>", "<eos>", "a", "b"]
-
-
-@pytest.mark.parametrize("broken", ["words", "hidden_dim", "symbol_block", "module.bias"])
-def test_a_directory_that_lacks_something_is_refused(tmp_path, broken):
-    tiny().save(tmp_path / "m")
-    tensors, meta = read_tensors(tmp_path / "m" / "tensors.safetensors")
-    tensors.pop(broken, None)
-    meta.pop(broken, None)
-    write_directory(tmp_path / "m", tensors, meta)
-    with pytest.raises(ValueError, match="does not describe a language model"):
-        LanguageModel.load(tmp_path / "m")
-
-
-def test_words_are_counted_and_the_marks_are_always_in():
-    lines = ["b b b a", "b a c", "d"]
-    assert list(count_words(lines)) == ["<unk>", "<eos>", "b", "a", "c", "d"]
-    assert list(count_words(lines, 2)) == ["<unk>", "<eos>", "b", "a"]
-    assert list(count_words(lines, 1, 3)) == ["<unk>", "<eos>", "b"]
-    assert list(count_words(["a"], 9)) == ["<unk>", "<eos>"]
-    with pytest.raises(ValueError, match="at least one sentence"):
-        count_words([])
 
 
 def test_a_reader_that_has_enough_ends_the_command_in_silence(here):

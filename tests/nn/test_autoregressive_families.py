@@ -266,17 +266,6 @@ def test_every_fit_lowers_its_loss(case):
     assert fit.losses[-10:].mean() < fit.losses[:10].mean()
 
 
-@pytest.mark.parametrize("case", ["vectors", "symbols"])
-def test_em_goes_on_from_an_hmm(case):
-    make, data = cases()[case]
-    first = fit_em(make(), data, num_steps=3)
-    hmm = first.hmm(data)
-    second = fit_em(make(), data, num_steps=3, start=starts.from_hmm(hmm))
-    assert second.losses[-1] <= first.losses[-1] + 1e-8
-    freely = fit_em(hmm, data, num_steps=3)  # its values as points, without priors
-    assert freely.hmm(data).log_prob(data.values).sum() > hmm.log_prob(data.values).sum()
-
-
 def test_what_is_missing_at_the_end_adds_nothing():
     data = rows(12, 8)
     longer = Sequences(

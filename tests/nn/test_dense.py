@@ -280,22 +280,6 @@ def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
     assert 0.2 < max(changed) <= 0.26
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_em_of_vectors_has_closed_emissions(restarts):
-    """Means are those that the posterior asks for, as in a TabularHMM; only the chain is dense."""
-    values = torch.randn(8, 12, 2) + 4.0 * torch.randint(3, (8, 12, 1))
-    data = Sequences(values, torch.tensor([12, 5, 12, 1, 7, 12, 12, 3]))
-    module = DenseHMM(3, None, 2, emission=normal(2))
-    fit = fit_em(module, data, num_steps=60, tolerance=1e-9, restarts=restarts)
-    for losses in [fit.losses] if restarts == 1 else fit.restarts.losses:
-        assert_falls(losses)
-    hmm = fit.hmm(data)
-    states = hmm.posterior(data.values).states
-    visits = states.sum((0, 1)).unsqueeze(-1)
-    means = torch.einsum("ntk,ntd->kd", states, data.values) / visits
-    torch.testing.assert_close(hmm.emission.base_dist.loc, means, rtol=1e-2, atol=1e-2)
-
-
 # Other fits
 
 

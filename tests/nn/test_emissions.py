@@ -159,30 +159,6 @@ def test_batched_samples_of_the_prior_have_the_batch_of_the_plate(name):
 # The M-step
 
 
-@pytest.mark.parametrize("restarts", [1, 3])
-@pytest.mark.parametrize("kind", ["priors", "points"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_m_step_is_the_maximum_of_prior_and_weighted_likelihood(name, kind, restarts):
-    case, rng = CASES[name], np.random.default_rng(3)
-    module = case.family()(STATES)
-    priors = list(case.supports) if kind == "priors" else []
-    emission, parameters = current_of(case, rng)
-    if not priors:
-        put(module, parameters)
-    values, weights = case.values(rng, 30), draw_weights(rng, restarts, 30)
-    found, notes = m_step(module, values, weights, emission)
-    assert notes == []
-    assert set(found) == set(case.supports)
-    for restart in range(restarts):
-        one = {name: value[restart] for name, value in found.items()}
-        assert {n: v.shape for n, v in one.items()} == {n: v.shape for n, v in parameters.items()}
-
-        def score(point, weights=weights[restart]):
-            return objective(case, point, values, weights, priors, parameters)
-
-        assert_maximum(case, one, list(case.supports), score, rng)
-
-
 @pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
 @pytest.mark.parametrize("kind", ["priors", "points"])
 def test_a_frozen_parameter_stays_and_the_others_are_the_best_beside_it(name, parameter, kind):

@@ -342,16 +342,6 @@ def test_noise_of_words_is_the_mean_over_all_choices_of_words(given):
     torch.testing.assert_close(found, torch.stack(total).logsumexp(0).reshape(1))
 
 
-def test_noise_is_for_training_and_not_for_windows():
-    module = make("one level", noise=TrainingNoise(0.5, 0.5, 0.5, 0.5))
-    plain = make("one level").eval()(DATA.lengths).log_prob(DATA.values)
-    torch.testing.assert_close(module.eval()(DATA.lengths).log_prob(DATA.values), plain)
-    with pytest.raises(ValueError, match="only without noise"):
-        fit_map(StatefulModel(module.train(), 2).double(), DATA, windows=(2, 2), num_steps=2)
-    with pytest.raises(ValueError, match="word must be at least 0 and less than 1; got 1"):
-        TrainingNoise(word=1.0)
-
-
 # Emissions ----------------------------------------------------------------------------------------
 
 

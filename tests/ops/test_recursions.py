@@ -566,46 +566,6 @@ def test_python_threads_can_share_the_kernels():
 # Bad arguments ------------------------------------------------------------------------------------
 
 
-def good():
-    return {
-        "log_initial": torch.zeros(2).log_softmax(-1),
-        "log_transition": torch.zeros(1, 2, 2).log_softmax(-1),
-        "log_likelihood": torch.zeros(3, 4, 2),
-        "lengths": torch.tensor([4, 2, 1]),
-    }
-
-
-BAD = [  # argument, size or values, kind of error, and what the message must say besides the name
-    ("log_initial", (3,), ValueError, [r"\(K,\) = \(2,\)", r"\(3,\)"]),
-    ("log_transition", (1, 3, 3), ValueError, [r"\(2, 2\)", r"\(1, 3, 3\)"]),
-    ("log_transition", (2, 2, 2), ValueError, ["T - 1 = 3", "got 2"]),
-    ("log_transition", (4, 1, 2, 2), ValueError, [r"\(4,\)", r"\(3,\)"]),
-    ("log_likelihood", (2,), ValueError, [r"\(2,\)"]),
-    ("log_likelihood", (3, 0, 2), ValueError, ["step"]),
-    ("lengths", [4, 2, 0], ValueError, ["1", "4", "0"]),
-    ("lengths", [5, 2, 1], ValueError, ["4", "5"]),
-    ("lengths", [4.0, 2.0, 1.0], TypeError, ["integers", "float64"]),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "kind", "words"), BAD, ids=str)
-@pytest.mark.parametrize("function", ["log_evidence", "viterbi"])
-def test_a_bad_argument_is_named(function, name, value, kind, words):
-    value = torch.zeros(value) if isinstance(value, tuple) else torch.tensor(value)
-    torch_only = backends.use(backends.TORCH)  # compiled code may read any memory
-    with torch_only, pytest.raises(kind, match=name) as caught:
-        getattr(recursions, function)(**good() | {name: value})
-    for word in words:
-        assert caught.match(word)
-
-
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool], ids=str)
-def test_a_dtype_the_recursions_cannot_hold_is_refused(dtype):
-    arguments = {name: part.to(dtype) for name, part in good().items()}
-    with pytest.raises(TypeError, match=f"log_(initial|transition|likelihood).*{dtype}"):
-        recursions.log_evidence(**arguments | {"lengths": good()["lengths"]})
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)], ids=str)
 def test_the_exponential_of_the_kernels(dtype, tolerance):
     """From the smallest normal number to one; at the ends, and where the series begins anew."""

@@ -112,24 +112,6 @@ def test_survival_of_durations():
     torch.testing.assert_close(survival[0, 1], -2000 + torch.tensor(-1.0).exp().log1p())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({2: torch.zeros(3, 4)}, "log_duration must have shape"),
-        ({2: torch.zeros(2)}, "log_duration must have shape"),
-        ({2: torch.zeros(2, 0)}, "log_duration must have shape"),
-        ({1: torch.zeros(3, 3)}, "log_transition"),
-        ({4: torch.tensor(9)}, "lengths must lie between"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(change, message):
-    parts = [*problem(2, 3, 4), torch.tensor(4)]
-    for place, value in change.items():
-        parts[place] = value
-    with pytest.raises(ValueError, match=message):
-        semi_markov.log_evidence(*parts)
-
-
 @pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 @pytest.mark.parametrize("kind", ["plain", "zeros", "late", "sharp", "extreme"])

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from hmmlearn import hmm as hmmlearn
-from pyro.distributions import Normal
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
@@ -23,7 +22,6 @@ from pyrohmm import (
     fit_map,
     normal,
 )
-from pyrohmm.nn.emissions import from_distribution
 from pyrohmm.sklearn import GMMHMM, CategoricalHMM, GaussianHMM, HMMEstimator, PoissonHMM
 
 LENGTHS = [50, 1, 29]
@@ -179,20 +177,6 @@ def test_a_state_without_rows_stays_finite():
         model.fit(vectors())
         assert np.isfinite(model.covars_).all()
         assert np.isfinite(model.score(vectors()))
-
-
-def two_points(_):
-    return from_distribution(Normal(torch.tensor([0.1, 0.8]), torch.ones(2)))
-
-
-def test_remarks_of_a_fit_are_warnings():
-    X = np.r_[np.zeros((10, 1)), np.ones((10, 1))]
-    with pytest.warns(ConvergenceWarning, match="floor"):
-        model = GMMHMM(2, 1, min_covar=0.0, random_state=0, n_iter=30).fit(X)
-    assert "floor" in model.monitor_.notes[0]
-    module = partial(TabularHMM, emission=two_points)
-    with pytest.warns(ConvergenceWarning, match="floor"):
-        HMMEstimator(module, 2, random_state=0, n_iter=30).fit(X)
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if "mixture" in name])
@@ -371,24 +355,6 @@ def test_the_checks_of_scikit_learn(name):
     ]
     assert set(failed) == columns
     assert sum(result["status"] == "passed" for result in found) >= 18
-
-
-def test_arrays_set_by_hand_are_checked():
-    model, _, X = gaussians("full")
-    model.transmat_ = np.full((3, 3), 0.5)
-    with pytest.raises(ValueError, match="transmat_ must hold probabilities"):
-        model.score(X)
-    model.transmat_ = np.eye(2)
-    with pytest.raises(ValueError, match="transmat_ must have shape"):
-        model.score(X)
-    model, _, X = gaussians("full")
-    model.covars_ = np.ones(3)
-    with pytest.raises(ValueError, match="covars_ of type 'full' must have shape"):
-        model.score(X)
-    model, _, X = gaussians("spherical")
-    score = model.score(X)
-    model.covars_ = covariances("spherical")[:, None]  # a column, as in hmmlearn
-    assert model.score(X) == score
 
 
 # Any module ---------------------------------------------------------------------------------------
