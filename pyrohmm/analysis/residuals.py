@@ -122,13 +122,15 @@ def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:
 
     try:
         upper = _in_each_state(hmm, cdf, seen)
+        below = getattr(emission, "cdf_below", None)  # of a distribution with atoms
+        lower = upper if below is None else _in_each_state(hmm, lambda x: below(x.double()), seen)
     except NotImplementedError:
         raise ValueError(
             "hmm must have an emission whose cumulative probabilities are known: symbols, counts, "
             f"or a continuous distribution with a cdf; got {type(emission).__name__}. Write a "
             "subclass that has a cdf."
         ) from None
-    return upper, upper
+    return lower, upper
 
 
 def _in_each_state(hmm: HMM, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:

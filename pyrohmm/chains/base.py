@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -89,7 +90,7 @@ class Chain:
         for name, value in parameters.items():
             setattr(self, name, from_numpy(name, value))
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name."""
         return {name: getattr(self, name) for name in self.cores}
@@ -265,8 +266,9 @@ class Chain:
                 raise ValueError(
                     f"{name} must have shape (*B, {', '.join(core)}); got shape {tuple(shape)}."
                 )
-            wanted = tuple([sizes.setdefault(letter, n) for letter, n in zip(core, shape)])
-            if shape != wanted:
+            for letter, size in zip(core, shape):
+                sizes.setdefault(letter, size)
+            if shape != (wanted := tuple(map(sizes.get, core))):
                 raise ValueError(
                     f"{name} must end in shape ({', '.join(core)}) = {wanted}; got shape "
                     f"{tuple(tensor.shape)}."

@@ -22,6 +22,7 @@ from .._transforms import transforming, uncompiled
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
+from ..ops.dense.chain import read_arguments
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, check_likelihood
 from .forecast import (
@@ -277,7 +278,10 @@ class HMM(ChainDistribution):
 
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
-                return recursions.log_evidence_of_symbols(*of_symbols)
+                initial, transition, table, symbols, lengths, known = of_symbols
+                return recursions.evidence(
+                    read_arguments(initial, transition, table, lengths, symbols, known)
+                )
             return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):

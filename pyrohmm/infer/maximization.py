@@ -25,6 +25,7 @@ from ..nn.closed_form import (
     EmissionMStep,
     Maximum,
     Statistics,
+    StepsMStep,
     TransitionCounts,
     has_foreign_priors,
     inside,
@@ -159,6 +160,7 @@ class Maximization:
 
     Attributes:
         chain: The module, if it defines an M-step of its chain.
+        steps: The module, if it defines an M-step that reads every step.
         emission: Its emission module, if that defines one.
         clusters: Whether its emission module has an M-step, whatever its priors.
         summed: Whether it needs sums over observations alone, not each step of them.
@@ -192,6 +194,10 @@ class Maximization:
             names = _names_of_chain(module, hmm)  # raises if there is no mode
             if not has_foreign_priors(parameters.module, but=emission):
                 self.chain, of_chain = module, names
+        steps = log_prior is None and isinstance(module, StepsMStep)
+        self.steps: Any = None
+        if steps and module.by_steps:
+            self.steps = module
         points = {name: point for name, point in module.named_parameters() if point.requires_grad}
         others = []  # neither of the emission nor in closed form
         rest = []  # not in closed form
@@ -200,6 +206,8 @@ class Maximization:
             if name.removesuffix("_unconstrained") in of_chain:
                 continue
             others += [] if of_emission else [name]
+            if self.steps and name.removesuffix("_unconstrained") in self.steps.by_steps:
+                continue
             rest += [] if of_emission and own else [name]
         self.gradient = GradientSteps(
             parameters, gradient_step, [name for name in rest if name in parameters.sites],
@@ -210,7 +218,7 @@ class Maximization:
         cores, tables = hmm.chain.cores, hmm.chain.parameters
         single = all(tables[n].dim() == len(c) and "T" not in c for n, c in cores.items())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
-        self.summed = single and (own or countable)
+        self.summed = single and ((own and getattr(emission, "summed", True)) or countable)
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain
         self.by_symbol = self.summed and countable and plain
         self.apart = self.summed and self.chain_closed
@@ -331,6 +339,10 @@ class Maximization:
         with torch.no_grad():
             values, notes = with_one_wait(lambda: self._modes(statistics))
             self.parameters.update(values)
+            if self.steps is not None:
+                current = {name: self.parameters.get(name) for name in self.steps.by_steps}
+                counts = inside(statistics, "counts.")
+                self.parameters.update(self.steps.maximize(batch, counts, current))
         for note in notes:
             self.notes[note] = self.notes.get(note, 0) + 1
         self.gradient(batch, inside(statistics, "counts."))

@@ -44,6 +44,7 @@ class StreamsEmission(Emission, emits=Streams):
         self.parts = PyroModule[torch.nn.ModuleList]([family(num_states) for family in families])
         for part in self.parts:
             _check_part("families of streams", part)
+        self.summed = all(getattr(part, "summed", True) for part in self.parts)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
@@ -135,6 +136,7 @@ class TiedEmission(Emission, emits=Tied):
         self.num_distinct = int(index.max()) + 1
         self.part = family(self.num_distinct)
         _check_part("family", self.part)
+        self.summed = getattr(self.part, "summed", True)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:

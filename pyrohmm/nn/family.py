@@ -43,9 +43,12 @@ class Emission(Family):
         in_time: Whether an observation depends on those before it.
         imputes: Whether ``statistics`` are those of samples of what else is hidden, such as
             components of a mixture and missing ones of a vector, not expected ones.
+        summed: Whether ``statistics`` are sums over observations, so that those of parts of the
+            data can be added; else they are the observations themselves, with their weights.
     """
 
     in_time: ClassVar[bool] = False
+    summed = True
     imputes = False
 
     def __init_subclass__(cls, emits: type | tuple[type, ...] = ()) -> None:

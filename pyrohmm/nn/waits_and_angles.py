@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 from torch.distributions import constraints
 
+from ..distributions.modified import von_mises_cdf
 from .closed_form import Maximum, Statistics, check_mode
 from .family import Components, check_strengths, falling_root, family, positive, spread
 
@@ -114,6 +115,10 @@ class Angle(VonMises):
         fall = -2 * torch.sin((value - self.loc) / 2).square()  # cos - 1 without cancellation
         scale = torch.special.i0e(self.concentration).log() + math.log(2 * math.pi)
         return self.concentration * fall - scale
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Probability that an angle lies between -π and ``value``, both in one turn."""
+        return von_mises_cdf(value, self.loc, self.concentration)
 
 
 class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):

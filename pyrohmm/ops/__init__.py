@@ -6,6 +6,7 @@ Its modules; each imports only those above it:
 
 ``log_space``         logarithms and their sums with hard zeros
 ``masks``             which steps of ragged sequences exist
+``newton``            Newton's method for many small problems at once
 ``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``_numba_math``       what all compiled loops use
 ``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``
@@ -16,7 +17,8 @@ Its modules; each imports only those above it:
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      compiled arithmetic along sequences
 ``dense._steps``      what compiled passes read at a step
-``dense._passes``     compiled forward and backward passes, scaled
+``dense._forward``    compiled forward pass, scaled
+``dense._backward``   compiled backward pass, scaled: expected counts
 ``dense._paths``      compiled loops in logarithms: log space, Viterbi, sampling
 ``dense._numba``      their recursions by those loops
 ``dense.scaling``     evidence and gradient in the range of numbers that each sequence needs

@@ -85,7 +85,7 @@ def log_evidence(
         >>> log_evidence(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).exp()
         tensor(0.0900)
     """
-    return _evidence(check_arguments(log_initial, log_transition, log_likelihood, lengths))
+    return evidence(check_arguments(log_initial, log_transition, log_likelihood, lengths))
 
 
 def log_evidence_of_symbols(
@@ -117,7 +117,7 @@ def log_evidence_of_symbols(
         >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
         tensor(0.4225)
     """
-    return _evidence(
+    return evidence(
         check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
     )
 
@@ -140,7 +140,7 @@ def posterior(
         value, gradient = scaling.solve(arrange(arguments), dtype, each=True)
         found = gradient(torch.ones_like(value))
         assert found is not None
-        parts = value, found[2], found[1].sum(0).unflatten(0, value.shape)
+        parts = value, found[2], found[1].sum(0, dtype=torch.float64).unflatten(0, value.shape)
         return Posterior(*(part.to(dtype).reshape((*batch, *part.shape[2:])) for part in parts))
 
 
@@ -252,8 +252,8 @@ def sample_states(
         return states.reshape(num_samples, *arguments.batch, states.size(-1))
 
 
-def _evidence(arguments: Arguments) -> Tensor:
-    """Log evidence ``(*B)``, differentiable any number of times."""
+def evidence(arguments: Arguments) -> Tensor:
+    """Log evidence ``(*B)``, differentiable any number of times, of what has been checked."""
     tensors = arguments.tensors
     differentiable = torch.is_grad_enabled() and any(part.requires_grad for part in tensors)
 

@@ -215,9 +215,6 @@ def test_irregular_dtypes_are_converted(dtype, result):
     assert half.values.dtype == torch.float32
 
 
-TABLE = {"who": ["a", "a"], "day": [1, 1], "x": [0.0, 1.0]}
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataloader_yields_minibatches(workers):
     data = Sequences.from_list(
