@@ -4,16 +4,13 @@ import importlib
 import itertools
 import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from pyro.distributions import Bernoulli
 
 from pyrohmm import (
-    HMM,
     DiversityPrior,
     NeuralHMM,
     Sequences,
@@ -155,15 +152,6 @@ def test_a_chain_of_pairs_that_knows_no_counts_is_the_chain_of_letters(ocr, word
     assert ocr.by_step(first, table, words) == ocr.by_step(pairs, table, words)
 
 
-def test_pairs_are_counted_from_the_beginning_of_a_word(ocr):
-    words = Sequences.from_list([[0, 1, 2], [0, 1, 3]], labels=[[0, 1, 2], [0, 1, 3]])
-    chain = ocr.second_order(words, torch.ones(26) / 26, torch.ones(26, 26) / 26, 1e-9)
-    rows = chain.transition.view(27, 26, 27, 26)
-    assert rows[26, 0, 0, 1].item() == pytest.approx(1.0)  # b after an a that begins a word
-    assert rows[0, 1, 1, [2, 3]].tolist() == pytest.approx([0.5, 0.5])  # c or d after a, b
-    torch.testing.assert_close(rows.sum((2, 3)), torch.ones(27, 26))
-
-
 def test_a_lexicon_writes_its_words_and_no_other(ocr, words):
     chain = ocr.lexicon(words)
     path = recursions.viterbi(
@@ -179,17 +167,6 @@ def test_a_lexicon_writes_its_words_and_no_other(ocr, words):
         assert any(written[: len(prefix)] == prefix for prefix in prefixes)
 
 
-def test_words_apart_share_no_word(ocr):
-    letters = ocr.made_up()
-    apart = ocr.folds_of(letters)[ocr.APART]
-    spelt = ocr.spelt(letters.data)
-    homes = {}
-    for word, fold in zip(spelt, apart.tolist()):
-        homes.setdefault(word, set()).add(fold)
-    assert all(len(each) == 1 for each in homes.values())
-    assert len({fold for each in homes.values() for fold in each}) == 10
-
-
 # Music --------------------------------------------------------------------------------------------
 
 
@@ -203,35 +180,6 @@ def music(monkeypatch):
     splits = {name: Sequences(chords[i : i + 3], lengths[:3])
               for i, name in ((0, "train"), (3, "valid"), (6, "test"))}  # fmt: skip
     return script, script.Music(splits)
-
-
-def test_columns_of_a_key_make_it_depend_on_its_last_value(music):
-    _, data = music
-    chords = data.splits["test"]
-    up, down = torch.rand(2, 2, data.num_keys)
-    initial, transition = torch.rand(2).log_softmax(-1), torch.rand(2, 2).log_softmax(-1)
-    emission = Bernoulli(torch.cat([up, down], -1)).to_event(1)
-    told = data.told_apart("test")
-    found = HMM(initial, transition, emission, told.lengths).log_prob(told.values)
-    scores = torch.zeros(3, 5, 2)
-    for n, t, k, d in itertools.product(range(3), range(5), range(2), range(data.num_keys)):
-        was_down = t > 0 and chords.values[n, t - 1, d] == 1
-        prob = (down if was_down else up)[k, d]
-        scores[n, t, k] += (prob if chords.values[n, t, d] == 1 else 1 - prob).log()
-    wanted = recursions.log_evidence(initial, transition.unsqueeze(0), scores, chords.lengths)
-    torch.testing.assert_close(found, wanted)
-
-
-def test_both_forms_of_the_example_take_the_same_steps(music, monkeypatch):
-    script, data = music
-    monkeypatch.setattr(script, "EXAMPLE_BATCH", 2)
-    monkeypatch.setattr(script, "MORE", 2)
-    rows = script.by_example(data, "example", 2, 4)
-    theirs, ours, longer = rows.values()
-    assert theirs["first_and_last_loss"] == pytest.approx(ours["first_and_last_loss"], rel=1e-6)
-    assert theirs["test"] == pytest.approx(ours["test"], rel=1e-4)
-    assert (theirs["steps"], ours["steps"], longer["steps"]) == (4, 4, 8)
-    assert longer["valid"] <= ours["valid"]
 
 
 # Pictures of large models -------------------------------------------------------------------------
@@ -304,90 +252,6 @@ def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure)
 def baselines(monkeypatch):
     monkeypatch.syspath_prepend(FIGURES)
     return importlib.import_module("common.baselines")
-
-
-def some_sentences(num_sentences, num_symbols, seed):
-    """Lists of symbols, the last of which is 0 and no other; some are of nothing else."""
-    rng = np.random.default_rng(seed)
-    drawn = (rng.geometric(0.35, rng.integers(0, 7)) for _ in range(num_sentences))
-    return [[*row.clip(1, num_symbols - 1).tolist(), 0] for row in drawn]
-
-
-def by_recursion(sentences, num_symbols, order):
-    """Kneser-Ney probabilities as the textbook has them, with a mark for where sentences begin."""
-    begin = -1
-    raw = [Counter() for _ in range(order + 1)]
-    left = [{} for _ in range(order + 1)]
-    for row in sentences:
-        row = [begin, *row]
-        for n in range(1, order + 1):
-            for t in range(len(row) - n + 1):
-                gram = tuple(row[t : t + n])
-                raw[n][gram] += 1
-                left[n].setdefault(gram, set()).add(row[t - 1] if t else None)
-    counts = [{}] * (order + 1)
-    for n in range(1, order + 1):
-        counts[n] = {
-            gram: number if n == order or gram[0] == begin else len(left[n][gram])
-            for gram, number in raw[n].items()
-            if gram != (begin,)
-        }
-
-    def discount(n, count):
-        of = Counter(counts[n].values())
-        m = min(count, 3)
-        left_of_ones = of[1] / max(of[1] + 2 * of[2], 1)
-        return min(max(m - (m + 1) * left_of_ones * of[m + 1] / max(of[m], 1), 0), m)
-
-    def prob(word, context):
-        n = len(context) + 1
-        lower = prob(word, context[1:]) if context else 1 / num_symbols
-        alike = {gram[-1]: c for gram, c in counts[n].items() if gram[:-1] == context}
-        if not alike:
-            return lower
-        taken = sum(discount(n, count) for count in alike.values())
-        own = alike.get(word, 0)
-        own -= discount(n, own) if own else 0
-        return (own + taken * lower) / sum(alike.values())
-
-    return lambda row: [
-        prob(row[t], tuple([begin, *row[:t]][-(order - 1) :])) for t in range(len(row))
-    ]
-
-
-@pytest.mark.parametrize("order", [2, 3, 5])
-def test_kneser_ney_is_the_recursion_of_the_textbook(baselines, order):
-    train, test = some_sentences(40, 7, 1), some_sentences(30, 8, 2)
-    model = baselines.KneserNey(np.concatenate(train), 8, 0, order)
-    probs = by_recursion(train, 8, order)
-    expected = np.concatenate([probs(row) for row in test])
-    np.testing.assert_allclose(np.exp(model.log_probs(np.concatenate(test))), expected)
-    assert model.perplexity(np.concatenate(test)) == pytest.approx(np.exp(-np.log(expected).mean()))
-
-
-@pytest.fixture
-def networks(baselines):
-    torch.manual_seed(0)
-    return {
-        "feed-forward": baselines.FeedForward(7, 0, dim=4),
-        "lstm": baselines.LSTM(7, dim=4),
-    }
-
-
-@pytest.fixture
-def text():
-    return torch.tensor(np.concatenate(some_sentences(60, 7, 7)))
-
-
-@pytest.mark.parametrize("name", ["feed-forward", "lstm"])
-def test_networks_read_a_text_in_windows_as_they_read_it_whole(networks, text, name):
-    model, rows = networks[name].eval(), text[:120].view(3, 40)
-    whole, _ = model(rows)
-    parts, earlier = [], None
-    for part in rows.split([1, 2, 20, 17], 1):
-        scores, earlier = model(part, earlier)
-        parts.append(scores)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():

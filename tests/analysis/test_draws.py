@@ -118,19 +118,6 @@ def written_out(first_row):
     return model
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])  # with two sequences shapes happen to broadcast
-def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
-    right = from_prior(written_out(lambda matrix: matrix[..., 0, :]), 1, 4)
-    data = DATA[:size]
-    wanted = [single(right.model, right.values, 0, s, data).log_prob(data.values) for s in range(4)]
-    torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
-    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.values)
-    with pytest.raises(ValueError, match="from the right"):
-        wrong.hmm(data)
-    with pytest.raises(ValueError, match="from the right"):
-        wrong.map(data, lambda hmm: hmm.log_prob(data.values))
-
-
 # Names of states ----------------------------------------------------------------------------------
 
 

@@ -106,28 +106,6 @@ def test_a_restored_filter_continues_to_the_last_bit(dtype):
     assert first.num_steps == second.num_steps == 40
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((torch.tensor([0, 1, 2]),), ValueError, "observation must have shape"),
-        ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
-        ((torch.tensor([0, 3]),), ValueError, "values must lie between 0 and V - 1 = 2"),
-        ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
-        (("three",), TypeError, "observation must be numbers"),
-        ((3,), ValueError, "values must lie between 0 and V - 1 = 2"),
-        ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),
-        ((torch.tensor([0, 1]), torch.ones(3).bool()), ValueError, "observed must have shape"),
-    ],
-)
-def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, message):
-    stream = Filter(casino((2,)))
-    before = stream.update(torch.tensor([2, 0]))
-    with pytest.raises(error, match=message):
-        stream.update(*arguments)
-    assert torch.equal(stream.states, before)
-    assert stream.num_steps == 1
-
-
 def log_rows(*shape):
     return torch.randn(*shape, dtype=torch.float64).log_softmax(-1)
 
@@ -267,21 +245,6 @@ def test_what_is_nan_is_missing():
     assert_close(stream.log_evidence, whole.log_prob(values))
     assert_close(stream.states, whole.filtered(values)[:, -1])
     assert_close(Filter(hmm).update(values), whole.filtered(values))
-
-
-def test_numbers_and_arrays_are_observations():
-    values = [0.1, float("nan"), np.float64(0.3), np.array(0.4), 1]
-    stream, whole = Filter(normals()), normals()
-    for value in values:
-        stream.update(value)
-    numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
-    whole = whole.with_lengths(torch.tensor(5), ~numbers.isnan())
-    assert_close(stream.log_evidence, whole.log_prob(numbers.nan_to_num()))
-    symbols = Filter(casino((3,)))
-    symbols.update(2)
-    assert_close(symbols.surprise.exp(), [1 / (0.6 * 0.2 + 0.4 * 0.7)] * 3)
-    symbols.update(np.array([[0, 1], [1, 1], [2, 0]]))
-    assert symbols.num_steps == 3
 
 
 def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_is_possible():

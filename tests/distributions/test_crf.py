@@ -2,7 +2,6 @@
 
 import numpy as np
 import oracle
-import pyro
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -187,28 +186,3 @@ def test_batches_of_transitions_broadcast():
     wide = each[0].expand((5, 3))
     assert wide.batch_shape == (5, 3)
     assert torch.allclose(wide.log_prob(labels)[2], each[0].log_prob(labels))
-
-
-def test_in_a_model_of_pyro_it_learns_tags():
-    """Features tell the first tag; that tags alternate is for the transition scores to learn."""
-    torch.manual_seed(0)
-    tags = (torch.arange(6) + torch.randint(2, (40, 1))) % 2
-    features = torch.zeros(40, 6, 1)
-    features[:, 0, 0] = 4.0 * tags[:, 0] - 2.0
-    network = torch.nn.Linear(1, 2)
-
-    def model(features, tags=None):
-        pyro.module("network", network)
-        transition = pyro.param("transition", lambda: torch.zeros(2, 2))
-        with pyro.plate("sequences", len(features)):
-            crf = LinearChainCRF(network(features), transition)
-            return pyro.sample("tags", crf, obs=tags)
-
-    with pyro.get_param_store().scope():
-        svi = pyro.infer.SVI(model, lambda *_: None, pyro.optim.Adam({"lr": 0.1}),
-                             pyro.infer.Trace_ELBO())  # fmt: skip
-        losses = [svi.step(features, tags) for _ in range(60)]
-        assert losses[-1] < losses[0] / 4
-        found = LinearChainCRF(network(features), pyro.param("transition")).viterbi()
-        assert model(features).shape == tags.shape
-    assert (found == tags).double().mean() > 0.95

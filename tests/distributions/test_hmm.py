@@ -181,27 +181,6 @@ def test_samples_of_a_batch_follow_their_own_parameters():
                 probs = pairs.sum(0)
 
 
-@pytest.mark.parametrize("emission_per_step", [False, True])
-def test_samples_of_vectors_come_from_their_state(emission_per_step):
-    """Locations a hundred standard deviations apart tell which state, step and batch emitted."""
-    steps = 4 if emission_per_step else 1
-    loc = 100.0 * torch.arange(2 * steps * 3 * 2).reshape(2, steps, 3, 2)
-    even = torch.full((3, 3), 1 / 3).log()
-    emission = dist.Normal(loc, torch.ones(())).to_event(1)
-    if not emission_per_step:
-        emission = dist.Normal(loc.squeeze(1)[:, None], torch.ones(())).to_event(1)
-    else:
-        emission = dist.Normal(loc[:, None], torch.ones(())).to_event(1)
-    lengths = torch.full((5,), 4)
-    hmm = HMM(even[0], even, emission, lengths, emission_per_step=emission_per_step)
-    values, states = hmm.sample_with_states((50,))
-    assert hmm.batch_shape == (2, 5)
-    assert values.shape == (50, 2, 5, 4, 2)
-    for r, t in itertools.product(range(2), range(4)):
-        wanted = loc[r, t if emission_per_step else 0][states[:, r, :, t]]
-        assert (values[:, r, :, t] - wanted).abs().max() < 6
-
-
 # Expanding, forecasting, the long run -----------------------------------------------------------
 
 
@@ -303,36 +282,11 @@ def test_a_chain_with_two_ends_has_no_stationary_distribution():
 # Supports that differ by state --------------------------------------------------------------------
 
 
-def test_emissions_whose_support_differs_by_state(engine):
-    """The number of trials is a tensor over states; T is and is not the number of states."""
-    trials, chance = torch.tensor([3.0, 5.0, 9.0]), torch.tensor([0.2, 0.5, 0.7])
-    for values in (torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 1.0, 2.0]])):
-        lengths = torch.tensor([values.size(1)])
-        hmm = HMM(even(3), even(3, 3), dist.Binomial(trials, chance), lengths)
-        each = dist.Binomial(trials, chance, validate_args=False).log_prob(values[..., None])
-        expected = each.exp().mean(-1).log().sum(-1)
-        torch.testing.assert_close(hmm.log_prob(values), expected)
-
-
 def test_gradients_are_finite_where_a_state_cannot_emit():
     low = torch.tensor([0.0, 4.0, 6.0]).requires_grad_()
     hmm = HMM(even(3), even(3, 3), dist.Uniform(low, low + 5.0), torch.tensor([3]))
     hmm.log_prob(torch.tensor([[4.5, 1.0, 10.5]])).backward()
     assert bool(low.grad.isfinite().all())
-
-
-@pytest.mark.parametrize("missing", ["values", "steps"])
-def test_supports_of_single_steps_need_not_hold_the_others(missing):
-    """A filler comes from another step, in whose support it is."""
-    low = torch.tensor([[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]])
-    observed = torch.tensor([[True, False, True]])
-    hmm = HMM(
-        even(2), even(2, 2), dist.Uniform(low, low + 2.0), torch.tensor([3]), observed,
-        emission_per_step=True,
-    )  # fmt: skip
-    expected = torch.tensor(0.25 * 0.5).log()  # one state in the first step, two in the last
-    values = torch.tensor([[0.5, np.nan if missing == "values" else 7.0, 21.5]])
-    torch.testing.assert_close(hmm.log_prob(values)[0], expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -405,25 +359,3 @@ def test_nothing_is_forecast_after_an_impossible_sequence():
     forecast = hmm.forecast(torch.tensor([[0.5, 2.5]]), 2)
     assert bool(forecast.mean.isnan().all())
     assert bool(forecast.variance.isnan().all())
-
-
-def test_states_in_the_padding_may_be_anything():
-    hmm = HMM(**arguments(), validate_args=True)
-    values, states = torch.zeros(2, 4).long(), torch.zeros(2, 4).long()
-    marked = states.clone()
-    marked[1, 2:] = -1
-    assert torch.equal(hmm.log_joint(values, marked), hmm.log_joint(values, states))
-
-
-def test_checks_leave_no_trace_on_the_arguments():
-    """Lengths, values and parameters are neither changed nor marked."""
-    given = arguments()
-    values = torch.full((2, 4), 1)
-    values[1, 2:] = -7
-    before = {n: p.clone() for n, p in given.items() if isinstance(p, torch.Tensor)}
-    hmm = HMM(**given)
-    hmm.posterior(values), hmm.viterbi(values), hmm.sample_states(values), hmm.log_prob(values)
-    assert values[1, 3] == -7
-    for name, tensor in before.items():
-        assert torch.equal(given[name], tensor)
-        assert not given[name].requires_grad

@@ -279,28 +279,6 @@ def test_a_rate_of_zero_emits_zeros_alone():
 
 @pytest.mark.usefixtures("_always")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_evidence_of_ragged_sequences_with_missing_steps(name):
-    parameters, build, values = case(name, (), 3, 2, (4, 6))
-    lengths = torch.tensor([6, 1, 3, 5])
-    observed = torch.rand(4, 6) < 0.8
-    exists = torch.arange(6) < lengths.unsqueeze(-1)
-    torch.manual_seed(0)
-    initial, transition = torch.randn(3).log_softmax(-1), torch.randn(3, 3).log_softmax(-1)
-    emission = build(*parameters)
-    alpha, expected = initial, []
-    emitted = emission.log_prob(values.unsqueeze(-2)).masked_fill(~observed.unsqueeze(-1), 0.0)
-    for row, length in zip(emitted, lengths):
-        alpha = initial + row[0]
-        for t in range(1, length):
-            alpha = (alpha.unsqueeze(-1) + transition).logsumexp(-2) + row[t]
-        expected.append(alpha.logsumexp(-1))
-    hidden = values.masked_fill(~(exists & observed).unsqueeze(-1), torch.nan)
-    hmm = HMM(initial, transition, build(*parameters), lengths, observed)
-    check(hmm.log_prob(hidden), torch.stack(expected), parameters)
-
-
-@pytest.mark.usefixtures("_always")
-@pytest.mark.parametrize("name", FAMILIES)
 def test_second_derivatives_of_log_densities(name):
     parameters, build, values = case(name, (), 2, 2, (3,))
     weights = torch.rand(3, 2)

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pyrohmm import BlockHMM, Filter, blocks, queries
+from pyrohmm import BlockHMM, blocks, queries
 from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights
 from pyrohmm.ops.blocks.emission import log_emission
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
@@ -237,23 +237,3 @@ def test_what_stands_at_padded_steps_is_not_read(engine):
     )
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda hmm, values: hmm.sample(),
-        lambda hmm, values: hmm.forecast(values, 1),
-        lambda hmm, values: hmm.dense(),
-        lambda hmm, values: hmm.log_factors(values),
-        lambda hmm, values: hmm.emission,
-        lambda hmm, values: hmm.continue_from(None),
-        lambda hmm, values: Filter(hmm),
-        lambda hmm, values: queries.continuation(hmm, values, 1),
-        lambda hmm, values: queries.pseudo_residuals(hmm, values),
-    ],
-)
-def test_what_needs_other_words_of_the_ngram_is_refused(ask):
-    case = Case([2, 2])
-    with pytest.raises(NotImplementedError, match="n-gram"):
-        ask(case.hmm(), case.values)

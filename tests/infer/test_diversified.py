@@ -25,7 +25,6 @@ from pyrohmm import (
     dpp,
     fit_em,
     freeze,
-    left_to_right,
     msteps,
     normal,
     scale_priors,
@@ -171,34 +170,6 @@ def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
     assert found[1] > found[0]
 
 
-def test_a_prior_of_the_users_is_one_of_transitions_by_its_density_of_a_matrix():
-    """A Dirichlet prior of the rows; the rest keeps its closed form."""
-
-    class Rows:
-        def __call__(self, hmm):
-            return self.log_density_of_transition(hmm.log_transition.exp())
-
-        def log_density_of_transition(self, transition):
-            return 2 * transition.log().sum((-2, -1))
-
-    data, fits = symbols(3, count=20), []
-    for module, prior in (
-        (TabularHMM(2, categorical(3), 1.0, 3.0), None),
-        (TabularHMM(2, categorical(3)), Rows()),
-    ):
-        values = {
-            "initial": torch.tensor([0.5, 0.5]),
-            "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
-            "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
-        }
-        fits.append(
-            fit_em(module, data, log_prior=prior, start=values, num_steps=30, tolerance=None)
-        )
-    hmms = [fit.hmm(data) for fit in fits]
-    torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
-    torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
-
-
 class Rows(HMMModule):
     """A user's chain with a transition matrix, its M-step in closed form."""
 
@@ -247,14 +218,6 @@ def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
         fit = fit_em(Rows(), data, transition_step=step, **options)
         torch.testing.assert_close(fit.losses, expected.losses)
         torch.testing.assert_close(fit.values, expected.values)
-
-
-def test_transitions_that_a_users_chain_rules_out_stay_zero():
-    allowed = left_to_right(3)
-    options = {"log_prior": DiversityPrior(5.0), "num_steps": 3}
-    for step in (None, msteps.LogitGradient()):
-        fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
-        assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
 
 
 def test_a_start_of_equal_rows_is_named():

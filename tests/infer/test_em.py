@@ -703,26 +703,6 @@ def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
     torch.testing.assert_close(fit.values["module.stay"], (stayed + 1) / (stayed + left + 3))
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_what_an_m_step_returns_for_a_frozen_parameter_is_ignored(restarts):
-    """Of a user's family and of a user's chain, neither of which asks what is frozen."""
-    data, probs, stay = failures(), torch.tensor([0.9, 0.2, 0.4]), torch.tensor([0.3, 0.5, 0.8])
-    options = {"num_steps": 3, "tolerance": None, "restarts": restarts}
-    for name, value in (("emission.probs", probs), ("stay", stay)):
-        module = ClosedCycle(Failures)
-        freeze(module, name, value)
-        fit = fit_em(module, data, **options)
-        assert_climbs(fit.losses)
-        assert f"module.{name}" not in fit.values
-        hmm = fit.hmm(data)
-        kept = hmm.emission.probs if name == "emission.probs" else hmm.log_transition.diagonal()
-        expected = value if name == "emission.probs" else value.log()
-        torch.testing.assert_close(kept, expected)
-        begin = {n.removeprefix("module."): v for n, v in fit.values.items()}
-        again = fit_em(module, data, start=begin, num_steps=1, tolerance=None)
-        assert again.losses[-1] < again.losses[0] + 1e-9
-
-
 @pytest.mark.parametrize(
     ("kind", "point"),
     [

@@ -129,29 +129,6 @@ def test_restricting_twice_keeps_what_both_allow():
     assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
 
 
-def empty_set():
-    allowed = sets_of(LABELS)
-    allowed[1, 1] = False
-    return allowed
-
-
-WRONG = {
-    "K": (lambda: LABELS.where(LABELS != 1, K), ValueError, r"K - 1 = 2.*got 3 at sequence 1, s"),
-    "no state": (empty_set, ValueError, "allow no state at sequence 1, step 1; allow all"),
-    "fractions": (lambda: LABELS.double(), TypeError, "integers; got dtype torch.float64"),
-    "too few steps": (lambda: LABELS[:, :3], ValueError, r"\(T,\) = \(4,\); got shape \(3, 3\)"),
-    "too few sequences": (lambda: LABELS[:2], ValueError, r"labels \(2,\), HMM \(3,\)"),
-    "a mask of steps": (lambda: LABELS >= 0, ValueError, r"\(T, K\) = \(4, 3\)"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_bad_labels_are_named(wrong):
-    labels, error, words = WRONG[wrong]
-    with pytest.raises(error, match=words):
-        model().restrict(labels())
-
-
 # Labelled sequences, in models and fits ----------------------------------------------------------
 
 
@@ -201,34 +178,6 @@ def test_labels_add_to_the_loss_of_both_forms_what_they_take_from_the_evidence(f
 
 
 # A supervised fit: with flat priors and every state known, the mode is counting
-
-
-def sentences():
-    """Symbols and their states, and the shares of starts, transitions and symbols; none is zero."""
-    states = [[0, 0, 1, 1, 0], [1, 0, 1], [1, 1, 0, 1], [0, 1]]
-    symbols = [[0, 1, 0, 1, 0], [1, 1, 0], [1, 1, 0, 1], [0, 1]]
-    start, pair, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
-    for path, row in zip(states, symbols):
-        start[path[0]] += 1
-        for t, (state, value) in enumerate(zip(path, row)):
-            symbol[state, value] += 1
-            if t:
-                pair[path[t - 1], state] += 1
-    data = Sequences.from_list(symbols, labels=states)
-    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, pair, symbol)]
-
-
-def parameters_of(hmm):
-    return hmm.log_initial.exp(), hmm.log_transition.exp(), hmm.emission.probs
-
-
-def test_supervised_map_counts():
-    """A hundred steps of Adam end within a few thousandths."""
-    data, frequencies = sentences()
-    model = MarginalModel(TabularHMM(2, categorical(2)))
-    fit = fit_map(model, data, num_steps=100, learning_rate=0.1, tolerance=None)
-    for value, expected in zip(parameters_of(fit.hmm(data)), frequencies):
-        np.testing.assert_allclose(value, expected, atol=3e-3)
 
 
 @pytest.mark.parametrize(

@@ -287,17 +287,6 @@ def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
         fit.hmm(later[:])
 
 
-def test_missing_steps_do_not_matter_to_what_is_recognised():
-    observed = DATA.observed.clone()
-    observed[0, 3] = False
-    fit = fit_map(hierarchical(), Sequences(DATA.values, LENGTHS, observed), num_steps=2, **QUIET)
-    values = DATA.values.clone()
-    values[0, 3] = torch.nan
-    assert fit.hmm(Sequences(values, LENGTHS, observed)).batch_shape == (N,)
-    with pytest.raises(ValueError, match="1 of 12 are others"):
-        fit.hmm(DATA)
-
-
 def test_a_plate_of_another_kind_with_as_many_members_is_told_apart():
     """Twelve groups and twelve sequences: only what grows with the data belongs to sequences."""
 
@@ -317,23 +306,3 @@ def test_a_plate_of_another_kind_with_as_many_members_is_told_apart():
     assert set(sequence_plates(model, data)) == {"own"}
     assert set(sequence_plates(one_state(False), DATA)) == {"rate"}
     assert not sequence_plates(grouped, DATA)
-
-
-@pytest.mark.parametrize(
-    ("around", "words"),
-    [(False, r"plate\('s'\) at site x dim -1, 5 vs 12"), (True, r"inside plate 's' of size 5 at")],
-)
-def test_a_plate_of_another_size_is_named(around, words):
-    def model(data):
-        chain = HALF, HALF.expand(2, 2)
-        if around:
-            with pyro.plate("s", 5):
-                rate = pyro.sample("rate", Gamma(1.0, 1.0).expand([2]).to_event(1))
-                pyro.sample("x", HMM(*chain, Poisson(rate), data.lengths), obs=data.values)
-        else:
-            rate = pyro.sample("rate", Gamma(1.0, 1.0).expand([2]).to_event(1))
-            with pyro.plate("s", 5):
-                pyro.sample("x", HMM(*chain, Poisson(rate), data.lengths), obs=data.values)
-
-    with pytest.raises(ValueError, match=words):
-        fit_map(model, DATA, num_steps=1, **QUIET)

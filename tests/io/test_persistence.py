@@ -407,10 +407,6 @@ def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
         assert bits(again.emission.sample()) == bits(drawn)
 
 
-def rows_with_a_certain_symbol():
-    return torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.3, 0.7]])
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, seed):
     torch.manual_seed(seed)
@@ -435,36 +431,6 @@ def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, s
         assert bits(load_hmm(tmp_path / "x").log_prob(values)) == bits(hmm.log_prob(values))
         for name in (name for name in ("probs", "logits") if hasattr(emission, name)):
             assert bits(getattr(again, name)) == bits(getattr(emission, name))
-
-
-def test_saved_probabilities_are_those_of_a_distribution(tmp_path):
-    """Files of an earlier version hold both forms where both had been computed."""
-    good = dist.Categorical(probs=rows_with_a_certain_symbol())
-    tensors, meta = persistence.describe(hmm_with(good))
-    probs, logits = tensors["emission.probs"], good.logits
-    several = {
-        "clamped": ({"probs": probs, "logits": logits}, None),
-        "computed": ({"probs": probs.clamp(min=1e-30), "logits": probs.clamp(min=1e-30).log()},
-                     None),
-        "scaled": ({"probs": 2 * probs}, "sum to one"),
-        "negative": ({"probs": torch.tensor([[2.0, -1.0]]).expand(K, 2)}, "sum to one"),
-        "scores": ({"logits": logits + 1}, "sum to one"),
-        "others": ({"probs": probs, "logits": logits.flip(-1)}, "disagrees"),
-        "none": ({}, "must be specified"),
-    }  # fmt: skip
-    meta["emission"]["validate_args"] = False
-    for number, (parts, message) in enumerate(several.values()):
-        rest = {name: value for name, value in tensors.items() if "emission" not in name}
-        path = tmp_path / str(number)
-        path.mkdir()
-        write_tensors(path / FILE, rest | {f"emission.{k}": v for k, v in parts.items()}, meta)
-        if message is None:
-            seen = load_hmm(path).emission.probs
-            torch.testing.assert_close(seen, parts["probs"], rtol=1e-9, atol=0.0)
-            assert bool(((seen == 0) == (parts["probs"] == 0)).all())
-        else:
-            with pytest.raises(ValueError, match=message):
-                load_hmm(path)
 
 
 def test_steps_batches_and_missing_values_come_back(tmp_path):
@@ -507,32 +473,6 @@ def test_an_emission_that_cannot_be_rebuilt_is_refused_and_nothing_is_written(tm
     with pytest.raises(TypeError, match="cannot be saved"):
         save(hmm_with(emission), tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
-
-
-class Several(dist.TorchDistribution):
-    """A distribution with a list of parts, a tensor and a number."""
-
-    arg_constraints = {}  # noqa: RUF012
-    support = dist.constraints.real_vector
-
-    def __init__(self, parts, shift, count, validate_args=None):
-        self.parts, self.shift, self.count = tuple(parts), shift, count
-        super().__init__(parts[0].batch_shape, torch.Size((len(parts),)), validate_args)
-
-    def log_prob(self, value):
-        scores = [part.log_prob(value[..., i]) for i, part in enumerate(self.parts)]
-        return sum(scores) + self.shift * self.count
-
-
-def test_an_entry_in_the_table_is_all_that_another_class_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(persistence, "BUILT_FROM", persistence.BUILT_FROM | {Several})
-    parts = [dist.Poisson(positive(K)), dist.Categorical(simplex(K, 5))]
-    hmm = hmm_with(Several(parts, torch.randn(K), 3))
-    save(hmm, tmp_path / "x")
-    again = load_hmm(tmp_path / "x")
-    assert [type(part) for part in again.emission.parts] == [dist.Poisson, dist.Categorical]
-    values = torch.ones(3, 4, 2)
-    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
 
 
 def described():
@@ -773,12 +713,3 @@ def test_the_kinds_are_not_mixed_up(tmp_path):
         load_into(Point(), tmp_path / "hmm")
     with pytest.raises(TypeError, match="module must be"):
         load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
-
-
-@pytest.mark.parametrize("name", ["AutoregressiveHMM", 3, None])
-def test_an_unknown_class_of_an_hmm_is_refused(tmp_path, name):
-    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
-    tensors, meta = read_tensors(tmp_path / "x" / FILE)
-    write_tensors(tmp_path / "x" / FILE, tensors, meta | {"class": name})
-    with pytest.raises(ValueError, match=f"its class {name!r} is none of HMM"):
-        load_hmm(tmp_path / "x")

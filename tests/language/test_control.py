@@ -9,7 +9,7 @@ import torch
 from pyro.distributions import Categorical
 
 from pyrohmm import HMM, BlockHMM, automata, blocks
-from pyrohmm.language import ConstraintProcessor, over_tokens
+from pyrohmm.language import ConstraintProcessor
 from pyrohmm.language.control import token_texts
 
 TOKENS = ["a", "b", " a", ".", None]  # the last ends a text
@@ -210,24 +210,6 @@ def test_what_the_hmm_thinks_impossible_may_still_be_written():
     assert found.isfinite().tolist() == [[False, True, False, True, False]]
     found = processor(torch.tensor([[0, 3]]), torch.zeros(1, 5))
     assert found.isfinite().tolist() == [[False, True, False, False, False]]
-
-
-def test_numbers_of_tokens_and_codes():
-    hmm = dense()
-    wanted = over_tokens(automata.must_contain("a"), TOKENS) & automata.template(..., 3, ...)
-    processor = ConstraintProcessor(hmm, wanted, TOKENS, 3, min_tokens=3, end=END)
-    found = steered(processor, by_hmm(hmm), (0,), 3)
-    assert {len(row) for row in found} == {3}
-    assert all(3 in row and "a" in WORD.findall(text_of(row)) for row in found)
-    assert math.fsum(map(math.exp, found.values())) == pytest.approx(1.0)
-
-
-def test_large_and_small_letters():
-    tokens = ["C", "c", "at", " ", None]
-    for ignore_case in (False, True):
-        wanted = over_tokens(automata.must_contain("cat"), tokens, ignore_case)
-        assert wanted.accepts([0, 2]) is ignore_case
-        assert wanted.accepts([0, 2, 3, 1, 2])
 
 
 CORPUS = ["the cat sat on the mat , and the dog's bone was there", "a dog is not a cat; cats purr",

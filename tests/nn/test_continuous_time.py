@@ -20,7 +20,6 @@ from pyrohmm import (
     freeze,
     normal,
 )
-from pyrohmm.data import StoredSequences
 
 # A disease of three stages and death, seen with errors but for death, in years
 STAGES = [[-0.2, 0.15, 0.0, 0.05], [0.1, -0.45, 0.25, 0.1], [0.0, 0.1, -0.4, 0.3], [0.0] * 4]
@@ -203,21 +202,6 @@ def test_one_state_has_nothing_to_leave_for(data):
     torch.testing.assert_close(fit.losses[-1], single.losses[-1])
     again = fit_em(fit.hmm(data), data, num_steps=2)
     assert again.hmm(data).rates.shape == (1, 1)
-
-
-def test_data_larger_than_memory_have_times(data):
-    rows, lengths = data.to_concatenated()
-    stored = StoredSequences(
-        rows.numpy(), lengths, max_steps=20, times=data.times[data.exists].numpy()
-    )
-    assert len(list(stored)) > 1
-    begin = {"initial": torch.full((2,), 0.5), "rates": torch.tensor([[0.0, 0.3], [0.3, 0.0]]),
-             "emission.loc": torch.tensor([0.0, 1.0]),
-             "emission.variance": torch.ones(2)}  # fmt: skip
-    module = TabularContinuousTimeHMM(2, normal(0, 0.0))
-    whole, parts = (fit_em(module, each, start=begin, num_steps=4, tolerance=None)
-                    for each in (data, stored))  # fmt: skip
-    torch.testing.assert_close(whole.losses, parts.losses)
 
 
 def test_the_rate_of_exact_deaths_is_their_number_over_the_time_lived():

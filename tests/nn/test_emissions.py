@@ -7,7 +7,6 @@ import math
 from itertools import product
 
 import numpy as np
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -16,7 +15,6 @@ from pyro import poutine
 from scipy import stats
 
 from pyrohmm import (
-    HMM,
     Sequences,
     TabularHMM,
     bernoulli,
@@ -142,18 +140,6 @@ def test_the_prior_has_the_density_of_its_family(name):
         assert node["value"].shape == parameters[site].shape
         assert node["log_prob"].shape == ()
         assert node["log_prob"].item() == pytest.approx(case.prior(parameters, site), rel=1e-9)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_batched_samples_of_the_prior_have_the_batch_of_the_plate(name):
-    case = CASES[name]
-    module = case.family()(STATES)
-    with pyro.plate("restarts", 4, dim=-2):
-        emission = module()
-    assert torch.broadcast_shapes(emission.batch_shape, (4, 1, STATES)) == (4, 1, STATES)
-    assert emission.batch_shape == (4, 1, STATES)
-    values = torch.tensor(case.values(np.random.default_rng(0), 5))
-    assert emission.log_prob(values.unsqueeze(1)).shape == (4, 5, STATES)
 
 
 # The M-step
@@ -622,37 +608,6 @@ def test_families_with_nothing_to_see_stay_where_they_are():
 
 
 # Any distribution: fitted as what it is, or refused by name -------------------------------------
-
-PAIR = torch.tensor([1.0, 2.0], dtype=torch.float64)
-HALVES = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]], dtype=torch.float64)
-FITTED = {
-    "Multinomial": lambda: dist.Multinomial(5, HALVES),
-    "DirichletMultinomial": lambda: dist.DirichletMultinomial(HALVES, 5),
-    "OneHotCategorical": lambda: dist.OneHotCategorical(HALVES),
-    "ZeroInflatedPoisson": lambda: dist.ZeroInflatedPoisson(PAIR, gate=HALVES[:, 0]),
-    "OrderedLogistic": lambda: dist.OrderedLogistic(PAIR, torch.tensor([0.0, 1.0])),
-    "Binomial": lambda: dist.Binomial(5, HALVES[:, 0]),
-    "Gamma": lambda: dist.Gamma(PAIR, PAIR),
-}
-
-
-def hmm_of(emission):
-    even = torch.full((2, 2), 0.5).log()
-    return HMM(even[0], even, emission, torch.full((6,), 10))
-
-
-@pytest.mark.parametrize("name", FITTED)
-def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
-    pyro.set_rng_seed(0)
-    hmm = hmm_of(FITTED[name]())
-    data = Sequences(hmm.sample(), torch.full((6,), 10))
-    again = TabularHMM.from_hmm(hmm)(data.lengths)
-    assert type(again.emission) is type(hmm.emission)
-    expected = hmm.log_prob(data.values)
-    torch.testing.assert_close(again.log_prob(data.values), expected, rtol=1e-4, atol=1e-4)
-    fit = fit_em(hmm, data, num_steps=3, progress=False)
-    torch.testing.assert_close(fit.losses[0], -expected.sum(), rtol=1e-4, atol=1e-3)
-    assert fit.losses[-1] < fit.losses[0]
 
 
 def test_at_the_start_components_of_a_mixture_share_out_every_observation():

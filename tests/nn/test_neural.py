@@ -458,23 +458,6 @@ def test_windows_with_different_dropped_states_follow_the_paper(monkeypatch):
         assert set(before[0][before[0] >= 0].tolist()) <= set(kept.tolist())
 
 
-def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
-    data = Sequences(torch.randint(6, (6, 20)), torch.tensor([20, 3, 17, 11, 9, 20]))
-
-    def fit(steps, checkpoint=None):
-        pyro.set_rng_seed(4)
-        module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.3)
-        return fit_map(
-            StatefulModel(module, 2), data, num_steps=steps, windows=(2, 7), checkpoint=checkpoint,
-            tolerance=None, learning_rate=0.01,
-        )  # fmt: skip
-
-    straight = fit(12)
-    fit(5, tmp_path / "fit")
-    again = fit(12, tmp_path / "fit")
-    assert torch.equal(straight.losses, again.losses)
-
-
 @pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])
 @pytest.mark.parametrize(
     ("make", "name", "shape"),

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pyrohmm.ops import backends, products
+from pyrohmm.ops import products
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, has_numba, pick, use
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
@@ -90,20 +90,6 @@ def test_an_interrupted_import_of_numba_can_be_done_again():
     command = [sys.executable, "-c", INTERRUPTED, *points]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert result.stdout.split("\n")[:-1] == [f"{point} 0" for point in points], result.stderr
-
-
-def test_numba_is_refused_by_name_where_it_is_missing(monkeypatch):
-    def missing(*_):
-        raise ImportError("No module named 'numba'")
-
-    monkeypatch.setattr(backends, "import_module", missing)
-    has_numba.cache_clear()
-    try:
-        assert pick(CPU) is TORCH
-        with pytest.raises(ImportError, match=r"pip install 'pyrohmm\[compiled\]'"), use(NUMBA):
-            pass
-    finally:
-        has_numba.cache_clear()
 
 
 # Agreement of the modules that have the same functions

@@ -275,38 +275,6 @@ def test_pipelines_and_searches():
     assert search.best_score_ == search.cv_results_["mean_test_score"].max()
 
 
-ONES = np.ones(80, dtype=int)
-
-
-@pytest.mark.parametrize(
-    "estimator", [short(), HMMEstimator(partial(TabularHMM, emission=normal(2)), 2)]
-)
-def test_lengths_by_keyword_are_lengths(estimator):
-    """Also as many as there are rows."""
-    X = vectors()
-    model = clone(estimator).set_params(random_state=0, n_iter=3).fit(X, lengths=ONES)
-    apart = sum(model.score(row[None]) for row in X)
-    assert model.score(X, lengths=ONES) == pytest.approx(apart, rel=1e-6)
-    assert model.score_samples(X, ONES)[0] == pytest.approx(apart, rel=1e-6)
-    for ask in (model.fit, model.score, model.predict, model.bic):
-        with pytest.raises(ValueError, match="lengths must be positive integers"):
-            ask(X, lengths=np.arange(80))
-
-
-def test_a_target_is_not_read():
-    X = vectors()
-    model = short().fit(X)
-    for target in (np.arange(80), np.arange(80) / 7, [*"ab"] * 40, ONES[:, None] * 3):
-        np.testing.assert_array_equal(short().fit(X, target).means_, model.means_)
-        assert model.score(X, target) == model.score(X)
-    for ask in (short().fit, model.score):
-        with pytest.warns(UserWarning, match="lengths=y"):
-            ask(X, ONES)
-    with pytest.warns(UserWarning, match="lengths=y"):
-        assert model.score(X, ONES) == model.score(X)
-    assert model.score(X[:1], [1]) == model.score(X[:1])
-
-
 def test_folds_of_a_list_are_of_sequences():
     parts = np.split(vectors(), 4)
     scores = cross_val_score(short(), parts, cv=KFold(2))
