@@ -56,6 +56,8 @@ from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.sampled import SampledFit as SampledFit
+from .io.ctrlg import from_ctrlg as from_ctrlg
+from .io.ctrlg import to_ctrlg as to_ctrlg
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
 from .io.hmmlearn import to_hmmlearn as to_hmmlearn
 from .io.persistence import load_hmm as load_hmm
