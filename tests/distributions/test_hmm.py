@@ -272,6 +272,17 @@ def test_stationary_distribution_of_a_chain_with_a_transient_state():
     assert_close(hmm.stationary(), [0.0, 3 / 7, 4 / 7])
 
 
+def test_stationary_distribution_of_a_chain_that_hardly_moves_keeps_its_digits():
+    transition = torch.tensor([[1 - 3e-13, 3e-13], [1e-13, 1 - 1e-13]])
+    hmm = HMM(
+        transition[0].log(),
+        transition.log(),
+        dist.Normal(torch.zeros(2), 1.0),
+        torch.ones(1).long(),
+    )
+    assert_close(hmm.stationary(), [0.25, 0.75])
+
+
 def test_a_chain_with_two_ends_has_no_stationary_distribution():
     transition = torch.block_diag(rows(3, 3).exp(), rows(2, 2).exp()).log()
     hmm = HMM(transition[0], transition, dist.Normal(torch.zeros(5), 1.0), torch.tensor([2]))

@@ -7,15 +7,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.nn import PyroParam, PyroSample
-from torch.distributions.constraints import simplex
 
 from pyrohmm import (
     HMM,
     DenseHMM,
     DiversityPrior,
-    GradientStep,
-    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -24,13 +20,10 @@ from pyrohmm import (
     datasets,
     dpp,
     fit_em,
-    freeze,
     msteps,
     normal,
     scale_priors,
-    starts,
 )
-from pyrohmm.ops.log_space import log
 
 
 def symbols(num_symbols=4, seed=0, count=12):
@@ -168,56 +161,6 @@ def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
         assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
         found.append(dpp.log_diversity(fit.hmm(data).log_transition.exp()).item())
     assert found[1] > found[0]
-
-
-class Rows(HMMModule):
-    """A user's chain with a transition matrix, its M-step in closed form."""
-
-    def __init__(self, allowed=None):
-        super().__init__()
-        if allowed is None:
-            self.transition = PyroSample(dist.Dirichlet(torch.full((3, 3), 2.0)).to_event(1))
-        else:
-            self.transition_allowed = allowed
-            self.transition = PyroParam(allowed / allowed.sum(-1, keepdim=True), simplex)
-        self.emission = categorical(4)(3)
-
-    def forward(self, lengths, observed=None):
-        initial = torch.full((3,), 1 / 3).log()
-        return HMM(initial, log(self.transition), self.emission(), lengths, observed)
-
-    def emission_module(self):
-        return self.emission
-
-    def statistics(self, expected):
-        return {"pairs": expected.counts["log_transition"]}
-
-    def m_step(self, statistics):
-        counts = self.transition_counts(statistics)
-        return {"transition": counts / counts.sum(-1, keepdim=True)}, []
-
-    def transition_counts(self, statistics):
-        return statistics["pairs"] + (1.0 if "transition" in self._pyro_samples else 0.0)
-
-
-class NoStep(GradientStep):
-    def __call__(self, loss, parameters):
-        raise AssertionError("nothing is left to gradient steps")
-
-
-@pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("prior", [None, DiversityPrior(5.0)], ids=["no prior", "diversity"])
-def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
-    data, tabular = symbols(), TabularHMM(3, categorical(4), 1.0, 2.0)
-    freeze(tabular, "initial", torch.full((3,), 1 / 3))
-    start = starts.from_prior(tabular, data, restarts)
-    options = {"start": start, "restarts": restarts, "log_prior": prior, "num_steps": 5}
-    options |= {"tolerance": None, "gradient_step": NoStep()}
-    expected = fit_em(tabular, data, **options)
-    for step in (None, msteps.FixedPoint()) if prior else (None,):
-        fit = fit_em(Rows(), data, transition_step=step, **options)
-        torch.testing.assert_close(fit.losses, expected.losses)
-        torch.testing.assert_close(fit.values, expected.values)
 
 
 def test_a_start_of_equal_rows_is_named():

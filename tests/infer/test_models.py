@@ -9,7 +9,6 @@ import torch
 from pyro import distributions as dist
 from pyro import poutine
 from pyro.infer import (
-    SVI,
     Predictive,
     Trace_ELBO,
     TraceEnum_ELBO,
@@ -537,18 +536,6 @@ def test_every_autoguide_can_be_trained_and_drawn_from(name):
     drawn = Predictive(poutine.uncondition(model), posterior)(data)
     assert drawn["x"].shape == (3, 4, 4)
     assert len({tuple(sequences.flatten().tolist()) for sequences in drawn["x"]}) > 1
-
-
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_pyros_own_svi_runs_both_forms_on_minibatches(form):
-    data = symbols()
-    with pyro.settings.context(module_local_params=True):
-        model = form(TabularHMM(2, categorical(3)), stickiness)
-        hide = poutine.block(model, hide_fn=lambda site: "_state_" in site["name"])
-        elbo = TraceEnum_ELBO() if form is EnumeratedModel else Trace_ELBO()
-        svi = SVI(model, AutoNormal(hide), pyro.optim.Adam({"lr": 0.05}), elbo)
-        losses = [svi.step(batch) for _ in range(40) for batch in data.batches(2)]
-        assert sum(losses[-20:]) < sum(losses[:20])
 
 
 def test_parallel_predictions_use_the_sample_they_belong_to():

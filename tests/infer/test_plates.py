@@ -10,7 +10,6 @@ from pyro.distributions import Delta, Dirichlet, Gamma, Normal, Poisson
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import HMM, PosteriorDraws, Sequences, fit_map, fit_svi, metrics, to_arviz
-from pyrohmm.infer.plates import sequence_plates
 
 QUIET = {"progress": False}
 HALF = torch.full((2,), 0.5, dtype=torch.float64).log()
@@ -285,24 +284,3 @@ def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
     assert torch.equal(fit.hmm(later.without_labels()).log_transition, whole.flip(0))
     with pytest.raises(ValueError, match="indices="):
         fit.hmm(later[:])
-
-
-def test_a_plate_of_another_kind_with_as_many_members_is_told_apart():
-    """Twelve groups and twelve sequences: only what grows with the data belongs to sequences."""
-
-    def model(data):
-        with pyro.plate("groups", N):
-            effect = pyro.sample("effect", Gamma(2.0, 1.0).expand([1]).to_event(1))
-        with plate(data, True):
-            own = pyro.sample("own", Gamma(2.0, 1.0).expand([1]).to_event(1))
-            group = data.covariates[:, 0, 0].long()
-            rate = own * effect[..., group, :]
-            hmm = HMM(torch.zeros(1), torch.zeros(1, 1), Poisson(rate), data.lengths)
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    numbers = torch.zeros(N, 9, 1)
-    data = Sequences(DATA.values, LENGTHS, covariates=numbers)
-    assert set(sequence_plates(model, data)) == {"own"}
-    assert set(sequence_plates(one_state(False), DATA)) == {"rate"}
-    assert not sequence_plates(grouped, DATA)

@@ -175,14 +175,6 @@ def test_the_default_prior_is_that_of_data_in_units_of_their_own():
     torch.testing.assert_close(ball.emission.rate, torch.full((2,), 200.5))
 
 
-def test_a_component_without_spread_keeps_the_unit():
-    data = Sequences.from_list([[[0.1, 1.0]] * 9 + [[0.1, 3.0]] * 9])
-    module = TabularHMM(1, normal(2))
-    scale_priors(module, data)
-    torch.testing.assert_close(module.emission.rate, torch.tensor([[1.0, 1.0]]))
-    torch.testing.assert_close(module.emission.prior_loc, torch.tensor([[0.1, 2.0]]))
-
-
 # What does not fit into the numbers
 
 

@@ -19,7 +19,6 @@ from pyrohmm.language.clusters import (
     brown,
     isolate,
 )
-from pyrohmm.ops import brown_merges as _brown
 from pyrohmm.ops.pairs import Pairs
 
 patient = settings(deadline=None, max_examples=100, derandomize=True, database=None)
@@ -125,12 +124,6 @@ def test_merges_exchanges_and_tree_are_those_computed_from_scratch(drawn, num_sw
     seen = found.counts > 0
     for number, group in enumerate(groups):
         assert ((found.assignment == number) & seen).nonzero().flatten().tolist() == group
-
-
-def test_numbers_beyond_the_list_are_computed(monkeypatch, english):
-    listed = brown(english, 12, 2)
-    monkeypatch.setattr(_brown, "LISTED", 50)
-    assert same(listed, brown(english, 12, 2))
 
 
 def same(one, other):

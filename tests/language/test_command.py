@@ -13,11 +13,11 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, blocks, save
+from pyrohmm import LanguageModel, blocks
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints
 from pyrohmm.io.files import read_tensors
-from pyrohmm.language import clusters, command
+from pyrohmm.language import command
 from pyrohmm.language.command import hold_out, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,46 +210,6 @@ def test_two_processes_train_what_one_trains(here, capsys):
     for name, tensor in first.items():
         if name != "module.num_drawn":  # several processes build it more often
             torch.testing.assert_close(tensor, second[name], msg=name)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train.txt", "--save", "m", "--states", "9"], "num_states must be at least 128; got 9"),
-        (["train.txt", "--save", "m", "--mass-power", "2"], "mass_power must be from 0 to 1"),
-        (["train.txt", "--save", "m", "--max-words", "2"], "max_size must be at least 3"),
-        (["train.txt", "--save", "m", "--hold-out", "1"], "share must be above 0 and at most 0.5"),
-        (["train.txt", "--save", "m", "--seed", "-1"], "between 0 and 2"),
-        (["none.txt", "--save", "m"], "No such file or directory: 'none.txt'"),
-        (["empty.txt", "--save", "m"], "empty.txt, line 1: wanted at least one sentence"),
-        (["one.txt", "--save", "m"], "cannot be divided"),
-        (["bytes.txt", "--save", "m"], "bytes.txt, line 1: wanted UTF-8"),
-        (["marked.txt", "--save", "m"], "line 2: lines must not have <eos> in"),
-        (["train.txt", "--save", "no/where"], "there is no directory"),
-        (["train.txt", "--save", "full"], "holds files that save did not write"),
-        (["train.txt", "--save", "m", "--checkpoint", "no/c"], "checkpoint: there is no directory"),
-        (["gaps.txt", "--save", "m"], "cannot be divided"),
-        (["--load", "none", "--generate", "1"], "No such file"),
-        (["--load", "hmm", "--generate", "1"], "it is of kind hmm. Load it with load_hmm."),
-    ],
-)  # fmt: skip
-def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments, message):
-    Path("empty.txt").write_text("")
-    Path("one.txt").write_text("a cat\n")
-    Path("bytes.txt").write_bytes(b"\xff\n")
-    Path("gaps.txt").write_text("\na cat\n \n")
-    Path("marked.txt").write_text("a cat\na <eos> cat\n")
-    Path("full").mkdir()
-    Path("full", "thesis.tex").write_text("years of work")
-    certain = torch.zeros(1)
-    emission = pyro.distributions.Categorical(torch.ones(1, 2))
-    save(HMM(certain, certain.unsqueeze(0), emission, torch.tensor([1])), "hmm")
-    monkeypatch.setattr(clusters, "find_clusters", None)  # no long work has started
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert message in stopped.value.code
-    assert not Path("m").exists()
-    assert [each.name for each in Path("full").iterdir()] == ["thesis.tex"]
 
 
 def test_held_out_lines_are_taken_evenly():

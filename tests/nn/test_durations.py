@@ -239,12 +239,3 @@ def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
     mode, _ = module.m_step(module.statistics(counts, None))
     # leaves 4 and 1 of the prior; stays 1 and 2 of the prior
     torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
-
-
-def test_missing_steps_and_labels_in_a_fit(data):
-    observed = torch.rand(data.values.shape) < 0.7
-    labels = torch.full(data.values.shape, -1)
-    labels[0, 0] = 1
-    gaps = Sequences(data.values, data.lengths, observed, labels=labels)
-    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), gaps, num_steps=10)
-    assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()

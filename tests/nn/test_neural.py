@@ -125,16 +125,6 @@ def test_dropped_states_leave_the_probabilities_of_the_others(kind, variant):
         torch.testing.assert_close(part.log_prob(DATA.values), dense.log_prob(DATA.values))
 
 
-def test_where_blocks_overlap_each_keeps_a_state():
-    torch.manual_seed(0)
-    each = blocks.uniform(30, 12, 2, torch.Generator().manual_seed(0))
-    for _ in range(50):
-        kept = sample_kept_states(12, each, 0.7)
-        assert torch.equal(kept, kept.unique())
-        assert len(kept) >= 4
-        each.keep(kept)  # which refuses a block without states
-
-
 def test_of_each_block_the_same_share_is_kept():
     torch.manual_seed(0)
     sizes = torch.tensor([8, 1, 5, 2])

@@ -110,7 +110,6 @@ def test_weights_of_held_out_text_make_the_mixture_better_than_both_parts():
 def test_weights_reach_a_maximum_of_evidence_and_prior(sure):
     """The gradient vanishes there, and what requires no gradient stays."""
     pyro.set_rng_seed(0)
-    torch.set_default_dtype(torch.float64)
     data = text(12, 9, sure)
     module = NGramMixture(NeuralHMM(4, 3, hidden_dim=4, blocks=BLOCKS)).requires_grad_(False)
     module.block_class.requires_grad_(True)

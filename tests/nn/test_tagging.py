@@ -17,7 +17,6 @@ from pyrohmm import (
     TaggedHMM,
     blocks,
 )
-from pyrohmm.nn.networks import CharCNN
 from pyrohmm.nn.tagging import tagged
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2, 1, 2]))
@@ -131,25 +130,6 @@ def test_tags_are_sampled_from_their_posterior():
             probs = np.zeros(3**length)
             np.add.at(probs, truth.tags @ powers, truth.share.sum(0))
             assert oracle.looks_drawn_from(counts, probs)
-
-
-def test_dropped_states_keep_their_tags():
-    module = make("one level", dropout=0.5)
-    whole, part = module.eval()(DATA.lengths), module.train()(DATA.lengths)
-    assert part.num_states == 3
-    rows = torch.isclose(part.log_tags.unsqueeze(1), whole.log_tags, rtol=1e-12)
-    assert bool(rows.all(-1).any(-1).all())
-    assert math.isfinite(part.log_prob(DATA.values).sum().item())
-
-
-def test_in_single_precision_and_with_characters_every_parameter_is_reached():
-    pyro.set_rng_seed(0)
-    words = CharCNN(["the", "cat", "sat", "on", "a", "mat"], 8)
-    module = NeuralTagger(5, 6, 3, 8, blocks=RAGGED, two_level=True, words=words)
-    module(DATA.lengths).log_prob(DATA.values).sum().backward()
-    for name, each in module.named_parameters():
-        assert bool(each.grad.isfinite().all()), name
-        assert bool(each.grad.any()), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
