@@ -137,8 +137,8 @@ def _check_counts(
     for i, each in enumerate(paths):
         size = chain.num_states
         wanted = each.marginals().reshape(-1, size)
-        _close("states", counts.states[i, : len(wanted)], wanted, tolerance)
-        assert bool((counts.states[i, len(wanted) :] == 0).all()), "padding has posterior mass"
+        _close("states", counts.state_probs[i, : len(wanted)], wanted, tolerance)
+        assert bool((counts.state_probs[i, len(wanted) :] == 0).all()), "padding has posterior mass"
     leaves = {name: part.clone().requires_grad_() for name, part in chain.parameters.items()}
     moving = chain.replace(**leaves)
     slopes = torch.autograd.grad(moving.log_evidence(likelihood, lengths).sum(), [*leaves.values()])

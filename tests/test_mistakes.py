@@ -235,7 +235,8 @@ def test_data(mistake, error, words):
     ("EM of a model", lambda: fit_em(model(), data()), TypeError, "module must be an HMMModule"),
     ("EM of symbols from 1", lambda: fit_em(module(), data(X + 1)), ValueError, "values must lie"),
     ("EM of vectors", lambda: fit_em(module(), data(VECTORS)), ValueError, "values must end in"),
-    ("EM of no step", lambda: fit_em(module(), data(), num_steps=0), ValueError, "num_steps must"),
+    ("EM of no step", lambda: fit_em(module(), data(), num_iterations=0), ValueError,
+     "iterations must"),
     ("EM to no tolerance", lambda: fit_em(module(), data(), tolerance=math.nan), ValueError,
      "tolerance must be a share of the loss"),
     ("EM by batches of 0", lambda: fit_em(module(), data(), batch_size=0), ValueError, "batch_s"),
@@ -247,7 +248,8 @@ def test_data(mistake, error, words):
      r"model must be a Pyro model .*MarginalModel\(module\)"),
     ("MAP that climbs", lambda: fit_map(model(), data(), learning_rate=-1.0), ValueError,
      "learning_rate must be positive"),
-    ("MAP of no step", lambda: fit_map(model(), data(), num_steps=0), ValueError, "num_steps must"),
+    ("MAP of no step", lambda: fit_map(model(), data(), num_iterations=0), ValueError,
+     "iterations must"),
     ("SVI without a guide", lambda: fit_svi(model(), None, data()), TypeError, "not callable"),
 ])  # fmt: skip
 def test_modules_and_fits(mistake, error, words):

@@ -123,6 +123,6 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
         initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
         found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
         stays = state_of.unsqueeze(-1) == state_of
-        entered = found.states[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
+        entered = found.state_probs[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
         visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
         return visits.index_add(-1, state_of, entered)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
 from .._sync import exceeds
@@ -23,14 +24,18 @@ class ExpectedCounts(NamedTuple):
 
     Attributes:
         log_evidence: ``(*B)``, in nats.
-        states: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
+        state_probs: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
         counts: By the names of the chain's parameters and in their shapes, the expected number of
             uses of each entry. Batch dimensions that a parameter lacks are summed.
     """
 
     log_evidence: Tensor
-    states: Tensor
+    state_probs: Tensor
     counts: dict[str, Tensor]
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
 
 class Expansion(NamedTuple):

@@ -181,7 +181,7 @@ class RateChain(MarkovRecursions):
             matrices = transitions_between(rates, gaps, self.exact_entry, seen)
             (pulled,) = torch.autograd.grad(matrices, logs, found.transitions)
         counts = {"log_initial": found.initial, "rates": pulled}
-        return ExpectedCounts(found.log_evidence, found.states, counts)
+        return ExpectedCounts(found.log_evidence, found.state_probs, counts)
 
     def uniform(self) -> RateChain:
         """A copy where all that is possible is equally probable, at about a transition a gap."""

@@ -206,7 +206,7 @@ class ContinuousTimeHMM(HMM):
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
             self.chain.check_constant("forecast of this emission")
         gaps = self.gaps_after(times)
-        now = self.states_ahead(values, 0).unsqueeze(-2)
+        now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
         states = (now @ matrices.to(now.dtype)).squeeze(-2)
         return Forecast(states, self.emission)

@@ -372,13 +372,13 @@ class HMM(ChainDistribution):
         self.check_constant("forecast", markov=False)
         emission = self.emission
         if not isinstance(emission, Autoregressive):
-            return Forecast(self.states_ahead(values, num_steps)[..., 1:, :], emission)
+            return Forecast(self.state_probs_ahead(values, num_steps)[..., 1:, :], emission)
         self.check_markov("forecast of observations that depend on those before")
-        states = self.states_ahead(values, num_steps)[..., 1:, :]
+        states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
         emission = emission.after(*self.prepare_values(values), self.lengths)
         return AutoregressiveForecast(states, emission, self.log_transition)
 
-    def states_ahead(self, values: Tensor, num_steps: int) -> Tensor:
+    def state_probs_ahead(self, values: Tensor, num_steps: int) -> Tensor:
         r"""Probabilities :math:`p(z_{T+h} \mid x_{1:T})` for h = 0, ..., H, ``(*B, H + 1, K)``.
 
         Args:

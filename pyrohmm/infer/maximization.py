@@ -58,7 +58,7 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
-    counts = expected.counts | {"states": expected.states}
+    counts = expected.counts | {"states": expected.state_probs}
     return expectation_of_logs(hmm, values, counts, 1).squeeze(0)
 
 
@@ -271,7 +271,7 @@ class Maximization:
         if self.chain is not None:
             statistics = under("chain.", self.chain.statistics(self._of_restarts(expected, hmm)))
         if self.summed or self.emission is not None:
-            weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
+            weights = expected.state_probs.reshape(self.parameters.restarts, -1, hmm.num_states)
             if batch is None:  # each symbol as often as it occurs
                 values = torch.arange(weights.size(1), device=weights.device)
             else:
@@ -286,7 +286,7 @@ class Maximization:
         if not self.chain_closed:
             statistics |= under("counts.", expected.counts)
         if self.emission is None and not self.summed:
-            statistics["counts.states"] = expected.states
+            statistics["counts.states"] = expected.state_probs
         elif self.emission is None:
             table: Any = hmm.emission
             size = table.param_shape[-1]
@@ -304,7 +304,7 @@ class Maximization:
             core = count.shape[count.dim() - len(cores[name]) :]
             count = count.double().reshape(restarts, -1, *core)
             counts[name] = count.squeeze(1) if count.size(1) == 1 else count.sum(1)
-        states = expected.states.reshape(restarts, *expected.states.shape[-3:])
+        states = expected.state_probs.reshape(restarts, *expected.state_probs.shape[-3:])
         return ExpectedCounts(expected.log_evidence.reshape(restarts, -1), states, counts)
 
     def _observations(self, batch: Sequences, hmm: HMM) -> tuple[Tensor, Tensor | None]:

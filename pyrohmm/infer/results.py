@@ -17,6 +17,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from .. import _renamed as renamed
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences
@@ -39,7 +40,7 @@ class Fit:
     Attributes:
         model: The Pyro model.
         guide: The approximate posterior: a point for MAP and EM, a distribution for SVI.
-        losses: ``(num_steps,)``, at each step, in nats for the whole set: minus the log joint
+        losses: ``(num_iterations,)``, at each step, in nats for the whole set: minus the log joint
             density for MAP and EM, minus the evidence lower bound for SVI.
         converged: Whether a convergence test ended the fit: that of the losses, or ``patience``.
         reason: Why it ended, in words.
@@ -57,12 +58,12 @@ class Fit:
             guide have the parameters of the best one.
         supports: Space of each latent variable, by name.
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
-        values: One value of each latent variable, by name, always the same: the estimate of MAP and
-            EM; the median of the guide of SVI, or one sample if the guide has no median. Variables
-            of which each sequence has one have shape ``(N, ...)``.
+        parameters: One value of each latent variable, by name, always the same: the estimate of MAP
+            and EM; the median of the guide of SVI, or one sample if the guide has no median.
+            Variables of which each sequence has one have shape ``(N, ...)``.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
-        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_steps,)``, in nats.
+        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
     """
 
     model: Callable[..., Any]
@@ -83,10 +84,14 @@ class Fit:
     validation: list[Validation] = field(default_factory=list)
     supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
     unit: str = "observed step"
-    values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    parameters: dict[str, Tensor] = field(default_factory=dict, repr=False)
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
@@ -99,14 +104,14 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``values``, moved into the interior of their supports.
+        """Initial values for another fit: ``parameters``, moved inside their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
         return {
             name: interior(self.supports[name], value) if name in self.supports else value
-            for name, value in self.values.items()
+            for name, value in self.parameters.items()
         }
 
     def samples(self, num_samples: int = 1000, data: Sequences | None = None) -> dict[str, Tensor]:
@@ -120,10 +125,10 @@ class Fit:
             ValueError: If the fit is one of MAP or EM, a single point.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
-            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> guide = pyro.infer.autoguide.AutoNormal(model)
+            >>> fit = fit_svi(model, guide, data, num_iterations=10)
             >>> fit.samples(100)["module.emission.probs"].shape
             torch.Size([100, 1, 2])
         """
@@ -131,7 +136,7 @@ class Fit:
         if self.method != "SVI":
             raise ValueError(
                 f"samples, means and quantiles need a posterior; {self.method} gives a single "
-                "point, which is `values`. Fit with fit_svi, or sample with NUTS."
+                "point, which is `parameters`. Fit with fit_svi, or sample with NUTS."
             )
         with torch.no_grad(), self.at_rest():
             return samples_of(self.guide, self.names, num_samples, data)[0]
@@ -153,8 +158,7 @@ class Fit:
     ) -> dict[str, Tensor]:
         """Posterior quantiles of SVI, component by component: ``(Q, ...)``, by name.
 
-        Those of 0.05 and 0.95 bound the central interval of 90 %. They are over :meth:`samples`,
-        and two calls give the same.
+        Those of 0.05 and 0.95 bound the central interval of 90 %. Two calls give the same.
 
         Args:
             probs: Q numbers between 0 and 1, in a list, a tensor or an array.
@@ -162,10 +166,10 @@ class Fit:
             data: The same.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
-            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> guide = pyro.infer.autoguide.AutoNormal(model)
+            >>> fit = fit_svi(model, guide, data, num_iterations=10)
             >>> low, high = fit.quantiles([0.05, 0.95])["module.emission.probs"]
             >>> bool((low < high).all())
             True
@@ -176,7 +180,7 @@ class Fit:
         return {name: quantile(value, wanted.to(value)) for name, value in samples.items()}
 
     def hmm(self, data: Sequences) -> HMM:
-        """The fitted HMM for ``data``, at ``values``; its tensors have no gradient.
+        """The fitted HMM for ``data``, at ``parameters``; its tensors have no gradient.
 
         If each sequence has variables of its own, ``data`` are the sequences that were fitted, or a
         part of them, ``data.batch(numbers)``. Other steps of the same subjects say whose they are:
@@ -196,7 +200,7 @@ class Fit:
         for part in parts:
             check_fitted(part, self.fitted)
         with self.at_rest():
-            return [hmm_at(self.model, self.values, part, self.plates) for part in parts]
+            return [hmm_at(self.model, self.parameters, part, self.plates) for part in parts]
 
     def parts(self, data: Sequences) -> dict[str, Tensor]:
         """The parts of the loss where the fit ended, each in nats for the whole set.
@@ -268,7 +272,7 @@ class Fit:
                 "of them is its maximum: ask fit.quantiles()."
             )
         with self.at_rest():
-            return Information(self.model, self.values, self.supports, data)
+            return Information(self.model, self.parameters, self.supports, data)
 
     def std_errors(self, data: Sequences) -> dict[str, Tensor]:
         """Standard errors of the parameters by name: see :meth:`information`."""
@@ -388,9 +392,9 @@ class Restarts:
 
     Attributes:
         model: The Pyro model, or the module.
-        losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
+        losses: ``(R, num_iterations)``, in nats; infinite where a restart has failed.
         final: ``(R,)``, the loss by which restarts are compared.
-        values: Latent variables by name, ``(R, ...)``.
+        parameters: Latent variables by name, ``(R, ...)``.
         best: The restart of least final loss.
         plated: Those that are inside a plate of the model.
         plates: Those of which each sequence has one.
@@ -400,18 +404,22 @@ class Restarts:
     model: Callable[..., Any]
     losses: Tensor
     final: Tensor
-    values: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     best: int
     plated: frozenset[str] = frozenset()
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
+
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         check_fitted(data, self.fitted)
         wide = {
             name: value if name in self.plated else value.unsqueeze(1)
-            for name, value in self.values.items()
+            for name, value in self.parameters.items()
         }
         with PYRO, in_mode(False, self.model):
             hmm = hmm_at(self.model, wide, data, self.plates)
@@ -426,7 +434,7 @@ class Restarts:
         Returns:
             ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
         """
-        states = self.hmm(data).posterior(data.values).states  # (R, N, T, K)
+        states = self.hmm(data).posterior(data.values).state_probs  # (R, N, T, K)
         matched = match_states(states, states[self.best])
         matched[self.best] = torch.arange(matched.size(-1))
         return matched

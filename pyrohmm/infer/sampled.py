@@ -357,5 +357,5 @@ class Chains:
         return SampledFit(
             model, Point(values), -stats["lp"].mean(0), True, "it took all samples", self.seconds,
             data.num_observed, list(values), notes=notes, window=1, supports=supports,
-            values=values, chains=chains, stats=stats, works=works, **fields,
+            parameters=values, chains=chains, stats=stats, works=works, **fields,
         )  # fmt: skip

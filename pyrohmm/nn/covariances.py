@@ -357,7 +357,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
     Example:
         >>> wave = torch.arange(40.0).sin().unsqueeze(-1)  # obeys x'' = 2 cos(1) x' - x
         >>> fit = fit_em(TabularHMM(1, autoregressive_normal(1, 2)), Sequences.from_list([wave]))
-        >>> fit.values["module.emission.weights"].flatten().round(decimals=2)
+        >>> fit.parameters["module.emission.weights"].flatten().round(decimals=2)
         tensor([ 1.0800, -1.0000])
     """
 

@@ -54,8 +54,8 @@ class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
         >>> hmm = module(torch.tensor([4, 1]))  # a sample from the prior
         >>> hmm.sizes, hmm.emission.batch_shape
         ((2, 3), torch.Size([6]))
-        >>> fit = fit_em(module, Sequences.from_list([torch.randn(50, 1)]), num_steps=3)
-        >>> fit.values["module.transition_1"].shape
+        >>> fit = fit_em(module, Sequences.from_list([torch.randn(50, 1)]), num_iterations=3)
+        >>> fit.parameters["module.transition_1"].shape
         torch.Size([3, 3])
     """
 

@@ -75,7 +75,7 @@ def zero_inflated(
     Example:
         >>> data = Sequences.from_list([[0, 0, 0, 5, 7, 0, 6]])
         >>> fit = fit_em(TabularHMM(1, zero_inflated(poisson())), data)
-        >>> fit.values["module.emission.gate"].round(decimals=1)
+        >>> fit.parameters["module.emission.gate"].round(decimals=1)
         tensor([0.6000])
     """
     return partial(ZeroInflatedEmission, inner=family, gate=gate)
@@ -138,7 +138,7 @@ def censored(
     Example:
         >>> data = Sequences.from_list([[0.0, 0.0, 0.4, 1.2, 0.0, 0.7]])
         >>> fit = fit_em(TabularHMM(1, censored(normal(0), lower=0.0)), data)
-        >>> bool(fit.values["module.emission.part.loc"] < data.values.mean())
+        >>> bool(fit.parameters["module.emission.part.loc"] < data.values.mean())
         True
     """
     _check_limits(lower, upper)
@@ -165,7 +165,7 @@ def truncated(
     Example:
         >>> data = Sequences.from_list([[1, 1, 2, 1, 1, 3]])
         >>> fit = fit_em(TabularHMM(1, truncated(poisson(), lower=1)), data)
-        >>> bool(fit.values["module.emission.part.rate"] < 1)  # the mean of those seen is 1.5
+        >>> bool(fit.parameters["module.emission.part.rate"] < 1)  # the mean of those seen is 1.5
         True
     """
     _check_limits(lower, upper)

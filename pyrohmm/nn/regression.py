@@ -307,7 +307,7 @@ class RegressionHMM(HMMModule):
         >>> counts = Poisson((1.0 + 0.5 * x[..., 0]).exp()).sample()
         >>> data = Sequences(counts, torch.tensor([200]), covariates=covariates)
         >>> module = RegressionHMM(1, regression(Poisson, rate=[0, 1]))
-        >>> fit = fit_map(MarginalModel(module), data, num_steps=300)
+        >>> fit = fit_map(MarginalModel(module), data, num_iterations=300)
         >>> (module.emission.rate.coefficients - torch.tensor([1.0, 0.5])).abs().max() < 0.1
         tensor(True)
     """

@@ -147,7 +147,7 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
     Example:
         >>> north = torch.tensor([[0.1, -0.1, 6.2, 0.0]])  # 6.2 is next to zero
         >>> fit = fit_em(TabularHMM(1, von_mises(0)), Sequences(north, torch.tensor([4])))
-        >>> abs(fit.values["module.emission.loc"].item()) < 0.1
+        >>> abs(fit.parameters["module.emission.loc"].item()) < 0.1
         True
     """
 

@@ -134,7 +134,7 @@ def test_replicated_data_follow_the_model():
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of five samples
 def test_a_variational_fit_needs_no_model():
     model, data = cases("symbols")
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=3, progress=False)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3, progress=False)
     found = to_arviz(fit, data, num_draws=5)
     assert dict(found["posterior"].sizes) == {
         "chain": 1, "draw": 5, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,

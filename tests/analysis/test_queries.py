@@ -142,7 +142,7 @@ def test_laws_of_observations_mix_the_states(per_step, event):
     assert isinstance(marginals, Forecast)
     assert marginals.batch_shape == (2, 3, 3)
     assert marginals.sample([2]).shape == (2, 2, 3, 3, *event)
-    weights = hmm.posterior(values).states.reshape(2, 3, 3, 2, *(1 for _ in event))
+    weights = hmm.posterior(values).state_probs.reshape(2, 3, 3, 2, *(1 for _ in event))
     mean, spread = (at_each_step(hmm, (2, 3), part.unsqueeze(1)) for part in (mean, spread))
     centre = (weights.numpy() * mean).sum(3)
     square = (weights.numpy() * (mean**2 + spread**2)).sum(3)
@@ -378,7 +378,7 @@ def test_queries_take_sequences_as_well_as_their_values():
     asks = [
         lambda hmm, x: hmm.log_prob(x),
         lambda hmm, x: hmm.viterbi(x),
-        lambda hmm, x: hmm.posterior(x).states,
+        lambda hmm, x: hmm.posterior(x).state_probs,
         queries.predictive_log_prob,
         queries.impute,
     ]

@@ -117,7 +117,7 @@ def test_labels_leave_the_paths_that_keep_to_them(hmm):
     values = hmm.sample()
     labels = hmm.sample_states(values).masked_fill(torch.rand(3, T) < 0.5, -1)
     known = hmm.restrict(labels)
-    evidence, states, best = known.log_prob(values), known.posterior(values).states, []
+    evidence, states, best = known.log_prob(values), known.posterior(values).state_probs, []
     for n, length in enumerate(LENGTHS.tolist()):
         paths, joint = all_paths(hmm, values, n)
         wanted = labels[n, :length]
@@ -150,8 +150,8 @@ def test_states_may_be_put_in_another_order(name):
     values, order = hmm.sample(), torch.randperm(hmm.num_states)
     other = hmm.permute_states(order)
     torch.testing.assert_close(other.log_prob(values), hmm.log_prob(values))
-    states = hmm.posterior(values).states[..., order]
-    torch.testing.assert_close(other.posterior(values).states, states)
+    states = hmm.posterior(values).state_probs[..., order]
+    torch.testing.assert_close(other.posterior(values).state_probs, states)
     assert torch.equal(order[other.viterbi(values)][hmm.exists], hmm.viterbi(values)[hmm.exists])
 
 
@@ -280,18 +280,18 @@ def data_of(module):
 
 def test_em_never_loses_and_its_restarts_are_fits_of_their_own(module):
     data = data_of(module)
-    fit = fit_em(module, data, num_steps=15, restarts=2, tolerance=None)
+    fit = fit_em(module, data, num_iterations=15, restarts=2, tolerance=None)
     assert fit.restarts.losses.diff().max() < 1e-9 * fit.losses.abs().max()
-    start = {name: value[0] for name, value in fit.restarts.values.items()}
-    alone = fit_em(module, data, num_steps=1, tolerance=None, start=start)
+    start = {name: value[0] for name, value in fit.restarts.parameters.items()}
+    alone = fit_em(module, data, num_iterations=1, tolerance=None, start=start)
     torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
-    again = fit_em(fit.hmm(data), data, num_steps=3, tolerance=None)
+    again = fit_em(fit.hmm(data), data, num_iterations=3, tolerance=None)
     assert again.losses[-1] <= again.losses[0] + 1e-9
     assert type(again.hmm(data)) is type(fit.hmm(data))
 
 
 def test_every_gradient_method_fits_it(module):
     data, model = data_of(module), MarginalModel(module)
-    best = fit_map(model, data, num_steps=20)
+    best = fit_map(model, data, num_iterations=20)
     assert best.losses[-1] < best.losses[0]
-    assert fit_svi(model, AutoNormal(model), data, num_steps=3).losses.isfinite().all()
+    assert fit_svi(model, AutoNormal(model), data, num_iterations=3).losses.isfinite().all()

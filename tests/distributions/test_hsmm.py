@@ -39,12 +39,6 @@ def values():
     return torch.randn(4, T) + 1
 
 
-def of_states(chain, probs):
-    """Probabilities ``(*, S)`` of states and steps, summed over the steps: ``(*, K)``."""
-    index = chain.emission.index
-    return probs.new_zeros(*probs.shape[:-1], K).index_add(-1, index, probs)
-
-
 def answers(hsmm, values):
     """The oracle's, of each sequence."""
     scores = Normal(torch.arange(3.0), 1.5).log_prob(values.unsqueeze(-1))
@@ -70,6 +64,12 @@ def test_the_joint_density_of_each_path(end, start, values):
         found = hsmm.log_joint(values, paths[: len(known)])[:, i]
         wanted = [answer.paths.get(tuple(path), NEVER) for path in known.tolist()]
         torch.testing.assert_close(found, torch.tensor(wanted))
+
+
+def of_states(chain, probs):
+    """Probabilities ``(*, S)`` of states and steps, summed over the steps: ``(*, K)``."""
+    index = chain.emission.index
+    return probs.new_zeros(*probs.shape[:-1], K).index_add(-1, index, probs)
 
 
 def test_a_process_seen_from_any_moment_on_is_stationary():

@@ -106,7 +106,7 @@ def test_observations_that_depend_on_those_before():
 def test_em_ends_where_the_density_is_stationary():
     data = Sequences(torch.randint(3, (4, T)), LENGTHS)
     module = TabularSecondOrderHMM(2, categorical(3, concentration=2.0), 2.0, 2.0, 2.0)
-    fit = fit_em(module, data, num_steps=3000, tolerance=1e-15)
+    fit = fit_em(module, data, num_iterations=3000, tolerance=1e-15)
     hmm = fit.hmm(data)
     logits = [part.detach().requires_grad_() for part in
               (hmm.log_initial, hmm.log_second, hmm.log_transition)]  # fmt: skip

@@ -63,14 +63,14 @@ def case(request):
 def test_the_objective_never_falls_and_is_what_it_should_be(case, restarts, alpha):
     family, data = case
     prior = DiversityPrior(alpha)
-    fit = fit_em(TabularHMM(3, family), data, log_prior=prior, restarts=restarts, num_steps=40)
+    fit = fit_em(TabularHMM(3, family), data, log_prior=prior, restarts=restarts, num_iterations=40)
     fall = fit.losses[:-1] - fit.losses[1:]
     assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
     assert not [note for note in fit.notes if "rose" in note]
     module = TabularHMM(3, family)
     scale_priors(module, data)  # as the fit has done with its copy
     model = MarginalModel(module, prior)
-    trace = pyro.poutine.trace(pyro.condition(model, data=fit.values)).get_trace(data)
+    trace = pyro.poutine.trace(pyro.condition(model, data=fit.parameters)).get_trace(data)
     assert fit.losses[-1].item() == pytest.approx(-trace.log_prob_sum().item())
 
 
@@ -89,7 +89,7 @@ def test_the_end_is_stationary(step):
         data,
         log_prior=DiversityPrior(alpha),
         transition_step=step,
-        num_steps=3000,
+        num_iterations=3000,
         tolerance=1e-14,
     )
     hmm = fit.hmm(data)
@@ -105,7 +105,7 @@ def test_without_weight_it_is_plain_em(case):
     found = []
     for prior in (None, DiversityPrior(0.0)):
         pyro.set_rng_seed(0)
-        found.append(fit_em(TabularHMM(3, family), data, log_prior=prior, num_steps=15))
+        found.append(fit_em(TabularHMM(3, family), data, log_prior=prior, num_iterations=15))
     torch.testing.assert_close(found[0].losses, found[1].losses)
 
 
@@ -114,7 +114,9 @@ def test_labelled_sequences_are_counted_once():
     data = datasets.diverse_toy(50, generator=torch.Generator().manual_seed(0))
     data = Sequences(data.values.double(), data.lengths, labels=data.labels)
     prior = DiversityPrior(10.0)
-    fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior, num_steps=30, tolerance=1e-12)
+    fit = fit_em(
+        TabularHMM(5, normal(0)), data, log_prior=prior, num_iterations=30, tolerance=1e-12
+    )
     counts = torch.zeros(5, 5)
     for row in data.labels.tolist():
         for a, b in pairwise(row):
@@ -144,7 +146,7 @@ def test_zeros_of_an_hmm_stay_and_other_entries_change():
     rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
     emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
     hmm = HMM(torch.full((3,), 1 / 3).log(), rows.log(), emission, torch.tensor([3]))
-    fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_steps=10)
+    fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_iterations=10)
     found = fit.hmm(symbols()).log_transition.exp()
     assert found[0, 2] == 0
     assert (found - rows).abs().max() > 0.05
@@ -156,7 +158,7 @@ def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
     for alpha in (0.0, 50.0):
         pyro.set_rng_seed(0)
         module = DenseHMM(3, None, 3, emission=normal(0))
-        fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_steps=25)
+        fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_iterations=25)
         fall = fit.losses[:-1] - fit.losses[1:]
         assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
         found.append(dpp.log_diversity(fit.hmm(data).log_transition.exp()).item())
@@ -176,7 +178,7 @@ def test_a_start_of_equal_rows_is_named():
 
 def test_other_exponents_go_by_logits():
     prior = DiversityPrior(3.0, rho=1.0)
-    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), log_prior=prior, num_steps=15)
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), log_prior=prior, num_iterations=15)
     fall = fit.losses[:-1] - fit.losses[1:]
     assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
     assert math.isfinite(fit.losses[-1])

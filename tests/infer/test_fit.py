@@ -33,9 +33,9 @@ from pyrohmm import (
 from pyrohmm.data.batches import Batches
 from pyrohmm.infer.options import Validation
 
-QUICK = {"num_steps": 30, "progress": False}
+QUICK = {"num_iterations": 30, "progress": False}
 TO_THE_END = {
-    "num_steps": 250,
+    "num_iterations": 250,
     "learning_rate": 0.2,
     "schedule": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     "tolerance": None,
@@ -162,7 +162,7 @@ def test_the_parameter_store_is_left_exactly_as_found(local, fails):
             with pytest.raises(RuntimeError, match="on purpose"):
                 fit_map(tabular(log_prior=fail_at_third_call()), data, **QUICK)
         else:
-            fit = fit_map(tabular(), data, init=from_point(), **QUICK)
+            fit = fit_map(tabular(), data, start=from_point(), **QUICK)
             fit.hmm(data)
             model = tabular()
             fit_svi(model, AutoNormal(model), data, **QUICK)
@@ -239,7 +239,7 @@ def test_a_generator_alone_decides_on_minibatches():
         pyro.set_rng_seed(torch.randint(100, ()).item() + len(runs))
         generator = torch.Generator().manual_seed(seed)
         fit = fit_map(
-            tabular(), data, init=from_point(), batch_size=3, generator=generator, **QUICK
+            tabular(), data, start=from_point(), batch_size=3, generator=generator, **QUICK
         )
         runs.append(fit.losses)
     assert runs[0].equal(runs[1])
@@ -251,7 +251,7 @@ def test_a_generator_alone_decides_on_minibatches():
 
 def test_the_first_loss_of_map_is_minus_the_log_joint():
     data = symbols()
-    fit = fit_map(tabular(), data, init=from_point(), num_steps=1)
+    fit = fit_map(tabular(), data, start=from_point(), num_iterations=1)
     hmm = HMM(
         POINT["module.initial"].log(),
         POINT["module.transition"].log(),
@@ -268,9 +268,9 @@ def test_the_first_loss_of_map_is_minus_the_log_joint():
 def test_minibatch_losses_are_for_the_whole_set():
     """Equal sequences in batches of any size: each loss is the full one."""
     data = Sequences(torch.tensor([[0, 2, 1]]).expand(6, 3), torch.full((6,), 3))
-    still = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.0), "init": from_point()}
-    full = fit_map(tabular(), data, num_steps=1, **still).losses
-    parts = fit_map(tabular(), data, num_steps=4, batch_size=4, **still).losses
+    still = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.0), "start": from_point()}
+    full = fit_map(tabular(), data, num_iterations=1, **still).losses
+    parts = fit_map(tabular(), data, num_iterations=4, batch_size=4, **still).losses
     torch.testing.assert_close(parts, full.expand(4))
 
 
@@ -308,7 +308,9 @@ def test_batches_of_steps_hold_each_sequence_once_a_round_beside_others_each_tim
 def test_tolerance_compares_the_means_of_two_windows_of_25():
     """The fit ends at the first window that is no better than the one before, and says so."""
     tolerance = 0.01
-    fit = fit_map(tabular(), symbols(), num_steps=1000, tolerance=tolerance, init=from_point())
+    fit = fit_map(
+        tabular(), symbols(), num_iterations=1000, tolerance=tolerance, start=from_point()
+    )
     assert fit.converged
     assert "less than 0.01" in fit.reason
     assert len(fit.losses) % 25 == 0
@@ -330,7 +332,7 @@ def test_clip_norm_bounds_the_gradient_per_observed_step():
         fit_map(
             MarginalModel(module),
             data,
-            num_steps=1,
+            num_iterations=1,
             clip_norm=clip_norm,
             optimizer=lambda given: torch.optim.SGD(given, lr=1.0),
         )
@@ -351,7 +353,7 @@ def test_the_schedule_is_stepped_once_a_step():
         assert given is made["optimizer"]
         return torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
 
-    fit_map(tabular(), symbols(), num_steps=7, optimizer=optimizer, schedule=schedule)
+    fit_map(tabular(), symbols(), num_iterations=7, optimizer=optimizer, schedule=schedule)
     assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**7)
 
 
@@ -360,7 +362,7 @@ def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
     module.eval()
     module.drop.train()
     model = MarginalModel(module)
-    fit = fit_map(model, ones(0.7), num_steps=40, validation=ones(0.6), progress=False)
+    fit = fit_map(model, ones(0.7), num_iterations=40, validation=ones(0.6), progress=False)
     assert module.modes.count(True) >= 40
     assert module.modes.count(False) == 3  # a check, after 25 steps, at the end
     assert (module.training, module.drop.training) == (False, True)
@@ -388,7 +390,7 @@ def by_descent(**options):
             path.append(module.logit.item())
 
     common = {"tolerance": None, "progress": False, "optimizer": partial(Noted, lr=0.002)}
-    fit = fit_map(MarginalModel(module), ones(0.9), **common | {"num_steps": 60} | options)
+    fit = fit_map(MarginalModel(module), ones(0.9), **common | {"num_iterations": 60} | options)
     return fit, module.logit.item(), path
 
 
@@ -441,9 +443,9 @@ def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
         seen.append(pyro.sample("loc", dist.Normal(5.0, scale)).item())
 
     data = Sequences(torch.zeros(3, 2), torch.tensor([2, 2, 2]))
-    fit = fit_svi(model, guide, data, num_steps=1, validation=data)
+    fit = fit_svi(model, guide, data, num_iterations=1, validation=data)
     expected = 0.5 * math.log(2 * math.pi) + 0.5 * seen[-2] ** 2
-    assert fit.values["loc"].item() == seen[-1]  # another one, that stays
+    assert fit.parameters["loc"].item() == seen[-1]  # another one, that stays
     assert fit.validation == [Validation(1, pytest.approx(expected))]
 
 
@@ -501,7 +503,7 @@ def test_pyro_param_in_a_function_is_trained():
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    fit = fit_map(model, data, num_steps=30)
+    fit = fit_map(model, data, num_iterations=30)
     assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
 
 
@@ -537,8 +539,8 @@ def test_tensors_of_a_fitted_hmm_carry_no_gradient():
 
     for module in (Free(), TabularHMM(2, normal(0))):
         for fit in (
-            fit_map(MarginalModel(module), data, num_steps=3, progress=False),
-            fit_svi(*with_guide(MarginalModel(module)), data, num_steps=3, progress=False),
+            fit_map(MarginalModel(module), data, num_iterations=3, progress=False),
+            fit_svi(*with_guide(MarginalModel(module)), data, num_iterations=3, progress=False),
         ):
             hmm = fit.hmm(data)
             hmm.emission.mean.numpy()  # as matplotlib reads it
@@ -569,7 +571,7 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
 
     data = Sequences(torch.full((2, 3), 4.0), torch.tensor([3, 3]))
     guide = AutoNormal(model)
-    fit = fit_svi(model, guide, data, num_steps=200, learning_rate=0.05, progress=False)
+    fit = fit_svi(model, guide, data, num_iterations=200, learning_rate=0.05, progress=False)
     loc, scale = (part.detach() for part in guide._get_loc_and_scale("rate"))
     found, again = fit.mean(20_000), fit.mean(20_000)
     assert found["rate"].equal(again["rate"])
@@ -578,7 +580,7 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
     quantiles = fit.quantiles(probs, 20_000)["rate"]
     expected = dist.LogNormal(loc, scale).icdf(torch.tensor(probs))
     torch.testing.assert_close(quantiles, expected, rtol=0.01, atol=0.0)
-    torch.testing.assert_close(fit.values["rate"], loc.exp())  # the median
+    torch.testing.assert_close(fit.parameters["rate"], loc.exp())  # the median
     samples = fit.samples(50)["rate"]
     assert samples.shape == (50,)
     assert not samples.equal(fit.samples(50)["rate"])
@@ -600,7 +602,7 @@ def test_flat_priors_reach_what_em_of_hmmlearn_reaches():
     em.emissionprob_ = POINT["module.emission.probs"].numpy()
     stacked, lengths = np.concatenate(rows).reshape(-1, 1), data.lengths.tolist()
     em.fit(stacked, lengths)
-    fit = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
+    fit = fit_map(tabular(), data, start=from_point(), **TO_THE_END)
     assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
 
 
@@ -629,7 +631,7 @@ def test_map_of_one_normal_state_is_the_mode_of_its_posterior():
     m, w, a, b = 0.5, 2.0, 3.0, 1.5
     model = MarginalModel(TabularHMM(1, normal(2, loc=m, weight=w, concentration=a, rate=b)))
     slower = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)  # noqa: E731
-    fit = fit_map(model, data, **{**TO_THE_END, "num_steps": 400, "schedule": slower})
+    fit = fit_map(model, data, **{**TO_THE_END, "num_iterations": 400, "schedule": slower})
     seen = torch.cat([row[:length] for row, length in zip(values, data.lengths)])
     n, mean = len(seen), seen.mean(0)
     loc = (w * m + n * mean) / (w + n)
@@ -679,7 +681,7 @@ def test_hard_zeros_stay_zero_under_training():
     hmm, data = drawn_from(
         (start.log(), transition.log(), dist.Categorical(probs)), torch.full((9,), 6)
     )
-    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_steps=150, tolerance=None)
+    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_iterations=150, tolerance=None)
     found = fit.hmm(data)
     assert found.log_initial.exp().equal(start)
     assert (found.log_transition == -torch.inf).equal(transition == 0)
@@ -699,14 +701,16 @@ def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
     hmm = HMM(half[0], half, probs, ONE)
     data = Sequences.from_list([[0, 1], [1], [0, 0, 1], [2, 0]])
     with pytest.raises(FloatingPointError, match="probability zero"):
-        fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_steps=40)
+        fit_map(
+            MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_iterations=40
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Encountered NaN")
 def test_a_log_prior_that_is_not_a_number_ends_the_fit():
     model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
     with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
-        fit_map(model, symbols(), num_steps=10)
+        fit_map(model, symbols(), num_iterations=10)
 
 
 @pytest.mark.parametrize("fit", [fit_map, fit_svi])
@@ -714,7 +718,7 @@ def test_a_fit_leaves_the_priors_that_it_was_given(fit):
     model = MarginalModel(TabularHMM(2, normal(0)))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     arguments = (model,) if fit is fit_map else (model, AutoNormal(model))
-    fit(*arguments, Sequences.from_list([torch.randn(20) * 100 + 1e3]), num_steps=2)
+    fit(*arguments, Sequences.from_list([torch.randn(20) * 100 + 1e3]), num_iterations=2)
     assert before.keys() == dict(model.named_buffers()).keys()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name

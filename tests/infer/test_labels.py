@@ -183,7 +183,7 @@ def test_labels_add_to_the_loss_of_both_forms_what_they_take_from_the_evidence(f
 @pytest.mark.parametrize(
     "fit",
     [
-        lambda module, data: fit_map(MarginalModel(module), data, num_steps=2),
+        lambda module, data: fit_map(MarginalModel(module), data, num_iterations=2),
         lambda module, data: fit_em(module, data),
     ],
     ids=["map", "em"],
@@ -243,7 +243,7 @@ def test_errors_in_minibatches_name_the_sequences_they_hold():
 def test_the_fitted_hmm_is_that_of_the_values_and_can_be_restricted_to_labels():
     """So that best paths can be compared with labels that the data happen to have."""
     labelled = Sequences.from_list([[0, 1, 0, 1], [1, 1, 0]], labels=[[0, 1, 1, 0], [1, -1, 0]])
-    fit = fit_em(TabularHMM(2, categorical(2)), labelled, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(2)), labelled, num_iterations=3)
     assert "were known" in fit.notes[0]
     hmm, free = fit.hmm(labelled), fit.hmm(labelled.without_labels())
     torch.testing.assert_close(hmm.log_prob(labelled.values), free.log_prob(labelled.values))
@@ -257,5 +257,5 @@ def test_a_label_that_lasts_longer_than_any_duration_is_told_by_both():
     labels = [torch.tensor([0] * 3 + [1] * 9 + [0] * 2)]
     data = Sequences.from_list([torch.randn(14)], labels=labels)
     with pytest.raises(ValueError, match="of up to 4 steps; the longest run has 9"):
-        fit_em(TabularHSMM(2, free_durations(4), normal(0)), data, num_steps=2)
-    fit_em(TabularHSMM(2, free_durations(9), normal(0)), data, num_steps=1)
+        fit_em(TabularHSMM(2, normal(0), free_durations(4)), data, num_iterations=2)
+    fit_em(TabularHSMM(2, normal(0), free_durations(9)), data, num_iterations=1)

@@ -52,7 +52,7 @@ def fitted(case: str) -> Any:
     options = {"num_states": 3} | {k: v for k, v in options.items() if k != "words"}
     pyro.set_rng_seed(0)
     return fit_em(
-        TabularHMM(emission=words, **options), data(), num_steps=8, tolerance=None, **more
+        TabularHMM(emission=words, **options), data(), num_iterations=8, tolerance=None, **more
     )
 
 
@@ -71,8 +71,8 @@ def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TableCounts, "suit", staticmethod(lambda parameters: False))
     slow = fitted(case)
     torch.testing.assert_close(quick.losses, slow.losses, rtol=1e-5, atol=1e-5)
-    for name, value in slow.values.items():
-        torch.testing.assert_close(quick.values[name], value, rtol=1e-3, atol=1e-5)
+    for name, value in slow.parameters.items():
+        torch.testing.assert_close(quick.parameters[name], value, rtol=1e-3, atol=1e-5)
     assert quick.notes == slow.notes
 
 
@@ -81,7 +81,7 @@ def test_restarts_that_go_on_after_others_were_given_up_are_single_fits() -> Non
     module, data = TabularHMM(3, categorical(3)), ragged()
     pyro.set_rng_seed(0)
     begin = starts.from_prior(module, data, 5)
-    options = {"num_steps": 45, "tolerance": 1e-12, "acceleration": False}
+    options = {"num_iterations": 45, "tolerance": 1e-12, "acceleration": False}
     fit = fit_em(module, data, restarts=5, start=lambda *_: begin, **options)
     steps = (fit.restarts.losses.diff() != 0).sum(-1).sort().values
     assert steps.tolist() == [19, 19, 39, 45, 45]
@@ -90,8 +90,8 @@ def test_restarts_that_go_on_after_others_were_given_up_are_single_fits() -> Non
         alone = fit_em(module, data, start=lambda *_, own=own: own, **options)
         count = 1 + int((losses.diff() != 0).sum())
         torch.testing.assert_close(losses[:count], alone.losses[:count], rtol=1e-6, atol=1e-6)
-    values = {name: value[fit.restarts.best] for name, value in fit.restarts.values.items()}
-    for name, value in fit.values.items():
+    values = {name: value[fit.restarts.best] for name, value in fit.restarts.parameters.items()}
+    for name, value in fit.parameters.items():
         torch.testing.assert_close(value, values[name])
 
 
@@ -143,7 +143,7 @@ def test_others_build_their_hmm(
     monkeypatch.setattr(TableCounts, "__call__", refuse)
     pyro.set_rng_seed(0)
     data = Sequences.from_list([[0, 1, 1, 2]] * 3, labels=labels)
-    fit = fit_em(module(), data, num_steps=6, tolerance=None)
+    fit = fit_em(module(), data, num_iterations=6, tolerance=None)
     assert fit.losses.isfinite().all()
     if labels is not None:
-        assert fit.values["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]
+        assert fit.parameters["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]

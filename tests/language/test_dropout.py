@@ -41,7 +41,7 @@ def test_few_epochs_are_more_of_a_larger_text():
 
 def was_counted_from_the_start(model, num_epochs):
     """Whether steps were counted from 0; a fit asks the model some times before its first."""
-    return 0 <= int(model.module.num_drawn) - model.num_steps(DATA, num_epochs, 40) <= 5
+    return 0 <= int(model.module.num_drawn) - model.num_iterations(DATA, num_epochs, 40) <= 5
 
 
 def states_in_training(model):
@@ -57,7 +57,7 @@ def test_a_fit_of_few_epochs_leaves_nothing_out():
 
 def test_a_fit_of_many_epochs_begins_with_half_and_ends_with_three_quarters():
     model = fitted(FEW + 1)
-    num_steps = model.num_steps(DATA, FEW + 1, 40)
+    num_steps = model.num_iterations(DATA, FEW + 1, 40)
     assert model.module.dropout == DefaultDropout(0.5, 0.25, num_steps)
     assert was_counted_from_the_start(model, FEW + 1)
     assert states_in_training(model) == 18

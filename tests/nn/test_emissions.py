@@ -302,7 +302,7 @@ def test_values_on_a_line_lift_only_the_flat_direction():
 
 
 def test_a_component_of_a_mixture_is_held_at_its_floor():
-    module = normal_mixture(2, 1)(1)
+    module = normal_mixture(1, num_components=2)(1)
     parameters = {
         "weights": np.full((1, 2), 0.5),
         "loc": np.array([[[0.0], [100.0]]]),
@@ -485,7 +485,7 @@ def test_emissions_that_no_state_uses_stay_as_they_are():
         (lambda: normal(2, rate=torch.tensor([1.0, 2.0])), "rate", [[1.0, 2.0]] * 2),
         (lambda: normal_spherical(2, rate=3.0), "rate", [3.0, 3.0]),
         (lambda: normal_full(2, scale=3.0), "scale", [[3.0, 0.0], [0.0, 3.0]]),
-        (lambda: normal_mixture(2, 1, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
+        (lambda: normal_mixture(1, num_components=2, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
     ],
 )
 def test_hyperparameters_spread_over_states(build, name, expected):
@@ -500,7 +500,7 @@ def test_a_prior_without_a_mode_is_refused(name):
         "symbols": categorical(4, torch.tensor([0.5, 1.0, 1.0, 1.0])),
         "bits": bernoulli(2, 0.5),
         "count": poisson(concentration=0.5),
-        "mixture": normal_mixture(2, 2, weights_concentration=0.5),
+        "mixture": normal_mixture(2, num_components=2, weights_concentration=0.5),
     }
     case, rng = CASES[name], np.random.default_rng(19)
     with pytest.raises(ValueError, match=r"concentration below one .* got 0.5. Use fit_svi"):
@@ -595,7 +595,9 @@ def test_columns_that_are_the_same_to_rounding_are_named():
 def test_whole_numbers_are_taken_as_numbers(name, kind):
     values = torch.randint(0, 2, (3, 5, 2))
     data = Sequences(values.to(kind), torch.full((3,), 5))
-    fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=starts.by_kmeans)
+    fit = fit_em(
+        TabularHMM(2, CASES[name].family()), data, num_iterations=2, start=starts.by_kmeans
+    )
     assert fit.losses.isfinite().all()
     emission = fit.hmm(data)
     torch.testing.assert_close(emission.log_prob(data.values), emission.log_prob(values.double()))
@@ -603,8 +605,8 @@ def test_whole_numbers_are_taken_as_numbers(name, kind):
 
 def test_families_with_nothing_to_see_stay_where_they_are():
     nothing = Sequences(torch.zeros(2, 3, 2), torch.full((2,), 3), torch.zeros(2, 3).bool())
-    for family in (normal_mixture(2, 2), normal_full(2), normal(2), bernoulli(2)):
-        assert fit_em(TabularHMM(2, family), nothing, num_steps=3).losses.isfinite().all()
+    for family in (normal_mixture(2, num_components=2), normal_full(2), normal(2), bernoulli(2)):
+        assert fit_em(TabularHMM(2, family), nothing, num_iterations=3).losses.isfinite().all()
 
 
 # Any distribution: fitted as what it is, or refused by name -------------------------------------

@@ -212,7 +212,7 @@ def test_fits_in_lower_precision_take_the_course_of_the_others(variant, data):
             fit = fit_map(
                 pair[0],
                 DATA,
-                num_steps=40,
+                num_iterations=40,
                 learning_rate=0.003,
                 tolerance=None,
                 **pair[1],
@@ -233,7 +233,7 @@ def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
         pyro.set_rng_seed(0)
         module = NeuralHMM(12, 6, 8, dropout=LinearDropout(begin, 0.0, num_steps))
         fit_map(
-            MarginalModel(module), DATA, num_steps=num_steps, tolerance=None,
+            MarginalModel(module), DATA, num_iterations=num_steps, tolerance=None,
             checkpoint=tmp_path / "x",
         )  # fmt: skip
         return module.train()(torch.tensor(1)).num_states
@@ -345,7 +345,7 @@ def test_projected_vectors_are_a_table_times_a_map(learnt):
     torch.testing.assert_close(module.words(), before @ module.words.map)
     logits = module(torch.tensor([1])).emission.logits.detach()
     assert torch.linalg.matrix_rank((logits - logits[:, :1]).diff(dim=0), atol=1e-5) == 2
-    fit = fit_map(MarginalModel(module), DATA, num_steps=20, learning_rate=0.05)
+    fit = fit_map(MarginalModel(module), DATA, num_iterations=20, learning_rate=0.05)
     assert fit.losses[-1] < fit.losses[0]
     assert torch.equal(module.words.table.detach(), before) is not learnt
 
@@ -375,7 +375,7 @@ def test_products_of_experts_are_normalised_products(two_level, dropout):
     for one, other in zip(*slopes):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
     posterior = recursions.posterior(*chain, torch.full((len(values),), 3))
-    torch.testing.assert_close(hmm.posterior(values).states, posterior.states)
+    torch.testing.assert_close(hmm.posterior(values).state_probs, posterior.state_probs)
 
 
 def test_a_context_sees_only_the_symbols_before():
@@ -464,6 +464,6 @@ def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
     for number in (3, 6):
         elbo = Trace_ELBO(number, max_plate_nesting=1, vectorize_particles=True)
         with pytest.raises(ValueError, match=f"{name} must have 1 dimensions; got shape .*False"):
-            fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
-    fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
+            fit_svi(model, guide, DATA, num_iterations=2, elbo=elbo)
+    fit = fit_svi(model, guide, DATA, num_iterations=2, elbo=Trace_ELBO(3))
     assert bool(fit.losses.isfinite().all())

@@ -27,7 +27,7 @@ def fitted(family, values):
     data = Sequences.from_list([torch.as_tensor(values)])
     fit = fit_em(TabularHMM(1, family).double(), data, tolerance=1e-12)
     hmm = fit.hmm(data)
-    return fit.values, hmm.log_prob(data.values).sum().item()
+    return fit.parameters, hmm.log_prob(data.values).sum().item()
 
 
 CASES = {
@@ -138,7 +138,7 @@ def test_points_and_frozen_parameters_stay_what_they_are():
     module = TabularHMM(1, pyrohmm.weibull()).double()
     pyrohmm.freeze(module, "emission.concentration", torch.ones(1).double())
     fit = fit_em(module, waits, tolerance=1e-12)  # exponential: the mean, with its prior
-    scale = fit.values["module.emission.scale"]
+    scale = fit.parameters["module.emission.scale"]
     assert scale.item() == pytest.approx(0.9, rel=0.3)
     hmm = fit.hmm(waits)
     again = fit_em(hmm, waits, tolerance=1e-12)  # maximum likelihood from a fitted HMM

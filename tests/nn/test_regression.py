@@ -72,7 +72,7 @@ def fitted():
     hmm = plain.hmm(data_without(data))
     order = hmm.emission.rate.argsort()
     module.begin_at(hmm.permute_states(order))
-    return table, design, data, fit_em(module, data, num_steps=150, tolerance=1e-10)
+    return table, design, data, fit_em(module, data, num_iterations=150, tolerance=1e-10)
 
 
 def data_without(data):
@@ -102,7 +102,7 @@ def test_coefficients_have_intervals_and_predictions_bands():
     fixed.load_state_dict(fit.model.module.state_dict())
     del fixed.initial.coefficients
     fixed.initial.register_buffer("coefficients", torch.tensor([[-9.0]]))
-    fit = fit_map(MarginalModel(fixed), data, num_steps=200, learning_rate=0.02)
+    fit = fit_map(MarginalModel(fixed), data, num_iterations=200, learning_rate=0.02)
     information = fit.information(data)
     low, high = information.intervals()["module.emission.rate.coefficients"]
     truth = torch.tensor([[0.5, 0.3], [2.0, -0.3]]).double()
@@ -151,7 +151,7 @@ def test_gaps_ragged_sequences_priors_and_both_parameters(length):
     assert hmm.log_prob(data.values).shape == (2,)
     torch.testing.assert_close(hmm.log_transition.exp().sum(-1), torch.ones(2, length - 1, 2))
     model = MarginalModel(module)
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=3)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3)
     assert "module.transition.coefficients" in fit.names
 
 
@@ -187,7 +187,7 @@ def test_coefficients_with_priors_have_chains_and_restarts() -> None:
     family = regression(Poisson, scale=1.0, rate=[0, 1])
     model = MarginalModel(RegressionHMM(2, family, transition=[0, 1], scale=1.0))
     fit = fit_mcmc(model, data, num_samples=3, num_chains=3, warmup=2)
-    last = fit_map(model, data, restarts=3, num_steps=3)
+    last = fit_map(model, data, restarts=3, num_iterations=3)
     assert last.restarts.hmm(data).log_transition.shape == (3, 2, 59, 2, 2)
     for chain, lp in zip(range(3), fit.stats["lp"][:, -1]):
         values = {name: value[chain, -1] for name, value in fit.chains.items()}
@@ -260,9 +260,9 @@ def test_choices_are_those_of_an_em_written_in_numpy(categorical):
         (module.initial, np.log([[0.4 / 0.6]])),
     ):
         part.coefficients = torch.as_tensor(value)
-    fit = fit_em(module, data, num_steps=10, tolerance=None)
+    fit = fit_em(module, data, num_iterations=10, tolerance=None)
     assert fit.losses[-1].item() == pytest.approx(-evidence, rel=1e-9)
-    fit = fit_em(module, data, num_steps=11, tolerance=None)
+    fit = fit_em(module, data, num_iterations=11, tolerance=None)
     found = fit.model.module.emission.logits.coefficients.detach().reshape(2, 2)
     np.testing.assert_allclose(found, wanted[0], atol=1e-6)
     hmm = fit.hmm(data)
@@ -331,12 +331,12 @@ def test_em_ends_at_the_maximum_of_the_log_joint(kind):
     fit = fit_em(module, data, tolerance=1e-13, restarts=restarts)
     assert not any("rose" in note for note in fit.notes)
     assert fit.information(data).decrement < 1e-6  # nats below the maximum of the log joint
-    model, values = fit.model, {n: v.requires_grad_() for n, v in fit.values.items()}
+    model, values = fit.model, {n: v.requires_grad_() for n, v in fit.parameters.items()}
     trace = poutine.trace(poutine.condition(model, values)).get_trace(data)
     slopes = torch.autograd.grad(trace.log_prob_sum(), list(values.values()))
     assert max(slope.abs().max().item() for slope in slopes) < 1e-3
     if kind == "parts":
-        assert fit.values["module.transition.coefficients"].shape == (6,)
+        assert fit.parameters["module.transition.coefficients"].shape == (6,)
         moves = fit.hmm(data).log_transition.exp()
         assert bool((moves[..., ~allowed] == 0).all())
         assert fit.std_errors(data)["module.transition.coefficients"].shape == (6,)

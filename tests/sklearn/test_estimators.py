@@ -329,7 +329,7 @@ def test_the_checks_of_scikit_learn(name):
 
 
 def by_map(module, data):
-    return fit_map(MarginalModel(module), data, num_steps=5, progress=False)
+    return fit_map(MarginalModel(module), data, num_iterations=5, progress=False)
 
 
 @pytest.mark.parametrize("method", [None, by_map])
