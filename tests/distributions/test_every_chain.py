@@ -256,7 +256,7 @@ def test_what_needs_a_markov_chain_names_the_cure(name, ask):
 
 MODULES = {
     "markov": lambda: TabularHMM(2, normal(0)),
-    "durations": lambda: TabularHSMM(3, free_durations(3), normal(0)),
+    "durations": lambda: TabularHSMM(3, normal(0), free_durations(3)),
     "times": lambda: TabularContinuousTimeHMM(3, poisson()),
     "additive product": lambda: TabularFactorialHMM((2, 3), additive_normal((2, 3), 2)),
     "product": lambda: TabularFactorialHMM((2, 3), normal(2)),
