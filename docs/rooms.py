@@ -38,6 +38,7 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
     "Emission families": (
         "A family is the second argument of a module: `TabularHMM(3, normal(2))`.",
         "categorical poisson bernoulli normal normal_full normal_mixture von_mises "
+        "gamma student_t negative_binomial zero_inflated censored truncated "
         "autoregressive_normal regression streams parametric",
     ),
     "Fitting": (

@@ -176,7 +176,7 @@ def size(num_states: int, dim: int) -> dict[str, Any]:
     values = states.unsqueeze(-1) * 3.0 + torch.randn(20, 100, dim)
     data = Sequences(values, torch.full((20,), 100), labels=states)
     fit = fit_em(TabularHMM(num_states, normal(dim)), data)
-    fit = fit_em(TabularHMM(num_states, normal(dim)), data.without_labels(), start=fit.values,
+    fit = fit_em(TabularHMM(num_states, normal(dim)), data.without_labels(), start=fit.parameters,
                  tolerance=1e-10)  # fmt: skip
     start_time = time.process_time()
     information = fit.information(data.without_labels())
@@ -231,7 +231,7 @@ def panel(path: Path) -> list[dict[str, Any]]:
         spent = time.process_time() - start_time
     evidence = fit.hmm(data).restrict(data.labels).log_prob(data.values).double().sum()
     rows.append({"part": "panel", "by": "pyrohmm", "seconds": spent, "loss": -2 * float(evidence),
-                 "iterations": len(fit.losses), **named(fit.values, limits)})  # fmt: skip
+                 "iterations": len(fit.losses), **named(fit.parameters, limits)})  # fmt: skip
     odds = fit.information(data).of(log_odds)[1]
     rows[-1]["log_odds_errors"] = odds.tolist()
     if shutil.which("Rscript"):

@@ -195,7 +195,7 @@ def samples_of_fit(
     if isinstance(fit, SampledFit):
         return fit.chains, fit.stats
     if fit.method != "SVI":
-        return {name: value[None, None] for name, value in fit.values.items()}, {}
+        return {name: value[None, None] for name, value in fit.parameters.items()}, {}
     with torch.no_grad(), fit.at_rest():
         values, scores = samples_of(fit.guide, fit.names, num_draws, data)
     stats = {"log_guide": scores.double()[None]}

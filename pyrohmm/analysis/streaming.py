@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import _renamed as renamed
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
 from ..chains.base import refuse_steps
@@ -66,14 +67,11 @@ class Filter:
 
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
-    is too long. Parameters per step end with their last step.
-
-    After an impossible observation a stream's evidence is -inf and its states are all zero, and so
-    they remain: nothing follows from what cannot happen. Other streams are not affected.
+    is too long. Parameters per step end with their last step. After an impossible observation a
+    stream's evidence is -inf and its states are all zero, and so they remain.
 
     Args:
-        hmm: The model, of any chain and emission. What filters a :class:`pyrohmm.HSMM` or a
-            :class:`pyrohmm.SecondOrderHMM` is its expanded chain.
+        hmm: The model, of any chain and emission; those that are not Markov are expanded.
 
     Raises:
         TypeError: If ``hmm`` is not an :class:`HMM`.
@@ -96,12 +94,11 @@ class Filter:
         Ten thousand streams side by side, of two steps, and what the second step has surprised by:
 
         >>> streams = Filter(hmm.expand((10_000,)))
-        >>> tosses = torch.zeros(10_000, 2).long()
-        >>> tosses[7, 1] = 1
+        >>> tosses = torch.eye(10_000, 2).long()  # of the second stream (0, 1)
         >>> streams.update(tosses).shape
         torch.Size([10000, 2, 2])
-        >>> streams.surprise[:, 1].argmin(), streams.surprise[7, 1]
-        (tensor(7), tensor(0.5220))
+        >>> streams.surprise[:, 1].argmin(), streams.surprise[1, 1]
+        (tensor(1), tensor(0.5220))
     """
 
     def __init__(self, hmm: HMM) -> None:
@@ -166,9 +163,13 @@ class Filter:
         return self._surprise.clone()
 
     @property
-    def states(self) -> Tensor:
+    def state_probs(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
         return _summed(self._message.log_states, self._state_of, self.hmm.num_states)
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
     def update(
         self,
@@ -182,8 +183,7 @@ class Filter:
             observation: ``(*B, *E)``, one observation for each stream; or ``(*B, L, *E)``, the next
                 L of each. A number is the observation of all streams, None is a step that is
                 missing in all of them. What is NaN throughout is missing.
-            observed: ``(*B)`` or ``(*B, L)`` booleans, True where the step is observed; all by
-                default.
+            observed: ``(*B)`` or ``(*B, L)`` booleans: which steps are observed; by default all.
             times: ``(*B, L)``, when these steps are; of a :class:`ContinuousTimeHMM`.
 
         Returns:

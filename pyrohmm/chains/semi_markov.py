@@ -82,6 +82,11 @@ class SemiMarkovChain(Chain):
                 "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
             )
 
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Filtered states, whether or not a segment must end with the data."""
+        parts = *self.tables, log_likelihood, lengths
+        return semi_markov.filtered(*parts, self.censored_start)
+
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths, whose segments are their runs."""
         duration = self.log_duration
@@ -192,7 +197,7 @@ class SemiMarkovChain(Chain):
         assert found.durations is not None
         pairs = found.transitions.squeeze(-3)
         counts = found.initial, pairs, found.durations
-        return ExpectedCounts(found.log_evidence, found.states, dict(zip(self.cores, counts)))
+        return ExpectedCounts(found.log_evidence, found.state_probs, dict(zip(self.cores, counts)))
 
     def check_markov(self, purpose: str) -> None:
         """Raise: the next state depends on how long the segment has lasted."""

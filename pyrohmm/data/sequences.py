@@ -296,7 +296,8 @@ class Sequences(Dataset["Sequences"]):
 
         Args:
             states: ``(N, T)``, such as ``hmm.viterbi(data)``: the column "state".
-            probs: ``(N, T, K)``, such as ``hmm.posterior(data).states``: columns "p0", "p1", ...
+            probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``: columns "p0",
+                "p1", ...
 
         Returns:
             From :meth:`from_dataframe`, the rows of the table in their order, with its index and

@@ -267,7 +267,7 @@ class TaggedHMM(BlockHMM):
         words, tags = self._split(values)
         with torch.no_grad(), full_precision(self.log_tags):
             if self.observed is not None:
-                probs = self.posterior(values).states @ self.log_tags.exp()
+                probs = self.posterior(values).state_probs @ self.log_tags.exp()
             else:
                 probs = self._tag_probs(self.block_posterior(values).probs, words)
             tags = tags.expand(probs.shape[:-1]).unsqueeze(-1)

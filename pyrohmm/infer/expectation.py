@@ -95,7 +95,7 @@ class Expectation:
                 )
             total = total + scale * evidence.sum(-1)
             if self.keep:
-                counts = expected.counts | {"states": expected.states}
+                counts = expected.counts | {"states": expected.state_probs}
                 value = expectation_of_logs(hmm, part.values, counts, self.parameters.restarts)
                 self._kept.append((part, scale, counts, value))
             steps = None if by_symbol else part

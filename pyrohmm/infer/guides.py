@@ -38,6 +38,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta, Normal
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal, init_to_value
+from pyro.nn import PyroModule
 from torch import Tensor
 
 from ..data.sequences import Sequences
@@ -67,8 +68,8 @@ class RotationGuide(OwnParameters):
         >>> _ = pyro.set_rng_seed(0)
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
         >>> model = MarginalModel(DenseHMM(2, 6, 2))
-        >>> guide = RotationGuide(model, fit_map(model, data, num_steps=50).start)
-        >>> fit = fit_svi(model, guide, data, num_steps=50)
+        >>> guide = RotationGuide(model, fit_map(model, data, num_iterations=50).start)
+        >>> fit = fit_svi(model, guide, data, num_iterations=50)
         >>> leave = fit.samples(500)["module.leave"]
         >>> leave.mean(0).norm() < 0.2 * leave.norm(dim=(-1, -2)).mean()  # all directions alike
         tensor(True)
@@ -279,3 +280,25 @@ def repeatable() -> Iterator[None]:
 
 def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in values.items()}
+
+
+class Point(PyroModule):
+    """A guide that is a single point: a Delta distribution for each latent variable.
+
+    Args:
+        values: By name; buffers of the module.
+    """
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(values)
+        for index, value in enumerate(values.values()):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+
+    def forward(self, *_: Any) -> dict[str, Tensor]:
+        """Sample each site from its Delta distribution."""
+        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
+        return {
+            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }

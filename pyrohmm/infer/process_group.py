@@ -82,13 +82,13 @@ class ProcessGroup:
         data: Sequences | Parts,
         generator: torch.Generator | None,
         parameters: Iterable[Tensor],
-        num_steps: int,
+        num_iterations: int,
     ) -> None:
         """Raise ValueError in all ranks unless a fit starts alike in all of them."""
         random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
         self.check_same(
             data=fingerprint(data), random_numbers=digits(random), parameters=digits(parameters),
-            checkpoints=num_steps,
+            checkpoints=num_iterations,
         )  # fmt: skip
 
     def check_same(self, **values: object) -> None:

@@ -107,13 +107,13 @@ class Copies:
         """Whether each state of each copy is most like that of the fit, ``(B,)``."""
         data, same = self.information.data, []
         own = torch.arange(self.information.hmm.num_states)
-        reference = self.information.hmm.posterior(data.values).states
+        reference = self.information.hmm.posterior(data.values).state_probs
         known = Copies(self.information)
         for some in u.split(self.room):
             with torch.no_grad():
                 hmm = known.run(some, torch.arange(len(some)))[1]
                 states = hmm.expand(torch.Size([len(some), len(data)])).posterior(data.values)
-            same.append((match_states(states.states, reference) == own).all(-1))
+            same.append((match_states(states.state_probs, reference) == own).all(-1))
         return torch.cat(same)
 
 
@@ -166,7 +166,7 @@ class Bootstrap:
         )
 
     @property
-    def values(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
         """The parameters of the replicates by name, ``(B, ...)``."""
         parts = zip(self.information.coordinates, self._split(self.coordinates))
         return {part.name: part.value(own).detach() for part, own in parts}
@@ -176,7 +176,7 @@ class Bootstrap:
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard deviations of the parameters over the replicates; NaN for what is held."""
-        return {name: self._masked(name, value.std(0)) for name, value in self.values.items()}
+        return {name: self._masked(name, value.std(0)) for name, value in self.parameters.items()}
 
     def _masked(self, name: str, limit: Tensor) -> Tensor:
         """NaN for the entries that are held at the boundary."""
@@ -201,7 +201,7 @@ class Bootstrap:
             return {"of": _corrected(self.of(of), centre, level)}
         centres = {part.name: part.estimate for part in self.information.coordinates}
         found = {}
-        for name, value in self.values.items():
+        for name, value in self.parameters.items():
             low, high = _corrected(value, centres[name], level)
             found[name] = self._masked(name, low), self._masked(name, high)
         return found

@@ -31,7 +31,7 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
         first: A state.
         second: Another one.
         usage: ``(K,)``, how often each state is visited, such as the sum of
-            ``hmm.posterior(values).states``; by default the stationary distribution.
+            ``hmm.posterior(values).state_probs``; by default the stationary distribution.
 
     Returns:
         An HMM for the same lengths. ``fit_em(TabularHMM(K - 1, ...), data,

@@ -10,19 +10,20 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
-from pyro.nn import PyroModule
 from pyro.ops.stats import quantile
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from .. import _renamed as renamed
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
+from .effects import Bands, described, lines, predicted, table
+from .effects import name_of as name_of
 from .guides import repeatable, samples_of
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
@@ -39,7 +40,7 @@ class Fit:
     Attributes:
         model: The Pyro model.
         guide: The approximate posterior: a point for MAP and EM, a distribution for SVI.
-        losses: ``(num_steps,)``, at each step, in nats for the whole set: minus the log joint
+        losses: ``(num_iterations,)``, at each step, in nats for the whole set: minus the log joint
             density for MAP and EM, minus the evidence lower bound for SVI.
         converged: Whether a convergence test ended the fit: that of the losses, or ``patience``.
         reason: Why it ended, in words.
@@ -57,12 +58,12 @@ class Fit:
             guide have the parameters of the best one.
         supports: Space of each latent variable, by name.
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
-        values: One value of each latent variable, by name, always the same: the estimate of MAP and
-            EM; the median of the guide of SVI, or one sample if the guide has no median. Variables
-            of which each sequence has one have shape ``(N, ...)``.
+        parameters: One value of each latent variable, by name, always the same: the estimate of MAP
+            and EM; the median of the guide of SVI, or one sample if the guide has no median.
+            Variables of which each sequence has one have shape ``(N, ...)``.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
-        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_steps,)``, in nats.
+        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
     """
 
     model: Callable[..., Any]
@@ -83,10 +84,14 @@ class Fit:
     validation: list[Validation] = field(default_factory=list)
     supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
     unit: str = "observed step"
-    values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    parameters: dict[str, Tensor] = field(default_factory=dict, repr=False)
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
@@ -99,14 +104,14 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``values``, moved into the interior of their supports.
+        """Initial values for another fit: ``parameters``, moved inside their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
         return {
             name: interior(self.supports[name], value) if name in self.supports else value
-            for name, value in self.values.items()
+            for name, value in self.parameters.items()
         }
 
     def samples(self, num_samples: int = 1000, data: Sequences | None = None) -> dict[str, Tensor]:
@@ -120,10 +125,10 @@ class Fit:
             ValueError: If the fit is one of MAP or EM, a single point.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
-            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> guide = pyro.infer.autoguide.AutoNormal(model)
+            >>> fit = fit_svi(model, guide, data, num_iterations=10)
             >>> fit.samples(100)["module.emission.probs"].shape
             torch.Size([100, 1, 2])
         """
@@ -131,7 +136,7 @@ class Fit:
         if self.method != "SVI":
             raise ValueError(
                 f"samples, means and quantiles need a posterior; {self.method} gives a single "
-                "point, which is `values`. Fit with fit_svi, or sample with NUTS."
+                "point, which is `parameters`. Fit with fit_svi, or sample with NUTS."
             )
         with torch.no_grad(), self.at_rest():
             return samples_of(self.guide, self.names, num_samples, data)[0]
@@ -153,8 +158,7 @@ class Fit:
     ) -> dict[str, Tensor]:
         """Posterior quantiles of SVI, component by component: ``(Q, ...)``, by name.
 
-        Those of 0.05 and 0.95 bound the central interval of 90 %. They are over :meth:`samples`,
-        and two calls give the same.
+        Those of 0.05 and 0.95 bound the central interval of 90 %. Two calls give the same.
 
         Args:
             probs: Q numbers between 0 and 1, in a list, a tensor or an array.
@@ -162,10 +166,10 @@ class Fit:
             data: The same.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
-            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> guide = pyro.infer.autoguide.AutoNormal(model)
+            >>> fit = fit_svi(model, guide, data, num_iterations=10)
             >>> low, high = fit.quantiles([0.05, 0.95])["module.emission.probs"]
             >>> bool((low < high).all())
             True
@@ -176,7 +180,7 @@ class Fit:
         return {name: quantile(value, wanted.to(value)) for name, value in samples.items()}
 
     def hmm(self, data: Sequences) -> HMM:
-        """The fitted HMM for ``data``, at ``values``; its tensors have no gradient.
+        """The fitted HMM for ``data``, at ``parameters``; its tensors have no gradient.
 
         If each sequence has variables of its own, ``data`` are the sequences that were fitted, or a
         part of them, ``data.batch(numbers)``. Other steps of the same subjects say whose they are:
@@ -196,7 +200,7 @@ class Fit:
         for part in parts:
             check_fitted(part, self.fitted)
         with self.at_rest():
-            return [hmm_at(self.model, self.values, part, self.plates) for part in parts]
+            return [hmm_at(self.model, self.parameters, part, self.plates) for part in parts]
 
     def parts(self, data: Sequences) -> dict[str, Tensor]:
         """The parts of the loss where the fit ended, each in nats for the whole set.
@@ -268,7 +272,7 @@ class Fit:
                 "of them is its maximum: ask fit.quantiles()."
             )
         with self.at_rest():
-            return Information(self.model, self.values, self.supports, data)
+            return Information(self.model, self.parameters, self.supports, data)
 
     def std_errors(self, data: Sequences) -> dict[str, Tensor]:
         """Standard errors of the parameters by name: see :meth:`information`."""
@@ -344,6 +348,48 @@ class Fit:
                 return self.bootstrap(data).intervals(level, of)
             return limits_of(self.information(data), level, of, method)
 
+    def table(self, data: Sequences, level: float = 0.95) -> dict[str, list[Any]]:
+        """Estimates of all parameters, with standard errors and limits, as columns of a table.
+
+        ``pandas.DataFrame(fit.table(data))`` is the table; ``fit.summary(data)`` has it as text.
+        Coefficients have the names of their columns.
+
+        Args:
+            data: The sequences that were fitted.
+            level: Of confidence.
+        """
+        with self.at_rest():
+            module: Any = getattr(self.model, "module", None)
+            known = module.entry_names() if hasattr(module, "entry_names") else {}
+            names = {f"module.{name}": own for name, own in known.items()}
+            return table(self.information(data), level, names)
+
+    def predict(
+        self,
+        data: Sequences,
+        at: Any,
+        of: str | Callable[[HMM], Tensor] = "transition",
+        level: float = 0.95,
+    ) -> Bands:
+        """Predictions at other values of the covariates, with limits by the delta method.
+
+        Limits of probabilities are symmetric in the logit, those of means of observations that are
+        not negative in the logarithm, all others in the number itself.
+
+        Args:
+            data: The sequences that were fitted.
+            at: ``(M, C)`` covariates, such as ``design.matrix(frame)``.
+            of: "transition", probabilities ``(M, K, K)``; "initial", ``(M, K)``; "mean", those of
+                the emissions, ``(M, K)``; or a function of an HMM of M sequences of two steps, each
+                with one row of the covariates at both.
+            level: Of confidence.
+
+        Raises:
+            ValueError: If ``at`` has other columns than the covariates of ``data``.
+        """
+        with self.at_rest():
+            return predicted(self.information(data), at, of, level, data)
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context with its parameters in the store, and its modules in ``eval()`` mode."""
@@ -351,35 +397,17 @@ class Fit:
             with in_mode(False, self.model, self.guide):
                 yield
 
-    def summary(self) -> str:
-        """A few lines of text: the model, its loss, and why the fit ended."""
-        count, tokens = min(self.window, len(self.losses)), self.num_observed
-        first, last = self.losses[0].item(), self.losses[-count:].mean().item()
-        over = f", mean of the last {count} steps" if self.window > 1 else ""
-        guide = f" with {name_of(self.guide)}" if self.method == "SVI" else ""
-        module = getattr(self.model, "module", None)
-        model = name_of(self.model) + (f" of {name_of(module)}" if module is not None else "")
-        lines = [
-            f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
-            f"loss      {first:.2f} -> {last:.2f} nats{over}",
-            f"per {self.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; "
-            f"{tokens:,} {self.unit}s",
-            f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
-        ]
-        if self.validation:
-            best = min(self.validation, key=lambda past: past.nats)
-            lines.append(
-                f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
-                f"validations, at step {best.step}"
-            )
-        if self.restarts is not None:
-            ends = self.restarts.final.sort().values
-            lines.append(
-                f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
-                f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
-            )
-        lines += [f"note      {note}" for note in self.notes]
-        return "\n".join(lines)
+    def summary(self, data: Sequences | None = None) -> str:
+        """A few lines of text: the model, its loss, and why the fit ended.
+
+        Args:
+            data: The sequences that were fitted, for a table of the estimates with standard errors
+                and limits: see :meth:`table`.
+        """
+        text = described(self)
+        if data is not None:
+            text += ["", *lines(self.table(data))]
+        return "\n".join(text)
 
 
 @dataclass
@@ -388,9 +416,9 @@ class Restarts:
 
     Attributes:
         model: The Pyro model, or the module.
-        losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
+        losses: ``(R, num_iterations)``, in nats; infinite where a restart has failed.
         final: ``(R,)``, the loss by which restarts are compared.
-        values: Latent variables by name, ``(R, ...)``.
+        parameters: Latent variables by name, ``(R, ...)``.
         best: The restart of least final loss.
         plated: Those that are inside a plate of the model.
         plates: Those of which each sequence has one.
@@ -400,18 +428,22 @@ class Restarts:
     model: Callable[..., Any]
     losses: Tensor
     final: Tensor
-    values: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     best: int
     plated: frozenset[str] = frozenset()
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
+
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         check_fitted(data, self.fitted)
         wide = {
             name: value if name in self.plated else value.unsqueeze(1)
-            for name, value in self.values.items()
+            for name, value in self.parameters.items()
         }
         with PYRO, in_mode(False, self.model):
             hmm = hmm_at(self.model, wide, data, self.plates)
@@ -426,32 +458,10 @@ class Restarts:
         Returns:
             ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
         """
-        states = self.hmm(data).posterior(data.values).states  # (R, N, T, K)
+        states = self.hmm(data).posterior(data.values).state_probs  # (R, N, T, K)
         matched = match_states(states, states[self.best])
         matched[self.best] = torch.arange(matched.size(-1))
         return matched
-
-
-class Point(PyroModule):
-    """A guide that is a single point: a Delta distribution for each latent variable.
-
-    Args:
-        values: By name; buffers of the module.
-    """
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.names = list(values)
-        for index, value in enumerate(values.values()):
-            self.register_buffer(f"value_{index}", value.detach().clone())
-
-    def forward(self, *_: Any) -> dict[str, Tensor]:
-        """Sample each site from its Delta distribution."""
-        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
-        return {
-            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
-            for name, value in values.items()
-        }
 
 
 def uses_labels(data: Sequences | Parts) -> list[str]:
@@ -460,8 +470,3 @@ def uses_labels(data: Sequences | Parts) -> list[str]:
     if not count:
         return []
     return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
-
-
-def name_of(part: Any) -> str:
-    """The name of a function or of the class of an object."""
-    return getattr(part, "__name__", type(part).__name__)

@@ -11,6 +11,7 @@ Its modules; each imports only those above it:
 ``lookahead``   probability that a constraint will hold, by state
 ``steering``    ``Steering``: sentences that satisfy a constraint
 ``control``     ``ConstraintProcessor``: another model's texts that satisfy a constraint
+``patterns``    regular expressions as constraints on tokens
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``
 """
@@ -20,6 +21,7 @@ from .clusters import find_clusters as find_clusters
 from .control import ConstraintProcessor as ConstraintProcessor
 from .control import over_tokens as over_tokens
 from .model import LanguageModel as LanguageModel
+from .patterns import matching as matching
 from .steering import Steering as Steering
 from .text import END as END
 from .text import UNKNOWN as UNKNOWN

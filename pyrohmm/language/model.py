@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..data.batches import batches_in_round
@@ -219,8 +220,8 @@ class LanguageModel:
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         read, first = data, copy.deepcopy(self.module.state_dict())
-        num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
-        set_default(self.module, data.num_observed, num_epochs, num_steps)
+        num_iterations = self.num_iterations(data, num_epochs, batch_tokens, num_streams)
+        set_default(self.module, data.num_observed, num_epochs, num_iterations)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
             model = StatefulModel(self.module, num_streams)
@@ -230,14 +231,16 @@ class LanguageModel:
         fit = fit_map(
             model,
             read,
-            num_steps=num_steps,
+            num_iterations=num_iterations,
             tolerance=None,
             validation=validation,
             clip_norm=clip_norm,
             optimizer=partial(
                 torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
             ),
-            schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_steps)),
+            schedule=partial(
+                torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_iterations)
+            ),
             **batching,
             **options,
         )
@@ -254,7 +257,7 @@ class LanguageModel:
             return True
         return not nats <= 10 * math.log(len(self.vocabulary))  # NaN also
 
-    def num_steps(
+    def num_iterations(
         self,
         data: Sequences,
         num_epochs: int = 10,
@@ -266,6 +269,10 @@ class LanguageModel:
             return num_epochs * batches_in_round(data.lengths, batch_tokens)
         steps = max(1, batch_tokens // num_streams)
         return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)
+
+    @renamed.attribute("num_iterations")
+    def num_steps(self) -> Any:
+        """Old name of ``num_iterations``."""
 
     # Evaluation and sampling
 

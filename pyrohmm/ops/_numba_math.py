@@ -35,7 +35,7 @@ class _Announcement(event.Listener):
 
     def on_start(self, event: Any) -> None:
         logging.getLogger("pyrohmm").warning(
-            "Compiling loops for this machine, once after an installation; it takes some seconds."
+            "Compiling loops, once after an installation: about half a minute at the first fit."
         )
         _unregister()
 

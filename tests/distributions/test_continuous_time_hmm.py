@@ -1,37 +1,27 @@
 """``ContinuousTimeHMM`` against sums over all paths with SciPy's exponential of a matrix."""
 
 import math
-import pickle
 from functools import partial
 
 import numpy as np
 import oracle
-import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
-from pyro.infer.autoguide import AutoDelta, init_to_value
 from scipy import stats
 from scipy.linalg import expm
 
 from pyrohmm import (
     HMM,
     ContinuousTimeHMM,
-    EnumeratedModel,
-    Filter,
-    MarginalModel,
-    Sequences,
     TabularContinuousTimeHMM,
-    categorical,
     load_hmm,
     markov_sample,
     queries,
     save,
 )
-from pyrohmm.analysis import dwell_times
+from pyrohmm.chains.rates import log_transitions
 from pyrohmm.distributions import SparseGamma
-from pyrohmm.ops.continuous_time import log_transitions
 
 K, T = 3, 5
 LENGTHS = torch.tensor([5, 1, 3, 4])
@@ -85,7 +75,7 @@ def test_queries_answer_as_all_paths_do(rates, values):
     joint, evidence = hmm.log_joint(values, best), hmm.log_prob(values)
     for i, answer in enumerate(answers(hmm, values)):
         np.testing.assert_allclose(evidence[i], answer.evidence, rtol=1e-12)
-        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(posterior.state_probs[i], answer.states, atol=1e-12)
         np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
         np.testing.assert_allclose(joint[i], answer.best)
         moves = answer.transitions.sum(0)
@@ -100,11 +90,11 @@ def test_equal_gaps_of_one_are_an_hmm(rates, values):
         hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, LENGTHS, each)
         torch.testing.assert_close(hmm.log_prob(values), plain.log_prob(values))
         found, wanted = hmm.posterior(values), plain.posterior(values)
-        torch.testing.assert_close(found.states, wanted.states)
+        torch.testing.assert_close(found.state_probs, wanted.state_probs)
         torch.testing.assert_close(found.transitions, wanted.transitions)
         assert torch.equal(hmm.viterbi(values), plain.viterbi(values))
         ahead = hmm.forecast(values, times[LENGTHS - 1].unsqueeze(-1) + torch.tensor([1.0, 2.0]))
-        torch.testing.assert_close(ahead.states, plain.forecast(values, 2).states)
+        torch.testing.assert_close(ahead.state_probs, plain.forecast(values, 2).state_probs)
         assert hmm.log_transition.shape == (T - 1, K, K)
         assert hmm.sample((2,)).shape == (2, 4, T)
 
@@ -136,19 +126,6 @@ def test_expected_counts_are_the_gradient(rates, values):
     spans = sum(times[n - 1] - times[0] for times, n in zip(hmm.times, LENGTHS.tolist()))
     torch.testing.assert_close(counts.counts["rates"].diagonal().sum(), spans)
     assert (counts.counts["rates"][(rates == 0) & ~diagonal] == 0).all()
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-def test_expected_counts_need_no_gradient_of_the_caller(own, values):
-    """Also of a distribution made in inference mode, of equal gaps or others."""
-    rates = FULL.expand(4, K, K) * torch.arange(1.0, 5.0)[:, None, None] if own else FULL
-    for times in (irregular(4), torch.arange(5.0)):
-        wanted = model(rates, times).expected_counts(values)
-        with torch.inference_mode():
-            found = [hmm.expected_counts(values + 0.0)
-                     for hmm in (model(rates, times), model(rates + 0.0, times + 0.0))]  # fmt: skip
-        for counts in found:
-            torch.testing.assert_close(counts, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -199,8 +176,8 @@ def test_one_step_is_the_first_state_and_its_emission(batch):
     torch.testing.assert_close(hmm.log_prob(values), wanted)
     assert hmm.sample((2,)).shape == (2, *batch, 1)
     assert (hmm.expected_counts(values).counts["rates"] == 0).all()
-    now = hmm.posterior(values).states[..., 0, :]
-    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).states
+    now = hmm.posterior(values).state_probs[..., 0, :]
+    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).state_probs
     torch.testing.assert_close(ahead[..., 0, :], now)
     torch.testing.assert_close(ahead[..., 1, :], now @ torch.as_tensor(expm(FULL.numpy() * 2)))
     assert torch.equal(hmm.with_chain(hmm.chain.uniform()).log_transition, hmm.log_transition)
@@ -226,9 +203,11 @@ def test_forecast_is_the_chain_let_go(rates, values):
         now = filtered[i, LENGTHS[i] - 1].numpy()
         for h, gap in enumerate([0.0, 0.7, 40.0]):
             wanted = now @ expm(rates.numpy() * gap)
-            np.testing.assert_allclose(forecast.states[i, h], wanted, atol=1e-12)
+            np.testing.assert_allclose(forecast.state_probs[i, h], wanted, atol=1e-12)
     one = hmm.forecast(values, torch.tensor([200.0]))
-    torch.testing.assert_close(one.states[:, 0], hmm.stationary().expand(4, K), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        one.state_probs[:, 0], hmm.stationary().expand(4, K), atol=1e-6, rtol=0
+    )
     with pytest.raises(ValueError, match=r"not lie before the last step.*got 0\.5"):
         hmm.forecast(values, ends - 0.5)
 
@@ -262,107 +241,10 @@ def test_parameters_may_be_batched(values):
     one = ContinuousTimeHMM(INITIAL, own[3], EMISSION, LENGTHS[3:], irregular(4)[3:],
                             model().observed[3:])  # fmt: skip
     torch.testing.assert_close(counts[3], one.expected_counts(values[3:]).counts["rates"])
-    assert many.forecast(values, torch.full((4, 2), 20.0)).states.shape == (3, 4, 2, K)
+    assert many.forecast(values, torch.full((4, 2), 20.0)).state_probs.shape == (3, 4, 2, K)
     assert many.transition_at(torch.ones(2)).shape == (3, 1, 2, K, K)
     assert many.sample().shape == (3, 4, T)
     torch.testing.assert_close(many.expand((2, 3, 4)).log_prob(values)[1], alone)
-
-
-def test_copies_with_changes(values):
-    hmm = model()
-    assert torch.equal(hmm.expand((2, 4)).log_prob(values)[1], hmm.log_prob(values))
-    order = torch.tensor([2, 0, 1])
-    permuted = hmm.permute_states(order)
-    torch.testing.assert_close(permuted.log_prob(values), hmm.log_prob(values))
-    states = hmm.posterior(values).states
-    torch.testing.assert_close(permuted.posterior(values).states, states[..., order])
-    torch.testing.assert_close(permuted.rates[0], FULL[2][order])
-    other = hmm.with_lengths(torch.tensor([2]), times=torch.tensor([[0.0, 4.0]]))
-    fresh = ContinuousTimeHMM(
-        INITIAL, FULL, EMISSION, torch.tensor([2]), torch.tensor([[0.0, 4.0]])
-    )
-    assert torch.equal(other.log_prob(values[:1, :2]), fresh.log_prob(values[:1, :2]))
-
-
-def test_saved_and_pickled(values, tmp_path):
-    hmm = model(PROGRESSIVE).restrict(torch.tensor([[-1, -1, 2, -1, -1]] * 4))
-    save(hmm, tmp_path / "hmm")
-    for other in (load_hmm(tmp_path / "hmm"), pickle.loads(pickle.dumps(hmm))):
-        assert type(other) is ContinuousTimeHMM
-        assert torch.equal(other.times, hmm.times)
-        assert torch.equal(other.log_prob(values), hmm.log_prob(values))
-        assert torch.equal(
-            other.expected_counts(values).counts["rates"],
-            hmm.expected_counts(values).counts["rates"],
-        )
-
-
-def test_queries_of_an_hmm_know_it(values):
-    hmm = model()
-    paths, scores = queries.k_best(hmm, values, 2)
-    torch.testing.assert_close(paths[:, 0], hmm.viterbi(values))
-    torch.testing.assert_close(hmm.log_joint(values, paths[:, 1]), scores[:, 1])
-    steps = queries.predictive_log_prob(hmm, values)
-    torch.testing.assert_close(steps.sum(-1), hmm.log_prob(values).double())
-    with pytest.raises(TypeError, match=r"times must be .*; got int"):
-        queries.continuation(hmm, values, 2)
-    with pytest.raises(TypeError, match=r"times must be .*; got NoneType"):
-        Filter(hmm).update(values[:, 0])
-    for query in (
-        dwell_times.dwell_time_mean,
-        partial(dwell_times.dwell_time_log_prob, num_steps=2),
-    ):
-        with pytest.raises(ValueError, match=r"sojourn_times"):
-            query(hmm)
-
-
-@pytest.mark.parametrize("allowed", [None, PROGRESSIVE > 0], ids=["full", "progressive"])
-def test_both_forms_agree(allowed):
-    """In loss and gradient, with gaps, padding and missing steps."""
-    pyro.set_rng_seed(0)
-    data = Sequences(
-        torch.tensor([[0, 1, 1, 2], [2, 1, 0, 0]]), torch.tensor([4, 3]),
-        torch.tensor([[True, True, False, True], [True] * 4]),
-        times=torch.tensor([[0.0, 0.4, 3.0, 3.1], [5.0, 7.0, 7.5, 0.0]]),
-    )  # fmt: skip
-    module = TabularContinuousTimeHMM(3, categorical(3), 1.2, 1.5, transition_allowed=allowed)
-    found = []
-    for form, elbo in ((MarginalModel, Trace_ELBO()),
-                       (EnumeratedModel, TraceEnum_ELBO(max_plate_nesting=1))):  # fmt: skip
-        pyro.clear_param_store()
-        model = form(module)
-        mask = SparseGamma(*(torch.ones(3, 3),) * 2, module.transition_allowed)
-        start = {"module.initial": torch.full((3,), 1 / 3), "module.rates": mask.mean,
-                 "module.emission.probs": torch.full((3, 3), 1 / 3)}  # fmt: skip
-        guide = AutoDelta(pyro.poutine.block(model, expose=list(start)),
-                          init_loc_fn=init_to_value(values=start))  # fmt: skip
-        loss = elbo.differentiable_loss(model, guide, data)
-        found.append([loss, *torch.autograd.grad(loss, list(guide.parameters()))])
-    assert len(found[0]) == 4
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other)
-
-
-def test_bad_arguments_are_named():
-    ok = {"log_initial": INITIAL, "rates": FULL, "emission": EMISSION, "lengths": LENGTHS,
-          "times": irregular(4)}  # fmt: skip
-    negative = FULL.clone()
-    negative[0, 1], negative[0, 0] = -0.6, 0.2
-    cases = [
-        ({"rates": FULL[:2]}, ValueError, "rates must end in shape"),
-        ({"rates": negative}, ValueError, "rates must be finite, not negative"),
-        ({"rates": FULL.long()}, TypeError, "rates must be floating point"),
-        ({"times": torch.tensor(1.0)}, ValueError, r"times must have shape \(\*B, T\)"),
-        ({"times": irregular(4)[:, :2]}, ValueError, "number of steps, 2 of times; got .* to 5"),
-        ({"times": None}, TypeError, "times"),
-        ({"times": irregular(4).log().log()}, ValueError, r"at sequence \[0\], step 0, there is"),
-        ({"times": torch.zeros(5)}, ValueError, r"at sequence \[0\], step 1, there is 0.0 after"),
-    ]
-    for changes, kind, text in cases:
-        with pytest.raises(kind, match=text):
-            ContinuousTimeHMM(**(ok | changes), validate_args=True)
-    with pytest.raises(ValueError, match="gaps must be finite and not negative"):
-        model().transition_at(torch.tensor(-1.0))
 
 
 def test_sparse_gamma_is_a_product_of_gammas():
@@ -422,7 +304,7 @@ def test_evidence_and_posterior_of_exact_deaths_are_those_of_all_paths(missed):
         with np.errstate(divide="ignore"):
             answer = oracle.by_paths(INITIAL.numpy(), np.log(matrices), scores[i], int(LENGTHS[i]))
         np.testing.assert_allclose(posterior.log_evidence[i], answer.evidence, rtol=1e-12)
-        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(posterior.state_probs[i], answer.states, atol=1e-12)
         np.testing.assert_allclose(joint[i], answer.best, rtol=1e-12)
 
 
@@ -449,7 +331,7 @@ def test_what_else_is_known_of_exact_deaths(tmp_path):
     assert torch.equal(loaded.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
     again = TabularContinuousTimeHMM.from_hmm(hmm)(LENGTHS, hmm.observed, hmm.times)
     torch.testing.assert_close(again.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
-    ahead = hmm.forecast(PATIENTS, hmm.times.amax() + double([1.0, 9.0])).states
+    ahead = hmm.forecast(PATIENTS, hmm.times.amax() + double([1.0, 9.0])).state_probs
     torch.testing.assert_close(ahead.sum(-1), torch.ones_like(ahead[..., 0]))  # probabilities
     assert ahead[0, :, 2].tolist() == [1.0, 1.0]
     each = queries.predictive_log_prob(hmm, PATIENTS)

@@ -1,5 +1,8 @@
 """Acceleration of EM: fewer iterations, and a log joint density that never falls."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pyro
 import pytest
 import torch
@@ -67,7 +70,7 @@ FITS = {
         lambda: TabularHMM(3, normal(0), transition_allowed=left_to_right(3)), numbers, {}
     ),
     "covariances": (lambda: TabularHMM(2, normal_full(2)), vectors, {"restarts": 2}),
-    "points": (lambda: fit_em(TabularHMM(2, normal(0)), numbers(), num_steps=1).hmm(numbers()),
+    "points": (lambda: fit_em(TabularHMM(2, normal(0)), numbers(), num_iterations=1).hmm(numbers()),
                numbers, {}),
     "rates": (lambda: TabularContinuousTimeHMM(3, categorical(3)), panel, {}),
     "gradients": (dense, symbols, {}),
@@ -86,7 +89,7 @@ def test_the_log_joint_never_falls(name, growth, monkeypatch):
     data, found = data(), []
     for acceleration in (True, False):
         pyro.set_rng_seed(0)
-        module, options = make(), {"num_steps": 20, "tolerance": None, **options}
+        module, options = make(), {"num_iterations": 20, "tolerance": None, **options}
         fit = fit_em(module, data, acceleration=acceleration, **options)
         losses = fit.losses[None] if fit.restarts is None else fit.restarts.losses
         assert losses.isfinite().all()
@@ -106,7 +109,7 @@ def test_it_takes_a_fraction_of_the_iterations():
     for acceleration in (True, False):
         pyro.set_rng_seed(3)
         module = TabularContinuousTimeHMM(3, categorical(3))
-        options = {"num_steps": 1000, "tolerance": 1e-7, "acceleration": acceleration}
+        options = {"num_iterations": 1000, "tolerance": 1e-7, "acceleration": acceleration}
         losses.append(fit_em(module, panel(), **options).losses)
     fast, slow = losses
     assert fast[-1] <= slow[-1] + 1e-3
@@ -119,17 +122,17 @@ def test_it_needs_a_loss_that_never_rises():
 
 
 def test_a_fit_that_has_not_converged_says_by_how_much_it_was_falling():
-    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_iterations=3)
     ends, falls = fit.restarts.losses[:, -1], -fit.restarts.losses.diff()[:, -1]
     (note,) = fit.notes
-    assert f"differ by {ends.max() - ends.min():.3g} was still falling" in note
+    assert f"restarts end {ends.max() - ends.min():.3g} nats apart" in note
     assert f"by {falls.max():.3g} nats" in note
 
 
 def test_a_loss_of_zero_has_not_been_falling():
     """Where the data are certain no share of the loss is small, and a fit takes all steps."""
     data = Sequences(torch.tensor([0, 1] * 20).unsqueeze(0), torch.tensor([40]))
-    fit = fit_em(TabularHMM(2, categorical(2)), data, num_steps=200)
+    fit = fit_em(TabularHMM(2, categorical(2)), data, num_iterations=200)
     assert fit.losses[-1] == 0
     assert not fit.notes
 
@@ -142,3 +145,30 @@ def test_a_sticky_start_has_states_that_last():
     torch.testing.assert_close(rows.sum(-1), torch.ones(2, 3))
     with pytest.raises(ValueError, match="prior of its transition matrix"):
         start(DenseHMM(2, 4, dim=2), symbols(), 1)
+
+
+def test_its_steps_are_those_of_squarem_in_numpy():
+    """On a slow linear iteration: theta' = theta + 2 s r + s^2 v, with s = |r| / |v|, bounded."""
+    matrix, shift = np.array([[0.97, 0.02], [0.1, 0.6]]), np.array([0.3, -1.0])
+    site = SimpleNamespace(support=torch.distributions.constraints.real)
+    parameters = SimpleNamespace(
+        values={"x": torch.tensor([[4.0, -2.0]])}, points=[], restarts=1, sites={"x": site}
+    )
+    steps = iterations.Extrapolation(parameters, SimpleNamespace(leaves={}), True)
+    steps.record()
+    theta, longest = np.array([4.0, -2.0]), iterations.GROWTH
+    for _ in range(8):
+        for _ in range(2):
+            moved = parameters.values["x"].numpy() @ matrix.T + shift
+            parameters.values["x"] = torch.tensor(moved)
+            steps.record()
+        first = matrix @ theta + shift
+        second = matrix @ first + shift
+        r, v = first - theta, second - 2 * first + theta
+        s = np.clip(np.linalg.norm(r) / np.linalg.norm(v), 1.0, longest)
+        longest *= iterations.GROWTH if s == longest else 1.0
+        theta = theta + 2 * s * r + s**2 * v
+        np.testing.assert_allclose(parameters.values["x"][0], theta, rtol=1e-9)
+        if steps.proposed:
+            steps.undo(torch.tensor([False]))
+            steps.record()

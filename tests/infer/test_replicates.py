@@ -29,7 +29,7 @@ COINS = HMM(
     Categorical(torch.tensor([[0.9, 0.1], [0.2, 0.8]])),
     torch.tensor([40] * 19 + [1]),
 )
-TIGHT = {"tolerance": 1e-11, "num_steps": 3000}
+TIGHT = {"tolerance": 1e-11, "num_iterations": 3000}
 
 
 def coins(seed=0):
@@ -95,7 +95,7 @@ def test_each_copy_ends_where_em_does(by):
     found = information.values_at(copies.at(peak.place))
     for i, part in enumerate(sets):
         single = fit_em(fit.model.module, part, start=COINS_START, **TIGHT)
-        for name, value in single.values.items():
+        for name, value in single.parameters.items():
             torch.testing.assert_close(found[name][i, 0].float(), value, rtol=0, atol=3e-3)
         torch.testing.assert_close(peak.value[i].float(), -single.losses[-1].float(), rtol=1e-6,
                                    atol=1e-3)  # fmt: skip
@@ -107,7 +107,7 @@ def test_the_spread_of_replicates_is_that_of_the_textbook(parametric):
     data = Sequences.from_list([torch.poisson(torch.full((n,), 3.0)) for n in [20] * 40 + [1]])
     fit = fit_em(TabularHMM(1, poisson(rate=1e-9)), data)
     replicates = fit.bootstrap(data, 800, parametric=parametric)
-    rate = fit.values["module.emission.rate"].double()
+    rate = fit.parameters["module.emission.rate"].double()
     sums = [(data.values[i, :n].sum() - rate * n).square() for i, n in enumerate(data.lengths)]
     wanted = (rate / 801).sqrt() if parametric else sum(sums).sqrt().double() / 801
     error = replicates.std_errors()["module.emission.rate"]
@@ -116,7 +116,7 @@ def test_the_spread_of_replicates_is_that_of_the_textbook(parametric):
     torch.testing.assert_close((high - low) / 2, 1.645 * wanted.reshape(1), rtol=0.15, atol=0)
     assert low < rate < high
     assert replicates.failed == replicates.switched == 0
-    assert replicates.values["module.initial"].shape == (800, 1)
+    assert replicates.parameters["module.initial"].shape == (800, 1)
 
 
 def test_functions_and_parameters_without_priors():
@@ -152,9 +152,9 @@ def test_a_model_of_groups_in_pyro():
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    fit = fit_map(model, data, num_steps=800, learning_rate=0.03)
+    fit = fit_map(model, data, num_iterations=800, learning_rate=0.03)
     replicates = fit.bootstrap(data, 400)
-    assert replicates.values["level"].shape == (400, 3)
+    assert replicates.parameters["level"].shape == (400, 3)
     wanted = fit.std_errors(data)
     for name, error in replicates.std_errors().items():
         torch.testing.assert_close(error, wanted[name], rtol=0.2, atol=0)
@@ -205,7 +205,7 @@ def test_a_copy_whose_states_have_changed_places_is_known():
         moved.append((logits[1] - logits[0])[free])
     u = torch.stack([torch.zeros(len(information.labels)).double(), torch.cat(moved)])
     values = information.values_at(u)["module.transition"][1, 0]
-    torch.testing.assert_close(values, fit.values["module.transition"].flip(0, 1).double())
+    torch.testing.assert_close(values, fit.parameters["module.transition"].flip(0, 1).double())
     assert Copies(information).matched(u).tolist() == [True, False]
 
 
