@@ -93,7 +93,7 @@ def integral(count: int = 40, num_steps: int = 30) -> dict[str, Any]:
     data, _ = simulated(0, count, num_steps)
     fit = fit_laplace(model, data, ["own"])
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
-    level, stay, spread = (fit.values[name].double() for name in ("level", "stay", "spread"))
+    level, stay, spread = (fit.parameters[name].double() for name in ("level", "stay", "spread"))
     own = spread * torch.tensor(nodes).unsqueeze(-1)
     logs = parts(level, stay, own, data.lengths).log_prob(data.values.double())
     logs = logs + torch.tensor(weights / math.sqrt(2 * math.pi)).log().unsqueeze(-1)

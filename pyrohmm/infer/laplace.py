@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -32,11 +33,12 @@ from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .ascent import Peak, climb
+from .guides import Point
 from .marginal import Marginal, Values
 from .objective import latent_sites
 from .plates import AtValues, marks_of, sequence_plates
 from .replicates import check_copies
-from .results import Fit, Point
+from .results import Fit
 from .training import check_model_and_data
 from .uncertainty import FAR, Information, double_of, points_of
 
@@ -109,7 +111,7 @@ class LaplaceInformation(Information):
 class LaplaceFit(Fit):
     """A fit of :func:`fit_laplace`.
 
-    ``values`` are the estimates, and the most probable random effects. Intervals are those of the
+    ``parameters`` are the estimates, and the most probable random effects. Intervals are of the
     marginal likelihood; variances of random effects are parameters like others.
 
     Attributes:
@@ -128,13 +130,13 @@ class LaplaceFit(Fit):
         """
         with self.at_rest():
             marginal = Marginal(_doubled(self.model), double_of(data), self.random)
-            effects = {name: self.values[name].double() for name in self.random}
+            effects = {name: self.parameters[name].double() for name in self.random}
             free = [
                 marginal.to[name].inv(value).reshape(marginal.members, -1)
                 for name, value in effects.items()
             ]
             marginal.modes = torch.cat(free, -1).unsqueeze(0)
-            fixed = {name: v for name, v in self.values.items() if name not in self.random}
+            fixed = {name: v for name, v in self.parameters.items() if name not in self.random}
             return LaplaceInformation(marginal, fixed, self.supports, effects)
 
     def effects(self, data: Sequences) -> dict[str, Effect]:
@@ -243,7 +245,7 @@ def fit_laplace(
             Parameters must keep dimensions to their left, as for restarts of :func:`fit_map`.
         data: The sequences.
         random: Names of the random effects.
-        start: Initial values by name, such as ``fit.values`` of another fit; others are sampled
+        start: Initial values by name, such as ``fit.parameters`` of another fit; others are sampled
             from their priors, and effects start at zero in unconstrained coordinates.
         restarts: R starts, climbed as one batch; the best is kept.
         num_steps: Largest number of evaluations of the marginal likelihood.
@@ -272,7 +274,7 @@ def fit_laplace(
         ...         pyro.sample("x", hmm, obs=data.values)
         ...     return hmm
         >>> fit = fit_laplace(model, data, ["own"])
-        >>> fit.values["spread"]
+        >>> fit.parameters["spread"]
         tensor(0.9937)
     """
     begin = time.perf_counter()
@@ -295,19 +297,23 @@ def fit_laplace(
     )  # fmt: skip
     marginal.check_independent(starts.wide(starts.place))
 
-    def function(place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        found = []
-        for some, chosen in zip(place.split(marginal.room), rows.split(marginal.room)):
-            with torch.enable_grad():
-                leaf = some.detach().clone().requires_grad_()
-                value, slope, *_ = marginal(starts.wide(leaf), leaf, chosen)
-            found.append((value, slope))
-        values, slopes = zip(*found)
-        return torch.cat(values), torch.cat(slopes)
-
+    function = partial(_evaluate, marginal, starts)
     first = function(starts.place, torch.arange(restarts))[0]
     peak = climb(function, starts.place, num_steps, tolerance)
     return _result(model, own, data, marginal, starts, (first, peak), begin)
+
+
+def _evaluate(
+    marginal: Marginal, starts: _Starts, place: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Log marginals of some starts, and their slopes."""
+    found = []
+    for some, chosen in zip(place.split(marginal.room), rows.split(marginal.room)):
+        with torch.enable_grad():
+            leaf = some.detach().clone().requires_grad_()
+            found.append(marginal(starts.wide(leaf), leaf, chosen)[:2])
+    values, slopes = zip(*found)
+    return torch.cat(values), torch.cat(slopes)
 
 
 def _result(
@@ -344,6 +350,6 @@ def _result(
     return LaplaceFit(
         model, Point(values), -torch.stack([first[best], scores[best]]), converged, reason,
         time.perf_counter() - begin, data.num_observed, list(values), method="Laplace", window=1,
-        supports=supports, values=values, plates=plates,
+        supports=supports, parameters=values, plates=plates,
         fitted=marks_of(data) if plates else None, log_marginal=float(scores[best]), random=random,
     )  # fmt: skip

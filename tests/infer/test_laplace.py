@@ -66,8 +66,8 @@ def test_a_linear_model_has_the_estimates_of_textbooks():
     total = means.var(correction=0)
     spread = (total - 1 / EACH).sqrt()
     assert fit.converged
-    torch.testing.assert_close(fit.values["mean"].double(), means.mean())
-    torch.testing.assert_close(fit.values["spread"].double(), spread)
+    torch.testing.assert_close(fit.parameters["mean"].double(), means.mean())
+    torch.testing.assert_close(fit.parameters["spread"].double(), spread)
     joint = torch.eye(EACH) + spread**2
     normal = torch.distributions.MultivariateNormal(means.mean() * torch.ones(EACH).double(), joint)
     assert fit.log_marginal == pytest.approx(float(normal.log_prob(data.values).sum()), abs=1e-8)
@@ -155,8 +155,8 @@ def test_effects_of_groups_by_importance_sampling():
         return hmm
 
     fit = fit_laplace(model, data, ["own", "precision"], restarts=3)
-    assert fit.values["precision"].shape == (4,)
-    mean = fit.values["mean"].double()
+    assert fit.parameters["precision"].shape == (4,)
+    mean = fit.parameters["mean"].double()
     own = fit.effects(data)
     torch.manual_seed(0)
     proposals = Normal(own["own"].mode, 2 * own["own"].std_error)
@@ -227,4 +227,4 @@ def test_one_observation_of_each_subject():
 
     fit = fit_laplace(model, data, ["own"], restarts=2, tolerance=1e-10)
     wanted = data.values.sum() / 2 / (20 / 2 + 1 / 100)
-    torch.testing.assert_close(fit.values["mean"].double(), wanted, rtol=1e-4, atol=0)
+    torch.testing.assert_close(fit.parameters["mean"].double(), wanted, rtol=1e-4, atol=0)
