@@ -41,9 +41,9 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
         "autoregressive_normal regression streams parametric",
     ),
     "Fitting": (
-        "`fit_em` takes a module; `fit_map`, `fit_svi` and `fit_mcmc` take a Pyro model, such as "
-        "`MarginalModel(module)`.",
-        "fit_em fit_map fit_svi fit_mcmc MarginalModel Fit starts save",
+        "`fit_em` and `fit_gibbs` take a module; `fit_map`, `fit_svi` and `fit_mcmc` take a Pyro "
+        "model, such as `MarginalModel(module)`.",
+        "fit_em fit_gibbs fit_map fit_svi fit_mcmc MarginalModel Fit starts save",
     ),
     "Queries": (
         "Asked of `hmm = fit.hmm(data)`.",
