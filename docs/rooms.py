@@ -38,6 +38,7 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
     "Emission families": (
         "A family is the second argument of a module: `TabularHMM(3, normal(2))`.",
         "categorical poisson bernoulli normal normal_full normal_mixture von_mises "
+        "gamma student_t negative_binomial zero_inflated censored truncated "
         "autoregressive_normal regression streams parametric",
     ),
     "Fitting": (
@@ -235,27 +236,27 @@ def write(folder: Path) -> None:
 
 def draw_imports(path: Path) -> None:
     """Draw the rooms, one above the other, and which of them each imports."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    figure = Figure(figsize=(9, 5.2), layout="constrained")
     axes = figure.add_subplot()
     for row, room in enumerate(ROOMS):
-        axes.text(-0.4, row, room, ha="right", va="center", weight="bold")
-        text = textwrap.fill(text_of(room).splitlines()[0].replace("``", "").rstrip("."), 60)
-        axes.text(len(ROOMS) - 0.3, row, text, ha="left", va="center", fontsize=8)
+        axes.text(-0.4, row, room, ha="right", va="center", weight="bold", fontsize=12)
+        text = textwrap.fill(text_of(room).splitlines()[0].replace("``", "").rstrip("."), 46)
+        axes.text(len(ROOMS) - 0.3, row, text, ha="left", va="center", fontsize=10.5)
         imported = imports_of(room)
         for column, other in enumerate(ROOMS[: row + 1]):
             colour = "0.3" if other == room else "C0" if other in imported else "0.85"
             axes.scatter(column, row, s=90 if other in imported else 20, color=colour)
     for column, room in enumerate(ROOMS):
-        axes.text(column, -0.7, room, rotation=35, ha="left", va="bottom", fontsize=8)
-    axes.set_xlim(-2.2, len(ROOMS) + 7)
-    axes.set_ylim(len(ROOMS) - 0.4, -2.2)
+        axes.text(column, -0.7, room, rotation=40, ha="left", va="bottom", fontsize=11)
+    axes.set_xlim(-3.4, len(ROOMS) + 9.5)
+    axes.set_ylim(len(ROOMS) - 0.4, -2.9)
     axes.axis("off")
     figure.savefig(path, dpi=150)
 
 
 def draw_fit(path: Path) -> None:
     """Draw the way of data through a fit."""
-    figure = Figure(figsize=(10, 2.9), layout="constrained")
+    figure = Figure(figsize=(9.4, 3.1), layout="constrained")
     FigureCanvasAgg(figure)  # to know how large texts are
     axes = figure.add_subplot()
     boxes = {
@@ -275,7 +276,7 @@ def draw_fit(path: Path) -> None:
     axes.set_ylim(-0.5, 1.5)
     axes.axis("off")
     texts = {
-        name: axes.text(x, y, text, ha="center", va="center", fontsize=8, bbox=frame)
+        name: axes.text(x, y, text, ha="center", va="center", fontsize=10.5, bbox=frame)
         for name, (x, y, text) in boxes.items()
     }
     figure.canvas.draw()

@@ -66,7 +66,7 @@ class Watch(torch.optim.AdamW):
 def trained(module: NeuralHMM, text: Text, tokens: int, steps: int, validate: bool) -> Fit:
     """A fit of so many steps."""
     return fit_map(
-        MarginalModel(module), text.train, num_steps=steps, batch_tokens=tokens,
+        MarginalModel(module), text.train, num_iterations=steps, batch_tokens=tokens,
         optimizer=partial(Watch, lr=rate(tokens)),
         schedule=partial(LambdaLR, lr_lambda=WarmupCosine(steps)), clip_norm=5.0, tolerance=None,
         validation=text.valid if validate else None,

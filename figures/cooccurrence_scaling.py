@@ -183,7 +183,9 @@ def loop(quick: bool) -> list[dict[str, Any]]:
         ):
 
             def fit(num_steps: int, m: HMMModule = module, t: Pairs = target) -> Any:
-                return fit_cooccurrence(m, t, num_steps=num_steps, tolerance=None, progress=False)
+                return fit_cooccurrence(
+                    m, t, num_iterations=num_steps, tolerance=None, progress=False
+                )
 
             methods = {"one": lambda f=fit: f(1), "many": lambda f=fit, c=count: f(c + 1)}
             times = interleaved(methods, 2 if quick else 3, 60.0, time.process_time)
@@ -337,11 +339,11 @@ class Words:
         module, rate = self.modules[kind]
         for count in self.step_counts:
             fit, seconds = timed(
-                fit_cooccurrence, module, pairs, loss=loss, num_steps=count, learning_rate=rate
+                fit_cooccurrence, module, pairs, loss=loss, num_iterations=count, learning_rate=rate
             )
             self.record(kind, method, count, fit, seconds)
             if count == self.step_counts[-2]:
-                found = fit.values, seconds
+                found = fit.parameters, seconds
         return found
 
     def pairs(self, lag: int) -> Pairs:
@@ -364,7 +366,8 @@ def quality(quick: bool) -> list[dict[str, Any]]:
             warm_start = text.fit_pairs(kind, method, counts, loss)  # finally of the last method
         for count in text.step_counts:
             fit, seconds = timed(
-                fit_map, MarginalModel(module), text.train, num_steps=count, learning_rate=rate,
+                fit_map, MarginalModel(module), text.train, num_iterations=count,
+                learning_rate=rate,
                 batch_size=min(256, len(text.train)),
             )  # fmt: skip
             text.record(kind, "MAP, minibatches of 256 sequences", count, fit, seconds)
@@ -374,9 +377,9 @@ def quality(quick: bool) -> list[dict[str, Any]]:
             done = 0
             for count in rounds:  # EM continues from its parameters
                 fit, seconds = timed(
-                    fit_em, module, text.train, start=values, num_steps=count - done
+                    fit_em, module, text.train, start=values, num_iterations=count - done
                 )
-                done, values, total = count, fit.values, total + seconds
+                done, values, total = count, fit.parameters, total + seconds
                 text.record(kind, method, count, fit, total)
     return text.rows
 

@@ -65,9 +65,9 @@ def draw_clock(quick: bool) -> list[dict[str, Any]]:
     trace = poutine.trace(module).get_trace(data.lengths)
     before = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
     steps = 50 if quick else 1500
-    pairs = fit_cooccurrence(module, data, SYMBOLS, num_steps=steps, restarts=8)
-    fit = fit_em(module, data, start=pairs.values, num_steps=5 if quick else 60)
-    after = {name.removeprefix("module."): value for name, value in fit.values.items()}
+    pairs = fit_cooccurrence(module, data, SYMBOLS, num_iterations=steps, restarts=8)
+    fit = fit_em(module, data, start=pairs.parameters, num_iterations=5 if quick else 60)
+    after = {name.removeprefix("module."): value for name, value in fit.parameters.items()}
     untrained, trained = trace.nodes["_RETURN"]["value"], fit.hmm(data)
     order = (
         trained.log_transition.exp().fill_diagonal_(0.0).argmax(-1)
@@ -168,13 +168,13 @@ def draw_words(quick: bool) -> list[dict[str, Any]]:
     steps = 20 if quick else 600
     start_time = time.perf_counter()
     fit = fit_cooccurrence(
-        module, data, len(vocabulary), loss=cooccurrence.cross_entropy, num_steps=steps,
+        module, data, len(vocabulary), loss=cooccurrence.cross_entropy, num_iterations=steps,
         learning_rate=0.1, schedule=partial(CosineAnnealingLR, T_max=steps), tolerance=None,
     )  # fmt: skip
     seconds = time.perf_counter() - start_time
     hmm = fit.hmm(data[:1])
     stationary = hmm.stationary()
-    points = profiles(fit.values["module.emit"], fit.values["module.symbol"], stationary)
+    points = profiles(fit.parameters["module.emit"], fit.parameters["module.symbol"], stationary)
     asked = [word for word in ASKED if word in vocabulary] or list(vocabulary[:3])
     nearest = {word: neighbours(points, vocabulary, word, 6) for word in asked}
 

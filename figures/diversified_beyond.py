@@ -110,7 +110,7 @@ def iterations(quick: bool) -> list[dict[str, Any]]:
             prior: DiversityPrior | None, module: HMMModule = module, data: Sequences = data
         ) -> Fit:
             pyro.set_rng_seed(1)
-            return fit_em(module, data, num_steps=10, tolerance=None, log_prior=prior)
+            return fit_em(module, data, num_iterations=10, tolerance=None, log_prior=prior)
 
         methods: dict[str, Callable[[], Any]] = {
             "plain": partial(fit, None),
@@ -241,7 +241,7 @@ def priors(quick: bool) -> list[dict[str, Any]]:
                         warnings.filterwarnings("ignore", "the loss rose")
                     fit = fit_em(
                         module, train, log_prior=prior, start=start, progress=False,
-                        num_steps=5 if quick else 200,
+                        num_iterations=5 if quick else 200,
                     )  # fmt: skip
                 nats = [
                     (metrics.log_evidence(fit, part).sum() / part.num_observed).item()
@@ -279,7 +279,7 @@ def embeddings(quick: bool) -> list[dict[str, Any]]:
     def fit(alpha: float, train: Sequences) -> Fit:
         return fit_em(
             DenseHMM(12, 27, 4), train, log_prior=DiversityPrior(alpha), progress=False,
-            num_steps=3 if quick else 60,
+            num_iterations=3 if quick else 60,
         )  # fmt: skip
 
     return by_alpha(fit, quick)
@@ -292,7 +292,7 @@ def networks(quick: bool) -> list[dict[str, Any]]:
         model = MarginalModel(NeuralHMM(12, 27, 32), DiversityPrior(alpha))
         steps = 5 if quick else 600
         return fit_map(
-            model, train, num_steps=steps, learning_rate=0.005, tolerance=None, progress=False
+            model, train, num_iterations=steps, learning_rate=0.005, tolerance=None, progress=False
         )
 
     return by_alpha(fit, quick)

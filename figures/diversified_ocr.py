@@ -223,7 +223,9 @@ def first_order(
         "emission.probs": even.expand(NUM_LETTERS, -1),
     }
     # all counts are known: a single iteration with a converged M-step suffices
-    fit = fit_em(module, data, log_prior=prior, start=start, num_steps=1, tolerance=None, **diverse)
+    fit = fit_em(
+        module, data, log_prior=prior, start=start, num_iterations=1, tolerance=None, **diverse
+    )
     hmm = fit.hmm(data[:1])
     return Chain(hmm.log_initial.exp(), hmm.log_transition.exp(), torch.arange(NUM_LETTERS))
 
@@ -315,7 +317,7 @@ def naive_bayes(train: Sequences, test: Sequences) -> Bayes:
         "emission.probs": torch.full((size, pixels), 0.5),
     }
     module = TabularHMM(size, bernoulli(pixels, 2.0, 2.0), 1 + HARDLY)
-    hmm = fit_em(module, data, start=start, num_steps=1, tolerance=None).hmm(data[:1])
+    hmm = fit_em(module, data, start=start, num_iterations=1, tolerance=None).hmm(data[:1])
     return Bayes(hmm.log_initial.exp(), distributions.log_prob_per_state(hmm.emission, test.values))
 
 
@@ -367,7 +369,7 @@ def table_of(train: Sequences, test: Sequences, look: Look, iterations: int) -> 
         else:
             family = bernoulli(selected.size(-1), *((2.0, 2.0) if look.styles == 1 else (1.2, 1.2)))
         module = TabularHMM(styles, family, 2.0)
-        fit = fit_em(module, one_by_one(selected), num_steps=iterations, tolerance=1e-4)
+        fit = fit_em(module, one_by_one(selected), num_iterations=iterations, tolerance=1e-4)
         table[..., letter][test.exists] = metrics.log_evidence(fit, one_by_one(queried), 2000)
     return table
 
@@ -389,7 +391,7 @@ def by_path(chain: Chain, table: Tensor, words: Sequences) -> float:
 def by_step(chain: Chain, table: Tensor, words: Sequences) -> float:
     """Accuracy of the most probable letter at each step."""
     logs = chain.initial.log(), chain.transition.log().unsqueeze(0), table[..., chain.letters]
-    states = recursions.expected_counts(*logs, words.lengths).states
+    states = recursions.expected_counts(*logs, words.lengths).state_probs
     member = one_hot(chain.letters, NUM_LETTERS).to(states)
     return accuracy((states @ member).argmax(-1), words)
 

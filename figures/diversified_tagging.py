@@ -180,7 +180,7 @@ def dense() -> list[dict[str, Any]]:
     for seed in range(3):
         pyro.set_rng_seed(seed)
         module = DenseHMM(len(task.tags), task.num_words, dim=10)
-        fit = fit_em(module, task.data.without_labels(), num_steps=40, tolerance=None)
+        fit = fit_em(module, task.data.without_labels(), num_iterations=40, tolerance=None)
         found.append(scores(fit, task)[0])
     row: dict[str, Any] = {"part": "dense", "runs": len(found), "words": task.data.num_observed}
     for name in ("one_to_one", "many_to_one", "nats"):
@@ -200,7 +200,7 @@ def compare_starts(seed: int) -> list[dict[str, Any]]:
             fit = fit_em(
                 TabularHMM(len(task.tags), categorical(task.num_words)),
                 task.data.without_labels(), start=initial_values(start, task, seed),
-                tolerance=None, progress=False, num_steps=NUM_STEPS,
+                tolerance=None, progress=False, num_iterations=NUM_STEPS,
             )  # fmt: skip
             rows.append({"part": part, "start": start} | scores(fit, task)[0])
             print(seed, rows[-1], flush=True)
@@ -260,7 +260,7 @@ def fit_one(source: str, seed: int, quick: bool) -> list[dict[str, Any]]:
         prior = DiversityPrior.as_in_paper(weight) if weight else None
         fit = fit_em(
             module, data, start=start, log_prior=prior, tolerance=None, progress=False,
-            num_steps=3 if quick else NUM_STEPS,
+            num_iterations=3 if quick else NUM_STEPS,
         )  # fmt: skip
         found, states, hmm = scores(fit, task)
         rows = hmm.log_transition.exp().double()

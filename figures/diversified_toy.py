@@ -71,7 +71,7 @@ def runs(kind: str, variance: float, seed: int, weight: float, num: int) -> list
         data,
         start=start(kind, data, num),
         restarts=num,
-        num_steps=1000 if num > 2 else 200,
+        num_iterations=1000 if num > 2 else 200,
         log_prior=DiversityPrior.as_in_paper(weight) if weight else None,
         progress=False,
     )
@@ -79,7 +79,7 @@ def runs(kind: str, variance: float, seed: int, weight: float, num: int) -> list
     actual = metrics.state_histogram(truth, 5).sort().values
     results = []
     for run in range(num):
-        values = {n.removeprefix("module."): v[run] for n, v in fit.restarts.values.items()}
+        values = {n.removeprefix("module."): v[run] for n, v in fit.restarts.parameters.items()}
         with torch.no_grad(), poutine.block():
             hmm = poutine.condition(module, data=values)(data.lengths)
         states = hmm.viterbi(data.values)

@@ -62,7 +62,7 @@ def train(run: Run, lines: list[str], held: list[str]) -> dict[str, Any]:
     model = LanguageModel.from_data(
         vocabulary, data, run.states, run.clusters, run.dim, dropout=0.0
     )
-    steps = model.num_steps(data, run.epochs, TOKENS)
+    steps = model.num_iterations(data, run.epochs, TOKENS)
     begin, end = SHARES[run.dropout]
     dropout = begin if begin == end else LinearDropout(begin, end, steps)
     pyro.set_rng_seed(0)

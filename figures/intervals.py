@@ -1,10 +1,16 @@
 """Intervals of a fit: their coverage, their time, and the panel data of R's msm.
 
-Three parts, in ``intervals.json``; seconds are of processor time on one thread.
+Parts, in ``intervals.json``; seconds are of processor time on one thread.
 
 ``coverage``: HMMs of two states that emit counts, fitted by EM without a prior to simulated data;
 how many of the 95 % intervals hold the truth: rates, transitions, and the stationary share of a
 state. A fit whose information is singular counts as a miss.
+
+``replicates``: the same data sets and fits; intervals by the parametric bootstrap of 200
+replicates, and by the profile of a transition.
+
+``batch``: seconds for 200 replicates, simulated and resampled, beside those of one fit from four
+starts.
 
 ``size``: seconds for all standard errors, by the number of parameters, after the fit.
 
@@ -22,12 +28,13 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from common import arguments, write
+from common import arguments, earlier, write
 from torch import Tensor
 from torch.distributions import Poisson
 
@@ -108,6 +115,60 @@ def coverage(num_fits: int, count: int = 10, num_steps: int = 100) -> dict[str, 
     }
 
 
+def replicates(num_fits: int, count: int = 10, num_steps: int = 100) -> dict[str, Any]:
+    """How many of the intervals of the bootstrap and of profiles hold the truth."""
+    module = TabularHMM(2, poisson(rate=1e-9))
+    start = {"initial": torch.tensor([2 / 3, 1 / 3]), "transition": MATRIX, "emission.rate": RATES}
+    held = {"rate": 0, "transition": 0, "profile": 0}
+    failed = without = 0
+    entry = "module.transition[0, 1]"
+    start_time = time.process_time()
+    for seed in range(num_fits):
+        data = simulated(count, num_steps, seed)
+        fit = fit_em(module, data, start=start, tolerance=1e-9)
+        try:
+            found = fit.bootstrap(data)
+            profile = fit.intervals(data, of=entry, method="profile")[entry]
+        except ValueError:
+            without += 1
+            continue
+        failed += found.failed + found.switched
+        limits = found.intervals()
+        cases = [
+            ("rate", [limit[0] for limit in limits["module.emission.rate"]], RATES[0]),
+            ("transition", [limit[0, 1] for limit in limits["module.transition"]], MATRIX[0, 1]),
+            ("profile", profile, MATRIX[0, 1]),
+        ]
+        for name, (low, high), truth in cases:
+            held[name] += int(low < truth < high)
+    return {
+        "part": "replicates",
+        "fits": num_fits,
+        "coverage": {name: inside / num_fits for name, inside in held.items()},
+        "without": without,
+        "failed_replicates": failed,
+        "seconds_a_fit": (time.process_time() - start_time) / num_fits,
+    }
+
+
+def batch(count: int, num_steps: int) -> dict[str, Any]:
+    """Seconds for 200 replicates beside those of a fit; the better of two runs."""
+    data, module = simulated(count, num_steps, 0), TabularHMM(2, poisson(rate=1e-9))
+    fit = fit_em(module, data, restarts=4, tolerance=1e-9)
+    calls: dict[str, Callable[[], Any]] = {
+        "fit": lambda: fit_em(module, data, restarts=4),
+        "simulated": lambda: fit.bootstrap(data),
+        "resampled": lambda: fit.bootstrap(data, parametric=False),
+    }
+    seconds = dict.fromkeys(calls, float("inf"))
+    for _ in range(2):  # the first run compiles
+        for name, call in calls.items():
+            start_time = time.process_time()
+            call()
+            seconds[name] = min(seconds[name], time.process_time() - start_time)
+    return {"part": "batch", "sequences": count, "steps": num_steps, "seconds": seconds}
+
+
 def size(num_states: int, dim: int) -> dict[str, Any]:
     """Seconds for all standard errors of a normal HMM."""
     pyro.set_rng_seed(0)
@@ -115,7 +176,7 @@ def size(num_states: int, dim: int) -> dict[str, Any]:
     values = states.unsqueeze(-1) * 3.0 + torch.randn(20, 100, dim)
     data = Sequences(values, torch.full((20,), 100), labels=states)
     fit = fit_em(TabularHMM(num_states, normal(dim)), data)
-    fit = fit_em(TabularHMM(num_states, normal(dim)), data.without_labels(), start=fit.values,
+    fit = fit_em(TabularHMM(num_states, normal(dim)), data.without_labels(), start=fit.parameters,
                  tolerance=1e-10)  # fmt: skip
     start_time = time.process_time()
     information = fit.information(data.without_labels())
@@ -170,7 +231,7 @@ def panel(path: Path) -> list[dict[str, Any]]:
         spent = time.process_time() - start_time
     evidence = fit.hmm(data).restrict(data.labels).log_prob(data.values).double().sum()
     rows.append({"part": "panel", "by": "pyrohmm", "seconds": spent, "loss": -2 * float(evidence),
-                 "iterations": len(fit.losses), **named(fit.values, limits)})  # fmt: skip
+                 "iterations": len(fit.losses), **named(fit.parameters, limits)})  # fmt: skip
     odds = fit.information(data).of(log_odds)[1]
     rows[-1]["log_odds_errors"] = odds.tolist()
     if shutil.which("Rscript"):
@@ -214,15 +275,23 @@ def by_msm(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run all parts and write their results."""
-    options = arguments(__doc__, picture=False)
+    parts = ["coverage", "replicates", "batch", "size", "panel"]
+    options = arguments(__doc__, parts, picture=False)
     torch.set_num_threads(1)
-    rows = [coverage(3 if options.quick else 1000)]
-    rows += [size(*case) for case in ([(2, 2)] if options.quick else [(3, 2), (6, 10), (10, 10)])]
-    path = Path(os.environ.get("PYROHMM_DATA", ".")) / "cav.csv"
-    if path.exists():
-        rows += panel(path)
-    if not options.quick:
-        write("intervals", rows)
+    quick, path = options.quick, Path(os.environ.get("PYROHMM_DATA", ".")) / "cav.csv"
+    sizes = [(2, 2)] if quick else [(3, 2), (6, 10), (10, 10)]
+    shapes = [(4, 20)] if quick else [(10, 100), (100, 100), (100, 1000)]
+    run: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "coverage": lambda: [coverage(3 if quick else 1000)],
+        "replicates": lambda: [replicates(2 if quick else 1000)],
+        "batch": lambda: [batch(*shape) for shape in shapes],
+        "size": lambda: [size(*case) for case in sizes],
+        "panel": lambda: panel(path) if path.exists() else [],
+    }
+    found = [row for part in options.only for row in run[part]()]
+    if not quick:
+        kept = [row for row in earlier("intervals") if row["part"] not in options.only]
+        write("intervals", kept + found)
 
 
 if __name__ == "__main__":

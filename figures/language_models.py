@@ -297,7 +297,7 @@ def trained(
             two_level=model.two_level, factored=model.factored, scale=model.scale,
         )  # fmt: skip
     fit = fit_map(
-        MarginalModel(module), text.train, num_steps=total, batch_tokens=model.tokens,
+        MarginalModel(module), text.train, num_iterations=total, batch_tokens=model.tokens,
         optimizer=partial(
             torch.optim.AdamW, lr=model.rate, weight_decay=model.decay, fused=True
         ),

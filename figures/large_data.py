@@ -72,7 +72,7 @@ def measure(path: Path, size: int) -> dict[str, Any]:
     values = np.load(path, mmap_mode="r").reshape(-1)
     torch.manual_seed(0)
     small = StoredSequences(values[: 2 * LENGTH], np.full(2, LENGTH))
-    options = {"num_steps": NUM_STEPS, "tolerance": None, "start": starts.from_prior}
+    options = {"num_iterations": NUM_STEPS, "tolerance": None, "start": starts.from_prior}
     fit_em(TabularHMM(NUM_STATES, categorical(NUM_SYMBOLS)), small, **options)  # compiles
     before = own_memory()
     with Peak() as peak:

@@ -71,7 +71,7 @@ def ours(module: NeuralHMM, data: Sequences, tokens: int, steps: int, seed: int)
     """Seconds of ``steps`` steps, on batches determined by the seed."""
     pyro.set_rng_seed(seed)
     fit_map(
-        MarginalModel(module), data, num_steps=steps + 3, batch_tokens=tokens, optimizer=Watch,
+        MarginalModel(module), data, num_iterations=steps + 3, batch_tokens=tokens, optimizer=Watch,
         clip_norm=5.0, tolerance=None, progress=False,
     )  # fmt: skip
     return [b - a for a, b in zip(Watch.ends[2:], Watch.ends[3:])]

@@ -280,10 +280,12 @@ def by_em(music: Music, kind: str, size: int, steps: int) -> dict[str, float]:
     emission = bernoulli(splits["train"].values.size(-1), 1.02, 1.2)
     modules: dict[str, Callable[[], HMMModule]] = {
         "hmm": lambda: TabularHMM(size, emission, 1.01, 1.01),
-        "durations": lambda: TabularHSMM(size, negative_binomial_durations(MAX_DURATION), emission),
+        "durations": lambda: TabularHSMM(size, emission, negative_binomial_durations(MAX_DURATION)),
         "pairs": lambda: TabularFactorialHMM((math.isqrt(size),) * 2, emission, 1.01, 1.01),
     }
-    fit = fit_em(modules[chain](), splits["train"], num_steps=steps, tolerance=1e-5, progress=False)
+    fit = fit_em(
+        modules[chain](), splits["train"], num_iterations=steps, tolerance=1e-5, progress=False
+    )
     return {name: nats(fit.hmm, splits[name], size) for name in ("valid", "test")}
 
 
@@ -302,7 +304,7 @@ def by_gradient(music: Music, kind: str, size: int, epochs: int) -> dict[str, fl
     fit = fit_map(
         MarginalModel(module),
         pieces,
-        num_steps=epochs * steps,
+        num_iterations=epochs * steps,
         tolerance=None,
         optimizer=lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.01),
         schedule=schedule,
@@ -328,7 +330,7 @@ def by_map(music: Music, kind: str, size: int, steps: int) -> dict[str, float]:
     emission = additive_bernoulli(sizes, music.num_keys, loc=rate, scale=2.0)
     model = MarginalModel(TabularFactorialHMM(sizes, emission, 1.01, 1.01))
     fit = fit_map(
-        model, train, num_steps=steps, learning_rate=0.1, tolerance=None, progress=False,
+        model, train, num_iterations=steps, learning_rate=0.1, tolerance=None, progress=False,
         schedule=lambda adam: torch.optim.lr_scheduler.CosineAnnealingLR(adam, steps),
     )  # fmt: skip
     return {name: nats(fit.hmm, music.splits[name], size) for name in ("valid", "test")}

@@ -236,7 +236,7 @@ def joint(neural: NeuralHMM, parts: dict[str, Sequences], settings: Settings) ->
     module = NGramMixture(neural, CLASSES, CLASSES)
     folder = os.environ.get("CHECKPOINTS", tempfile.gettempdir())
     fit_map(
-        MarginalModel(module), data, num_steps=steps, batch_tokens=model.tokens,
+        MarginalModel(module), data, num_iterations=steps, batch_tokens=model.tokens,
         optimizer=partial(
             torch.optim.AdamW, lr=settings.rate, weight_decay=model.decay, fused=True
         ),

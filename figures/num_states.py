@@ -74,7 +74,7 @@ def by_hdp(data: Sequences, steps: int, restarts: int) -> Any:
         model = MarginalModel(StickyHDPHMM(TRUNCATION, normal(2), 1.0, 1.0, 10.0))
         guide = AutoNormal(model, init_scale=0.05)
         fits.append(
-            fit_svi(model, guide, data, num_steps=steps, learning_rate=0.1, tolerance=None,
+            fit_svi(model, guide, data, num_iterations=steps, learning_rate=0.1, tolerance=None,
                     progress=False)
         )  # fmt: skip
     return min(fits, key=lambda fit: fit.losses[-WINDOW:].mean())
@@ -117,7 +117,7 @@ def measure(num_states: int, seed: int, quick: bool) -> list[dict[str, Any]]:
     fit = by_hdp(data, 60 if quick else STEPS, 1 if quick else HDP_STARTS)
     draws = PosteriorDraws.of(fit, num_draws=DRAWS)
     with torch.no_grad():
-        usage = draws.hmm(data).posterior(data.values).states.sum((-3, -2))  # (1, S, K)
+        usage = draws.hmm(data).posterior(data.values).state_probs.sum((-3, -2))  # (1, S, K)
         used = (usage > SHARE * data.num_observed).sum(-1).flatten().tolist()
         taken = time.process_time() - start_time
         each = draws.hmm(new).log_prob(new.values).double()  # (1, S, N)

@@ -267,7 +267,7 @@ def measure(sampler: str, name: str) -> dict[str, Any]:
     if name == "subjects":
         module, data = subjects, hierarchical_data()
         pyro.set_rng_seed(1)
-        start = fit_map(subjects, data, num_steps=300)
+        start = fit_map(subjects, data, num_iterations=300)
     else:
         module, data = problem(name)
         pyro.set_rng_seed(1)

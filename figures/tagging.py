@@ -191,7 +191,7 @@ def tabular(task: Task) -> tuple[Tagging, dict[str, Any]]:
         def decode(data: Sequences) -> dict[str, Tensor]:
             logits = Categorical(logits=emission)
             hmm = HMM(initial, transition, logits, data.lengths, validate_args=False)
-            best = hmm.posterior(data.values).states.argmax(-1)
+            best = hmm.posterior(data.values).state_probs.argmax(-1)
             return {"posterior": best, "path": hmm.viterbi(data.values)}
 
         return decode
@@ -241,7 +241,7 @@ def neural(
     )  # fmt: skip
     start_time = time.process_time()
     fit = fit_map(
-        MarginalModel(module), tagged(task.train), num_steps=steps, batch_tokens=TOKENS,
+        MarginalModel(module), tagged(task.train), num_iterations=steps, batch_tokens=TOKENS,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, rate, weight_decay=0.01),
         schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         clip_norm=5.0, tolerance=None, validation=tagged(known), progress=False,

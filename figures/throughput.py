@@ -401,7 +401,7 @@ def families(quick: bool) -> list[dict[str, Any]]:
                 normal, normal_spherical, normal_tied, normal_full, autoregressive_normal
             )
         },
-        f"normal_mixture(2, {dim})": (normal_mixture(2, dim), reals),
+        f"normal_mixture({dim}, 2)": (normal_mixture(dim, num_components=2), reals),
     }  # fmt: skip
     rows, count = [], 2 if quick else 10
     for name, (family, values) in cases.items():
@@ -409,7 +409,7 @@ def families(quick: bool) -> list[dict[str, Any]]:
         module = TabularHMM(num_states, family)
         taken = {"family": name, "shape N, T, K": (*shape, num_states)}
         rows += compare(
-            {"pyrohmm": partial(fit_em, module, data, num_steps=count, tolerance=None)},
+            {"pyrohmm": partial(fit_em, module, data, num_iterations=count, tolerance=None)},
             3 if quick else 9, 3.0, per=count, quantity="families: EM iteration", **taken,
         )  # fmt: skip
         rows += compare(
@@ -421,10 +421,10 @@ def families(quick: bool) -> list[dict[str, Any]]:
 
 def _loss_and_gradient(module: Any, data: Sequences) -> Callable[[], Any]:
     """Evidence and its gradient by all parameters, where one iteration of EM has put them."""
-    fit = fit_em(module, data, num_steps=1, tolerance=None)
+    fit = fit_em(module, data, num_iterations=1, tolerance=None)
     values = {
         name.removeprefix("module."): value.clone().requires_grad_()
-        for name, value in fit.values.items()
+        for name, value in fit.parameters.items()
     }
 
     def run() -> None:
@@ -454,7 +454,7 @@ def structure(quick: bool) -> list[dict[str, Any]]:
     modules = {
         "pyrohmm": (TabularHMM(num_states, normal(2)), data),
         f"pyrohmm, durations up to {longest}": (
-            TabularHSMM(num_states, free_durations(longest), normal(2)), data,
+            TabularHSMM(num_states, normal(2), free_durations(longest)), data,
         ),
         "pyrohmm, autoregressive": (TabularHMM(num_states, autoregressive_normal(2)), data),
         "pyrohmm, second order": (TabularSecondOrderHMM(num_states, normal(2)), data),
@@ -481,7 +481,7 @@ def steps(quick: bool) -> list[dict[str, Any]]:
     module = TabularHMM(2, categorical(6))
     marginal, enumerated = MarginalModel(module), EnumeratedModel(module)
     count = 3 if quick else 100
-    options: dict[str, Any] = {"num_steps": count, "tolerance": None}
+    options: dict[str, Any] = {"num_iterations": count, "tolerance": None}
 
     def by_pyro(model: Any, guide: Any, loss: Any) -> None:
         pyro.clear_param_store()
@@ -539,7 +539,7 @@ def restarts(quick: bool) -> list[dict[str, Any]]:
     rows = []
     for num_states in (2, 4):
         module = TabularHMM(num_states, categorical(6))
-        options: dict[str, Any] = {"num_steps": 3 if quick else 100, "tolerance": None}
+        options: dict[str, Any] = {"num_iterations": 3 if quick else 100, "tolerance": None}
         fits = {
             "EM": lambda m=module, o=options, **r: fit_em(m, data, **o, **r),
             "MAP": lambda m=module, o=options, **r: fit_map(MarginalModel(m), data, **o, **r),

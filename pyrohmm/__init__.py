@@ -56,6 +56,8 @@ from .infer.resizing import split_state as split_state
 from .infer.results import Fit as Fit
 from .infer.results import Restarts as Restarts
 from .infer.sampled import SampledFit as SampledFit
+from .io.ctrlg import from_ctrlg as from_ctrlg
+from .io.ctrlg import to_ctrlg as to_ctrlg
 from .io.hmmlearn import from_hmmlearn as from_hmmlearn
 from .io.hmmlearn import to_hmmlearn as to_hmmlearn
 from .io.persistence import load_hmm as load_hmm
@@ -88,8 +90,17 @@ from .nn.emissions import parametric as parametric
 from .nn.factorial import TabularFactorialHMM as TabularFactorialHMM
 from .nn.factorial import additive_bernoulli as additive_bernoulli
 from .nn.factorial import additive_normal as additive_normal
+from .nn.modified import censored as censored
+from .nn.modified import truncated as truncated
+from .nn.modified import zero_inflated as zero_inflated
 from .nn.neural import NeuralHMM as NeuralHMM
 from .nn.neural import ScalarHMM as ScalarHMM
+from .nn.newton import beta as beta
+from .nn.newton import log_normal as log_normal
+from .nn.newton import negative_binomial as negative_binomial
+from .nn.newton import student_t as student_t
+from .nn.newton import weibull as weibull
+from .nn.newton import wrapped_cauchy as wrapped_cauchy
 from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_mixture as normal_mixture

@@ -123,8 +123,7 @@ def _inside_plates() -> str:
 
 def check_same_device(tensors: dict[str, Tensor]) -> None:
     """Raise unless all the named tensors are on one device."""
-    first, *others = [tensor.device for tensor in tensors.values()]
-    if any(device != first for device in others):
+    if len({tensor.device for tensor in tensors.values()}) > 1:
         devices = {name: tensor.device for name, tensor in tensors.items()}
         listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(

@@ -280,7 +280,9 @@ class Mixture(Number):
     supports: ClassVar = {"weights": "simplex", "variance": "positive", "loc": "real"}
 
     def family(self):
-        return normal_mixture(2, 2, self.centre, self.weight, self.strength, self.rate, 1.4)
+        return normal_mixture(
+            2, self.centre, self.weight, self.strength, self.rate, 1.4, num_components=2
+        )
 
     def values(self, rng, size):
         return rng.normal(1.0, 1.5, size=(size, 2))

@@ -178,8 +178,8 @@ def fitted(fit, module, data, **options):
 def both_agree(here, moved):
     torch.testing.assert_close(moved.losses, here.losses)
     with watched():
-        for name, value in moved.values.items():
-            agree(value, here.values[name], atol=1e-7, rtol=1e-6)
+        for name, value in moved.parameters.items():
+            agree(value, here.parameters[name], atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -188,7 +188,7 @@ def test_em_of_every_family_is_that_of_the_cpu(name):
     values = torch.tensor(case.values(rng, 24)).reshape(4, 6, *case.values(rng, 1).shape[1:])
     data = Sequences(values, torch.tensor([6, 5, 6, 2]))
     module = lambda: TabularHMM(STATES, case.family())  # noqa: E731
-    both_agree(*fitted(fit_em, module, data, num_steps=2, progress=False))
+    both_agree(*fitted(fit_em, module, data, num_iterations=2, progress=False))
 
 
 def some_data(vectors=False):
@@ -225,15 +225,15 @@ def test_map_is_that_of_the_cpu(name):
         return MODULES[name]()
 
     data = some_data(name == "normal")
-    here, moved = fitted(by_map, module, data, num_steps=2)
+    here, moved = fitted(by_map, module, data, num_iterations=2)
     torch.testing.assert_close(moved.losses, here.losses)
 
 
 def test_svi_and_restarts_are_those_of_the_cpu():
-    here, moved = fitted(by_svi, MODULES["table"], some_data(), num_steps=2)
+    here, moved = fitted(by_svi, MODULES["table"], some_data(), num_iterations=2)
     torch.testing.assert_close(moved.losses, here.losses)
     for fit in (by_map, by_em):
-        here, moved = fitted(fit, MODULES["table"], some_data(), num_steps=2, restarts=2)
+        here, moved = fitted(fit, MODULES["table"], some_data(), num_iterations=2, restarts=2)
         torch.testing.assert_close(moved.restarts.losses, here.restarts.losses)
 
 
@@ -245,7 +245,7 @@ def test_a_tagger_is_that_of_the_cpu():
         torch.manual_seed(2)
         return NeuralTagger(9, 5, 2, hidden_dim=4, blocks=CLUSTERS)
 
-    here, moved = fitted(by_map, module, data, num_steps=2)
+    here, moved = fitted(by_map, module, data, num_iterations=2)
     torch.testing.assert_close(moved.losses, here.losses)
     with watched():
         given = there(data)
@@ -324,7 +324,7 @@ def reads_of_a_further_iteration(fit, module, data):
         for num_steps in (2, 4):
             pyro.set_rng_seed(0)
             with watched() as found:
-                fit(there(module()), there(data), num_steps=num_steps)
+                fit(there(module()), there(data), num_iterations=num_steps)
             seen.append(found)
     return (seen[1].host_reads - seen[0].host_reads) / 2, seen[1].reads - seen[0].reads
 
@@ -357,7 +357,7 @@ def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
 
     monkeypatch.setattr(torch.optim.LBFGS, "step", counted)
     with pyro.validation_enabled(False), watched() as seen:
-        by_em(there(MODULES["dense"]()), there(some_data()), num_steps=2)
+        by_em(there(MODULES["dense"]()), there(some_data()), num_iterations=2)
     assert points > 10
     # beside the points: the E-steps, the start of each M-step, and what comes before and after
     assert seen.host_reads <= points + 3 * 2 + 12, seen
@@ -370,7 +370,7 @@ def test_the_indices_of_blocks_are_made_once_a_batch(monkeypatch):
         pyrohmm.ops.blocks.recursions, "make_plan", lambda *args: made.append(1) or original(*args)
     )
     with watched():
-        by_map(there(MODULES["two levels"]()), there(some_data()), num_steps=3)
+        by_map(there(MODULES["two levels"]()), there(some_data()), num_iterations=3)
     assert len(made) == 1
 
 

@@ -560,12 +560,12 @@ def check_methods(hmm, case, answer):
     assert_close(hmm.log_prob(case.values), answer.evidence)
     found = hmm.posterior(case.values)
     assert_close(found.log_evidence, answer.evidence)
-    assert_close(found.states, answer.states)
+    assert_close(found.state_probs, answer.states)
     assert_close(found.transitions, answer.transitions.sum(-3))
     assert_close(hmm.filtered(case.values), answer.filtered)
     counts = hmm.expected_counts(case.values)
     assert_close(counts.log_evidence, answer.evidence)
-    assert_close(counts.states, answer.states)
+    assert_close(counts.state_probs, answer.states)
     assert_close(
         counts.counts["log_initial"], sum_over_sequences(answer.states[..., 0, :], case.initial, 1)
     )
@@ -758,11 +758,11 @@ def check_broadcast(seed):
     asked = {
         "log_prob": lambda m: m.log_prob(values),
         "log_joint": lambda m: m.log_joint(values, states),
-        "posterior": lambda m: m.posterior(values).states,
+        "posterior": lambda m: m.posterior(values).state_probs,
         "transitions": lambda m: m.posterior(values).transitions,
         "evidence": lambda m: m.posterior(values).log_evidence,
         "filtered": lambda m: m.filtered(values),
-        "counts": lambda m: m.expected_counts(values).states,
+        "counts": lambda m: m.expected_counts(values).state_probs,
         "viterbi": lambda m: m.log_joint(values, m.viterbi(values)),
         "predictive": lambda m: queries.predictive_log_prob(m, values),
         "entropy": lambda m: queries.path_entropy(m, values),

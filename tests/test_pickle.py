@@ -47,7 +47,7 @@ from pyrohmm import (
     poisson_durations,
 )
 
-QUICK = {"num_steps": 3, "progress": False}
+QUICK = {"num_iterations": 3, "progress": False}
 
 
 def symbols():
@@ -66,7 +66,7 @@ MODULES = {
         3, categorical(3), transition_allowed=left_to_right(3, jump=1)
     ),
     **{
-        family.__name__: lambda family=family: TabularHSMM(2, family(4), normal(0))
+        family.__name__: lambda family=family: TabularHSMM(2, normal(0), family(4))
         for family in (
             free_durations,
             geometric_durations,

@@ -26,7 +26,7 @@ def test_a_forecast_and_a_filter_say_their_sizes():
 
 def test_a_fit_is_a_line():
     data = Sequences.from_list([[0, 1, 1, 0], [1, 0]])
-    fit = fit_em(TabularHMM(2, categorical(2)), data, num_steps=3, tolerance=None)
+    fit = fit_em(TabularHMM(2, categorical(2)), data, num_iterations=3, tolerance=None)
     shown = repr(fit)
     assert "\n" not in shown
     assert shown.startswith("Fit(EM of TabularHMM to 6 observed steps; 4 steps, ")

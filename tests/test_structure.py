@@ -34,8 +34,8 @@ EXTRA_ROOMS = {"sklearn"}
 
 # What everything may use, and what lies above all rooms.
 PRIVATE = [
-    "_arrays", "_transforms", "_checks", "_lazy", "_precision", "_choices", "_threads",
-    "_version", "_sync",
+    "_arrays", "_transforms", "_checks", "_precision", "_choices", "_threads",
+    "_version", "_sync", "_renamed",
 ]  # fmt: skip
 ENTRIES = {"train_lm", "testing", "language.__main__"}
 

@@ -54,7 +54,7 @@ def test_features_of_few_observations_are_multiplied_by_one_thread(seen, size):
     module = TabularHMM(3, normal(8))
     values = torch.randn(size, 60, 8)
     data = Sequences(values, torch.full((size,), 60))
-    fit = fit_em(module, data, num_steps=1, tolerance=None)
+    fit = fit_em(module, data, num_iterations=1, tolerance=None)
     seen.clear()
     hmm = fit.hmm(data)
     hmm.log_prob(data.values)
@@ -75,7 +75,7 @@ def test_a_step_of_a_small_fit_has_one_thread(monkeypatch, fit, num_states, want
         return build(self, *arguments)
 
     monkeypatch.setattr(TabularHMM, "forward", watched)
-    fit(module, data, num_steps=3, tolerance=None)
+    fit(module, data, num_iterations=3, tolerance=None)
     assert found.count(wanted) >= 2  # EM builds no HMM of tables but to check the first two times
 
 
@@ -89,7 +89,7 @@ def test_large_networks_keep_all_threads(monkeypatch):
 
     monkeypatch.setattr(NeuralHMM, "forward", watched)
     data = Sequences.from_list([[0, 1, 2, 1]])
-    fit_map(MarginalModel(NeuralHMM(4, 3, 128)), data, num_steps=2, tolerance=None)
+    fit_map(MarginalModel(NeuralHMM(4, 3, 128)), data, num_iterations=2, tolerance=None)
     assert set(found) == {3}
 
 
@@ -107,5 +107,5 @@ def test_a_small_layer_of_torch_keeps_all_threads():
             return super().forward(*arguments)
 
     data = Sequences.from_list([[0, 1, 2, 1]])
-    fit_map(MarginalModel(Convolved()), data, num_steps=2, tolerance=None)
+    fit_map(MarginalModel(Convolved()), data, num_iterations=2, tolerance=None)
     assert set(found) == {3}

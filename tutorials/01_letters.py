@@ -48,7 +48,7 @@ def best_of(num_states, num_steps, seeds):
         pyro.set_rng_seed(seed)
         model = MarginalModel(TabularHMM(num_states, categorical(len(symbols))))
         steps = 5 if SMOKE else num_steps
-        fits.append(fit_map(model, data, num_steps=steps, learning_rate=0.2))
+        fits.append(fit_map(model, data, num_iterations=steps, learning_rate=0.2))
     return min(fits, key=lambda fit: fit.losses[-1])
 
 

@@ -125,7 +125,7 @@ torch.testing.assert_close(gradient_1, gradient_2, rtol=1e-3, atol=1e-2)
 
 # %%
 pyro.set_rng_seed(1)
-fit = fit_map(marginal, data, num_steps=10 if SMOKE else 1000)
+fit = fit_map(marginal, data, num_iterations=10 if SMOKE else 1000)
 hmm = fit.hmm(data)
 print(fit.summary())
 
@@ -150,7 +150,7 @@ guide = AutoNormal(
     init_loc_fn=init_to_value(values=fit.guide.median(data)),
     init_scale=0.02,
 )
-svi = fit_svi(marginal, guide, data, num_steps=10 if SMOKE else 1000, learning_rate=0.01)
+svi = fit_svi(marginal, guide, data, num_iterations=10 if SMOKE else 1000, learning_rate=0.01)
 print(svi.summary())
 
 hmms = [svi.hmm(data) for _ in range(20 if SMOKE else 400)]
@@ -168,7 +168,7 @@ left.locator_params(axis="x", nbins=5)
 left.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 loaded = int(hmm.emission.probs[:, 5].argmax())
-posterior = hmm.posterior(data.values).states[0, :, loaded]
+posterior = hmm.posterior(data.values).state_probs[0, :, loaded]
 right.plot(posterior, label="p(loaded | rolls)")
 right.fill_between(
     range(data.num_steps), data.labels[0], step="mid", color="0.85", label="loaded die in use"

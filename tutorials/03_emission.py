@@ -148,7 +148,7 @@ print(rough.summary())
 # prior on the right scale saves restarts.
 
 # %%
-em = fit_em(module, data, restarts=2 if SMOKE else 3, num_steps=3 if SMOKE else 100)
+em = fit_em(module, data, restarts=2 if SMOKE else 3, num_iterations=3 if SMOKE else 100)
 print(em.summary())
 
 # %% [markdown]
@@ -162,7 +162,7 @@ model = MarginalModel(module)
 point = fit_map(
     model,
     data,
-    num_steps=5 if SMOKE else 250,
+    num_iterations=5 if SMOKE else 250,
     learning_rate=0.1,
     restarts=2 if SMOKE else 3,
 )
@@ -175,8 +175,8 @@ print(f"lowest loss: EM {em.restarts.final.min():.2f}, MAP {point.restarts.final
 # Only the guide changes: a normal distribution for each parameter, initialised at the MAP estimate.
 
 # %%
-guide = AutoNormal(model, init_loc_fn=init_to_value(values=point.values), init_scale=0.03)
-svi = fit_svi(model, guide, data, num_steps=5 if SMOKE else 400, learning_rate=0.01)
+guide = AutoNormal(model, init_loc_fn=init_to_value(values=point.parameters), init_scale=0.03)
+svi = fit_svi(model, guide, data, num_iterations=5 if SMOKE else 400, learning_rate=0.01)
 print(svi.summary())
 
 # %% [markdown]
@@ -233,10 +233,10 @@ def ordered(values, order):
     return new | {"transition": new["transition"][..., order, :]}
 
 
-by_em = ordered(em.values, state_order(em.hmm(held_out)))
+by_em = ordered(em.parameters, state_order(em.hmm(held_out)))
 map_order = state_order(point.hmm(held_out))
-by_map = ordered(point.values, map_order)
-samples = [ordered(svi.values, map_order) for _ in range(10 if SMOKE else 500)]
+by_map = ordered(point.parameters, map_order)
+samples = [ordered(svi.parameters, map_order) for _ in range(10 if SMOKE else 500)]
 covered = []
 print(f"{'':20s}truth    EM   MAP  SVI, 90 %")
 for name, true in true_values.items():
@@ -285,7 +285,7 @@ fox = int(visits.amin(0).argmax())  # the one that does a bit of everything
 hours = int(held_out.lengths[fox])
 order = state_order(hmm)
 path = order.argsort()[hmm.viterbi(held_out.values)[fox, :hours]]
-posterior = hmm.posterior(held_out.values).states[fox, :hours][:, order]
+posterior = hmm.posterior(held_out.values).state_probs[fox, :hours][:, order]
 shades = [f"C{k}" for k in range(3)]
 
 figure = plt.figure(figsize=(10, 5), layout="constrained")
@@ -317,7 +317,7 @@ for row, (i, label) in enumerate(((0, "km an hour"), (2, "°C"))):
     axes.set_ylabel(label)
     axes.set_xlim(0, hours - 1)
     axes.tick_params(labelbottom=False)
-axes = plots.states(posterior, names, axes=figure.add_subplot(grid[2, 1]))
+axes = plots.state_probs(posterior, names, axes=figure.add_subplot(grid[2, 1]))
 axes.get_legend().remove()
 axes.set_xlabel("hour")
 if Path("figures").is_dir() and not SMOKE:
@@ -376,11 +376,11 @@ for name, value in by_map.items():
     if name.startswith("emission."):
         freeze(daily, name, value)
 model = MarginalModel(daily)
-by_hour = fit_map(model, diary, num_steps=5 if SMOKE else 200, learning_rate=0.1)
-guide = AutoNormal(model, init_loc_fn=init_to_value(values=by_hour.values), init_scale=0.05)
-svi_by_hour = fit_svi(model, guide, diary, num_steps=5 if SMOKE else 200)
+by_hour = fit_map(model, diary, num_iterations=5 if SMOKE else 200, learning_rate=0.1)
+guide = AutoNormal(model, init_loc_fn=init_to_value(values=by_hour.parameters), init_scale=0.05)
+svi_by_hour = fit_svi(model, guide, diary, num_iterations=5 if SMOKE else 200)
 print(by_hour.summary())
-slopes = torch.stack([svi_by_hour.values["module.slope"] for _ in range(10 if SMOKE else 500)])
+slopes = torch.stack([svi_by_hour.parameters["module.slope"] for _ in range(10 if SMOKE else 500)])
 low, high = slopes.quantile(torch.tensor([0.05, 0.95])).tolist()
-print(f"slope: truth 1.50, MAP {by_hour.values['module.slope']:.2f}, ", end="")
+print(f"slope: truth 1.50, MAP {by_hour.parameters['module.slope']:.2f}, ", end="")
 print(f"SVI 90 % between {low:.2f} and {high:.2f}")

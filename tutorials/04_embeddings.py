@@ -82,8 +82,8 @@ print(f"parameters, standard HMM      {standard}")
 
 # %%
 pairs = fit_cooccurrence(
-    module, train, num_symbols, loss=cooccurrence.cross_entropy, num_steps=20 if SMOKE else 600,
-    restarts=4,
+    module, train, num_symbols, loss=cooccurrence.cross_entropy,
+    num_iterations=20 if SMOKE else 600, restarts=4,
 )  # fmt: skip
 print(pairs.summary())
 print(metrics.perplexity(pairs, test), "(held out)")
@@ -100,15 +100,15 @@ steps = 5 if SMOKE else 150
 model = MarginalModel(module)
 fits = {
     "co-occurrence": pairs,
-    "MAP": fit_map(model, train, num_steps=steps),
+    "MAP": fit_map(model, train, num_iterations=steps),
     "MAP from co-occurrence": fit_map(
-        model, train, num_steps=steps, init=init_to_value(values=pairs.start)
+        model, train, num_iterations=steps, start=init_to_value(values=pairs.start)
     ),
     "EM from co-occurrence": fit_em(
-        module, train, num_steps=2 if SMOKE else 15, start=pairs.values
+        module, train, num_iterations=2 if SMOKE else 15, start=pairs.values
     ),
     "EM, standard HMM": fit_em(
-        TabularHMM(num_states, categorical(num_symbols)), train, num_steps=2 if SMOKE else 60
+        TabularHMM(num_states, categorical(num_symbols)), train, num_iterations=2 if SMOKE else 60
     ),
 }
 for name, fit in fits.items():
@@ -165,7 +165,7 @@ words = corpus.vocabulary
 module = DenseHMM(num_states=32, num_symbols=len(words), dim=12)
 fit = fit_cooccurrence(
     module, corpus.data, len(words), loss=cooccurrence.cross_entropy, learning_rate=0.1,
-    num_steps=5 if SMOKE else 400,
+    num_iterations=5 if SMOKE else 400,
 )  # fmt: skip
 print(fit.summary())
 
@@ -174,7 +174,7 @@ frequent = (counts >= 50).nonzero().flatten().tolist()
 names = [words[index] for index in frequent]
 
 stationary = fit.hmm(corpus.data[:1]).stationary()
-symbol, emit = fit.values["module.symbol"], fit.values["module.emit"]
+symbol, emit = fit.parameters["module.symbol"], fit.parameters["module.emit"]
 emit = emit - (stationary.unsqueeze(-1) * emit).sum(0)
 profiles = (symbol - symbol.mean(0)) @ emit.mT * stationary.sqrt()
 points = normalize(profiles, dim=-1)[frequent]
@@ -208,6 +208,6 @@ for name, options in {
     "one vector per state": {"tied": True},
 }.items():
     module = DenseHMM(num_states, num_symbols, dim, **options)
-    fit = fit_map(MarginalModel(module), train, num_steps=steps)
+    fit = fit_map(MarginalModel(module), train, num_iterations=steps)
     count = metrics.num_parameters(module, train)
     print(f"{name:21s}{count:4d} parameters  {metrics.perplexity(fit, test)}")

@@ -106,10 +106,12 @@ warnings.filterwarnings("ignore", message="Estimated shape parameter")  # k is p
 print("states     BIC nats per word: left out  held out  words with k > 0.7")
 for num_states in range(1, 3 if SMOKE else 6):
     module = TabularHMM(num_states, categorical(26))
-    em = fit_em(module, train, restarts=8, num_steps=10 if SMOKE else 200)
+    em = fit_em(module, train, restarts=8, num_iterations=10 if SMOKE else 200)
     model = MarginalModel(module)
     guide = AutoNormal(model, init_loc_fn=init_to_value(values=em.start), init_scale=0.1)
-    svi = fit_svi(model, guide, train, num_steps=5 if SMOKE else 300, learning_rate=0.06, elbo=elbo)
+    svi = fit_svi(
+        model, guide, train, num_iterations=5 if SMOKE else 300, learning_rate=0.06, elbo=elbo
+    )
     fits[num_states] = model, svi
     draws = PosteriorDraws.of(svi, num_draws=num_draws)
     posteriors[num_states] = to_arviz(draws, train, per_step=True)
@@ -187,7 +189,7 @@ model, svi = fits[2]
 starts = PosteriorDraws.of(svi, num_draws=2)
 starts = starts.permute_states(torch.tensor([[[0, 1], [1, 0]]]), train)
 initial_params = {
-    name: biject_to(svi.supports[name]).inv(value[0]) for name, value in starts.values.items()
+    name: biject_to(svi.supports[name]).inv(value[0]) for name, value in starts.parameters.items()
 }
 warnings.filterwarnings("ignore", message="num_chains")  # one after the other is good enough
 sampler = MCMC(
@@ -218,13 +220,13 @@ def worst_rhat(values):
     return float(az.rhat(dataset)["values"].max())
 
 
-for name in chains.values:
-    before, after = worst_rhat(chains.values[name]), worst_rhat(aligned.values[name])
+for name in chains.parameters:
+    before, after = worst_rhat(chains.parameters[name]), worst_rhat(aligned.parameters[name])
     print(f"{name:22s} largest R-hat {before:5.2f}, after alignment {after:5.2f}")
 
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.8), sharey=True, layout="constrained")
 for axes, draws, title in zip(panels, (chains, aligned), ("as sampled", "aligned")):
-    for k, probs in enumerate(draws.values["module.emission.probs"].mean((0, 1))):
+    for k, probs in enumerate(draws.parameters["module.emission.probs"].mean((0, 1))):
         axes.bar(torch.arange(26) + 0.4 * k, probs, width=0.4, label=f"state {k}")
     axes.set_xticks(torch.arange(26) + 0.2, "abcdefghijklmnopqrstuvwxyz")
     axes.set_title(f"posterior mean, states {title}")
@@ -272,7 +274,11 @@ for name in inference_data.INVARIANTS:
 # %%
 dense = MarginalModel(DenseHMM(2, 26, 2))
 point = fit_map(
-    dense, train, restarts=4 if SMOKE else 12, num_steps=20 if SMOKE else 300, learning_rate=0.1
+    dense,
+    train,
+    restarts=4 if SMOKE else 12,
+    num_iterations=20 if SMOKE else 300,
+    learning_rate=0.1,
 )
 guides = {
     "AutoNormal": AutoNormal(dense, init_loc_fn=init_to_value(values=point.start), init_scale=0.1),
@@ -282,7 +288,9 @@ guides = {
 }
 clouds = {}
 for name, guide in guides.items():
-    svi = fit_svi(dense, guide, train, num_steps=5 if SMOKE else 300, learning_rate=0.04, elbo=elbo)
+    svi = fit_svi(
+        dense, guide, train, num_iterations=5 if SMOKE else 300, learning_rate=0.04, elbo=elbo
+    )
     clouds[name] = PosteriorDraws.of(svi, num_draws=num_draws)
     stats = to_arviz(clouds[name], train).sample_stats
     bound = (stats["lp"] - stats["log_guide"]).values
@@ -298,14 +306,14 @@ vowels = torch.tensor([0, 4, 8, 14, 20])
 ends = point.restarts
 good = ends.final < ends.final.min() + 1.0  # the others ended at other optima
 print(f"{good.sum()} of {len(good)} restarts reached the best optimum")
-points = {name: value[None, good] for name, value in ends.values.items()}
+points = {name: value[None, good] for name, value in ends.parameters.items()}
 panels = {"restarts of MAP": PosteriorDraws(dense, points)} | clouds
 
 figure, row = plt.subplots(1, 3, figsize=(9, 3.2), sharex=True, sharey=True, layout="constrained")
 for axes, (name, draws) in zip(row, panels.items()):
     draws = draws.aligned(train)
     vowel_probs = draws.map(train, lambda hmm: hmm.emission.probs[:, 0][..., vowels].sum(-1))
-    emit = draws.values["module.emit"][0, :, vowel_probs.mean((0, 1)).argmin()]  # (S, 2)
+    emit = draws.parameters["module.emit"][0, :, vowel_probs.mean((0, 1)).argmin()]  # (S, 2)
     axes.scatter(*emit[:500].T, s=10, alpha=0.6)
     axes.scatter(*emit.mean(0), marker="x", color="black", s=60)
     axes.set_title(name)

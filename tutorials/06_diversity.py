@@ -58,7 +58,7 @@ module = TabularHMM(5, normal(0, rate=0.01))
 fit = fit_em(module, data, log_prior=DiversityPrior(5.0))  # by EM, or
 model = MarginalModel(module, log_prior=DiversityPrior(5.0))  # as a Pyro model
 start = init_to_value(values=fit.start)
-again = fit_map(model, data, init=start, num_steps=20, learning_rate=0.001)
+again = fit_map(model, data, start=start, num_iterations=20, learning_rate=0.001)
 print(f"loss by EM {fit.losses[-1]:.2f}, after gradient steps from there {again.losses[-1]:.2f}")
 
 # %% [markdown]
@@ -127,7 +127,7 @@ def judged(fit):
     """Accuracy and mean Bhattacharyya distance of rows, for each restart."""
     accuracies, distances = [], []
     for run in range(num):
-        values = {name: value[run] for name, value in fit.restarts.values.items()}
+        values = {name: value[run] for name, value in fit.restarts.parameters.items()}
         hmm = pyro.condition(fit.model, data=values)(data)
         accuracies.append(metrics.one_to_one_accuracy(hmm.viterbi(data.values), truth))
         distances.append(metrics.diversity(hmm.log_transition.exp()).item())
@@ -138,7 +138,7 @@ results = {}
 for alpha in (0.0, 0.5, 5.0, 50.0, 500.0):
     fit = fit_em(
         module, data, start=poor, restarts=num, log_prior=DiversityPrior(alpha),
-        num_steps=10 if SMOKE else 500,
+        num_iterations=10 if SMOKE else 500,
     )  # fmt: skip
     results[alpha] = fit, *judged(fit)
     _, accuracies, distances = results[alpha]
@@ -207,7 +207,7 @@ num_sets, num_steps = (2, 5) if SMOKE else (5, 200)
 def fitted(name, part):
     hmm_module, prior = priors[name]
     pyro.set_rng_seed(0)  # the same starts for all
-    return fit_em(hmm_module, part, log_prior=prior, restarts=2, num_steps=num_steps)
+    return fit_em(hmm_module, part, log_prior=prior, restarts=2, num_iterations=num_steps)
 
 
 inside, chosen, gains = [], [], []

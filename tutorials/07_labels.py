@@ -74,7 +74,7 @@ def module():
 
 def accuracy(fit):
     """Share of steps at which the state of highest posterior marginal is right."""
-    decoded = fit.hmm(test).posterior(test.values).states.argmax(-1)
+    decoded = fit.hmm(test).posterior(test.values).state_probs.argmax(-1)
     return (decoded == truth)[test.exists].double().mean().item()
 
 
@@ -102,7 +102,7 @@ def words(states):
 
 
 known = set(words(train.labels))
-best = full.hmm(test).posterior(test.values).states.argmax(-1)
+best = full.hmm(test).posterior(test.values).state_probs.argmax(-1)
 for name, states in {"viterbi": path, "posterior": best, "meant": truth}.items():
     right = (states == truth)[test.exists].double().mean()
     in_training = sum(word in known for word in words(states)) / len(words(states))
@@ -129,7 +129,9 @@ few, partial = with_labels(0.01)
 alone = fit_em(module(), few)
 print(f"{len(few)} labelled sequences only: {accuracy(alone):.3f}")
 for num_steps in (1, 5) if SMOKE else (1, 3, 10, 30):
-    both = fit_em(module(), partial, start=alone.values, num_steps=num_steps, tolerance=None)
+    both = fit_em(
+        module(), partial, start=alone.parameters, num_iterations=num_steps, tolerance=None
+    )
     nats = -metrics.log_evidence(both, test).sum() / test.num_observed
     print(f"semi-supervised, {num_steps:2d} steps: {accuracy(both):.3f}, {nats:.3f} nats per key")
 
@@ -160,13 +162,13 @@ for share in (0.0025, 0.01, 0.1, 1.0):
         "labelled only": fit_em(module(), few),
         "labelled only, emission known": fit_em(fixed(), few),
     }
-    start = fits["labelled only, emission known"].values
+    start = fits["labelled only, emission known"].parameters
     steps = 5 if SMOKE else 30
-    fits["all, emission known"] = fit_em(fixed(), partial, start=start, num_steps=steps)
+    fits["all, emission known"] = fit_em(fixed(), partial, start=start, num_iterations=steps)
     results[share] = {name: accuracy(fit) for name, fit in fits.items()}
     print(f"{share:6.2%}, {len(few):4d} sequences:", results[share])
 
-unlabelled = fit_em(fixed(), train.without_labels(), num_steps=10 if SMOKE else 60)
+unlabelled = fit_em(fixed(), train.without_labels(), num_iterations=10 if SMOKE else 60)
 print(f"no labels, emission known: {accuracy(unlabelled):.3f}")
 
 # %%

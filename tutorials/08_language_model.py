@@ -87,7 +87,7 @@ def bigram(discount):
 discounts = (0.5, 0.6, 0.7, 0.8, 0.9)
 discount = min(discounts, key=lambda discount: perplexity(bigram(discount), held_out))
 small = TabularHMM(32, categorical(len(vocabulary), 1.02), 1.02, 1.02)
-small_fit = fit_em(small, train, num_steps=2 if SMOKE else 20, tolerance=None)
+small_fit = fit_em(small, train, num_iterations=2 if SMOKE else 20, tolerance=None)
 results = {
     "unigrams": perplexity(unigram, test),
     "bigrams": perplexity(bigram(discount), test),

@@ -197,7 +197,7 @@ report("most frequent tag", (counts + 0.001 * counts.sum(0)).argmax(-1)[new.valu
 
 simple = fit_em(TabularHMM(len(tags), categorical(len(vocabulary), 1.1), 1.1, 1.1), with_tags)
 simple_hmm = simple.hmm(new.without_labels())
-report("tabular, tagged sentences", simple_hmm.posterior(new.values).states.argmax(-1))
+report("tabular, tagged sentences", simple_hmm.posterior(new.values).state_probs.argmax(-1))
 
 exact = tagged(test.without_labels())
 report("true model", truth(test.lengths).best_tags(exact.values))
@@ -237,7 +237,7 @@ def tagger():
 def fit(data, num_steps):
     num_steps = 20 if SMOKE else num_steps
     return fit_map(
-        tagger(), data, num_steps=num_steps, batch_tokens=2048, tolerance=None,
+        tagger(), data, num_iterations=num_steps, batch_tokens=2048, tolerance=None,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.005, weight_decay=0.1),
         schedule=lambda optimizer: CosineAnnealingLR(optimizer, num_steps),
     )  # fmt: skip
@@ -266,12 +266,12 @@ again = Sequences(both.values[..., 0], both.lengths, labels=both.values[..., 1])
 for num_steps in (3, 20):
     more = fit_em(
         TabularHMM(len(tags), categorical(len(vocabulary), 1.1), 1.1, 1.1), again,
-        start=simple.values, num_steps=num_steps, tolerance=None,
+        start=simple.parameters, num_iterations=num_steps, tolerance=None,
     )  # fmt: skip
     more_hmm = more.hmm(new.without_labels())
     report(
         f"tabular, all sentences, {num_steps} steps",
-        more_hmm.posterior(new.values).states.argmax(-1),
+        more_hmm.posterior(new.values).state_probs.argmax(-1),
     )
 
 half = fit(both, 500)

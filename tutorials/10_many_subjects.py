@@ -98,7 +98,7 @@ for kind in ("pooled", "hierarchical"):
     model = activity(kind)
     guide = AutoNormal(model, init_loc_fn=start_in_order, init_scale=0.1)
     fits[kind] = fit_svi(
-        model, guide, data, num_steps=10 if SMOKE else 450, learning_rate=0.03, batch_size=12
+        model, guide, data, num_iterations=10 if SMOKE else 450, learning_rate=0.03, batch_size=12
     )
     print(f"{kind:13s} loss {fits[kind].losses[-50:].mean():8.1f} nats")
 
@@ -160,7 +160,7 @@ for kind in fits:
 
     def fit(part, kind=kind):
         steps = 5 if SMOKE else 40
-        return fit_map(activity(kind), part, num_steps=steps, init=start_in_order)
+        return fit_map(activity(kind), part, num_iterations=steps, start=start_in_order)
 
     found = metrics.cross_validate(
         fit, data, num_folds=4, generator=torch.Generator().manual_seed(0)

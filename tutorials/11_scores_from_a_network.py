@@ -178,7 +178,7 @@ axes[0].legend()
 scores = taggers["CRF"].transition.detach()
 even = torch.zeros(3).log_softmax(-1)
 shown = HMM(even, scores.log_softmax(-1), pyro.distributions.Categorical(words), torch.tensor(1))
-plots.transition(shown, TAGS, axes[1])
+plots.transition(shown, TAGS, axes=axes[1])
 axes[1].set_title("transition scores, as shares")
 plt.show()
 

@@ -108,9 +108,11 @@ plt.show()
 
 # %%
 num_steps = 5 if SMOKE else 80
-markov = fit_em(TabularHMM(3, normal(2)), data, num_steps=num_steps)
+markov = fit_em(TabularHMM(3, normal(2)), data, num_iterations=num_steps)
 family = negative_binomial_durations(LONGEST, shape_concentration=1.0, shape_rate=0.02)
-semi = fit_em(TabularHSMM(3, family, normal(2), censored_start=True), data, num_steps=num_steps)
+semi = fit_em(
+    TabularHSMM(3, normal(2), family, censored_start=True), data, num_iterations=num_steps
+)
 
 
 def in_order(model):
@@ -174,7 +176,7 @@ for name, model in models.items():
 learnt = models["HSMM"]
 path = learnt.viterbi(new_values)
 figure, axes = plt.subplots(figsize=(7.5, 3.8), layout="constrained")
-plots.hazard(learnt, 45, path, later.lengths, NAMES, axes)
+plots.hazard(learnt, num_steps=45, states=path, lengths=later.lengths, names=NAMES, axes=axes)
 constant = queries.dwell_time_log_prob(models["HMM"], 1).exp()
 for k in range(3):
     axes.axhline(float(constant[k, 0]), color=f"C{k}", linestyle="--", linewidth=1)
@@ -203,7 +205,7 @@ examples = [
 ]
 figure, axes = plt.subplots(1, 2, figsize=(8.5, 3), layout="constrained", sharey=True)
 colors = {"HMM": "C3--", "HSMM": "C0-", "truth": "k:"}
-ahead = {name: model.forecast(new_values, AHEAD).states for name, model in models.items()}
+ahead = {name: model.forecast(new_values, AHEAD).state_probs for name, model in models.items()}
 for axis, i in zip(axes, examples):
     for name, style in colors.items():
         axis.plot(range(1, AHEAD + 1), ahead[name][i, :, 2], style, label=name)
@@ -229,7 +231,12 @@ cut = {
 shares = later.stationary().log()
 print("minutes ahead " + "".join(f"{h:9d}" for h in (1, 5, 10, 20, 40)))
 for name, forecast in cut.items():
-    logs = forecast.states.log().gather(-1, new_states[:, READ:].unsqueeze(-1)).squeeze(-1).mean(0)
+    logs = (
+        forecast.state_probs.log()
+        .gather(-1, new_states[:, READ:].unsqueeze(-1))
+        .squeeze(-1)
+        .mean(0)
+    )
     print(f"{name:14s}" + "".join(f"{logs[h - 1]:9.3f}" for h in (1, 5, 10, 20, 40)))
 print(f"{'shares of time':14s}" + f"{shares[new_states[:, READ:]].mean():9.3f}")
 
@@ -249,8 +256,8 @@ for name, options in {
     "cut at the end": {},
     "cut at both ends": {"censored_start": True},
 }.items():
-    module = TabularHSMM(3, family, normal(2), **options)
-    fit = fit_em(module, pieces, num_steps=num_steps)
+    module = TabularHSMM(3, normal(2), family, **options)
+    fit = fit_em(module, pieces, num_iterations=num_steps)
     means = queries.dwell_time_mean(in_order(fit.hmm(pieces)))
     print(f"{name:24s}" + "".join(f"{m:9.1f}" for m in means.tolist()))
 print(f"{'truth':24s}" + "".join(f"{m:9.1f}" for m in queries.dwell_time_mean(short).tolist()))

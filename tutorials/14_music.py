@@ -12,7 +12,7 @@
 # | $x_{td} \in \{0, 1\}$, key $d$ is down at step $t$ | `data.values` | `(N, T, 88)` |
 # | $B_{kd} = p(x_{td} = 1 \mid z_t = k)$ | `hmm.emission.mean` | `(K, 88)` |
 # | $A_{jk}$, which state is next | `hmm.log_transition` | `(K, K)` |
-# | $p(z_t = k \mid \text{known keys})$ | `hmm.posterior(values).states` | `(N, T, K)` |
+# | $p(z_t = k \mid \text{known keys})$ | `hmm.posterior(values).state_probs` | `(N, T, K)` |
 #
 # The music is that of Bach's chorales in the collection of Boulanger-Lewandowski et al. (2012), if
 # the folder `$PYROHMM_DATA` has it; otherwise triads that this tutorial makes up, so that each cell
@@ -80,7 +80,7 @@ num_states, num_steps = (8, 3) if SMOKE else (48, 30)
 def fitted(size, data):
     """An HMM of independent keys, by EM."""
     emission = bernoulli(data.values.size(-1), 1.02, 1.2)
-    return fit_em(TabularHMM(size, emission, 1.01, 1.01), data, num_steps=num_steps)
+    return fit_em(TabularHMM(size, emission, 1.01, 1.01), data, num_iterations=num_steps)
 
 
 def nats(fit, data):
@@ -112,7 +112,7 @@ def chord_of(probs):
 
 
 hmm = fit.hmm(train)
-usage = hmm.posterior(train.values).states.sum((0, 1))
+usage = hmm.posterior(train.values).state_probs.sum((0, 1))
 keys, follows = hmm.emission.mean, hmm.log_transition.exp()
 for k in usage.argsort(descending=True)[:8].tolist():
     others = follows[k].clone()
@@ -163,7 +163,7 @@ values = test.values
 top = (values * torch.arange(1.0, KEYS + 1)).amax(-1, keepdim=True) - 1
 below = torch.arange(KEYS) < top
 melody = values.masked_fill(below, torch.nan)
-smoothed = heard.posterior(melody).states @ keys
+smoothed = heard.posterior(melody).state_probs @ keys
 commonest = single.hmm(test).emission.mean[0].expand_as(smoothed)
 
 

@@ -168,7 +168,7 @@ print(f"{'':22s}{'pyrohmm':>26s}{'msm':>28s}")
 for (kind, i, j), printed in MSM.items():
     name = "rates" if kind == "rate" else "emission.probs"
     low, high = (end[i, j].item() for end in limits[f"module.{name}"])
-    ours[kind, i, j] = fit.values[f"module.{name}"][i, j].item(), low, high
+    ours[kind, i, j] = fit.parameters[f"module.{name}"][i, j].item(), low, high
     text = f"{NAMES[i]} {'to' if kind == 'rate' else 'seen as'} {NAMES[j]}"
     print(f"{text:22s}" + "   ".join("{:.4f} ({:.4f}, {:.4f})".format(*row)
                                      for row in (ours[kind, i, j], printed)))  # fmt: skip
@@ -271,11 +271,11 @@ lengths = torch.tensor([5])
 for read_until in (3, 4, 5):
     one = Sequences(seen[:, :read_until], torch.tensor([read_until]), times=times[:, :read_until])
     patient = fit.hmm(one)
-    states = patient.posterior(one.values).states[0, -1]
+    states = patient.posterior(one.values).state_probs[0, -1]
     ahead = patient.forecast(one.values, torch.tensor([read_until + 4.0]))
     story = ", ".join(NAMES[k] for k in seen[0, :read_until])
     print(f"seen as {story}")
-    for when, probs in (("now", states), ("in 5 years", ahead.states[0, 0])):
+    for when, probs in (("now", states), ("in 5 years", ahead.state_probs[0, 0])):
         print(f"  {when:12s}" + "".join(f"{n} {p:.2f}   " for n, p in zip(NAMES, probs.tolist())))
 
 # %% [markdown]
@@ -283,7 +283,7 @@ for read_until in (3, 4, 5):
 # The posterior of all patients, given everything that was seen of them, says so.
 
 # %%
-states = hmm.restrict(data.labels).posterior(data.values).states
+states = hmm.restrict(data.labels).posterior(data.values).state_probs
 for name, k in (("none", 0), ("mild", 1), ("severe", 2)):
     visits = later & (data.values == k)
     shares = zip(NAMES[:3], states[visits].mean(0).tolist())

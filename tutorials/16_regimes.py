@@ -148,7 +148,7 @@ scores = torch.stack(scores)
 
 # %%
 whole = in_order(fit.hmm(Sequences(values, torch.tensor([PAST + NEW]))))
-smoothed = whole.posterior(values).states[0, PAST:]
+smoothed = whole.posterior(values).state_probs[0, PAST:]
 new_values, new_states = values[0, PAST:, 0], states[0, PAST:]
 
 figure, axes = plt.subplots(
@@ -158,7 +158,7 @@ axes[0].fill_between(range(NEW), low, high, color="0.85", label="90 % for the ne
 axes[0].plot(new_values, color="0.2", linewidth=0.7, label="return, %")
 axes[0].legend(frameon=False, ncols=2, loc="upper left")
 for axis, probs, title in ((axes[1], filtered, "filtered"), (axes[2], smoothed, "smoothed")):
-    plots.states(probs, NAMES, axes=axis)
+    plots.state_probs(probs, NAMES, axes=axis)
     for k, area in enumerate(axis.collections):
         area.set_facecolor(COLORS[k])
     axis.get_legend().remove()

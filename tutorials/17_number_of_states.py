@@ -73,7 +73,9 @@ def compare(family, data, sizes, num_folds=4):
 
         def fitted(part, num_states=num_states):
             steps = 5 if SMOKE else 200
-            return fit_em(TabularHMM(num_states, family), part, restarts=RESTARTS, num_steps=steps)
+            return fit_em(
+                TabularHMM(num_states, family), part, restarts=RESTARTS, num_iterations=steps
+            )
 
         fits[num_states] = fitted(data)
         found = metrics.cross_validate(fitted, data, num_folds=num_folds)
@@ -107,7 +109,7 @@ best = -new_truth.log_prob(new.values).sum() / new.num_observed
 print(f"the true model on the new data: {best:.4f}")
 
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-plots.criterion(scores, "nats per observation", axes)
+plots.criterion(scores, "nats per observation", axes=axes)
 plt.show()
 
 # %% [markdown]
@@ -144,7 +146,7 @@ for name, family in (("normal", normal(0)), ("gamma", gamma(0))):
     show(tried[name])
 
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-plots.criterion({f"{name}, BIC": tried[name]["BIC"] for name in tried}, "nats per wait", axes)
+plots.criterion({f"{name}, BIC": tried[name]["BIC"] for name in tried}, "nats per wait", axes=axes)
 plt.show()
 
 # %% [markdown]
@@ -167,7 +169,7 @@ show(scores)
 print(f"{4 * len(sizes)} fits in {time.process_time() - start:.0f} s")
 
 figure, axes = plt.subplots(figsize=(6.5, 3.2), layout="constrained")
-plots.criterion(scores, "nats per letter", axes)
+plots.criterion(scores, "nats per letter", axes=axes)
 plt.show()
 
 # %% [markdown]
@@ -177,7 +179,7 @@ plt.show()
 
 # %%
 probs = fits[2].hmm(letters.data).emission.probs
-usage = fits[2].hmm(letters.data).posterior(letters.data.values).states.sum((0, 1))
+usage = fits[2].hmm(letters.data).posterior(letters.data.values).state_probs.sum((0, 1))
 joint = probs * (usage / usage.sum())[:, None]
 state_of = joint.argmax(0)
 for state in (0, 1):

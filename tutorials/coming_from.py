@@ -16,7 +16,7 @@
 # | `X`, `lengths` | `emissions` | `obs=`, `mask` | `Sequences(values, lengths)` |
 # | `score` | `marginal_log_prob` | `log_prob` | `hmm.log_prob` |
 # | `decode`, `predict` | `most_likely_states` | `infer_discrete` | `hmm.viterbi` |
-# | `predict_proba` | `smoother` | `compute_marginals` | `hmm.posterior(x).states` |
+# | `predict_proba` | `smoother` | `compute_marginals` | `hmm.posterior(x).state_probs` |
 # | | `filter` | `filter`, last step | `hmm.filtered` |
 # | `sample` | `sample` | `sample` | `hmm.sample_with_states` |
 # | `fit` | `fit_em` | | `fit_em` |
@@ -101,7 +101,7 @@ same(data.values[exists], rolls[exists])
 # %%
 print(f"log_prob            {truth.log_prob(data.values)}")
 path = truth.viterbi(data.values)
-states = truth.posterior(data.values).states
+states = truth.posterior(data.values).state_probs
 if has_hmmlearn:
     model = to_hmmlearn(truth)
     score, best = model.score(X, lengths), model.decode(X, lengths)
@@ -145,7 +145,7 @@ guess = HMM(
 
 
 settings = {"n_iter": 20, "tol": -np.inf}  # exactly twenty steps
-fit = fit_em(guess, data, num_steps=20, tolerance=None)
+fit = fit_em(guess, data, num_iterations=20, tolerance=None)
 print(fit.summary())
 if has_hmmlearn:
     model = to_hmmlearn(guess, **settings).fit(X, lengths)
@@ -193,9 +193,9 @@ points = HMM(
     lengths,
 )
 plane = Sequences(points.sample(), lengths)
-flat = fit_em(points, plane, num_steps=20, tolerance=None)
+flat = fit_em(points, plane, num_iterations=20, tolerance=None)
 weak = TabularHMM(2, normal(2, loc=0.0, rate=1.0))
-prior = fit_em(weak, plane, start=from_hmm(points), num_steps=19, tolerance=None)
+prior = fit_em(weak, plane, start=from_hmm(points), num_iterations=19, tolerance=None)
 print("variances, likelihood alone  ", flat.hmm(plane).emission.variance.flatten())
 print("variances, with a prior      ", prior.hmm(plane).emission.variance.flatten())
 if has_hmmlearn:
@@ -231,7 +231,7 @@ if has_hmmlearn:
 # rolls = jnp.array(data.values[0, :, None].numpy())  # (T, 1)
 # hmm.marginal_log_prob(params, rolls)        # truth.log_prob(data.values)[0]
 # hmm.most_likely_states(params, rolls)       # truth.viterbi(data.values)[0]
-# hmm.smoother(params, rolls).smoothed_probs  # truth.posterior(data.values).states[0]
+# hmm.smoother(params, rolls).smoothed_probs  # truth.posterior(data.values).state_probs[0]
 # hmm.filter(params, rolls).filtered_probs    # truth.filtered(data.values)[0]
 # hmm.sample(params, random.PRNGKey(1), 120)  # truth.sample_with_states(); states come first there
 # params, history = hmm.fit_em(params, props, rolls[None], num_iters=20)

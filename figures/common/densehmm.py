@@ -187,9 +187,9 @@ def fit_standard(
     """A standard HMM by EM."""
     module = TabularHMM(num_states, categorical(size))
     if protocol == RIGHT:
-        return fit_em(module, data, num_steps=iterations)
+        return fit_em(module, data, num_iterations=iterations)
     start = start_of_hmmlearn(num_states, size)
-    return fit_em(module, data, num_steps=iterations, tolerance=None, start=start)
+    return fit_em(module, data, num_iterations=iterations, tolerance=None, start=start)
 
 
 def fit_dense(
@@ -198,7 +198,7 @@ def fit_dense(
     """A DenseHMM by EM."""
     module = densehmm(protocol, num_states, size, dim)
     options = em.densehmm_schedule() if protocol == CODE else {}
-    return fit_em(module, data, **options | {"num_steps": iterations})
+    return fit_em(module, data, **options | {"num_iterations": iterations})
 
 
 def fit_direct(job: Job, halves: list[Halves], size: int, steps: int) -> list[HMM]:
@@ -217,12 +217,14 @@ def fit_direct(job: Job, halves: list[Halves], size: int, steps: int) -> list[HM
             torch.stack(targets).unsqueeze(1),  # (R, 1, V, V), one for each restart
             weight=1e6,  # makes Adam's epsilon negligible
             restarts=len(targets),
-            num_steps=steps,
+            num_iterations=steps,
             learning_rate=0.05,
             schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
             tolerance=None,
         )
-        values = {name.removeprefix("module."): each for name, each in fit.restarts.values.items()}
+        values = {
+            name.removeprefix("module."): each for name, each in fit.restarts.parameters.items()
+        }
     module = densehmm(job.protocol, n, size, dim, stationary=True)
     hmms = []
     for run, part in enumerate(halves):

@@ -148,7 +148,7 @@ class Problem:
         data = Sequences(self.values, self.lengths)
         with torch.no_grad():
             start = starts.from_hmm(self.hmm())
-        return lambda: fit_em(module, data, num_steps=count, tolerance=None, start=start)
+        return lambda: fit_em(module, data, num_iterations=count, tolerance=None, start=start)
 
     def hmmlearn_em(self, count: int) -> Any:
         """``fit`` of hmmlearn, from our initial values."""
@@ -273,7 +273,7 @@ class VectorProblem:
         module, data = TabularHMM(num_states, family), Sequences(self.values, self.lengths)
         with torch.no_grad():
             start = starts.from_hmm(self.hmm())
-        return lambda: fit_em(module, data, num_steps=count, tolerance=None, start=start)
+        return lambda: fit_em(module, data, num_iterations=count, tolerance=None, start=start)
 
     def _dynamax(self) -> tuple[Any, Any, Any, Any]:
         """Model, parameters and their properties, and the vectors."""

@@ -60,7 +60,7 @@ def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
     finds one that need not be the best.
 
     Where true states are known :func:`align` is better, and where there are data and two HMMs
-    :func:`pyrohmm.infer.results.match_states`.
+    :func:`pyrohmm.infer.replicates.match_states`.
 
     Args:
         found: ``(K, K)``, a transition matrix.
@@ -172,7 +172,7 @@ def state_histogram(states: Tensor, num_states: int) -> Tensor:
 
 
 def num_identified(states: Tensor, num_states: int, at_least: int = 50) -> int:
-    """Number of states in use: those that at least ``at_least`` steps are in.
+    """Number of states in use: those with at least ``at_least`` steps.
 
     Args:
         states: As of :func:`state_histogram`.

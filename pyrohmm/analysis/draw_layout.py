@@ -40,7 +40,7 @@ WRONG = (ValueError, RuntimeError, IndexError, AssertionError)
 
 
 class Layout(NamedTuple):
-    """How the variables of a model lie.
+    """Layout of a model's latent variables: dimensions of samples, states and sequences.
 
     Attributes:
         plates: Of the variables of which each sequence has one, by name.
@@ -144,7 +144,7 @@ def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, cou
 def own_from_prior(
     model: Model, known: Values, plates: Plates, shape: torch.Size, data: Sequences
 ) -> dict[str, Tensor]:
-    """Samples ``(C, S, N, ...)`` of what each sequence has one of, from the prior given ``known``.
+    """Samples ``(C, S, N, ...)`` of variables of each sequence from their prior, given ``known``.
 
     Args:
         model: The Pyro model.
@@ -195,7 +195,7 @@ def samples_of_fit(
     if isinstance(fit, SampledFit):
         return fit.chains, fit.stats
     if fit.method != "SVI":
-        return {name: value[None, None] for name, value in fit.values.items()}, {}
+        return {name: value[None, None] for name, value in fit.parameters.items()}, {}
     with torch.no_grad(), fit.at_rest():
         values, scores = samples_of(fit.guide, fit.names, num_draws, data)
     stats = {"log_guide": scores.double()[None]}

@@ -1,4 +1,4 @@
-r"""``PosteriorDraws``: samples of a posterior as HMMs, whose states are numbered alike in all.
+r"""``PosteriorDraws``: samples of a posterior as HMMs with aligned states.
 
 There are C chains of S samples. In each of them the states may have other numbers: the posterior of
 an HMM does not change when they are permuted, and a sampler or a guide ends at any order. Averages
@@ -18,6 +18,7 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_integers, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
@@ -26,7 +27,8 @@ from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
 from ..infer.models import to_model_device
 from ..infer.plates import check_fitted, marks_of, shared
-from ..infer.results import Fit, match_states
+from ..infer.replicates import match_states
+from ..infer.results import Fit
 from ..infer.sampled import summary_of
 from .draw_layout import (
     Layout,
@@ -52,7 +54,7 @@ class PosteriorDraws:
     Attributes:
         model: The Pyro model. It must return the HMM it builds, and accept dimensions of samples
             to the left of every latent variable, as all models of this package do.
-        values: Latent variables by name, ``(C, S, ...)``; those of sequences ``(C, S, N, ...)``.
+        parameters: Latent variables by name, ``(C, S, ...)``; of sequences ``(C, S, N, ...)``.
         stats: What else is known of each sample, by name, ``(C, S)``: ``diverging`` of a sampler;
             ``log_guide``, the log-density of the guide, of SVI.
         dims: Names of the dimensions of a variable, by its name, where they are not to be guessed.
@@ -67,24 +69,28 @@ class PosteriorDraws:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
         >>> model = MarginalModel(TabularHMM(2, categorical(6)))
         >>> guide = pyro.infer.autoguide.AutoNormal(model)
-        >>> draws = PosteriorDraws.of(fit_svi(model, guide, data, num_steps=10), num_draws=100)
+        >>> draws = PosteriorDraws.of(fit_svi(model, guide, data, num_iterations=10), num_draws=100)
         >>> draws.hmm(data).batch_shape  # chains, draws, sequences
         torch.Size([1, 100, 5])
-        >>> draws.aligned(data).values["module.transition"].mean((0, 1)).shape
+        >>> draws.aligned(data).parameters["module.transition"].mean((0, 1)).shape
         torch.Size([2, 2])
     """
 
     model: Callable[..., Any]
-    values: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     stats: dict[str, Tensor] = field(default_factory=dict)
     dims: Mapping[str, Sequence[str]] = field(default_factory=dict)
     fitted: Tensor | None = field(default=None, repr=False)
 
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
+
     def __post_init__(self) -> None:
-        shapes = {name: tuple(value.shape[:2]) for name, value in self.values.items()}
+        shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}
         if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
             raise ValueError(
-                "values must have shape (C, S, ...), S samples of each of C chains; got shapes "
+                "parameters must have shape (C, S, ...), S samples of each of C chains; got shapes "
                 f"{shapes}. Add the dimension of chains with unsqueeze(0)."
             )
 
@@ -115,7 +121,7 @@ class PosteriorDraws:
         """
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
-            values, stats, dims = posterior.values, posterior.stats, dims or posterior.dims
+            values, stats, dims = posterior.parameters, posterior.stats, dims or posterior.dims
         elif isinstance(posterior, Fit):
             model = model or posterior.model
             values, stats = samples_of_fit(posterior, num_draws, data)
@@ -131,19 +137,19 @@ class PosteriorDraws:
     @property
     def shape(self) -> torch.Size:
         """``(C, S)``; one sample if there is no latent variable."""
-        return next((value.shape[:2] for value in self.values.values()), torch.Size([1, 1]))
+        return next((value.shape[:2] for value in self.parameters.values()), torch.Size([1, 1]))
 
     def thin(self, count: int) -> PosteriorDraws:
         """At most ``count`` samples of each chain, evenly spaced."""
         check_size("count", count)
         chosen = torch.linspace(0, self.shape[1] - 1, min(count, self.shape[1])).round().long()
-        values = {name: value[:, chosen] for name, value in self.values.items()}
+        values = {name: value[:, chosen] for name, value in self.parameters.items()}
         stats = {name: value[:, chosen] for name, value in self.stats.items()}
-        return replace(self, values=values, stats=stats)
+        return replace(self, parameters=values, stats=stats)
 
     def summary(self) -> str:
         """A few lines of text: first whether the chains agree."""
-        return "\n".join(summary_of(self.values))
+        return "\n".join(summary_of(self.parameters))
 
     # Samples as HMMs
 
@@ -161,7 +167,7 @@ class PosteriorDraws:
         """
         data = to_model_device(self.model, None, data)
         layout, _ = self._check(data)
-        hmm = run(self.model, layout.wide(self.values, 2), data, layout)
+        hmm = run(self.model, layout.wide(self.parameters, 2), data, layout)
         return hmm.expand(torch.Size([*self.shape, len(data)]))
 
     def for_new(self, data: Sequences) -> PosteriorDraws:
@@ -189,9 +195,9 @@ class PosteriorDraws:
         plates = layout_of(self.model, self._one(), data).plates
         if not plates:
             raise ValueError("no variable of the model belongs to single sequences; use the draws.")
-        known = shared(self.values, plates)
+        known = shared(self.parameters, plates)
         own = own_from_prior(self.model, known, plates, self.shape, data)
-        return replace(self, values=known | own, stats={}, fitted=marks_of(data))
+        return replace(self, parameters=known | own, stats={}, fitted=marks_of(data))
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -214,7 +220,8 @@ class PosteriorDraws:
 
         Example:
             >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
-            >>> draws = PosteriorDraws.of(fit_em(TabularHMM(2, categorical(6)), data, num_steps=5))
+            >>> fit = fit_em(TabularHMM(2, categorical(6)), data, num_iterations=5)
+            >>> draws = PosteriorDraws.of(fit)
             >>> draws.map(data, lambda hmm: hmm.log_prob(data.values)).shape
             torch.Size([1, 1, 5])
         """
@@ -250,11 +257,11 @@ class PosteriorDraws:
 
     def _one(self) -> dict[str, Tensor]:
         """The first sample."""
-        return {name: value[0, 0] for name, value in self.values.items()}
+        return {name: value[0, 0] for name, value in self.parameters.items()}
 
     def _split(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
         """At most ``size`` samples at a time, ``(b, ...)`` by name; and how many they are."""
-        flat = {name: value.flatten(0, 1) for name, value in self.values.items()}
+        flat = {name: value.flatten(0, 1) for name, value in self.parameters.items()}
         total = self.shape.numel()
         for first in range(0, total, size):
             some = {name: value[first : first + size] for name, value in flat.items()}
@@ -268,7 +275,7 @@ class PosteriorDraws:
     # The order of states
 
     def aligned(self, data: Sequences) -> PosteriorDraws:
-        """Samples with their states permuted, such that a number means one thing in all.
+        """Samples with their states permuted to a common order.
 
         Raises:
             TypeError, ValueError: As :meth:`hmm` and :meth:`permute_states`.
@@ -279,9 +286,9 @@ class PosteriorDraws:
         """Which state of a common order each state of each sample corresponds to.
 
         States are matched where posteriors overlap most
-        (:func:`~pyrohmm.infer.results.match_states`): first with those of the sample of the largest
-        evidence, then with the average of all samples so matched, until no match changes. Where the
-        data do not tell two states apart, or never visit them, the match is arbitrary.
+        (:func:`~pyrohmm.infer.replicates.match_states`): first with those of the sample of the
+        largest evidence, then with the average of all samples so matched, until no match changes.
+        Where the data do not tell two states apart, or never visit them, the match is arbitrary.
 
         Args:
             data: Where posteriors are compared.
@@ -297,16 +304,16 @@ class PosteriorDraws:
         evidence = self.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
         best = int(evidence.argmax())
         values = {
-            name: value.flatten(0, 1)[best, None, None] for name, value in self.values.items()
+            name: value.flatten(0, 1)[best, None, None] for name, value in self.parameters.items()
         }
-        one = replace(self, values=values, stats={})
-        reference = one.map(data, lambda hmm: hmm.posterior(data.values).states)[0, 0]
+        one = replace(self, parameters=values, stats={})
+        reference = one.map(data, lambda hmm: hmm.posterior(data.values).state_probs)[0, 0]
         names = torch.empty(0)
         for _ in range(10):
             average = torch.zeros_like(reference)
 
             def match(hmm: HMM, reference: Tensor = reference, average: Tensor = average) -> Tensor:
-                states = hmm.posterior(data.values).states
+                states = hmm.posterior(data.values).state_probs
                 matched = match_states(states, reference)
                 order = matched.argsort(-1).to(states.device)[:, None, None]
                 average += states.gather(-1, order.expand(states.shape)).sum(0)
@@ -339,16 +346,16 @@ class PosteriorDraws:
         self._check_dims(dims, data)
         order = names.argsort(-1)
         values = {
-            name: permute_dims(value, dims[name], order) for name, value in self.values.items()
+            name: permute_dims(value, dims[name], order) for name, value in self.parameters.items()
         }
-        return replace(self, values=values)
+        return replace(self, parameters=values)
 
     def named_dims(self, data: Sequences) -> dict[str, tuple[str, ...]]:
         """Names of the dimensions of each variable: ``state``, ``next_state``, ``symbol``, ..."""
         layout = layout_of(self.model, self._one(), data)
         hmm = run(self.model, self._one(), data, layout)
         num_symbols = log_probs(hmm.emission).size(-1) if is_categorical(hmm.emission) else 0
-        shapes = {name: tuple(value.shape[2:]) for name, value in self.values.items()}
+        shapes = {name: tuple(value.shape[2:]) for name, value in self.parameters.items()}
         sequences = {plate.name: "sequence" for plate in layout.plates.values()}
         leading = {
             name: tuple(sequences.get(plate, plate) for plate in plates)
@@ -360,7 +367,7 @@ class PosteriorDraws:
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
         layout, hmm = self._check(data)
-        first = {name: value[:1, :1] for name, value in self.values.items()}
+        first = {name: value[:1, :1] for name, value in self.parameters.items()}
         order = _other_order(hmm)
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
@@ -377,7 +384,7 @@ class PosteriorDraws:
                 "them: PosteriorDraws.of(..., dims={'matrix': ('state', 'next_state')}); if states "
                 "share parameters, their order has a meaning already."
             ) from error
-        before, after = (replace(self, values=values, stats={}).log_prior(data)
+        before, after = (replace(self, parameters=values, stats={}).log_prior(data)
                          for values in (first, permuted))  # fmt: skip
         if not torch.allclose(before, after, rtol=1e-4, atol=1e-3):
             raise ValueError(
@@ -412,7 +419,7 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
     """
     with torch.no_grad():
         posterior = hmm.posterior(values)
-        visits = posterior.states.double().sum(-2)  # (*b, N, K)
+        visits = posterior.state_probs.double().sum(-2)  # (*b, N, K)
         visits = visits / visits.sum((-2, -1), keepdim=True)
         shares = visits.sum(-2)
         quantities = {

@@ -90,7 +90,7 @@ def to_arviz(
     Example:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
         >>> model = MarginalModel(TabularHMM(2, categorical(6)))
-        >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=5)
+        >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_iterations=5)
         >>> to_arviz(fit, data)["log_likelihood"]["x"].sizes["sequence"]
         5
     """
@@ -127,7 +127,7 @@ def _fitted_groups(
     names = samples.named_dims(data)
     scores = samples.map(data, assess, batch_size)
     posterior: Variables = {
-        name: ((*SAMPLE, *names[name]), value) for name, value in samples.values.items()
+        name: ((*SAMPLE, *names[name]), value) for name, value in samples.parameters.items()
     }
     for name in INVARIANTS:
         if name in scores:

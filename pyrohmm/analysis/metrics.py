@@ -91,7 +91,7 @@ def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexit
 def log_evidence(model: HMM | Fit, data: Data, batch_size: int = 256) -> Tensor:
     r"""Log evidence :math:`\log p(x_{1:T})` of each sequence, ``(N,)``, in nats.
 
-    Labels of ``data`` are not used. Of a fit it is that at ``fit.values``. If sequences have
+    Labels of ``data`` are not used. Of a fit it is that at ``fit.parameters``. If sequences have
     variables of their own, ``data`` are those that were fitted; see :func:`held_out_log_evidence`.
 
     Args:
@@ -133,14 +133,14 @@ def held_out_log_evidence(
     with torch.no_grad(), fit.at_rest():
         return torch.cat(
             [
-                new_log_evidence(fit.model, fit.values, part, fit.plates, num_samples)
+                new_log_evidence(fit.model, fit.parameters, part, fit.plates, num_samples)
                 for part in batches_of(data, batch_size)
             ]
         )
 
 
 def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
-    """Number of free parameters p; what sums to one has one less than entries.
+    """Number of free parameters p; a row of K probabilities counts K - 1.
 
     Latent variables count by the dimension of their support; those of which each sequence, or each
     group, has one, as often as there are. Other parameters of a module, such as the logits of a

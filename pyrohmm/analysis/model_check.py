@@ -1,4 +1,4 @@
-"""Is the model right: simulated data beside the data, residuals, and a page about a fit."""
+"""Model checks: data simulated from a fit, pseudo-residuals, and a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..infer.results import Fit
 from . import metrics, plots
 from .draws import PosteriorDraws
 from .plot_axes import axes_or_new
-from .residuals import pseudo_residuals
+from .queries import pseudo_residuals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -240,7 +240,7 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
         ("Emissions", lambda: _picture(plots.emission(hmm))),
         (
             "States of the first sequence",
-            lambda: _picture(plots.states(first.posterior(data.values[:1]).states[0])),
+            lambda: _picture(plots.state_probs(first.posterior(data.values[:1]).state_probs[0])),
         ),
         (
             "Simulated data beside the data",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .. import _renamed as renamed
 from ..infer.results import Fit
 
 if TYPE_CHECKING:
@@ -55,6 +56,35 @@ def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float
             axes.text(j, i, text, ha="center", va="center", color=color)
 
 
+def single(name: str, parameter: Tensor) -> Tensor:
+    """A parameter ``(K, *)`` of an HMM on the CPU; raise if it has batch dimensions."""
+    if parameter.dim() != 2:
+        raise ValueError(
+            f"hmm must have one set of parameters; its {name} have shape {tuple(parameter.shape)}. "
+            "Build it from one sample, for instance with fit.hmm(data)."
+        )
+    return parameter.detach().cpu()
+
+
+def square(
+    axes: Axes | None,
+    matrix: Tensor,
+    texts: Sequence[Sequence[str]],
+    names: Sequence[str] | None,
+    most: int,
+) -> Axes:
+    """Draw a transition matrix as shades, with texts if there are at most ``most`` states."""
+    size = len(matrix)
+    labels = names_or_numbers(names, size)
+    axes = axes_or_new(axes)
+    table(axes, matrix, texts if size <= most else [])
+    if size <= MOST_TICKS or names is not None:
+        axes.set_xticks(range(size), labels, rotation="vertical" if size > MOST_TICKS else None)
+        axes.set_yticks(range(size), labels)
+    axes.set(xlabel="to", ylabel="from")
+    return axes
+
+
 def legend_above(axes: Axes, inside: bool = False) -> None:
     """A legend in a row above the axes, or inside; none of more than ten entries."""
     count = len(axes.get_legend_handles_labels()[0])
@@ -64,7 +94,8 @@ def legend_above(axes: Axes, inside: bool = False) -> None:
         axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
 
 
-def history(fit: Fit, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def history(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the parts of the loss at each step: ``Fit.history``, in nats."""
     axes = axes_or_new(axes)
     for name, values in fit.history.items():

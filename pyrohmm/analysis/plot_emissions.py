@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hmm import HMM
@@ -31,8 +32,10 @@ WIDTH = 4.0  # standard deviations of a state to both sides, over which it is dr
 SMALL = 1e-4  # probability of a count that is not drawn
 
 
+@renamed.by_name
 def emission(
     hmm: HMM,
+    *,
     symbols: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     axes: Axes | None = None,

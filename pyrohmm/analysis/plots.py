@@ -1,4 +1,4 @@
-"""Pictures of HMMs, of answers about sequences, and of fits.
+"""Plots of HMMs, of posterior queries, and of fits.
 
 Each is drawn on matplotlib's axes, which are returned: ``axes.figure.savefig(path)`` keeps it.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -28,7 +29,8 @@ from .plot_axes import (
     colors_of,
     legend_above,
     names_or_numbers,
-    table,
+    single,
+    square,
 )
 from .plot_axes import history as history
 from .plot_emissions import emission as emission
@@ -42,36 +44,8 @@ MOST_ARROWS = 40
 LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
-def _single(name: str, parameter: Tensor) -> Tensor:
-    """A parameter ``(K, *)`` of an HMM on the CPU; raise if it has batch dimensions."""
-    if parameter.dim() != 2:
-        raise ValueError(
-            f"hmm must have one set of parameters; its {name} have shape {tuple(parameter.shape)}. "
-            "Build it from one sample, for instance with fit.hmm(data)."
-        )
-    return parameter.detach().cpu()
-
-
-def _square(
-    axes: Axes | None,
-    matrix: Tensor,
-    texts: Sequence[Sequence[str]],
-    names: Sequence[str] | None,
-    most: int,
-) -> Axes:
-    """Draw a transition matrix as shades, with texts if there are at most ``most`` states."""
-    size = len(matrix)
-    labels = names_or_numbers(names, size)
-    axes = axes_or_new(axes)
-    table(axes, matrix, texts if size <= most else [])
-    if size <= MOST_TICKS or names is not None:
-        axes.set_xticks(range(size), labels, rotation="vertical" if size > MOST_TICKS else None)
-        axes.set_yticks(range(size), labels)
-    axes.set(xlabel="to", ylabel="from")
-    return axes
-
-
-def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Draw the transition matrix as a table of shades; row = from, column = to.
 
     Args:
@@ -79,15 +53,18 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, axes: Axes | None =
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
-    matrix = _single("transitions", hmm.log_transition).exp()
-    return _square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
+    matrix = single("transitions", hmm.log_transition).exp()
+    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
 
 
-def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def state_probs(
+    probs: Tensor, names: Sequence[str] | None = None, *, axes: Axes | None = None
+) -> Axes:
     """Draw the distribution of the state at each step as stacked shares.
 
     Args:
-        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).states``.
+        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).state_probs``.
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
 
@@ -104,9 +81,11 @@ def states(probs: Tensor, names: Sequence[str] | None = None, axes: Axes | None 
     return axes
 
 
+@renamed.by_name
 def timeline(
     states: Tensor,
     names: Sequence[str] | None = None,
+    *,
     lengths: Tensor | None = None,
     axes: Axes | None = None,
 ) -> Axes:
@@ -147,10 +126,12 @@ def timeline(
     return axes
 
 
+@renamed.by_name
 def series(
     hmm: HMM,
     values: Tensor,
     names: Sequence[str] | None = None,
+    *,
     level: float = 0.9,
     axes: Axes | None = None,
 ) -> Axes:
@@ -202,9 +183,11 @@ def series(
     return axes
 
 
+@renamed.by_name
 def graph(
     hmm: HMM,
     names: Sequence[str] | None = None,
+    *,
     least: float | None = None,
     axes: Axes | None = None,
 ) -> Axes:
@@ -223,7 +206,7 @@ def graph(
     Raises:
         ValueError: If the matrix has more than two dimensions, or there are not K names.
     """
-    matrix = _single("transitions", hmm.log_transition).exp()
+    matrix = single("transitions", hmm.log_transition).exp()
     size = len(matrix)
     labels = names_or_numbers(names, size)
     axes = axes_or_new(axes)
@@ -265,12 +248,14 @@ def _arrow(
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
+@renamed.by_name
 def criterion(
     scores: Mapping[int, float] | Mapping[str, Mapping[int, float]],
     name: str = "criterion",
+    *,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw a criterion against the number of states, and mark where it is least.
+    """Draw a criterion against the number of states, and mark its minimum.
 
     Args:
         scores: Criterion by K, such as ``{K: metrics.bic(fit, data)}``; or several such, by name.
@@ -297,9 +282,11 @@ def criterion(
     return axes
 
 
+@renamed.by_name
 def transition_posterior(
     samples: Tensor,
     names: Sequence[str] | None = None,
+    *,
     level: float = 0.9,
     axes: Axes | None = None,
 ) -> Axes:
@@ -307,7 +294,7 @@ def transition_posterior(
 
     Args:
         samples: ``(*S, K, K)``, such as ``fit.samples()["module.transition"]`` or, of chains,
-            ``draws.aligned(data).values["module.transition"]``.
+            ``draws.aligned(data).parameters["module.transition"]``.
         names: Of the K states; numbers by default.
         level: Probability of the intervals.
         axes: Where to draw; new ones by default.
@@ -324,10 +311,11 @@ def transition_posterior(
     texts = [
         [f"{m:.2f}\n{a:.2f} to {b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
     ]
-    return _square(axes, mean, texts, names, 8)
+    return square(axes, mean, texts, names, 8)
 
 
-def losses(fit: Fit, axes: Axes | None = None) -> Axes:
+@renamed.by_name
+def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the step; of restarts, the best in colour.
 
     Args:
@@ -346,9 +334,11 @@ def losses(fit: Fit, axes: Axes | None = None) -> Axes:
     return axes
 
 
+@renamed.by_name
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
+    *,
     levels: Sequence[float] = (0.5, 0.9),
     axes: Axes | None = None,
 ) -> Axes:
@@ -361,7 +351,7 @@ def forecast(
         levels: Probabilities of the bands.
         axes: Where to draw; new ones by default.
     """
-    ahead, start = predicted.states.size(-2), 0 if values is None else values.numel()
+    ahead, start = predicted.state_probs.size(-2), 0 if values is None else values.numel()
     past = () if values is None else tuple(values.shape)
     if predicted.shape().numel() != ahead or start != max(past, default=0):
         raise ValueError(
@@ -386,8 +376,10 @@ def forecast(
     return axes
 
 
+@renamed.by_name
 def durations(
     hmm: HMM,
+    *,
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -412,8 +404,10 @@ def durations(
     return _lasting(curves, ended * lasted, "probability", names, axes)
 
 
+@renamed.by_name
 def survival(
     hmm: HMM,
+    *,
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -426,8 +420,10 @@ def survival(
     return _lasting(curves, lasted, "probability to last as long", names=names, axes=axes)
 
 
+@renamed.by_name
 def hazard(
     hmm: HMM,
+    *,
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
@@ -475,7 +471,7 @@ def _lasting(
     axes: Axes | None = None,
 ) -> Axes:
     """Curves ``(K, D)``, and dots ``(K, T)``, against the number of steps."""
-    curves = _single("durations", curves)
+    curves = single("durations", curves)
     labels = names_or_numbers(names, len(curves), "state ")
     axes = axes_or_new(axes)
     steps, shown = range(1, curves.size(1) + 1), min(curves.size(1), dots.size(1))

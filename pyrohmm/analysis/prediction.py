@@ -275,7 +275,7 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
     refuse_autoregressive(hmm, "observation_marginals")
     posterior = hmm.posterior(values)
     check_possible(posterior.log_evidence)
-    states = posterior.states.masked_fill(
+    states = posterior.state_probs.masked_fill(
         ~hmm.exists.unsqueeze(-1), 1.0
     )  # so that sampling is possible
     states = states / states.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Filtering of observations as they come, in memory that does not grow with their number."""
+"""Online filtering of streams, in constant memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import _renamed as renamed
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
 from ..chains.base import refuse_steps
@@ -24,9 +25,14 @@ from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
 from .prediction import in_blocks
 
+# To the first step no transition leads; where blocks are visited sums are over those of blocks.
+Transition = Tensor | Transitions | None
+# Of step t log p(x_t | z_t) ``(*B, K)`` and, where blocks are visited, the blocks ``(n,)``.
+Likelihood = Callable[[int], tuple[Any, Any]]
+
 
 class Message(NamedTuple):
-    """What the past says of the next step.
+    """Predictive message of the next step, given all steps before it.
 
     Attributes:
         log_states: ``(*B, K)``, filtered log-probabilities of the states of the expanded chain.
@@ -61,14 +67,11 @@ class Filter:
 
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
-    is too long. Parameters per step end with their last step.
-
-    After an impossible observation a stream's evidence is -inf and its states are all zero, and so
-    they remain: nothing follows from what cannot happen. Other streams are not affected.
+    is too long. Parameters per step end with their last step. After an impossible observation a
+    stream's evidence is -inf and its states are all zero, and so they remain.
 
     Args:
-        hmm: The model, of any chain and emission. What filters a :class:`pyrohmm.HSMM` or a
-            :class:`pyrohmm.SecondOrderHMM` is its expanded chain.
+        hmm: The model, of any chain and emission; those that are not Markov are expanded.
 
     Raises:
         TypeError: If ``hmm`` is not an :class:`HMM`.
@@ -91,12 +94,11 @@ class Filter:
         Ten thousand streams side by side, of two steps, and what the second step has surprised by:
 
         >>> streams = Filter(hmm.expand((10_000,)))
-        >>> tosses = torch.zeros(10_000, 2).long()
-        >>> tosses[7, 1] = 1
+        >>> tosses = torch.eye(10_000, 2).long()  # of the second stream (0, 1)
         >>> streams.update(tosses).shape
         torch.Size([10000, 2, 2])
-        >>> streams.surprise[:, 1].argmin(), streams.surprise[7, 1]
-        (tensor(7), tensor(0.5220))
+        >>> streams.surprise[:, 1].argmin(), streams.surprise[1, 1]
+        (tensor(1), tensor(0.5220))
     """
 
     def __init__(self, hmm: HMM) -> None:
@@ -161,9 +163,13 @@ class Filter:
         return self._surprise.clone()
 
     @property
-    def states(self) -> Tensor:
+    def state_probs(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
         return _summed(self._message.log_states, self._state_of, self.hmm.num_states)
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
     def update(
         self,
@@ -177,8 +183,7 @@ class Filter:
             observation: ``(*B, *E)``, one observation for each stream; or ``(*B, L, *E)``, the next
                 L of each. A number is the observation of all streams, None is a step that is
                 missing in all of them. What is NaN throughout is missing.
-            observed: ``(*B)`` or ``(*B, L)`` booleans, True where the step is observed; all by
-                default.
+            observed: ``(*B)`` or ``(*B, L)`` booleans: which steps are observed; by default all.
             times: ``(*B, L)``, when these steps are; of a :class:`ContinuousTimeHMM`.
 
         Returns:
@@ -192,20 +197,15 @@ class Filter:
             values, known, several = self._read(observation, observed)
             matrices, time = self._matrices(known.size(-1), known, times)
             likelihood, past = self._likelihood(values, known)
-            log_states, evidence, num_steps, *_ = self._message
-            states, scores = [], []
-            for t, matrix in enumerate(matrices):
-                here, block = likelihood(t)
-                joint = self._predicted(log_states, matrix, block) + here
-                score = joint.logsumexp(-1).masked_fill(~known[..., t], 0.0)  # rounding is none
+            states, scores, log_states = self._passed(matrices, likelihood)
+            scores = scores.masked_fill(~known, 0.0)  # rounding is none
+            _, evidence, num_steps, *_ = self._message
+            for score in scores.unbind(-1):
                 evidence = evidence + score
-                log_states = normalised(joint).to(log_states.dtype)
-                states.append(_summed(log_states, self._state_of, self.hmm.num_states))
-                scores.append(score)
-            self._message = Message(log_states, evidence, num_steps + len(states), time, *past)
+            self._message = Message(log_states, evidence, num_steps + len(matrices), time, *past)
             # after what is impossible nothing follows, not even a surprise
-            self._surprise = -torch.stack(scores, -1) if several else -scores[-1]
-            return torch.stack(states, -2) if several else states[-1]
+            self._surprise = -scores if several else -scores[..., -1]
+            return states if several else states[..., -1, :]
 
     def predict(self, num_steps: int = 1, times: Tensor | None = None) -> Forecast:
         r"""Predictive distributions :math:`p(x_{t+h} \mid x_{1:t})` of the next observations.
@@ -227,12 +227,8 @@ class Filter:
         if self.hmm.emission_per_step:
             refuse_steps("predict")
         with torch.no_grad():
-            log_states, states = self._message.log_states, []
             num_steps = num_steps if times is None else times.size(-1)
-            for matrix in self._matrices(num_steps, None, times)[0]:
-                log_states = self._predicted(log_states, matrix)
-                states.append(_summed(log_states, self._state_of, self.hmm.num_states))
-            ahead = torch.stack(states, -2)
+            ahead = self._passed(self._matrices(num_steps, None, times)[0], _nothing)[0]
             if not isinstance(emission, Autoregressive):
                 return Forecast(ahead, emission)
             self.hmm.check_constant("predict of observations that depend on those before")
@@ -273,81 +269,87 @@ class Filter:
 
     # The recursion
 
-    def _predicted(
-        self, log_states: Tensor, matrix: Tensor | None, block: Tensor | None = None
-    ) -> Tensor:
+    def _passed(
+        self, matrices: list[Transition], likelihood: Likelihood
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Filter on: :math:`p(z_t \mid x_{1:t})`, :math:`\log p(x_t \mid x_{1:t-1})` by step.
+
+        Returns:
+            ``(*B, L, K)``, ``(*B, L)``, and log-probabilities of the states after the last step.
+        """
+        log_states, states, scores = self._message.log_states, [], []
+        for t, matrix in enumerate(matrices):
+            here, block = likelihood(t)
+            joint = self._predicted(log_states, matrix, block) + here
+            scores.append(joint.logsumexp(-1))
+            log_states = normalised(joint).to(log_states.dtype)
+            states.append(_summed(log_states, self._state_of, self.hmm.num_states))
+        return torch.stack(states, -2), torch.stack(scores, -1), log_states
+
+    def _predicted(self, log_states: Tensor, matrix: Transition, block: Tensor | None) -> Tensor:
         """Log-probabilities ``(*B, K)`` of the states one step later, in blocks ``(n,)`` if given.
 
-        Args:
-            log_states: ``(*B, K)``, of the states now.
-            matrix: ``(*b, K, K)``; of size zero where blocks are visited; None to the first step.
-            block: The block of each stream, or one more than there are where it may be any.
+        A block is one more than there are where the state may be in any.
         """
         if matrix is None:
             return log_states
-        if self._blocks is None:
+        if isinstance(matrix, Tensor):
             return (log_states.unsqueeze(-1) + matrix).logsumexp(-2)
         wide = pad(log_states.reshape(-1, self.hmm.num_states), (0, 1), value=-torch.inf)
-        everything = torch.full((len(wide),), self._blocks.all)
+        everything = torch.full((len(wide),), matrix.all)
         possible = ~wide.isneginf().cpu()
-        places = self._blocks.places(torch.arange(self._blocks.all))
+        places = matrix.places(torch.arange(matrix.all))
         inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
         source = torch.where(inside.values == possible.sum(-1), inside.indices, everything)
-        after = self._blocks.sums(wide, source, everything if block is None else block)
+        after = matrix.sums(wide, source, everything if block is None else block)
         return after[:, :-1].to(log_states.dtype).reshape(log_states.shape)
 
     def _matrices(
         self, num_steps: int, known: Tensor | None, times: Any
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        """Transitions ``(*b, K, K)`` to each of the next steps, and the time of the last of them.
-
-        None to the very first step, and of size zero where blocks are visited.
-        """
-        before, chain = self.num_steps, self.hmm.chain
-        if isinstance(chain, RateChain):
-            check_real("times", times)
-            at = (
-                _of_streams("times", times, self.batch_shape, num_steps)
-                .to(chain.rates.device)
-                .double()
-            )
-            last = self._message.time
-            joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
-            check_times(joined, torch.ones_like(joined, dtype=torch.bool))
-            gaps = Gaps(*joined.diff(dim=-1).unique(return_inverse=True))
-            seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0))
-            tables = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
-            matrices = list(tables.to(self._message.log_states.dtype).unbind(-3))
-            return [None] * (num_steps - len(matrices)) + matrices, at[..., -1]
+    ) -> tuple[list[Transition], Tensor | None]:
+        """Transitions to each of the next steps, and the time of the last of them."""
+        if isinstance(self.hmm.chain, RateChain):
+            return self._matrices_at(times, self.hmm.chain, num_steps, known)
         if times is not None:
             raise ValueError("times are those of a ContinuousTimeHMM; this hmm has none.")
+        steps = range(self.num_steps, self.num_steps + num_steps)
         if self._blocks is not None:
-            tables, per_step = self._surprise.new_zeros(1, 0, 0), False
-        else:
-            tables, per_step = self._chain.matrices, self._chain.per_step
-        per_step = per_step or tables.size(-3) > 1
-        if per_step and before + num_steps > tables.size(-3) + 1:
+            return [self._blocks if t else None for t in steps], None
+        tables = self._chain.matrices
+        if tables.size(-3) == 1 and not self._chain.per_step:
+            tables = tables.expand(*tables.shape[:-3], steps.stop, -1, -1)
+        if steps.stop > tables.size(-3) + 1:
             raise ValueError(
-                f"hmm has parameters for {tables.size(-3) + 1} steps; got {before + num_steps}."
+                f"hmm has parameters for {tables.size(-3) + 1} steps; got {steps.stop}."
             )
-        places = range(before - 1, before - 1 + num_steps)
-        return [None if t < 0 else tables[..., t if per_step else 0, :, :] for t in places], None
+        return [tables[..., t - 1, :, :] if t else None for t in steps], None
+
+    def _matrices_at(
+        self, times: Any, chain: RateChain, num_steps: int, known: Tensor | None
+    ) -> tuple[list[Transition], Tensor]:
+        """Transitions of a chain in continuous time to steps at ``times``, and the last time."""
+        check_real("times", times)
+        at = _of_streams("times", times, self.batch_shape, num_steps)
+        at, last = at.to(chain.rates.device).double(), self._message.time
+        joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
+        check_times(joined, torch.ones_like(joined, dtype=torch.bool))
+        gaps = Gaps(*joined.diff(dim=-1).unique(return_inverse=True))
+        seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0))
+        tables = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
+        matrices: list[Transition] = [None] if last is None else []
+        return matrices + list(tables.to(self._message.log_states.dtype).unbind(-3)), at[..., -1]
 
     # Observations
 
     def _likelihood(
         self, values: Tensor | None, known: Tensor
-    ) -> tuple[Callable[[int], tuple[Any, Any]], tuple[Tensor, Tensor] | tuple[()]]:
-        """Log-likelihoods, and which observations the next ones depend on.
-
-        The former are a function of the step t that returns log p(x_t | z_t) ``(*B, K)`` and,
-        where blocks are visited, the blocks ``(n,)``.
-        """
+    ) -> tuple[Likelihood, tuple[Tensor, Tensor] | tuple[()]]:
+        """Log-likelihoods, and which observations the next ones depend on."""
         hmm, events, num_steps = self.hmm, len(self.hmm.event_shape), known.size(-1)
         emission = hmm.emission if self._blocks is None else None
         lags = emission.lags if isinstance(emission, Autoregressive) else 0
         if values is None and not lags:
-            return lambda t: (0.0, None), ()
+            return _nothing, ()
         if values is None:
             like = (
                 known.to(self._surprise.dtype) if self._message.past is None else self._message.past
@@ -405,6 +407,11 @@ class Filter:
         return values, known, several
 
 
+def _nothing(_: int) -> tuple[float, None]:
+    """Log-likelihoods of a step that is missing."""
+    return 0.0, None
+
+
 def _summed(log_states: Tensor, state_of: Tensor | None, num_states: int) -> Tensor:
     """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
     probs = log_states.exp()
@@ -415,7 +422,7 @@ def _summed(log_states: Tensor, state_of: Tensor | None, num_states: int) -> Ten
 
 def _in_blocks(
     hmm: BlockHMM, transitions: Transitions, values: Tensor, known: Tensor
-) -> Callable[[int], tuple[Tensor, Tensor]]:
+) -> Likelihood:
     """Log-likelihoods of symbols, in the states of their blocks, and the blocks."""
     num_steps, shape = known.size(-1), (*hmm.batch_shape, hmm.num_states)
     rows, mask = values.reshape(-1, num_steps), known.reshape(-1, num_steps)

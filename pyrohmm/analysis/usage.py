@@ -50,7 +50,7 @@ class TransitionSpectrum(NamedTuple):
 
     @property
     def stable_rank(self) -> float:
-        """The sum of squares over the largest of them: from 1 to the rank of A."""
+        """Sum of the squared singular values over the largest square: from 1 to the rank of A."""
         return self.squares / float(self.singular_values[0]) ** 2
 
     def effective_rank(self, share: float = 0.99) -> int | None:
@@ -103,7 +103,7 @@ def _expected_steps(hmm: HMM, values: Tensor) -> Any:
     """``(K,)`` float64."""
     with torch.no_grad():
         if not isinstance(hmm, BlockHMM) or hmm.observed is not None:
-            return hmm.posterior(values).states.flatten(0, -2).double().sum(0)
+            return hmm.posterior(values).state_probs.flatten(0, -2).double().sum(0)
         found = hmm.block_posterior(values)
         exists = found.states >= 0
         counts = torch.zeros(hmm.num_states, dtype=torch.float64, device=found.probs.device)

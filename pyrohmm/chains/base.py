@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
 from .._sync import exceeds
@@ -22,14 +24,18 @@ class ExpectedCounts(NamedTuple):
 
     Attributes:
         log_evidence: ``(*B)``, in nats.
-        states: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
+        state_probs: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
         counts: By the names of the chain's parameters and in their shapes, the expected number of
             uses of each entry. Batch dimensions that a parameter lacks are summed.
     """
 
     log_evidence: Tensor
-    states: Tensor
+    state_probs: Tensor
     counts: dict[str, Tensor]
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
 
 class Expansion(NamedTuple):
@@ -89,7 +95,7 @@ class Chain:
         for name, value in parameters.items():
             setattr(self, name, from_numpy(name, value))
 
-    @property
+    @cached_property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters by name."""
         return {name: getattr(self, name) for name in self.cores}
@@ -265,8 +271,9 @@ class Chain:
                 raise ValueError(
                     f"{name} must have shape (*B, {', '.join(core)}); got shape {tuple(shape)}."
                 )
-            wanted = tuple([sizes.setdefault(letter, n) for letter, n in zip(core, shape)])
-            if shape != wanted:
+            for letter, size in zip(core, shape):
+                sizes.setdefault(letter, size)
+            if shape != (wanted := tuple(map(sizes.get, core))):
                 raise ValueError(
                     f"{name} must end in shape ({', '.join(core)}) = {wanted}; got shape "
                     f"{tuple(tensor.shape)}."

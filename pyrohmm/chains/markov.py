@@ -140,7 +140,7 @@ class MarkovChain(MarkovRecursions):
         """Counts of the recursions under the names of the parameters."""
         pairs = found.transitions if self.per_step else found.transitions.squeeze(-3)
         counts = {"log_initial": found.initial, "log_transition": pairs}
-        return ExpectedCounts(found.log_evidence, found.states, counts)
+        return ExpectedCounts(found.log_evidence, found.state_probs, counts)
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
         """First states and transitions of paths, counted."""

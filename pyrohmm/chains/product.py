@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from ..ops import factorial
 from ..ops import stationary as stationary_ops
 from ..ops.sampling import CategoricalTable
@@ -22,15 +23,19 @@ class FactorialPosterior(NamedTuple):
 
     Attributes:
         log_evidence: ``(*B)``, in nats.
-        states: ``(*B, T, K)``, smoothed marginals of the product states; zero at padded steps.
+        state_probs: ``(*B, T, K)``, smoothed marginals of the product states; zero at padded steps.
         chains: M of ``(*B, T, K_m)``, those of each chain.
         transitions: M of ``(*B, K_m, K_m)``, expected number of transitions of each chain.
     """
 
     log_evidence: Tensor
-    states: Tensor
+    state_probs: Tensor
     chains: tuple[Tensor, ...]
     transitions: tuple[Tensor, ...]
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
 
 class ProductChain(Chain):
@@ -150,7 +155,7 @@ class ProductChain(Chain):
         return FactorialPosterior(evidence, states, self.marginals(states), transitions)
 
     def permuted(self, order: Tensor) -> Chain:
-        """Product states in another order are those of no chains: raises ValueError."""
+        """Raise ValueError: permuted product states are not a product of chains."""
         raise ValueError(
             "permute_states needs one chain; the states of this FactorialHMM are those of several. "
             "Pass hmm.expanded()."

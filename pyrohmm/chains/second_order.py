@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from ..ops import second_order
 from ..ops.sampling import CategoricalTable, sample_path
 from .base import Chain, Core, Expansion, entry
@@ -18,15 +19,19 @@ class SecondOrderPosterior(NamedTuple):
 
     Attributes:
         log_evidence: ``(*B)``, in nats.
-        states: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
+        state_probs: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
         transitions: ``(*B, K, K)``, expected number of transitions between adjacent states.
         triples: ``(*B, K, K, K)``, expected number of uses of each entry of ``log_transition``.
     """
 
     log_evidence: Tensor
-    states: Tensor
+    state_probs: Tensor
     transitions: Tensor
     triples: Tensor
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
 
 class SecondOrderChain(Chain):

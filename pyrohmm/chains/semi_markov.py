@@ -197,7 +197,7 @@ class SemiMarkovChain(Chain):
         assert found.durations is not None
         pairs = found.transitions.squeeze(-3)
         counts = found.initial, pairs, found.durations
-        return ExpectedCounts(found.log_evidence, found.states, dict(zip(self.cores, counts)))
+        return ExpectedCounts(found.log_evidence, found.state_probs, dict(zip(self.cores, counts)))
 
     def check_markov(self, purpose: str) -> None:
         """Raise: the next state depends on how long the segment has lasted."""

@@ -224,7 +224,7 @@ def first_sequence(data: Sequences | Parts) -> Sequences:
 
 
 class Window(Sequences):
-    """Pieces of sequences, which some streams hold one after the other.
+    """A window of consecutive steps of several streams of sequences.
 
     Args:
         values: ``(N, T, *E)``.

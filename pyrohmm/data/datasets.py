@@ -1,4 +1,4 @@
-"""Data sets: public files with checksums, and small sets made here.
+"""Data sets: public files with checksums, and small simulated or bundled sets.
 
 No public data set is part of this package. :func:`find` gives the path of one, and trusts no
 content whose checksum differs. Other data are simulated from known parameters (:func:`casino`,

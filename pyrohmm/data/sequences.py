@@ -41,7 +41,7 @@ PARTS = "labels", "covariates", "times", "rows"  # (N, T, *), beside values and 
 
 
 class Sequences(Dataset["Sequences"]):
-    """Sequences of different lengths, some of their steps perhaps missing.
+    """Sequences of different lengths in one padded tensor, with missing steps.
 
     They are a torch ``Dataset`` of single sequences, of which
     ``DataLoader(data, batch_size=8, shuffle=True, collate_fn=data.collate)`` makes minibatches.
@@ -292,11 +292,12 @@ class Sequences(Dataset["Sequences"]):
         return floats.masked_fill(missing, torch.nan)[self.exists], self.lengths
 
     def to_dataframe(self, states: Tensor | None = None, probs: Tensor | None = None) -> Any:
-        """A ``pandas.DataFrame`` with a row for each step, such as of a table its states.
+        """A ``pandas.DataFrame`` with a row for each step, and its state or probabilities.
 
         Args:
             states: ``(N, T)``, such as ``hmm.viterbi(data)``: the column "state".
-            probs: ``(N, T, K)``, such as ``hmm.posterior(data).states``: columns "p0", "p1", ...
+            probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``: columns "p0",
+                "p1", ...
 
         Returns:
             From :meth:`from_dataframe`, the rows of the table in their order, with its index and
@@ -316,7 +317,7 @@ class Sequences(Dataset["Sequences"]):
     @property
     def num_steps(self) -> int:
         """T, the number of steps after padding."""
-        return self.values.size(1)
+        return self.observed.size(1)  # values may have dimensions of samples to the left
 
     @property
     def device(self) -> torch.device:
@@ -330,7 +331,7 @@ class Sequences(Dataset["Sequences"]):
 
     @property
     def num_labelled(self) -> int:
-        """Number of steps whose state is known, or is known not to be one of them."""
+        """Number of steps whose state is known, or restricted to some of the states."""
         if self.labels is None:
             return 0
         known = ~self.labels.all(-1) if self.labels.dtype == torch.bool else self.labels >= 0
@@ -342,7 +343,7 @@ class Sequences(Dataset["Sequences"]):
         return int(self.observed.sum())
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.lengths)
 
     def __repr__(self) -> str:
         return (

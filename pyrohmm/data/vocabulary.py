@@ -137,7 +137,7 @@ class Vocabulary(tuple[str, ...]):
 
 
 def word_classes(word: str) -> list[str]:
-    """Symbols that may stand for a word that is not known, the most telling first.
+    """Symbols that may replace an unknown word, the most informative first.
 
     They say what can be seen of a word by itself: its last letters, whether it begins with a
     capital or has no small letter, whether there are digits or hyphens in it.

@@ -8,6 +8,7 @@ Its modules; each imports only those above it:
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
 ``constructors``           the arguments that a distribution is built from
+``modified``               wrapped Cauchy; zero-inflated, censored, truncated distributions
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
 ``values``                 observations as the recursions read them
@@ -42,6 +43,10 @@ from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast
 from .hard_zeros import log_probs as log_probs
 from .hmm import HMM as HMM
+from .modified import Censored as Censored
+from .modified import Truncated as Truncated
+from .modified import WrappedCauchy as WrappedCauchy
+from .modified import ZeroInflated as ZeroInflated
 from .ngram_block_hmm import NGramBlockHMM as NGramBlockHMM
 from .ngram_block_hmm import NGramProbs as NGramProbs
 from .ngram_block_hmm import NGramWeights as NGramWeights

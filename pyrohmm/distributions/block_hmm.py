@@ -143,7 +143,7 @@ class BlockHMM(HMM):
         return self._validated_alike(new)
 
     def replace(self, **changes: Any) -> HMM:
-        """A copy with some arguments changed; dense where blocks cannot say it."""
+        """A copy with some arguments changed; dense where blocks cannot represent it."""
         lengths = changes.get("lengths", self.lengths)
         if set(changes) - {"lengths", "observed", "allowed"} or (
             self.carried is not None and lengths.shape != self.lengths.shape

@@ -38,7 +38,7 @@ class AutoregressiveCategorical(Autoregressive):
         >>> emission = distributions.AutoregressiveCategorical(first, Categorical(tables))
         >>> sure = torch.eye(2).log()
         >>> hmm = HMM(torch.tensor([0.5, 0.5]).log(), sure, emission, torch.tensor(3))
-        >>> hmm.posterior(torch.tensor([0, 0, 0])).states[-1]
+        >>> hmm.posterior(torch.tensor([0, 0, 0])).state_probs[-1]
         tensor([0.9529, 0.0471])
     """
 

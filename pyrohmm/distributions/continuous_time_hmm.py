@@ -11,19 +11,14 @@ from .._checks import (
     check_real,
 )
 from .._transforms import transforming, uncompiled
-from ..chains.rates import Gaps, RateChain, over_gaps
-from ..ops.continuous_time import log_transitions
+from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
 from .forecast import Forecast
 from .hmm import HMM
 
 
-def _diagonal(matrix: Tensor) -> Tensor:
-    return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
-
-
 class ContinuousTimeHMM(HMM):
-    r"""Sequences emitted by a Markov chain in continuous time, observed at times of their own.
+    r"""Sequences emitted by a Markov chain in continuous time, observed at irregular times.
 
     .. math:: p(z_{t+1} = j \mid z_t = i) = \bigl(e^{Q (\tau_{t+1} - \tau_t)}\bigr)_{ij}
 
@@ -110,7 +105,7 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def exact_entry(self) -> Tensor | None:
-        """``(K,)`` booleans, states whose entry is seen at its very time; or None."""
+        """``(K,)`` booleans, states whose time of entry is observed exactly; or None."""
         return self.chain.exact_entry
 
     @property
@@ -144,7 +139,7 @@ class ContinuousTimeHMM(HMM):
     def next_state_probs(self) -> Tensor:
         """Probabilities ``(*B, K, K)`` of the next state; rows of states never left are zero."""
         leave = -self.rates.diagonal(dim1=-2, dim2=-1).masked_fill(self._absorbing, -1.0)
-        return (self.rates / leave.unsqueeze(-1)).masked_fill(_diagonal(self.rates), 0.0)
+        return (self.rates / leave.unsqueeze(-1)).masked_fill(diagonal(self.rates), 0.0)
 
     @property
     def _absorbing(self) -> Tensor:
@@ -206,7 +201,7 @@ class ContinuousTimeHMM(HMM):
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
             self.chain.check_constant("forecast of this emission")
         gaps = self.gaps_after(times)
-        now = self.states_ahead(values, 0).unsqueeze(-2)
+        now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
         states = (now @ matrices.to(now.dtype)).squeeze(-2)
         return Forecast(states, self.emission)

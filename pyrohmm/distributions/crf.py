@@ -316,7 +316,7 @@ class LinearChainCRF(TorchDistribution):
         They carry no gradient; that of ``log_partition`` by the emission scores, taken with
         ``create_graph=True``, are the same numbers and does.
         """
-        return self.chain.posterior(self.emission_scores, self.lengths).states
+        return self.chain.posterior(self.emission_scores, self.lengths).state_probs
 
     def pairwise_marginals(self) -> Tensor:
         r"""Marginals :math:`p(y_t, y_{t+1})`, ``(*B, T-1, K, K)``; zero at padded steps.

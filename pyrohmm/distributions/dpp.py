@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class DiversityPrior(nn.Module):
-    r"""Log-density of an HMM's transition matrix that favours rows which differ.
+    r"""Determinantal prior: log-density of a transition matrix that favours diverse rows.
 
     .. math:: \alpha \log \det \tilde K_A - \alpha_A \lVert A - A_0 \rVert^2
 

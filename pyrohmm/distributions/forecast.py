@@ -11,6 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from .. import _renamed as renamed
 from .._checks import check_broadcast, check_probs, check_real, check_trailing
 from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
@@ -89,7 +90,7 @@ class Forecast(TorchDistribution):
     probabilities and densities are zero then, moments NaN.
 
     Args:
-        states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
+        state_probs: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
         emission: Distribution of an observation, batched over the K states.
 
     Example:
@@ -103,16 +104,20 @@ class Forecast(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    def __init__(self, states: Tensor, emission: TorchDistribution) -> None:
-        self.states = states
+    def __init__(self, state_probs: Tensor, emission: TorchDistribution) -> None:
+        self.state_probs = state_probs
         self.emission = emission
-        super().__init__(states.shape[:-1], emission.event_shape, validate_args=False)
+        super().__init__(state_probs.shape[:-1], emission.event_shape, validate_args=False)
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Any:
+        """Old name of ``state_probs``."""
 
     def __repr__(self) -> str:
         return (
-            f"Forecast({self.states.size(-2)} steps; mixture over {self.states.size(-1)} "
+            f"Forecast({self.state_probs.size(-2)} steps; mixture over {self.state_probs.size(-1)} "
             f"states of {type(self.emission).__name__}; batch shape "
-            f"{tuple(self.states.shape[:-2])}, event shape {tuple(self.event_shape)})"
+            f"{tuple(self.state_probs.shape[:-2])}, event shape {tuple(self.event_shape)})"
         )
 
     @property
@@ -123,7 +128,7 @@ class Forecast(TorchDistribution):
     @property
     def probs(self) -> Tensor:
         """Probabilities of symbols ``(*B, H, V)``, if the emission is categorical."""
-        return self.states @ self.emission.probs
+        return self.state_probs @ self.emission.probs
 
     @property
     def mean(self) -> Tensor:
@@ -137,7 +142,7 @@ class Forecast(TorchDistribution):
         within = self._average(self.emission.variance)
         centres = self.emission.mean.unsqueeze(-2 - events)  # (*B, 1, K, *E)
         apart = (centres - self.mean.unsqueeze(-1 - events)) ** 2  # (*B, H, K, *E)
-        weights = self.states.reshape(self.states.shape + (1,) * events)
+        weights = self.state_probs.reshape(self.state_probs.shape + (1,) * events)
         return within + (weights * apart).sum(-1 - events)
 
     def quantiles(self, probs: Sequence[float] | Tensor = (0.05, 0.5, 0.95)) -> Tensor:
@@ -175,7 +180,7 @@ class Forecast(TorchDistribution):
 
     def _exact_quantiles(self, probs: Tensor) -> Tensor | None:
         """Quantiles ``(Q, *B, H, *E)``, or of the first step; None if there is no closed form."""
-        return mixture_quantiles(self.states, self.emission, probs)
+        return mixture_quantiles(self.state_probs, self.emission, probs)
 
     def _sampled_quantiles(self, probs: Tensor) -> Tensor:
         if bool(((probs == 0) | (probs == 1)).any()):
@@ -186,7 +191,7 @@ class Forecast(TorchDistribution):
         samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
         method: Any = "inverted_cdf" if self.support.is_discrete else "linear"
         quantiles = numpy.quantile(samples, probs.tolist(), axis=0, method=method)
-        return torch.as_tensor(quantiles).to(self.states)
+        return torch.as_tensor(quantiles).to(self.state_probs)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Ends ``(*B, H, *E)`` of the central interval of this probability: two quantiles.
@@ -202,8 +207,8 @@ class Forecast(TorchDistribution):
         """Mix a moment ``(*B, K, *E)`` over the states."""
         event = self.event_shape
         flat = moment.reshape(*self.emission.batch_shape, event.numel())
-        impossible = (self.states == 0).all(-1, keepdim=True)
-        average = (self.states @ flat).masked_fill(impossible, torch.nan)
+        impossible = (self.state_probs == 0).all(-1, keepdim=True)
+        average = (self.state_probs @ flat).masked_fill(impossible, torch.nan)
         return average.reshape(self.batch_shape + event)
 
     def log_prob(self, values: Tensor) -> Tensor:
@@ -219,7 +224,7 @@ class Forecast(TorchDistribution):
         self._check_whole(values)
         # as many dimensions as the parameters, so that those of steps and of batch stay apart
         values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
-        return (log_likelihood(self.emission, values) + self.states.log()).logsumexp(-1)
+        return (log_likelihood(self.emission, values) + self.state_probs.log()).logsumexp(-1)
 
     def _check_whole(self, values: Tensor) -> None:
         """Raise if symbols are no whole numbers; NaN is a missing one."""
@@ -233,7 +238,7 @@ class Forecast(TorchDistribution):
         """Sample each observation, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
             shape = torch.Size(sample_shape)
-            states = torch.distributions.Categorical(probs=self.states).sample(shape)
+            states = torch.distributions.Categorical(probs=self.state_probs).sample(shape)
             return sample_emission(self.emission, states)
 
 
@@ -247,7 +252,7 @@ class AutoregressiveForecast(Forecast):
     form. Quantiles are exact of symbols, and one step ahead; else of samples.
 
     Args:
-        states: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
+        state_probs: ``(*B, H, K)``, probabilities of the states at each of the H steps ahead.
         emission: With the last observations as its history.
         log_transition: ``(*b, K, K)``.
     """
@@ -263,7 +268,7 @@ class AutoregressiveForecast(Forecast):
         """Probabilities of symbols ``(*B, H, V)``, if observations are symbols."""
         if not isinstance(self.emission, AutoregressiveCategorical):
             raise self._refusal("probabilities", "Take samples.")
-        return self.emission.probs_ahead(self.states, self.log_transition)
+        return self.emission.probs_ahead(self.state_probs, self.log_transition)
 
     @property
     def mean(self) -> Tensor:
@@ -278,8 +283,8 @@ class AutoregressiveForecast(Forecast):
     def _moments(self) -> tuple[Tensor, Tensor]:
         if not isinstance(self.emission, AutoregressiveNormal):
             raise self._refusal("moments", "Take samples.")
-        impossible = (self.states == 0).all(-1, keepdim=True)
-        mean, variance = self.emission.moments(self.states, self.log_transition)
+        impossible = (self.state_probs == 0).all(-1, keepdim=True)
+        mean, variance = self.emission.moments(self.state_probs, self.log_transition)
         return mean.masked_fill(impossible, torch.nan), variance.masked_fill(impossible, torch.nan)
 
     def log_prob(self, values: Tensor) -> Tensor:
@@ -293,36 +298,36 @@ class AutoregressiveForecast(Forecast):
         """
         check_real("values", values)
         event = self.event_shape
-        check_trailing("values", values, (self.states.size(-2), *event), "(H, *E)")
+        check_trailing("values", values, (self.state_probs.size(-2), *event), "(H, *E)")
         if isinstance(self.emission, AutoregressiveCategorical):
             self._check_whole(values)
             logs = self.probs.log()
             shape = torch.broadcast_shapes(values.shape, logs.shape[:-1])
             index = values.long().expand(shape).unsqueeze(-1)
             return logs.expand(*shape, logs.size(-1)).gather(-1, index).squeeze(-1)
-        if self.states.size(-2) > 1:
+        if self.state_probs.size(-2) > 1:
             raise self._refusal(
                 "log-densities of single observations more than one step ahead",
                 "Score whole continuations: continuation(hmm, past, H).log_prob(values).",
             )
-        values = values.to(torch.promote_types(values.dtype, self.states.dtype))
+        values = values.to(torch.promote_types(values.dtype, self.state_probs.dtype))
         self.emission.check_context(values, None)
-        return (self.emission.log_likelihood(values) + self.states.log()).logsumexp(-1)
+        return (self.emission.log_likelihood(values) + self.state_probs.log()).logsumexp(-1)
 
     def _exact_quantiles(self, probs: Tensor) -> Tensor | None:
         if isinstance(self.emission, AutoregressiveCategorical):
             return symbol_quantiles(self.probs, probs)
         following = self.emission.given(self.emission.history)
-        return mixture_quantiles(self.states[..., :1, :], following, probs)
+        return mixture_quantiles(self.state_probs[..., :1, :], following, probs)
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample sequences of observations, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
-            first = torch.distributions.Categorical(probs=self.states[..., 0, :])
+            first = torch.distributions.Categorical(probs=self.state_probs[..., 0, :])
             table = CategoricalTable(self.log_transition)
             states = sample_path(
                 first.sample(torch.Size(sample_shape)),
-                self.states.size(-2),
+                self.state_probs.size(-2),
                 lambda _, state: table.sample(state),
             )
             return sample_in_time(self.emission, states)

@@ -22,6 +22,7 @@ from .._transforms import transforming, uncompiled
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
+from ..ops.dense.chain import read_arguments
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, check_likelihood
 from .forecast import (
@@ -277,7 +278,10 @@ class HMM(ChainDistribution):
 
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
-                return recursions.log_evidence_of_symbols(*of_symbols)
+                initial, transition, table, symbols, lengths, known = of_symbols
+                return recursions.evidence(
+                    read_arguments(initial, transition, table, lengths, symbols, known)
+                )
             return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):
@@ -368,13 +372,13 @@ class HMM(ChainDistribution):
         self.check_constant("forecast", markov=False)
         emission = self.emission
         if not isinstance(emission, Autoregressive):
-            return Forecast(self.states_ahead(values, num_steps)[..., 1:, :], emission)
+            return Forecast(self.state_probs_ahead(values, num_steps)[..., 1:, :], emission)
         self.check_markov("forecast of observations that depend on those before")
-        states = self.states_ahead(values, num_steps)[..., 1:, :]
+        states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
         emission = emission.after(*self.prepare_values(values), self.lengths)
         return AutoregressiveForecast(states, emission, self.log_transition)
 
-    def states_ahead(self, values: Tensor, num_steps: int) -> Tensor:
+    def state_probs_ahead(self, values: Tensor, num_steps: int) -> Tensor:
         r"""Probabilities :math:`p(z_{T+h} \mid x_{1:T})` for h = 0, ..., H, ``(*B, H + 1, K)``.
 
         Args:
@@ -412,7 +416,7 @@ class HMM(ChainDistribution):
     # Sampling
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Sample sequences ``(*S, *B, T, *E)``; what stands in the padding means nothing."""
+        """Sample sequences ``(*S, *B, T, *E)``; padded steps hold arbitrary values."""
         return self.sample_with_states(sample_shape)[0]
 
     def sample_with_states(self, sample_shape: Sequence[int] = ()) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-r"""``NGramBlockHMM``: states in blocks, mixed with an n-gram; still exact, and as sparse.
+r"""``NGramBlockHMM``: states in blocks, mixed with an n-gram; exact, at the same cost.
 
 With :math:`b_t` the block of state :math:`z_t` and of symbol :math:`x_t`, and q an n-gram, or any
 other distribution of a symbol given those before it,
@@ -109,7 +109,7 @@ class _NGramChain(BlockChain):
 
 
 class NGramSymbols(ContextSymbols):
-    """Symbols of the states of their blocks, mixed with what an n-gram says of some sequences.
+    """Symbols of the states of their blocks, mixed with an n-gram's probabilities.
 
     Args:
         words: The symbols of the states.

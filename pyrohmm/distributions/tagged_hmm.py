@@ -28,11 +28,11 @@ from .._checks import (
     check_shape,
     check_trailing,
 )
-from .._lazy import lazy
 from .._precision import full_precision
 from .._transforms import refuse_transforms
 from ..ops import masks
 from ..ops.products import take_rows
+from ..ops.tensor_cache import lazy
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols
 from .forecast import sample_emission
@@ -267,7 +267,7 @@ class TaggedHMM(BlockHMM):
         words, tags = self._split(values)
         with torch.no_grad(), full_precision(self.log_tags):
             if self.observed is not None:
-                probs = self.posterior(values).states @ self.log_tags.exp()
+                probs = self.posterior(values).state_probs @ self.log_tags.exp()
             else:
                 probs = self._tag_probs(self.block_posterior(values).probs, words)
             tags = tags.expand(probs.shape[:-1]).unsqueeze(-1)

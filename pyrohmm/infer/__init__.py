@@ -13,17 +13,17 @@ Its modules; each imports only those above it:
 ``resizing``      merge and split of states
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
-``validation``    held-out evidence during a fit
 ``uncertainty``   ``Information``: standard errors and intervals
-``results``       ``Fit``, ``Restarts``: what a fit returns
 ``objective``     the loss of a gradient fit
-``descent``       gradient steps: optimizer, schedule, clipping, averages
+``ascent``        maximisation of many functions as one batch
+``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
+``results``       ``Fit``, ``Restarts``: what a fit returns
+``descent``       gradient steps: optimizer, schedule, averages, held-out evidence
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
-``tables``        expected counts of tables, without an HMM: half of the time on few data
 ``expectation``   the E-step, batched by length
 ``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``

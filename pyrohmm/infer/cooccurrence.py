@@ -19,6 +19,7 @@ from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily
 
+from .. import _renamed as renamed
 from ..data.pair_counts import binned as binned
 from ..data.pair_counts import check_edges
 from ..data.pair_counts import count_pairs as count_pairs
@@ -40,6 +41,7 @@ from .gradient import fit_map
 from .models import LogPrior, build, exclusive, factor_log_prior
 from .options import FitOptions
 from .results import Fit
+from .starts import Values
 
 Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
@@ -127,8 +129,7 @@ class CooccurrenceModel(OwnParameters):
 
     # What fits say of an infinite loss, in place of what they say of sequences.
     when_impossible = (
-        "a pair that occurs has probability zero: begin at another fit, with "
-        "init=init_to_value(values=fit.start)"
+        "a pair that occurs has probability zero: begin at another fit, with start=fit"
     )
 
     def __init__(
@@ -185,8 +186,9 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
+@renamed.arguments(num_steps="num_iterations", init="start")
 @exclusive()
-def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
+def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     module: HMMModule,
     data: Sequences | Target | Iterable[Target],
     num_symbols: int | None = None,
@@ -198,23 +200,23 @@ def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
     weight: float | list[float] | None = None,
     pairs_per_step: int | None = None,
     log_prior: LogPrior | None = None,
-    num_steps: int = 1000,
+    num_iterations: int = 1000,
     learning_rate: float = 0.05,
     tolerance: float | None = 1e-5,
-    init: Callable[..., Any] = init_to_sample,
+    start: Callable[..., Any] | Values | Fit = init_to_sample,
     restarts: int = 1,
     validation: Sequences | None = None,
     **options: Unpack[FitOptions],
 ) -> Fit:
-    r"""Match the joint distribution of symbols: MAP of a :class:`CooccurrenceModel`.
+    r"""Fit the joint distribution of symbols some steps apart: MAP of :class:`CooccurrenceModel`.
 
     Pairs are counted once. A step costs O(V K² + M K) for V symbols and M distinct pairs, however
     many sequences there are. Pairs at one lag do not determine the chain: models that predict them
     equally well may differ for whole sequences. Several ``lags`` distinguish them, and
-    ``fit.values`` initialise :func:`fit_em` and :func:`fit_map`. The first state is in no pair, and
-    follows its prior.
+    ``fit.parameters`` initialise :func:`fit_em` and :func:`fit_map`. The first state is in no pair,
+    and follows its prior.
 
-    Arguments that are not listed, from ``num_steps`` on, are those of :func:`fit_map`.
+    Arguments that are not listed, from ``num_iterations`` on, are those of :func:`fit_map`.
 
     Args:
         module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
@@ -230,7 +232,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
             gradient of the stationary distribution, as published code does.
         edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.
             A state far from all numbers has no gradient: where priors put states there, give
-            ``init=init_to_value(values=fit.start)`` of another fit.
+            ``start=fit``, another fit.
         weight: Of the loss, against the priors; one number, or one for each lag. By default the
             number of pairs n for the cross-entropy, which is then in nats, and for the relative
             distance, which agrees with it to second order where symbols are nearly independent;
@@ -264,8 +266,8 @@ def fit_cooccurrence(  # noqa: D417  # from num_steps on: those of fit_map
     )  # fmt: skip
     total = targets[0].total if isinstance(targets[0], Pairs) else 0
     fit = fit_map(
-        model, _PlaceholderData(total), num_steps=num_steps, learning_rate=learning_rate,
-        tolerance=tolerance, init=init, restarts=restarts, validation=validation, **options,
+        model, _PlaceholderData(total), num_iterations=num_iterations, learning_rate=learning_rate,
+        tolerance=tolerance, start=start, restarts=restarts, validation=validation, **options,
     )  # fmt: skip
     return replace(fit, notes=fit.notes + notes, unit="pair")
 

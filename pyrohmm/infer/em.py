@@ -22,14 +22,14 @@ from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 from tqdm import tqdm
 
+from .. import _renamed as renamed
 from .._checks import check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
 from ..data.batches import in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Checkpoint
-from ..io.identity import describe, digits
+from ..io.checkpoints import Checkpoint, describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
 from ..nn.tabular import module_of
@@ -60,15 +60,16 @@ def densehmm_schedule() -> dict[str, Any]:
         41
     """
     adam = partial(torch.optim.Adam, lr=0.01)
-    return {"num_steps": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
+    return {"num_iterations": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
+@renamed.arguments(num_steps="num_iterations")
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,
     data: Sequences | Iterable[Sequences],
     *,
-    num_steps: int = 500,
+    num_iterations: int = 500,
     tolerance: float | None = 1e-6,
     start: Start | Values | None = None,
     restarts: int = 1,
@@ -95,12 +96,12 @@ def fit_em(
         data: The sequences. Labels restrict the states. Or an iterable of ``Sequences``, such as
             :class:`pyrohmm.data.StoredSequences`, of data larger than memory: each iteration passes
             over it once, and adds what the parts contribute. A ``start`` sees the first part alone.
-        num_steps: Largest number of iterations.
+        num_iterations: Largest number of iterations.
         tolerance: End when the loss would fall by less than this share of itself until
             convergence, by Aitken's estimate, in every restart. None runs all steps as they are.
         start: The first parameters: ``starts.from_prior``, ``starts.by_kmeans``,
             ``starts.sticky()``, ``starts.from_hmm(hmm)``, a function like these, or values by name,
-            such as ``fit.values``. By default the prior for symbols and for emissions without a
+            such as ``fit.parameters``. By default the prior for symbols and for emissions without a
             closed form, k-means for others; parameters without a prior start at their values.
         restarts: R, the number of batched restarts; every parameter must have a prior. After each
             20 iterations the better half goes on; with ``tolerance=None`` all do. The best is kept,
@@ -157,7 +158,7 @@ def fit_em(
     if isinstance(module, HMM):
         module = module_of(module)
     _check(
-        module, log_prior, transition_step, num_steps=num_steps, restarts=restarts,
+        module, log_prior, transition_step, num_iterations=num_iterations, restarts=restarts,
         batch_size=batch_size, tolerance=tolerance, decay=decay,
     )  # fmt: skip
     if transition_step is None and isinstance(log_prior, TransitionPrior):
@@ -170,7 +171,7 @@ def fit_em(
     maximize = Maximization(parameters, transition_step, gradient_step)
     group = ProcessGroup.all()
     loop = Loop(
-        parameters, maximize, group, num_steps=num_steps, tolerance=tolerance,
+        parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
         batch_size=batch_size, decay=decay, acceleration=acceleration, bounds=bounds,
         generator=generator,
     )  # fmt: skip
@@ -187,7 +188,7 @@ def fit_em(
         group.check_alike(parameters.data, generator, start_values, len(loop.losses))
     hidden = None if progress is None else not progress
     with (
-        tqdm(total=num_steps, disable=not group.is_first or hidden) as bar,
+        tqdm(total=num_iterations, disable=not group.is_first or hidden) as bar,
         threads_for(parameters.cost * loop.batches.steps_at_once),
     ):
         loop.run(bar)
@@ -206,7 +207,12 @@ def _check(module: Any, log_prior: Any, transition_step: Any, **sizes: Any) -> N
         if size is not None:
             check_size(name, size)
     if not isinstance(module, HMMModule):
-        raise TypeError(f"module must be an HMMModule or an HMM; got {type(module).__name__}.")
+        cure = (
+            " Pass its .module." if isinstance(getattr(module, "module", None), HMMModule) else ""
+        )
+        raise TypeError(
+            f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
+        )
     if log_prior is not None and not callable(log_prior):
         raise TypeError(f"log_prior must be callable; got {type(log_prior).__name__}.")
     fits = isinstance(module, TransitionCounts) and isinstance(log_prior, TransitionPrior)
@@ -300,10 +306,10 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     falls, ends = history[:, -2] - history[:, -1], history[:, -1]
     if not bool((falls > 0).any()):  # of a loss near zero no share is small
         return []
-    apart = f" of restarts that differ by {ends.max() - ends.min():.3g}" if len(ends) > 1 else ""
+    apart = f"; restarts end {ends.max() - ends.min():.3g} nats apart" if len(ends) > 1 else ""
     return [
-        f"the loss{apart} was still falling, by {falls.max():.3g} nats in the last iteration: "
-        "more num_steps, or acceleration=True, may find more probable parameters"
+        f"the loss was still falling, by {falls.max():.3g} nats in the last iteration{apart}: "
+        "more num_iterations, or acceleration=True, may find more probable parameters"
     ]
 
 
@@ -330,8 +336,8 @@ def _finish(loop: Loop) -> Fit:
         restarts = Restarts(model, losses, losses[:, -1], stacked, best)
     return Fit(
         model, Point(values), losses[best], loop.reason is not None,
-        loop.reason or f"it took all {loop.num_steps} steps", loop.seconds,
+        loop.reason or f"it took all {loop.num_iterations} steps", loop.seconds,
         data.num_observed, list(values), notes=notes, restarts=restarts, method="EM", window=1,
         supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
-        values=values, history=history,
+        parameters=values, history=history,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
-from ..ops.path_samples import sample_paths
+from ..ops.sampling import sample_paths
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .parameters import Parameters
@@ -155,7 +155,7 @@ class Gibbs(Chains):
     def begin(self, start: Start | Values | Fit | None) -> None:
         """Set the first parameters, and find out which of them have conjugate posteriors."""
         parameters, module = self.parameters, self.parameters.module
-        start = start.values if isinstance(start, Fit) else start
+        start = start.parameters if isinstance(start, Fit) else start
         if start is None:
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
@@ -168,7 +168,7 @@ class Gibbs(Chains):
         if isinstance(begin, dict):
             states = hmm.sample_states(self.data.values)
         else:
-            probs = begin.states if isinstance(begin, ExpectedCounts) else begin
+            probs = begin.state_probs if isinstance(begin, ExpectedCounts) else begin
             if hmm.allowed is not None:
                 probs = (probs * hmm.allowed).clamp(min=1e-30) * hmm.allowed
             shape = parameters.restarts, *probs.shape[-3:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Unpack, cast
@@ -10,8 +10,9 @@ from typing import Any, Unpack, cast
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import AutoDelta, init_to_sample
+from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 
+from .. import _renamed as renamed
 from .._checks import check_size
 from ..data.batches import first_sequence, in_parts
 from ..data.sequences import Sequences
@@ -21,16 +22,18 @@ from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
 from .results import WINDOW, Fit, Point, Restarts
+from .starts import Values
 from .training import check_model_and_data, train
 
 
+@renamed.arguments(num_steps="num_iterations")
 @exclusive()
 def fit_svi(
     model: Callable[..., Any],
     guide: Callable[..., Any],
     data: Sequences,
     *,
-    num_steps: int = 1000,
+    num_iterations: int = 1000,
     learning_rate: float = 0.01,
     tolerance: float | None = None,
     batch_size: int | None = None,
@@ -44,12 +47,12 @@ def fit_svi(
     steps, in ``eval()`` mode for held-out data and where a :class:`Fit` is used.
 
     With ``checkpoint`` the fit saves its state every ten seconds and at its end. The same call
-    resumes from there: after the process was killed, or with more ``num_steps``. On a CPU it ends
-    with the same bits as one that was never killed. The file of another fit is refused: compared
-    are the data, the numbers, text and tensors that arguments are or keep as attributes, shapes of
+    resumes from there: after the process was killed, or with more ``num_iterations``. On a CPU it
+    ends with the same bits as one that was never killed. The file of another fit is refused:
+    compared are the data, the numbers, text and tensors that arguments are or keep, shapes of
     parameters, and functions and classes by name; not the code of functions and classes, what they
     read from elsewhere, nor the values of parameters, for which there is ``name``. Free to change
-    are ``num_steps``, ``tolerance``, ``patience``, ``progress`` and ``report``.
+    are ``num_iterations``, ``tolerance``, ``patience``, ``progress`` and ``report``.
 
     Threads that fit wait for each other, as Pyro keeps its state in the process; queries of an
     :class:`HMM` run in parallel. A fit inside another, such as in its ``log_prior``, is one by
@@ -65,7 +68,7 @@ def fit_svi(
             enumerates states, build it over ``poutine.block`` of the model, as Pyro asks for. An
             autoguide gets a unique name, so that parameters of two guides never mix.
         data: The sequences.
-        num_steps: Largest number of gradient steps.
+        num_iterations: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: End when the mean loss of 25 steps is below that of the 25 before by less than
             this share of itself. None takes all steps, which noisy losses may need.
@@ -89,26 +92,27 @@ def fit_svi(
         >>> model = MarginalModel(TabularHMM(1, categorical(2)))
         >>> data = Sequences.from_list([[1, 1, 0]])
         >>> guide = pyro.infer.autoguide.AutoNormal(model)
-        >>> fit = fit_svi(model, guide, data, num_steps=500, learning_rate=0.05)
+        >>> fit = fit_svi(model, guide, data, num_iterations=500, learning_rate=0.05)
         >>> abs(fit.losses[-100:].mean() - math.log(12)) < 0.1  # the evidence is 1/12
         tensor(True)
     """
     settings = settings_of(
-        fit_svi, num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
+        fit_svi, num_iterations=num_iterations, learning_rate=learning_rate, tolerance=tolerance,
         batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
     return train(model, guide, data, settings, "SVI")
 
 
+@renamed.arguments(num_steps="num_iterations", init="start")
 @exclusive()
 def fit_map(
     model: Callable[..., Any],
     data: Sequences | Iterable[Sequences],
     *,
-    num_steps: int = 1000,
+    num_iterations: int = 1000,
     learning_rate: float = 0.05,
     tolerance: float | None = 1e-5,
-    init: Callable[..., Any] = init_to_sample,
+    start: Callable[..., Any] | Values | Fit = init_to_sample,
     restarts: int = 1,
     batch_size: int | None = None,
     validation: Sequences | None = None,
@@ -123,11 +127,12 @@ def fit_map(
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
         data: The sequences; or an iterable of such, whose gradients are added at each step.
-        num_steps: Largest number of gradient steps.
+        num_iterations: Largest number of gradient steps.
         learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
-        init: Initial values, as for Pyro's autoguides. The default samples them from the prior,
-            so that states differ from each other, as they must.
+        start: Initial values: an ``init_to_*`` function of Pyro's autoguides, values by name, or
+            another fit. The default samples them from the prior, so that states differ from each
+            other, as they must.
         restarts: R, the number of initial values, fitted as one batch in a plate around the model,
             which must accept dimensions ``(R, 1)`` on the left of every latent variable, as all
             models of this package do. The best is returned, all are in ``Fit.restarts``.
@@ -144,24 +149,24 @@ def fit_map(
         >>> _ = pyro.set_rng_seed(0)
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
         >>> model = MarginalModel(TabularHMM(2, categorical(2)))
-        >>> fit = fit_map(model, data, num_steps=200, learning_rate=0.2)
+        >>> fit = fit_map(model, data, num_iterations=200, learning_rate=0.2)
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
     settings = settings_of(
-        fit_map, num_steps=num_steps, learning_rate=learning_rate, tolerance=tolerance,
+        fit_map, num_iterations=num_iterations, learning_rate=learning_rate, tolerance=tolerance,
         batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
     check_size("restarts", restarts)
-    data, start = in_parts(data), partial(_interior_value, init)
+    data, init_loc_fn = in_parts(data), partial(_interior_value, _init_function(start))
     if restarts == 1:
-        guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=start)
+        guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)
         return train(model, guide, data, settings, "MAP")
     for name in ("validation", "elbo"):
         if settings[name] is not None:
             raise ValueError(
                 f"{name} is that of one fit: give restarts=1, and start at the best of several: "
-                "init=init_to_value(values=fit.start)."
+                "start=fit."
             )
     check_model_and_data(model, data)
     at_once = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
@@ -176,8 +181,21 @@ def fit_map(
         with pyro.plate("restarts", restarts, dim=-2):
             return model(batch)
 
-    guide = AutoDelta(batched, init_loc_fn=start)
+    guide = AutoDelta(batched, init_loc_fn=init_loc_fn)
     return _best(train(batched, guide, data, settings, "MAP", restarts), model)
+
+
+def _init_function(start: Callable[..., Any] | Values | Fit) -> Callable[..., Any]:
+    """The function of Pyro's autoguides that initialises at ``start``."""
+    values = start.start if isinstance(start, Fit) else start
+    if callable(values):
+        return values
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            "start must be a function such as init_to_sample, values by name, or a fit; got "
+            f"{type(start).__name__}."
+        )
+    return init_to_value(values=dict(values))
 
 
 def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
@@ -199,7 +217,8 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     nodes = cast(AutoDelta, fit.guide).prototype_trace.nodes
     plated = frozenset(name for name in fit.names if len(nodes[name]["cond_indep_stack"]) > 1)
     values = {
-        name: value if name in plated else value.squeeze(1) for name, value in fit.values.items()
+        name: value if name in plated else value.squeeze(1)
+        for name, value in fit.parameters.items()
     }
     best = int(final.argmin())
     failed = int((~final.isfinite()).sum())
@@ -210,7 +229,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
         guide=Point({name: value[best] for name, value in values.items()}),
         losses=losses[best],
         restarts=Restarts(model, losses, final, values, best, plated, fit.plates, fit.fitted),
-        values={name: value[best] for name, value in values.items()},
+        parameters={name: value[best] for name, value in values.items()},
         notes=fit.notes + notes,
         history={name: part[:, best] for name, part in fit.history.items()},
     )

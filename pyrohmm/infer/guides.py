@@ -67,8 +67,8 @@ class RotationGuide(OwnParameters):
         >>> _ = pyro.set_rng_seed(0)
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
         >>> model = MarginalModel(DenseHMM(2, 6, 2))
-        >>> guide = RotationGuide(model, fit_map(model, data, num_steps=50).start)
-        >>> fit = fit_svi(model, guide, data, num_steps=50)
+        >>> guide = RotationGuide(model, fit_map(model, data, num_iterations=50).start)
+        >>> fit = fit_svi(model, guide, data, num_iterations=50)
         >>> leave = fit.samples(500)["module.leave"]
         >>> leave.mean(0).norm() < 0.2 * leave.norm(dim=(-1, -2)).mean()  # all directions alike
         tensor(True)

@@ -147,7 +147,7 @@ class Loop:
         maximize: Maximization,
         group: ProcessGroup,
         *,
-        num_steps: int,
+        num_iterations: int,
         tolerance: float | None,
         batch_size: int | None,
         decay: float,
@@ -165,7 +165,7 @@ class Loop:
                 "acceleration needs EM of all data in one process, whose loss never rises: leave "
                 "out batch_size, or acceleration."
             )
-        self.parameters, self.maximize, self.num_steps = parameters, maximize, num_steps
+        self.parameters, self.maximize, self.num_iterations = parameters, maximize, num_iterations
         self.expect = Expectation(parameters, maximize, group, bounds)
         self.batches = Batches(
             data, batch_size, generator, shard=group.share, agree=group.from_first
@@ -191,9 +191,9 @@ class Loop:
         """E-step, convergence, M-step, until it has converged or has taken all steps."""
         data = self.batches.data
         known = self.reason is not None  # the checkpoint says so already
-        while self.reason is None and len(self.losses) <= self.num_steps:
+        while self.reason is None and len(self.losses) <= self.num_iterations:
             if self.checkpoint is not None and self.losses:
-                if self.checkpoint.is_due() or len(self.losses) == self.num_steps:
+                if self.checkpoint.is_due() or len(self.losses) == self.num_iterations:
                     self._save(self.checkpoint)
             batch = self.batches.take()
             proposed = self.squarem is not None and self.squarem.proposed
@@ -203,7 +203,7 @@ class Loop:
             nats = loss.min().item() / max(data.num_observed, 1)
             bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
             self.reason = self._why_converged()
-            if self.reason is not None or len(self.losses) > self.num_steps:
+            if self.reason is not None or len(self.losses) > self.num_iterations:
                 break
             if self.ranked and len(self.alive) > 1 and len(self.losses) % RANKED == 0:
                 self._give_up_half()

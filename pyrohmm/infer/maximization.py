@@ -25,6 +25,7 @@ from ..nn.closed_form import (
     EmissionMStep,
     Maximum,
     Statistics,
+    StepsMStep,
     TransitionCounts,
     has_foreign_priors,
     inside,
@@ -57,7 +58,7 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         >>> em.expected_log_joint(hmm, hmm.expected_counts(values), values)  # 6 log 1/2
         tensor(-4.1589)
     """
-    counts = expected.counts | {"states": expected.states}
+    counts = expected.counts | {"states": expected.state_probs}
     return expectation_of_logs(hmm, values, counts, 1).squeeze(0)
 
 
@@ -159,6 +160,7 @@ class Maximization:
 
     Attributes:
         chain: The module, if it defines an M-step of its chain.
+        steps: The module, if it defines an M-step that reads every step.
         emission: Its emission module, if that defines one.
         clusters: Whether its emission module has an M-step, whatever its priors.
         summed: Whether it needs sums over observations alone, not each step of them.
@@ -192,6 +194,10 @@ class Maximization:
             names = _names_of_chain(module, hmm)  # raises if there is no mode
             if not has_foreign_priors(parameters.module, but=emission):
                 self.chain, of_chain = module, names
+        steps = log_prior is None and isinstance(module, StepsMStep)
+        self.steps: Any = None
+        if steps and module.by_steps:
+            self.steps = module
         points = {name: point for name, point in module.named_parameters() if point.requires_grad}
         others = []  # neither of the emission nor in closed form
         rest = []  # not in closed form
@@ -200,6 +206,8 @@ class Maximization:
             if name.removesuffix("_unconstrained") in of_chain:
                 continue
             others += [] if of_emission else [name]
+            if self.steps and name.removesuffix("_unconstrained") in self.steps.by_steps:
+                continue
             rest += [] if of_emission and own else [name]
         self.gradient = GradientSteps(
             parameters, gradient_step, [name for name in rest if name in parameters.sites],
@@ -210,7 +218,7 @@ class Maximization:
         cores, tables = hmm.chain.cores, hmm.chain.parameters
         single = all(tables[n].dim() == len(c) and "T" not in c for n, c in cores.items())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
-        self.summed = single and (own or countable)
+        self.summed = single and ((own and getattr(emission, "summed", True)) or countable)
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain
         self.by_symbol = self.summed and countable and plain
         self.apart = self.summed and self.chain_closed
@@ -232,11 +240,15 @@ class Maximization:
             batch_size: Of minibatches; None without.
         """
         stored = isinstance(self.parameters.data, Parts)
-        ways = {"several processes": several_processes, "an iterable of Sequences": stored}
-        way = next((w for w, taken in (ways | {"batch_size": batch_size}).items() if taken), None)
-        if way is not None and not self.summed:
+        ways = {
+            "several processes": several_processes,
+            "an iterable of Sequences": stored,
+            "batch_size": batch_size is not None,
+        }
+        taken = [way for way, is_taken in ways.items() if is_taken]
+        if taken and not self.summed:
             raise ValueError(
-                f"{way} needs a module whose M-step needs nothing but sums over observations; "
+                f"{taken[0]} needs a module whose M-step needs nothing but sums over observations; "
                 f"that of {type(self.parameters.module).__name__} needs all of them. Use fit_map."
             )
         if stored and batch_size is not None:
@@ -263,7 +275,7 @@ class Maximization:
         if self.chain is not None:
             statistics = under("chain.", self.chain.statistics(self._of_restarts(expected, hmm)))
         if self.summed or self.emission is not None:
-            weights = expected.states.reshape(self.parameters.restarts, -1, hmm.num_states)
+            weights = expected.state_probs.reshape(self.parameters.restarts, -1, hmm.num_states)
             if batch is None:  # each symbol as often as it occurs
                 values = torch.arange(weights.size(1), device=weights.device)
             else:
@@ -278,7 +290,7 @@ class Maximization:
         if not self.chain_closed:
             statistics |= under("counts.", expected.counts)
         if self.emission is None and not self.summed:
-            statistics["counts.states"] = expected.states
+            statistics["counts.states"] = expected.state_probs
         elif self.emission is None:
             table: Any = hmm.emission
             size = table.param_shape[-1]
@@ -296,7 +308,7 @@ class Maximization:
             core = count.shape[count.dim() - len(cores[name]) :]
             count = count.double().reshape(restarts, -1, *core)
             counts[name] = count.squeeze(1) if count.size(1) == 1 else count.sum(1)
-        states = expected.states.reshape(restarts, *expected.states.shape[-3:])
+        states = expected.state_probs.reshape(restarts, *expected.state_probs.shape[-3:])
         return ExpectedCounts(expected.log_evidence.reshape(restarts, -1), states, counts)
 
     def _observations(self, batch: Sequences, hmm: HMM) -> tuple[Tensor, Tensor | None]:
@@ -331,6 +343,10 @@ class Maximization:
         with torch.no_grad():
             values, notes = with_one_wait(lambda: self._modes(statistics))
             self.parameters.update(values)
+            if self.steps is not None:
+                current = {name: self.parameters.get(name) for name in self.steps.by_steps}
+                counts = inside(statistics, "counts.")
+                self.parameters.update(self.steps.maximize(batch, counts, current))
         for note in notes:
             self.notes[note] = self.notes.get(note, 0) + 1
         self.gradient(batch, inside(statistics, "counts."))

@@ -418,7 +418,7 @@ class HMC(Chains):
             best = scores.argmax(1) + scores.size(1) * torch.arange(len(scores))
             place = ends.place[best].repeat_interleave(scores.size(1), 0)
         else:
-            values = start.values if isinstance(start, Fit) else start
+            values = start.parameters if isinstance(start, Fit) else start
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):

@@ -171,7 +171,7 @@ class StatefulModel(MarginalModel):
         >>> two = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
         >>> model = StatefulModel(NeuralHMM(4, 3, 8, blocks=two), num_streams=2)
         >>> data = Sequences.from_list([[0, 1, 2] * 20, [2, 0] * 20])
-        >>> fit = fit_map(model, data, windows=(2, 10), num_steps=50)
+        >>> fit = fit_map(model, data, windows=(2, 10), num_iterations=50)
         >>> bool(fit.losses[-1] < fit.losses[0])
         True
     """

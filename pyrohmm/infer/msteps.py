@@ -17,6 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_size
 from .._sync import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
@@ -32,22 +33,23 @@ class GradientStep:
     """An M-step by gradient steps, for what has no closed form.
 
     Args:
-        num_steps: Largest number of gradient steps in one M-step.
+        num_iterations: Largest number of gradient steps in one M-step.
         optimizer: Called with the parameters, returns a torch optimizer, which keeps its state from
             one M-step to the next. By default each M-step is L-BFGS, until it converges or for
-            ``num_steps``; restarts share its line search. It stays on a plateau without a gradient,
-            as where every softmax is saturated: start EM at narrow priors, or give Adam.
+            ``num_iterations``; restarts share its line search. It stays on a plateau without a
+            gradient, as where every softmax is saturated: start EM at narrow priors, or give Adam.
         guard: Whether an M-step that would raise the loss is undone. Without it EM may go down.
     """
 
+    @renamed.arguments(num_steps="num_iterations")
     def __init__(
         self,
-        num_steps: int = 20,
+        num_iterations: int = 20,
         optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] | None = None,
         guard: bool = True,
     ) -> None:
-        check_size("num_steps", num_steps)
-        self.num_steps, self.optimizer, self.guard = num_steps, optimizer, guard
+        check_size("num_iterations", num_iterations)
+        self.num_iterations, self.optimizer, self.guard = num_iterations, optimizer, guard
         self._stepper: torch.optim.Optimizer | None = None
 
     def __call__(self, loss: Callable[[], Tensor], parameters: list[Tensor]) -> None:
@@ -79,10 +81,10 @@ class GradientStep:
             return value
 
         if self.optimizer is None:
-            _minimize(evaluate, parameters, sizes, self.num_steps)
+            _minimize(evaluate, parameters, sizes, self.num_iterations)
         else:
             self._stepper = self._stepper or self.optimizer(parameters)
-            for _ in range(self.num_steps):
+            for _ in range(self.num_iterations):
                 self._stepper.step(closure)  # type: ignore[arg-type]
         if not self.guard:
             return
@@ -94,7 +96,10 @@ class GradientStep:
 
 
 def _minimize(
-    evaluate: Callable[[], list[Tensor]], parameters: list[Tensor], size: Tensor, num_steps: int
+    evaluate: Callable[[], list[Tensor]],
+    parameters: list[Tensor],
+    size: Tensor,
+    num_iterations: int,
 ) -> None:
     """L-BFGS on copies on the CPU, so that it waits for an accelerator once at each point.
 
@@ -102,7 +107,7 @@ def _minimize(
         evaluate: Value and gradients at the parameters as they are.
         parameters: They are set to where it ends.
         size: Of the value, below whose rounding it ends.
-        num_steps: Largest number of iterations.
+        num_iterations: Largest number of iterations.
     """
     scale, *points = read_with_one_wait(lambda: [size, *parameters])
     leaves = [point.to(like.dtype).requires_grad_() for point, like in zip(points, parameters)]
@@ -120,7 +125,7 @@ def _minimize(
         return value
 
     optimizer = torch.optim.LBFGS(
-        leaves, max_iter=num_steps, tolerance_grad=1e-9, line_search_fn="strong_wolfe",
+        leaves, max_iter=num_iterations, tolerance_grad=1e-9, line_search_fn="strong_wolfe",
         tolerance_change=1e-11 * max(100.0, scale.item()),
     )  # fmt: skip
     optimizer.step(closure)
@@ -191,7 +196,7 @@ class FixedPoint:
     which need not be the global one.
 
     Args:
-        num_steps: Largest number of iterations in one M-step; EM needs few.
+        num_iterations: Largest number of iterations in one M-step; EM needs few.
         num_starts: Number of points to climb from, besides the start; fewer above 30 states. The
             random ones are the same at each call. By default :func:`fit_em` asks for 100 where all
             states are labelled, since restarts are all the same there, and for none elsewhere.
@@ -204,9 +209,10 @@ class FixedPoint:
                  [0.2680, 0.7320]]], dtype=torch.float64)
     """
 
-    def __init__(self, num_steps: int = 1000, num_starts: int = 0) -> None:
-        check_size("num_steps", num_steps)
-        self.num_steps, self.num_starts = num_steps, num_starts
+    @renamed.arguments(num_steps="num_iterations")
+    def __init__(self, num_iterations: int = 1000, num_starts: int = 0) -> None:
+        check_size("num_iterations", num_iterations)
+        self.num_iterations, self.num_starts = num_iterations, num_starts
         self._last: tuple[Any, Tensor, Tensor] | None = None  # of a search
 
     @torch.no_grad()
@@ -229,7 +235,7 @@ class FixedPoint:
             rows = _higher(found, rows, counts, prior)
 
         def climb(start: Tensor) -> Tensor:
-            return _ascended(start, counts, prior, allowed, self.num_steps)
+            return _ascended(start, counts, prior, allowed, self.num_iterations)
 
         return _from_the_best(climb, rows, counts, prior, allowed)
 
@@ -265,13 +271,13 @@ class FixedPoint:
 
 
 def _ascended(
-    rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None, num_steps: int
+    rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None, num_iterations: int
 ) -> Tensor:
     """Matrices ``(R, K, K)`` after an ascent of each; the start where that is higher."""
     anchor = None if prior.anchor is None else prior.anchor.detach().to(counts)
     ascent = RootAscent(counts, allowed, prior.alpha, anchor, prior.anchor_weight)
     roots, going = ascent.start(rows), torch.arange(len(rows), device=rows.device)
-    for _ in range(num_steps):
+    for _ in range(num_iterations):
         roots[going], ended = ascent.of(going).step(roots[going])
         going = going[~ended]
         if not len(going):
@@ -290,7 +296,7 @@ class LogitGradient:
     """
 
     def __init__(self, step: GradientStep | None = None) -> None:
-        self.step = step or GradientStep(num_steps=100)
+        self.step = step or GradientStep(num_iterations=100)
 
     def __call__(
         self, rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None

@@ -137,15 +137,18 @@ class LogJoint(AtValues):
     Args:
         values: By name, ``(R, ...)``.
         copies: R.
+        weights: ``(R, N)``, how often each sequence counts; once by default.
 
     Attributes:
         likelihood: ``(R,)``.
         prior: ``(R,)``.
     """
 
-    def __init__(self, values: Mapping[str, Tensor], copies: int) -> None:
+    def __init__(
+        self, values: Mapping[str, Tensor], copies: int, weights: Tensor | None = None
+    ) -> None:
         super().__init__(values)
-        self.copies = copies
+        self.copies, self.weights = copies, weights
         self.likelihood: Any = torch.zeros(())
         self.prior: Any = torch.zeros(())
 
@@ -159,6 +162,8 @@ class LogJoint(AtValues):
                 f"site {message['name']!r} is the same in all restarts or chains; its parameters "
                 "must keep the dimensions to the left of their own."
             )
+        if self.weights is not None and is_likelihood(message):
+            scores = torch.where(self.weights > 0, scores, 0.0) * self.weights
         total = scores.sum(-1).reshape(-1, self.copies).sum(0)
         if is_likelihood(message):
             self.likelihood = self.likelihood + total

@@ -22,11 +22,11 @@ Report = Callable[["Validation"], object]
 
 # What another call may change and still resume from a checkpoint: it changes no step, only how many
 # there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
-FREE = ("num_steps", "tolerance", "patience", "progress", "report", "checkpoint")
+FREE = ("num_iterations", "tolerance", "patience", "progress", "report", "checkpoint")
 MINIBATCHES = ("batch_size", "batch_tokens", "windows")
 ALIASES = {  # of other packages
-    "lr": "learning_rate", "n_iter": "num_steps", "max_iter": "num_steps", "tol": "tolerance",
-    "steps": "num_steps", "n_restarts": "restarts", "verbose": "progress",
+    "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
+    "tol": "tolerance", "steps": "num_iterations", "n_restarts": "restarts", "verbose": "progress",
 }  # fmt: skip
 
 
@@ -103,7 +103,7 @@ class FitOptions(RunOptions, total=False):
 class Settings(FitOptions):
     """All arguments of a gradient fit but model, guide and data: see :func:`fit_svi`."""
 
-    num_steps: int
+    num_iterations: int
     learning_rate: float
     tolerance: float | None
     batch_size: int | None
@@ -125,7 +125,7 @@ def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
             raise TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
     settings: Any = dict.fromkeys(known) | given
     check_tolerance(settings["tolerance"])
-    for name in ("num_steps", "batch_size", "batch_tokens", "validate_every", "patience"):
+    for name in ("num_iterations", "batch_size", "batch_tokens", "validate_every", "patience"):
         if settings[name] is not None:
             check_size(name, settings[name])
     for name, most in (("learning_rate", math.inf), ("clip_norm", math.inf), ("average", 1.0)):

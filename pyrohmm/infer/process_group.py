@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from ..io.identity import digits, fingerprint
+from ..io.checkpoints import digits, fingerprint
 
 
 class ProcessGroup:
@@ -82,13 +82,13 @@ class ProcessGroup:
         data: Sequences | Parts,
         generator: torch.Generator | None,
         parameters: Iterable[Tensor],
-        num_steps: int,
+        num_iterations: int,
     ) -> None:
         """Raise ValueError in all ranks unless a fit starts alike in all of them."""
         random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
         self.check_same(
             data=fingerprint(data), random_numbers=digits(random), parameters=digits(parameters),
-            checkpoints=num_steps,
+            checkpoints=num_iterations,
         )  # fmt: skip
 
     def check_same(self, **values: object) -> None:

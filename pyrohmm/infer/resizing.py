@@ -20,7 +20,7 @@ Change = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
 
 
 def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None) -> HMM:
-    r"""The HMM in which two states are one: of K - 1 states, and a density that is close.
+    r"""Merge two states: an HMM of K - 1 states and nearly the same density.
 
     The new state stands where ``first`` did; those after ``second`` move up by one. It is entered
     where either was, and left as both are on average, by usage. It emits with the probabilities or
@@ -31,7 +31,7 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
         first: A state.
         second: Another one.
         usage: ``(K,)``, how often each state is visited, such as the sum of
-            ``hmm.posterior(values).states``; by default the stationary distribution.
+            ``hmm.posterior(values).state_probs``; by default the stationary distribution.
 
     Returns:
         An HMM for the same lengths. ``fit_em(TabularHMM(K - 1, ...), data,
@@ -85,7 +85,7 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
 
 
 def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
-    """The HMM in which a state is two: of K + 1 states, and a density that is close.
+    """Split a state in two: an HMM of K + 1 states and nearly the same density.
 
     Both are entered half as often and left in the same way; the new one is the last. Without noise
     the density is the same, and stays the same under EM: the copies must differ to part.

@@ -14,10 +14,10 @@ from pyro.distributions import Delta
 from pyro.nn import PyroModule
 from pyro.ops.stats import quantile
 from pyro.poutine.util import site_is_subsample
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from torch.distributions import constraints
 
+from .. import _renamed as renamed
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences
@@ -27,7 +27,8 @@ from ..nn.base import PYRO, in_mode
 from .guides import repeatable, samples_of
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
-from .uncertainty import Information
+from .replicates import Bootstrap, bootstrap, limits_of, match_states
+from .uncertainty import Covariance, Information
 
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
@@ -39,7 +40,7 @@ class Fit:
     Attributes:
         model: The Pyro model.
         guide: The approximate posterior: a point for MAP and EM, a distribution for SVI.
-        losses: ``(num_steps,)``, at each step, in nats for the whole set: minus the log joint
+        losses: ``(num_iterations,)``, at each step, in nats for the whole set: minus the log joint
             density for MAP and EM, minus the evidence lower bound for SVI.
         converged: Whether a convergence test ended the fit: that of the losses, or ``patience``.
         reason: Why it ended, in words.
@@ -57,12 +58,12 @@ class Fit:
             guide have the parameters of the best one.
         supports: Space of each latent variable, by name.
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
-        values: One value of each latent variable, by name, always the same: the estimate of MAP and
-            EM; the median of the guide of SVI, or one sample if the guide has no median. Variables
-            of which each sequence has one have shape ``(N, ...)``.
+        parameters: One value of each latent variable, by name, always the same: the estimate of MAP
+            and EM; the median of the guide of SVI, or one sample if the guide has no median.
+            Variables of which each sequence has one have shape ``(N, ...)``.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
-        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_steps,)``, in nats.
+        history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
     """
 
     model: Callable[..., Any]
@@ -83,10 +84,14 @@ class Fit:
     validation: list[Validation] = field(default_factory=list)
     supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
     unit: str = "observed step"
-    values: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    parameters: dict[str, Tensor] = field(default_factory=dict, repr=False)
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
@@ -99,14 +104,14 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``values``, off the boundary of their spaces.
+        """Initial values for another fit: ``parameters``, moved inside their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
         return {
             name: interior(self.supports[name], value) if name in self.supports else value
-            for name, value in self.values.items()
+            for name, value in self.parameters.items()
         }
 
     def samples(self, num_samples: int = 1000, data: Sequences | None = None) -> dict[str, Tensor]:
@@ -120,10 +125,10 @@ class Fit:
             ValueError: If the fit is one of MAP or EM, a single point.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
-            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> guide = pyro.infer.autoguide.AutoNormal(model)
+            >>> fit = fit_svi(model, guide, data, num_iterations=10)
             >>> fit.samples(100)["module.emission.probs"].shape
             torch.Size([100, 1, 2])
         """
@@ -131,7 +136,7 @@ class Fit:
         if self.method != "SVI":
             raise ValueError(
                 f"samples, means and quantiles need a posterior; {self.method} gives a single "
-                "point, which is `values`. Fit with fit_svi, or sample with NUTS."
+                "point, which is `parameters`. Fit with fit_svi, or sample with NUTS."
             )
         with torch.no_grad(), self.at_rest():
             return samples_of(self.guide, self.names, num_samples, data)[0]
@@ -153,8 +158,7 @@ class Fit:
     ) -> dict[str, Tensor]:
         """Posterior quantiles of SVI, component by component: ``(Q, ...)``, by name.
 
-        Those of 0.05 and 0.95 bound the central interval of 90 %. They are over :meth:`samples`,
-        and two calls give the same.
+        Those of 0.05 and 0.95 bound the central interval of 90 %. Two calls give the same.
 
         Args:
             probs: Q numbers between 0 and 1, in a list, a tensor or an array.
@@ -162,10 +166,10 @@ class Fit:
             data: The same.
 
         Example:
-            >>> _ = pyro.set_rng_seed(0)
             >>> data = Sequences.from_list([[1, 1, 0]])
             >>> model = MarginalModel(TabularHMM(1, categorical(2)))
-            >>> fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=10)
+            >>> guide = pyro.infer.autoguide.AutoNormal(model)
+            >>> fit = fit_svi(model, guide, data, num_iterations=10)
             >>> low, high = fit.quantiles([0.05, 0.95])["module.emission.probs"]
             >>> bool((low < high).all())
             True
@@ -176,7 +180,7 @@ class Fit:
         return {name: quantile(value, wanted.to(value)) for name, value in samples.items()}
 
     def hmm(self, data: Sequences) -> HMM:
-        """The fitted HMM for ``data``, at ``values``; its tensors have no gradient.
+        """The fitted HMM for ``data``, at ``parameters``; its tensors have no gradient.
 
         If each sequence has variables of its own, ``data`` are the sequences that were fitted, or a
         part of them, ``data.batch(numbers)``. Other steps of the same subjects say whose they are:
@@ -196,7 +200,7 @@ class Fit:
         for part in parts:
             check_fitted(part, self.fitted)
         with self.at_rest():
-            return [hmm_at(self.model, self.values, part, self.plates) for part in parts]
+            return [hmm_at(self.model, self.parameters, part, self.plates) for part in parts]
 
     def parts(self, data: Sequences) -> dict[str, Tensor]:
         """The parts of the loss where the fit ended, each in nats for the whole set.
@@ -268,25 +272,81 @@ class Fit:
                 "of them is its maximum: ask fit.quantiles()."
             )
         with self.at_rest():
-            return Information(self.model, self.values, self.supports, data)
+            return Information(self.model, self.parameters, self.supports, data)
 
     def std_errors(self, data: Sequences) -> dict[str, Tensor]:
         """Standard errors of the parameters by name: see :meth:`information`."""
         return self.information(data).std_errors()
 
+    def covariance(self, data: Sequences) -> Covariance:
+        """Covariance of all entries of the parameters, with names: see :meth:`information`."""
+        return self.information(data).natural()
+
+    def bootstrap(
+        self, data: Sequences, num_samples: int = 200, parametric: bool = True
+    ) -> Bootstrap:
+        """Fit the model to B data sets that are simulated or resampled, as one batch.
+
+        Each of them is climbed from the fit to the maximum near it, all at once, so that states
+        keep their numbers. Replicates that do not converge, and those in which the posterior of
+        some state is more like that of another state of the fit, are counted and left out.
+
+        Args:
+            data: The sequences that were fitted.
+            num_samples: B.
+            parametric: Whether data sets are simulated from the fit, with the lengths, the missing
+                steps and the covariates of the data; else whole sequences are resampled, which
+                does not trust the model, and needs many of them, some 50.
+
+        Raises:
+            ValueError: As :meth:`information`; or if sequences have variables of their own.
+
+        Example:
+            >>> _ = pyro.set_rng_seed(0)
+            >>> data = Sequences.from_list([torch.randn(400)])
+            >>> fit = fit_em(TabularHMM(1, normal(0)), data)
+            >>> fit.bootstrap(data)
+            Bootstrap(200 replicates; 0 have not converged, in 0 states have changed places)
+        """
+        if self.plates:
+            raise ValueError(
+                "the bootstrap is of parameters that all sequences share; each sequence has a "
+                f"{min(self.plates)!r} of its own here. fit_laplace integrates it out."
+            )
+        with self.at_rest():
+            return bootstrap(self.information(data), num_samples, parametric)
+
     def intervals(
-        self, data: Sequences, level: float = 0.95, of: Callable[[HMM], Tensor] | None = None
+        self,
+        data: Sequences,
+        level: float = 0.95,
+        of: Callable[[HMM], Tensor] | str | None = None,
+        method: str = "delta",
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Limits of the parameters by name, or of a function ``of`` the fitted HMM under "of".
-
-        See :meth:`Information.intervals`.
 
         Args:
             data: The sequences that were fitted.
             level: Of confidence.
-            of: From an :class:`HMM` to a tensor, such as ``lambda hmm: hmm.stationary()``.
+            of: From an :class:`HMM` to a tensor, such as ``lambda hmm: hmm.stationary()``; or the
+                name of one entry of a parameter, such as "module.transition[0, 1]".
+            method: "delta", from the curvature: see :meth:`Information.intervals`. "bootstrap",
+                quantiles over 200 simulated data sets: see :meth:`bootstrap`, which takes their
+                number and can resample sequences. "profile", from the likelihood ratio of one
+                entry, whose name ``of`` is.
+
+        Example:
+            >>> data = Sequences.from_list([torch.tensor([0, 1, 1, 1, 0, 1, 1, 1, 1, 1])])
+            >>> fit = fit_em(TabularHMM(1, categorical(2)), data)
+            >>> name = "module.emission.probs[0, 0]"
+            >>> low, high = fit.intervals(data, of=name, method="profile")[name]
+            >>> print(f"{low:.3f} {high:.3f}")
+            0.036 0.499
         """
-        return self.information(data).intervals(level, of)
+        with self.at_rest():
+            if method == "bootstrap" and not isinstance(of, str):
+                return self.bootstrap(data).intervals(level, of)
+            return limits_of(self.information(data), level, of, method)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -332,9 +392,9 @@ class Restarts:
 
     Attributes:
         model: The Pyro model, or the module.
-        losses: ``(R, num_steps)``, in nats; infinite where a restart has failed.
+        losses: ``(R, num_iterations)``, in nats; infinite where a restart has failed.
         final: ``(R,)``, the loss by which restarts are compared.
-        values: Latent variables by name, ``(R, ...)``.
+        parameters: Latent variables by name, ``(R, ...)``.
         best: The restart of least final loss.
         plated: Those that are inside a plate of the model.
         plates: Those of which each sequence has one.
@@ -344,18 +404,22 @@ class Restarts:
     model: Callable[..., Any]
     losses: Tensor
     final: Tensor
-    values: dict[str, Tensor]
+    parameters: dict[str, Tensor]
     best: int
     plated: frozenset[str] = frozenset()
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
+
+    @renamed.attribute("parameters")
+    def values(self) -> Any:
+        """Old name of ``parameters``."""
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         check_fitted(data, self.fitted)
         wide = {
             name: value if name in self.plated else value.unsqueeze(1)
-            for name, value in self.values.items()
+            for name, value in self.parameters.items()
         }
         with PYRO, in_mode(False, self.model):
             hmm = hmm_at(self.model, wide, data, self.plates)
@@ -370,34 +434,10 @@ class Restarts:
         Returns:
             ``(R, K)`` integers; row ``best`` is 0, 1, ..., K - 1.
         """
-        states = self.hmm(data).posterior(data.values).states  # (R, N, T, K)
+        states = self.hmm(data).posterior(data.values).state_probs  # (R, N, T, K)
         matched = match_states(states, states[self.best])
         matched[self.best] = torch.arange(matched.size(-1))
         return matched
-
-
-def match_states(states: Tensor, reference: Tensor) -> Tensor:
-    """Match the states of R models to those of a reference, by the Hungarian algorithm.
-
-    The matching maximises the overlap of the posteriors of matched states: the sum over steps of
-    the products of their probabilities.
-
-    Args:
-        states: ``(R, N, T, K)``, posteriors of R models.
-        reference: ``(N, T, K)``, the posterior they are compared with.
-
-    Returns:
-        ``(R, K)`` integers: the state of the reference for each state.
-
-    Example:
-        >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
-        >>> match_states(torch.stack([reference, reference.flip(-1)]), reference)
-        tensor([[0, 1],
-                [1, 0]])
-    """
-    overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
-    matches = [linear_sum_assignment(weights, maximize=True)[1] for weights in overlap]
-    return torch.stack([torch.as_tensor(match) for match in matches])
 
 
 class Point(PyroModule):

@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe
+from ..io.checkpoints import Checkpoint, Fields, describe
 from .options import FREE
 from .results import Fit, Point, name_of, uses_labels
 from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
@@ -358,5 +357,5 @@ class Chains:
         return SampledFit(
             model, Point(values), -stats["lp"].mean(0), True, "it took all samples", self.seconds,
             data.num_observed, list(values), notes=notes, window=1, supports=supports,
-            values=values, chains=chains, stats=stats, works=works, **fields,
+            parameters=values, chains=chains, stats=stats, works=works, **fields,
         )  # fmt: skip

@@ -34,7 +34,8 @@ class Start(Protocol):
 
         Returns:
             Values of the latent variables by name, ``(R, 1, ...)``; or probabilities of the states
-            at each step, ``(R, N, T, K)``; or expected counts, whose ``states`` have that shape.
+            at each step, ``(R, N, T, K)``; or expected counts, whose ``state_probs`` have that
+            shape.
         """
 
 
@@ -129,7 +130,7 @@ def from_hmm(hmm: HMM) -> Start:
         counts = model.expected_counts(data.values)
         return ExpectedCounts(
             counts.log_evidence,
-            counts.states.expand(restarts, *counts.states.shape),
+            counts.state_probs.expand(restarts, *counts.state_probs.shape),
             {name: n.expand(restarts, 1, *n.shape) for name, n in counts.counts.items()},
         )
 

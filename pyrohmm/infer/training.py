@@ -27,10 +27,9 @@ from .._sync import with_one_wait
 from .._threads import threads_for
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
-from ..io.checkpoints import Checkpoint, Fields
-from ..io.identity import describe, fingerprint
+from ..io.checkpoints import Checkpoint, Fields, describe, fingerprint
 from ..nn.base import HMMModule, in_mode
-from .descent import Descent, copy_values, describe_schedule
+from .descent import Descent, HeldOut, copy_values, describe_schedule
 from .guides import point_of
 from .models import scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
@@ -38,7 +37,6 @@ from .options import FREE, Settings
 from .plates import marks_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels
-from .validation import HeldOut
 
 _guides = count()
 
@@ -79,7 +77,7 @@ def train(
         training.seconds, data.num_observed, list(supports), dict(store), method=method,
         notes=uses_labels(data) if isinstance(module, HMMModule) else [],
         validation=training.held_out.history if training.held_out else [],
-        supports=supports, values=values, plates=plates, history=training.history(losses),
+        supports=supports, parameters=values, plates=plates, history=training.history(losses),
         fitted=torch.cat([*map(marks_of, parts_of(data))]) if plates else None,
     )  # fmt: skip
 
@@ -158,7 +156,7 @@ class Training:
         self.losses: list[Tensor] = []
         self.parts: list[Tensor] = []
         self.reason: str | None = None
-        self.ended = f"it took all {settings['num_steps']} steps"  # if it has not converged
+        self.ended = f"it took all {settings['num_iterations']} steps"  # if it has not converged
         # which a resumed fit may change
         self._tests = [settings["tolerance"], settings["patience"]]
 
@@ -208,11 +206,15 @@ class Training:
 
     def _descend(self, checkpoint: Checkpoint | None) -> None:
         """Take gradient steps until a test ends the fit, or all are taken."""
-        num_steps, asked, done = self.settings["num_steps"], self.settings["progress"], self.losses
+        num_iterations, asked, done = (
+            self.settings["num_iterations"],
+            self.settings["progress"],
+            self.losses,
+        )
         shown: dict[str, str] = {}
-        steps = range(len(done), len(done) if self.reason is not None else num_steps)
+        steps = range(len(done), len(done) if self.reason is not None else num_iterations)
         hide = not self.group.is_first or (None if asked is None else not asked)
-        with tqdm(total=num_steps, initial=len(done), disable=hide) as bar:
+        with tqdm(total=num_iterations, initial=len(done), disable=hide) as bar:
             for step in steps:
                 with threads_for(self.objective.cost * self.batches.steps_at_once):
                     self._step(step)
@@ -306,7 +308,7 @@ class Training:
         return losses
 
     def history(self, losses: Tensor) -> dict[str, Tensor]:
-        """Parts of the loss by name, ``(num_steps,)`` or ``(num_steps, R)``."""
+        """Parts of the loss by name, ``(num_iterations,)`` or ``(num_iterations, R)``."""
         if len(self.parts) < len(losses):
             return {}
         likelihood, prior = torch.stack(self.parts, 1).cpu()
@@ -349,7 +351,7 @@ class Training:
         self.start_time -= saved["seconds"]
         if saved["reason"] is not None and saved["tests"] == self._tests:
             self.reason = saved["reason"]
-        if len(self.losses) > self.settings["num_steps"]:
+        if len(self.losses) > self.settings["num_iterations"]:
             self.ended = f"checkpoint had taken {len(self.losses)} steps already"
 
     def _identity(self) -> dict[str, Any]:

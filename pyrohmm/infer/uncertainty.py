@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
@@ -24,7 +24,7 @@ from torch.distributions.transforms import (
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .models import EnumeratedModel, MarginalModel
-from .plates import AtValues
+from .plates import AtValues, detached
 
 BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
@@ -48,7 +48,7 @@ class Coordinates:
         estimate: Its value.
         labels: P names, of single coordinates.
         held: Names of the entries that are held at the boundary.
-        value: From u to the value of the parameter.
+        value: From u ``(*, P)`` to the value of the parameter.
         scale: On which intervals are symmetric: its function, and the inverse.
     """
 
@@ -100,12 +100,11 @@ class Coordinates:
 
         def value(u: Tensor) -> Tensor:
             change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten()]
-            return moved(change.reshape(free.shape))
+            return moved(change.reshape(u.shape[:-1] + free.shape))
 
         names = [f"{name}, free coordinate {n}" for n in range(free.numel())]
         if free.numel() == estimate.numel():
-            places = torch.ones(estimate.shape).nonzero().tolist() if estimate.dim() else [[]]
-            names = [f"{name}{place}" for place in places]
+            names = names_of(name, estimate)
         labels = [label for label, at in zip(names, free.flatten().tolist()) if at]
         held = [label for label, at in zip(names, inside.flatten().tolist()) if not at]
         return cls(name, estimate, labels, held, value, scale)
@@ -143,6 +142,24 @@ def _base(support: Any) -> Any:
     return support
 
 
+class Covariance(NamedTuple):
+    """Covariance of estimates.
+
+    Attributes:
+        names: Of the E entries, such as "module.transition[0, 1]".
+        matrix: ``(E, E)``.
+    """
+
+    names: list[str]
+    matrix: Tensor
+
+
+def names_of(name: str, value: Tensor) -> list[str]:
+    """Names of the entries of a parameter, row by row."""
+    places = torch.ones(value.shape).nonzero().tolist() if value.dim() else [[]]
+    return [f"{name}{place or ''}" for place in places]
+
+
 class Information:
     r"""Observed information of a fit: minus the Hessian of its log joint density at the estimate.
 
@@ -169,6 +186,7 @@ class Information:
             of zero; they are held there and have no interval.
         matrix: ``(P, P)``, the observed information, in nats.
         decrement: Newton's estimate of how far the log joint is below its maximum, in nats.
+        hmm: The fitted HMM, in double precision.
 
     Raises:
         ValueError: If the information is singular or the estimate no maximum; the message names
@@ -204,12 +222,33 @@ class Information:
                 f"standard errors need 1 to {MOST_PARAMETERS:,} free parameters; this model has "
                 f"{len(self.labels):,}."
             )
+        at_estimate = self.values_at(torch.zeros(len(self.labels), dtype=torch.double))
+        with (
+            poutine.block(),
+            pyro.get_param_store().scope(),
+            torch.no_grad(),
+            AtValues(at_estimate),
+        ):
+            trace = poutine.trace(self.model).get_trace(self.data)
+        self.hmm: HMM = detached(trace.nodes["_RETURN"]["value"])
+        # inside a plate values have the dimension of a batch already
+        self.plated = {
+            name for name in at_estimate
+            if len(trace.nodes.get(name, {}).get("cond_indep_stack", ()))
+        }  # fmt: skip
         self._compute()
 
-    def _run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
-        """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
-        parts = zip(self.coordinates, u.split(self.sizes))
+    def values_at(self, u: Tensor) -> dict[str, Tensor]:
+        """Parameters by name at coordinates ``(P,)``, or of B copies of the model, ``(B, P)``."""
+        parts = zip(self.coordinates, u.split(self.sizes, -1))
         values = {part.name: part.value(own) for part, own in parts}
+        if u.dim() == 1:
+            return values
+        return {n: v if n in self.plated else v.unsqueeze(1) for n, v in values.items()}
+
+    def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
+        """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
+        values = self.values_at(u)
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with AtValues(values):
                 trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
@@ -222,7 +261,7 @@ class Information:
 
     def _compute(self) -> None:
         u = torch.zeros(len(self.labels), dtype=torch.double)
-        score = torch.func.grad(lambda u: self._run(u)[0])
+        score = torch.func.grad(lambda u: self.run(u)[0])
         slope, pull, *_ = torch.func.vjp(score, u)
         columns = torch.func.vmap(lambda v: pull(v)[0], chunk_size=CHUNK)
         hessian = columns(torch.eye(len(u), dtype=u.dtype))
@@ -275,6 +314,19 @@ class Information:
             errors[part.name] = error.masked_fill((slopes == 0).all(-1), torch.nan)
         return errors
 
+    def natural(self) -> Covariance:
+        """Covariance of all entries of the parameters, by the delta method; NaN for those held."""
+        names, slopes = [], []
+        for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
+            names += names_of(part.name, part.estimate)
+            wide = torch.zeros(part.estimate.numel(), len(self.labels), dtype=torch.double)
+            wide[:, own] = self._slopes(part.value, own)[0].reshape(len(wide), len(own))
+            slopes.append(wide)
+        rows = torch.cat(slopes)
+        held = (rows == 0).all(-1)
+        matrix = rows @ self.covariance @ rows.mT
+        return Covariance(names, matrix.masked_fill(held | held.unsqueeze(-1), torch.nan))
+
     def of(
         self, function: Callable[[HMM], Tensor], data: Sequences | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -287,8 +339,8 @@ class Information:
         """
         data = None if data is None else _double(data)
         own = torch.arange(len(self.labels))
-        _, error = self._slopes(lambda u: function(self._run(u, data)[1]), own)
-        return function(self._run(torch.zeros(len(own)).double(), data)[1]).detach(), error
+        _, error = self._slopes(lambda u: function(self.run(u, data)[1]), own)
+        return function(self.run(torch.zeros(len(own)).double(), data)[1]).detach(), error
 
     def intervals(
         self,
@@ -317,7 +369,7 @@ class Information:
         zeros = torch.zeros(len(self.labels), dtype=torch.double)
         normal = torch.distributions.MultivariateNormal(zeros, self.covariance)
         with torch.no_grad():
-            values = torch.stack([of(self._run(u)[1]) for u in normal.sample((num_samples,))])
+            values = torch.stack([of(self.run(u)[1]) for u in normal.sample((num_samples,))])
         tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype)
         low, high = values.quantile(tails, 0)
         return {"of": (low, high)}

@@ -79,7 +79,7 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
 
 
 def load_hmm(directory: FilePath) -> HMM:
-    """The HMM that was saved to ``directory``, on the CPU, every bit as it was.
+    """Load the HMM that was saved to ``directory``, on the CPU, bit for bit.
 
     Raises:
         FileNotFoundError: If nothing was saved there.
@@ -95,7 +95,7 @@ def load_hmm(directory: FilePath) -> HMM:
 
 
 def load_into(module: nn.Module, directory: FilePath) -> None:
-    """Put what was saved of a module into ``module``, all of it or nothing.
+    """Load saved parameters into ``module``; if they do not fit, it is unchanged.
 
     Parameters stay the objects they are, on their devices, so that optimisers keep them.
 

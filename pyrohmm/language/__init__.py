@@ -7,11 +7,11 @@ Its modules; each imports only those above it:
 ``text``        sentences as lines of words and as codes
 ``clusters``    Brown clusters of words
 ``training``    the learning rate and the state dropout of a fit
-``generation``  sentences sampled from an HMM in blocks
-``scoring``     log-probabilities of sentences and words
+``generation``  sentences by an HMM in blocks: log-probabilities and samples
 ``lookahead``   probability that a constraint will hold, by state
 ``steering``    ``Steering``: sentences that satisfy a constraint
 ``control``     ``ConstraintProcessor``: another model's texts that satisfy a constraint
+``patterns``    regular expressions as constraints on tokens
 ``model``       ``LanguageModel``
 ``command``     ``python -m pyrohmm.language``
 """
@@ -21,6 +21,7 @@ from .clusters import find_clusters as find_clusters
 from .control import ConstraintProcessor as ConstraintProcessor
 from .control import over_tokens as over_tokens
 from .model import LanguageModel as LanguageModel
+from .patterns import matching as matching
 from .steering import Steering as Steering
 from .text import END as END
 from .text import UNKNOWN as UNKNOWN

@@ -1,4 +1,4 @@
-r"""Clusters of words: Brown's, of high mutual information between neighbours, and random ones.
+r"""Brown clusters of words, which maximise the mutual information of neighbours.
 
 ``V`` words, ``C`` clusters, ``M`` distinct pairs that occur, ``N`` pairs in all. An assignment is
 ``(V,)`` integers, the cluster of each word; clusters are numbered from 0, and none is empty.

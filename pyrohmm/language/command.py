@@ -154,12 +154,12 @@ def train(options: argparse.Namespace) -> LanguageModel:
             print(f"going on from checkpoint {checkpoint}")
         print(f"ready after {time.perf_counter() - start_time:.1f} s", flush=True)
 
-    num_steps = model.num_steps(data, **{n: of_fit[n] for n in OF_STEPS if n in of_fit})
+    num_iterations = model.num_iterations(data, **{n: of_fit[n] for n in OF_STEPS if n in of_fit})
 
     def tell(found: Validation) -> None:
         perplexity, seconds = math.exp(min(found.nats, 700.0)), time.perf_counter() - start_time
-        tqdm.write(f"step {found.step:,} of {num_steps:,}: held-out perplexity {perplexity:.2f}, "
-                   f"{seconds:.0f} s")  # fmt: skip
+        tqdm.write(f"step {found.step:,} of {num_iterations:,}: held-out perplexity "
+                   f"{perplexity:.2f}, {seconds:.0f} s")  # fmt: skip
         sys.stdout.flush()  # for those who follow a file
 
     generator = torch.Generator().manual_seed(options.seed or 0)

@@ -1,4 +1,4 @@
-r"""Any language model of tokens steered by an HMM of these tokens, so that a constraint holds.
+r"""Steering any language model by an HMM of the same tokens, so that a constraint holds.
 
 At each step the probability of a token is multiplied by that which the HMM gives to the constraint,
 
@@ -107,7 +107,7 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     accepting = constraint.accepting[ended].flatten()
     each = {byte: byte for byte in range(256)}
     of_bytes = constraint._alike(after, each, accepting, constraint.name)
-    return _joined(of_bytes, texts)
+    return joined(of_bytes, texts)
 
 
 def _check_words(words: dict[str | int, bytes]) -> None:
@@ -138,7 +138,7 @@ def _places(
     return table, {prefixes[word]: symbol for symbol, word in words.items()}
 
 
-def _joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
+def joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
     """An automaton over bytes as one over tokens, by their bytes; others end in a dead state."""
     table = of_bytes.table
     dead = len(table)

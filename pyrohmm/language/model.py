@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..data.batches import batches_in_round
@@ -35,7 +36,7 @@ from ..nn.neural import NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
-from . import clusters, scoring, text
+from . import clusters, generation, text
 from .generation import next_states, sample_sentences
 from .steering import Steering
 from .text import END, as_text, check_ends, split_words
@@ -219,8 +220,8 @@ class LanguageModel:
         model = MarginalModel(self.module)
         batching: dict[str, Any] = {"batch_tokens": batch_tokens}
         read, first = data, copy.deepcopy(self.module.state_dict())
-        num_steps = self.num_steps(data, num_epochs, batch_tokens, num_streams)
-        set_default(self.module, data.num_observed, num_epochs, num_steps)
+        num_iterations = self.num_iterations(data, num_epochs, batch_tokens, num_streams)
+        set_default(self.module, data.num_observed, num_epochs, num_iterations)
         if self.contiguous:
             steps = max(1, batch_tokens // num_streams)
             model = StatefulModel(self.module, num_streams)
@@ -230,14 +231,16 @@ class LanguageModel:
         fit = fit_map(
             model,
             read,
-            num_steps=num_steps,
+            num_iterations=num_iterations,
             tolerance=None,
             validation=validation,
             clip_norm=clip_norm,
             optimizer=partial(
                 torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
             ),
-            schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_steps)),
+            schedule=partial(
+                torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_iterations)
+            ),
             **batching,
             **options,
         )
@@ -254,7 +257,7 @@ class LanguageModel:
             return True
         return not nats <= 10 * math.log(len(self.vocabulary))  # NaN also
 
-    def num_steps(
+    def num_iterations(
         self,
         data: Sequences,
         num_epochs: int = 10,
@@ -266,6 +269,10 @@ class LanguageModel:
             return num_epochs * batches_in_round(data.lengths, batch_tokens)
         steps = max(1, batch_tokens // num_streams)
         return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)
+
+    @renamed.attribute("num_iterations")
+    def num_steps(self) -> Any:
+        """Old name of ``num_iterations``."""
 
     # Evaluation and sampling
 
@@ -292,7 +299,7 @@ class LanguageModel:
                 that are missing.
         """
         with torch.no_grad(), in_mode(False, self.module):
-            return scoring.score(self.module, self._coded(sentences), self.contiguous)
+            return generation.score(self.module, self._coded(sentences), self.contiguous)
 
     def surprisal(self, sentences: Iterable[str] | Sequences) -> list[Tensor]:
         r"""Surprisal :math:`-\log p(w_t \mid w_{1:t-1})` of each word of each sentence, in nats.
@@ -312,7 +319,7 @@ class LanguageModel:
             [3, 2]
         """
         with torch.no_grad(), in_mode(False, self.module):
-            return scoring.surprisal(self.module, self._coded(sentences), self.contiguous)
+            return generation.surprisal(self.module, self._coded(sentences), self.contiguous)
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
         """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
@@ -371,7 +378,7 @@ class LanguageModel:
         return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
-        """Sentences given that they satisfy a constraint; of a contiguous model, first sentences.
+        """Condition sentences on a constraint: a :class:`.Steering`.
 
         Args:
             constraint: What a sentence, without its ``<eos>``, satisfies: a finite automaton over
@@ -447,7 +454,7 @@ class LanguageModel:
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
-        """The model that was saved to ``directory``, on the CPU, every bit as it was.
+        """Load the model that was saved to ``directory``, on the CPU, bit for bit.
 
         Raises as :func:`pyrohmm.load_hmm`.
         """

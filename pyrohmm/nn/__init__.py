@@ -12,6 +12,8 @@ Its modules; each imports only those above it:
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
 ``waits_and_angles``  gamma: positive numbers; von Mises: angles
+``newton``           log-normal, Weibull, beta, Student t, negative binomial, wrapped Cauchy
+``modified``         zero-inflated, censored and truncated families
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
 ``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
@@ -53,8 +55,17 @@ from .emissions import parametric as parametric
 from .factorial import TabularFactorialHMM as TabularFactorialHMM
 from .factorial import additive_bernoulli as additive_bernoulli
 from .factorial import additive_normal as additive_normal
+from .modified import censored as censored
+from .modified import truncated as truncated
+from .modified import zero_inflated as zero_inflated
 from .neural import NeuralHMM as NeuralHMM
 from .neural import ScalarHMM as ScalarHMM
+from .newton import beta as beta
+from .newton import log_normal as log_normal
+from .newton import negative_binomial as negative_binomial
+from .newton import student_t as student_t
+from .newton import weibull as weibull
+from .newton import wrapped_cauchy as wrapped_cauchy
 from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_mixture as normal_mixture

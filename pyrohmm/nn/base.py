@@ -1,4 +1,4 @@
-"""``HMMModule``: what calling a module means."""
+"""``HMMModule``: a ``PyroModule`` whose call returns an ``HMM``."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from torch.distributions import constraints
 
 from .._sync import exceeds
 from ..chains.base import ExpectedCounts
+from ..data.sequences import Sequences
 
 Statistics = dict[str, Tensor]
 Maximum = tuple[dict[str, Tensor], list[str]]
@@ -105,6 +106,27 @@ class TransitionCounts(ChainMStep, Protocol):
         """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
 
 
+@runtime_checkable
+class StepsMStep(Protocol):
+    """An :class:`HMMModule` whose M-step reads every step, as where covariates have a part in it.
+
+    Attributes:
+        by_steps: Names of the parameters that ``maximize`` returns.
+    """
+
+    by_steps: list[str]
+
+    def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
+        """The mode of the parameters, by name, each ``(R, ...)``.
+
+        Args:
+            data: The sequences.
+            counts: Expected counts by the names of the chain's parameters, and ``states``, those of
+                each step, all with dimensions ``(R, N)``; ``(N,)`` without restarts.
+            current: The parameters as they are, ``(R, ...)``.
+        """
+
+
 class Prior(partial):
     """A prior that the M-step of its module accounts for."""
 
@@ -154,10 +176,34 @@ class Family(PyroModule):
         """Whether the parameter ``name`` has a prior."""
         return name in self._pyro_samples
 
+    def prior(self, name: str) -> Any:
+        """The prior of a parameter, given those that it depends on."""
+        return getattr(self, f"{name}_prior")()
+
+    def at(self, values: dict[str, Tensor]) -> Any:
+        """A copy whose parameters are these tensors, of any shape, with no priors.
+
+        Args:
+            values: By name, with dots for those of parts.
+        """
+        other = object.__new__(type(self))
+        fields = other.__dict__
+        fields |= self.__dict__
+        for table in ("_pyro_samples", "_pyro_params", "_parameters", "_buffers", "_modules"):
+            fields[table] = fields[table].copy()
+        for name in {name.partition(".")[0] for name in values}:
+            if name in self._modules:
+                fields["_modules"][name] = getattr(self, name).at(inside(values, f"{name}."))
+                continue
+            for table in ("_pyro_samples", "_pyro_params", "_buffers"):
+                fields[table].pop(name, None)
+            fields[name] = values[name]
+        return other
+
 
 def _prior_of(module: Any, name: str, dims: int) -> TorchDistribution:
     """The prior of a parameter of ``dims`` dimensions, all of which are one event."""
-    prior = getattr(module, f"{name}_prior")()
+    prior = module.prior(name)
     return prior.to_event(dims - len(prior.event_shape))
 
 
@@ -216,6 +262,22 @@ def sample_rows(concentration: Tensor) -> Tensor:
     """
     gammas = torch._standard_gamma(concentration + 1)
     return (gammas.log() + torch.rand_like(gammas).log() / concentration).softmax(-1)
+
+
+def mode_of_part(part: Any, prefix: str, statistics: Statistics) -> Maximum:
+    """The mode of a part by its M-step, with names and statistics that begin with ``prefix``."""
+    values, notes = part.m_step(inside(statistics, prefix))
+    return under(prefix, values), notes
+
+
+def sample_of_part(
+    part: Any, prefix: str, statistics: Statistics, current: Statistics
+) -> Statistics:
+    """A sample of the parameters of a part, if it has one; names as in :func:`mode_of_part`."""
+    if not isinstance(part, ConjugateSampler):
+        return {}
+    own = (inside(each, prefix) for each in (statistics, current))
+    return under(prefix, part.sample_parameters(*own))
 
 
 def inside(statistics: Statistics, prefix: str) -> Statistics:

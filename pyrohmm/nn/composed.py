@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
-from .closed_form import ConjugateSampler, EmissionMStep, Maximum, Statistics, inside, under
+from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily
 from .normals import scale_prior
@@ -44,6 +44,7 @@ class StreamsEmission(Emission, emits=Streams):
         self.parts = PyroModule[torch.nn.ModuleList]([family(num_states) for family in families])
         for part in self.parts:
             _check_part("families of streams", part)
+        self.summed = all(getattr(part, "summed", True) for part in self.parts)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
@@ -86,18 +87,15 @@ class StreamsEmission(Emission, emits=Streams):
         values: dict[str, Tensor] = {}
         notes: list[str] = []
         for i, part in enumerate(self.parts):
-            mode, remarks = part.m_step(inside(statistics, f"parts.{i}."))
-            values |= under(f"parts.{i}.", mode)
-            notes += remarks
+            mode, remarks = mode_of_part(part, f"parts.{i}.", statistics)
+            values, notes = values | mode, notes + remarks
         return values, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Each part by itself, if it can be sampled."""
         samples: Statistics = {}
         for i, part in enumerate(self.parts):
-            if isinstance(part, ConjugateSampler):
-                own = (inside(each, f"parts.{i}.") for each in (statistics, current))
-                samples |= under(f"parts.{i}.", part.sample_parameters(*own))
+            samples |= sample_of_part(part, f"parts.{i}.", statistics, current)
         return samples
 
 
@@ -135,6 +133,7 @@ class TiedEmission(Emission, emits=Tied):
         self.num_distinct = int(index.max()) + 1
         self.part = family(self.num_distinct)
         _check_part("family", self.part)
+        self.summed = getattr(self.part, "summed", True)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
@@ -165,15 +164,11 @@ class TiedEmission(Emission, emits=Tied):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the distinct emissions."""
-        values, notes = self.part.m_step(inside(statistics, "part."))
-        return under("part.", values), notes
+        return mode_of_part(self.part, "part.", statistics)
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Sample of the parameters of the distinct emissions, if they can be sampled."""
-        if not isinstance(self.part, ConjugateSampler):
-            return {}
-        own = (inside(each, "part.") for each in (statistics, current))
-        return under("part.", self.part.sample_parameters(*own))
+        return sample_of_part(self.part, "part.", statistics, current)
 
 
 def _check_part(name: str, part: object) -> None:

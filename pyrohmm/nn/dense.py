@@ -119,7 +119,7 @@ def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class DenseHMM(HMMModule):
-    r"""HMM of embeddings: of states that are left, entered and emitting, and of symbols (eq. 2).
+    r"""HMM whose probabilities are softmaxes of inner products of embeddings (eq. 2).
 
     .. math:: A_{ij} = \frac{k(z_i, u_j)}{\sum_{j'} k(z_i, u_{j'})}, \quad
               B_{iv} = \frac{k(w_i, v_v)}{\sum_{v'} k(w_i, v_{v'})}, \quad

@@ -239,7 +239,7 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
     Example:
         >>> data = Sequences.from_list([[0, 1, 0, 1, 0, 1, 1]])
         >>> fit = fit_em(TabularHMM(1, autoregressive_categorical(2)), data)
-        >>> fit.values["module.emission.probs"]
+        >>> fit.parameters["module.emission.probs"]
         tensor([[[0.0000, 1.0000],
                  [0.6667, 0.3333]]])
     """

@@ -16,6 +16,7 @@ estimation in the presence of length bias).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -396,16 +397,15 @@ def parametric_durations(distribution: Any, max_duration: int) -> DurationFamily
         torch.Size([2, 20])
     """
     check_size("max_duration", max_duration)
-    family = emissions.parametric(distribution)
-    return lambda num_states: ParametricDurations(family(num_states), max_duration)
+    return partial(ParametricDurations, distribution=distribution, max_duration=max_duration)
 
 
 class ParametricDurations(PyroModule):
     """Durations of any distribution on counts: see :func:`parametric_durations`."""
 
-    def __init__(self, part: PyroModule, max_duration: int) -> None:
+    def __init__(self, num_states: int, distribution: Any, max_duration: int) -> None:
         super().__init__()
-        self.part: Any = part
+        self.part: Any = emissions.parametric(distribution)(num_states)
         self.max_duration = max_duration
 
     def forward(self) -> Tensor:

@@ -54,8 +54,8 @@ class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
         >>> hmm = module(torch.tensor([4, 1]))  # a sample from the prior
         >>> hmm.sizes, hmm.emission.batch_shape
         ((2, 3), torch.Size([6]))
-        >>> fit = fit_em(module, Sequences.from_list([torch.randn(50, 1)]), num_steps=3)
-        >>> fit.values["module.transition_1"].shape
+        >>> fit = fit_em(module, Sequences.from_list([torch.randn(50, 1)]), num_iterations=3)
+        >>> fit.parameters["module.transition_1"].shape
         torch.Size([3, 3])
     """
 
@@ -107,7 +107,12 @@ class _Additive(Emission):
     supports: ClassVar[dict[str, constraints.Constraint]] = {"effects": constraints.real}
 
     def __init__(
-        self, num_products: int, num_states: Sequence[int], dim: int, loc: float, scale: float
+        self,
+        num_products: int,
+        num_states: Sequence[int],
+        dim: int,
+        loc: float = 0.0,
+        scale: float = 2.5,
     ) -> None:
         super().__init__()
         self.sizes = _sizes(num_states)
@@ -268,16 +273,6 @@ class AdditiveBernoulliEmission(_Additive):
         >>> emission().base_dist.logits.squeeze(-1)
         tensor([0., 1., 5., 6.])
     """
-
-    def __init__(
-        self,
-        num_products: int,
-        num_states: Sequence[int],
-        dim: int,
-        loc: float = 0.0,
-        scale: float = 2.5,
-    ) -> None:
-        super().__init__(num_products, num_states, dim, loc, scale)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over product states."""

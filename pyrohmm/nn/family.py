@@ -43,9 +43,12 @@ class Emission(Family):
         in_time: Whether an observation depends on those before it.
         imputes: Whether ``statistics`` are those of samples of what else is hidden, such as
             components of a mixture and missing ones of a vector, not expected ones.
+        summed: Whether ``statistics`` are sums over observations, so that those of parts of the
+            data can be added; else they are the observations themselves, with their weights.
     """
 
     in_time: ClassVar[bool] = False
+    summed = True
     imputes = False
 
     def __init_subclass__(cls, emits: type | tuple[type, ...] = ()) -> None:
@@ -141,18 +144,21 @@ def family(
     """
     signature = inspect.signature(build)
     _, *rest = signature.parameters.values()
+    wanted = signature.replace(parameters=rest, return_annotation=EmissionFamily)
+    takes = [part.name for part in rest]
 
     def function(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EmissionFamily:
-        bound = function.__signature__.bind(*args, **kwargs).arguments  # type: ignore[attr-defined]
+        try:
+            bound = wanted.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}; its arguments are {', '.join(takes)}.") from None
         for size in least.keys() & bound.keys():
             check_size(size, bound[size], least[size])
         return partial(build, **bound)
 
     function.__name__ = function.__qualname__ = name
     function.__module__, function.__doc__ = build.__module__, build.__doc__
-    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=rest, return_annotation=EmissionFamily
-    )
+    function.__signature__ = wanted  # type: ignore[attr-defined]
     return function
 
 

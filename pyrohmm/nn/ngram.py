@@ -18,7 +18,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]  # of each: both classes, the bloc
 
 
 class NGramMixture(HMMModule):
-    r"""A module in blocks, mixed with what an n-gram says of the words; exact, and as sparse.
+    r"""A :class:`NeuralHMM` in blocks mixed with an n-gram; exact, at the same cost.
 
     It builds an :class:`~pyrohmm.distributions.NGramBlockHMM`, whose module has the density. The
     n-gram, or any other distribution of a word given those before it, comes with the data: as

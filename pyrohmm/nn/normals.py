@@ -121,7 +121,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     Example:
         >>> data = Sequences.from_list([[[1e10], [3e10]]])
-        >>> fit_em(TabularHMM(1, normal(1)), data).values["module.emission.loc"].item()
+        >>> fit_em(TabularHMM(1, normal(1)), data).parameters["module.emission.loc"].item()
         20000000000.0
     """
 
@@ -315,7 +315,6 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
 
     Args:
         num_states: K.
-        num_components: C.
         dim: D, at least 1.
         loc: Prior mean, a number or ``(D,)``; of the data by default, with ``rate``.
         weight: How many observations the prior mean is worth.
@@ -324,6 +323,7 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
             variance of the data.
         weights_concentration: Of the Dirichlet prior of the weights.
         spherical: Whether a component has one variance: see :func:`normal_spherical`.
+        num_components: C, given by name.
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {
@@ -334,7 +334,6 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
     def __init__(
         self,
         num_states: int,
-        num_components: int,
         dim: int,
         loc: float | Tensor | None = None,
         weight: float = 0.01,
@@ -342,6 +341,8 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         rate: float | Tensor | None = None,
         weights_concentration: float = 1.0,
         spherical: bool = False,
+        *,
+        num_components: int,
     ) -> None:
         Emission.__init__(self)
         self.dim, self.num_components = dim, num_components
@@ -359,8 +360,8 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         inner = getattr(part, "base_dist", None)
         if not isinstance(inner, torch_dist.Normal) or len(part.event_shape) != 1:
             return None
-        states, components = part.batch_shape
-        module = cls(states, components, part.event_shape[0], spherical=is_spherical(inner))
+        (states, components), dim = part.batch_shape, part.event_shape[0]
+        module = cls(states, dim, spherical=is_spherical(inner), num_components=components)
         module._set_normals(inner)
         module.set_points(weights=base.mixture_distribution.probs.expand(part.batch_shape))
         return module

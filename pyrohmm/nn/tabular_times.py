@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -14,8 +15,14 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import SparseGamma, SparsePositive
 from ..distributions.structured_hmm import HSMM
 from ..ops.log_space import log
-from .closed_form import ConjugateSampler, Maximum, Statistics, check_mode, inside, under
-from .durations import DurationFamily, DurationMStep, free_durations
+from .closed_form import Maximum, Statistics, check_mode, mode_of_part, sample_of_part, under
+from .durations import (
+    DurationFamily,
+    DurationMStep,
+    Durations,
+    ParametricDurations,
+    free_durations,
+)
 from .family import Emission, EmissionFamily, build_emission, build_part, positive
 from .tabular import ChainTables, TabularHMM
 
@@ -35,11 +42,11 @@ class TabularHSMM(TabularHMM, builds=HSMM):
 
     Args:
         num_states: K, at least 2.
+        emission: An emission family: see :class:`TabularHMM`.
         durations: A family of durations, such as :func:`free_durations`, :func:`poisson_durations`,
             :func:`negative_binomial_durations`, :func:`geometric_durations` or
             :func:`parametric_durations`: called with K, it returns a ``PyroModule`` that returns
             log-probabilities ``(K, D)``.
-        emission: An emission family: see :class:`TabularHMM`.
         initial_concentration: Of the prior of the first state; a number or ``(K,)``.
         transition_concentration: Of the priors of the rows; a number, ``(K,)`` or ``(K, K)``.
         initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
@@ -54,7 +61,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
-        >>> module = TabularHSMM(2, poisson_durations(30), categorical(6))
+        >>> module = TabularHSMM(2, categorical(6), poisson_durations(30))
         >>> hsmm = module(torch.tensor([3, 1]))  # a sample from the prior
         >>> hsmm.log_transition.exp(), hsmm.log_duration.shape
         (tensor([[0., 1.],
@@ -64,8 +71,8 @@ class TabularHSMM(TabularHMM, builds=HSMM):
     def __init__(
         self,
         num_states: int,
-        durations: DurationFamily,
         emission: EmissionFamily,
+        durations: DurationFamily,
         initial_concentration: float | Tensor = 1.0,
         transition_concentration: float | Tensor = 1.0,
         *,
@@ -75,6 +82,13 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         censored_start: bool = False,
     ) -> None:
         check_size("num_states", num_states, 2)
+        if _makes_durations(emission):
+            warnings.warn(
+                "TabularHSMM takes the emission before the durations",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            emission, durations = durations, emission
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None and transition_allowed.shape == others.shape:
             others = others & transition_allowed.bool()
@@ -88,8 +102,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         self.duration = build_part("durations", kind, example, durations, num_states)
         if isinstance(self.duration, Emission):
             raise TypeError(
-                f"durations must be {kind}; got that of a {type(self.duration).__name__}. They "
-                "come before emission."
+                f"durations must be {kind}; got that of a {type(self.duration).__name__}."
             )
         self.censored_end, self.censored_start = censored_end, censored_start
 
@@ -97,7 +110,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
     def _like(cls, hmm: Any, emission: Any) -> ChainTables:
         durations = free_durations(hmm.max_duration)
         return cls(
-            hmm.num_states, durations, emission, censored_end=hmm.censored_end,
+            hmm.num_states, emission, durations, censored_end=hmm.censored_end,
             censored_start=hmm.censored_start,
         )  # fmt: skip
 
@@ -127,17 +140,20 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         chain = {name: value for name, value in statistics.items() if "." not in name}
         values, notes = super().m_step(chain)
         if isinstance(self.duration, DurationMStep):
-            mode, remarks = self.duration.m_step(inside(statistics, "duration."))
-            values, notes = values | under("duration.", mode), notes + remarks
+            mode, remarks = mode_of_part(self.duration, "duration.", statistics)
+            values, notes = values | mode, notes + remarks
         return values, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Rows of probabilities, and durations if they can be sampled."""
         samples = super().sample_parameters(statistics, current)
-        if isinstance(self.duration, ConjugateSampler):
-            own = (inside(each, "duration.") for each in (statistics, current))
-            samples |= under("duration.", self.duration.sample_parameters(*own))
-        return samples
+        return samples | sample_of_part(self.duration, "duration.", statistics, current)
+
+
+def _makes_durations(family: Any) -> bool:
+    """Whether it is a family of durations of this package."""
+    made = getattr(family, "func", None)
+    return isinstance(made, type) and issubclass(made, Durations | ParametricDurations)
 
 
 class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
@@ -187,7 +203,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         tensor([[0, 1, 0],
                 [0, 0, 1],
                 [0, 0, 0]], dtype=torch.int32)
-        >>> fit = fit_em(module, data, num_steps=20)
+        >>> fit = fit_em(module, data, num_iterations=20)
         >>> bool(fit.losses[-1] < fit.losses[0])
         True
     """

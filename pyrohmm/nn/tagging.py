@@ -40,7 +40,7 @@ class NeuralTagger(NeuralHMM):
         >>> _ = pyro.set_rng_seed(0)
         >>> text = Sequences.from_list([[0, 1, 2, 1], [2, 1]], labels=[[0, 1, 0, 1], [0, 1]])
         >>> model = MarginalModel(NeuralTagger(4, 3, 2, hidden_dim=8))
-        >>> fit = fit_map(model, tagged(text), num_steps=100, learning_rate=0.02)
+        >>> fit = fit_map(model, tagged(text), num_iterations=100, learning_rate=0.02)
         >>> new = tagged(Sequences.from_list([[2, 1, 0]]))
         >>> fit.hmm(new).best_tags(new.values)
         tensor([[0, 1, 0]])

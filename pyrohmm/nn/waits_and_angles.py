@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 from torch.distributions import constraints
 
+from ..distributions.modified import von_mises_cdf
 from .closed_form import Maximum, Statistics, check_mode
 from .family import Components, check_strengths, falling_root, family, positive, spread
 
@@ -115,6 +116,10 @@ class Angle(VonMises):
         scale = torch.special.i0e(self.concentration).log() + math.log(2 * math.pi)
         return self.concentration * fall - scale
 
+    def cdf(self, value: Tensor) -> Tensor:
+        """Probability that an angle lies between -π and ``value``, both in one turn."""
+        return von_mises_cdf(value, self.loc, self.concentration)
+
 
 class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
     r"""Emission family of angles in radians, von Mises in each state and component.
@@ -142,7 +147,7 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
     Example:
         >>> north = torch.tensor([[0.1, -0.1, 6.2, 0.0]])  # 6.2 is next to zero
         >>> fit = fit_em(TabularHMM(1, von_mises(0)), Sequences(north, torch.tensor([4])))
-        >>> abs(fit.values["module.emission.loc"].item()) < 0.1
+        >>> abs(fit.parameters["module.emission.loc"].item()) < 0.1
         True
     """
 

@@ -6,26 +6,24 @@ Its modules; each imports only those above it:
 
 ``log_space``         logarithms and their sums with hard zeros
 ``masks``             which steps of ragged sequences exist
-``sampling``          ancestral sampling of paths
-``tensor_cache``      values derived from a tensor, dropped when it is modified or freed
+``newton``            Newton's method for many small problems at once
+``tensor_cache``      values derived from a tensor, or from an object, and kept
 ``_numba_math``       what all compiled loops use
 ``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``
+``sampling``          paths of Markov chains, and of posteriors by many parameters
 ``products``          products of matrices between observations and states, and look-ups
 ``product._torch``    several chains, or pairs of states of one, in logarithms
 ``dense.chain``       Markov chains: the arguments, checked and in one form
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      compiled arithmetic along sequences
 ``dense._steps``      what compiled passes read at a step
-``dense._passes``     compiled forward and backward passes, scaled
+``dense._forward``    compiled forward pass, scaled
+``dense._backward``   compiled backward pass, scaled: expected counts
 ``dense._paths``      compiled loops in logarithms: log space, Viterbi, sampling
 ``dense._numba``      their recursions by those loops
 ``dense.scaling``     evidence and gradient in the range of numbers that each sequence needs
 ``recursions``        forward-backward, Viterbi, path sampling of Markov chains
-``_numba_draws``      compiled filtering and sampling of paths by many parameters
-``path_samples``      paths and evidence by many parameters in one pass
-``continuous_time``   transitions of chains in continuous time
-``segments.chain``    chains with durations: the arguments in one form
-``segments._torch``   their recursions as torch operations
+``segments._torch``   chains with durations: the arguments in one form, recursions by torch
 ``segments._numba``   their recursions by compiled loops
 ``semi_markov``       the recursions of chains with durations
 ``factorial``         the recursions of several chains behind one observation
@@ -37,8 +35,7 @@ Its modules; each imports only those above it:
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``blocks.recursions``  evidence of block-sparse chains by whichever computes
 ``blocks.states``     ``Blocks``: which states emit which symbols
-``blocks.emission``   emission log-probabilities of states in blocks
-``blocks.inner_products``  transitions as inner products, on one level or two
+``blocks.inner_products``  transitions and emissions by inner products
 ``_numba_clusters``   compiled loops of Brown clustering
 ``brown_merges``      Brown clustering: its tables and its loop
 ``automata``          ``Automaton``: constraints of sentences

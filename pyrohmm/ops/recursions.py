@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._choices import WIDEST_PATHS
 from .._precision import with_gradient
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
@@ -39,14 +40,18 @@ class Posterior(NamedTuple):
 
     Attributes:
         log_evidence: ``(*B)``, :math:`\log p(x_{1:T})`, in nats.
-        states: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
+        state_probs: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
         transitions: ``(*B, K, K)``, expected number of transitions,
             :math:`\sum_t p(z_t, z_{t+1} \mid x_{1:T})`.
     """
 
     log_evidence: Tensor
-    states: Tensor
+    state_probs: Tensor
     transitions: Tensor
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Tensor:  # type: ignore[empty-body]
+        """Old name of ``state_probs``."""
 
 
 class ExpectedCounts(NamedTuple):
@@ -58,7 +63,7 @@ class ExpectedCounts(NamedTuple):
         log_evidence: ``(*B)``, :math:`\log p(x_{1:T})`, in nats.
         initial: As ``log_initial``: expected number of sequences that start in each state.
         transitions: As ``log_transition``: expected number of transitions from row to column.
-        states: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
+        state_probs: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
         durations: As ``log_duration``: expected number of segments of each duration; None of a
             chain without explicit durations.
     """
@@ -66,8 +71,12 @@ class ExpectedCounts(NamedTuple):
     log_evidence: Tensor
     initial: Tensor
     transitions: Tensor
-    states: Tensor
+    state_probs: Tensor
     durations: Tensor | None = None
+
+    @renamed.attribute("state_probs")
+    def states(self) -> Tensor:  # type: ignore[empty-body]
+        """Old name of ``state_probs``."""
 
 
 def log_evidence(
@@ -85,7 +94,7 @@ def log_evidence(
         >>> log_evidence(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).exp()
         tensor(0.0900)
     """
-    return _evidence(check_arguments(log_initial, log_transition, log_likelihood, lengths))
+    return evidence(check_arguments(log_initial, log_transition, log_likelihood, lengths))
 
 
 def log_evidence_of_symbols(
@@ -117,7 +126,7 @@ def log_evidence_of_symbols(
         >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
         tensor(0.4225)
     """
-    return _evidence(
+    return evidence(
         check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
     )
 
@@ -135,12 +144,12 @@ def posterior(
     if transforming():
         wide = arguments.transition.expand(*batch, *arguments.transition.shape[-3:])
         counts = _counts(arguments._replace(transition=wide))
-        return Posterior(counts.log_evidence, counts.states, counts.transitions.sum(-3))
+        return Posterior(counts.log_evidence, counts.state_probs, counts.transitions.sum(-3))
     with torch.no_grad():
         value, gradient = scaling.solve(arrange(arguments), dtype, each=True)
         found = gradient(torch.ones_like(value))
         assert found is not None
-        parts = value, found[2], found[1].sum(0).unflatten(0, value.shape)
+        parts = value, found[2], found[1].sum(0, dtype=torch.float64).unflatten(0, value.shape)
         return Posterior(*(part.to(dtype).reshape((*batch, *part.shape[2:])) for part in parts))
 
 
@@ -182,13 +191,13 @@ def expected_counts_of_symbols(
         >>> coins = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
         >>> flips = torch.tensor([0, 0, 1])
         >>> matrix = half.expand(1, 2, 2)
-        >>> expected_counts_of_symbols(half, matrix, coins, flips, torch.tensor(3)).states
+        >>> expected_counts_of_symbols(half, matrix, coins, flips, torch.tensor(3)).state_probs
         tensor([[2., 0.],
                 [0., 1.]])
     """
     arguments = check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
     counts = _counts(arguments)
-    return counts._replace(states=counts.states.mT)
+    return counts._replace(state_probs=counts.state_probs.mT)
 
 
 def filtered(
@@ -252,8 +261,8 @@ def sample_states(
         return states.reshape(num_samples, *arguments.batch, states.size(-1))
 
 
-def _evidence(arguments: Arguments) -> Tensor:
-    """Log evidence ``(*B)``, differentiable any number of times."""
+def evidence(arguments: Arguments) -> Tensor:
+    """Log evidence ``(*B)``, differentiable any number of times, of what has been checked."""
     tensors = arguments.tensors
     differentiable = torch.is_grad_enabled() and any(part.requires_grad for part in tensors)
 

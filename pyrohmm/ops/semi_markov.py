@@ -43,7 +43,7 @@ from .log_space import finite_or_zero, logsumexp
 from .masks import exists
 from .recursions import ExpectedCounts
 from .segments import _torch as torch_engine
-from .segments.chain import SegmentChain, Segmented, arrange
+from .segments._torch import SegmentChain, Segmented, arrange
 
 
 def log_survival(log_duration: Tensor) -> Tensor:

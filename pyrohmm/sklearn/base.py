@@ -115,7 +115,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         """
         hmm, data = self._ask(X, lengths)
         posterior = hmm.posterior(data.values)
-        return float(posterior.log_evidence.sum()), posterior.states[data.exists].numpy()
+        return float(posterior.log_evidence.sum()), posterior.state_probs[data.exists].numpy()
 
     def predict_proba(self, X: Any, lengths: Any = None) -> np.ndarray:
         """Posterior of the states of each row, ``(n_samples, n_components)``.

@@ -33,7 +33,7 @@ class HMMEstimator(SequenceEstimator):
         n_components: K, the number of states.
         method: Called with the module and the :class:`Sequences`, returns their :class:`Fit`, such
             as ``lambda module, data: fit_map(MarginalModel(module), data)``. By default
-            ``fit_em`` with ``num_steps=n_iter`` and ``tolerance=tol``.
+            ``fit_em`` with ``num_iterations=n_iter`` and ``tolerance=tol``.
         n_iter: Largest number of iterations.
         tol: Share of the loss below which a gain ends EM: see :func:`pyrohmm.fit_em`.
         algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
@@ -103,7 +103,8 @@ class HMMEstimator(SequenceEstimator):
                 self.fit_ = self.method(module, data)
             else:
                 self.fit_ = fit_em(
-                    module, data, num_steps=self.n_iter, tolerance=self.tol, restarts=self.n_init,
+                    module, data, num_iterations=self.n_iter, tolerance=self.tol,
+                    restarts=self.n_init,
                     progress=False,
                 )  # fmt: skip
         history = (-self.fit_.losses).tolist()

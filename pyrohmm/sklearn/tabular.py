@@ -139,10 +139,10 @@ class TabularEstimator(SequenceEstimator):
         monitor = self.monitor_
         module, start = self._module()
         climb = partial(fit_em, module, data, tolerance=None, start=start, progress=self.verbose)
-        fit = climb(num_steps=min(self.n_iter - monitor.iter, AT_ONCE))
+        fit = climb(num_iterations=min(self.n_iter - monitor.iter, AT_ONCE))
         small = (-fit.losses.diff() < self.tol).nonzero().flatten().tolist()
         if small and small[0] + 2 < len(fit.losses):
-            fit = climb(num_steps=small[0] + 1)
+            fit = climb(num_iterations=small[0] + 1)
         history = (-fit.losses).tolist()
         gain = history[-1] - history[-2] if len(history) > 1 else 0.0
         monitor.history += history[:-1]

@@ -60,7 +60,7 @@ def test_draws_side_by_side_are_draws_one_by_one(name):
     assert hmm.batch_shape == (2, 4, 3)
     together = some.map(DATA, lambda hmm: hmm.log_prob(DATA.values))
     for c, s in itertools.product(range(2), range(4)):
-        own = single(some.model, some.values, c, s)
+        own = single(some.model, some.parameters, c, s)
         wanted = own.log_prob(DATA.values)
         torch.testing.assert_close(hmm.log_prob(DATA.values)[c, s], wanted)
         torch.testing.assert_close(together[c, s], wanted)
@@ -86,7 +86,7 @@ def test_labels_count_as_observed():
     some = from_prior(MarginalModel(MODULES["tabular"]()), 1, 2)
     found = some.map(known, lambda hmm: hmm.log_prob(known.values))
     for s in range(2):
-        wanted = single(some.model, some.values, 0, s).restrict(labels).log_prob(DATA.values)
+        wanted = single(some.model, some.parameters, 0, s).restrict(labels).log_prob(DATA.values)
         torch.testing.assert_close(found[0, s], wanted)
 
 
@@ -98,7 +98,7 @@ def test_the_log_prior_and_the_evidence_are_the_log_joint_density(name, log_prio
     some = from_prior(MarginalModel(MODULES[name](), log_prior), 2, 2)
     found = some.log_prior(DATA) + some.map(DATA, lambda hmm: hmm.log_prob(DATA.values).sum(-1))
     for c, s in itertools.product(range(2), range(2)):
-        values = {name: each[c, s] for name, each in some.values.items()}
+        values = {name: each[c, s] for name, each in some.parameters.items()}
         trace = poutine.trace(poutine.condition(some.model, values)).get_trace(DATA)
         torch.testing.assert_close(found[c, s], trace.log_prob_sum())
 
@@ -122,9 +122,11 @@ def written_out(first_row):
 def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
     right = from_prior(written_out(lambda matrix: matrix[..., 0, :]), 1, 4)
     data = DATA[:size]
-    wanted = [single(right.model, right.values, 0, s, data).log_prob(data.values) for s in range(4)]
+    wanted = [
+        single(right.model, right.parameters, 0, s, data).log_prob(data.values) for s in range(4)
+    ]
     torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
-    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.values)
+    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.parameters)
     with pytest.raises(ValueError, match="from the right"):
         wrong.hmm(data)
     with pytest.raises(ValueError, match="from the right"):
@@ -190,7 +192,7 @@ def test_alignment_finds_the_names_that_were_shuffled():
     aligned = some.aligned(data)
     for name, value in straight.items():
         back = shuffled(value, PLACES[name.split(".")[-1]], common.argsort().expand(2, 10, 3))
-        torch.testing.assert_close(aligned.values[name], back)
+        torch.testing.assert_close(aligned.parameters[name], back)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -204,13 +206,13 @@ def test_renaming_states_changes_neither_evidence_nor_prior(name):
     ):
         torch.testing.assert_close(each(new), each(some))
     before, after = (
-        found.map(DATA, lambda hmm: hmm.posterior(DATA.values).states) for found in (some, new)
+        found.map(DATA, lambda hmm: hmm.posterior(DATA.values).state_probs) for found in (some, new)
     )
     for c, s, k in itertools.product(range(2), range(3), range(3)):
         torch.testing.assert_close(after[c, s, ..., names[c, s, k]], before[c, s, ..., k])
-    for site, value in some.values.items():
+    for site, value in some.parameters.items():
         wanted = shuffled(value, PLACES[site.split(".")[-1]], names.argsort(-1))
-        assert torch.equal(new.values[site], wanted)
+        assert torch.equal(new.parameters[site], wanted)
 
 
 def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so():
@@ -276,11 +278,11 @@ def test_invariants_are_those_of_a_table_of_all_paths():
     some = from_prior(MarginalModel(MODULES["tabular"]()), 1, 3)
     found = some.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
     for s in range(3):
-        hmm = single(some.model, some.values, 0, s)
+        hmm = single(some.model, some.parameters, 0, s)
         visits, evidence = torch.zeros(3), 0.0
         for n, length in enumerate(LENGTHS.tolist()):
             paths = torch.tensor(list(itertools.product(range(3), repeat=length)))
-            own = single(some.model, some.values, 0, s, DATA[n : n + 1])
+            own = single(some.model, some.parameters, 0, s, DATA[n : n + 1])
             scores = own.log_joint(DATA.values[n, :length], paths)
             evidence = evidence + scores.logsumexp(0)
             shares = scores.softmax(0)
@@ -307,13 +309,13 @@ def test_a_guide_gives_its_draws_and_their_density():
             pyro.sample(f"module.{name}", Dirichlet(prior).to_event(len(shape) - 1))
 
     model = MarginalModel(TabularHMM(2, categorical(3)))
-    fit = fit_svi(model, guide, DATA, num_steps=3, progress=False)
+    fit = fit_svi(model, guide, DATA, num_iterations=3, progress=False)
     some = PosteriorDraws.of(fit, num_draws=5)
     assert some.shape == (1, 5)
     total = torch.zeros(1, 5)
     for name in shapes:
         prior = fit.params["params"][name].detach().exp()  # kept as its logarithm
-        scores = torch.distributions.Dirichlet(prior).log_prob(some.values[f"module.{name}"])
+        scores = torch.distributions.Dirichlet(prior).log_prob(some.parameters[f"module.{name}"])
         total += scores.reshape(1, 5, -1).sum(-1)
     torch.testing.assert_close(some.stats["log_guide"], total)
 
@@ -328,7 +330,7 @@ def test_chains_of_a_sampler(monkeypatch):
     assert some.model is model
     assert some.shape == (2, 5)
     for name, value in mcmc.get_samples(group_by_chain=True).items():
-        assert torch.equal(some.values[name], value)
+        assert torch.equal(some.parameters[name], value)
     wanted = torch.zeros(2, 5, dtype=torch.bool)
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True

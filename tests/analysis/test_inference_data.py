@@ -137,7 +137,7 @@ def test_replicated_data_follow_the_model():
 @pytest.mark.filterwarnings("ignore:Estimated shape parameter")  # of five samples
 def test_a_variational_fit_needs_no_model():
     model, data = cases("symbols")
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=3, progress=False)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3, progress=False)
     found = to_arviz(fit, data, num_draws=5)
     assert dict(found["posterior"].sizes) == {
         "chain": 1, "draw": 5, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,
@@ -150,7 +150,7 @@ def test_a_variational_fit_needs_no_model():
 def test_a_single_point_is_refused_in_words(fit):
     """Of one draw arviz.loo would give a number without meaning."""
     model, data = cases("symbols")
-    found = fit(model.module, data, num_steps=3, progress=False)
+    found = fit(model.module, data, num_iterations=3, progress=False)
     for posterior in (found, PosteriorDraws.of(found)):
         with pytest.raises(ValueError, match=r"single point.*MAP or EM.*loo, compare.*fit_svi"):
             to_arviz(posterior, data)

@@ -192,7 +192,7 @@ def test_diversity_is_the_mean_over_pairs_and_over_states(size):
 
 def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
     data = datasets.casino(num_sequences=7, num_steps=9).without_labels()
-    fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(6)), data, num_iterations=3)
     each = metrics.log_evidence(fit, data, batch_size=3)
     torch.testing.assert_close(each, fit.hmm(data).log_prob(data.values))
     assert metrics.perplexity(fit, data).log_evidence == pytest.approx(each.sum().item())
@@ -207,7 +207,7 @@ def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
         (TabularHMM(2, normal_full(3)), 1 + 2 + 2 * (3 + 6)),
         (TabularHMM(2, normal_tied(3)), 1 + 2 + 2 * 3 + 6),
         (TabularHMM(2, normal_spherical(3)), 1 + 2 + 2 * (3 + 1)),
-        (TabularHMM(2, normal_mixture(4, 3)), 1 + 2 + 2 * (3 + 4 * 3 * 2)),
+        (TabularHMM(2, normal_mixture(3, num_components=4)), 1 + 2 + 2 * (3 + 4 * 3 * 2)),
         (TabularHMM(2, poisson()), 1 + 2 + 2),
         (TabularHMM(3, tied(categorical(5), [0, 0, 1])), 2 + 3 * 2 + 2 * 4),
         (TabularHMM(3, categorical(5), transition_allowed=left_to_right(3, 1)), 2 + 2 + 3 * 4),
@@ -239,7 +239,7 @@ def test_a_parameter_that_parts_share_is_counted_once():
 
 def test_criteria_by_their_formulas():
     data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
-    fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(6)), data, num_iterations=3)
     evidence = fit.hmm(data).log_prob(data.values).sum().item()
     assert metrics.aic(fit, data) == pytest.approx(-2 * evidence + 2 * 13)
     assert metrics.bic(fit, data) == pytest.approx(-2 * evidence + 13 * math.log(100))
@@ -291,7 +291,7 @@ def test_logits_count_by_what_they_can_change(module, count, dtype):
 
 def test_criteria_of_logits_are_those_of_probabilities():
     data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
-    fit = fit_map(MarginalModel(Softmax(2, 6)), data, num_steps=2, progress=False)
+    fit = fit_map(MarginalModel(Softmax(2, 6)), data, num_iterations=2, progress=False)
     evidence = metrics.log_evidence(fit, data).sum().item()
     assert metrics.bic(fit, data) == pytest.approx(-2 * evidence + 13 * math.log(100))
     assert metrics.aic(fit, data, num_parameters=9) == pytest.approx(-2 * evidence + 2 * 9)
@@ -299,7 +299,7 @@ def test_criteria_of_logits_are_those_of_probabilities():
 
 def test_criteria_of_data_larger_than_memory():
     data = datasets.casino(num_sequences=6, num_steps=20).without_labels()
-    fit = fit_em(TabularHMM(2, categorical(6)), data, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(6)), data, num_iterations=3)
     stored = StoredSequences(data.values.flatten(), [20] * 6, max_steps=40)
     assert metrics.bic(fit, stored) == pytest.approx(metrics.bic(fit, data))
     assert metrics.perplexity(fit, stored) == pytest.approx(metrics.perplexity(fit, data))
@@ -309,7 +309,7 @@ def test_folds_are_the_same_for_each_number_of_states():
     data = datasets.casino(num_sequences=8, num_steps=5).without_labels()
 
     def fit(size):
-        return lambda part: fit_em(TabularHMM(size, categorical(6, 2.0)), part, num_steps=2)
+        return lambda part: fit_em(TabularHMM(size, categorical(6, 2.0)), part, num_iterations=2)
 
     folds = [metrics.cross_validate(fit(size), data, 3).fold for size in (1, 2)]
     assert torch.equal(*folds)
@@ -321,7 +321,7 @@ def test_cross_validation_evaluates_each_sequence_under_the_fit_to_the_others():
 
     def fit(part):
         seen.append(part)
-        return fit_em(TabularHMM(1, categorical(6, 2.0)), part, num_steps=2)
+        return fit_em(TabularHMM(1, categorical(6, 2.0)), part, num_iterations=2)
 
     found = metrics.cross_validate(fit, data, num_folds=3)
     assert sorted(found.fold.bincount().tolist()) == [2, 2, 3]
@@ -346,5 +346,5 @@ def test_zeros_of_points_and_frozen_points_are_not_free():
     assert metrics.num_parameters(module, data) == 2 + 6
     module.emission.requires_grad_(False)
     assert metrics.num_parameters(module, data) == 2
-    fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_steps=3)
+    fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_iterations=3)
     assert torch.equal(fit.model.module.emission.loc, torch.zeros(3))

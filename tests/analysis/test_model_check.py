@@ -57,7 +57,7 @@ def test_a_true_model_passes_and_a_wrong_one_does_not():
 def test_samples_of_a_posterior_and_statistics_of_ones_own():
     data = Sequences.from_list([[0, 1, 1, 2], [1]])
     model = MarginalModel(TabularHMM(1, categorical(3)))
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=5)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=5)
     draws = PosteriorDraws.of(fit, num_draws=50)
     check = check_model(draws, data, {"ones": lambda data: (data.values == 1).sum()})
     assert check.simulated["ones"].shape == (50,)

@@ -60,7 +60,7 @@ def test_transition_shows_every_probability(axes, num_states):
 def test_row_is_from_and_column_is_to(axes):
     matrix = torch.tensor([[0.1, 0.9], [0.6, 0.4]])
     hmm = HMM(matrix[0].log(), matrix.log(), dist.Categorical(torch.ones(2, 2)), torch.tensor([2]))
-    plots.transition(hmm, ["rain", "sun"], axes)
+    plots.transition(hmm, ["rain", "sun"], axes=axes)
     at = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in axes.texts}
     assert at == {(0, 0): "0.10", (0, 1): "0.90", (1, 0): "0.60", (1, 1): "0.40"}
     assert texts(axes.get_xticklabels()) == texts(axes.get_yticklabels()) == ["rain", "sun"]
@@ -70,7 +70,7 @@ def test_row_is_from_and_column_is_to(axes):
 def test_emission_has_a_bar_for_each_state_and_symbol(axes, num_states, num_symbols):
     hmm = chain(num_states, num_symbols)
     symbols = [f"s{v}" for v in range(num_symbols)]
-    assert plots.emission(hmm, symbols, axes=axes) is axes
+    assert plots.emission(hmm, symbols=symbols, axes=axes) is axes
     probs = hmm.emission.probs
     heights = torch.tensor([bar.get_height() for bar in axes.patches])
     heights = heights.reshape(num_states, num_symbols)
@@ -85,7 +85,7 @@ def test_emission_has_a_bar_for_each_state_and_symbol(axes, num_states, num_symb
 @pytest.mark.parametrize(("num_steps", "num_states"), [(1, 1), (1, 2), (6, 3)])
 def test_states_are_stacked_shares_that_fill_the_axes(axes, num_steps, num_states):
     probs = torch.rand(num_steps, num_states).softmax(-1).requires_grad_()
-    assert plots.states(probs, axes=axes) is axes
+    assert plots.state_probs(probs, axes=axes) is axes
     assert len(axes.collections) == num_states
     assert axes.get_ylim() == (0, 1)
     assert texts(axes.get_legend().get_texts()) == [f"state {k}" for k in range(num_states)]
@@ -99,13 +99,19 @@ def test_states_are_stacked_shares_that_fill_the_axes(axes, num_steps, num_state
     ("draw", "message"),
     [
         (lambda axes: plots.transition(chain(batch=(2,)), axes=axes), r"hmm must .*\(2, 3, 3\)"),
-        (lambda axes: plots.emission(chain(2, 3), ["a"], axes=axes), "symbols must have V = 3"),
-        (lambda axes: plots.emission(chain(batch=(2,)), "abcd", axes=axes), "hmm must"),
+        (
+            lambda axes: plots.emission(chain(2, 3), symbols=["a"], axes=axes),
+            "symbols must have V = 3",
+        ),
+        (lambda axes: plots.emission(chain(batch=(2,)), symbols="abcd", axes=axes), "hmm must"),
         (lambda axes: plots.emission(normals(2, 2, 2), axes=axes), r"event shape \(2, 2\)"),
         (lambda axes: plots.timeline(torch.tensor([0, 2]), ["a", "b"], axes=axes), "state 2"),
         (lambda axes: plots.series(normals(2, 2), torch.ones(3, 2), axes=axes), "one sequence of"),
-        (lambda axes: plots.hazard(chain(2), 3, names=["one"], axes=axes), "names must"),
-        (lambda axes: plots.survival(chain(batch=(2,)), 3, axes=axes), "hmm must have one set"),
+        (lambda axes: plots.hazard(chain(2), num_steps=3, names=["one"], axes=axes), "names must"),
+        (
+            lambda axes: plots.survival(chain(batch=(2,)), num_steps=3, axes=axes),
+            "hmm must have one set",
+        ),
     ],
 )
 def test_bad_input_is_named(axes, draw, message):
@@ -155,7 +161,9 @@ def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
     scale = torch.linalg.cholesky(
         torch.tensor([[[1.0, 0.8], [0.8, 1.0]], [[9.0, 0.0], [0.0, 4.0]]])
     )
-    plots.emission(of(dist.MultivariateNormal(mean, scale_tril=scale)), ["x", "y"], axes=axes)
+    plots.emission(
+        of(dist.MultivariateNormal(mean, scale_tril=scale)), symbols=["x", "y"], axes=axes
+    )
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("x", "y")
     assert [line.get_xydata().tolist()[0] for line in axes.lines] == mean.tolist()
     precision = torch.cholesky_inverse(scale)
@@ -183,7 +191,7 @@ def test_longer_vectors_are_means_with_bands(axes):
 @pytest.mark.parametrize("kind", [dist.Poisson, dist.Bernoulli])
 def test_vectors_of_counts_are_a_table_of_means(axes, kind):
     mean = torch.rand(2, 4)
-    plots.emission(of(kind(mean).to_event(1)), list("abcd"), ["low", "high"], axes)
+    plots.emission(of(kind(mean).to_event(1)), symbols="abcd", names=["low", "high"], axes=axes)
     torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data), mean)
     assert [float(each.get_text()) for each in axes.texts] == pytest.approx(
         mean.flatten().tolist(), abs=0.006
@@ -212,7 +220,7 @@ def test_symbols_that_depend_on_those_before_are_a_table_of_contexts(axes, lags,
     emission = AutoregressiveCategorical(
         dist.Categorical(torch.ones(2, size)), dist.Categorical(tables)
     )
-    plots.emission(of(emission), symbols, ["low", "high"], axes)
+    plots.emission(of(emission), symbols=symbols, names=["low", "high"], axes=axes)
     shown = torch.as_tensor(axes.images[0].get_array().data)
     torch.testing.assert_close(shown, tables.flatten(0, 1))
     rows = texts(axes.get_yticklabels())
@@ -228,7 +236,7 @@ def test_symbols_that_depend_on_those_before_are_a_table_of_contexts(axes, lags,
 
 def test_a_timeline_has_a_bar_for_each_segment(axes):
     paths = torch.tensor([[0, 0, 2, 2], [2, 0, 0, 0]])
-    plots.timeline(paths, ["a", "b", "c"], torch.tensor([4, 2]), axes)
+    plots.timeline(paths, ["a", "b", "c"], lengths=torch.tensor([4, 2]), axes=axes)
     bars = {(b.get_y() + 0.45, b.get_x() + 0.5, b.get_width()) for b in axes.patches}
     assert bars == {(0, 0, 2), (0, 2, 2), (1, 0, 1), (1, 1, 1)}
     assert texts(axes.get_legend().get_texts()) == ["a", "c"]  # those that occur
@@ -254,7 +262,7 @@ def test_a_series_is_coloured_by_state_over_its_band(axes, event):
     assert high.get_xdata().tolist() == [2, 3]
     assert high.get_ydata().tolist() == [3.0, 2.0]
     assert torch.as_tensor(whole.get_ydata()).isnan().tolist() == values.isnan().tolist()
-    mixture = hmm.posterior(shaped).states[0]
+    mixture = hmm.posterior(shaped).state_probs[0]
     ends = queries.observation_marginals(hmm, shaped).interval(0.9)
     edge = torch.as_tensor(axes.collections[0].get_paths()[0].vertices[:, 1])
     for end in ends:
@@ -288,7 +296,7 @@ def test_losses_of_restarts_are_grey_behind_the_best(axes):
     losses = torch.tensor([[8.0, 6.0], [8.0, 4.0], [9.0, 5.0]])
     restarts = Restarts(None, losses, losses[:, 1], {}, 1)
     fit = Fit(None, None, losses[1], False, "", 0.0, num_observed=2, restarts=restarts)
-    plots.losses(fit, axes)
+    plots.losses(fit, axes=axes)
     assert [line.get_ydata().tolist() for line in axes.lines] == [[4, 3], [4.5, 2.5], [4, 2]]
     assert [line.get_color() for line in axes.lines] == ["0.75", "0.75", "C0"]
 
@@ -318,7 +326,8 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         leave = 1 - hmm.log_transition.exp().diagonal().unsqueeze(-1)
         probs = leave * (1 - leave) ** torch.arange(4)
     path = torch.tensor([[0, 0, 1, 0, 0, 0, 1, 1]]).repeat(5, 1)  # each visit five times
-    assert getattr(plots, name)(hmm, 4, path, names=["a", "b"], axes=axes) is axes
+    drawn = getattr(plots, name)(hmm, num_steps=4, states=path, names=["a", "b"], axes=axes)
+    assert drawn is axes
     lasting = 1 - probs.cumsum(-1) + probs
     wanted = {"durations": probs, "survival": lasting, "hazard": probs / lasting}[name]
     curves = [torch.as_tensor(line.get_ydata()) for line in axes.lines[::2]]
@@ -348,6 +357,6 @@ def test_durations_are_drawn_as_long_as_visits_last(axes):
 
 
 def test_colours_are_distinct_and_long_legends_left_out(axes):
-    plots.states(torch.eye(60), axes=axes)
+    plots.state_probs(torch.eye(60), axes=axes)
     assert axes.get_legend() is None
     assert len({part.get_facecolor()[0].tobytes() for part in axes.collections}) == 60

@@ -525,7 +525,7 @@ def test_queries_take_sequences_as_well_as_their_values():
     asks = [
         lambda hmm, x: hmm.log_prob(x),
         lambda hmm, x: hmm.viterbi(x),
-        lambda hmm, x: hmm.posterior(x).states,
+        lambda hmm, x: hmm.posterior(x).state_probs,
         queries.predictive_log_prob,
         queries.impute,
     ]

@@ -253,14 +253,14 @@ def test_a_series_is_drawn_of_every_chain(hmm):
 @pytest.mark.parametrize(
     ("build", "count"),
     [
-        (lambda: TabularHSMM(3, free_durations(4), normal(0)), 2 + 3 + 9 + 6),
+        (lambda: TabularHSMM(3, normal(0), free_durations(4)), 2 + 3 + 9 + 6),
         (lambda: TabularFactorialHMM((2, 3), normal(0)), 1 + 2 + 2 + 6 + 12),
     ],
     ids=["durations", "several"],
 )
 def test_what_fits_offer(build, count, tmp_path):
     data = Sequences(torch.randn(3, T), LENGTHS)
-    fit = fit_em(build(), data, num_steps=2)
+    fit = fit_em(build(), data, num_iterations=2)
     hmm = fit.hmm(data)
     evidence = hmm.log_prob(data.values)
     torch.testing.assert_close(metrics.log_evidence(fit, data, 2), evidence)
@@ -272,7 +272,7 @@ def test_what_fits_offer(build, count, tmp_path):
     assert torch.equal(load_hmm(tmp_path / "hmm").log_prob(data.values), evidence)
 
     model = MarginalModel(build())
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=2)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=2)
     draws = PosteriorDraws.of(fit, num_draws=4)
     found = to_arviz(draws, data)
     scores = torch.as_tensor(found.log_likelihood["x"].values)

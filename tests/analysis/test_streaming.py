@@ -51,14 +51,14 @@ def test_filtering_a_stream_is_filtering_its_sequence(emission, layout):
             states = stream.update(observation, observed)
             assert states.shape == (*batch, case.num_states)
             assert_close(states, answer.filtered[..., t, :], case)
-            assert torch.equal(states, stream.states)
+            assert torch.equal(states, stream.state_probs)
         assert_close(stream.log_evidence, answer.evidence, case)
         assert stream.num_steps == case.num_steps
 
 
 def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state():
     stream = Filter(casino((2,)))
-    assert_close(stream.states, [[0.6, 0.4], [0.6, 0.4]])
+    assert_close(stream.state_probs, [[0.6, 0.4], [0.6, 0.4]])
     assert stream.log_evidence.tolist() == [0.0, 0.0]
     assert stream.num_steps == 0
     assert_close(stream.predict().probs[:, 0], [[0.34, 0.26, 0.4], [0.34, 0.26, 0.4]])
@@ -71,7 +71,7 @@ def test_a_long_silence_is_no_evidence(arguments):
     for _ in range(300):
         stream.update(*arguments)
     assert stream.log_evidence == 0.0
-    assert_close(stream.states, [0.75, 0.25], rtol=1e-5)
+    assert_close(stream.state_probs, [0.75, 0.25], rtol=1e-5)
     stream.update(torch.tensor(2))
     assert_close(stream.log_evidence.exp(), 0.75 * 0.2 + 0.25 * 0.7, rtol=1e-6)
 
@@ -88,8 +88,8 @@ def test_long_streams_keep_their_digits(dtype):
     exact = HMM(exact.log_initial, exact.log_transition, exact.emission, torch.tensor([600, 600]))
     tolerance = 1e-6 if dtype == torch.float32 else 1e-12
     assert_close(stream.log_evidence, exact.log_prob(values), rtol=tolerance)
-    assert_close(stream.states, exact.filtered(values)[:, -1], atol=tolerance, rtol=tolerance)
-    assert stream.states.dtype == dtype
+    assert_close(stream.state_probs, exact.filtered(values)[:, -1], atol=tolerance, rtol=tolerance)
+    assert stream.state_probs.dtype == dtype
     assert stream.log_evidence.dtype == torch.float64
 
 
@@ -100,12 +100,12 @@ def test_an_impossible_stream_stays_so_and_harms_no_other():
         stream.update(None)
     first = np.log(0.5)
     assert_close(stream.log_evidence, [NEVER, NEVER, NEVER])
-    assert stream.states.tolist() == [[0.0, 0.0]] * 3
+    assert stream.state_probs.tolist() == [[0.0, 0.0]] * 3
     stream, values = contradicted()
     for t in range(2):
         stream.update(values[:, t])
     assert_close(stream.log_evidence, [first, NEVER, first])
-    assert_close(stream.states, [[0, 1], [0, 0], [0, 1]])
+    assert_close(stream.state_probs, [[0, 1], [0, 0], [0, 1]])
     ahead = stream.predict(2)
     assert_close(ahead.probs, [[[0, 1], [0, 1]], [[0, 0], [0, 0]], [[0, 1], [0, 1]]])
     assert (ahead.log_prob(torch.zeros(3, 2, dtype=torch.long))[1] == NEVER).all()
@@ -171,7 +171,7 @@ def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, mess
     before = stream.update(torch.tensor([2, 0]))
     with pytest.raises(error, match=message):
         stream.update(*arguments)
-    assert torch.equal(stream.states, before)
+    assert torch.equal(stream.state_probs, before)
     assert stream.num_steps == 1
 
 
@@ -260,7 +260,7 @@ def test_predictions_of_every_kind_are_forecasts():
         else:
             stream.update(values)
             ahead, wanted = stream.predict(2), hmm.forecast(values, 2)
-        torch.testing.assert_close(ahead.states, wanted.states)
+        torch.testing.assert_close(ahead.state_probs, wanted.state_probs)
         torch.testing.assert_close(ahead.mean, wanted.mean)
 
 
@@ -319,7 +319,7 @@ def test_what_is_nan_is_missing():
     for t in range(5):
         stream.update(values[:, t])
     assert_close(stream.log_evidence, whole.log_prob(values))
-    assert_close(stream.states, whole.filtered(values)[:, -1])
+    assert_close(stream.state_probs, whole.filtered(values)[:, -1])
     assert_close(Filter(hmm).update(values), whole.filtered(values))
 
 

@@ -46,7 +46,7 @@ def test_steps_in_blocks_are_those_of_the_dense_posterior(two_level):
 
 def test_the_states_of_a_fit_are_counted_in_batches():
     module, data = large()
-    fit = fit_map(MarginalModel(module), data, num_steps=1, tolerance=None, progress=False)
+    fit = fit_map(MarginalModel(module), data, num_iterations=1, tolerance=None, progress=False)
     whole = metrics.state_usage(fit.hmm(data), data)
     found = metrics.state_usage(fit, data, batch_size=2)
     torch.testing.assert_close(found.counts, whole.counts, rtol=1e-4, atol=1e-6)
@@ -104,6 +104,6 @@ def test_usage_of_a_fit_whose_sequences_have_variables_of_their_own_does_not_dep
         return hmm
 
     data = Sequences(torch.randint(3, (5, 6)), torch.full((5,), 6))
-    fit = fit_map(model, data, num_steps=10, progress=False)
+    fit = fit_map(model, data, num_iterations=10, progress=False)
     whole = metrics.state_usage(fit, data)
     torch.testing.assert_close(metrics.state_usage(fit, data, batch_size=2).counts, whole.counts)

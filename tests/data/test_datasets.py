@@ -203,7 +203,7 @@ def test_unknown_bases_are_missing(tmp_path):
     ]  # fmt: skip
     known = corpus.data.values[corpus.data.observed]
     assert corpus.vocabulary.decode(known) == list("ACGTAC")
-    fit_em(TabularHMM(2, categorical(4)), corpus.data, num_steps=2)
+    fit_em(TabularHMM(2, categorical(4)), corpus.data, num_iterations=2)
     everything = readers.read_fasta(path, missing="")
     assert "N" in everything.vocabulary
     assert everything.data.observed[0].all()

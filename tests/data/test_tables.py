@@ -59,7 +59,7 @@ def test_integers_with_na_stay_integers(columns):
     series = Sequences.from_concatenated(frame["x"])
     assert series.values.dtype == torch.long
     assert series.observed.tolist() == data.observed.tolist()
-    fit_em(TabularHMM(2, categorical(4)), series, num_steps=2)
+    fit_em(TabularHMM(2, categorical(4)), series, num_iterations=2)
 
 
 def test_vectors_of_integers_known_in_part_have_nan():

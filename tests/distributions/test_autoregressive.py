@@ -134,8 +134,8 @@ def test_queries_are_sums_over_all_paths(make, some, lengths):
         expected = answer(hmm, values, n)
         assert evidence[n].item() == pytest.approx(expected.evidence, abs=1e-9)
         assert ahead[n].item() == pytest.approx(expected.evidence, abs=1e-9)
-        assert posterior.states[n, :length].numpy() == pytest.approx(expected.states[:length])
-        assert counts.states[n, :length].numpy() == pytest.approx(expected.states[:length])
+        assert posterior.state_probs[n, :length].numpy() == pytest.approx(expected.states[:length])
+        assert counts.state_probs[n, :length].numpy() == pytest.approx(expected.states[:length])
         assert filtered[n, :length].numpy() == pytest.approx(expected.filtered[:length])
         joint = hmm.log_joint(values, best)[n].item()
         assert joint == pytest.approx(expected.best, abs=1e-9)
@@ -150,7 +150,7 @@ def test_transitions_may_change_with_the_step(make, some):
     factors = initial.numpy(), transition.numpy(), slowly(emission, values[0]), 4
     expected = oracle.by_paths(*factors)
     assert hmm.log_prob(values).item() == pytest.approx(expected.evidence)
-    assert hmm.posterior(values).states[0].numpy() == pytest.approx(expected.states)
+    assert hmm.posterior(values).state_probs[0].numpy() == pytest.approx(expected.states)
     assert hmm.sample().shape == values.shape
 
 
@@ -239,7 +239,7 @@ def test_labels_leave_the_paths_that_keep_to_them(make, some):
     expected = answer(hmm, values, 0, table)
     restricted = hmm.restrict(allowed)
     assert restricted.log_prob(values).item() == pytest.approx(expected.evidence)
-    assert restricted.posterior(values).states[0].numpy() == pytest.approx(expected.states)
+    assert restricted.posterior(values).state_probs[0].numpy() == pytest.approx(expected.states)
 
 
 # Missing steps ----------------------------------------------------------------------------------
@@ -448,8 +448,8 @@ def test_states_may_be_put_in_another_order(name):
     hmm, values, order = chain(make(), torch.tensor([5])), some(1, 5), torch.tensor([2, 0, 1])
     other = hmm.permute_states(order)
     assert other.log_prob(values).item() == pytest.approx(hmm.log_prob(values).item())
-    expected = hmm.posterior(values).states[..., order]
-    assert other.posterior(values).states.numpy() == pytest.approx(expected.numpy())
+    expected = hmm.posterior(values).state_probs[..., order]
+    assert other.posterior(values).state_probs.numpy() == pytest.approx(expected.numpy())
 
 
 # Files, and what is refused -----------------------------------------------------------------------

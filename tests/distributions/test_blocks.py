@@ -16,8 +16,7 @@ from pyrohmm.distributions.block_hmm import BlockHMM
 from pyrohmm.ops import backends
 from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
 from pyrohmm.ops.blocks import recursions as _blockwise
-from pyrohmm.ops.blocks.emission import log_emission
-from pyrohmm.ops.blocks.inner_products import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]
@@ -128,7 +127,7 @@ def test_everything_is_as_in_the_hmm_with_zeros(
     places = within.states.masked_fill(within.states < 0, plain.num_states)
     wide = torch.zeros(*places.shape[:-1], plain.num_states + 1, dtype=torch.float64)
     wide = wide.scatter(-1, places, within.probs)[..., :-1]
-    torch.testing.assert_close(wide, posterior.states, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(wide, posterior.state_probs, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(within.log_evidence, posterior.log_evidence)
     torch.testing.assert_close(hmm.posterior(values).transitions, posterior.transitions)
     torch.testing.assert_close(hmm.filtered(values), plain.filtered(values))
@@ -314,7 +313,7 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
                Categorical(logits=emission.double()), hmm.lengths)  # fmt: skip
     found, wanted = hmm.log_prob(values), wide.log_prob(values)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=0)
-    states = wide.posterior(values).states
+    states = wide.posterior(values).state_probs
     within = hmm.block_posterior(values).probs
     torch.testing.assert_close(within.double(), states, rtol=0, atol=1e-3)
     odds = (lengths[0] - lengths[1]) * math.log((1 - noise) / noise)  # it never changed places
@@ -562,16 +561,16 @@ def test_filters_in_blocks_know_which_streams_are_observed(kind, by_blocks):
         [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 0, 1, 0, 1]]
     ).bool()
     values = case.values.masked_fill(~observed, -7)
-    states, ahead = wanted.update(case.values, observed), wanted.predict(2).states
+    states, ahead = wanted.update(case.values, observed), wanted.predict(2).state_probs
     by_blocks()
     torch.testing.assert_close(found.update(values, observed), states)
-    torch.testing.assert_close(found.predict(2).states, ahead)
+    torch.testing.assert_close(found.predict(2).state_probs, ahead)
     torch.testing.assert_close(found.log_evidence, wanted.log_evidence)
     torch.testing.assert_close(found.surprise, wanted.surprise)
-    before = found.states
+    before = found.state_probs
     with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
         found.update(torch.tensor([[0, 9]] * 4))
-    assert torch.equal(found.states, before)
+    assert torch.equal(found.state_probs, before)
 
 
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
@@ -658,8 +657,8 @@ def test_paths_with_missing_steps_are_sampled_from_the_posterior(kind, by_blocks
     assert drawn.shape == (count, 5, 6)
     assert not bool(drawn[:, ~hmm.exists].any())
     shares = one_hot(drawn, 6).double().mean(0) * hmm.exists.unsqueeze(-1)
-    error = (posterior.states * (1 - posterior.states) / count).sqrt()
-    assert bool(((shares - posterior.states).abs() <= 5 * error + 1e-12).all())
+    error = (posterior.state_probs * (1 - posterior.state_probs) / count).sqrt()
+    assert bool(((shares - posterior.state_probs).abs() <= 5 * error + 1e-12).all())
     for states, length, expected in zip(drawn.unbind(1), case.lengths, posterior.transitions):
         pairs = states[:, : length - 1] * 6 + states[:, 1:length]
         found = torch.bincount(pairs.flatten(), minlength=36).view(6, 6) / count
@@ -701,8 +700,8 @@ def test_queries_with_missing_steps_where_much_is_impossible(by_blocks):
     torch.testing.assert_close(hmm.filtered(values), filtered)
     states = hmm.sample_states(values, (500,))
     shares = one_hot(states, 5).double().mean(0) * hmm.exists.unsqueeze(-1)
-    torch.testing.assert_close(shares[1:], wanted.states[1:], rtol=0, atol=0.12)
-    assert bool((shares[1:][wanted.states[1:] == 0] == 0).all())
+    torch.testing.assert_close(shares[1:], wanted.state_probs[1:], rtol=0, atol=0.12)
+    assert bool((shares[1:][wanted.state_probs[1:] == 0] == 0).all())
     with pytest.raises(ValueError, match="1 of 4 sequences"):
         queries.impute(hmm, values)
 

@@ -30,8 +30,8 @@ from pyrohmm import (
     save,
 )
 from pyrohmm.analysis import dwell_times
+from pyrohmm.chains.rates import log_transitions
 from pyrohmm.distributions import SparseGamma
-from pyrohmm.ops.continuous_time import log_transitions
 
 K, T = 3, 5
 LENGTHS = torch.tensor([5, 1, 3, 4])
@@ -85,7 +85,7 @@ def test_queries_answer_as_all_paths_do(rates, values):
     joint, evidence = hmm.log_joint(values, best), hmm.log_prob(values)
     for i, answer in enumerate(answers(hmm, values)):
         np.testing.assert_allclose(evidence[i], answer.evidence, rtol=1e-12)
-        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(posterior.state_probs[i], answer.states, atol=1e-12)
         np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
         np.testing.assert_allclose(joint[i], answer.best)
         moves = answer.transitions.sum(0)
@@ -100,11 +100,11 @@ def test_equal_gaps_of_one_are_an_hmm(rates, values):
         hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, LENGTHS, each)
         torch.testing.assert_close(hmm.log_prob(values), plain.log_prob(values))
         found, wanted = hmm.posterior(values), plain.posterior(values)
-        torch.testing.assert_close(found.states, wanted.states)
+        torch.testing.assert_close(found.state_probs, wanted.state_probs)
         torch.testing.assert_close(found.transitions, wanted.transitions)
         assert torch.equal(hmm.viterbi(values), plain.viterbi(values))
         ahead = hmm.forecast(values, times[LENGTHS - 1].unsqueeze(-1) + torch.tensor([1.0, 2.0]))
-        torch.testing.assert_close(ahead.states, plain.forecast(values, 2).states)
+        torch.testing.assert_close(ahead.state_probs, plain.forecast(values, 2).state_probs)
         assert hmm.log_transition.shape == (T - 1, K, K)
         assert hmm.sample((2,)).shape == (2, 4, T)
 
@@ -199,8 +199,8 @@ def test_one_step_is_the_first_state_and_its_emission(batch):
     torch.testing.assert_close(hmm.log_prob(values), wanted)
     assert hmm.sample((2,)).shape == (2, *batch, 1)
     assert (hmm.expected_counts(values).counts["rates"] == 0).all()
-    now = hmm.posterior(values).states[..., 0, :]
-    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).states
+    now = hmm.posterior(values).state_probs[..., 0, :]
+    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).state_probs
     torch.testing.assert_close(ahead[..., 0, :], now)
     torch.testing.assert_close(ahead[..., 1, :], now @ torch.as_tensor(expm(FULL.numpy() * 2)))
     assert torch.equal(hmm.with_chain(hmm.chain.uniform()).log_transition, hmm.log_transition)
@@ -226,9 +226,11 @@ def test_forecast_is_the_chain_let_go(rates, values):
         now = filtered[i, LENGTHS[i] - 1].numpy()
         for h, gap in enumerate([0.0, 0.7, 40.0]):
             wanted = now @ expm(rates.numpy() * gap)
-            np.testing.assert_allclose(forecast.states[i, h], wanted, atol=1e-12)
+            np.testing.assert_allclose(forecast.state_probs[i, h], wanted, atol=1e-12)
     one = hmm.forecast(values, torch.tensor([200.0]))
-    torch.testing.assert_close(one.states[:, 0], hmm.stationary().expand(4, K), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        one.state_probs[:, 0], hmm.stationary().expand(4, K), atol=1e-6, rtol=0
+    )
     with pytest.raises(ValueError, match=r"not lie before the last step.*got 0\.5"):
         hmm.forecast(values, ends - 0.5)
 
@@ -262,7 +264,7 @@ def test_parameters_may_be_batched(values):
     one = ContinuousTimeHMM(INITIAL, own[3], EMISSION, LENGTHS[3:], irregular(4)[3:],
                             model().observed[3:])  # fmt: skip
     torch.testing.assert_close(counts[3], one.expected_counts(values[3:]).counts["rates"])
-    assert many.forecast(values, torch.full((4, 2), 20.0)).states.shape == (3, 4, 2, K)
+    assert many.forecast(values, torch.full((4, 2), 20.0)).state_probs.shape == (3, 4, 2, K)
     assert many.transition_at(torch.ones(2)).shape == (3, 1, 2, K, K)
     assert many.sample().shape == (3, 4, T)
     torch.testing.assert_close(many.expand((2, 3, 4)).log_prob(values)[1], alone)
@@ -274,8 +276,8 @@ def test_copies_with_changes(values):
     order = torch.tensor([2, 0, 1])
     permuted = hmm.permute_states(order)
     torch.testing.assert_close(permuted.log_prob(values), hmm.log_prob(values))
-    states = hmm.posterior(values).states
-    torch.testing.assert_close(permuted.posterior(values).states, states[..., order])
+    states = hmm.posterior(values).state_probs
+    torch.testing.assert_close(permuted.posterior(values).state_probs, states[..., order])
     torch.testing.assert_close(permuted.rates[0], FULL[2][order])
     other = hmm.with_lengths(torch.tensor([2]), times=torch.tensor([[0.0, 4.0]]))
     fresh = ContinuousTimeHMM(
@@ -422,7 +424,7 @@ def test_evidence_and_posterior_of_exact_deaths_are_those_of_all_paths(missed):
         with np.errstate(divide="ignore"):
             answer = oracle.by_paths(INITIAL.numpy(), np.log(matrices), scores[i], int(LENGTHS[i]))
         np.testing.assert_allclose(posterior.log_evidence[i], answer.evidence, rtol=1e-12)
-        np.testing.assert_allclose(posterior.states[i], answer.states, atol=1e-12)
+        np.testing.assert_allclose(posterior.state_probs[i], answer.states, atol=1e-12)
         np.testing.assert_allclose(joint[i], answer.best, rtol=1e-12)
 
 
@@ -449,7 +451,7 @@ def test_what_else_is_known_of_exact_deaths(tmp_path):
     assert torch.equal(loaded.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
     again = TabularContinuousTimeHMM.from_hmm(hmm)(LENGTHS, hmm.observed, hmm.times)
     torch.testing.assert_close(again.log_prob(PATIENTS), hmm.log_prob(PATIENTS))
-    ahead = hmm.forecast(PATIENTS, hmm.times.amax() + double([1.0, 9.0])).states
+    ahead = hmm.forecast(PATIENTS, hmm.times.amax() + double([1.0, 9.0])).state_probs
     torch.testing.assert_close(ahead.sum(-1), torch.ones_like(ahead[..., 0]))  # probabilities
     assert ahead[0, :, 2].tolist() == [1.0, 1.0]
     each = queries.predictive_log_prob(hmm, PATIENTS)

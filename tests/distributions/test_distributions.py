@@ -461,11 +461,11 @@ def test_a_probability_of_zero_is_zero_in_every_query(name, expand, tmp_path):
             only = likelihood[1] - math.log(2)
             torch.testing.assert_close(hmm.log_prob(values), only, check_dtype=False)
             if only > -torch.inf:
-                assert hmm.posterior(values).states[0, 0] < 1e-300
+                assert hmm.posterior(values).state_probs[0, 0] < 1e-300
                 assert queries.predictive_log_prob(hmm, values) > -torch.inf
                 assert (hmm.sample_states(values, (20,)) == 1).all()
         for value in torch.tensor(possible).to(torch.get_default_dtype()).unbind(0):
-            states = hmm.posterior(value.unsqueeze(0)).states
+            states = hmm.posterior(value.unsqueeze(0)).state_probs
             assert states[0, 0] > 0
             assert torch.isfinite(states).all()
 
@@ -495,7 +495,7 @@ def test_em_of_a_mixture_keeps_a_component_of_weight_zero():
         torch.linspace(-60, 60, 12, dtype=torch.get_default_dtype()).reshape(1, 12, 1),
         torch.tensor([12]),
     )
-    fit = fit_em(HMM(even[0], even, emission, torch.tensor([1])), data, num_steps=2)
+    fit = fit_em(HMM(even[0], even, emission, torch.tensor([1])), data, num_iterations=2)
     weights = fit.hmm(data).emission.mixture_distribution.probs
     assert ((weights == 0) == (CERTAIN == 0)).all()
 

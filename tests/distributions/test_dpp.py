@@ -286,7 +286,7 @@ def test_a_guide_that_begins_at_equal_rows_is_told_so():
 def test_map_and_svi_become_more_diverse():
     module = MODULES["tabular"]()
     data = Sequences.from_list([[0, 1, 2, 0, 0, 1], [2, 1, 1, 2, 0]])
-    options = {"num_steps": 40, "learning_rate": 0.2}
+    options = {"num_iterations": 40, "learning_rate": 0.2}
     found = []
     for alpha in (0.0, 20.0):
         model = MarginalModel(module, DiversityPrior(alpha))

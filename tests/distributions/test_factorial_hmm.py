@@ -66,7 +66,10 @@ def test_it_is_the_product_chain(hmm, values):
     torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
     torch.testing.assert_close(hmm.stationary(), large.stationary())
     found, wanted = hmm.posterior(values), large.posterior(values)
-    moves, states = wanted.transitions.reshape(4, 2, 3, 2, 3), wanted.states.reshape(4, T, 2, 3)
+    moves, states = (
+        wanted.transitions.reshape(4, 2, 3, 2, 3),
+        wanted.state_probs.reshape(4, T, 2, 3),
+    )
     for chain, axes in enumerate([(2, 4), (1, 3)]):
         torch.testing.assert_close(found.transitions[chain], moves.sum(axes))
         torch.testing.assert_close(found.chains[chain], states.sum(3 - chain))
@@ -126,13 +129,15 @@ def test_the_enumerated_form_has_the_same_density_and_gradient():
 @pytest.mark.parametrize("family", [additive_normal(SIZES, 2), normal(2)])
 def test_em_never_loses_and_its_restarts_are_fits_of_their_own(family):
     data = Sequences(torch.randn(4, T, 2).cumsum(1), LENGTHS)
-    fit = fit_em(TabularFactorialHMM(SIZES, family), data, num_steps=15, restarts=2, tolerance=None)
+    fit = fit_em(
+        TabularFactorialHMM(SIZES, family), data, num_iterations=15, restarts=2, tolerance=None
+    )
     rises = fit.restarts.losses.diff()
     assert rises.max() < 1e-9 * fit.losses.abs().max()
     assert fit.losses[-1] < fit.losses[0] - 1
     alone = fit_em(
-        TabularFactorialHMM(SIZES, family), data, num_steps=1, tolerance=None,
-        start={name: value[0] for name, value in fit.restarts.values.items()},
+        TabularFactorialHMM(SIZES, family), data, num_iterations=1, tolerance=None,
+        start={name: value[0] for name, value in fit.restarts.parameters.items()},
     )  # fmt: skip
     torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
 
@@ -141,10 +146,10 @@ def test_the_m_step_of_additive_normals_is_at_a_maximum():
     """No change of its parameters raises the density; EM has converged to a stationary point."""
     data = Sequences(torch.randn(4, T, 2), LENGTHS)
     module = TabularFactorialHMM((2, 2), additive_normal((2, 2), 2))
-    fit = fit_em(module, data, num_steps=3000, tolerance=1e-14)
+    fit = fit_em(module, data, num_iterations=3000, tolerance=1e-14)
     names = "module.emission.effects", "module.emission.variance"
-    leaves = {name: fit.values[name].clone().requires_grad_() for name in names}
-    values = {n.removeprefix("module."): p for n, p in (fit.values | leaves).items()}
+    leaves = {name: fit.parameters[name].clone().requires_grad_() for name in names}
+    values = {n.removeprefix("module."): p for n, p in (fit.parameters | leaves).items()}
     with poutine.block(), poutine.condition(data=values):
         trace = poutine.trace(lambda: module(data.lengths)).get_trace()
     trace.compute_log_prob()
@@ -163,22 +168,22 @@ def test_em_finds_two_chains_that_add_up():
     fit = fit_em(TabularFactorialHMM((2, 2), additive_normal((2, 2), 1)), data, restarts=4)
     sums = fit.hmm(data).emission.mean.flatten().sort().values
     assert (sums - torch.tensor([0.0, 1.0, 4.0, 5.0])).abs().max() < 0.2
-    assert fit.values["module.emission.variance"].item() == pytest.approx(0.04, rel=0.3)
+    assert fit.parameters["module.emission.variance"].item() == pytest.approx(0.04, rel=0.3)
 
 
 def test_logits_that_add_are_fitted_by_every_method():
     data = Sequences((torch.randn(4, T, 3) > 0).double(), LENGTHS)
     module = TabularFactorialHMM((2, 2), additive_bernoulli((2, 2), 3))
-    fit = fit_em(module, data, num_steps=5)
+    fit = fit_em(module, data, num_iterations=5)
     assert fit.losses[-1] < fit.losses[0]
-    best = fit_map(MarginalModel(module), data, num_steps=60, learning_rate=0.1)
+    best = fit_map(MarginalModel(module), data, num_iterations=60, learning_rate=0.1)
     assert best.losses[-1] < best.losses[0]
     hmm = best.hmm(data)
-    first, second = best.values["module.emission.effects"].split(2)
+    first, second = best.parameters["module.emission.effects"].split(2)
     wanted = first.repeat_interleave(2, 0) + second.repeat(2, 1)
     torch.testing.assert_close(hmm.emission.base_dist.logits, wanted)
     guide = AutoNormal(MarginalModel(module))
-    assert fit_svi(MarginalModel(module), guide, data, num_steps=3).losses.isfinite().all()
+    assert fit_svi(MarginalModel(module), guide, data, num_iterations=3).losses.isfinite().all()
 
 
 def test_free_emissions_of_one_chain_are_a_plain_hmm():
@@ -189,13 +194,13 @@ def test_free_emissions_of_one_chain_are_a_plain_hmm():
         "emission.probs": torch.rand(2, 3),
     }
     renamed = {name + "_0" if "." not in name else name: p for name, p in start.items()}
-    plain = fit_em(TabularHMM(2, bernoulli(3)), data, num_steps=5, start=start)
-    alike = fit_em(TabularFactorialHMM((2,), bernoulli(3)), data, num_steps=5, start=renamed)
+    plain = fit_em(TabularHMM(2, bernoulli(3)), data, num_iterations=5, start=start)
+    alike = fit_em(TabularFactorialHMM((2,), bernoulli(3)), data, num_iterations=5, start=renamed)
     torch.testing.assert_close(alike.losses, plain.losses)
 
 
 def test_a_fit_goes_on_from_an_hmm(values):
-    fit = fit_em(model(observed=False), Sequences(values, LENGTHS), num_steps=3)
+    fit = fit_em(model(observed=False), Sequences(values, LENGTHS), num_iterations=3)
     assert fit.losses[-1] < fit.losses[0]
     assert isinstance(fit.hmm(Sequences(values, LENGTHS)), FactorialHMM)
 

@@ -61,7 +61,7 @@ def test_all_that_broadcasts_is_asked_one_by_one(lead, counted, given, engine):
     hmm = built(lead, torch.randint(1, 4, counted).tolist())
     values = torch.randint(4, (*given, 3))
     batch = torch.broadcast_shapes(lead, counted, given)
-    evidence, states = hmm.log_prob(values), hmm.posterior(values).states
+    evidence, states = hmm.log_prob(values), hmm.posterior(values).state_probs
     path = hmm.viterbi(values)
     assert evidence.shape == batch
     for place in np.ndindex(batch):
@@ -71,7 +71,7 @@ def test_all_that_broadcasts_is_asked_one_by_one(lead, counted, given, engine):
         one = HMM(*parts[:2], dist.Categorical(logits=parts[2]), length)
         own = values.expand(*batch, 3)[place][:length]
         assert_close(evidence[place], one.log_prob(own))
-        assert_close(states[place][:length], one.posterior(own).states)
+        assert_close(states[place][:length], one.posterior(own).state_probs)
         assert path[place][:length].equal(one.viterbi(own))
 
 
@@ -159,7 +159,7 @@ def test_wikipedia_forward_backward_umbrella(engine):
     filtered = [0.8182, 0.8834, 0.1907, 0.7308, 0.8673]
     smoothed = [0.8673, 0.8204, 0.3075, 0.8204, 0.8673]
     assert_close(hmm.filtered(values)[:, 0], filtered, atol=5e-5)
-    assert_close(hmm.posterior(values).states[:, 0], smoothed, atol=5e-5)
+    assert_close(hmm.posterior(values).state_probs[:, 0], smoothed, atol=5e-5)
     assert hmm.viterbi(values).tolist() == [0, 0, 1, 0, 0]
 
 
@@ -327,7 +327,7 @@ def test_moments_of_a_forecast_are_those_of_the_mixture(event, engine):
     loc, scale = torch.randn(2, 1, 2, *event), torch.rand(2, 1, 2, *event) + 0.5
     hmm = built((2, 1), emission=dist.Normal(loc, scale).to_event(len(event)))
     forecast = hmm.forecast(hmm.sample(), 2)
-    weights = forecast.states.reshape(2, 3, 2, 2, *(1,) * len(event))
+    weights = forecast.state_probs.reshape(2, 3, 2, 2, *(1,) * len(event))
     mean = (weights * loc.unsqueeze(-2 - len(event))).sum(3)
     square = (weights * (loc**2 + scale**2).unsqueeze(-2 - len(event))).sum(3)
     assert_close(forecast.mean, mean)
@@ -501,9 +501,10 @@ def test_answers_need_no_gradient_of_the_caller(mode, engine):
             values = hmm.sample()
             path = hmm.sample_states(values)
             yield from [
-                hmm.log_prob(values), *hmm.posterior(values), hmm.expected_counts(values).states,
+                hmm.log_prob(values), *hmm.posterior(values),
+                hmm.expected_counts(values).state_probs,
                 hmm.filtered(values), hmm.viterbi(values), path, hmm.log_joint(values, path),
-                hmm.forecast(values, 2).states,
+                hmm.forecast(values, 2).state_probs,
             ]  # fmt: skip
 
     expected = list(answers())
@@ -633,8 +634,8 @@ def test_reordered_states_are_the_same_distribution():
         values, order = hmm.sample(), torch.tensor([2, 0, 1])
         other = hmm.permute_states(order)
         torch.testing.assert_close(other.log_prob(values), hmm.log_prob(values))
-        states = hmm.posterior(values).states
-        torch.testing.assert_close(other.posterior(values).states, states[..., order])
+        states = hmm.posterior(values).state_probs
+        torch.testing.assert_close(other.posterior(values).state_probs, states[..., order])
         path = hmm.viterbi(values)
         here = torch.arange(4) < hmm.lengths.unsqueeze(-1)
         assert torch.equal(order[other.viterbi(values)][here], path[here])

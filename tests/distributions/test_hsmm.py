@@ -209,10 +209,10 @@ def test_what_needs_a_markov_chain_refuses_and_names_the_cure(values):
         call(hsmm.expanded())
     with pytest.raises(ValueError, match="durations or an order"):
         to_hmmlearn(hsmm)
-    symbols = TabularHSMM(2, free_durations(3), categorical(3))
+    symbols = TabularHSMM(2, categorical(3), free_durations(3))
     data = Sequences.from_list([[0, 1, 2]])
     with pytest.raises(ValueError, match="fit_cooccurrence needs"):
-        cooccurrence.fit_cooccurrence(symbols, data, num_steps=1)
+        cooccurrence.fit_cooccurrence(symbols, data, num_iterations=1)
 
 
 def test_saved_and_loaded(hsmm, values, tmp_path):

@@ -69,7 +69,7 @@ def dense(hmm):
 
 
 def counted(found):
-    parts = found.log_evidence, found.states, *found.counts.values()
+    parts = found.log_evidence, found.state_probs, *found.counts.values()
     return torch.cat([part.flatten() for part in parts])
 
 

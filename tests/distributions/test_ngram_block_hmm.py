@@ -9,8 +9,7 @@ import torch
 from pyrohmm import BlockHMM, Filter, blocks, queries
 from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, TaggedHMM
 from pyrohmm.ops import backends
-from pyrohmm.ops.blocks.emission import log_emission
-from pyrohmm.ops.blocks.inner_products import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 SIZES, BLOCK = [2, 1, 3], torch.tensor([0, 1, 2, 0, 2])  # states of each block, block of each word
 V, K, B = len(BLOCK), sum(SIZES), len(SIZES)
@@ -138,7 +137,7 @@ def test_queries_are_those_of_the_table_of_all_paths(two_level, lengths, engine)
         share = probs / probs.sum()
         for t in range(length):
             at = torch.zeros(K, dtype=torch.float64).index_add_(0, paths[:, t], share)
-            close(posterior.states[n, t], at)
+            close(posterior.state_probs[n, t], at)
         counts = torch.zeros(K, K, dtype=torch.float64)
         for t in range(length - 1):
             counts.index_put_((paths[:, t], paths[:, t + 1]), share, accumulate=True)
@@ -214,7 +213,7 @@ def test_labels_keep_paths(engine):
     case.values = torch.tensor([[2, 0, 4], [2, 0, 0], [1, 3, 0]])
     labels = torch.tensor([[-1, 1, -1], [4, -1, -1], [-1, -1, 0]])
     hmm = case.hmm().restrict(labels)
-    evidence, states = hmm.log_prob(case.values), hmm.posterior(case.values).states
+    evidence, states = hmm.log_prob(case.values), hmm.posterior(case.values).state_probs
     for n, length in enumerate([3, 1, 2]):
         paths, probs = of_one(case, n)
         keeps = ((labels[n, :length] < 0) | (paths == labels[n, :length])).all(-1)

@@ -183,7 +183,7 @@ def test_vectors_that_depend_on_those_before_have_an_exact_first_quantile():
     past = torch.tensor([[0.0], [0.4]])
     several, one = (after_a_past(emission, past, count) for count in (3, 1))
     given = Normal(noise.loc + 0.4 * weights.flatten(1), 0.1**0.5)
-    expected = Forecast(one.states, given.to_event(1)).quantiles(PROBS)
+    expected = Forecast(one.state_probs, given.to_event(1)).quantiles(PROBS)
     assert torch.equal(one.quantiles(PROBS), expected)
     found = several.quantiles(PROBS)
     assert torch.equal(found[:, :1], expected)

@@ -95,7 +95,7 @@ def test_it_is_the_chain_of_pairs(hmm, values):
     torch.testing.assert_close(renamed.log_prob(values), hmm.log_prob(values))
     assert torch.equal(order[renamed.viterbi(values)][hmm.exists], hmm.viterbi(values)[hmm.exists])
     share = hmm.stationary()
-    ahead = hmm.forecast(values, 300).states[:, -1]
+    ahead = hmm.forecast(values, 300).state_probs[:, -1]
     torch.testing.assert_close(ahead, share.expand_as(ahead), atol=1e-6, rtol=1e-6)
 
 
@@ -170,11 +170,11 @@ def test_the_enumerated_form_has_the_same_density_and_gradient():
 def test_em_never_loses_and_its_restarts_are_fits_of_their_own(k, family):
     data = Sequences(torch.randint(3, (4, T)), LENGTHS)
     module = TabularSecondOrderHMM(k, family, 1.5, 1.2, torch.full((k, k), 1.1))
-    fit = fit_em(module, data, num_steps=15, restarts=2, tolerance=None)
+    fit = fit_em(module, data, num_iterations=15, restarts=2, tolerance=None)
     assert fit.restarts.losses.diff().max() < 1e-9 * fit.losses.abs().max()
     alone = fit_em(
-        module, data, num_steps=1, tolerance=None,
-        start={name: value[0] for name, value in fit.restarts.values.items()},
+        module, data, num_iterations=1, tolerance=None,
+        start={name: value[0] for name, value in fit.restarts.parameters.items()},
     )  # fmt: skip
     torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
 
@@ -182,7 +182,7 @@ def test_em_never_loses_and_its_restarts_are_fits_of_their_own(k, family):
 def test_em_ends_where_the_density_is_stationary():
     data = Sequences(torch.randint(3, (4, T)), LENGTHS)
     module = TabularSecondOrderHMM(2, categorical(3, concentration=2.0), 2.0, 2.0, 2.0)
-    fit = fit_em(module, data, num_steps=3000, tolerance=1e-15)
+    fit = fit_em(module, data, num_iterations=3000, tolerance=1e-15)
     hmm = fit.hmm(data)
     logits = [part.detach().requires_grad_() for part in
               (hmm.log_initial, hmm.log_second, hmm.log_transition)]  # fmt: skip
@@ -207,18 +207,18 @@ def test_it_finds_what_one_state_before_cannot_tell():
 def test_every_other_fit():
     data = Sequences(torch.randint(3, (4, T)), LENGTHS)
     model = MarginalModel(TabularSecondOrderHMM(2, categorical(3)))
-    best = fit_map(model, data, num_steps=20)
+    best = fit_map(model, data, num_iterations=20)
     assert best.losses[-1] < best.losses[0]
     guide = AutoNormal(model)
-    assert fit_svi(model, guide, data, num_steps=3).losses.isfinite().all()
+    assert fit_svi(model, guide, data, num_iterations=3).losses.isfinite().all()
 
 
 def test_a_fit_goes_on_from_an_hmm(values):
     data = Sequences(values, LENGTHS)
-    fit = fit_em(model(observed=False), data, num_steps=3)
+    fit = fit_em(model(observed=False), data, num_iterations=3)
     assert fit.losses[-1] < fit.losses[0]
     assert isinstance(fit.hmm(data), SecondOrderHMM)
-    again = fit_em(TabularSecondOrderHMM(3, normal(0)), data, num_steps=2,
+    again = fit_em(TabularSecondOrderHMM(3, normal(0)), data, num_iterations=2,
                    start=starts.from_hmm(fit.hmm(data)))  # fmt: skip
     assert again.losses.isfinite().all()
     with pytest.raises(ValueError, match="one matrix"):
@@ -239,7 +239,7 @@ def test_what_needs_a_markov_chain_says_so():
     for query in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 3)):
         with pytest.raises(ValueError, match=r"dwell time .*expanded\(\)"):
             query(hmm)
-    assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).states.shape == (12,)
+    assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).state_probs.shape == (12,)
 
 
 @pytest.mark.parametrize(

@@ -280,7 +280,10 @@ def test_no_table_of_all_pairs_is_made():
     data = Sequences(torch.randint(num_symbols, (5, 20_000)), torch.full((5,), 20_000))
     with LargestTensor() as seen:
         fit = fit_cooccurrence(
-            TabularHMM(num_states, categorical(num_symbols)), data, loss=cross_entropy, num_steps=2
+            TabularHMM(num_states, categorical(num_symbols)),
+            data,
+            loss=cross_entropy,
+            num_iterations=2,
         )
     assert fit.losses.isfinite().all()
     assert 0 < seen.largest < 3e6  # 2 * 100,000 pairs with both neighbours, in 64 bits, at most
@@ -431,7 +434,7 @@ def test_a_fit_to_co_occurrences_finds_a_law_that_can_be_met(loss):
     matrix, probs = small_model()
     target = predicted(stationary(matrix), matrix, probs)
     model = CooccurrenceModel(TabularHMM(2, categorical(3)), target, weight=1e4, loss=loss)
-    fit = fit_map(model, ONE_STEP, restarts=3, num_steps=300, tolerance=None)
+    fit = fit_map(model, ONE_STEP, restarts=3, num_iterations=300, tolerance=None)
     hmm = fit.hmm(ONE_STEP)
     pair_probs = predicted(hmm.stationary(), hmm.log_transition, hmm.emission.probs)
     torch.testing.assert_close(pair_probs, target, rtol=0.0, atol=1e-3)
@@ -475,7 +478,7 @@ def test_a_model_says_what_it_cannot_take():
 # Fits
 
 
-OPTIONS = {"num_steps": 60, "tolerance": None}
+OPTIONS = {"num_iterations": 60, "tolerance": None}
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
@@ -506,7 +509,7 @@ def test_the_default_weight_makes_the_losses_agree_where_pairs_are_equally_frequ
     pair_probs[pairs.first, pairs.second] = 1 / 3 + off
     module = TabularHMM(2, categorical(3))
     weights = [
-        fit_cooccurrence(module, pairs, loss=loss, num_steps=1).model.weights[0]
+        fit_cooccurrence(module, pairs, loss=loss, num_iterations=1).model.weights[0]
         for loss in (squared_distance, cross_entropy)
     ]
     assert weights[1] == 60.0
@@ -527,13 +530,13 @@ def test_an_own_loss_and_a_detached_law_are_used():
         )
 
     module = TabularHMM(2, categorical(4))
-    fit = fit_cooccurrence(module, pairs, loss=absolute_logs, num_steps=150)
+    fit = fit_cooccurrence(module, pairs, loss=absolute_logs, num_iterations=150)
     assert fit.model.weights == [float(pairs.total)]
     assert fit.losses[-1] < 0.8 * fit.losses[0]
     losses = []
     for function in (stationary, stationary_detached):
         pyro.set_rng_seed(0)
-        losses.append(fit_cooccurrence(module, pairs, stationary=function, num_steps=5).losses)
+        losses.append(fit_cooccurrence(module, pairs, stationary=function, num_iterations=5).losses)
     torch.testing.assert_close(losses[0][0], losses[1][0])
     assert (losses[0][2:] != losses[1][2:]).all()
 
@@ -546,7 +549,7 @@ def test_a_fit_by_minibatches_of_pairs_comes_near_that_of_all():
     pyro.set_rng_seed(1)
     fit = fit_cooccurrence(
         TabularHMM(2, categorical(3)), pairs, loss=cross_entropy, pairs_per_step=4000, restarts=2,
-        num_steps=200, tolerance=None, learning_rate=0.1,
+        num_iterations=200, tolerance=None, learning_rate=0.1,
         schedule=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     )  # fmt: skip
     hmm = fit.hmm(ONE_STEP)
@@ -566,7 +569,7 @@ def test_what_a_fit_does_not_read_is_refused_or_told():
         fit_cooccurrence(module, counted(data, 4))
     labels = torch.zeros(7, 9).long()
     labelled = Sequences(data.values, data.lengths, data.observed, labels)
-    fit = fit_cooccurrence(module, labelled, num_steps=2)
+    fit = fit_cooccurrence(module, labelled, num_iterations=2)
     assert fit.notes == ["the labels of the data were not used: pairs have none"]
 
 
@@ -582,7 +585,7 @@ def test_numbers_are_fitted_by_their_bins(loss, size):
     data = Sequences(values.unsqueeze(-1) if size else values, truth.lengths)
     edges = quantile_edges(data, 12)
     fit = fit_cooccurrence(
-        module, data, edges=edges, loss=loss, restarts=6, num_steps=250, learning_rate=0.2
+        module, data, edges=edges, loss=loss, restarts=6, num_iterations=250, learning_rate=0.2
     )
     hmm = fit.hmm(data)
     means = hmm.emission.mean.flatten()
@@ -595,18 +598,18 @@ def test_numbers_are_fitted_by_their_bins(loss, size):
 
 def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs():
     data, module = random_data(2, 20, 30), TabularHMM(3, categorical(4, 1.1))
-    fit = fit_cooccurrence(module, data, restarts=3, num_steps=100)
+    fit = fit_cooccurrence(module, data, restarts=3, num_iterations=100)
     model = MarginalModel(module)
     reached = []
-    for values in (fit.values, fit.start):
+    for values in (fit.parameters, fit.start):
         with torch.no_grad():
             trace = poutine.trace(poutine.condition(model, values)).get_trace(data)
         reached.append(-trace.log_prob_sum())
-        by_map = fit_map(model, data, init=init_to_value(values=values), num_steps=40)
+        by_map = fit_map(model, data, start=init_to_value(values=values), num_iterations=40)
         assert by_map.losses[-1] < by_map.losses[0]
     # gradient steps begin a little away from probabilities of nearly zero, as fit.start is
     torch.testing.assert_close(by_map.losses[0], reached[1], rtol=0.0, atol=1e-3)
-    by_em = fit_em(module, data, start=fit.values, num_steps=3)
+    by_em = fit_em(module, data, start=fit.parameters, num_iterations=3)
     torch.testing.assert_close(by_em.losses[0], reached[0])
     assert by_em.losses[-1] < reached[0]
 
@@ -622,7 +625,7 @@ def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path):
             "generator": torch.Generator().manual_seed(7),
         } | more
         return fit_cooccurrence(
-            module, source, num_steps=num_steps, tolerance=None, restarts=2,
+            module, source, num_iterations=num_steps, tolerance=None, restarts=2,
             checkpoint=path, **given,
         )  # fmt: skip
 
@@ -660,7 +663,7 @@ def test_numbers_far_from_every_state_are_explained():
     with pytest.raises(FloatingPointError, match="a pair that occurs has probability zero: begin"):
         fit_cooccurrence(
             TabularHMM(2, normal(0)), data, edges=edges, loss=cross_entropy,
-            init=init_to_value(values={
+            start=init_to_value(values={
                 "module.initial": torch.tensor([0.5, 0.5]),
                 "module.transition": torch.full((2, 2), 0.5),
                 "module.emission.loc": torch.tensor([0.0, 1.0]),

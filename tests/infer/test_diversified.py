@@ -78,14 +78,14 @@ def case(request):
 def test_the_objective_never_falls_and_is_what_it_should_be(case, restarts, alpha):
     family, data = case
     prior = DiversityPrior(alpha)
-    fit = fit_em(TabularHMM(3, family), data, log_prior=prior, restarts=restarts, num_steps=40)
+    fit = fit_em(TabularHMM(3, family), data, log_prior=prior, restarts=restarts, num_iterations=40)
     fall = fit.losses[:-1] - fit.losses[1:]
     assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
     assert not [note for note in fit.notes if "rose" in note]
     module = TabularHMM(3, family)
     scale_priors(module, data)  # as the fit has done with its copy
     model = MarginalModel(module, prior)
-    trace = pyro.poutine.trace(pyro.condition(model, data=fit.values)).get_trace(data)
+    trace = pyro.poutine.trace(pyro.condition(model, data=fit.parameters)).get_trace(data)
     assert fit.losses[-1].item() == pytest.approx(-trace.log_prob_sum().item())
 
 
@@ -104,7 +104,7 @@ def test_the_end_is_stationary(step):
         data,
         log_prior=DiversityPrior(alpha),
         transition_step=step,
-        num_steps=3000,
+        num_iterations=3000,
         tolerance=1e-14,
     )
     hmm = fit.hmm(data)
@@ -120,7 +120,7 @@ def test_without_weight_it_is_plain_em(case):
     found = []
     for prior in (None, DiversityPrior(0.0)):
         pyro.set_rng_seed(0)
-        found.append(fit_em(TabularHMM(3, family), data, log_prior=prior, num_steps=15))
+        found.append(fit_em(TabularHMM(3, family), data, log_prior=prior, num_iterations=15))
     torch.testing.assert_close(found[0].losses, found[1].losses)
 
 
@@ -129,7 +129,9 @@ def test_labelled_sequences_are_counted_once():
     data = datasets.diverse_toy(50, generator=torch.Generator().manual_seed(0))
     data = Sequences(data.values.double(), data.lengths, labels=data.labels)
     prior = DiversityPrior(10.0)
-    fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior, num_steps=30, tolerance=1e-12)
+    fit = fit_em(
+        TabularHMM(5, normal(0)), data, log_prior=prior, num_iterations=30, tolerance=1e-12
+    )
     counts = torch.zeros(5, 5)
     for row in data.labels.tolist():
         for a, b in pairwise(row):
@@ -159,7 +161,7 @@ def test_zeros_of_an_hmm_stay_and_other_entries_change():
     rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
     emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
     hmm = HMM(torch.full((3,), 1 / 3).log(), rows.log(), emission, torch.tensor([3]))
-    fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_steps=10)
+    fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_iterations=10)
     found = fit.hmm(symbols()).log_transition.exp()
     assert found[0, 2] == 0
     assert (found - rows).abs().max() > 0.05
@@ -171,7 +173,7 @@ def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
     for alpha in (0.0, 50.0):
         pyro.set_rng_seed(0)
         module = DenseHMM(3, None, 3, emission=normal(0))
-        fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_steps=25)
+        fit = fit_em(module, data, log_prior=DiversityPrior(alpha), num_iterations=25)
         fall = fit.losses[:-1] - fit.losses[1:]
         assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
         found.append(dpp.log_diversity(fit.hmm(data).log_transition.exp()).item())
@@ -199,7 +201,7 @@ def test_a_prior_of_the_users_is_one_of_transitions_by_its_density_of_a_matrix()
             "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
         }
         fits.append(
-            fit_em(module, data, log_prior=prior, start=values, num_steps=30, tolerance=None)
+            fit_em(module, data, log_prior=prior, start=values, num_iterations=30, tolerance=None)
         )
     hmms = [fit.hmm(data) for fit in fits]
     torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
@@ -247,18 +249,18 @@ def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
     data, tabular = symbols(), TabularHMM(3, categorical(4), 1.0, 2.0)
     freeze(tabular, "initial", torch.full((3,), 1 / 3))
     start = starts.from_prior(tabular, data, restarts)
-    options = {"start": start, "restarts": restarts, "log_prior": prior, "num_steps": 5}
+    options = {"start": start, "restarts": restarts, "log_prior": prior, "num_iterations": 5}
     options |= {"tolerance": None, "gradient_step": NoStep()}
     expected = fit_em(tabular, data, **options)
     for step in (None, msteps.FixedPoint()) if prior else (None,):
         fit = fit_em(Rows(), data, transition_step=step, **options)
         torch.testing.assert_close(fit.losses, expected.losses)
-        torch.testing.assert_close(fit.values, expected.values)
+        torch.testing.assert_close(fit.parameters, expected.parameters)
 
 
 def test_transitions_that_a_users_chain_rules_out_stay_zero():
     allowed = left_to_right(3)
-    options = {"log_prior": DiversityPrior(5.0), "num_steps": 3}
+    options = {"log_prior": DiversityPrior(5.0), "num_iterations": 3}
     for step in (None, msteps.LogitGradient()):
         fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
         assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
@@ -300,7 +302,7 @@ def test_a_start_of_equal_rows_is_named():
 
 def test_other_exponents_go_by_logits():
     prior = DiversityPrior(3.0, rho=1.0)
-    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), log_prior=prior, num_steps=15)
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), log_prior=prior, num_iterations=15)
     fall = fit.losses[:-1] - fit.losses[1:]
     assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
     assert math.isfinite(fit.losses[-1])

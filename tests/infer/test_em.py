@@ -110,7 +110,7 @@ def known_density(case, emission, value):
 
 def numbers_of(fit, restart=None):
     """Latent variables as NumPy arrays, by their names in the module."""
-    values = fit.values if restart is None else fit.restarts.values
+    values = fit.parameters if restart is None else fit.restarts.parameters
     return {
         name.removeprefix("module."): (value if restart is None else value[restart]).numpy()
         for name, value in values.items()
@@ -148,7 +148,7 @@ def assert_climbs(losses):
 def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restarts):
     case = CASES[name]
     data = data_of(case)
-    fit = fit_em(module_of(case), data, num_steps=5, tolerance=None, restarts=restarts)
+    fit = fit_em(module_of(case), data, num_iterations=5, tolerance=None, restarts=restarts)
     assert fit.notes == []
     if restarts == 1:
         assert fit.losses.shape == (6,)
@@ -169,7 +169,7 @@ def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restart
 def test_it_ends_at_a_local_maximum(name):
     case, rng = CASES[name], np.random.default_rng(1)
     data = data_of(case)
-    fit = fit_em(module_of(case), data, num_steps=1500, tolerance=1e-14)
+    fit = fit_em(module_of(case), data, num_iterations=1500, tolerance=1e-14)
     top = numbers_of(fit)
     supports = {"initial": "simplex", "transition": "simplex"}
     supports |= {f"emission.{one}": space for one, space in case.supports.items()}
@@ -249,7 +249,7 @@ def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind):
     theirs.fit(flat.reshape(len(flat), -1), lengths)
     ours = torch.tensor(values) if kind == "categorical" else torch.tensor(values).double()
     data = Sequences(ours, torch.tensor(lengths))
-    fit = fit_em(hmm, data, num_steps=num_steps, tolerance=None)
+    fit = fit_em(hmm, data, num_iterations=num_steps, tolerance=None)
     found = fit.hmm(data)
     close = {"rtol": 1e-8, "atol": 1e-10}
     np.testing.assert_allclose(found.log_initial.exp(), theirs.startprob_, **close)
@@ -272,7 +272,7 @@ def test_batched_restarts_are_single_fits(name):
     case = CASES[name]
     data, module = data_of(case), module_of(case)
     begin = sample_start(module, data, 3)
-    options = {"num_steps": 6, "tolerance": None}
+    options = {"num_iterations": 6, "tolerance": None}
     fit = fit_em(module, data, restarts=3, start=start_at(begin), **options)
     for restart in range(3):
         own = {one: value[restart] for one, value in begin.items()}
@@ -301,12 +301,12 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
         monkeypatch.setattr(expectation, "PADDED", least)
         pyro.set_rng_seed(0)
         fits.append(
-            fit_em(module, data, num_steps=3, tolerance=None, start=begin, restarts=restarts)
+            fit_em(module, data, num_iterations=3, tolerance=None, start=begin, restarts=restarts)
         )
     together, parted = fits
     torch.testing.assert_close(parted.losses, together.losses, rtol=1e-7, atol=1e-7)
-    for each, value in together.values.items():
-        torch.testing.assert_close(parted.values[each], value, rtol=1e-6, atol=1e-6)
+    for each, value in together.parameters.items():
+        torch.testing.assert_close(parted.parameters[each], value, rtol=1e-6, atol=1e-6)
 
 
 def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
@@ -326,9 +326,11 @@ def test_a_minibatch_of_all_sequences_is_no_minibatch():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
     begin = start_at(sample_start(module, data))
-    whole = fit_em(module, data, num_steps=300, tolerance=1e-12, start=begin)
+    whole = fit_em(module, data, num_iterations=300, tolerance=1e-12, start=begin)
     for size in (len(data), len(data) + 7):
-        parts = fit_em(module, data, num_steps=300, tolerance=1e-12, batch_size=size, start=begin)
+        parts = fit_em(
+            module, data, num_iterations=300, tolerance=1e-12, batch_size=size, start=begin
+        )
         torch.testing.assert_close(parts.losses, whole.losses, rtol=0.0, atol=0.0)
         assert parts.converged
 
@@ -339,8 +341,8 @@ def test_a_minibatch_counts_for_the_whole_set():
     one = data_of(case, lengths=[5], gaps=False).values
     data, module = Sequences(one.expand(6, 5), torch.full((6,), 5)), module_of(case)
     begin = start_at(sample_start(module, data))
-    whole = fit_em(module, data, num_steps=1, tolerance=None, start=begin)
-    parts = fit_em(module, data, num_steps=1, batch_size=2, start=begin)
+    whole = fit_em(module, data, num_iterations=1, tolerance=None, start=begin)
+    parts = fit_em(module, data, num_iterations=1, batch_size=2, start=begin)
     torch.testing.assert_close(parts.losses, whole.losses)
 
 
@@ -370,7 +372,7 @@ def test_online_em_reaches_the_optimum_of_batch_em(name):
     whole = fit_em(module, data, start=begin, tolerance=1e-9).losses
     for size in (1, 3):
         fit = fit_em(
-            module, data, start=begin, num_steps=150, batch_size=size,
+            module, data, start=begin, num_iterations=150, batch_size=size,
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         assert fit.losses[-1] < whole[-1] + 0.1 * (whole[0] - whole[-1])
@@ -385,7 +387,9 @@ def test_full_labels_are_counted_in_one_step():
     values, labels = rng.integers(4, size=(5, 6)), rng.integers(3, size=(5, 6))
     lengths = [6, 3, 1, 5, 6]
     data = Sequences(torch.tensor(values), torch.tensor(lengths), labels=torch.tensor(labels))
-    fit = fit_em(TabularHMM(3, categorical(4, 1.5), 2.0, 3.0), data, num_steps=1, tolerance=None)
+    fit = fit_em(
+        TabularHMM(3, categorical(4, 1.5), 2.0, 3.0), data, num_iterations=1, tolerance=None
+    )
     initial, pairs, counts = np.full(3, 1.0), np.full((3, 3), 2.0), np.full((3, 4), 0.5)
     for row, states, length in zip(values, labels, lengths):
         initial[states[0]] += 1
@@ -411,7 +415,7 @@ def test_what_is_known_of_the_states_restricts_the_paths(kind, restarts):
         allowed = (numbers[..., None] == np.arange(STATES)) | (numbers == -1)[..., None]
         labels = torch.tensor(numbers)
     data = Sequences(plain.values, plain.lengths, plain.observed, labels)
-    fit = fit_em(module_of(case), data, num_steps=6, tolerance=None, restarts=restarts)
+    fit = fit_em(module_of(case), data, num_iterations=6, tolerance=None, restarts=restarts)
     assert_climbs(fit.losses)
     expected = -log_joint(case, numbers_of(fit), data, allowed=allowed)
     assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
@@ -444,7 +448,11 @@ def coins():
 def test_a_state_that_nothing_supports_stays_where_it_was_and_is_reported():
     begin = away_from(2)
     fit = fit_em(
-        TabularHMM(3, categorical(2)), coins(), num_steps=20, start=start_at(begin), tolerance=None
+        TabularHMM(3, categorical(2)),
+        coins(),
+        num_iterations=20,
+        start=start_at(begin),
+        tolerance=None,
     )
     assert_climbs(fit.losses)
     found = numbers_of(fit)
@@ -478,7 +486,7 @@ def test_forbidden_transitions_stay_exactly_zero(begin, restarts):
         transition_allowed=left_to_right(3, jump=1),
     )
     with torch.no_grad():
-        fit = fit_em(module, data, num_steps=5, start=STARTS[begin], restarts=restarts)
+        fit = fit_em(module, data, num_iterations=5, start=STARTS[begin], restarts=restarts)
     found = numbers_of(fit)
     assert found["initial"][2] == 0
     assert (found["transition"][~left_to_right(3, jump=1).numpy()] == 0).all()
@@ -491,7 +499,7 @@ def test_zeros_of_a_given_hmm_stay_exactly_zero():
     symbols = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.1, 0.1, 0.8]])
     hmm = HMM(forbidden[0].log(), forbidden.log(), dist.Categorical(symbols), torch.tensor([1]))
     data = Sequences(torch.randint(3, (6, 5)), torch.full((6,), 5))
-    found = fit_em(hmm, data, num_steps=5).hmm(data)
+    found = fit_em(hmm, data, num_iterations=5).hmm(data)
     assert (found.log_transition.exp()[forbidden == 0] == 0).all()
     assert (found.log_initial.exp()[forbidden[0] == 0] == 0).all()
     assert (found.emission.probs[symbols == 0] == 0).all()
@@ -504,7 +512,7 @@ def test_frozen_parameters_stay_and_the_loss_is_of_the_others(name, restarts):
     data, module = data_of(case), module_of(case)
     value = torch.as_tensor(sample_start(module, data)[name])
     freeze(module, name, value)
-    fit = fit_em(module, data, num_steps=5, restarts=restarts, tolerance=None)
+    fit = fit_em(module, data, num_iterations=5, restarts=restarts, tolerance=None)
     assert_climbs(fit.losses)
     found = numbers_of(fit)
     assert name not in found
@@ -538,7 +546,7 @@ def test_a_variance_at_its_floor_is_reported():
         torch.tensor([1]),
     )
     data = Sequences(values, torch.full((4,), 10))
-    fit = fit_em(hmm, data, num_steps=10)
+    fit = fit_em(hmm, data, num_iterations=10)
     variance = fit.hmm(data).emission.variance.detach()
     assert variance[0].item() == pytest.approx(1e-12 * values.var(correction=0).item())
     assert any("variance was held at its floor" in note for note in fit.notes)
@@ -552,25 +560,25 @@ def test_one_state_and_one_step(num_states, num_steps):
     """One state: the mode of its prior and of all observations, at once."""
     values = torch.randn(5, num_steps, 2)
     data = Sequences(values, torch.full((5,), num_steps))
-    fit = fit_em(TabularHMM(num_states, normal(2)), data, num_steps=4, tolerance=None)
+    fit = fit_em(TabularHMM(num_states, normal(2)), data, num_iterations=4, tolerance=None)
     assert_climbs(fit.losses)
     if num_states == 1:
         expected = values.reshape(-1, 2).mean(0)  # which is the mean of the prior, too
-        torch.testing.assert_close(fit.values["module.emission.loc"][0], expected)
+        torch.testing.assert_close(fit.parameters["module.emission.loc"][0], expected)
         torch.testing.assert_close(fit.losses[1:], fit.losses[1:2].expand(4))
 
 
 def test_it_ends_by_its_tolerance_and_reports_it():
     case = CASES["counts"]
     data, module = data_of(case), module_of(case)
-    ended = fit_em(module, data, num_steps=600, tolerance=None).losses[-1]
+    ended = fit_em(module, data, num_iterations=600, tolerance=None).losses[-1]
     for acceleration in (None, False, True):
         pyro.set_rng_seed(0)
         fit = fit_em(module, data, tolerance=1e-6, acceleration=acceleration)
         assert fit.converged
         assert fit.reason == "the loss may fall by less than 1e-06 of itself"
         assert fit.losses[-1] - ended < 3e-6 * ended
-    short = fit_em(module, data, num_steps=2, tolerance=None)
+    short = fit_em(module, data, num_iterations=2, tolerance=None)
     assert (len(short.losses), short.converged) == (3, False)
     assert short.reason == "it took all 2 steps"
     assert short.num_observed == data.num_observed
@@ -600,13 +608,13 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
     # where components of a full covariance are missing, the closed form is EM within EM
     data, module = data_of(case, gaps=name != "full"), module_of(case)
     begin = sample_start(module, data, restarts)
-    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+    options = {"num_iterations": 5, "tolerance": None, "restarts": restarts}
     closed = fit_em(module, data, start=start_at(begin), **options)
     other = TabularHMM(
         STATES, wrapped(case.family()), torch.tensor(INITIAL), torch.tensor(TRANSITION)
     )
     renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
-    step = GradientStep(num_steps=200)
+    step = GradientStep(num_iterations=200)
     fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
     # L-BFGS ends where it changes by less than 1e-9
     torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
@@ -621,7 +629,7 @@ def test_an_optimizer_of_the_users_never_lowers_the_log_joint():
     for rate in (0.01, 10.0):
         step = GradientStep(3, lambda parameters, rate=rate: torch.optim.Adam(parameters, lr=rate))
         module = TabularHMM(3, wrapped(case.family()))
-        fit = fit_em(module, data_of(case), num_steps=5, restarts=restarts, gradient_step=step,
+        fit = fit_em(module, data_of(case), num_iterations=5, restarts=restarts, gradient_step=step,
                      tolerance=None)  # fmt: skip
         assert_climbs(fit.restarts.losses)
 
@@ -646,12 +654,12 @@ def test_a_module_of_the_users_is_fitted_by_gradient_steps():
     values = torch.randn(6, 8) + 4.0 * (torch.rand(6, 8) < 0.5)
     data = Sequences(values, torch.tensor([8, 3, 8, 1, 5, 8]))
     module = Own()
-    fit = fit_em(module, data, num_steps=60, tolerance=1e-9)
+    fit = fit_em(module, data, num_iterations=60, tolerance=1e-9)
     assert_climbs(fit.losses)
     assert fit.losses[0] - fit.losses[-1] > 5
     assert module.scale.tolist() == [1.0, 1.0]
     hmm = fit.hmm(data)
-    states = hmm.posterior(data.values).states
+    states = hmm.posterior(data.values).state_probs
     visits, sums = states.sum((0, 1)), torch.einsum("ntk,nt->k", states, data.values)
     variance = hmm.emission.variance
     torch.testing.assert_close(  # where each M-step stands still, in closed form
@@ -692,7 +700,7 @@ def failures(**options):
 def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts):
     data, module = failures(), TabularHMM(2, Failures, 1.5, 1.5)
     begin = sample_start(module, data, restarts)
-    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
+    options = {"num_iterations": 5, "tolerance": None, "restarts": restarts}
 
     class NoStep(GradientStep):
         def __call__(self, loss, parameters):
@@ -701,7 +709,7 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     closed = fit_em(module, data, start=start_at(begin), gradient_step=NoStep(), **options)
     other = TabularHMM(2, wrapped(Failures), 1.5, 1.5)
     renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
-    step = GradientStep(num_steps=200)
+    step = GradientStep(num_iterations=200)
     fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
     torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
     found = numbers_of(fit)["emission.inner.probs"]
@@ -710,13 +718,13 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
 
 def test_a_family_of_the_users_has_minibatches_and_joins_others():
     data = failures()
-    assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_steps=5).losses)
-    parts = fit_em(TabularHMM(2, Failures), data, num_steps=5, batch_size=2)
+    assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_iterations=5).losses)
+    parts = fit_em(TabularHMM(2, Failures), data, num_iterations=5, batch_size=2)
     assert parts.losses.isfinite().all()
     both = torch.stack([data.values, torch.randn(data.values.shape)], -1)
     both[0, 1, 0] = NAN  # missing, which the family knows nothing of
     several = TabularHMM(2, streams(Failures, normal(0)))
-    fit = fit_em(several, Sequences(both, data.lengths), num_steps=5)
+    fit = fit_em(several, Sequences(both, data.lengths), num_iterations=5)
     assert_climbs(fit.losses)
 
 
@@ -755,8 +763,8 @@ def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, 
     data = failures()
     module = ClosedCycle(Failures if closed else wrapped(Failures))
     begin = sample_start(module, data, restarts)
-    options = {"num_steps": 5, "tolerance": None, "restarts": restarts}
-    options["gradient_step"] = GradientStep(num_steps=200)
+    options = {"num_iterations": 5, "tolerance": None, "restarts": restarts}
+    options["gradient_step"] = GradientStep(num_iterations=200)
     fit = fit_em(module, data, start=start_at(begin), **options)
     assert_climbs(fit.losses)
     other = Cycle(Failures if closed else wrapped(Failures))  # all by gradient
@@ -769,28 +777,28 @@ def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, 
 def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
     states = torch.tensor([[0, 0, 1, 1, 2, 0], [2, 2, 0, 1, 1, 2]])
     data = Sequences(torch.zeros(2, 6), torch.tensor([6, 6]), labels=states)
-    fit = fit_em(ClosedCycle(Failures), data, num_steps=1, tolerance=None)
+    fit = fit_em(ClosedCycle(Failures), data, num_iterations=1, tolerance=None)
     stayed, left = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([2.0, 2.0, 2.0])
-    torch.testing.assert_close(fit.values["module.stay"], (stayed + 1) / (stayed + left + 3))
+    torch.testing.assert_close(fit.parameters["module.stay"], (stayed + 1) / (stayed + left + 3))
 
 
 @pytest.mark.parametrize("restarts", [1, 2])
 def test_what_an_m_step_returns_for_a_frozen_parameter_is_ignored(restarts):
     """Of a user's family and of a user's chain, neither of which asks what is frozen."""
     data, probs, stay = failures(), torch.tensor([0.9, 0.2, 0.4]), torch.tensor([0.3, 0.5, 0.8])
-    options = {"num_steps": 3, "tolerance": None, "restarts": restarts}
+    options = {"num_iterations": 3, "tolerance": None, "restarts": restarts}
     for name, value in (("emission.probs", probs), ("stay", stay)):
         module = ClosedCycle(Failures)
         freeze(module, name, value)
         fit = fit_em(module, data, **options)
         assert_climbs(fit.losses)
-        assert f"module.{name}" not in fit.values
+        assert f"module.{name}" not in fit.parameters
         hmm = fit.hmm(data)
         kept = hmm.emission.probs if name == "emission.probs" else hmm.log_transition.diagonal()
         expected = value if name == "emission.probs" else value.log()
         torch.testing.assert_close(kept, expected)
-        begin = {n.removeprefix("module."): v for n, v in fit.values.items()}
-        again = fit_em(module, data, start=begin, num_steps=1, tolerance=None)
+        begin = {n.removeprefix("module."): v for n, v in fit.parameters.items()}
+        again = fit_em(module, data, start=begin, num_iterations=1, tolerance=None)
         assert again.losses[-1] < again.losses[0] + 1e-9
 
 
@@ -823,10 +831,10 @@ def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
         freeze(module, "stay")
     elif point == "without gradient":
         module.stay_unconstrained.requires_grad_(False)
-    fit = fit_em(module, data, num_steps=3, tolerance=None)
+    fit = fit_em(module, data, num_iterations=3, tolerance=None)
     after = fit.hmm(data).log_transition.diagonal().exp()
     if point == "fitted":
-        fit = fit_em(module, data, num_steps=200, tolerance=1e-12)
+        fit = fit_em(module, data, num_iterations=200, tolerance=1e-12)
         counts = fit.hmm(data).expected_counts(data.values).counts["log_transition"]
         stay = fit.hmm(data).log_transition.diagonal().exp()
         close = {"rtol": 0.0, "atol": 1e-3}
@@ -852,7 +860,7 @@ def test_clusters_that_are_apart_are_found_at_once():
     assert weights.shape == (restarts, 10, 6, 3)
     assert weights[:, data.observed].min() > 0
     torch.testing.assert_close(weights.sum(-1), torch.ones(restarts, 10, 6))
-    fit = fit_em(TabularHMM(3, normal(2, rate=1e-3)), data, num_steps=30, restarts=restarts)
+    fit = fit_em(TabularHMM(3, normal(2, rate=1e-3)), data, num_iterations=30, restarts=restarts)
     path = fit.hmm(data).viterbi(data.values)
     pairs = set(zip(states[data.observed.numpy()].tolist(), path[data.observed].tolist()))
     assert len(pairs) == 3
@@ -862,18 +870,20 @@ def test_where_a_fitted_hmm_begins_is_one_step_of_it():
     case = CASES["plane"]
     data, module = data_of(case), module_of(case)
     begin = sample_start(module, data)
-    first = fit_em(module, data, num_steps=3, tolerance=None, start=start_at(begin))
-    point = fit_em(module, data, num_steps=1, tolerance=None, start=start_at(begin))
+    first = fit_em(module, data, num_iterations=3, tolerance=None, start=start_at(begin))
+    point = fit_em(module, data, num_iterations=1, tolerance=None, start=start_at(begin))
     hmm = HMM(
         torch.tensor(begin["initial"].numpy()).log(),
         begin["transition"].log(),
         dist.Normal(begin["emission.loc"], begin["emission.variance"].sqrt()).to_event(1),
         torch.tensor([1]),
     )
-    from_it = fit_em(module, data, num_steps=2, tolerance=None, start=starts.from_hmm(hmm))
+    from_it = fit_em(module, data, num_iterations=2, tolerance=None, start=starts.from_hmm(hmm))
     torch.testing.assert_close(from_it.losses, first.losses[1:])
     torch.testing.assert_close(from_it.losses[0], point.losses[1])
-    wide = fit_em(module, data, num_steps=2, tolerance=None, restarts=2, start=starts.from_hmm(hmm))
+    wide = fit_em(
+        module, data, num_iterations=2, tolerance=None, restarts=2, start=starts.from_hmm(hmm)
+    )
     torch.testing.assert_close(wide.restarts.losses, first.losses[1:].expand(2, 3))
 
 
@@ -888,12 +898,12 @@ def test_the_module_is_not_changed_by_the_fit():
             torch.randn(3, 4), torch.full((3,), 4)
         )  # fmt: skip
         before = {name: value.clone() for name, value in module.state_dict().items()}
-        first = fit_em(module, values, num_steps=2)
+        first = fit_em(module, values, num_iterations=2)
         after = module.state_dict()
         assert before.keys() == after.keys()
         assert all(torch.equal(value, after[name]) for name, value in before.items())
         kept = first.hmm(values).log_transition.clone()
-        fit_em(module, values, num_steps=2)
+        fit_em(module, values, num_iterations=2)
         torch.testing.assert_close(first.hmm(values).log_transition, kept, rtol=0.0, atol=0.0)
     assert list(pyro.get_param_store().keys()) == []
 
@@ -964,20 +974,20 @@ def test_every_family_is_fitted_in_float32(name):
     values = data.values.float() if data.values.is_floating_point() else data.values
     data = Sequences(values, data.lengths, data.observed)
     module = module_of(CASES[name]).float()
-    fit = fit_em(module, data, num_steps=5, restarts=2)
+    fit = fit_em(module, data, num_iterations=5, restarts=2)
     assert fit.losses.isfinite().all()
-    assert all(value.dtype == torch.float32 for value in fit.values.values())
+    assert all(value.dtype == torch.float32 for value in fit.parameters.values())
 
 
 def test_a_part_of_a_larger_set_counts_for_all_of_it():
     data = plain(torch.randint(0, 3, (4, 6)), total=400)
     module = TabularHMM(2, categorical(3, 5.0))
-    fit = fit_em(module, data, num_steps=10, tolerance=None)
+    fit = fit_em(module, data, num_iterations=10, tolerance=None)
     assert_climbs(fit.losses)
     hundredfold = plain(data.values.repeat(100, 1))
     start = starts.from_hmm(fit.hmm(data))
-    one = fit_em(module, data, num_steps=3, tolerance=None, start=start)
-    other = fit_em(module, hundredfold, num_steps=3, tolerance=None, start=start)
+    one = fit_em(module, data, num_iterations=3, tolerance=None, start=start)
+    other = fit_em(module, hundredfold, num_iterations=3, tolerance=None, start=start)
     torch.testing.assert_close(one.losses, other.losses)
 
 
@@ -990,7 +1000,7 @@ def test_an_emission_without_parameters_leaves_the_chain_to_be_fitted():
         def forward(self):
             return dist.Laplace(self.loc, 1.0)
 
-    fit = fit_em(TabularHMM(2, Fixed), plain(torch.randn(4, 6)), num_steps=5)
+    fit = fit_em(TabularHMM(2, Fixed), plain(torch.randn(4, 6)), num_iterations=5)
     assert_climbs(fit.losses)
 
 
@@ -1000,9 +1010,11 @@ def test_where_there_is_nothing_to_see_nothing_is_wrong():
         (TabularHMM(2, categorical(2)), torch.zeros(3, 4).long()),
         (TabularHMM(2, normal(2)), torch.zeros(3, 4, 2)),
     ):
-        fit = fit_em(module, plain(values, observed=nothing), num_steps=5)
+        fit = fit_em(module, plain(values, observed=nothing), num_iterations=5)
         assert fit.losses.isfinite().all()
-    fit = fit_em(TabularHMM(2, normal(2)), plain(torch.ones(3, 4, 2)), num_steps=5)  # all alike
+    fit = fit_em(
+        TabularHMM(2, normal(2)), plain(torch.ones(3, 4, 2)), num_iterations=5
+    )  # all alike
     assert fit.losses.isfinite().all()
 
 
@@ -1054,7 +1066,7 @@ def test_gradient_steps_may_be_used_again():
     for _ in range(2):
         pyro.set_rng_seed(0)
         module = TabularHMM(2, parametric(start))
-        fits.append(fit_em(module, data, num_steps=4, gradient_step=step))
+        fits.append(fit_em(module, data, num_iterations=4, gradient_step=step))
     assert torch.equal(fits[0].losses, fits[1].losses)
     assert fits[0].losses[-1] < fits[0].losses[0]
 
@@ -1067,7 +1079,7 @@ def test_a_fit_in_closed_form_needs_no_gradient_of_the_caller(mode, restarts):
         with context():
             pyro.set_rng_seed(0)
             data = Sequences(torch.arange(12).reshape(2, 6) % 3, torch.tensor([6, 4]))
-            fit = fit_em(TabularHMM(2, categorical(3)), data, num_steps=3, restarts=restarts)
+            fit = fit_em(TabularHMM(2, categorical(3)), data, num_iterations=3, restarts=restarts)
             losses.append(torch.as_tensor(fit.losses))
     torch.testing.assert_close(*losses)
 
@@ -1076,11 +1088,11 @@ def test_a_part_that_is_not_read_has_no_say():
     data = data_of(CASES["symbols"])
     module = TabularHMM(STATES, categorical(4))
     start = starts.from_prior(module, data, 1)
-    wanted = fit_em(module, data, num_steps=3, start=start).losses
+    wanted = fit_em(module, data, num_iterations=3, start=start).losses
     module.former = categorical(4)(STATES)
-    found = fit_em(module, data, num_steps=3, start=start)
+    found = fit_em(module, data, num_iterations=3, start=start)
     assert torch.equal(found.losses, wanted)
-    assert "module.former.probs" not in found.values
+    assert "module.former.probs" not in found.parameters
 
 
 class Failing(TabularHMM):
@@ -1100,7 +1112,7 @@ def test_what_a_fit_has_made_is_checked_at_its_end():
     """Not in each iteration."""
     data = data_of(CASES["symbols"])
     with pytest.raises(ValueError, match="Simplex"):
-        fit_em(Failing(STATES, categorical(4)), data, num_steps=8, tolerance=None)
+        fit_em(Failing(STATES, categorical(4)), data, num_iterations=8, tolerance=None)
 
 
 @pytest.mark.parametrize("name", ["initial", "transition", "emission.probs"])
@@ -1113,17 +1125,17 @@ def test_a_prior_of_ones_own_is_obeyed(name):
     rows = getattr(part, name.rpartition(".")[2]).shape
     prior = dist.Dirichlet(torch.full(rows, 4.0)).to_event(len(rows) - 1)
     setattr(part, name.rpartition(".")[2], PyroSample(prior))
-    fit = fit_em(module, data, num_steps=300, tolerance=1e-9)
+    fit = fit_em(module, data, num_iterations=300, tolerance=1e-9)
     assert (fit.losses[1:] - fit.losses[:-1]).max() < 1e-3
     counts = fit.hmm(data).expected_counts(data.values)
-    each = torch.nn.functional.one_hot(data.values, 3).to(fit.values["module.initial"])
+    each = torch.nn.functional.one_hot(data.values, 3).to(fit.parameters["module.initial"])
     expected = {
         "initial": counts.counts["log_initial"],
         "transition": counts.counts["log_transition"],
-        "emission.probs": torch.einsum("ntk,ntv->kv", counts.states, each),
+        "emission.probs": torch.einsum("ntk,ntv->kv", counts.state_probs, each),
     }[name] + 3.0  # the mode: counts and those of the prior
     mode = expected / expected.sum(-1, keepdim=True)
-    torch.testing.assert_close(fit.values[f"module.{name}"], mode, rtol=0, atol=2e-3)
+    torch.testing.assert_close(fit.parameters[f"module.{name}"], mode, rtol=0, atol=2e-3)
 
 
 class Wrapped(PyroModule):
@@ -1178,9 +1190,9 @@ def test_what_stands_for_several_states_or_components_stays_one(kind, tmp_path):
         torch.randn(3, 6, 2, generator=torch.Generator().manual_seed(0)), torch.tensor([6, 6, 2])
     )
     save(HMM(even[0], even, emission, torch.tensor([1])), tmp_path / "built")
-    fitted = fit_em(TabularHMM(2, family), data, num_steps=2).hmm(data)
+    fitted = fit_em(TabularHMM(2, family), data, num_iterations=2).hmm(data)
     for hmm in (load_hmm(tmp_path / "built"), fitted):
-        found = fit_em(hmm, data, num_steps=2).hmm(data)
+        found = fit_em(hmm, data, num_iterations=2).hmm(data)
         assert to_hmmlearn(found.with_lengths(torch.tensor([1]))).covariance_type == kind
         spread = found.emission.variance
         across = {"spherical": spread.mT, "tied": spread}[kind]

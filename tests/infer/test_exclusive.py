@@ -23,7 +23,7 @@ from pyrohmm import (
     starts,
 )
 
-QUICK = {"num_steps": 15, "tolerance": None, "progress": False}
+QUICK = {"num_iterations": 15, "tolerance": None, "progress": False}
 
 
 def symbols(seed=0):
@@ -40,7 +40,7 @@ def model(**options):
 
 
 def by_map(data):
-    return fit_map(model(), data, init=init_to_median, **QUICK)
+    return fit_map(model(), data, start=init_to_median, **QUICK)
 
 
 def by_restarts(data):
@@ -118,7 +118,7 @@ def test_queries_in_eight_threads_give_the_same():
     hmm = by_em(data).hmm(data)
 
     def ask(_):
-        states = hmm.posterior(data.values).states
+        states = hmm.posterior(data.values).state_probs
         return hmm.log_prob(data.values), states, hmm.viterbi(data.values)
 
     expected = ask(0)
@@ -147,19 +147,19 @@ class Anchor:
 
 OUTER = {
     "map": lambda prior: fit_map(
-        model(log_prior=prior), symbols(), num_steps=3, init=init_to_median
+        model(log_prior=prior), symbols(), num_iterations=3, start=init_to_median
     ),
     "map restarts": lambda prior: fit_map(
-        model(log_prior=prior), symbols(), num_steps=3, restarts=2
+        model(log_prior=prior), symbols(), num_iterations=3, restarts=2
     ),
     "em": lambda prior: fit_em(
-        module(), symbols(), num_steps=2, log_prior=prior, start=starts.from_prior
+        module(), symbols(), num_iterations=2, log_prior=prior, start=starts.from_prior
     ),
     "em restarts": lambda prior: fit_em(
-        module(), symbols(), num_steps=2, log_prior=prior, restarts=2, start=starts.from_prior
+        module(), symbols(), num_iterations=2, log_prior=prior, restarts=2, start=starts.from_prior
     ),
     "pairs": lambda prior: fit_cooccurrence(
-        module(), symbols(), num_steps=3, log_prior=prior, init=init_to_median
+        module(), symbols(), num_iterations=3, log_prior=prior, start=init_to_median
     ),
 }
 
@@ -182,13 +182,13 @@ def test_a_model_cannot_be_fitted_inside_its_own_fit_but_a_copy_can():
 
     def prior(hmm):
         with pytest.raises(ValueError, match="model is in use by the fit around this one"):
-            fit_map(both, symbols(), num_steps=1)
-        seen.append(fit_map(free, symbols(), num_steps=1, progress=False))
+            fit_map(both, symbols(), num_iterations=1)
+        seen.append(fit_map(free, symbols(), num_iterations=1, progress=False))
         return torch.zeros(())
 
     both = model(log_prior=prior)
     free = copy.deepcopy(model())
-    fit_map(both, symbols(), num_steps=1, progress=False)
+    fit_map(both, symbols(), num_iterations=1, progress=False)
     assert seen
     assert is_clean()
 
@@ -220,7 +220,7 @@ def interrupted_svi(log_prior):
     "fit",
     [
         interrupted_svi,
-        lambda prior: fit_map(model(log_prior=prior), symbols(), init=init_to_median, **QUICK),
+        lambda prior: fit_map(model(log_prior=prior), symbols(), start=init_to_median, **QUICK),
         lambda prior: fit_map(model(log_prior=prior), symbols(), restarts=2, **QUICK),
         lambda prior: fit_em(module(), symbols(), log_prior=prior, **QUICK),
     ],

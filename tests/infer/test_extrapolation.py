@@ -67,7 +67,7 @@ FITS = {
         lambda: TabularHMM(3, normal(0), transition_allowed=left_to_right(3)), numbers, {}
     ),
     "covariances": (lambda: TabularHMM(2, normal_full(2)), vectors, {"restarts": 2}),
-    "points": (lambda: fit_em(TabularHMM(2, normal(0)), numbers(), num_steps=1).hmm(numbers()),
+    "points": (lambda: fit_em(TabularHMM(2, normal(0)), numbers(), num_iterations=1).hmm(numbers()),
                numbers, {}),
     "rates": (lambda: TabularContinuousTimeHMM(3, categorical(3)), panel, {}),
     "gradients": (dense, symbols, {}),
@@ -86,7 +86,7 @@ def test_the_log_joint_never_falls(name, growth, monkeypatch):
     data, found = data(), []
     for acceleration in (True, False):
         pyro.set_rng_seed(0)
-        module, options = make(), {"num_steps": 20, "tolerance": None, **options}
+        module, options = make(), {"num_iterations": 20, "tolerance": None, **options}
         fit = fit_em(module, data, acceleration=acceleration, **options)
         losses = fit.losses[None] if fit.restarts is None else fit.restarts.losses
         assert losses.isfinite().all()
@@ -106,7 +106,7 @@ def test_it_takes_a_fraction_of_the_iterations():
     for acceleration in (True, False):
         pyro.set_rng_seed(3)
         module = TabularContinuousTimeHMM(3, categorical(3))
-        options = {"num_steps": 1000, "tolerance": 1e-7, "acceleration": acceleration}
+        options = {"num_iterations": 1000, "tolerance": 1e-7, "acceleration": acceleration}
         losses.append(fit_em(module, panel(), **options).losses)
     fast, slow = losses
     assert fast[-1] <= slow[-1] + 1e-3
@@ -119,17 +119,17 @@ def test_it_needs_a_loss_that_never_rises():
 
 
 def test_a_fit_that_has_not_converged_says_by_how_much_it_was_falling():
-    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_iterations=3)
     ends, falls = fit.restarts.losses[:, -1], -fit.restarts.losses.diff()[:, -1]
     (note,) = fit.notes
-    assert f"differ by {ends.max() - ends.min():.3g} was still falling" in note
+    assert f"restarts end {ends.max() - ends.min():.3g} nats apart" in note
     assert f"by {falls.max():.3g} nats" in note
 
 
 def test_a_loss_of_zero_has_not_been_falling():
     """Where the data are certain no share of the loss is small, and a fit takes all steps."""
     data = Sequences(torch.tensor([0, 1] * 20).unsqueeze(0), torch.tensor([40]))
-    fit = fit_em(TabularHMM(2, categorical(2)), data, num_steps=200)
+    fit = fit_em(TabularHMM(2, categorical(2)), data, num_iterations=200)
     assert fit.losses[-1] == 0
     assert not fit.notes
 

@@ -40,9 +40,9 @@ from pyrohmm import (
 from pyrohmm.data.batches import Batches
 from pyrohmm.infer.options import FitOptions, Settings, Validation
 
-QUICK = {"num_steps": 30, "progress": False}
+QUICK = {"num_iterations": 30, "progress": False}
 TO_THE_END = {
-    "num_steps": 250,
+    "num_iterations": 250,
     "learning_rate": 0.2,
     "schedule": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98),
     "tolerance": None,
@@ -169,7 +169,7 @@ def test_the_parameter_store_is_left_exactly_as_found(local, fails):
             with pytest.raises(RuntimeError, match="on purpose"):
                 fit_map(tabular(log_prior=fail_at_third_call()), data, **QUICK)
         else:
-            fit = fit_map(tabular(), data, init=from_point(), **QUICK)
+            fit = fit_map(tabular(), data, start=from_point(), **QUICK)
             fit.hmm(data)
             model = tabular()
             fit_svi(model, AutoNormal(model), data, **QUICK)
@@ -242,7 +242,7 @@ def test_modules_in_functions_are_trained(named):
     before = [each.clone() for each in net.parameters()]
     with pytest.raises(ValueError, match="every parameter must have a prior"):
         fit_map(model, data, restarts=2)
-    losses = fit_map(model, data, num_steps=20, tolerance=None).losses
+    losses = fit_map(model, data, num_iterations=20, tolerance=None).losses
     assert losses[-1] < losses[0]
     assert not any(torch.equal(one, two) for one, two in zip(before, net.parameters()))
 
@@ -269,7 +269,7 @@ def test_a_generator_alone_decides_on_minibatches():
         pyro.set_rng_seed(torch.randint(100, ()).item() + len(runs))
         generator = torch.Generator().manual_seed(seed)
         fit = fit_map(
-            tabular(), data, init=from_point(), batch_size=3, generator=generator, **QUICK
+            tabular(), data, start=from_point(), batch_size=3, generator=generator, **QUICK
         )
         runs.append(fit.losses)
     assert runs[0].equal(runs[1])
@@ -278,7 +278,7 @@ def test_a_generator_alone_decides_on_minibatches():
 
 def test_both_forms_take_the_same_path():
     data = symbols()
-    options = {"init": from_point(), "tolerance": None, **QUICK}
+    options = {"start": from_point(), "tolerance": None, **QUICK}
     expected = fit_map(tabular(), data, **options)
     found = fit_map(EnumeratedModel(TabularHMM(2, categorical(3))), data, **options)
     torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-9)
@@ -293,7 +293,7 @@ def test_both_forms_take_the_same_path():
 
 def test_the_first_loss_of_map_is_minus_the_log_joint():
     data = symbols()
-    fit = fit_map(tabular(), data, init=from_point(), num_steps=1)
+    fit = fit_map(tabular(), data, start=from_point(), num_iterations=1)
     hmm = HMM(
         POINT["module.initial"].log(),
         POINT["module.transition"].log(),
@@ -310,9 +310,9 @@ def test_the_first_loss_of_map_is_minus_the_log_joint():
 def test_minibatch_losses_are_for_the_whole_set():
     """Equal sequences in batches of any size: each loss is the full one."""
     data = Sequences(torch.tensor([[0, 2, 1]]).expand(6, 3), torch.full((6,), 3))
-    still = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.0), "init": from_point()}
-    full = fit_map(tabular(), data, num_steps=1, **still).losses
-    parts = fit_map(tabular(), data, num_steps=4, batch_size=4, **still).losses
+    still = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.0), "start": from_point()}
+    full = fit_map(tabular(), data, num_iterations=1, **still).losses
+    parts = fit_map(tabular(), data, num_iterations=4, batch_size=4, **still).losses
     torch.testing.assert_close(parts, full.expand(4))
 
 
@@ -361,7 +361,7 @@ def test_batches_of_steps_hold_each_sequence_once_a_round_beside_others_each_tim
 
 
 def test_without_tolerance_all_steps_are_taken():
-    fit = fit_map(tabular(), symbols(), num_steps=60, tolerance=None, learning_rate=1e-9)
+    fit = fit_map(tabular(), symbols(), num_iterations=60, tolerance=None, learning_rate=1e-9)
     assert len(fit.losses) == 60
     assert not fit.converged
     assert fit.reason == "it took all 60 steps"
@@ -370,7 +370,9 @@ def test_without_tolerance_all_steps_are_taken():
 def test_tolerance_compares_the_means_of_two_windows_of_25():
     """The fit ends at the first window that is no better than the one before, and says so."""
     tolerance = 0.01
-    fit = fit_map(tabular(), symbols(), num_steps=1000, tolerance=tolerance, init=from_point())
+    fit = fit_map(
+        tabular(), symbols(), num_iterations=1000, tolerance=tolerance, start=from_point()
+    )
     assert fit.converged
     assert "less than 0.01" in fit.reason
     assert len(fit.losses) % 25 == 0
@@ -382,7 +384,7 @@ def test_tolerance_compares_the_means_of_two_windows_of_25():
 
 def test_the_summary_says_what_was_fitted_and_how_it_ended():
     data = symbols()
-    fit = fit_map(tabular(), data, num_steps=30)
+    fit = fit_map(tabular(), data, num_iterations=30)
     text = fit.summary()
     for part in (
         "MAP of MarginalModel of TabularHMM",
@@ -396,7 +398,7 @@ def test_the_summary_says_what_was_fitted_and_how_it_ended():
 @pytest.mark.parametrize("progress", [True, False, None])
 def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
     """By default only on a terminal, which a test has not."""
-    fit_map(tabular(), symbols(), num_steps=30, progress=progress)
+    fit_map(tabular(), symbols(), num_iterations=30, progress=progress)
     seen = capsys.readouterr()
     assert not seen.out
     assert bool(seen.err) is bool(progress)
@@ -414,7 +416,7 @@ def test_clip_norm_bounds_the_gradient_per_observed_step():
         fit_map(
             MarginalModel(module),
             data,
-            num_steps=1,
+            num_iterations=1,
             clip_norm=clip_norm,
             optimizer=lambda given: torch.optim.SGD(given, lr=1.0),
         )
@@ -435,7 +437,7 @@ def test_the_schedule_is_stepped_once_a_step():
         assert given is made["optimizer"]
         return torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
 
-    fit_map(tabular(), symbols(), num_steps=7, optimizer=optimizer, schedule=schedule)
+    fit_map(tabular(), symbols(), num_iterations=7, optimizer=optimizer, schedule=schedule)
     assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**7)
 
 
@@ -444,7 +446,7 @@ def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
     module.eval()
     module.drop.train()
     model = MarginalModel(module)
-    fit = fit_map(model, ones(0.7), num_steps=40, validation=ones(0.6), progress=False)
+    fit = fit_map(model, ones(0.7), num_iterations=40, validation=ones(0.6), progress=False)
     assert module.modes.count(True) >= 40
     assert module.modes.count(False) == 3  # a check, after 25 steps, at the end
     assert (module.training, module.drop.training) == (False, True)
@@ -472,7 +474,7 @@ def by_descent(**options):
             path.append(module.logit.item())
 
     common = {"tolerance": None, "progress": False, "optimizer": partial(Noted, lr=0.002)}
-    fit = fit_map(MarginalModel(module), ones(0.9), **common | {"num_steps": 60} | options)
+    fit = fit_map(MarginalModel(module), ones(0.9), **common | {"num_iterations": 60} | options)
     return fit, module.logit.item(), path
 
 
@@ -538,9 +540,9 @@ def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
         seen.append(pyro.sample("loc", dist.Normal(5.0, scale)).item())
 
     data = Sequences(torch.zeros(3, 2), torch.tensor([2, 2, 2]))
-    fit = fit_svi(model, guide, data, num_steps=1, validation=data)
+    fit = fit_svi(model, guide, data, num_iterations=1, validation=data)
     expected = 0.5 * math.log(2 * math.pi) + 0.5 * seen[-2] ** 2
-    assert fit.values["loc"].item() == seen[-1]  # another one, that stays
+    assert fit.parameters["loc"].item() == seen[-1]  # another one, that stays
     assert fit.validation == [Validation(1, pytest.approx(expected))]
 
 
@@ -549,10 +551,10 @@ def test_a_model_that_returns_no_hmm_cannot_be_validated_and_says_so_first():
         tabular()(data)
 
     with pytest.raises(TypeError, match="return the HMM"):
-        fit_map(model, symbols(), validation=symbols(), num_steps=10)
+        fit_map(model, symbols(), validation=symbols(), num_iterations=10)
     unseen = Sequences(torch.zeros(1, 2), torch.tensor([2]), torch.zeros(1, 2).bool())
     with pytest.raises(ValueError, match="validation has no observed step"):
-        fit_map(tabular(), symbols(), validation=unseen, num_steps=10)
+        fit_map(tabular(), symbols(), validation=unseen, num_iterations=10)
 
 
 def test_a_plateau_of_held_out_data_shortens_the_steps():
@@ -612,7 +614,7 @@ def plain(returns, plate="data"):
 def test_a_plain_function_is_a_model(local):
     data = symbols()
     with local_params(local):
-        fit = fit_map(plain(returns=True), data, num_steps=60)
+        fit = fit_map(plain(returns=True), data, num_iterations=60)
         assert fit.losses[-1] < fit.losses[0]
         assert fit.hmm(data).num_states == 2
         assert -log_likelihood(fit, data) < fit.losses[0]
@@ -621,7 +623,7 @@ def test_a_plain_function_is_a_model(local):
 
 def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
     data = symbols()
-    fit = fit_map(plain(returns=False), data, num_steps=2)
+    fit = fit_map(plain(returns=False), data, num_iterations=2)
     assert fit.losses.isfinite().all()
     with pytest.raises(TypeError, match=r"it returned NoneType.*return hmm"):
         fit.hmm(data)
@@ -641,7 +643,7 @@ def test_pyro_param_in_a_function_is_trained():
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    fit = fit_map(model, data, num_steps=30)
+    fit = fit_map(model, data, num_iterations=30)
     assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
 
 
@@ -677,8 +679,8 @@ def test_tensors_of_a_fitted_hmm_carry_no_gradient():
 
     for module in (Free(), TabularHMM(2, normal(0))):
         for fit in (
-            fit_map(MarginalModel(module), data, num_steps=3, progress=False),
-            fit_svi(*with_guide(MarginalModel(module)), data, num_steps=3, progress=False),
+            fit_map(MarginalModel(module), data, num_iterations=3, progress=False),
+            fit_svi(*with_guide(MarginalModel(module)), data, num_iterations=3, progress=False),
         ):
             hmm = fit.hmm(data)
             hmm.emission.mean.numpy()  # as matplotlib reads it
@@ -709,7 +711,7 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
 
     data = Sequences(torch.full((2, 3), 4.0), torch.tensor([3, 3]))
     guide = AutoNormal(model)
-    fit = fit_svi(model, guide, data, num_steps=200, learning_rate=0.05, progress=False)
+    fit = fit_svi(model, guide, data, num_iterations=200, learning_rate=0.05, progress=False)
     loc, scale = (part.detach() for part in guide._get_loc_and_scale("rate"))
     found, again = fit.mean(20_000), fit.mean(20_000)
     assert found["rate"].equal(again["rate"])
@@ -718,7 +720,7 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
     quantiles = fit.quantiles(probs, 20_000)["rate"]
     expected = dist.LogNormal(loc, scale).icdf(torch.tensor(probs))
     torch.testing.assert_close(quantiles, expected, rtol=0.01, atol=0.0)
-    torch.testing.assert_close(fit.values["rate"], loc.exp())  # the median
+    torch.testing.assert_close(fit.parameters["rate"], loc.exp())  # the median
     samples = fit.samples(50)["rate"]
     assert samples.shape == (50,)
     assert not samples.equal(fit.samples(50)["rate"])
@@ -728,9 +730,9 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
 
 
 def test_a_point_has_no_quantiles():
-    fit = fit_map(tabular(), symbols(), num_steps=2, progress=False)
+    fit = fit_map(tabular(), symbols(), num_iterations=2, progress=False)
     for ask in (fit.samples, fit.mean, fit.quantiles):
-        with pytest.raises(ValueError, match="MAP gives a single point, which is `values`"):
+        with pytest.raises(ValueError, match="MAP gives a single point, which is `parameters`"):
             ask()
 
 
@@ -747,7 +749,7 @@ def test_flat_priors_reach_what_em_of_hmmlearn_reaches():
     em.emissionprob_ = POINT["module.emission.probs"].numpy()
     stacked, lengths = np.concatenate(rows).reshape(-1, 1), data.lengths.tolist()
     em.fit(stacked, lengths)
-    fit = fit_map(tabular(), data, init=from_point(), **TO_THE_END)
+    fit = fit_map(tabular(), data, start=from_point(), **TO_THE_END)
     assert log_likelihood(fit, data) == pytest.approx(em.score(stacked, lengths), abs=0.1)
 
 
@@ -776,7 +778,7 @@ def test_map_of_one_normal_state_is_the_mode_of_its_posterior():
     m, w, a, b = 0.5, 2.0, 3.0, 1.5
     model = MarginalModel(TabularHMM(1, normal(2, loc=m, weight=w, concentration=a, rate=b)))
     slower = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)  # noqa: E731
-    fit = fit_map(model, data, **{**TO_THE_END, "num_steps": 400, "schedule": slower})
+    fit = fit_map(model, data, **{**TO_THE_END, "num_iterations": 400, "schedule": slower})
     seen = torch.cat([row[:length] for row, length in zip(values, data.lengths)])
     n, mean = len(seen), seen.mean(0)
     loc = (w * m + n * mean) / (w + n)
@@ -826,7 +828,7 @@ def test_hard_zeros_stay_zero_under_training():
     hmm, data = drawn_from(
         (start.log(), transition.log(), dist.Categorical(probs)), torch.full((9,), 6)
     )
-    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_steps=150, tolerance=None)
+    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_iterations=150, tolerance=None)
     found = fit.hmm(data)
     assert found.log_initial.exp().equal(start)
     assert (found.log_transition == -torch.inf).equal(transition == 0)
@@ -846,7 +848,9 @@ def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
     hmm = HMM(half[0], half, probs, ONE)
     data = Sequences.from_list([[0, 1], [1], [0, 0, 1], [2, 0]])
     with pytest.raises(FloatingPointError, match="probability zero"):
-        fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_steps=40)
+        fit_map(
+            MarginalModel(TabularHMM.from_hmm(hmm)), data, batch_size=batch_size, num_iterations=40
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Encountered NaN")
@@ -857,14 +861,14 @@ def test_an_absurd_learning_rate_is_named_as_the_cause(checked):
         pyro.validation_enabled(checked),
         pytest.raises(FloatingPointError, match=r"at step \d+.*learning_rate"),
     ):
-        fit_map(tabular(), symbols(), learning_rate=1e6, num_steps=60)
+        fit_map(tabular(), symbols(), learning_rate=1e6, num_iterations=60)
 
 
 @pytest.mark.filterwarnings("ignore:Encountered NaN")
 def test_a_log_prior_that_is_not_a_number_ends_the_fit():
     model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
     with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
-        fit_map(model, symbols(), num_steps=10)
+        fit_map(model, symbols(), num_iterations=10)
 
 
 @pytest.mark.parametrize(
@@ -883,12 +887,12 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
 )
 def test_bad_arguments_are_named(options, error, message):
     with pytest.raises(error, match=message):
-        fit_map(tabular(), symbols(), **{"num_steps": 3, **options})
+        fit_map(tabular(), symbols(), **{"num_iterations": 3, **options})
 
 
 def test_options_are_those_of_the_settings():
     """Arguments that several fits share are written once, and have one default."""
-    plain = {"num_steps", "learning_rate", "tolerance", "batch_size", "validation"}
+    plain = {"num_iterations", "learning_rate", "tolerance", "batch_size", "validation"}
     assert {*Settings.__annotations__} == plain | {*FitOptions.__annotations__}
     by_map, pairs = (inspect.signature(fit).parameters for fit in (fit_map, fit_cooccurrence))
     for name in plain & pairs.keys():
@@ -921,7 +925,7 @@ def test_no_warning_is_raised_by_a_fit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for form in (MarginalModel, EnumeratedModel):
-            fit_map(form(TabularHMM(2, categorical(3))), symbols(), num_steps=3)
+            fit_map(form(TabularHMM(2, categorical(3))), symbols(), num_iterations=3)
 
 
 @pytest.mark.parametrize("fit", [fit_map, fit_svi])
@@ -929,7 +933,7 @@ def test_a_fit_leaves_the_priors_that_it_was_given(fit):
     model = MarginalModel(TabularHMM(2, normal(0)))
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     arguments = (model,) if fit is fit_map else (model, AutoNormal(model))
-    fit(*arguments, Sequences.from_list([torch.randn(20) * 100 + 1e3]), num_steps=2)
+    fit(*arguments, Sequences.from_list([torch.randn(20) * 100 + 1e3]), num_iterations=2)
     assert before.keys() == dict(model.named_buffers()).keys()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name

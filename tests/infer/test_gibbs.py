@@ -109,7 +109,7 @@ def test_lp_is_the_log_joint_density_of_the_samples():
     wanted = evidence + draws.log_prior(data)
     torch.testing.assert_close(fit.stats["lp"], wanted, rtol=1e-5, atol=1e-5)
     best = fit.stats["lp"].argmax()
-    for name, value in fit.values.items():
+    for name, value in fit.parameters.items():
         assert torch.equal(value, fit.chains[name].flatten(0, 1)[best])
 
 
@@ -206,7 +206,7 @@ def test_durations_agree_with_a_sampler_that_sums_paths_out():
     data = Sequences.from_list([[0, 0, 1, 1, 0], [1, 1, 0]])
     strength = torch.tensor([[5.0, 1.0], [1.0, 5.0]])
     durations = free_durations(3, torch.tensor([1.0, 2.0, 3.0]))
-    module = TabularHSMM(2, durations, categorical(2, strength))
+    module = TabularHSMM(2, categorical(2, strength), durations)
     gibbs = fit_gibbs(module, data, num_samples=400, warmup=50)
     assert gibbs.stats.keys() == {"lp"}
     other = fit_mcmc(MarginalModel(module), data, num_samples=50, warmup=60)
@@ -223,7 +223,7 @@ FAMILIES = {
     "full": (normal_full(2, 0.5, 1.0, 6.0, 2.0), None),
     "tied covariance": (normal_tied(2, 0.5, 1.0, 6.0, 2.0), None),
     "full, in part": (normal_full(2, 0.5, 1.0, 6.0, 2.0), 1),
-    "mixture": (normal_mixture(2, 1, 0.5, 1.0, 3.0, 2.0, 2.0), None),
+    "mixture": (normal_mixture(1, 0.5, 1.0, 3.0, 2.0, 2.0, num_components=2), None),
     "streams": (streams(poisson(0, 2.0, 0.5), normal(1, 0.5, 1.0, 3.0, 2.0)), None),
     "shared": (tied(poisson(0, 2.0, 0.5), [0, 0, 1]), None),
 }

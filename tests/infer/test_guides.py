@@ -153,11 +153,11 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
     if module.num_symbols is None:
         data = Sequences(torch.randn(3, 6, 1), LENGTHS)
     model = MarginalModel(module)
-    point = fit_map(model, data, num_steps=3, progress=False)
+    point = fit_map(model, data, num_iterations=3, progress=False)
     guide = RotationGuide(model, point.start)
     found = [[name.removeprefix("module.") for name in part.shapes] for part in guide._parts]
     assert found == groups
-    fit = fit_svi(model, guide, data, num_steps=3, progress=False)
+    fit = fit_svi(model, guide, data, num_iterations=3, progress=False)
     assert sorted(fit.names) == sorted(point.names)
     # at the start L is that of the start: the distribution is unchanged
     fresh = RotationGuide(model, point.start, autoguide=partial(AutoNormal, init_scale=1e-6))
@@ -185,7 +185,7 @@ def bound(model, guide, data, num_steps):
     """The evidence lower bound after a fit, and its standard error."""
     elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
     fit = fit_svi(
-        model, guide, data, num_steps=num_steps, learning_rate=0.05, elbo=elbo, progress=False
+        model, guide, data, num_iterations=num_steps, learning_rate=0.05, elbo=elbo, progress=False
     )
     some = PosteriorDraws.of(fit, num_draws=4000)
     evidence = some.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
@@ -202,7 +202,7 @@ def build_emission(dim):
 def test_a_guide_that_is_rotated_is_nearer_to_the_posterior():
     """In one dimension by log 2 for each of two groups, which can be turned over."""
     data, model = build_emission(1)
-    start = fit_map(model, data, num_steps=100, restarts=4, progress=False).start
+    start = fit_map(model, data, num_iterations=100, restarts=4, progress=False).start
     plain = AutoNormal(model, init_loc_fn=init_to_value(values=start), init_scale=0.3)
     _, _, before = bound(model, plain, data, 200)
     _, _, after = bound(
@@ -220,7 +220,7 @@ def test_a_saved_guide_knows_the_order_of_its_rows():
     guides = []
     for seed in (0, 1):
         pyro.set_rng_seed(seed)
-        start = fit_map(model, data, num_steps=2).start
+        start = fit_map(model, data, num_iterations=2).start
         guides.append(RotationGuide(model, start))
         guides[-1](data)
     assert any(

@@ -33,10 +33,10 @@ def module():
 
 
 FITS = {
-    "EM": lambda: fit_em(module(), DATA, num_steps=8),
-    "restarts of EM": lambda: fit_em(module(), DATA, restarts=3, num_steps=50),
-    "MAP": lambda: fit_map(MarginalModel(module()), DATA, num_steps=8),
-    "restarts of MAP": lambda: fit_map(MarginalModel(module()), DATA, restarts=3, num_steps=8),
+    "EM": lambda: fit_em(module(), DATA, num_iterations=8),
+    "restarts of EM": lambda: fit_em(module(), DATA, restarts=3, num_iterations=50),
+    "MAP": lambda: fit_map(MarginalModel(module()), DATA, num_iterations=8),
+    "restarts of MAP": lambda: fit_map(MarginalModel(module()), DATA, restarts=3, num_iterations=8),
 }
 
 
@@ -55,7 +55,7 @@ def test_log_likelihood_and_log_prior_sum_to_minus_the_loss(name):
 
 def test_the_entropy_of_a_guide_is_the_rest():
     model = MarginalModel(module())
-    fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), DATA, num_steps=8)
+    fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), DATA, num_iterations=8)
     torch.testing.assert_close(sum(fit.history.values()), -fit.losses)
 
 
@@ -63,7 +63,7 @@ def test_the_entropy_of_a_guide_is_the_rest():
 @pytest.mark.parametrize("make", [lambda: TabularHMM(2, normal(0)), lambda: module()])
 def test_the_bound_lies_between_two_log_densities(make, restarts):
     data = numbers() if "Normal" in type(make().emission).__name__ else DATA
-    options = {"num_steps": 6, "tolerance": None, "bounds": True, "restarts": restarts}
+    options = {"num_iterations": 6, "tolerance": None, "bounds": True, "restarts": restarts}
     fit = fit_em(make().double(), data, **options)
     bound, log_joint = fit.history["bound"], -fit.losses
     assert bound.shape == (6,)
@@ -74,9 +74,9 @@ def test_the_bound_lies_between_two_log_densities(make, restarts):
 def test_restarts_that_are_behind_are_given_up():
     options = {"restarts": 8, "start": starts.from_prior}
     pyro.set_rng_seed(0)
-    every = fit_em(module(), DATA, num_steps=300, tolerance=None, **options)
+    every = fit_em(module(), DATA, num_iterations=300, tolerance=None, **options)
     pyro.set_rng_seed(0)
-    fit = fit_em(module(), DATA, num_steps=300, **options)
+    fit = fit_em(module(), DATA, num_iterations=300, **options)
     losses = fit.restarts.losses
     going = (losses.diff() != 0).sum(-1)
     assert (going == 19).sum() >= 3
@@ -90,7 +90,7 @@ def test_a_slow_fit_ends_at_the_optimum():
     """States that are hard to tell apart; by default it extrapolates once it is slow."""
     pyro.set_rng_seed(0)
     data = datasets.casino(num_sequences=10, num_steps=60).without_labels()
-    long = fit_em(TabularHMM(2, categorical(6)).double(), data, num_steps=1000, tolerance=None)
+    long = fit_em(TabularHMM(2, categorical(6)).double(), data, num_iterations=1000, tolerance=None)
     pyro.set_rng_seed(0)
     data = datasets.casino(num_sequences=10, num_steps=60).without_labels()
     fit = fit_em(TabularHMM(2, categorical(6)).double(), data)
@@ -123,9 +123,9 @@ class Wrong(TabularHMM):
 def test_a_wrong_m_step_is_named(returned, error, words, monkeypatch):
     monkeypatch.setattr(Wrong, "returned", staticmethod(returned))
     with pytest.raises(error, match=words):
-        fit_em(Wrong(2, categorical(6)), DATA, num_steps=2)
+        fit_em(Wrong(2, categorical(6)), DATA, num_iterations=2)
 
 
 def test_gradient_steps_keep_the_parts_too():
-    fit = fit_em(DenseHMM(2, 6, dim=2), DATA, num_steps=3)
+    fit = fit_em(DenseHMM(2, 6, dim=2), DATA, num_iterations=3)
     assert {*fit.history} == {"log_likelihood", "log_prior"}

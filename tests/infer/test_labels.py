@@ -149,7 +149,7 @@ def test_evidence_is_the_sum_over_allowed_paths(layout, kind):
 def test_posterior_and_best_path_are_those_among_allowed_paths(layout, kind):
     hmm, labels = model(layout), KINDS[kind]()
     known = hmm.restrict(labels)
-    states, best = known.posterior(VALUES).states, known.viterbi(VALUES)
+    states, best = known.posterior(VALUES).state_probs, known.viterbi(VALUES)
     for place, (paths, scores) in table(hmm, labels).items():
         share = np.exp(scores - oracle.log_sum(scores))
         expected = np.zeros((T, K))
@@ -265,7 +265,7 @@ def test_without_validation_impossible_labels_have_probability_zero(case):
     wrong = int(place[9])
     evidence = hmm.log_prob(values)
     assert evidence[wrong] == -torch.inf
-    assert (hmm.posterior(values).states[wrong] == 0).all()
+    assert (hmm.posterior(values).state_probs[wrong] == 0).all()
     if case != "the first of two":
         assert evidence[1 - wrong].isfinite()
 
@@ -397,7 +397,7 @@ def test_supervised_map_counts():
     """A hundred steps of Adam end within a few thousandths."""
     data, frequencies = sentences()
     model = MarginalModel(TabularHMM(2, categorical(2)))
-    fit = fit_map(model, data, num_steps=100, learning_rate=0.1, tolerance=None)
+    fit = fit_map(model, data, num_iterations=100, learning_rate=0.1, tolerance=None)
     for value, expected in zip(parameters_of(fit.hmm(data)), frequencies):
         np.testing.assert_allclose(value, expected, atol=3e-3)
 
@@ -405,7 +405,7 @@ def test_supervised_map_counts():
 @pytest.mark.parametrize(
     "fit",
     [
-        lambda module, data: fit_map(MarginalModel(module), data, num_steps=2),
+        lambda module, data: fit_map(MarginalModel(module), data, num_iterations=2),
         lambda module, data: fit_em(module, data),
     ],
     ids=["map", "em"],
@@ -465,7 +465,7 @@ def test_errors_in_minibatches_name_the_sequences_they_hold():
 def test_the_fitted_hmm_is_that_of_the_values_and_can_be_restricted_to_labels():
     """So that best paths can be compared with labels that the data happen to have."""
     labelled = Sequences.from_list([[0, 1, 0, 1], [1, 1, 0]], labels=[[0, 1, 1, 0], [1, -1, 0]])
-    fit = fit_em(TabularHMM(2, categorical(2)), labelled, num_steps=3)
+    fit = fit_em(TabularHMM(2, categorical(2)), labelled, num_iterations=3)
     assert "were known" in fit.notes[0]
     hmm, free = fit.hmm(labelled), fit.hmm(labelled.without_labels())
     torch.testing.assert_close(hmm.log_prob(labelled.values), free.log_prob(labelled.values))
@@ -479,5 +479,5 @@ def test_a_label_that_lasts_longer_than_any_duration_is_told_by_both():
     labels = [torch.tensor([0] * 3 + [1] * 9 + [0] * 2)]
     data = Sequences.from_list([torch.randn(14)], labels=labels)
     with pytest.raises(ValueError, match="of up to 4 steps; the longest run has 9"):
-        fit_em(TabularHSMM(2, free_durations(4), normal(0)), data, num_steps=2)
-    fit_em(TabularHSMM(2, free_durations(9), normal(0)), data, num_steps=1)
+        fit_em(TabularHSMM(2, normal(0), free_durations(4)), data, num_iterations=2)
+    fit_em(TabularHSMM(2, normal(0), free_durations(9)), data, num_iterations=1)

@@ -50,7 +50,7 @@ def both_ways(values, **options):
 def results(fit, *arguments, **options):
     pyro.set_rng_seed(0)
     fit = fit(*arguments, **options)
-    return fit, [fit.losses, *fit.values.values(), *fit.model.parameters()]
+    return fit, [fit.losses, *fit.parameters.values(), *fit.model.parameters()]
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def _double():
 @pytest.mark.parametrize("name", MODULES)
 def test_em_over_parts_is_em_over_all(name):
     make, values = MODULES[name]
-    options = {"num_steps": 5, "start": starts.from_prior, "tolerance": None}
+    options = {"num_iterations": 5, "start": starts.from_prior, "tolerance": None}
     if name == "embeddings":
         del options["start"]
     whole, stored = (results(fit_em, make(), data, **options) for data in both_ways(values))
@@ -75,7 +75,7 @@ def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():
     labels = np.where(RANDOM.random(M) < 0.2, SYMBOLS % 2, -1)
     fits = [
         results(
-            fit_em, TabularHMM(2, categorical(4)), data, num_steps=4, restarts=3,
+            fit_em, TabularHMM(2, categorical(4)), data, num_iterations=4, restarts=3,
             start=starts.from_prior, log_prior=DiversityPrior(1.0),
         )
         for data in both_ways(SYMBOLS, labels=labels)
@@ -89,7 +89,7 @@ def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():
 @pytest.mark.parametrize(("name", "restarts"), [("symbols", 2), ("vectors", 1)])
 def test_gradients_of_parts_add_up(name, restarts):
     make, values = MODULES[name]
-    options = {"num_steps": 5, "restarts": restarts}
+    options = {"num_iterations": 5, "restarts": restarts}
     whole, stored = (
         results(fit_map, MarginalModel(make()), data, **options) for data in both_ways(values)
     )
@@ -102,7 +102,7 @@ def test_a_fit_of_parts_goes_on_where_it_was(fit, tmp_path):
     def run(num_steps, **options):
         module = TabularHMM(3, categorical(4))
         model = module if fit is fit_em else MarginalModel(module)
-        return results(fit, model, both_ways(SYMBOLS)[1], num_steps=num_steps, **options)[1]
+        return results(fit, model, both_ways(SYMBOLS)[1], num_iterations=num_steps, **options)[1]
 
     expected = run(6)
     run(3, checkpoint=tmp_path / "x")
@@ -112,7 +112,7 @@ def test_a_fit_of_parts_goes_on_where_it_was(fit, tmp_path):
     module = TabularHMM(3, categorical(4))
     with pytest.raises(ValueError, match="data"):
         fit(
-            module if fit is fit_em else MarginalModel(module), other, num_steps=6,
+            module if fit is fit_em else MarginalModel(module), other, num_iterations=6,
             checkpoint=tmp_path / "x",
         )  # fmt: skip
 
@@ -122,8 +122,8 @@ def test_priors_take_the_scale_of_all_parts():
     one, other = TabularHMM(2, normal(2)), TabularHMM(2, normal(2))
     units = scale_priors(one, whole)
     parts = list(stored)
-    fit_em(other, parts, num_steps=1)  # a copy: the module itself stays as it is
-    fitted = fit_em(TabularHMM(2, normal(2)), parts, num_steps=1).model.module
+    fit_em(other, parts, num_iterations=1)  # a copy: the module itself stays as it is
+    fitted = fit_em(TabularHMM(2, normal(2)), parts, num_iterations=1).model.module
     torch.testing.assert_close(fitted.emission.prior_loc, one.emission.prior_loc)
     torch.testing.assert_close(fitted.emission.rate, one.emission.rate)
     assert units != 0.0
@@ -175,9 +175,9 @@ class Counted:
 def test_few_parts_are_held_at_a_time(fit):
     counted, module = Counted(), TabularHMM(2, categorical(4))
     if fit == "em":
-        fit_em(module, counted, num_steps=2)
+        fit_em(module, counted, num_iterations=2)
     else:
-        fit_map(MarginalModel(module), counted, num_steps=2)
+        fit_map(MarginalModel(module), counted, num_iterations=2)
     assert counted.most <= 3
 
 

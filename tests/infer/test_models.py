@@ -187,7 +187,7 @@ CASES = {
         lambda: known_in_part(2, lambda values: (values > 0).double()),
     ),
     "full covariance": (lambda: TabularHMM(2, normal_full(3)), lambda: known_in_part(3)),
-    "mixture": (lambda: TabularHMM(2, normal_mixture(3, 2)), known_in_part),
+    "mixture": (lambda: TabularHMM(2, normal_mixture(2, num_components=3)), known_in_part),
     "streams": (
         lambda: TabularHMM(2, streams(categorical(2), normal_full(2), poisson())),
         beside_each_other,

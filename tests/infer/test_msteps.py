@@ -356,5 +356,5 @@ def test_bad_input():
     rows, counts = problems(1, 2)
     with pytest.raises(ValueError, match="rho = 0"):
         msteps.FixedPoint()(rows, counts, DiversityPrior(1.0, rho=1.0))
-    with pytest.raises(ValueError, match="num_steps"):
+    with pytest.raises(ValueError, match="num_iterations"):
         msteps.FixedPoint(0)

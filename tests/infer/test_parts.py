@@ -28,13 +28,13 @@ def module():
 @pytest.mark.parametrize("prior", [None, PRIOR])
 @pytest.mark.parametrize("restarts", [1, 3])
 def test_parts_of_em_sum_to_its_last_loss(prior, restarts):
-    fit = fit_em(module(), DATA, log_prior=prior, restarts=restarts, num_steps=5)
+    fit = fit_em(module(), DATA, log_prior=prior, restarts=restarts, num_iterations=5)
     parts = fit.parts(DATA)
     assert sum(parts.values()).item() == pytest.approx(fit.losses[-1].item())
     hmm = fit.hmm(DATA)
     assert parts["x"].item() == pytest.approx(-hmm.log_prob(DATA.values).sum().item())
     rows = pyro.distributions.Dirichlet(torch.full((2, 2), 1.5))
-    wanted = -rows.log_prob(fit.values["module.transition"]).sum()
+    wanted = -rows.log_prob(fit.parameters["module.transition"]).sum()
     assert parts["module.transition"].item() == pytest.approx(wanted.item())
     if prior is not None:
         assert parts["log_prior"].item() == pytest.approx(-prior(hmm).item())
@@ -42,16 +42,16 @@ def test_parts_of_em_sum_to_its_last_loss(prior, restarts):
 
 def test_parts_of_map_sum_to_the_loss_of_the_next_step():
     pyro.set_rng_seed(0)
-    first = fit_map(MarginalModel(module(), PRIOR), DATA, num_steps=7, tolerance=None)
+    first = fit_map(MarginalModel(module(), PRIOR), DATA, num_iterations=7, tolerance=None)
     pyro.set_rng_seed(0)
-    longer = fit_map(MarginalModel(module(), PRIOR), DATA, num_steps=8, tolerance=None)
+    longer = fit_map(MarginalModel(module(), PRIOR), DATA, num_iterations=8, tolerance=None)
     assert sum(first.parts(DATA).values()).item() == pytest.approx(longer.losses[-1].item())
 
 
 def test_parts_of_svi_are_those_of_a_sample():
     model = MarginalModel(module())
     guide = AutoNormal(model)
-    fit = fit_svi(model, guide, DATA, num_steps=3)
+    fit = fit_svi(model, guide, DATA, num_iterations=3)
     pyro.set_rng_seed(1)
     parts = fit.parts(DATA)
     assert {name.split(": ")[0] for name in parts if name not in fit.names} == {"guide", "x"}
@@ -62,6 +62,6 @@ def test_parts_of_svi_are_those_of_a_sample():
 
 
 def test_a_model_that_enumerates_its_states_is_refused():
-    fit = fit_map(EnumeratedModel(module()), DATA, num_steps=2)
+    fit = fit_map(EnumeratedModel(module()), DATA, num_iterations=2)
     with pytest.raises(ValueError, match=r"enumerates .* MarginalModel"):
         fit.parts(DATA)

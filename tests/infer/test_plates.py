@@ -117,15 +117,15 @@ def sums(data):
 def test_each_subject_gets_the_mode_of_its_own_posterior(options):
     """Minibatches that mixed subjects up would end elsewhere: their rates differ twentyfold."""
     pyro.set_rng_seed(0)
-    fit = fit_map(one_state(), DATA, num_steps=250, tolerance=None, learning_rate=0.2,
+    fit = fit_map(one_state(), DATA, num_iterations=250, tolerance=None, learning_rate=0.2,
                   schedule=lambda adam: torch.optim.lr_scheduler.ExponentialLR(adam, 0.985),
                   **options, **QUIET)  # fmt: skip
     total, length = sums(DATA)
     mode = (SHAPE + total - 1) / (RATE + length)
-    torch.testing.assert_close(fit.values["rate"][:, 0], mode, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(fit.parameters["rate"][:, 0], mode, rtol=0.05, atol=0.05)
     chosen = torch.tensor([7, 0, 3])
     some = fit.hmm(DATA.batch(chosen))
-    assert torch.equal(some.emission.rate, fit.values["rate"][chosen])
+    assert torch.equal(some.emission.rate, fit.parameters["rate"][chosen])
     expected = fit.hmm(DATA).log_prob(DATA.values)[chosen]
     torch.testing.assert_close(some.log_prob(DATA.batch(chosen).values), expected)
 
@@ -133,7 +133,7 @@ def test_each_subject_gets_the_mode_of_its_own_posterior(options):
 def test_a_guide_follows_minibatches():
     pyro.set_rng_seed(0)
     model = one_state()
-    fit = fit_svi(model, AutoNormal(model, init_scale=0.3), DATA, num_steps=300, batch_size=4,
+    fit = fit_svi(model, AutoNormal(model, init_scale=0.3), DATA, num_iterations=300, batch_size=4,
                   learning_rate=0.15,
                   schedule=lambda adam: torch.optim.lr_scheduler.ExponentialLR(adam, 0.985),
                   **QUIET)  # fmt: skip
@@ -154,7 +154,7 @@ def closed_form(data):
 
 def test_the_evidence_of_new_sequences_averages_over_the_prior_of_their_variables():
     pyro.set_rng_seed(0)
-    fit = fit_map(one_state(), DATA, num_steps=3, **QUIET)
+    fit = fit_map(one_state(), DATA, num_iterations=3, **QUIET)
     new = counts(1)[torch.tensor([4, 1, 7])]
     found = metrics.held_out_log_evidence(fit, new, num_samples=400)
     torch.testing.assert_close(found, closed_form(new), rtol=0.0, atol=0.5)
@@ -169,7 +169,7 @@ def test_the_evidence_of_new_sequences_averages_over_the_prior_of_their_variable
 def test_validation_is_of_new_sequences():
     """In nats per step: the evidence over the prior, whatever the fit has found of its subjects."""
     new = counts(2)[:5]
-    fit = fit_map(one_state(), DATA, num_steps=50, validation=new, validate_every=25, **QUIET)
+    fit = fit_map(one_state(), DATA, num_iterations=50, validation=new, validate_every=25, **QUIET)
     expected = -closed_form(new).sum().item() / new.num_observed
     assert len(fit.validation) == 2
     for found in fit.validation:
@@ -182,13 +182,13 @@ def test_validation_is_of_new_sequences():
 @every_model
 def test_a_fit_answers(model, data):
     pyro.set_rng_seed(0)
-    fit = fit_map(model, data, num_steps=5, **QUIET)
+    fit = fit_map(model, data, num_iterations=5, **QUIET)
     hmm = fit.hmm(data)
     assert hmm.batch_shape == (N,)
     evidence = metrics.log_evidence(fit, data)
     torch.testing.assert_close(evidence, hmm.log_prob(data.values))
-    count = sum(value.numel() for value in fit.values.values())
-    count -= 2 * N if "move" in fit.values else 0  # a row of two has one free entry
+    count = sum(value.numel() for value in fit.parameters.values())
+    count -= 2 * N if "move" in fit.parameters else 0  # a row of two has one free entry
     deviance = -2 * evidence.double().sum().item()
     assert metrics.aic(fit, data) == pytest.approx(deviance + 2 * count)
     assert metrics.bic(fit, data) == pytest.approx(deviance + math.log(data.num_observed) * count)
@@ -199,10 +199,10 @@ def test_a_fit_answers(model, data):
 @every_model
 def test_restarts_are_single_fits_side_by_side(model, data):
     pyro.set_rng_seed(0)
-    fit = fit_map(model, data, num_steps=2, restarts=3, **QUIET)
+    fit = fit_map(model, data, num_iterations=2, restarts=3, **QUIET)
     together = fit.restarts.hmm(data).log_prob(data.values)
     for r in range(3):
-        own = {name: value[r] for name, value in fit.restarts.values.items()}
+        own = {name: value[r] for name, value in fit.restarts.parameters.items()}
         alone = poutine.condition(model, own)(data)
         torch.testing.assert_close(together[r], alone.log_prob(data.values))
     best = fit.hmm(data).log_prob(data.values)
@@ -212,13 +212,13 @@ def test_restarts_are_single_fits_side_by_side(model, data):
 @every_model
 def test_draws_are_what_they_are_one_by_one(model, data):
     pyro.set_rng_seed(0)
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=5, **QUIET)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=5, **QUIET)
     draws = PosteriorDraws.of(fit, num_draws=6)
     assert draws.hmm(data).batch_shape == (1, 6, N)
     found = draws.map(data, lambda hmm: hmm.log_prob(data.values), batch_size=4)
     prior = draws.log_prior(data)
     for s in range(6):
-        own = {name: value[0, s] for name, value in draws.values.items()}
+        own = {name: value[0, s] for name, value in draws.parameters.items()}
         trace = poutine.trace(poutine.condition(model, own)).get_trace(data)
         torch.testing.assert_close(
             found[0, s], trace.nodes["_RETURN"]["value"].log_prob(data.values)
@@ -230,7 +230,7 @@ def test_draws_are_what_they_are_one_by_one(model, data):
     dims = {name: each.dims[2:] for name, each in converted.posterior.data_vars.items()}
     if "move" in dims:
         assert dims["move"] == ("sequence", "state", "next_state")
-        assert draws.aligned(data).values["move"].shape == (1, 6, N, 2, 2)
+        assert draws.aligned(data).parameters["move"].shape == (1, 6, N, 2, 2)
     if model is grouped:
         assert dims["rate"] == ("groups", "state")
 
@@ -241,7 +241,7 @@ def test_draws_of_a_sampler():
     sampler = MCMC(NUTS(hierarchical(follows=False)), 4, 2, disable_progbar=True)
     sampler.run(data)
     draws = PosteriorDraws.of(sampler)
-    assert draws.values["move"].shape == (1, 4, 4, 2, 2)
+    assert draws.parameters["move"].shape == (1, 4, 4, 2, 2)
     found = to_arviz(sampler, data)
     assert found.log_likelihood["x"].shape == (1, 4, 4)
     assert draws.for_new(DATA).hmm(DATA).batch_shape == (1, 4, N)
@@ -259,8 +259,8 @@ def test_a_guide_written_by_hand():
         with plate(data, True):
             pyro.sample("rate", Delta(level, event_dim=1))
 
-    fit = fit_svi(one_state(), guide, DATA, num_steps=5, **QUIET)
-    assert fit.values["rate"].shape == (N, 1)
+    fit = fit_svi(one_state(), guide, DATA, num_iterations=5, **QUIET)
+    assert fit.parameters["rate"].shape == (N, 1)
     assert fit.hmm(DATA).batch_shape == (N,)
     assert fit.samples(3, DATA)["rate"].shape == (3, N, 1)
     assert to_arviz(fit, DATA, num_draws=4).log_likelihood["x"].shape == (1, 4, N)
@@ -269,23 +269,24 @@ def test_a_guide_written_by_hand():
 def test_a_fit_resumes_where_it_was(tmp_path):
     options = {"batch_size": 5}
     pyro.set_rng_seed(1)
-    whole = fit_map(hierarchical(), DATA, num_steps=12, tolerance=None, **options, **QUIET)
+    whole = fit_map(hierarchical(), DATA, num_iterations=12, tolerance=None, **options, **QUIET)
     fits = []
     for steps in (7, 12):
         pyro.set_rng_seed(1)
         file = tmp_path / "fit"
-        fits.append(fit_map(hierarchical(), DATA, num_steps=steps, tolerance=None, checkpoint=file,
+        fits.append(fit_map(hierarchical(), DATA, num_iterations=steps, tolerance=None,
+                            checkpoint=file,
                             **options, **QUIET))  # fmt: skip
     assert torch.equal(fits[1].losses, whole.losses)
-    for name, value in whole.values.items():
-        assert torch.equal(fits[1].values[name], value)
+    for name, value in whole.parameters.items():
+        assert torch.equal(fits[1].parameters[name], value)
 
 
 # What cannot be done is said
 
 
 def test_other_sequences_are_refused_by_the_name_of_the_site():
-    fit = fit_map(hierarchical(), DATA, num_steps=2, **QUIET)
+    fit = fit_map(hierarchical(), DATA, num_iterations=2, **QUIET)
     with pytest.raises(ValueError, match=r"site 'move' has .* 12 sequences .*; got data of 3\. .*"
                        r"data\.batch.*held_out_log_evidence.*for_new"):  # fmt: skip
         fit.hmm(DATA[:3])
@@ -298,7 +299,7 @@ def test_other_sequences_are_refused_by_the_name_of_the_site():
 @pytest.mark.parametrize("options", [{}, {"restarts": 2}], ids=str)
 def test_new_sequences_never_take_the_variables_of_fitted_ones(options):
     """Not even as many of them, or of the same lengths."""
-    fit = fit_map(hierarchical(), DATA, num_steps=2, **options, **QUIET)
+    fit = fit_map(hierarchical(), DATA, num_iterations=2, **options, **QUIET)
     new, shuffled = counts(1), DATA.batch(torch.arange(N).flip(0))[:]
     longer = Sequences(torch.cat([DATA.values, DATA.values], 1), LENGTHS + 1)
     draws = PosteriorDraws.of(fit)
@@ -316,7 +317,7 @@ def test_new_sequences_never_take_the_variables_of_fitted_ones(options):
 def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
     labels = torch.full((N, 9), -1)
     train = Sequences(DATA.values, LENGTHS, DATA.observed, labels, covariates=COVARIATES)
-    fit = fit_map(hierarchical(), train, num_steps=2, **QUIET)
+    fit = fit_map(hierarchical(), train, num_iterations=2, **QUIET)
     whole = fit.hmm(train).log_transition
     rows = [x[:n] for x, n in zip(DATA.values.numpy(), LENGTHS)]
     copies = [Sequences(DATA.values.clone().float(), LENGTHS), train.without_labels(),
@@ -335,7 +336,9 @@ def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
 def test_missing_steps_do_not_matter_to_what_is_recognised():
     observed = DATA.observed.clone()
     observed[0, 3] = False
-    fit = fit_map(hierarchical(), Sequences(DATA.values, LENGTHS, observed), num_steps=2, **QUIET)
+    fit = fit_map(
+        hierarchical(), Sequences(DATA.values, LENGTHS, observed), num_iterations=2, **QUIET
+    )
     values = DATA.values.clone()
     values[0, 3] = torch.nan
     assert fit.hmm(Sequences(values, LENGTHS, observed)).batch_shape == (N,)
@@ -348,19 +351,19 @@ def test_minibatches_need_a_plate_that_follows_them():
     for fit in (fit_map, lambda model, *rest, **options: fit_svi(
             model, AutoNormal(model), *rest, **options)):  # fmt: skip
         with pytest.raises(ValueError, match=r"site 'move'.*subsample=data\.indices"):
-            fit(model, DATA, num_steps=2, batch_size=4, **QUIET)
+            fit(model, DATA, num_iterations=2, batch_size=4, **QUIET)
 
 
 def test_guides_that_cannot_follow_minibatches_are_refused():
     """Without a word one value would stand for all sequences."""
     model = hierarchical()
     with pytest.raises(ValueError, match=r"'move'.*AutoMultivariateNormal cannot"):
-        fit_svi(model, AutoMultivariateNormal(model), DATA, num_steps=2, batch_size=4, **QUIET)
+        fit_svi(model, AutoMultivariateNormal(model), DATA, num_iterations=2, batch_size=4, **QUIET)
     both = AutoGuideList(model)
     both.append(AutoMultivariateNormal(poutine.block(model, hide=["move"])))
     both.append(AutoNormal(poutine.block(model, expose=["move"])))
-    fit = fit_svi(model, both, DATA, num_steps=2, batch_size=4, **QUIET)
-    assert fit.values["move"].shape == (N, 2, 2)
+    fit = fit_svi(model, both, DATA, num_iterations=2, batch_size=4, **QUIET)
+    assert fit.parameters["move"].shape == (N, 2, 2)
 
 
 def test_a_plate_of_another_kind_with_as_many_members_is_told_apart():
@@ -401,4 +404,4 @@ def test_a_plate_of_another_size_is_named(around, words):
                 pyro.sample("x", HMM(*chain, Poisson(rate), data.lengths), obs=data.values)
 
     with pytest.raises(ValueError, match=words):
-        fit_map(model, DATA, num_steps=1, **QUIET)
+        fit_map(model, DATA, num_iterations=1, **QUIET)

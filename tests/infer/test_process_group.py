@@ -70,8 +70,8 @@ def by_sequences(directory):
         TabularHMM(2, categorical(3, 2.0), transition_concentration=3.0),
         lambda hmm: hmm.log_transition.exp().square().sum(),
     )
-    fit = fit_map(model, symbols(11), num_steps=12, batch_size=5, init=init_to_sample)
-    return [fit.losses, *fit.values.values()]
+    fit = fit_map(model, symbols(11), num_iterations=12, batch_size=5, start=init_to_sample)
+    return [fit.losses, *fit.parameters.values()]
 
 
 def by_steps(directory):
@@ -79,7 +79,7 @@ def by_steps(directory):
     fit = fit_map(
         MarginalModel(network),
         symbols(12),
-        num_steps=12,
+        num_iterations=12,
         batch_tokens=16,
         optimizer=partial(torch.optim.AdamW, lr=0.1),
         schedule=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0),
@@ -93,36 +93,36 @@ def by_steps(directory):
 def by_svi(directory):
     model = MarginalModel(TabularHMM(2, categorical(3)))
     guide = AutoNormal(model)
-    fit = fit_svi(model, guide, symbols(7), num_steps=6)
+    fit = fit_svi(model, guide, symbols(7), num_iterations=6)
     return [fit.losses, *guide.parameters()]
 
 
 def by_restarts(directory):
     model = MarginalModel(TabularHMM(2, categorical(3)))
-    fit = fit_map(model, symbols(7), num_steps=6, restarts=3)
-    return [fit.restarts.losses, *fit.values.values()]
+    fit = fit_map(model, symbols(7), num_iterations=6, restarts=3)
+    return [fit.restarts.losses, *fit.parameters.values()]
 
 
 def in_two_parts(directory):
     for num_steps in (5, 12):
         model = MarginalModel(TabularHMM(2, categorical(3)))
         options = {"batch_size": 3, "checkpoint": directory / "x"}
-        fit = fit_map(model, symbols(7), num_steps=num_steps, **options)
-    return [fit.losses, *fit.values.values()]
+        fit = fit_map(model, symbols(7), num_iterations=num_steps, **options)
+    return [fit.losses, *fit.parameters.values()]
 
 
 def by_em(directory, data=None, **options):
     """Eleven sequences, which two processes cannot share evenly, under priors of all kinds."""
     module = TabularHMM(2, categorical(3, 2.0), transition_concentration=3.0)
-    fit = fit_em(module, symbols(11) if data is None else data, num_steps=12, **options)
-    return [fit.losses, *fit.values.values()]
+    fit = fit_em(module, symbols(11) if data is None else data, num_iterations=12, **options)
+    return [fit.losses, *fit.parameters.values()]
 
 
 def by_em_of_normals(directory):
     vectors = torch.randn(7, 9, 2, generator=torch.Generator().manual_seed(0))
     data = Sequences(vectors, torch.arange(7) + 3)
-    fit = fit_em(TabularHMM(2, normal(2)), data, num_steps=9, restarts=2)
-    return [fit.restarts.losses, *fit.values.values()]
+    fit = fit_em(TabularHMM(2, normal(2)), data, num_iterations=9, restarts=2)
+    return [fit.restarts.losses, *fit.parameters.values()]
 
 
 def by_em_in_minibatches(directory):
@@ -135,22 +135,22 @@ def by_em_in_parts(directory):
 
 
 def by_em_of_embeddings(directory):
-    fit = fit_em(DenseHMM(3, 3, 2), symbols(7), num_steps=2)
+    fit = fit_em(DenseHMM(3, 3, 2), symbols(7), num_iterations=2)
     return [fit.losses, *fit.model.parameters()]
 
 
 def by_em_in_two_runs(directory):
     for num_steps in (3, 12):
         module = TabularHMM(2, categorical(3))
-        fit = fit_em(module, symbols(7), num_steps=num_steps, checkpoint=directory / "em")
-    return [fit.losses, *fit.values.values()]
+        fit = fit_em(module, symbols(7), num_iterations=num_steps, checkpoint=directory / "em")
+    return [fit.losses, *fit.parameters.values()]
 
 
 def by_map_in_parts(directory):
     whole = symbols(11)
     parts = [whole[:1], whole[1:8], whole[8:]]
-    fit = fit_map(MarginalModel(TabularHMM(2, categorical(3))), parts, num_steps=6)
-    return [fit.losses, *fit.values.values()]
+    fit = fit_map(MarginalModel(TabularHMM(2, categorical(3))), parts, num_iterations=6)
+    return [fit.losses, *fit.parameters.values()]
 
 
 EM = [
@@ -176,18 +176,18 @@ def message(call):
 
 def other_seeds():
     pyro.set_rng_seed(distributed.get_rank())
-    fit_map(MarginalModel(TabularHMM(2, categorical(3))), symbols(4), num_steps=2)
+    fit_map(MarginalModel(TabularHMM(2, categorical(3))), symbols(4), num_iterations=2)
 
 
 def other_data():
     pyro.set_rng_seed(0)
     network = MarginalModel(Network())
-    fit_map(network, symbols(4, seed=distributed.get_rank()), num_steps=2)
+    fit_map(network, symbols(4, seed=distributed.get_rank()), num_iterations=2)
 
 
 def other_seeds_of_em():
     pyro.set_rng_seed(distributed.get_rank())
-    fit_em(TabularHMM(2, categorical(3)), symbols(4), num_steps=2)
+    fit_em(TabularHMM(2, categorical(3)), symbols(4), num_iterations=2)
 
 
 def an_em_of_single_steps():
@@ -197,7 +197,7 @@ def an_em_of_single_steps():
             return hmm.replace(log_initial=hmm.log_initial.expand(len(lengths), -1))
 
     pyro.set_rng_seed(0)
-    fit_em(Scaled(2, categorical(3)), symbols(4), num_steps=2)
+    fit_em(Scaled(2, categorical(3)), symbols(4), num_iterations=2)
 
 
 def a_variable_for_each_sequence():
@@ -209,7 +209,7 @@ def a_variable_for_each_sequence():
             pyro.sample("x", hmm, obs=data.values)
 
     pyro.set_rng_seed(0)
-    fit_map(model, Sequences(torch.randn(4, 3), torch.full((4,), 3)), num_steps=2)
+    fit_map(model, Sequences(torch.randn(4, 3), torch.full((4,), 3)), num_iterations=2)
 
 
 WRONG = [

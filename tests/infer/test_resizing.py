@@ -153,5 +153,5 @@ def test_one_state_becomes_two_and_one_again():
     two = split_state(hmm, 0, noise=0.0)
     torch.testing.assert_close(two.log_prob(values), hmm.log_prob(values))
     torch.testing.assert_close(merge_states(two, 1, 0).log_prob(values), hmm.log_prob(values))
-    fit = fit_em(two, Sequences(values, LENGTHS), num_steps=2)
+    fit = fit_em(two, Sequences(values, LENGTHS), num_iterations=2)
     assert isinstance(fit.model.module, TabularHMM)

@@ -37,17 +37,17 @@ def tables(*shape):
 )
 def test_map_from_several_starts_is_map_from_each(clip_norm, log_prior):
     starts = tables(3)
-    options = {"num_steps": 30, "tolerance": None, "clip_norm": clip_norm}
+    options = {"num_iterations": 30, "tolerance": None, "clip_norm": clip_norm}
     model = MarginalModel(module(), log_prior)
     wide = {name: value.unsqueeze(1) for name, value in starts.items()}
-    fit = fit_map(model, DATA, restarts=3, init=init_to_value(values=wide), **options)
+    fit = fit_map(model, DATA, restarts=3, start=init_to_value(values=wide), **options)
     singles = []
     for r in range(3):
         own = {name: value[r] for name, value in starts.items()}
-        singles.append(fit_map(model, DATA, init=init_to_value(values=own), **options))
+        singles.append(fit_map(model, DATA, start=init_to_value(values=own), **options))
         torch.testing.assert_close(fit.restarts.losses[r], singles[r].losses)
-        for name, value in singles[r].values.items():
-            torch.testing.assert_close(fit.restarts.values[name][r], value)
+        for name, value in singles[r].parameters.items():
+            torch.testing.assert_close(fit.restarts.parameters[name][r], value)
     best = int(torch.stack([single.losses[-25:].mean() for single in singles]).argmin())
     assert fit.restarts.best == best
     torch.testing.assert_close(fit.losses, singles[best].losses)
@@ -62,7 +62,7 @@ def map_of(part, *given, **options):
 
 @pytest.mark.parametrize("fit", [fit_em, map_of])
 def test_the_best_is_kept_and_all_are_reported(fit):
-    found = fit(module(), DATA, num_steps=30, restarts=4)
+    found = fit(module(), DATA, num_iterations=30, restarts=4)
     assert found.restarts.final.shape == (4,)
     assert found.restarts.best == int(found.restarts.final.argmin())
     assert "4, losses" in found.summary()
@@ -77,13 +77,13 @@ def test_states_that_are_only_renamed_are_matched():
     data = Sequences(
         torch.randn(5, 20, 1) + 4.0 * torch.randint(3, (5, 20, 1)), torch.full((5,), 20)
     )
-    fit = fit_em(TabularHMM(3, normal(1)), data, restarts=6, num_steps=50)
+    fit = fit_em(TabularHMM(3, normal(1)), data, restarts=6, num_iterations=50)
     renaming = fit.restarts.align(data)
     assert renaming[fit.restarts.best].tolist() == [0, 1, 2]
-    best = fit.values["module.emission.loc"][:, 0]
+    best = fit.parameters["module.emission.loc"][:, 0]
     for r in range(6):
         if fit.restarts.final[r] < fit.restarts.final.min() + 1e-3:  # the same optimum
-            own = fit.restarts.values["module.emission.loc"][r, :, 0]
+            own = fit.restarts.parameters["module.emission.loc"][r, :, 0]
             torch.testing.assert_close(own, best[renaming[r]], rtol=0.0, atol=1e-2)
             assert sorted(renaming[r].tolist()) == [0, 1, 2]
 
@@ -93,7 +93,7 @@ def test_a_restart_that_fails_does_not_stop_the_others():
         return torch.tensor([[0.0], [-torch.inf]])
 
     flat = MarginalModel(TabularHMM(2, categorical(6)), barred)
-    fit = fit_map(flat, DATA, restarts=2, num_steps=20)
+    fit = fit_map(flat, DATA, restarts=2, num_iterations=20)
     assert fit.restarts.best == 0
     assert fit.losses.isfinite().all()
     assert "1 of 2 restarts ended at infinity" in fit.notes
@@ -108,7 +108,7 @@ def test_parameters_that_restarts_would_share_are_refused():
 
 def test_models_that_enumerate_states_are_refused():
     with pytest.raises(ValueError, match="need a model whose states are summed out"):
-        fit_map(EnumeratedModel(module()), DATA, restarts=2, num_steps=2)
+        fit_map(EnumeratedModel(module()), DATA, restarts=2, num_iterations=2)
 
 
 @pytest.mark.parametrize("restarts", [1, 3])
@@ -117,24 +117,30 @@ def test_gradient_fits_may_begin_where_em_ended_at_zeros(restarts):
     data = datasets.casino(num_sequences=1, num_steps=300).without_labels()
     part = TabularHMM(2, categorical(6))
     end = fit_em(part, data, restarts=8)
-    assert (end.values["module.initial"] == 0).any() or end.values["module.initial"].min() < 1e-8
+    assert (end.parameters["module.initial"] == 0).any() or end.parameters[
+        "module.initial"
+    ].min() < 1e-8
     model = MarginalModel(part)
-    begin = init_to_value(values=end.values)
-    fit = fit_map(model, data, init=begin, restarts=restarts, num_steps=30, learning_rate=1e-3)
+    begin = init_to_value(values=end.parameters)
+    fit = fit_map(
+        model, data, start=begin, restarts=restarts, num_iterations=30, learning_rate=1e-3
+    )
     assert fit.losses.isfinite().all()
     assert fit.losses[-1] <= end.losses[-1] + 1e-2
     guide = AutoNormal(model, init_loc_fn=init_to_value(values=end.start))
-    assert fit_svi(model, guide, data, num_steps=20).losses.isfinite().all()
+    assert fit_svi(model, guide, data, num_iterations=20).losses.isfinite().all()
     chain = TabularHMM(2, categorical(6), transition_allowed=torch.ones(2, 2).triu().bool())
     end = fit_em(chain, data, restarts=4)
-    fit = fit_map(MarginalModel(chain), data, init=init_to_value(values=end.values), num_steps=30)
+    fit = fit_map(
+        MarginalModel(chain), data, start=init_to_value(values=end.parameters), num_iterations=30
+    )
     assert fit.losses.isfinite().all()
-    assert fit.values["module.transition"][1, 0] == 0
+    assert fit.parameters["module.transition"][1, 0] == 0
 
 
 def test_values_of_a_fit_may_be_where_em_begins():
-    first = fit_em(module(), DATA, num_steps=5, tolerance=None)
-    whole = fit_em(module(), DATA, num_steps=3, tolerance=None, start=first.values)
+    first = fit_em(module(), DATA, num_iterations=5, tolerance=None)
+    whole = fit_em(module(), DATA, num_iterations=3, tolerance=None, start=first.parameters)
     torch.testing.assert_close(whole.losses[0], first.losses[-1])
     with pytest.raises(ValueError, match=r"start has no value for transition, emission.probs"):
         fit_em(module(), DATA, start={"initial": torch.ones(2) / 2})

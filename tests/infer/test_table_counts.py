@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal
-from pyrohmm.infer.tables import TableCounts
+from pyrohmm.infer.expectation import TableCounts
 
 
 def ragged() -> Sequences:
@@ -52,7 +52,7 @@ def fitted(case: str) -> Any:
     options = {"num_states": 3} | {k: v for k, v in options.items() if k != "words"}
     pyro.set_rng_seed(0)
     return fit_em(
-        TabularHMM(emission=words, **options), data(), num_steps=8, tolerance=None, **more
+        TabularHMM(emission=words, **options), data(), num_iterations=8, tolerance=None, **more
     )
 
 
@@ -71,8 +71,8 @@ def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TableCounts, "suit", staticmethod(lambda parameters: False))
     slow = fitted(case)
     torch.testing.assert_close(quick.losses, slow.losses, rtol=1e-5, atol=1e-5)
-    for name, value in slow.values.items():
-        torch.testing.assert_close(quick.values[name], value, rtol=1e-3, atol=1e-5)
+    for name, value in slow.parameters.items():
+        torch.testing.assert_close(quick.parameters[name], value, rtol=1e-3, atol=1e-5)
     assert quick.notes == slow.notes
 
 
@@ -133,7 +133,7 @@ def test_others_build_their_hmm(
     monkeypatch.setattr(TableCounts, "__call__", refuse)
     pyro.set_rng_seed(0)
     data = Sequences.from_list([[0, 1, 1, 2]] * 3, labels=labels)
-    fit = fit_em(module(), data, num_steps=6, tolerance=None)
+    fit = fit_em(module(), data, num_iterations=6, tolerance=None)
     assert fit.losses.isfinite().all()
     if labels is not None:
-        assert fit.values["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]
+        assert fit.parameters["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]

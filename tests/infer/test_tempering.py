@@ -73,7 +73,7 @@ def test_marginal_likelihood_is_that_of_the_sum_over_all_paths(sampler):
     data = Sequences.from_list(SEQUENCES)
     module = TabularHMM(2, categorical(3))
     if sampler == "hmc":
-        start = fit_em(module, data, num_steps=5)
+        start = fit_em(module, data, num_iterations=5)
         fit = fit_mcmc(MarginalModel(module), data, start=start, **SIZES)
     else:
         if sampler == "trajectories":
@@ -98,8 +98,9 @@ def test_one_state_has_the_marginal_likelihood_of_a_conjugate_model():
     close(fit_gibbs(TabularHMM(1, poisson(0, shape, rate)), data, **SIZES), exact, 0.1)
 
 
-@pytest.mark.parametrize("family", [normal(1, 0.5, 2.0, 3.0, 1.5),
-                                    normal_mixture(1, 1, 0.5, 2.0, 3.0, 1.5)])  # fmt: skip
+@pytest.mark.parametrize("family", [
+    normal(1, 0.5, 2.0, 3.0, 1.5), normal_mixture(1, 0.5, 2.0, 3.0, 1.5, num_components=1),
+])  # fmt: skip
 def test_a_normal_sample_has_the_density_of_a_multivariate_t(family):
     """Also as a mixture of one component, whose parameters take trajectories in tempered chains."""
     pyro.set_rng_seed(0)

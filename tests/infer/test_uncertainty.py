@@ -57,7 +57,7 @@ def test_one_state_has_the_errors_of_textbooks():
     torch.testing.assert_close(high, mean * width.exp())
 
     fit = fit_em(TabularHMM(1, categorical(4)), data)
-    probs = fit.values["module.emission.probs"].double()
+    probs = fit.parameters["module.emission.probs"].double()
     torch.testing.assert_close(
         fit.std_errors(data)["module.emission.probs"], (probs * (1 - probs) / len(values)).sqrt()
     )
@@ -71,7 +71,7 @@ def test_the_hessian_is_that_of_the_sum_over_all_paths():
     fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
     info = fit.information(data)
     logs = [
-        fit.values[f"module.{name}"].double().log()
+        fit.parameters[f"module.{name}"].double().log()
         for name in ("initial", "transition", "emission.probs")
     ]
     rows, count = data.values.unique(dim=0, return_counts=True)
@@ -131,7 +131,7 @@ def test_a_model_written_in_pyro():
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    fit = fit_map(model, data, num_steps=600, learning_rate=0.02)
+    fit = fit_map(model, data, num_iterations=600, learning_rate=0.02)
     errors = fit.std_errors(data)
     deviation = torch.cat([data.values[0], data.values[1, :3]]).double().std(correction=0)
     torch.testing.assert_close(errors["loc"], (deviation / math.sqrt(53)).reshape(1), rtol=1e-2,
@@ -144,7 +144,7 @@ def test_a_function_of_the_hmm_by_both_methods():
     data = two_coins()
     fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
     low, high = fit.intervals(data, of=lambda hmm: hmm.stationary())["of"]
-    matrix = fit.values["module.transition"]
+    matrix = fit.parameters["module.transition"]
     share = matrix[1, 0] / (matrix[0, 1] + matrix[1, 0])
     torch.testing.assert_close((low + high)[0] / 2, share, rtol=1e-4, atol=0)
     torch.testing.assert_close((high - low)[0], (high - low)[1])  # they sum to one
@@ -198,7 +198,7 @@ def test_parameters_of_plain_torch_modules_are_named():
             return HMM(half[0], half, emission, lengths, observed)
 
     data = Sequences.from_list([[0, 1, 1]])
-    fit = fit_map(MarginalModel(Network()), data, num_steps=3)
+    fit = fit_map(MarginalModel(Network()), data, num_iterations=3)
     with pytest.raises(ValueError, match=r"net\.\w+ is one of a plain torch module"):
         fit.std_errors(data)
 
@@ -208,7 +208,7 @@ def test_what_the_data_do_not_determine_is_named():
     data = Sequences.from_list([torch.tensor([0, 1, 1, 0, 1])])
     even = torch.full((2, 2), 0.5)
     module = TabularHMM.from_hmm(HMM(even[0].log(), even.log(), Categorical(even), data.lengths))
-    fit = fit_em(module, data, num_steps=2)
+    fit = fit_em(module, data, num_iterations=2)
     with pytest.raises(ValueError, match=r"not positive definite.*module\.(transition|initial)"):
         fit.std_errors(data)
 
@@ -217,7 +217,7 @@ def test_a_fit_that_has_not_ended_is_refused():
     data = two_coins()
     start = {"initial": torch.tensor([0.5, 0.5]), "transition": torch.full((2, 2), 0.5),
              "emission.probs": torch.tensor([[0.55, 0.45], [0.45, 0.55]])}  # fmt: skip
-    fit = fit_em(TabularHMM(2, categorical(2)), data, start=start, num_steps=2)
+    fit = fit_em(TabularHMM(2, categorical(2)), data, start=start, num_iterations=2)
     with pytest.raises(ValueError, match=r"nats below the maximum|no maximum"):
         fit.std_errors(data)
 
@@ -225,7 +225,7 @@ def test_a_fit_that_has_not_ended_is_refused():
 def test_what_makes_no_sense_is_refused():
     data = Sequences.from_list([torch.randn(9)])
     model = MarginalModel(TabularHMM(1, normal(0)))
-    svi = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_steps=3)
+    svi = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_iterations=3)
     with pytest.raises(ValueError, match="quantiles"):
         svi.information(data)
     chains = fit_gibbs(TabularHMM(1, normal(0)), data, num_samples=2, num_chains=2, warmup=0)

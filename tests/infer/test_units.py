@@ -37,7 +37,7 @@ FAMILIES = {
     "spherical": lambda: normal_spherical(2),
     "full": lambda: normal_full(2),
     "tied covariance": lambda: normal_tied(2),
-    "mixture": lambda: normal_mixture(2, 2),
+    "mixture": lambda: normal_mixture(2, num_components=2),
     "streams": lambda: streams(normal(0), normal_full(1)),
     "tied states": lambda: tied(normal(2), [0, 1]),
 }
@@ -61,7 +61,7 @@ def in_units(name, a, b, dtype=torch.float64):
 
 
 def em(name, data, tolerance=1e-6):
-    return fit_em(TabularHMM(2, FAMILIES[name]()), data, num_steps=12, tolerance=tolerance)
+    return fit_em(TabularHMM(2, FAMILIES[name]()), data, num_iterations=12, tolerance=tolerance)
 
 
 def em_without_test(name, data):
@@ -70,12 +70,12 @@ def em_without_test(name, data):
 
 def by_map(name, data):
     model = MarginalModel(TabularHMM(2, FAMILIES[name]()))
-    return fit_map(model, data, num_steps=8, learning_rate=0.2, tolerance=None)
+    return fit_map(model, data, num_iterations=8, learning_rate=0.2, tolerance=None)
 
 
 def svi(name, data):
     model = MarginalModel(TabularHMM(2, FAMILIES[name]()))
-    return fit_svi(model, AutoNormal(model), data, num_steps=10, learning_rate=0.1)
+    return fit_svi(model, AutoNormal(model), data, num_iterations=10, learning_rate=0.1)
 
 
 @cache
@@ -200,7 +200,7 @@ def test_a_frozen_scale_leaves_the_prior_of_the_mean():
     module = TabularHMM(2, normal(0))
     freeze(module, "emission.variance", torch.full((2,), 1e20))
     data = in_units("scalar", 1e10, 0.0)
-    assert bool(fit_em(module, data, num_steps=4).losses.isfinite().all())
+    assert bool(fit_em(module, data, num_iterations=4).losses.isfinite().all())
 
 
 # What does not fit into the numbers
@@ -275,8 +275,8 @@ def test_a_fit_to_other_data_leaves_an_earlier_fit_as_it_was(name, guide):
 
     def fit(data):
         if guide is None:
-            return fit_map(model, data, num_steps=2)
-        return fit_svi(model, guide(model), data, num_steps=2)
+            return fit_map(model, data, num_iterations=2)
+        return fit_svi(model, guide(model), data, num_iterations=2)
 
     first = fit(one)
     before = first.guide.median(one)

@@ -53,43 +53,47 @@ def by_svi(path, num_steps):
     both = model()
     guide = AutoNormal(both)
     options = {"batch_size": 4, "generator": torch.Generator().manual_seed(5)}
-    fit = fit_svi(both, guide, symbols(), num_steps=num_steps, checkpoint=path, **options)
+    fit = fit_svi(both, guide, symbols(), num_iterations=num_steps, checkpoint=path, **options)
     return [fit.losses, *guide.parameters()]
 
 
 def by_map(path, num_steps):
     options = {"batch_size": 4, "schedule": cosine, "tolerance": None}
-    fit = fit_map(model(), symbols(), num_steps=num_steps, checkpoint=path, **options)
-    return [fit.losses, *fit.values.values()]
+    fit = fit_map(model(), symbols(), num_iterations=num_steps, checkpoint=path, **options)
+    return [fit.losses, *fit.parameters.values()]
 
 
 def by_map_restarts(path, num_steps):
     fit = fit_map(
-        model(), symbols(), num_steps=num_steps, restarts=3, tolerance=None, checkpoint=path
+        model(), symbols(), num_iterations=num_steps, restarts=3, tolerance=None, checkpoint=path
     )
-    return [fit.restarts.losses, *fit.restarts.values.values()]
+    return [fit.restarts.losses, *fit.restarts.parameters.values()]
 
 
 def by_em(path, num_steps):
     module = TabularHMM(3, normal(2))
     options = {"restarts": 3, "tolerance": 1e-12}
-    fit = fit_em(module, numbers(), num_steps=num_steps, checkpoint=path, **options)
-    return [fit.restarts.losses, *fit.restarts.values.values()]
+    fit = fit_em(module, numbers(), num_iterations=num_steps, checkpoint=path, **options)
+    return [fit.restarts.losses, *fit.restarts.parameters.values()]
 
 
 def by_accelerated_em(path, num_steps):
     options = {"tolerance": None, "restarts": 2, "acceleration": True}
     fit = fit_em(
-        TabularHMM(2, categorical(3)), symbols(), num_steps=num_steps, checkpoint=path, **options
+        TabularHMM(2, categorical(3)),
+        symbols(),
+        num_iterations=num_steps,
+        checkpoint=path,
+        **options,
     )
-    return [fit.restarts.losses, *fit.restarts.values.values()]
+    return [fit.restarts.losses, *fit.restarts.parameters.values()]
 
 
 def by_online_em(path, num_steps):
     module = TabularHMM(3, categorical(3, 1.1))
     options = {"batch_size": 2, "tolerance": None, "start": starts.from_prior}
-    fit = fit_em(module, symbols(), num_steps=num_steps, checkpoint=path, **options)
-    return [fit.losses, *fit.values.values()]
+    fit = fit_em(module, symbols(), num_iterations=num_steps, checkpoint=path, **options)
+    return [fit.losses, *fit.parameters.values()]
 
 
 def by_em_with_gradient_steps(path, num_steps):
@@ -99,12 +103,12 @@ def by_em_with_gradient_steps(path, num_steps):
     fit = fit_em(
         TabularHMM(2, parametric(start)),
         data,
-        num_steps=num_steps,
+        num_iterations=num_steps,
         tolerance=None,
         gradient_step=GradientStep(3, adam),
         checkpoint=path,
     )
-    return [fit.losses, *fit.values.values(), *fit.model.parameters()]
+    return [fit.losses, *fit.parameters.values(), *fit.model.parameters()]
 
 
 class Network(HMMModule):
@@ -138,7 +142,7 @@ def with_held_out_data(path, num_steps, **options):
     return network, fit_map(
         MarginalModel(network),
         symbols(),
-        num_steps=num_steps,
+        num_iterations=num_steps,
         checkpoint=path,
         **common | options,
     )
@@ -219,10 +223,10 @@ def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(
 
 
 def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
-    fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "x")
+    fit_map(model(), symbols(), num_iterations=2, checkpoint=tmp_path / "x")
     monkeypatch.setattr(checkpoints, "VERSION", checkpoints.VERSION + 1)
     with pytest.raises(ValueError, match="another version of this"):
-        fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "x")
+        fit_map(model(), symbols(), num_iterations=2, checkpoint=tmp_path / "x")
 
 
 def kill_and_go_on(fit, path, num_steps, kills, longest):
@@ -282,7 +286,7 @@ def test_the_file_of_another_fit_or_a_damaged_one_is_refused_and_kept(tmp_path):
         "its seed of the generator": lambda: with_held_out_data(
             path, 2, generator=torch.Generator().manual_seed(6)
         ),
-        "its fit is": lambda: fit_em(model().module, symbols(), num_steps=2, checkpoint=path),
+        "its fit is": lambda: fit_em(model().module, symbols(), num_iterations=2, checkpoint=path),
     }
     for words, other in others.items():
         with pytest.raises(ValueError, match=f"belongs to another fit: {words}"):
@@ -380,13 +384,13 @@ def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_pat
 
 def test_places_that_cannot_be_written_to_are_named_before_the_work(tmp_path):
     with pytest.raises(ValueError, match="checkpoint: there is no directory"):
-        fit_map(model(), symbols(), num_steps=2, checkpoint=tmp_path / "none" / "x")
+        fit_map(model(), symbols(), num_iterations=2, checkpoint=tmp_path / "none" / "x")
     with pytest.raises(ValueError, match="is a directory"):
-        fit_em(model().module, symbols(), num_steps=2, checkpoint=tmp_path)
+        fit_em(model().module, symbols(), num_iterations=2, checkpoint=tmp_path)
 
 
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):
-    options = {"checkpoint": tmp_path / "x", "start": starts.from_prior, "num_steps": 60}
+    options = {"checkpoint": tmp_path / "x", "start": starts.from_prior, "num_iterations": 60}
     options["acceleration"] = False
     module = TabularHMM(2, categorical(3))
     pyro.set_rng_seed(0)
@@ -395,5 +399,5 @@ def test_a_fit_goes_on_under_another_tolerance(tmp_path):
     finer = fit_em(module, symbols(), tolerance=None, **options)
     assert len(finer.losses) == 61
     pyro.set_rng_seed(0)
-    whole = fit_em(module, symbols(), tolerance=None, num_steps=60, start=starts.from_prior)
+    whole = fit_em(module, symbols(), tolerance=None, num_iterations=60, start=starts.from_prior)
     assert torch.equal(finer.losses, whole.losses)

@@ -105,7 +105,7 @@ def check_same(model, hmm, joined, lengths):
     np.testing.assert_allclose(evidence.sum(), model.score(joined, lengths), rtol=1e-9)
     exists = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
     possible = evidence.isfinite().unsqueeze(-1).expand_as(exists)[exists].numpy()
-    found = hmm.posterior(values).states[exists].numpy()
+    found = hmm.posterior(values).state_probs[exists].numpy()
     expected = model.predict_proba(joined, lengths)
     np.testing.assert_allclose(found[possible], expected[possible], atol=1e-9)
     _, path = model.decode(joined, lengths)

@@ -31,7 +31,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.infer.options import FREE, FitOptions
-from pyrohmm.io.identity import describe
+from pyrohmm.io.checkpoints import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)
@@ -131,7 +131,7 @@ CHANGES = {
     | {
         "model": ({}, model(2.0)),
         "data": ({}, symbols(total=60)),
-        "init": ({"init": init_to_mean}, init_to_median),
+        "start": ({"start": init_to_mean}, init_to_median),
         "restarts": ({}, 2),
     },
     fit_svi: GRADIENT
@@ -186,7 +186,7 @@ CHANGES = {
         "weight": ({}, 3.0),
         "pairs_per_step": ({}, 5),
         "log_prior": ({}, quadratic),
-        "init": ({"init": init_to_mean}, init_to_median),
+        "start": ({"start": init_to_mean}, init_to_median),
         "restarts": ({}, 2),
         "validation": ({}, symbols()),
         "validate_every": ({"validation": symbols()}, 1),
@@ -197,7 +197,7 @@ SAME = {"num_symbols"}  # that of the module and of the data: no other value fit
 
 def run(fit, path, **options):
     pyro.set_rng_seed(0)
-    options = {"num_steps": 2, "progress": False, "checkpoint": path} | options
+    options = {"num_iterations": 2, "progress": False, "checkpoint": path} | options
     if fit in (fit_map, fit_svi):
         options = {"model": model()} | options
     else:
@@ -244,7 +244,7 @@ def test_what_says_only_how_long_may_change(fit, tmp_path):
     """And what is shown: no step becomes another one."""
     gradient = {} if fit is fit_em else {"validation": symbols()}
     run(fit, tmp_path / "x", **gradient)
-    changes = {"num_steps": 3, "tolerance": 0.5, "progress": True}
+    changes = {"num_iterations": 3, "tolerance": 0.5, "progress": True}
     if gradient:
         changes |= {"patience": 5, "report": lambda validation: None}
     assert {*changes, "checkpoint"} >= {*FREE} & arguments_of(fit)

@@ -43,7 +43,7 @@ def test_few_epochs_are_more_of_a_larger_text():
 
 def was_counted_from_the_start(model, num_epochs):
     """Whether steps were counted from 0; a fit asks the model some times before its first."""
-    return 0 <= int(model.module.num_drawn) - model.num_steps(DATA, num_epochs, 40) <= 5
+    return 0 <= int(model.module.num_drawn) - model.num_iterations(DATA, num_epochs, 40) <= 5
 
 
 def states_in_training(model):
@@ -59,7 +59,7 @@ def test_a_fit_of_few_epochs_leaves_nothing_out():
 
 def test_a_fit_of_many_epochs_begins_with_half_and_ends_with_three_quarters():
     model = fitted(FEW + 1)
-    num_steps = model.num_steps(DATA, FEW + 1, 40)
+    num_steps = model.num_iterations(DATA, FEW + 1, 40)
     assert model.module.dropout == DefaultDropout(0.5, 0.25, num_steps)
     assert was_counted_from_the_start(model, FEW + 1)
     assert states_in_training(model) == 18
@@ -73,7 +73,7 @@ def test_a_second_fit_chooses_anew(tmp_path):
     model.save(tmp_path / "m")
     for each in (model, LanguageModel.load(tmp_path / "m")):
         each.fit(DATA, num_epochs=12, batch_tokens=40, progress=False)
-        assert each.module.dropout.num_steps == each.num_steps(DATA, 12, 40)
+        assert each.module.dropout.num_steps == each.num_iterations(DATA, 12, 40)
         assert was_counted_from_the_start(each, 12)
         each.fit(DATA, num_epochs=2, batch_tokens=40, progress=False)
         assert states_in_training(each) == 24

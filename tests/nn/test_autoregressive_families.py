@@ -63,7 +63,7 @@ def test_one_state_without_priors_is_least_squares(lags, origin):
     data = rows(9, 30, 2, 1)
     eye = MultivariateNormal(torch.zeros(1, 2), torch.eye(2).expand(1, 2, 2))
     start = AutoregressiveNormal(eye, eye, torch.zeros(1, lags, 2, 2), torch.full((2,), origin))
-    emission = fit_em(points(start), data, num_steps=3).hmm(data).emission
+    emission = fit_em(points(start), data, num_iterations=3).hmm(data).emission
     design, response = regression(data, lags)
     found, *_ = np.linalg.lstsq(design, response, rcond=None)
     slopes = emission.weights[0].detach().numpy()
@@ -201,7 +201,7 @@ def switching(length=150):
 
 def test_em_finds_regimes_that_differ_in_dynamics_alone():
     data, states = switching()
-    fit = fit_em(TabularHMM(2, autoregressive_normal(2)), data, restarts=3, num_steps=25)
+    fit = fit_em(TabularHMM(2, autoregressive_normal(2)), data, restarts=3, num_iterations=25)
     losses = fit.losses
     assert bool((losses[1:] <= losses[:-1] + 1e-8).all())
     hmm = fit.hmm(data)
@@ -217,9 +217,9 @@ def test_the_loss_of_em_is_minus_the_log_joint():
     module = TabularHMM(
         2, autoregressive_normal(2, lags, **{**PRIOR, "scale": torch.tensor(SCALE)})
     )
-    fit = fit_em(module, data, num_steps=1, start=starts.from_prior)
+    fit = fit_em(module, data, num_iterations=1, start=starts.from_prior)
     values = {name.removeprefix("module.emission."): value.detach().numpy()
-              for name, value in fit.values.items()}  # fmt: skip
+              for name, value in fit.parameters.items()}  # fmt: skip
     prior = log_prior(values, 2, lags)
     for k in range(2):
         matrix = values["initial.covariance"][k]
@@ -241,9 +241,9 @@ def test_the_unit_of_the_data_does_not_matter(fit):
         pyro.set_rng_seed(0)
         model = TabularHMM(2, autoregressive_normal(2))
         if fit == "em":
-            done = fit_em(model, each, num_steps=5)
+            done = fit_em(model, each, num_iterations=5)
         else:
-            done = fit_map(MarginalModel(model), each, num_steps=5, learning_rate=0.05)
+            done = fit_map(MarginalModel(model), each, num_iterations=5, learning_rate=0.05)
         found.append(done.hmm(each).emission.weights.detach())
     expected = found[0] * unit / unit.unsqueeze(-1)
     torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-7)
@@ -261,22 +261,22 @@ def cases():
 @pytest.mark.parametrize("case", ["vectors", "symbols"])
 def test_every_fit_lowers_its_loss(case):
     make, data = cases()[case]
-    em = fit_em(make(), data, num_steps=15, restarts=2)
+    em = fit_em(make(), data, num_iterations=15, restarts=2)
     assert em.losses[-1] < em.losses[0]
-    assert fit_em(make(), data, num_steps=5, batch_size=2).losses.isfinite().all()
+    assert fit_em(make(), data, num_iterations=5, batch_size=2).losses.isfinite().all()
     model = MarginalModel(make())
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=60, learning_rate=0.05)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=60, learning_rate=0.05)
     assert fit.losses[-10:].mean() < fit.losses[:10].mean()
 
 
 @pytest.mark.parametrize("case", ["vectors", "symbols"])
 def test_em_goes_on_from_an_hmm(case):
     make, data = cases()[case]
-    first = fit_em(make(), data, num_steps=3)
+    first = fit_em(make(), data, num_iterations=3)
     hmm = first.hmm(data)
-    second = fit_em(make(), data, num_steps=3, start=starts.from_hmm(hmm))
+    second = fit_em(make(), data, num_iterations=3, start=starts.from_hmm(hmm))
     assert second.losses[-1] <= first.losses[-1] + 1e-8
-    freely = fit_em(hmm, data, num_steps=3)  # its values as points, without priors
+    freely = fit_em(hmm, data, num_iterations=3)  # its values as points, without priors
     assert freely.hmm(data).log_prob(data.values).sum() > hmm.log_prob(data.values).sum()
 
 
@@ -290,7 +290,9 @@ def test_what_is_missing_at_the_end_adds_nothing():
     losses = []
     for each in (data, longer):
         pyro.set_rng_seed(0)
-        losses.append(fit_em(TabularHMM(1, autoregressive_normal(2)), each, num_steps=3).losses)
+        losses.append(
+            fit_em(TabularHMM(1, autoregressive_normal(2)), each, num_iterations=3).losses
+        )
     assert losses[0].tolist() == pytest.approx(losses[1].tolist())
 
 
@@ -321,7 +323,7 @@ def test_gradient_steps_fit_a_distribution_of_a_user_that_reads_the_last_values(
     for _ in range(300):
         counts.append(torch.poisson(1.0 + 0.6 * counts[-1]))
     data = Sequences.from_list([torch.stack(counts)])
-    fit = fit_em(TabularHMM(1, Contagion), data, num_steps=20)
+    fit = fit_em(TabularHMM(1, Contagion), data, num_iterations=20)
     x = data.values[0].numpy()
 
     def loss(at):

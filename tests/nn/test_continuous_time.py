@@ -67,13 +67,13 @@ def data():
 def test_em_is_monotone_and_ends_at_the_maximum_of_a_gradient(data):
     """The mode that a quasi-Newton method of SciPy finds for the same density."""
     module = TabularContinuousTimeHMM(2, normal(0), 1.0, 1.5, 0.7)
-    fit = fit_em(module, data, tolerance=None, num_steps=150)
+    fit = fit_em(module, data, tolerance=None, num_iterations=150)
     assert (fit.losses.diff() <= 1e-9).all()
     assert not fit.notes
     found = fit.hmm(data)
-    freeze(module, "initial", fit.values["module.initial"])
+    freeze(module, "initial", fit.parameters["module.initial"])
     for name in ("loc", "variance"):
-        freeze(module, f"emission.{name}", fit.values[f"module.emission.{name}"])
+        freeze(module, f"emission.{name}", fit.parameters[f"module.emission.{name}"])
 
     def loss(free):
         leaf = torch.tensor(free, requires_grad=True)
@@ -85,7 +85,7 @@ def test_em_is_monotone_and_ends_at_the_maximum_of_a_gradient(data):
         return total.item(), torch.autograd.grad(total, leaf)[0].numpy()
 
     best = minimize(loss, np.zeros(2), jac=True, tol=1e-12)
-    rates = fit.values["module.rates"]
+    rates = fit.parameters["module.rates"]
     np.testing.assert_allclose(np.exp(best.x), [rates[0, 1], rates[1, 0]], rtol=1e-5)
 
 
@@ -95,18 +95,18 @@ def test_a_step_is_numbers_over_times(data):
     begin = {"initial": torch.tensor([0.5, 0.5]), "rates": torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
              "emission.loc": torch.tensor([0.0, 1.0]),
              "emission.variance": torch.ones(2)}  # fmt: skip
-    fit = fit_em(module, data, num_steps=1, tolerance=None, start=begin)
+    fit = fit_em(module, data, num_iterations=1, tolerance=None, start=begin)
     hmm = ContinuousTimeHMM(
         begin["initial"].log(), torch.tensor([[-1.0, 1.0], [2.0, -2.0]]),
         Normal(begin["emission.loc"], 1.0), data.lengths, data.times, data.observed,
     )  # fmt: skip
     counts = hmm.expected_counts(data.values).counts["rates"]
-    rates = fit.values["module.rates"]
+    rates = fit.parameters["module.rates"]
     torch.testing.assert_close(rates[0, 1], (counts[0, 1] + 0.5) / (counts[0, 0] + 0.7))
     torch.testing.assert_close(rates[1, 0], (counts[1, 0] + 0.5) / (counts[1, 1] + 0.7))
     freeze(module, "rates", begin["rates"])
     del begin["rates"]
-    kept = fit_em(module, data, num_steps=3, start=begin)
+    kept = fit_em(module, data, num_iterations=3, start=begin)
     torch.testing.assert_close(kept.hmm(data).rates, hmm.rates)
 
 
@@ -160,8 +160,10 @@ def begin_of_disease():
 
 def test_restarts_are_batched(data):
     module = TabularContinuousTimeHMM(2, normal(0))
-    fit = fit_em(module, data, restarts=3, start=starts.from_prior, num_steps=10, tolerance=None)
-    assert fit.restarts.values["module.rates"].shape == (3, 2, 2)
+    fit = fit_em(
+        module, data, restarts=3, start=starts.from_prior, num_iterations=10, tolerance=None
+    )
+    assert fit.restarts.parameters["module.rates"].shape == (3, 2, 2)
     hmms = fit.restarts.hmm(data)
     assert hmms.batch_shape == (3, 12)
     torch.testing.assert_close(
@@ -186,7 +188,7 @@ class Proportional(HMMModule):
 
 def test_rates_of_a_module_of_ones_own_follow_gradient_steps(data):
     """EM raises the expected log joint density of the chain in continuous time."""
-    fit = fit_em(Proportional(), data, tolerance=None, num_steps=6)
+    fit = fit_em(Proportional(), data, tolerance=None, num_iterations=6)
     assert (fit.losses.diff() <= 1e-8).all()
     assert fit.losses[-1] < fit.losses[0] - 0.1
 
@@ -201,7 +203,7 @@ def test_expected_log_joint_is_that_of_a_chain_in_continuous_time(data):
     speed = torch.tensor([1.0, 0.5]) * module.log_speed.detach().exp()
     chain = number[0, 1] * speed[0].log() + number[1, 0] * speed[1].log() - (time * speed).sum()
     first = (counts.counts["log_initial"] * hmm.log_initial).sum()
-    emitted = (hmm.log_factors(data.values)[2] * counts.states).sum()
+    emitted = (hmm.log_factors(data.values)[2] * counts.state_probs).sum()
     torch.testing.assert_close(value, chain + first + emitted)
     evidence = hmm.log_prob(data.values).sum()
     found, wanted = (torch.autograd.grad(each, module.log_speed, retain_graph=True)[0]
@@ -228,7 +230,7 @@ def test_one_state_has_nothing_to_leave_for(data):
     fit = fit_em(module, data)
     single = fit_em(TabularHMM(1, normal(0)), data)
     torch.testing.assert_close(fit.losses[-1], single.losses[-1])
-    again = fit_em(fit.hmm(data), data, num_steps=2)
+    again = fit_em(fit.hmm(data), data, num_iterations=2)
     assert again.hmm(data).rates.shape == (1, 1)
 
 
@@ -236,7 +238,7 @@ def test_an_hmm_is_a_start_without_priors(data):
     hmm = TabularContinuousTimeHMM(
         2, normal(0), transition_allowed=left_to_right(2)
     )(data.lengths, data.observed, data.times)  # fmt: skip
-    fit = fit_em(hmm, data, num_steps=30)
+    fit = fit_em(hmm, data, num_iterations=30)
     assert (fit.losses.diff() <= 1e-8).all()
     assert fit.hmm(data).rates[1, 0] == 0
 
@@ -251,7 +253,7 @@ def test_data_larger_than_memory_have_times(data):
              "emission.loc": torch.tensor([0.0, 1.0]),
              "emission.variance": torch.ones(2)}  # fmt: skip
     module = TabularContinuousTimeHMM(2, normal(0, 0.0))
-    whole, parts = (fit_em(module, each, start=begin, num_steps=4, tolerance=None)
+    whole, parts = (fit_em(module, each, start=begin, num_iterations=4, tolerance=None)
                     for each in (data, stored))  # fmt: skip
     torch.testing.assert_close(whole.losses, parts.losses)
 
@@ -268,10 +270,10 @@ def test_the_rate_of_exact_deaths_is_their_number_over_the_time_lived():
         2, categorical(2), rate_time=1e-12, transition_allowed=dies,
         exact_entry=torch.tensor([False, True]),
     )  # fmt: skip
-    fit = fit_em(module, data, num_steps=1, tolerance=None, start=certain)
-    assert fit.values["module.rates"][0, 1].item() == pytest.approx(2 / (2.5 + 0.25 + 3.0))
+    fit = fit_em(module, data, num_iterations=1, tolerance=None, start=certain)
+    assert fit.parameters["module.rates"][0, 1].item() == pytest.approx(2 / (2.5 + 0.25 + 3.0))
     hidden = TabularContinuousTimeHMM(2, categorical(2), rate_time=1e-12, transition_allowed=dies)
-    other = fit_em(hidden, data, num_steps=50, start=certain).values["module.rates"][0, 1]
+    other = fit_em(hidden, data, num_iterations=50, start=certain).parameters["module.rates"][0, 1]
     assert abs(other - 2 / 5.75) > 0.01  # when one dies between visits that is not known
 
 
@@ -279,7 +281,9 @@ def test_em_with_exact_deaths_ends_where_the_density_is_stationary():
     data, exact = panel(40), torch.tensor([False, False, False, True])
     alive = (data.values != 3).sum(-1)
     data = Sequences(data.values, torch.minimum(data.lengths, alive + 1), times=data.times)
-    fit = fit_em(disease(rate_time=2.0, exact_entry=exact), data, tolerance=1e-12, num_steps=300)
+    fit = fit_em(
+        disease(rate_time=2.0, exact_entry=exact), data, tolerance=1e-12, num_iterations=300
+    )
     assert fit.losses.diff().max() < 1e-9 * fit.losses[-1]
     hmm = fit.hmm(data)
     assert hmm.exact_entry.equal(exact)

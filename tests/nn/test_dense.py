@@ -221,14 +221,16 @@ def test_fair_numbers_of_states(symbols, table):
 def test_em_never_lowers_the_log_joint_density(options):
     torch.set_default_dtype(torch.float64)
     data = some_symbols()
-    fit = fit_em(DenseHMM(3, 4, 2, **options), data, num_steps=4, tolerance=None)
+    fit = fit_em(DenseHMM(3, 4, 2, **options), data, num_iterations=4, tolerance=None)
     assert_falls(fit.losses)
     assert fit.losses[0] - fit.losses[-1] > 1.0
     loss = -fit.hmm(data).log_prob(data.values).sum()
     if "flat" in options:
         torch.testing.assert_close(fit.losses[-1], loss)
     elif "scale" in options:
-        prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in fit.values.values())
+        prior = sum(
+            torch.distributions.Normal(0, 1).log_prob(v).sum() for v in fit.parameters.values()
+        )
         torch.testing.assert_close(fit.losses[-1], loss - prior)
 
 
@@ -255,7 +257,7 @@ def test_batched_restarts_of_em_are_single_fits():
     module = DenseHMM(3, 4, 2)
     samples = [embeddings_of(module)[0] for _ in range(3)]
     wide = {name: torch.stack([d[name] for d in samples]).unsqueeze(1) for name in samples[0]}
-    options = {"num_steps": 3, "tolerance": None}
+    options = {"num_iterations": 3, "tolerance": None}
     step = GradientStep(5, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
     every = fit_em(module, data, start=wide, restarts=3, gradient_step=step, **options)
     for restart, sample in enumerate(samples):
@@ -269,7 +271,7 @@ def test_a_stationary_distribution_that_rounding_takes_away_does_not_end_a_fit()
     for seed in range(2):
         pyro.set_rng_seed(seed)
         module = DenseHMM(3, 3, 3, stationary=True, flat=True, scale=3.0)
-        fit = fit_em(module, Sequences.from_list(runs), num_steps=30)
+        fit = fit_em(module, Sequences.from_list(runs), num_iterations=30)
         assert fit.losses.isfinite().all()
         assert_falls(fit.losses, slack=1e-5)
 
@@ -282,9 +284,9 @@ def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
     start = embeddings_of(module)[0]
     fit = fit_em(module, data, start=start, **em.densehmm_schedule())
     assert (len(fit.losses), fit.converged) == (41, False)
-    options = em.densehmm_schedule() | {"num_steps": 1}
+    options = em.densehmm_schedule() | {"num_iterations": 1}
     once = fit_em(module, data, start=start, **options)
-    changed = [(once.values[f"module.{name}"] - start[name]).abs().max() for name in start]
+    changed = [(once.parameters[f"module.{name}"] - start[name]).abs().max() for name in start]
     assert 0.2 < max(changed) <= 0.26
 
 
@@ -295,11 +297,11 @@ def test_em_of_vectors_has_closed_emissions(restarts):
     values = torch.randn(8, 12, 2) + 4.0 * torch.randint(3, (8, 12, 1))
     data = Sequences(values, torch.tensor([12, 5, 12, 1, 7, 12, 12, 3]))
     module = DenseHMM(3, None, 2, emission=normal(2))
-    fit = fit_em(module, data, num_steps=60, tolerance=1e-9, restarts=restarts)
+    fit = fit_em(module, data, num_iterations=60, tolerance=1e-9, restarts=restarts)
     for losses in [fit.losses] if restarts == 1 else fit.restarts.losses:
         assert_falls(losses)
     hmm = fit.hmm(data)
-    states = hmm.posterior(data.values).states
+    states = hmm.posterior(data.values).state_probs
     visits = states.sum((0, 1)).unsqueeze(-1)
     means = torch.einsum("ntk,ntd->kd", states, data.values) / visits
     torch.testing.assert_close(hmm.emission.base_dist.loc, means, rtol=1e-2, atol=1e-2)
@@ -315,13 +317,15 @@ def test_a_cooccurrence_fit_is_a_start_for_the_others():
     )
     data = toy.train.without_labels()
     module = DenseHMM(3, 4, 2, scale=1.0)
-    pairs = fit_cooccurrence(module, data, 4, num_steps=100)
+    pairs = fit_cooccurrence(module, data, 4, num_iterations=100)
     reached = -pairs.hmm(data).log_prob(data.values).sum()
-    prior = sum(torch.distributions.Normal(0, 1).log_prob(v).sum() for v in pairs.values.values())
-    by_em = fit_em(module, data, start=pairs.values, num_steps=3)
+    prior = sum(
+        torch.distributions.Normal(0, 1).log_prob(v).sum() for v in pairs.parameters.values()
+    )
+    by_em = fit_em(module, data, start=pairs.parameters, num_iterations=3)
     torch.testing.assert_close(by_em.losses[0], reached - prior)
     init = init_to_value(values=pairs.start)
-    by_map = fit_map(MarginalModel(module), data, init=init, num_steps=30)
+    by_map = fit_map(MarginalModel(module), data, start=init, num_iterations=30)
     torch.testing.assert_close(by_map.losses[0], reached - prior)
     assert by_map.losses[-1] < by_map.losses[0]
     torch.testing.assert_close(reached, -pairs.hmm(data).log_prob(data.values).sum())
@@ -337,8 +341,8 @@ def test_a_dense_chain_under_numbers_is_fitted_by_em_map_and_pairs():
     edges = cooccurrence.quantile_edges(data, 12)
     fits = [
         fit_em(module, data),
-        fit_map(MarginalModel(module), data, num_steps=200, learning_rate=0.1, restarts=4),
-        fit_cooccurrence(module, data, edges=edges, num_steps=150, restarts=4),
+        fit_map(MarginalModel(module), data, num_iterations=200, learning_rate=0.1, restarts=4),
+        fit_cooccurrence(module, data, edges=edges, num_iterations=150, restarts=4),
     ]
     for fit in fits:
         means = fit.hmm(data).emission.mean.sort().values
@@ -353,12 +357,12 @@ def test_any_embedding_may_be_held_constant():
     held = {name: torch.randn(3, 2) for name in ("enter", "emit")}
     for name, value in held.items():
         freeze(module, name, value)
-    fit = fit_em(module, data, num_steps=3)
+    fit = fit_em(module, data, num_iterations=3)
     assert set(fit.names) == {"module.leave", "module.start", "module.symbol"}
     assert_falls(fit.losses)
     hmm = fit.hmm(data)
     torch.testing.assert_close(
-        hmm.log_transition, (fit.values["module.leave"] @ held["enter"].mT).log_softmax(-1)
+        hmm.log_transition, (fit.parameters["module.leave"] @ held["enter"].mT).log_softmax(-1)
     )
 
 

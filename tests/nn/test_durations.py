@@ -104,7 +104,7 @@ def test_geometric_durations_are_a_tabular_hmm():
     leave = torch.tensor([0.1, 0.5, 1.0])
     others = torch.rand(3, 3).fill_diagonal_(0.0)
     others = others / others.sum(-1, keepdim=True)
-    semi = TabularHSMM(3, geometric_durations(7), categorical(3))
+    semi = TabularHSMM(3, categorical(3), geometric_durations(7))
     markov = TabularHMM(3, categorical(3))
     initial, probs = torch.rand(3).softmax(-1), torch.rand(3, 3).softmax(-1)
     for module in (semi, markov):
@@ -115,7 +115,9 @@ def test_geometric_durations_are_a_tabular_hmm():
     freeze(markov, "transition", others * leave.unsqueeze(-1) + (1 - leave).diag())
     found, wanted = semi(lengths), markov(lengths)
     torch.testing.assert_close(found.log_prob(values), wanted.log_prob(values))
-    torch.testing.assert_close(found.posterior(values).states, wanted.posterior(values).states)
+    torch.testing.assert_close(
+        found.posterior(values).state_probs, wanted.posterior(values).state_probs
+    )
     torch.testing.assert_close(found.filtered(values), wanted.filtered(values))
     assert torch.equal(found.viterbi(values), wanted.viterbi(values))
     mean = found.forecast(values, 1).probs  # longer ones would leave at D
@@ -124,7 +126,7 @@ def test_geometric_durations_are_a_tabular_hmm():
 
 @pytest.mark.parametrize("family", ["free", "negative binomial"])
 def test_both_models_agree_in_loss_and_gradient(family, symbols):
-    module = TabularHSMM(3, FAMILIES[family], categorical(3))
+    module = TabularHSMM(3, categorical(3), FAMILIES[family])
     guide = AutoDelta(MarginalModel(module), init_loc_fn=init_to_sample)
     guide(symbols)
     found = []
@@ -140,12 +142,12 @@ def test_both_models_agree_in_loss_and_gradient(family, symbols):
     [*((name, False) for name in CLOSED), ("free", True), ("negative binomial", True)],
 )
 def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, left_censored):
-    module = TabularHSMM(2, FAMILIES[name], normal(0), censored_start=left_censored)
-    fit = fit_em(module, data, num_steps=200, tolerance=1e-10)
+    module = TabularHSMM(2, normal(0), FAMILIES[name], censored_start=left_censored)
+    fit = fit_em(module, data, num_iterations=200, tolerance=1e-10)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
     with torch.no_grad():
         best = fit.losses[-1]
-        values = {site: value.clone() for site, value in fit.values.items()}
+        values = {site: value.clone() for site, value in fit.parameters.items()}
     for site in values:
         if not site.endswith(SITES):
             continue
@@ -223,7 +225,7 @@ def test_a_start_before_the_data_takes_the_bias_from_short_sequences():
     windows = Sequences(hsmm.sample(), lengths)
     for left_censored, short in ((True, 0.02), (False, 0.1)):
         fit = fit_em(
-            TabularHSMM(2, free_durations(8), normal(0), censored_start=left_censored), windows
+            TabularHSMM(2, normal(0), free_durations(8), censored_start=left_censored), windows
         )
         found = fit.hmm(windows).log_duration.exp()
         order = found.argmax(-1).argsort(descending=True)
@@ -247,29 +249,31 @@ def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
 @pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
 def test_em_by_gradient_steps_lowers_the_loss(data, left_censored):
     family = parametric_durations(Poisson(torch.tensor([1.0, 2.0])), 8)
-    fit = fit_em(TabularHSMM(2, family, normal(0), censored_start=left_censored), data, num_steps=5)
+    fit = fit_em(
+        TabularHSMM(2, normal(0), family, censored_start=left_censored), data, num_iterations=5
+    )
     assert (fit.losses.diff() <= 1e-9).all()
     assert fit.losses[-1] < fit.losses[0]
 
 
 def test_em_starts_from_an_hsmm_and_without_priors(data):
     hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), data.lengths)
-    fit = fit_em(hsmm, data, num_steps=3)
+    fit = fit_em(hsmm, data, num_iterations=3)
     assert -fit.losses[0] == pytest.approx(float(hsmm.log_prob(data.values).sum()))
     assert fit.losses[-1] < fit.losses[0]
-    module = TabularHSMM(2, free_durations(8), normal(0))
-    fit = fit_em(module, data, start=starts.from_hmm(hsmm), num_steps=3)
+    module = TabularHSMM(2, normal(0), free_durations(8))
+    fit = fit_em(module, data, start=starts.from_hmm(hsmm), num_iterations=3)
     assert fit.losses[-1] < fit.losses[0]
 
 
 @pytest.mark.parametrize("emission", [normal_full(2), streams(categorical(3), normal(1))])
 def test_every_emission_family_combines(emission):
     lengths = torch.tensor([6, 4])
-    module = TabularHSMM(2, free_durations(4), emission)
+    module = TabularHSMM(2, emission, free_durations(4))
     hsmm = module(lengths)
     values = hsmm.sample()
     torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
-    fit = fit_em(module, Sequences(values, lengths), num_steps=3)
+    fit = fit_em(module, Sequences(values, lengths), num_iterations=3)
     assert fit.losses.isfinite().all()
 
 
@@ -278,25 +282,32 @@ def test_missing_steps_and_labels_in_a_fit(data):
     labels = torch.full(data.values.shape, -1)
     labels[0, 0] = 1
     gaps = Sequences(data.values, data.lengths, observed, labels=labels)
-    fit = fit_em(TabularHSMM(2, free_durations(8), normal(0)), gaps, num_steps=10)
+    fit = fit_em(TabularHSMM(2, normal(0), free_durations(8)), gaps, num_iterations=10)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
 
 
 def test_wrong_arguments_are_named():
     with pytest.raises(TypeError, match="durations must be a family"):
-        TabularHSMM(2, Categorical(torch.ones(2)), categorical(2))
+        TabularHSMM(2, categorical(2), Categorical(torch.ones(2)))
     with pytest.raises(TypeError, match="durations must return a PyroModule"):
-        TabularHSMM(2, lambda num_states: torch.zeros(2, 2), categorical(2))
+        TabularHSMM(2, categorical(2), lambda num_states: torch.zeros(2, 2))
     with pytest.raises(ValueError, match="num_states"):
-        TabularHSMM(1, free_durations(2), categorical(2))
+        TabularHSMM(1, categorical(2), free_durations(2))
     with pytest.raises(ValueError, match="max_duration"):
         free_durations(0)
     with pytest.raises(TypeError, match="hmm must be of class HSMM"):
         TabularHSMM.from_hmm(TabularHMM(2, categorical(2))(torch.tensor([2])))
     with pytest.raises(ValueError, match=r"hmm\.expanded\(\)"):
-        TabularHMM.from_hmm(TabularHSMM(2, free_durations(2), categorical(2))(torch.tensor([2])))
+        TabularHMM.from_hmm(TabularHSMM(2, categorical(2), free_durations(2))(torch.tensor([2])))
 
 
-def test_durations_and_emission_in_each_others_place_are_named():
+def test_durations_before_the_emission_are_told_apart():
+    counts = parametric_durations(torch.distributions.Poisson(torch.tensor([3.0, 5.0])), 9)
+    for durations in (free_durations(4), counts):
+        with pytest.warns(DeprecationWarning, match="emission before the durations"):
+            old = TabularHSMM(2, durations, categorical(3))
+        new = TabularHSMM(2, categorical(3), durations)
+        assert type(old.duration) is type(new.duration)
+        assert type(old.emission) is type(new.emission)
     with pytest.raises(TypeError, match=r"durations must be .* got that of a CategoricalEmission"):
-        TabularHSMM(2, categorical(3), free_durations(4))
+        TabularHSMM(2, categorical(3), categorical(3))

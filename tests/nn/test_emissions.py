@@ -341,7 +341,7 @@ def test_values_on_a_line_lift_only_the_flat_direction():
 
 
 def test_a_component_of_a_mixture_is_held_at_its_floor():
-    module = normal_mixture(2, 1)(1)
+    module = normal_mixture(1, num_components=2)(1)
     parameters = {
         "weights": np.full((1, 2), 0.5),
         "loc": np.array([[[0.0], [100.0]]]),
@@ -524,7 +524,7 @@ def test_emissions_that_no_state_uses_stay_as_they_are():
         (lambda: normal(2, rate=torch.tensor([1.0, 2.0])), "rate", [[1.0, 2.0]] * 2),
         (lambda: normal_spherical(2, rate=3.0), "rate", [3.0, 3.0]),
         (lambda: normal_full(2, scale=3.0), "scale", [[3.0, 0.0], [0.0, 3.0]]),
-        (lambda: normal_mixture(2, 1, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
+        (lambda: normal_mixture(1, num_components=2, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
     ],
 )
 def test_hyperparameters_spread_over_states(build, name, expected):
@@ -544,7 +544,7 @@ WRONG = [
     (lambda: normal_full(2, degrees=1.0), ValueError, "degrees must be greater than D - 1"),
     (lambda: normal_full(2, scale=-1.0), ValueError, "scale must hold symmetric"),
     (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must be a number or"),
-    (lambda: normal_mixture(0, 1), ValueError, "num_components must be at least 1"),
+    (lambda: normal_mixture(1, num_components=0), ValueError, "num_components must be at least 1"),
     (lambda: streams(), ValueError, "families is empty"),
     (lambda: tied(categorical(2), [0, 2]), ValueError, "use all numbers from 0; got .0, 2."),
     (lambda: tied(categorical(2), [0, 0, 1]), ValueError, "one entry for each of K = 2"),
@@ -573,7 +573,7 @@ def test_a_prior_without_a_mode_is_refused(name):
         "symbols": categorical(4, torch.tensor([0.5, 1.0, 1.0, 1.0])),
         "bits": bernoulli(2, 0.5),
         "count": poisson(concentration=0.5),
-        "mixture": normal_mixture(2, 2, weights_concentration=0.5),
+        "mixture": normal_mixture(2, num_components=2, weights_concentration=0.5),
     }
     case, rng = CASES[name], np.random.default_rng(19)
     with pytest.raises(ValueError, match=r"concentration below one .* got 0.5. Use fit_svi"):
@@ -668,7 +668,9 @@ def test_columns_that_are_the_same_to_rounding_are_named():
 def test_whole_numbers_are_taken_as_numbers(name, kind):
     values = torch.randint(0, 2, (3, 5, 2))
     data = Sequences(values.to(kind), torch.full((3,), 5))
-    fit = fit_em(TabularHMM(2, CASES[name].family()), data, num_steps=2, start=starts.by_kmeans)
+    fit = fit_em(
+        TabularHMM(2, CASES[name].family()), data, num_iterations=2, start=starts.by_kmeans
+    )
     assert fit.losses.isfinite().all()
     emission = fit.hmm(data)
     torch.testing.assert_close(emission.log_prob(data.values), emission.log_prob(values.double()))
@@ -676,8 +678,8 @@ def test_whole_numbers_are_taken_as_numbers(name, kind):
 
 def test_families_with_nothing_to_see_stay_where_they_are():
     nothing = Sequences(torch.zeros(2, 3, 2), torch.full((2,), 3), torch.zeros(2, 3).bool())
-    for family in (normal_mixture(2, 2), normal_full(2), normal(2), bernoulli(2)):
-        assert fit_em(TabularHMM(2, family), nothing, num_steps=3).losses.isfinite().all()
+    for family in (normal_mixture(2, num_components=2), normal_full(2), normal(2), bernoulli(2)):
+        assert fit_em(TabularHMM(2, family), nothing, num_iterations=3).losses.isfinite().all()
 
 
 # Any distribution: fitted as what it is, or refused by name -------------------------------------
@@ -719,7 +721,7 @@ def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
     assert type(again.emission) is type(hmm.emission)
     expected = hmm.log_prob(data.values)
     torch.testing.assert_close(again.log_prob(data.values), expected, rtol=1e-4, atol=1e-4)
-    fit = fit_em(hmm, data, num_steps=3, progress=False)
+    fit = fit_em(hmm, data, num_iterations=3, progress=False)
     torch.testing.assert_close(fit.losses[0], -expected.sum(), rtol=1e-4, atol=1e-3)
     assert fit.losses[-1] < fit.losses[0]
 

@@ -19,6 +19,34 @@ FAMILIES = {
     "gamma of vectors": (pyrohmm.gamma(2), lambda: torch.rand(30, 2) + 0.1),
     "von mises": (pyrohmm.von_mises(0), lambda: 4 * torch.randn(30)),
     "von mises of vectors": (pyrohmm.von_mises(2), lambda: 1 + torch.randn(30, 2)),
+    "log-normal": (pyrohmm.log_normal(), lambda: 20 * torch.rand(30) + 0.1),
+    "weibull": (pyrohmm.weibull(), lambda: torch.rand(30) + 0.1),
+    "weibull of vectors": (pyrohmm.weibull(2), lambda: 10 * torch.rand(30, 2) + 0.1),
+    "beta": (pyrohmm.beta(), lambda: 0.98 * torch.rand(30) + 0.01),
+    "student t": (pyrohmm.student_t(), lambda: 5 + torch.randn(30) / torch.rand(30)),
+    "negative binomial": (pyrohmm.negative_binomial(), lambda: torch.poisson(9 * torch.rand(30))),
+    "wrapped Cauchy": (pyrohmm.wrapped_cauchy(), lambda: 1 + torch.randn(30)),
+    "zero-inflated counts": (
+        pyrohmm.zero_inflated(pyrohmm.poisson()),
+        lambda: torch.poisson(4 * (torch.rand(30) > 0.3).float()),
+    ),
+    "zero-inflated numbers": (
+        pyrohmm.zero_inflated(pyrohmm.gamma()),
+        lambda: (torch.rand(30) - 0.2).clamp(min=0),
+    ),
+    "censored": (
+        pyrohmm.censored(pyrohmm.normal(0), lower=-0.5, upper=0.8),
+        lambda: torch.randn(30).clamp(-0.5, 0.8),
+    ),
+    "censored of vectors": (
+        pyrohmm.censored(pyrohmm.weibull(2), upper=0.8),
+        lambda: (torch.rand(30, 2) + 0.01).clamp(max=0.8),
+    ),
+    "truncated": (pyrohmm.truncated(pyrohmm.normal(0), lower=0.0), lambda: torch.rand(30)),
+    "truncated counts": (
+        pyrohmm.truncated(pyrohmm.poisson(), lower=1, upper=9),
+        lambda: torch.randint(1, 10, (30,)).float(),
+    ),
     "bernoulli": (pyrohmm.bernoulli(3), lambda: torch.randint(2, (30, 3)).double()),
 }
 

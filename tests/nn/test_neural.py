@@ -256,7 +256,7 @@ def test_fits_in_lower_precision_take_the_course_of_the_others(variant, data):
             fit = fit_map(
                 pair[0],
                 DATA,
-                num_steps=40,
+                num_iterations=40,
                 learning_rate=0.003,
                 tolerance=None,
                 **pair[1],
@@ -289,7 +289,7 @@ def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
         pyro.set_rng_seed(0)
         module = NeuralHMM(12, 6, 8, dropout=LinearDropout(begin, 0.0, num_steps))
         fit_map(
-            MarginalModel(module), DATA, num_steps=num_steps, tolerance=None,
+            MarginalModel(module), DATA, num_iterations=num_steps, tolerance=None,
             checkpoint=tmp_path / "x",
         )  # fmt: skip
         return module.train()(torch.tensor(1)).num_states
@@ -409,7 +409,7 @@ def test_noise_is_for_training_and_not_for_windows():
     plain = make("one level").eval()(DATA.lengths).log_prob(DATA.values)
     torch.testing.assert_close(module.eval()(DATA.lengths).log_prob(DATA.values), plain)
     with pytest.raises(ValueError, match="only without noise"):
-        fit_map(StatefulModel(module.train(), 2).double(), DATA, windows=(2, 2), num_steps=2)
+        fit_map(StatefulModel(module.train(), 2).double(), DATA, windows=(2, 2), num_iterations=2)
     with pytest.raises(ValueError, match="word must be at least 0 and less than 1; got 1"):
         TrainingNoise(word=1.0)
 
@@ -427,7 +427,7 @@ def test_projected_vectors_are_a_table_times_a_map(learnt):
     torch.testing.assert_close(module.words(), before @ module.words.map)
     logits = module(torch.tensor([1])).emission.logits.detach()
     assert torch.linalg.matrix_rank((logits - logits[:, :1]).diff(dim=0), atol=1e-5) == 2
-    fit = fit_map(MarginalModel(module), DATA, num_steps=20, learning_rate=0.05)
+    fit = fit_map(MarginalModel(module), DATA, num_iterations=20, learning_rate=0.05)
     assert fit.losses[-1] < fit.losses[0]
     assert torch.equal(module.words.table.detach(), before) is not learnt
 
@@ -457,7 +457,7 @@ def test_products_of_experts_are_normalised_products(two_level, dropout):
     for one, other in zip(*slopes):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
     posterior = recursions.posterior(*chain, torch.full((len(values),), 3))
-    torch.testing.assert_close(hmm.posterior(values).states, posterior.states)
+    torch.testing.assert_close(hmm.posterior(values).state_probs, posterior.state_probs)
 
 
 def test_a_context_sees_only_the_symbols_before():
@@ -552,7 +552,8 @@ def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path)
         pyro.set_rng_seed(4)
         module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.3)
         return fit_map(
-            StatefulModel(module, 2), data, num_steps=steps, windows=(2, 7), checkpoint=checkpoint,
+            StatefulModel(module, 2), data, num_iterations=steps, windows=(2, 7),
+            checkpoint=checkpoint,
             tolerance=None, learning_rate=0.01,
         )  # fmt: skip
 
@@ -566,7 +567,7 @@ def test_windows_that_cannot_be_are_refused():
     data = Sequences(torch.randint(6, (2, 5)), torch.tensor([5, 5]))
     module = NeuralHMM(6, 6, 8, blocks=RAGGED)
     with pytest.raises(ValueError, match="num_streams must be that of the windows, at least 3"):
-        fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_steps=2)
+        fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_iterations=2)
     with pytest.raises(ValueError, match="batch_size and windows exclude each other"):
         fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
     with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
@@ -591,8 +592,8 @@ def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
     for number in (3, 6):
         elbo = Trace_ELBO(number, max_plate_nesting=1, vectorize_particles=True)
         with pytest.raises(ValueError, match=f"{name} must have 1 dimensions; got shape .*False"):
-            fit_svi(model, guide, DATA, num_steps=2, elbo=elbo)
-    fit = fit_svi(model, guide, DATA, num_steps=2, elbo=Trace_ELBO(3))
+            fit_svi(model, guide, DATA, num_iterations=2, elbo=elbo)
+    fit = fit_svi(model, guide, DATA, num_iterations=2, elbo=Trace_ELBO(3))
     assert bool(fit.losses.isfinite().all())
 
 

@@ -46,7 +46,7 @@ def test_a_fit_in_minibatches_learns_how_much_to_trust_the_ngram(dropout):
     module = NGramMixture(neural)
     assert module.block_class.sigmoid().item() == pytest.approx(0.3)
     fit = fit_map(
-        MarginalModel(module), data, num_steps=30, learning_rate=0.4, batch_size=3,
+        MarginalModel(module), data, num_iterations=30, learning_rate=0.4, batch_size=3,
         tolerance=None, validation=held_out,
     )  # fmt: skip
     assert metrics.perplexity(fit, held_out).value < 1.05
@@ -95,7 +95,7 @@ def test_weights_of_held_out_text_make_the_mixture_better_than_both_parts():
     (train, held_out, test), num, partition = letters()
     network = NeuralHMM(32, num, hidden_dim=16, blocks=partition, two_level=True)
     fit_map(
-        MarginalModel(network), Sequences(train.values, train.lengths), num_steps=80,
+        MarginalModel(network), Sequences(train.values, train.lengths), num_iterations=80,
         batch_size=64, learning_rate=0.02, tolerance=None,
     )  # fmt: skip
     kept = [part.detach().clone() for part in network.parameters()]

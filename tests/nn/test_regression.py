@@ -6,7 +6,7 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Bernoulli, Normal, Poisson
+from pyro.distributions import Bernoulli, Categorical, Normal, Poisson
 from pyro.infer.autoguide import AutoNormal
 from scipy.optimize import minimize
 
@@ -20,6 +20,8 @@ from pyrohmm import (
     fit_mcmc,
     fit_svi,
     formulas,
+    freeze,
+    normal,
     poisson,
     regression,
 )
@@ -70,7 +72,7 @@ def fitted():
     hmm = plain.hmm(data_without(data))
     order = hmm.emission.rate.argsort()
     module.begin_at(hmm.permute_states(order))
-    return table, design, data, fit_em(module, data, num_steps=150, tolerance=1e-10)
+    return table, design, data, fit_em(module, data, num_iterations=150, tolerance=1e-10)
 
 
 def data_without(data):
@@ -94,13 +96,13 @@ def test_the_maximum_is_that_of_a_likelihood_written_in_numpy():
 
 def test_coefficients_have_intervals_and_predictions_bands():
     _, design, data, fit = fitted()
-    low, high = fit.intervals(data)["module.initial.coefficients"]
-    assert bool((high - low > 5).all())  # one sequence says little about where sequences begin
+    with pytest.raises(ValueError, match=r"initial.coefficients\[0, 0\]"):
+        fit.intervals(data)  # one sequence says nothing about where others begin
     fixed = RegressionHMM(2, regression(Poisson, rate=design["rate"]), design["transition"])
     fixed.load_state_dict(fit.model.module.state_dict())
     del fixed.initial.coefficients
     fixed.initial.register_buffer("coefficients", torch.tensor([[-9.0]]))
-    fit = fit_map(MarginalModel(fixed), data, num_steps=200, learning_rate=0.02)
+    fit = fit_map(MarginalModel(fixed), data, num_iterations=200, learning_rate=0.02)
     information = fit.information(data)
     low, high = information.intervals()["module.emission.rate.coefficients"]
     truth = torch.tensor([[0.5, 0.3], [2.0, -0.3]]).double()
@@ -149,7 +151,7 @@ def test_gaps_ragged_sequences_priors_and_both_parameters(length):
     assert hmm.log_prob(data.values).shape == (2,)
     torch.testing.assert_close(hmm.log_transition.exp().sum(-1), torch.ones(2, length - 1, 2))
     model = MarginalModel(module)
-    fit = fit_svi(model, AutoNormal(model), data, num_steps=3)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3)
     assert "module.transition.coefficients" in fit.names
 
 
@@ -191,7 +193,7 @@ def test_coefficients_with_priors_have_chains_and_restarts() -> None:
     family = regression(Poisson, scale=1.0, rate=[0, 1])
     model = MarginalModel(RegressionHMM(2, family, transition=[0, 1], scale=1.0))
     fit = fit_mcmc(model, data, num_samples=3, num_chains=3, warmup=2)
-    last = fit_map(model, data, restarts=3, num_steps=3)
+    last = fit_map(model, data, restarts=3, num_iterations=3)
     assert last.restarts.hmm(data).log_transition.shape == (3, 2, 59, 2, 2)
     for chain, lp in zip(range(3), fit.stats["lp"][:, -1]):
         values = {name: value[chain, -1] for name, value in fit.chains.items()}
@@ -203,3 +205,170 @@ def test_columns_that_the_covariates_do_not_have_are_refused() -> None:
     module = RegressionHMM(2, regression(Poisson, rate=[0, 5]))
     with pytest.raises(ValueError, match=r"columns must lie between 0 and 1.*got 0, 5"):
         module(torch.tensor([4]), None, torch.ones(1, 4, 2))
+
+
+def choices(num_steps=300, seed=5):
+    """Choices of two strategies: two sequences of a stimulus and of zeros and ones."""
+    generator = np.random.default_rng(seed)
+    x, y = generator.normal(size=(2, num_steps)), np.zeros((2, num_steps))
+    for n in range(2):
+        state = 0
+        for t in range(num_steps):
+            logit = 3.0 * x[n, t] if state == 0 else -2.0 + 0.0 * x[n, t]
+            y[n, t] = generator.random() < 1 / (1 + np.exp(-logit))
+            state = state if generator.random() < 0.95 else 1 - state
+    return x, y
+
+
+def numpy_em(x, y, beta, rows, start, num_steps):
+    """EM of a logistic regression in each of two states, by loops over steps."""
+    design = np.stack([np.ones_like(x), x], -1)
+    for _ in range(num_steps):
+        evidence, gamma, pairs = 0.0, np.zeros((*x.shape, 2)), np.zeros((2, 2))
+        for n in range(len(x)):
+            p = 1 / (1 + np.exp(-design[n] @ beta.T))
+            like = np.where(y[n, :, None] == 1, p, 1 - p)
+            alpha, scale = np.zeros_like(like), np.zeros(len(like))
+            for t in range(len(like)):
+                alpha[t] = (start if t == 0 else alpha[t - 1] @ rows) * like[t]
+                scale[t] = alpha[t].sum()
+                alpha[t] /= scale[t]
+            back = np.ones(2)
+            for t in range(len(like) - 1, -1, -1):
+                gamma[n, t] = alpha[t] * back
+                if t:
+                    pairs += alpha[t - 1][:, None] * rows * (like[t] * back) / scale[t]
+                back = rows @ (like[t] * back) / scale[t]
+            evidence += np.log(scale).sum()
+        rows, start = pairs / pairs.sum(1, keepdims=True), gamma[:, 0].mean(0)
+        for k in range(2):
+            for _ in range(30):
+                p = 1 / (1 + np.exp(-design @ beta[k]))
+                slope = np.einsum("nt,ntp->p", gamma[..., k] * (y - p), design)
+                weight = gamma[..., k] * p * (1 - p)
+                bend = np.einsum("nt,ntp,ntq->pq", weight, design, design)
+                beta[k] = beta[k] + np.linalg.solve(bend, slope)
+    return evidence, beta, rows, start
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+def test_choices_are_those_of_an_em_written_in_numpy(categorical):
+    x, y = choices()
+    beta, rows = np.array([[0.0, 2.0], [-1.0, 0.0]]), np.array([[0.9, 0.1], [0.1, 0.9]])
+    evidence, *wanted, start = numpy_em(x, y, beta.copy(), rows, np.array([0.6, 0.4]), 11)
+    covariates = torch.as_tensor(np.stack([np.ones_like(x), x], -1))
+    values = torch.as_tensor(y)
+    data = Sequences(values.long() if categorical else values, torch.tensor([300, 300]),
+                     covariates=covariates)  # fmt: skip
+    family = regression(Bernoulli, logits=[0, 1])
+    if categorical:
+        family = regression(Categorical, num_symbols=2, logits=[0, 1])
+    module = RegressionHMM(2, family).double()
+    leave = np.log([[0.1 / 0.9], [0.1 / 0.9]])
+    size = (2, 1, 2) if categorical else (2, 2)
+    for part, value in (
+        (module.emission.logits, beta.reshape(size)),
+        (module.transition, leave.reshape(2, 1, 1)),
+        (module.initial, np.log([[0.4 / 0.6]])),
+    ):
+        part.coefficients = torch.as_tensor(value)
+    fit = fit_em(module, data, num_iterations=10, tolerance=None)
+    assert fit.losses[-1].item() == pytest.approx(-evidence, rel=1e-9)
+    fit = fit_em(module, data, num_iterations=11, tolerance=None)
+    found = fit.model.module.emission.logits.coefficients.detach().reshape(2, 2)
+    np.testing.assert_allclose(found, wanted[0], atol=1e-6)
+    hmm = fit.hmm(data)
+    np.testing.assert_allclose(hmm.log_transition.exp()[0, 0], wanted[1], atol=1e-8)
+    np.testing.assert_allclose(hmm.log_initial[0].exp(), start, atol=1e-8)
+    assert bool((fit.losses.diff() <= 1e-9).all())
+
+
+def test_estimates_are_those_of_statsmodels():
+    """``MarkovRegression`` of statsmodels 0.15.0: time-varying transitions, known first state.
+
+    Its known state is two transitions before the first observation, both with the covariates of
+    that, and covariates of a transition are those of the step that is entered.
+    """
+    generator = np.random.default_rng(3)
+    x, z = generator.normal(size=(2, 300))
+    state, states = 0, []
+    for value in z:
+        logit = -2.0 + value if state == 0 else -1.5
+        state = state ^ int(generator.random() < 1 / (1 + np.exp(-logit)))
+        states.append(state)
+    states = np.array(states)
+    y = np.where(states == 0, 1.0 + 0.5 * x, -1.0 - 0.5 * x)
+    y = y + np.where(states == 0, 0.5, 1.0) * generator.normal(size=300)
+    none = np.zeros(2)
+    columns = [np.ones(302), np.concatenate([none, x]), np.concatenate([z[:1], z, none[:1]])]
+    data = Sequences(
+        torch.as_tensor(np.concatenate([none, y]))[None], torch.tensor([302]),
+        torch.arange(302)[None] > 1, covariates=torch.as_tensor(np.stack(columns, -1))[None],
+    )  # fmt: skip
+    family = regression(Normal, loc=[0, 1], scale=None)
+    module = RegressionHMM(2, family, transition=[0, 2]).double()
+    module.emission.loc.coefficients = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()
+    module.initial.coefficients = torch.zeros(1, 1).double()
+    freeze(module.initial, "coefficients")
+    fit = fit_em(module, data, tolerance=1e-12)
+    assert -fit.losses[-1].item() == pytest.approx(-429.7530536074403, abs=1e-6)
+    end = fit.model.module
+    means = [[1.03423589, 0.43530292], [-0.91275662, -0.51036765]]
+    np.testing.assert_allclose(end.emission.loc.coefficients.detach(), means, atol=1e-4)
+    scales = end.emission.scale.coefficients.detach().exp().square().squeeze(-1)
+    np.testing.assert_allclose(scales, [0.1775977, 1.06033208], atol=1e-4)
+    moves = end.transition.coefficients.detach().squeeze(1)
+    wanted = [[-1.45672421, 0.83507459], [-1.7877027, -0.23764125]]
+    np.testing.assert_allclose(moves, wanted, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["free", "parts", "restarts"])
+def test_em_ends_at_the_maximum_of_the_log_joint(kind):
+    """With priors and missing steps; with coefficients that are zero; with restarts."""
+    pyro.set_rng_seed(0)
+    lengths = torch.tensor([40, 1, 25])
+    x = torch.cat([torch.ones(3, 40, 1), torch.randn(3, 40, 1)], -1).double()
+    observed = (torch.rand(3, 40) < 0.8) & (torch.arange(40) < lengths.unsqueeze(-1))
+    counts = torch.poisson((1.0 + torch.randn(3, 40).sign()).exp()).double()
+    data = Sequences(counts, lengths, observed, covariates=x)
+    options = {}
+    if kind == "parts":
+        allowed = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 1, 1]]).bool()
+        free = torch.tensor([[[1, 0], [1, 1]]]).bool().expand(3, 2, 2)
+        options = {"transition_allowed": allowed, "transition_free": free}
+    size = 3 if kind == "parts" else 2
+    family = regression(Poisson, rate=[0, 1], scale=2.0)
+    module = RegressionHMM(size, family, [0, 1], [0], scale=1.0, **options).double()
+    restarts = 3 if kind == "restarts" else 1
+    fit = fit_em(module, data, tolerance=1e-13, restarts=restarts)
+    assert not any("rose" in note for note in fit.notes)
+    assert fit.information(data).decrement < 1e-6  # nats below the maximum of the log joint
+    model, values = fit.model, {n: v.requires_grad_() for n, v in fit.parameters.items()}
+    trace = poutine.trace(poutine.condition(model, values)).get_trace(data)
+    slopes = torch.autograd.grad(trace.log_prob_sum(), list(values.values()))
+    assert max(slope.abs().max().item() for slope in slopes) < 1e-3
+    if kind == "parts":
+        assert fit.parameters["module.transition.coefficients"].shape == (6,)
+        moves = fit.hmm(data).log_transition.exp()
+        assert bool((moves[..., ~allowed] == 0).all())
+        assert fit.std_errors(data)["module.transition.coefficients"].shape == (6,)
+
+
+def test_closed_forms_of_emissions_stay():
+    """Emissions without covariates have their own M-step beside that of the coefficients."""
+    pyro.set_rng_seed(0)
+    x = torch.randn(4, 30, 1)
+    data = Sequences(torch.randn(4, 30) + 4 * (x[..., 0] > 0), torch.full((4,), 30), covariates=x)
+    fit = fit_em(RegressionHMM(2, normal(0), transition=[0], scale=1.0), data, tolerance=1e-10)
+    assert bool((fit.losses.diff() <= 1e-4).all())
+    means = fit.hmm(data).emission.mean.sort().values
+    np.testing.assert_allclose(means, [0.0, 4.0], atol=0.4)
+
+
+def test_mistakes_of_parts_are_named():
+    with pytest.raises(ValueError, match="a Categorical, and no other kind, needs num_symbols"):
+        regression(Categorical, logits=[0])
+    with pytest.raises(ValueError, match=r"transition_free.*\(K, K - 1, P\)"):
+        RegressionHMM(3, normal(0), transition_free=torch.ones(3, 3, 1).bool())
+    with pytest.raises(ValueError, match="True on its diagonal"):
+        RegressionHMM(2, normal(0), transition_allowed=torch.zeros(2, 2).bool())

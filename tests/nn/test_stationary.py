@@ -42,7 +42,7 @@ def test_earthquakes_as_printed_in_the_book(num_states, minus_log_likelihood, ai
 def test_restarts_gaps_and_a_first_state_that_is_stationary(length):
     pyro.set_rng_seed(length)
     data = Sequences.from_list([torch.randint(3, (length,)), torch.randint(3, (1,))])
-    fit = fit_em(StationaryHMM(2, categorical(3, 2.0), 2.0), data, restarts=3, num_steps=5)
+    fit = fit_em(StationaryHMM(2, categorical(3, 2.0), 2.0), data, restarts=3, num_iterations=5)
     hmm = fit.hmm(data)
     assert_close(hmm.log_initial.exp(), hmm.stationary())
     assert bool((fit.losses.diff() < 1e-6).all())

@@ -101,7 +101,7 @@ def test_nothing_near_zero_is_nan_in_single_precision(gamma):
         assert density.isfinite()
         (slope,) = torch.autograd.grad(density, free)
         assert slope.isfinite().all()
-    fit = fit_svi(model, guide, data, num_steps=20, learning_rate=0.05)
+    fit = fit_svi(model, guide, data, num_iterations=20, learning_rate=0.05)
     assert fit.losses.isfinite().all()
 
 
@@ -116,12 +116,12 @@ def test_svi_uses_as_many_states_as_there_are():
     data = known(Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0))
     model = MarginalModel(StickyHDPHMM(8, normal(0), gamma=1.0, alpha=1.0, kappa=5.0))
     guide = AutoNormal(model, init_scale=0.05)
-    fit = fit_svi(model, guide, data, num_steps=120, learning_rate=0.1)
+    fit = fit_svi(model, guide, data, num_iterations=120, learning_rate=0.1)
     used = []
     for _ in range(10):
         with torch.no_grad(), poutine.block():
             hmm = poutine.replay(model, trace=poutine.trace(guide).get_trace(data))(data)
-            usage = hmm.posterior(data.values).states.sum((0, 1))
+            usage = hmm.posterior(data.values).state_probs.sum((0, 1))
         used.append(int((usage > 0.02 * usage.sum()).sum()))
     assert fit.losses[-1] < fit.losses[0]
     assert all(2 <= count <= 4 for count in used)
@@ -149,7 +149,7 @@ def test_fit_map_says_that_there_is_no_maximum(restarts):
     inner = MarginalModel(StickyHDPHMM(3, categorical(2)))
     for model in (inner, lambda data: inner(data)):
         with pytest.raises(ValueError, match=r"fit_map .* of a StickyHDPHMM has none.* fit_svi"):
-            fit_map(model, data, num_steps=2, restarts=restarts)
+            fit_map(model, data, num_iterations=2, restarts=restarts)
 
 
 def test_what_it_is_not_for_says_so():

@@ -89,7 +89,7 @@ def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observ
         assert isinstance(hmm, TaggedHMM)
         evidence, probs = hmm.log_prob(DATA.values), hmm.tag_probs(DATA.values)
         path, tags = hmm.best_path(DATA.values), hmm.best_tags(DATA.values)
-        states = hmm.posterior(DATA.values).states
+        states = hmm.posterior(DATA.values).state_probs
         for n, length in enumerate(DATA.lengths.tolist()):
             seen = None if observed is None else observed[n]
             truth = Truth(hmm, DATA.values[n], length, seen)

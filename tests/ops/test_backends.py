@@ -12,7 +12,7 @@ from pyrohmm.ops import backends, products
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, compiled, has_numba, pick, use
 from pyrohmm.ops.masks import exists
 from pyrohmm.ops.segments import _torch as torch_segments
-from pyrohmm.ops.segments.chain import SegmentChain
+from pyrohmm.ops.segments._torch import SegmentChain
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
 

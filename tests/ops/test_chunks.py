@@ -65,7 +65,7 @@ def test_a_state_that_was_all_but_excluded_comes_back(nats):
     value = recursions.log_evidence(initial, matrix, likelihood, lengths)
     alone = initial.detach() + likelihood.sum(-2)
     assert_close(value.detach(), alone.logsumexp(-1))
-    states = recursions.posterior(initial, matrix, likelihood, lengths).states
+    states = recursions.posterior(initial, matrix, likelihood, lengths).state_probs
     assert_close(states, alone.softmax(-1).unsqueeze(-2).expand_as(states))
 
 

@@ -5,7 +5,7 @@ import torch
 
 from pyrohmm.ops import recursions
 from pyrohmm.ops.backends import has_numba
-from pyrohmm.ops.path_samples import sample_paths
+from pyrohmm.ops.sampling import sample_paths
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
 
@@ -32,7 +32,9 @@ def test_evidence_is_that_of_the_recursions_and_states_have_the_posterior(num_st
     shares = torch.nn.functional.one_hot(states, num_states).double().mean(0)
     found = recursions.posterior(initial[0], matrix[0, None], likelihood[0], lengths)
     exists = torch.arange(5) < lengths[:, None]
-    torch.testing.assert_close(shares[exists], found.states.double()[exists], rtol=0, atol=0.04)
+    torch.testing.assert_close(
+        shares[exists], found.state_probs.double()[exists], rtol=0, atol=0.04
+    )
 
 
 def test_what_leaves_the_range_is_left_to_others():

@@ -468,7 +468,7 @@ def test_expected_counts_lose_no_path_that_matters(count, name, dtype, engine):
     answer, counts = chain.solved(), recursions.expected_counts(*chain)
     assert_close(counts.log_evidence, answer.evidence, name, **ROUNDING[dtype])
     loose = ROUNDING[dtype] if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
-    assert_close(counts.states, answer.states, name, **loose)
+    assert_close(counts.state_probs, answer.states, name, **loose)
 
 
 @pytest.mark.parametrize(
@@ -581,7 +581,7 @@ def test_impossible_sequences_have_no_gradient_and_spoil_no_other(dtype, engine)
     assert np.isneginf(answer.evidence).tolist() == [False, True, False, True, True]
     assert_answers(chain, answer, None, ROUNDING[dtype])
     posterior = recursions.posterior(*chain)
-    assert not posterior.states[[1, 3, 4]].any()
+    assert not posterior.state_probs[[1, 3, 4]].any()
     assert not posterior.transitions[[1, 3, 4]].any()
     alone = chain._replace(log_likelihood=chain.log_likelihood[3], lengths=torch.tensor(4))
     alone = alone.with_gradients()
@@ -641,7 +641,7 @@ def test_one_step_needs_no_matrix(engine):
     chain, answer = solved(Case(3, 1, "one chain for all"))
     none = chain._replace(log_transition=chain.log_transition[:0])
     assert_close(recursions.log_evidence(*none), answer.evidence)
-    assert_close(recursions.posterior(*none).states, answer.states)
+    assert_close(recursions.posterior(*none).state_probs, answer.states)
     assert not recursions.posterior(*none).transitions.any()
     assert recursions.sample_states(*none).shape == (1, 3, 1)
     assert_gradients(none, answer._replace(transitions=np.zeros((3, 0, 3, 3))), None, {})

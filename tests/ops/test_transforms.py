@@ -155,7 +155,7 @@ def hsmm_of(theta):
 CHAINS = {"hmm": (hmm_of, K), "hsmm": (hsmm_of, 3)}
 QUERIES = {
     "log_prob": lambda chain, values: chain.log_prob(values),
-    "states": lambda chain, values: chain.posterior(values).states,
+    "states": lambda chain, values: chain.posterior(values).state_probs,
     "transitions": lambda chain, values: chain.posterior(values).transitions,
     "filtered": lambda chain, values: chain.filtered(values),
     "counts": lambda chain, values: chain.expected_counts(values).counts["log_transition"],

@@ -419,7 +419,7 @@ def test_arrays_set_by_hand_are_checked():
 
 
 def by_map(module, data):
-    return fit_map(MarginalModel(module), data, num_steps=5, progress=False)
+    return fit_map(MarginalModel(module), data, num_iterations=5, progress=False)
 
 
 @pytest.mark.parametrize("method", [None, by_map])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,136 +13,106 @@ from ..._choices import MILLISECOND, PIECES, SIDE_BY_SIDE
 from .._numba_math import run, share
 from ..log_space import largest
 from ..masks import exists
-from . import _passes, _paths
+from . import _backward, _forward, _paths
+from ._backward import Back, Counts
+from ._forward import Messages
 from ._lanes import LANES
-from ._passes import Back, Messages
-from ._steps import Data
-from .chain import Chain, Gradient
+from ._steps import Data, prepare, starts_of, symbol_range
+from .chain import Chain, Gradient, cast
 
-LIMITS = {  # smallest normal number, and relative precision
-    dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).eps))
-    for dtype in map(np.dtype, ("float32", "float64"))
+LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
+    np.dtype(real): (np.log(np.finfo(real).tiny), np.log(np.finfo(real).max), np.finfo(real).eps)
+    for real in ("float32", "float64")
 }
+_NO_SYMBOLS = np.zeros(0, np.int64)
 
 
 def scaled(
     chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
-) -> tuple[Tensor, Tensor, Gradient]:
+) -> tuple[Tensor, Tensor | None, Gradient]:
     """Evidence by scaled messages: see :func:`.scaling.solve`.
 
     Returns:
-        Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``; and the gradient, None if
-        numbers left their range on the way back.
+        Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if it is
+        everywhere; and the gradient, None if numbers left their range on the way back.
     """
-    data = _data(chain, dtype)
-    shape = chain.lengths.shape
+    data, shape = _data(chain, dtype), chain.lengths.shape
     if not each and _is_long(data):
         pieces = _Pieces(data, differentiable)
         if pieces.good:
             evidence = torch.full(shape, pieces.evidence, dtype=torch.float64)
-            exact = torch.ones(shape, dtype=torch.bool)
-            return evidence, exact, lambda weight: _gradient(chain, pieces.backward(weight), data)
+            return evidence, None, lambda weight: _gradient(chain, pieces.backward(weight), data)
     passes = _Passes(data, each)
-    messages = passes.forward(differentiable)
-    unsure = messages.exact & ~messages.sure
-    if unsure.any():
-        kept = messages if differentiable else passes.forward(True)
-        messages.exact[:] = passes.bound_losses(kept, unsure)
+    messages, lost, unsure = passes.forward(differentiable)
+    if unsure:
+        kept = messages if differentiable else passes.forward(True)[0]
+        messages.exact[:] = passes.bound_losses(kept)
+        lost = not messages.exact.all()
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...] | None:
         return _gradient(chain, passes.backward(messages, weight), data)
 
-    evidence, exact = (torch.from_numpy(part).reshape(shape) for part in messages[:2])
+    evidence = torch.from_numpy(messages.evidence.reshape(shape))
+    exact = torch.from_numpy(messages.exact.reshape(shape)) if lost else None
     return evidence, exact, gradient
 
 
 def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Filtered log-probabilities ``(G, n, T, K)``, and where they are exact, ``(G, n)``."""
     passes = _Passes(_data(chain, dtype), each=False)
-    found = passes.forward(True)
+    found = passes.forward(True)[0]
     exact = torch.from_numpy(found.exact & found.sure).reshape(chain.lengths.shape)
     return passes.view(found.alpha).log_(), exact
 
 
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
-    initial, transition = (part.detach().to(dtype).numpy() for part in chain[:2])
-    logs = chain.logs.detach().to(dtype)
-    real, num_states, height = initial.dtype, initial.shape[-1], -(-initial.shape[-1] // 4) * 4
-    groups, num_steps = len(chain.lengths), chain.num_steps
-    tiny, eps = LIMITS[real]
-    low = math.log(tiny)
-    least = min(initial.min(), transition.min(initial=0.0))
-    zeros = not least > -np.inf  # or NaN
-    if zeros:
-        parts = (part[part > -np.inf] for part in (initial, transition))
-        least = min(part.min(initial=0.0) for part in parts)
-    matrices = np.zeros((*transition.shape[:2], height, height), real)
-    matrices[..., :num_states, :num_states] = _probabilities(transition, low, zeros or least < low)
-    tiny *= max(matrices.max(initial=1.0), 1.0)
-    slack = tiny * num_states / eps
-    smallest = math.exp(min(least, 0.0))
-    watched = zeros or not smallest**2 >= slack
+    initial, transition, logs = (cast(part.detach(), dtype) for part in chain[:3])
+    groups, num_states = len(initial), initial.shape[-1]
+    starts = initial.reshape(-1, num_states).numpy()
     if chain.symbols is None:
-        if logs.stride(-1) != 1:
-            logs = logs.contiguous()
-        table, peaks = np.zeros((groups, 0, height), real), np.zeros((groups, 1), real)
-        seen, first, along = _flat(logs)
-        chosen = np.zeros(0, np.int64)
+        logs = logs if logs.stride(-1) == 1 else logs.contiguous()
+        table, symbols = np.zeros((groups, num_states, 0), starts.dtype), _NO_SYMBOLS
+        likelihood, first, along = _flat(logs)
     else:
-        table, peaks = _scaled_table(logs.numpy(), low, height)
-        chosen, first, along = _flat(_codes(chain))
-        seen = np.zeros(0, real)
+        table, likelihood = np.ascontiguousarray(logs.numpy()), starts[0, :0]
+        symbols, first, along = _symbols(chain)
+    prepared = prepare(
+        np.ascontiguousarray(starts), np.ascontiguousarray(transition.numpy()), table,
+        *LIMITS[starts.dtype],
+    )  # fmt: skip
+    initial_probs, matrices, tables, peaks, limits = prepared
     return Data(
-        _probabilities(initial, low, zeros or least < low).reshape(-1, num_states), matrices,
-        chosen, table, peaks, seen, first, along, chain.lengths.reshape(-1).numpy(), num_steps,
-        (smallest if watched else -1.0, low, 2 * tiny, slack),
+        initial_probs, matrices, symbols, tables, peaks, likelihood, first, along,
+        chain.lengths.reshape(-1).numpy(), chain.num_steps, limits,
     )  # fmt: skip
 
 
-def _probabilities(logs: np.ndarray, low: float, some_small: bool) -> np.ndarray:
-    """Exponentials; what is not zero becomes at least the smallest normal number."""
-    if not some_small:
-        return np.exp(logs)
-    return np.where(
-        logs == -np.inf, logs.dtype.type(0), np.exp(np.maximum(logs, low, dtype=logs.dtype))
-    )
-
-
-def _scaled_table(logs: np.ndarray, low: float, height: int) -> tuple[np.ndarray, np.ndarray]:
-    """Probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
-    groups, num_states, num_symbols = logs.shape
-    table = np.zeros((groups, num_symbols + 1, height), logs.dtype)
-    peaks = np.zeros((groups, num_symbols + 1), logs.dtype)
-    peak = logs.max(1)
-    peak[peak == -np.inf] = 0.0
-    peaks[:, :-1] = peak
-    over = _probabilities(logs - peak[:, None], low, True)
-    table[:, :-1, :num_states] = over.swapaxes(1, 2)
-    table[:, -1, :num_states] = 1.0  # of a missing symbol
-    return table, peaks
-
-
-def _codes(chain: Chain) -> Tensor:
-    """Symbols ``(G, n, T)``; V where they are missing."""
-    symbols, count = chain.symbols, chain.logs.size(-1)
-    assert symbols is not None
-    low, high = (int(end) for end in torch.aminmax(symbols))
+def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
+    """Memory of the symbols: see :func:`_flat`; V where they are missing."""
+    assert chain.symbols is not None
+    codes, count = cast(chain.symbols, torch.long), chain.logs.size(-1)
+    symbols, first, along = _flat(codes)
+    low, high = symbol_range(symbols, first, along, chain.num_steps)
     if low < 0 or high >= count:
         raise ValueError(
             f"symbols must lie between 0 and V - 1 = {count - 1}, with V that of log_symbols; got "
             f"{low} to {high}."
         )
-    symbols = symbols.long()
-    return symbols if chain.known is None else symbols.masked_fill(~chain.known, count)
+    if chain.known is None:
+        return symbols, first, along
+    return _flat(codes.masked_fill(~chain.known, count))
 
 
 def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
     """The memory of ``(G, n, T, *)``, where each sequence begins in it, and from step to step."""
-    (groups, size), (over_groups, over, along) = tensor.shape[:2], tensor.stride()[:3]
-    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-    first = over_groups * np.arange(groups)[:, None] + over * np.arange(size)
-    return tensor.as_strided((length,), (1,)).numpy(), first.reshape(-1), along
+    shape, (over_groups, over, along, *_) = tensor.shape, tensor.stride()
+    if tensor.is_contiguous():
+        flat = tensor.reshape(-1)
+    else:
+        length = 1 + sum((n - 1) * stride for n, stride in zip(shape, tensor.stride()))
+        flat = tensor.as_strided((length,), (1,))
+    return flat.numpy(), starts_of(shape[0], shape[1], over_groups, over), along
 
 
 class _Passes:
@@ -155,126 +124,93 @@ class _Passes:
     """
 
     def __init__(self, data: Data, each: bool = False) -> None:
-        self.data, self.each = data, each
+        self.data = data
         self.count, self.size = data.initial.shape
         self.groups = data.matrices.shape[1]
-        self.alone = each or self.count // self.groups < SIDE_BY_SIDE
-        lanes = 1 if self.alone else LANES
-        self.tiles = self.groups * -(-self.count // self.groups // lanes)
-        self.shape = (self.tiles, data.steps, self.size, lanes)
-        self.work = self.count * data.steps * self.size * (self.size + 16)
+        self.owners = self.count if each else self.groups  # of expected transitions
+        alone = each or self.count // self.groups < SIDE_BY_SIDE
+        self.lanes = 1 if alone else LANES
+        self.tiles = self.groups * -(-self.count // self.groups // self.lanes)
+        work = self.count * data.steps * self.size * (self.size + 16)
         parts = self.tiles if self.groups == 1 else self.groups  # of which each has its sums
-        threads = min(torch.get_num_threads(), parts, 1 + self.work // MILLISECOND)
+        threads = min(torch.get_num_threads(), parts, 1 + work // MILLISECOND)
         ends = [parts * part // threads * (self.tiles // parts) for part in range(threads + 1)]
         self.bounds = [*pairwise(ends)]
 
-    def _sums(self, shape: tuple[int, ...], apart: bool) -> list[np.ndarray]:
-        """Zeros for the sums of each thread; one array if all add to places ``apart``."""
-        return (
-            [np.zeros(shape)] * len(self.bounds)
-            if apart
-            else [np.zeros(shape) for _ in self.bounds]
-        )
+    def forward(self, kept: bool) -> tuple[Messages, int, int]:
+        """The pass; messages are written if ``kept``.
 
-    def forward(self, kept: bool) -> Messages:
-        """The pass; messages are written if ``kept``."""
-        real, shape = self.data.matrices.dtype, self.shape if kept else (0, 0, 0, 0)
-        found = Messages(
-            np.zeros(self.count), np.ones(self.count, np.bool_), np.ones(self.count, np.bool_),
-            np.zeros((self.count, self.size), real), np.empty(math.prod(shape), real),
-            np.empty(shape[0] * shape[1] * shape[3], real),
-        )  # fmt: skip
-        loop = _passes.forward_rows if self.alone else _passes.forward_tiles
-        share(lambda part: loop(*self.bounds[part], self.data, kept, found), len(self.bounds))
-        return found
+        Also how many sequences left the range of numbers, and how many others may have lost mass.
+        """
+        if len(self.bounds) == 1:
+            found: tuple[Messages, int, int] = _forward.forward(
+                self.data, self.tiles, self.lanes, kept
+            )
+            return found
+        written = _forward.messages(self.data, self.tiles, self.lanes, kept)
+        loop = _forward.forward_rows if self.lanes == 1 else _forward.forward_tiles
+        share(lambda part: loop(*self.bounds[part], self.data, kept, written), len(self.bounds))
+        return written, *_forward.doubts(written)
 
     def view(self, alpha: np.ndarray) -> Tensor:
         """Messages as ``(G, n, T, K)``."""
-        by_tile = torch.from_numpy(alpha).reshape(self.groups, -1, *self.shape[1:])
-        rows = by_tile.permute(0, 1, 4, 2, 3).flatten(1, 2)
+        shape = self.groups, -1, self.data.steps, self.size, self.lanes
+        rows = torch.from_numpy(alpha).reshape(shape).permute(0, 1, 4, 2, 3).flatten(1, 2)
         return rows[:, : self.count // self.groups]
 
-    def bound_losses(self, found: Messages, unsure: np.ndarray) -> np.ndarray:
-        """Booleans of the sequences whose pass is exact, from a bound on what unsure ones lost."""
-        size, tiny = self.size, self.data.limits[2]
-        back = self._back(unsure.copy(), np.ones(self.count))
-        raised = back.transposed.copy()
-        raised[..., :size, :size] += (size + 2) * tiny
-        self._run_back(found, back._replace(transposed=raised, most=LIMITS[raised.dtype][1]))
+    def bound_losses(self, found: Messages) -> np.ndarray:
+        """Which passes are exact, from a bound on what those that are not ``sure`` lost."""
+        size, tiny, unsure = self.size, self.data.limits[2], found.exact & ~found.sure
+        back = _backward.begin_back(self.data, unsure, np.ones(self.count), found.ends[:0])
+        back.transposed[..., :size, :size] += (size + 2) * tiny
+        self._run_back(found, back._replace(most=LIMITS[found.ends.dtype][2]))
         exact: np.ndarray = (found.exact & ~unsure) | back.exact
         return exact
 
-    def _back(self, exact: np.ndarray, weights: np.ndarray) -> Back:
-        real, shape = self.data.matrices.dtype, (self.count, self.size)
-        rows = self.count * self.data.steps if len(self.data.likelihood) else 0
-        return Back(
-            np.ascontiguousarray(self.data.matrices.swapaxes(-1, -2)), weights,
-            np.ones(shape, real), exact, 0.0, np.zeros(shape, real),
-            np.zeros((rows, self.size), real),
-        )  # fmt: skip
-
-    def _run_back(self, found: Messages, back: Back) -> tuple[bool, np.ndarray, np.ndarray]:
-        """Whether a sequence was lost; transitions over their probabilities; counts of symbols."""
-        matrices, tables, apart = self.data.matrices, self.data.tables, self.groups > 1
-        owners = self.count if self.each else self.groups
-        counts = self._sums((len(matrices), owners, *matrices.shape[2:]), apart or self.each)
-        emitted = self._sums(tables.shape, apart)
-        loop = _passes.backward_rows if self.alone else _passes.backward_tiles
+    def _run_back(self, found: Messages, back: Back) -> tuple[np.ndarray, np.ndarray, int]:
+        """Transitions over their probabilities, counts of symbols, and how many were lost."""
+        height = self.data.matrices.shape[2]
+        sums = 1 if self.owners > 1 else len(self.bounds)  # several threads add to places apart
+        counts = np.zeros((sums, len(self.data.matrices), self.owners, height, height))
+        emitted = np.zeros((sums, *self.data.tables.shape))
+        loop = _backward.backward_rows if self.lanes == 1 else _backward.backward_tiles
 
         def run_part(part: int) -> int:
-            ends = self.bounds[part]
-            lost: int = loop(*ends, self.data, found, back, counts[part], emitted[part])
+            ends, place = self.bounds[part], part % sums
+            lost: int = loop(*ends, self.data, found, back, counts[place], emitted[place])
             return lost
 
-        lost = any(share(run_part, len(self.bounds)))
-        return lost, _added(counts), _added(emitted)
+        lost = sum(share(run_part, len(self.bounds)))
+        return counts.sum(0), emitted.sum(0), lost
 
     def backward(
         self, found: Messages, weight: Tensor, after: np.ndarray | None = None
-    ) -> _Counts | None:
+    ) -> Counts | None:
         """Expected counts, each sequence with its weight; None if numbers left their range."""
-        back = self._back(found.exact.copy(), weight.double().reshape(-1).numpy())
-        lost, counts, emitted = self._run_back(
-            found, back if after is None else back._replace(after=after)
-        )
-        if lost:
-            return None
-        pairs, sums = counts[..., : self.size, : self.size], emitted[:, :-1, : self.size]
-        return _Counts(*map(torch.from_numpy, (back.starts, sums, back.gamma, pairs)))
+        weights = cast(weight, torch.float64).reshape(-1).numpy()
+        after = found.ends[:0] if after is None else after
+        if len(self.bounds) == 1:
+            *counts, lost = _backward.backward(
+                self.data, found, weights, after, self.owners, self.tiles, self.lanes
+            )
+            return None if lost else Counts(*counts)
+        back = _backward.begin_back(self.data, found.exact, weights, after)
+        pairs, symbols, lost = self._run_back(found, back)
+        return None if lost else Counts(back.starts, back.gamma, pairs, symbols)
 
 
-def _added(sums: list[np.ndarray]) -> np.ndarray:
-    """Sum of different arrays."""
-    return sums[0] if sums[0] is sums[-1] else np.sum(sums, 0)
-
-
-class _Counts(NamedTuple):
-    """Expected counts of a backward pass."""
-
-    starts: Tensor  # (N, K), posterior of first states
-    symbols: Tensor  # (G, V, K)
-    states: Tensor  # (N T, K), posterior; no rows with symbols
-    pairs: Tensor  # (S, G|N, K, K), transitions over their probabilities
-
-
-def _gradient(chain: Chain, counts: _Counts | None, data: Data) -> tuple[Tensor, ...] | None:
+def _gradient(chain: Chain, counts: Counts | None, data: Data) -> tuple[Tensor, ...] | None:
     """Derivatives by the tensors of the chain; None if numbers left their range."""
     if counts is None:
         return None
-    (groups, count), size = chain.lengths.shape, chain.initial.size(-1)
-    probs = torch.from_numpy(data.matrices)[..., :size, :size]
-    if counts.pairs.size(1) > groups:
-        probs = probs.repeat_interleave(count, 1)
-    transitions = counts.pairs * probs
-    if data.limits[0] >= 0.0:
-        transitions.masked_fill_(probs == 0, 0.0)  # messages to what cannot be reached are huge
-    if not bool(transitions.isfinite().all()):
+    (groups, count), size = chain.lengths.shape, data.initial.shape[1]
+    pairs, logs, finite = _backward.finish(counts.pairs, counts.symbols, data.matrices, size)
+    if not finite:
         return None
-    initial = counts.starts.reshape(groups, count, size)
-    if chain.symbols is not None:
-        return initial, transitions, counts.symbols.mT
-    states = counts.states.reshape(groups, count, -1, size)
-    return initial, transitions, states[:, :, : chain.num_steps]
+    if chain.symbols is None:
+        logs = counts.states.reshape(groups, count, -1, size)[:, :, : chain.num_steps]
+    starts = counts.starts.reshape(groups, count, size)
+    return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(logs)
 
 
 # One long sequence ------------------------------------------------------------------------------
@@ -310,40 +246,41 @@ class _Pieces:
         starts = np.concatenate([data.initial, np.tile(matrix, (len(begin) - 1, 1))])
         pieces = data._replace(first=first, lengths=lengths, steps=length)
         probe = pieces._replace(initial=starts, first=first[owner], lengths=lengths[owner])
-        tried = _Passes(probe).forward(False)
-        self.good = bool((tried.exact & tried.sure).all())
+        tried, lost, unsure = _Passes(probe).forward(False)
+        self.good = lost + unsure == 0
         if not self.good:
             return
         joined, shift = _chain_of_pieces(tried, size, data.matrices.shape[-1])
         self.evidence = float(tried.evidence[0] + shift)
         over = _Passes(joined)
-        along = over.forward(True)
+        along, lost, _ = over.forward(True)
         self.evidence += float(along.evidence[0])
         self.finish = along.alpha.reshape(-1, size)
         watched, slack = data.limits[0] >= 0.0, data.limits[3]
-        self.good = bool(along.exact.all() and (not watched or self.finish.min() >= slack))
+        self.good = lost == 0 and bool(not watched or self.finish.min() >= slack)
         if not (self.good and differentiable):
             return
         initial = np.concatenate([data.initial, (self.finish[:-1] @ matrix).astype(real)])
         self.passes = _Passes(pieces._replace(initial=initial))
-        self.messages = self.passes.forward(True)
+        self.messages, lost, unsure = self.passes.forward(True)
         back = over.backward(along, torch.ones(1))
-        self.good = back is not None and bool((self.messages.exact & self.messages.sure).all())
+        self.good = back is not None and lost + unsure == 0
         if back is not None:
-            sides = back.states.numpy(), self.finish
+            sides = back.states, self.finish
             self.after = np.divide(*sides, out=np.zeros_like(sides[1]), where=sides[1] > 0)
 
-    def backward(self, weight: Tensor) -> _Counts | None:
+    def backward(self, weight: Tensor) -> Counts | None:
         """Expected counts, times ``weight`` ``(1, 1)``."""
         weights = weight.expand(len(self.finish), 1)
         after = self.after.astype(self.passes.data.matrices.dtype)
         counts = self.passes.backward(self.messages, weights, after)
         if counts is None:
             return None
-        starts, initial = counts.starts.double(), torch.from_numpy(self.passes.data.initial)
-        entered = torch.where(initial > 0, starts / initial, 0.0)[1:]
-        between = torch.from_numpy(self.finish[:-1]).mT @ entered
-        return counts._replace(starts=counts.starts[:1], pairs=counts.pairs + between)
+        starts, initial = counts.starts.astype(float), self.passes.data.initial
+        entered = np.divide(starts, initial, out=np.zeros_like(starts), where=initial > 0)[1:]
+        size = starts.shape[1]
+        counts.pairs[0, 0, :size, :size] += self.finish[:-1].T @ entered
+        return counts._replace(starts=counts.starts[:1])
 
 
 def _chain_of_pieces(tried: Messages, size: int, height: int) -> tuple[Data, float]:
@@ -353,11 +290,12 @@ def _chain_of_pieces(tried: Messages, size: int, height: int) -> tuple[Data, flo
     peak = logs.max(1, keepdims=True)
     matrices = np.zeros((count, 1, height, height))
     matrices[:, 0, :size, :size] = np.exp(logs - peak)[..., None] * ends.reshape(-1, size, size)
-    tiny, eps = LIMITS[matrices.dtype]
+    low, _, eps = LIMITS[matrices.dtype]
+    tiny = np.exp(low)
     joined = Data(
         tried.ends[:1].astype(float), matrices, np.zeros(0, np.int64), np.zeros((1, 0, height)),
         np.zeros((1, 1)), np.zeros((count + 1) * size), np.zeros(1, np.int64), size,
-        np.array([count + 1]), count + 1, (-1.0, math.log(tiny), 2 * tiny, tiny * size / eps),
+        np.array([count + 1]), count + 1, (-1.0, low, 2 * tiny, tiny * size / eps),
     )  # fmt: skip
     return joined, float(peak.sum())
 

@@ -44,6 +44,106 @@ class Data(NamedTuple):
 
 
 @kernel
+def prepare(initial, transition, logs, low, high, eps):
+    """Probabilities from their logarithms, and how closely steps must be watched.
+
+    Args:
+        initial: ``(N, K)``.
+        transition: ``(S, G, K, K)``.
+        logs: ``(G, K, V)``, of symbols; V = 0 if there are none.
+        low: Logarithm of the smallest normal number.
+        high: Logarithm of the largest number.
+        eps: Relative precision.
+
+    Returns:
+        ``initial``, ``matrices``, ``tables``, ``peaks`` and ``limits`` of :class:`Data`.
+    """
+    real, (steps, groups, size) = initial.dtype, transition.shape[:3]
+    height = (size + 3) // 4 * 4
+    starts, matrices = np.empty_like(initial), np.zeros((steps, groups, height, height), real)
+    least, most, zeros = real.type(0), real.type(1), False
+    for row in range(len(initial)):
+        least, most, zeros = _exponentials(starts[row], initial[row], low, high, least, most, zeros)
+    for s in range(steps):
+        for g in range(groups):
+            for j in range(size):
+                out = matrices[s, g, j, :size]
+                least, most, zeros = _exponentials(
+                    out, transition[s, g, j], low, high, least, most, zeros
+                )
+    tables, peaks = _scaled_tables(logs, height, low)
+    tiny, smallest = np.exp(low) * most, np.exp(least)
+    slack = tiny * size / eps
+    watched = zeros or not smallest * smallest >= slack
+    limits = (smallest if watched else -1.0, np.float64(low), 2 * tiny, slack)
+    return starts, matrices, tables, peaks, limits
+
+
+@kernel
+def _exponentials(out, logs, low, high, least, most, zeros):
+    """Write exponentials; what is not zero becomes at least the smallest normal number.
+
+    Returns ``least`` or a smaller logarithm, ``most`` or a larger probability, and whether there
+    are zeros or NaN.
+    """
+    for k in range(logs.shape[0]):
+        x = logs[k]
+        zeros |= not x > -np.inf
+        least = x if -np.inf < x < least else least
+        value = exp(low if not x > low else high if x > high else x)
+        value = np.inf if x > high else value
+        value = 0 if x == -np.inf else x if x != x else value
+        most = value if value > most else most
+        out[k] = value
+    return least, most, zeros
+
+
+@kernel
+def _scaled_tables(logs, height, low):
+    """Probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
+    (groups, size, count), real = logs.shape, logs.dtype
+    rows = count + 1 if count else 0
+    tables, peaks = np.zeros((groups, rows, height), real), np.zeros((groups, count + 1), real)
+    for g in range(groups):
+        peak = peaks[g]
+        peak[:count] = -np.inf
+        for k in range(size):
+            for v in range(count):
+                x = logs[g, k, v]
+                peak[v] = x if x > peak[v] or x != x else peak[v]
+        for v in range(count):
+            peak[v] = 0 if peak[v] == -np.inf else peak[v]
+        for k in range(size):
+            for v in range(count):
+                x = logs[g, k, v] - peak[v]
+                value = exp(low if not x > low else x)
+                tables[g, v, k] = 0 if x == -np.inf else x if x != x else value
+        tables[g, count:, :size] = 1  # of a missing symbol
+    return tables, peaks
+
+
+@kernel
+def starts_of(groups, size, over_groups, over):
+    """Where each sequence begins in a memory of such strides, ``(N,)``."""
+    first = np.empty(groups * size, np.int64)
+    for g in range(groups):
+        for i in range(size):
+            first[g * size + i] = g * over_groups + i * over
+    return first
+
+
+@kernel
+def symbol_range(symbols, first, along, steps):
+    """Least and largest symbol of all steps of all sequences."""
+    least = most = symbols[first[0]]
+    for row in range(first.shape[0]):
+        for t in range(steps):
+            symbol = symbols[first[row] + t * along]
+            least, most = min(least, symbol), max(most, symbol)
+    return least, most
+
+
+@kernel
 def accumulate(logs, product, norm):
     """Multiply a norm into a product, part of the logarithm before it leaves its range."""
     if norm < 1e-100 or norm > 1e100:  # even two of them might leave it

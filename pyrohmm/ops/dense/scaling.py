@@ -73,7 +73,7 @@ def solve(
     if dtype is None:
         return engine(chain).log_space(chain, each)
     evidence, exact, gradient = engine(chain).scaled(chain, dtype, differentiable, each)
-    rows = torch.zeros(0, dtype=torch.long)
+    rows = None
     if exact is not None and not bool(exact.all()):
         rows = (~exact).flatten().nonzero().squeeze(-1)
         if len(rows) == exact.numel():
@@ -82,10 +82,10 @@ def solve(
         evidence = evidence.flatten().index_put((rows,), lost.flatten()).reshape(evidence.shape)
 
     def complete(weight: Tensor) -> tuple[Tensor, ...] | None:
-        parts = gradient(weight.masked_fill(~exact, 0.0) if len(rows) else weight)
+        parts = gradient(weight if rows is None else weight.masked_fill(~exact, 0.0))
         if parts is None:  # only the way back has left the range
             return solve(chain, wider(dtype), True, each)[1](weight)
-        if len(rows) == 0:
+        if rows is None:
             return parts
         more = again(weight.flatten()[rows].reshape(lost.shape))
         assert more is not None

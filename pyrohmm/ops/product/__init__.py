@@ -1,1 +1,1 @@
-"""Chains whose messages have several axes: see :mod:`pyrohmm.ops.factorial`."""
+"""Recursions of products of chains: messages have one axis for each chain."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .._numba_math import exp, kernel, logsumexp, run, share, threads_of
-from .chain import SegmentChain
+from ._torch import SegmentChain
 
 ABOVE = 40.0  # how far an entry may lie above its frame
 FLOOR = 1e-150  # a smaller number is zero, so that products are normal numbers

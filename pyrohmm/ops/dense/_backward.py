@@ -1,13 +1,6 @@
-"""Compiled evidence of chains, and its gradient, in one pass each over whole sequences.
+"""Compiled backward pass of chains over whole sequences: see :mod:`._forward`.
 
-What a sum over paths needs is done in the loop itself: symbols are looked up, and expected
-transitions and counts of symbols added up, so that nothing of size N T K is written but the
-forward messages, and those only where a gradient is wanted. Probabilities of symbols are scaled by
-the largest of each symbol, log-likelihoods by that of each step; how numbers are watched is said in
-:mod:`.scaling`. K is rounded up to a multiple of four, with zeros.
-
-A tile is ``LANES`` sequences of one group side by side: entry k of sequence i lies at
-``LANES * k + i``. Few sequences go one after the other instead, along their states.
+Expected transitions and counts of symbols are added up in the loop itself.
 """
 
 from __future__ import annotations
@@ -33,183 +26,25 @@ from ._lanes import (
     store,
     sum_products,
 )
-from ._steps import accumulate, begin_step, read, read_row, take, tile_of, watch
+from ._steps import begin_step, read, read_row, tile_of
 
 STEPS = 8  # whose transitions are added up together
 _STEPS = u64(STEPS)
 _ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cache
 
 
-class Messages(NamedTuple):
-    """Scaled messages and norms that a forward pass writes and a backward pass reads.
-
-    Attributes:
-        evidence: ``(N,)``, log.
-        exact: ``(N,)``, cleared where numbers left their range.
-        sure: ``(N,)``, cleared where a step that is watched may have lost something.
-        ends: ``(N, K)``, last messages.
-        alpha: Filtered probabilities, flat: by tiles, steps, states, sequences; or by sequences,
-            steps, states. Empty if no message is to be kept.
-        total: Their sums before they were scaled, flat.
-    """
-
-    evidence: np.ndarray
-    exact: np.ndarray
-    sure: np.ndarray
-    ends: np.ndarray
-    alpha: np.ndarray
-    total: np.ndarray
-
-
 @kernel
-def forward_tiles(first, last, data, kept, found):
-    """Forward pass of several tiles of sequences; messages are written if ``kept``."""
-    for tile in range(first, last):
-        _forward_tile(tile, data, kept, found)
-
-
-@kernel
-def _forward_tile(tile, data, kept, found):
-    """Forward pass over one tile of sequences."""
-    matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits
-    real, several = matrices.dtype, matrices.shape[0] > 1
-    size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
-    g, start, width = tile_of(data, tile)
-    steps, entries, peaks = data.steps, data.tables[g].ravel(), data.peaks[g]
-    symbols, likelihood, exact = data.symbols, data.likelihood, found.exact
-    starts, along, missing = data.first, data.along, u64(data.peaks.shape[1] - 1)
-    mass, arrived = scratch(height * _LANES, real), scratch(height * _LANES, real)
-    seen = scratch(height * _LANES, real)
-    norm, peak = np.zeros(LANES, real), np.zeros(LANES, real)
-    smallest, low_mass = np.zeros(LANES, real), np.zeros(LANES, real)
-    scale = np.ones(LANES, real)
-    faint = np.zeros(LANES, np.bool_)
-    product, logs = np.ones(LANES), np.zeros(LANES)
-    rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
-    one, lowest = real.type(1), real.type(low)
-    faint[:] = least < tiny
-    shortest = lengths[start : start + width].min()
-    for t in range(lengths[start : start + width].max()):
-        begin_step(
-            rows, active, symbols, starts, along, lengths, t, start, width, missing, exact
-        )  # fmt: skip
-        read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, lowest)
-        if t == 0:
-            for i in range(LANES):  # those that are not there as the first, so that none is zero
-                row = start + i if i < width else start
-                for k in range(size):
-                    arrived[k * _LANES + u64(i)] = data.initial[row, k]
-        else:
-            if several or t == 1:
-                matrix = matrices[t - 1, g].ravel()
-            multiply(arrived, mass, matrix, height)
-        if least >= 0.0:
-            watch(
-                smallest, low_mass, faint, scale, slack, arrived, seen, active, width, size,
-                found.sure, start,
-            )  # fmt: skip
-        sum_products(norm, mass, arrived, seen, _LANES, height)
-        if take(norm, peak, active, logs, product, slack) > 0:
-            for i in range(LANES):
-                if not (norm[i] >= slack and norm[i] < np.inf):
-                    if active[i]:
-                        found.exact[start + i] = False
-                    norm[i] = np.inf  # so that its messages become zero
-                    for k in range(size):  # as NaN would remain
-                        mass[k * _LANES + u64(i)] = 0
-        if least >= 0.0:
-            for i in range(LANES):
-                faint[i] = smallest[i] <= tiny or smallest[i] / norm[i] * least < tiny
-                scale[i] = norm[i]
-        at = u64(tile * steps + t) * _LANES
-        for i in range(_LANES if kept else _0):
-            found.total[at + i] = norm[i]
-        for i in range(_LANES):
-            norm[i] = one / norm[i]
-        scale_lanes(mass, norm, _LANES, height)
-        for k in range(size * _LANES if kept else _0):
-            found.alpha[at * size + k] = mass[k]
-        for i in range(width if t >= shortest - 1 else 0):
-            if t == lengths[start + i] - 1:
-                for k in range(size):
-                    found.ends[start + i, k] = mass[k * _LANES + u64(i)]
-    for i in range(width):
-        found.evidence[start + i] = logs[i] + np.log(product[i])
-
-
-@kernel
-def forward_rows(first, last, data, kept, found):
-    """Forward pass over sequences one after the other."""
-    for row in range(first, last):
-        _forward_row(row, data, kept, found)
-
-
-@kernel
-def _forward_row(row, data, kept, found):
-    """Forward pass over one sequence."""
-    matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits
-    real, several = matrices.dtype, matrices.shape[0] > 1
-    size, height = u64(data.initial.shape[1]), u64(matrices.shape[2])
-    g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
-    symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
-    likelihood, begin, along = data.likelihood, data.first[row], data.along
-    mass, arrived, seen = scratch(height, real), scratch(height, real), scratch(height, real)
-    zero, one, lowest = real.type(0), real.type(1), real.type(low)
-    product, logs = 1.0, 0.0  # of the norms of several steps
-    faint, scale, smallest = least < tiny, one, zero
-    for t in range(lengths[row]):
-        at = row * steps + t
-        peak = read_row(
-            seen, begin + t * along, symbols, entries, peaks, likelihood, size, height, lowest
-        )  # fmt: skip
-        if t == 0:
-            for k in range(size):
-                arrived[k] = data.initial[row, k]
-        else:
-            if several or t == 1:
-                matrix = matrices[t - 1, g].ravel()
-            multiply_row(arrived, mass, matrix, height)
-        if least >= 0.0:
-            smallest = zero + real.type(np.inf)
-            for k in range(size):
-                if faint and arrived[k] * scale < slack:
-                    found.sure[row] = False
-                if arrived[k] > zero and seen[k] > zero:
-                    smallest = min(smallest, arrived[k] * seen[k])
-        norm = zero
-        for k in range(size):
-            mass[k] = arrived[k] * seen[k]
-            norm += mass[k]
-        if not (norm >= slack and norm < np.inf):
-            found.exact[row] = False
-            break
-        faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
-        logs, product = accumulate(logs + peak, product, norm)
-        inverse = one / norm
-        for k in range(size):
-            mass[k] *= inverse
-        if kept:
-            found.total[at] = norm
-            offset = u64(at) * size
-            for k in range(size):
-                found.alpha[offset + k] = mass[k]
-    found.evidence[row] = logs + np.log(product)
-    for k in range(size):
-        found.ends[row, k] = mass[k]
-
-
-@kernel
-def _add_transitions(counts, before, after, height, width):
+def _add_transitions(counts, before, after, height, width, stride):
     """Add the products of states before and after, summed over ``width`` steps of sequences."""
     zero = before.dtype.type(0)
     for j in range(_0, height, _4):
         for k in range(_0, height, _2):
-            p, q = j * _ALL, k * _ALL
+            p, q = j * stride, k * stride
             a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
             for i in range(width):
-                x, y = after[q + i], after[q + _ALL + i]
-                a, b = before[p + i], before[p + _ALL + i]
-                c, d = before[p + _2 * _ALL + i], before[p + _3 * _ALL + i]
+                x, y = after[q + i], after[q + stride + i]
+                a, b = before[p + i], before[p + stride + i]
+                c, d = before[p + _2 * stride + i], before[p + _3 * stride + i]
                 a0 += a * x
                 a1 += a * y
                 b0 += b * x
@@ -234,7 +69,7 @@ class Back(NamedTuple):
     Attributes:
         transposed: ``(S, G, height, height)``, those of :class:`Data`, transposed.
         weights: ``(N,)``, of each sequence.
-        after: ``(N, K)``, what follows the last steps: ones if it is nothing.
+        after: ``(N, K)``, what follows the last steps; no rows if it is nothing.
         exact: ``(N,)``, which sequences to go through; cleared where numbers left their range.
         most: If positive, only ``exact`` is of interest: it is cleared where more than ``most``
             of the evidence may have been lost. Every transition is then larger by what a product
@@ -250,6 +85,78 @@ class Back(NamedTuple):
     most: float
     starts: np.ndarray
     gamma: np.ndarray
+
+
+class Counts(NamedTuple):
+    """Expected counts of a backward pass.
+
+    Attributes:
+        starts: ``(N, K)``, the posterior of first states.
+        states: ``(N T, K)``, that of all states; no rows with symbols.
+        pairs: ``(S, G|N, height, height)``, transitions over their probabilities.
+        symbols: ``(G, V + 1, height)``; no rows without.
+    """
+
+    starts: np.ndarray
+    states: np.ndarray
+    pairs: np.ndarray
+    symbols: np.ndarray
+
+
+@kernel
+def begin_back(data, exact, weights, after):
+    """Arguments of a backward pass, and results that are not yet written."""
+    (count, size), real, matrices = data.initial.shape, data.initial.dtype, data.matrices
+    transposed = np.empty_like(matrices)
+    for s in range(matrices.shape[0]):
+        for g in range(matrices.shape[1]):
+            transposed[s, g] = matrices[s, g].T
+    rows = count * data.steps if data.likelihood.shape[0] else 0
+    return Back(
+        transposed, weights, after, exact.copy(), 0.0, np.zeros((count, size), real),
+        np.zeros((rows, size), real),
+    )  # fmt: skip
+
+
+@kernel
+def backward(data, found, weights, after, owners, tiles, lanes):
+    """Backward pass in one thread: see :func:`finish`; and how many sequences were lost."""
+    steps, _, height, _ = data.matrices.shape
+    counts, emitted = np.zeros((steps, owners, height, height)), np.zeros(data.tables.shape)
+    back = begin_back(data, found.exact, weights, after)
+    if lanes == 1:
+        lost = backward_rows(0, tiles, data, found, back, counts, emitted)
+    else:
+        lost = backward_tiles(0, tiles, data, found, back, counts, emitted)
+    return back.starts, back.gamma, counts, emitted, lost
+
+
+@kernel
+def finish(counts, emitted, matrices, size):
+    """Expected transitions, from those over their probabilities, and counts of symbols.
+
+    Transitions to what cannot be reached are none: messages to it may be huge.
+
+    Returns:
+        ``(S, G|N, K, K)``, ``(G, K, V)``, and whether all are finite.
+    """
+    real, (steps, owners), (groups, rows) = matrices.dtype, counts.shape[:2], emitted.shape[:2]
+    share, finite = owners // matrices.shape[1], True
+    pairs = np.empty((steps, owners, size, size), real)
+    symbols = np.empty((groups, size, max(rows - 1, 0)), real)
+    for s in range(steps):
+        for n in range(owners):
+            for j in range(size):
+                for k in range(size):
+                    prob = matrices[s, n // share, j, k]
+                    value = counts[s, n, j, k] * prob if prob > 0 else 0.0
+                    finite &= abs(value) < np.inf
+                    pairs[s, n, j, k] = value
+    for g in range(groups):
+        for v in range(rows - 1):
+            for k in range(size):
+                symbols[g, k, v] = emitted[g, v, k]
+    return pairs, symbols, finite
 
 
 @kernel
@@ -341,7 +248,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
         filled += _1
         if filled == _STEPS or t == 1 or several:
             target = counts[t - 1 if several else 0, g]
-            _add_transitions(target, before, after, height, filled * _LANES)
+            _add_transitions(target, before, after, height, filled * _LANES, _ALL)
             filled = _0
     return lost
 
@@ -352,7 +259,7 @@ def _begin_back(beta, after, lengths, t, start, width, size):
     for i in range(width):
         if t == lengths[start + i] - 1:
             for k in range(size):
-                beta[k * _LANES + u64(i)] = after[start + i, k]
+                beta[k * _LANES + u64(i)] = after[start + i, k] if len(after) else 1
 
 
 @kernel
@@ -384,8 +291,9 @@ def backward_rows(first, last, data, found, back, counts, emitted):
 
     ``counts`` may be of each sequence, ``(S, N, height, height)``.
     """
-    lost, length = 0, u64(data.matrices.shape[2]) * _ALL
-    before, after = np.zeros(length, data.matrices.dtype), np.zeros(length, data.matrices.dtype)
+    lost, real, height = 0, data.matrices.dtype, data.matrices.shape[2]
+    stride = min(data.steps, STEPS * LANES) + 16  # between rows: no power of two, for the cache
+    before, after = np.zeros(height * stride, real), np.zeros(height * stride, real)
     for row in range(first, last):
         lost += _backward_row(row, data, found, back, counts, emitted, before, after)
     return lost
@@ -400,13 +308,14 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
     symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
     likelihood, begin, along = data.likelihood, data.first[row], data.along
+    stride = u64(len(before)) // height
     beta, later = scratch(height, real), scratch(height, real)
     seen, probs = scratch(height, real), scratch(height, real)
     zero, one, lowest, loss = real.type(0), real.type(1), real.type(low), 0.0
     bounding, weight = back.most > 0.0, real.type(back.weights[row])
     filled, owner = _0, row * counts.shape[1] // lengths.shape[0]
     for k in range(size):
-        beta[k] = back.after[row, k]
+        beta[k] = back.after[row, k] if len(back.after) else 1
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
         at, place = row * steps + t, begin + t * along
         offset = u64(at) * size
@@ -439,12 +348,12 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
         for k in range(size):
             value = seen[k] * beta[k] * inverse
             later[k] = value if here[k] > zero or bounding else zero
-            before[k * _ALL + filled] = found.alpha[offset - size + k]
-            after[k * _ALL + filled] = later[k] * weight
+            before[k * stride + filled] = found.alpha[offset - size + k]
+            after[k * stride + filled] = later[k] * weight
         filled += _1
         if filled == _STEPS * _LANES or t == 1 or several:
             target = counts[t - 1 if several else 0, owner]
-            _add_transitions(target, before, after, height, filled)
+            _add_transitions(target, before, after, height, filled, stride)
             filled = _0
         if several or t == lengths[row] - 1:
             matrix = back.transposed[t - 1 if several else 0, g].ravel()

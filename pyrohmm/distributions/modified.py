@@ -1,0 +1,323 @@
+"""Distributions of numbers: wrapped Cauchy, with a cdf, zero-inflated, censored, truncated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from pyro.distributions.torch_distribution import TorchDistribution
+from scipy import special, stats
+from torch import Tensor
+from torch.distributions import constraints
+from torch.distributions.utils import broadcast_all
+
+MOST_TRIES = 10_000  # rejected samples of a truncated distribution, after which it is hopeless
+
+
+class StudentT(dist.StudentT):
+    """Student's t, with its cumulative probabilities."""
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Cumulative probabilities, without a gradient."""
+        return _by_scipy(special.stdtr, self.df, (value - self.loc) / self.scale)
+
+
+class Beta(dist.Beta):
+    """Beta, with its cumulative probabilities."""
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Cumulative probabilities, without a gradient."""
+        parts = self.concentration1, self.concentration0, value.clamp(0.0, 1.0)
+        return _by_scipy(special.betainc, *parts)
+
+
+def von_mises_cdf(value: Tensor, loc: Tensor, concentration: Tensor) -> Tensor:
+    """Probability that an angle lies between -π and ``value``, both in one turn; no gradient."""
+    value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
+    upto = _by_scipy(stats.vonmises.cdf, value, concentration, loc)
+    return upto - _by_scipy(stats.vonmises.cdf, torch.full_like(upto, -math.pi), concentration, loc)
+
+
+def _by_scipy(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
+    parts = [part.detach().cpu().double().numpy() for part in broadcast_all(*arguments)]
+    return torch.as_tensor(function(*parts)).to(arguments[0])
+
+
+class WrappedCauchy(TorchDistribution):
+    r"""Wrapped Cauchy distribution of angles: heavier tails than von Mises.
+
+    .. math:: p(x) = \frac{1 - \rho^2}{2 \pi (1 + \rho^2 - 2 \rho \cos(x - \mu))}
+
+    Args:
+        loc: Mean direction, in radians.
+        concentration: ρ, the mean resultant length, between 0 and 1.
+        validate_args: Whether arguments and values are checked.
+
+    Example:
+        >>> WrappedCauchy(torch.tensor(0.0), torch.tensor(0.5)).log_prob(torch.tensor(0.0)).exp()
+        tensor(0.4775)
+    """
+
+    arg_constraints = {  # noqa: RUF012  # torch's interface
+        "loc": constraints.real,
+        "concentration": constraints.unit_interval,
+    }
+    support = constraints.real
+
+    def __init__(self, loc: Tensor, concentration: Tensor, validate_args: Any = None) -> None:
+        self.loc, self.concentration = broadcast_all(loc, concentration)
+        super().__init__(self.loc.shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> WrappedCauchy:
+        """Expand to a larger batch."""
+        parts = self.loc.expand(batch_shape), self.concentration.expand(batch_shape)
+        return WrappedCauchy(*parts, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density; (1 - ρ)² + 4 ρ sin² does not cancel."""
+        rho = self.concentration
+        spread = (1 - rho).square() + 4 * rho * torch.sin((value - self.loc) / 2).square()
+        return (-rho).log1p() + rho.log1p() - math.log(2 * math.pi) - spread.log()
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Probability that an angle lies between -π and ``value``, both in one turn."""
+        value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
+        return self._upto(value) - self._upto(torch.full_like(value, -math.pi))
+
+    def _upto(self, value: Tensor) -> Tensor:
+        turns = torch.floor((value - self.loc + math.pi) / (2 * math.pi))
+        within = value - self.loc - 2 * math.pi * turns
+        slope = (1 + self.concentration) / (1 - self.concentration)
+        return turns + torch.atan(slope * torch.tan(within / 2)) / math.pi + 0.5
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Sample angles between -π and π."""
+        shape = self._extended_shape(torch.Size(sample_shape))
+        width = -self.concentration.log()
+        cauchy = torch.tan(math.pi * (torch.rand(shape).to(self.loc) - 0.5))
+        angle = self.loc + width * cauchy
+        return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean direction."""
+        return self.loc
+
+    @property
+    def variance(self) -> Tensor:
+        """The circular variance, 1 - ρ."""
+        return 1 - self.concentration
+
+
+class ZeroInflated(dist.ZeroInflatedDistribution):
+    """A distribution of counts, or of positive numbers, mixed with zeros.
+
+    Counts of zero are of both; a zero among positive numbers has the probability ``gate`` itself.
+
+    Args:
+        base_dist: The distribution.
+        gate: Probability of a further zero.
+        validate_args: Whether arguments and values are checked.
+
+    Example:
+        >>> rain = ZeroInflated(dist.Gamma(torch.tensor(1.0), 1.0), gate=torch.tensor(0.3))
+        >>> rain.log_prob(torch.tensor([0.0, 1.0])).exp()
+        tensor([0.3000, 0.2575])
+    """
+
+    def __init__(self, base_dist: Any, *, gate: Tensor, validate_args: Any = None) -> None:
+        super().__init__(base_dist, gate=gate, validate_args=validate_args)
+
+    @constraints.dependent_property
+    def support(self) -> Any:
+        """That of the base, and zero."""
+        return self.base_dist.support if self._of_counts else constraints.nonnegative
+
+    @property
+    def _of_counts(self) -> bool:
+        return bool(self.base_dist.support.is_discrete)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> ZeroInflated:
+        """Expand to a larger batch."""
+        batch_shape = torch.Size(batch_shape)
+        base, gate = self.base_dist.expand(batch_shape), self.gate.expand(batch_shape)
+        return ZeroInflated(base, gate=gate, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-probability or density."""
+        gate, value = broadcast_all(self.gate, value)
+        zero = value == 0
+        seen = value if self._of_counts else torch.where(zero, 1.0, value)
+        other = (-gate).log1p() + self.base_dist.log_prob(seen)
+        at_zero = torch.logaddexp(gate.log(), other) if self._of_counts else gate.log()
+        return torch.where(zero, at_zero, other)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Cumulative probabilities."""
+        return torch.where(value == 0, self.gate, self.cdf_below(value))
+
+    def cdf_below(self, value: Tensor) -> Tensor:
+        """Probability of less than each value."""
+        inside = torch.where(value > 0, value, 1.0)
+        found = self.gate + (1 - self.gate) * self.base_dist.cdf(inside)
+        return torch.where(value > 0, found, 0.0)
+
+
+class _Between(TorchDistribution):
+    """Base of distributions of numbers with limits; ``base`` is that without them."""
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(
+        self,
+        base: Any,
+        lower: float | None = None,
+        upper: float | None = None,
+        validate_args: Any = None,
+    ) -> None:
+        self.base, self.lower, self.upper = base, lower, upper
+        super().__init__(base.batch_shape, validate_args=validate_args)
+
+    @property
+    def support(self) -> Any:
+        """Numbers between the limits."""
+        if self.base.support.is_discrete:
+            return self.base.support
+        ends = getattr(self.base.support, "lower_bound", -math.inf), math.inf
+        low = ends[0] if self.lower is None else max(self.lower, ends[0])
+        high = getattr(self.base.support, "upper_bound", math.inf)
+        return constraints.interval(low, high if self.upper is None else min(self.upper, high))
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
+        """Expand to a larger batch."""
+        return type(self)(self.base.expand(batch_shape), self.lower, self.upper, False)
+
+    def _log_below(self, limit: float) -> Tensor:
+        """Log-probability of at most ``limit``."""
+        return self._tail(limit, 1.0)
+
+    def _log_above(self, limit: float) -> Tensor:
+        """Log-probability of at least ``limit``: for counts too."""
+        if self.base.support.is_discrete:
+            limit = math.ceil(limit) - 1
+        return self._tail(limit, -1.0)
+
+    def _tail(self, limit: float, sign: float) -> Tensor:
+        base = self.base
+        if isinstance(base, torch.distributions.Normal):
+            return torch.special.log_ndtr(sign * (limit - base.loc) / base.scale)
+        upto = _cdf(base, limit)
+        return (upto if sign > 0 else 1 - upto).clamp(min=torch.finfo(upto.dtype).tiny).log()
+
+
+def _cdf(base: Any, limit: float) -> Tensor:
+    """Probability of at most ``limit``, with a gradient."""
+    if base.support.is_discrete:
+        if limit < 0:
+            return torch.zeros(base.batch_shape).to(base.mean)
+        counts = torch.arange(int(limit) + 1).to(base.mean)
+        counts = counts.reshape(-1, *(1,) * len(base.batch_shape))
+        return base.log_prob(counts).exp().sum(0)
+    found: Tensor = base.cdf(base.mean.new_tensor(limit))
+    return found
+
+
+class Censored(_Between):
+    """A distribution whose observations below ``lower`` or above ``upper`` are those limits.
+
+    As where an instrument has a detection limit, or a count has a ceiling.
+
+    Args:
+        base: The distribution of what is not censored, batched over states.
+        lower: Observations that are smaller are recorded as this number.
+        upper: Observations that are larger are recorded as this number.
+        validate_args: Whether values are checked.
+
+    Example:
+        >>> Censored(dist.Normal(torch.tensor(0.0), 1.0), lower=0.0).log_prob(torch.tensor(0.0))
+        tensor(-0.6931)
+    """
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density between the limits, log-probability at them."""
+        found = self.base.log_prob(value)
+        if self.lower is not None:
+            found = torch.where(value <= self.lower, self._log_below(self.lower), found)
+        if self.upper is not None:
+            found = torch.where(value >= self.upper, self._log_above(self.upper), found)
+        return found
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Probability of at most each value."""
+        found = self.cdf_below(value)
+        if self.lower is not None:
+            found = torch.where(value == self.lower, self.base.cdf(value), found)
+        return found if self.upper is None else found.masked_fill(value >= self.upper, 1.0)
+
+    def cdf_below(self, value: Tensor) -> Tensor:
+        """Probability of less than each value."""
+        found = self.base.cdf(value)
+        return found if self.lower is None else found.masked_fill(value <= self.lower, 0.0)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Sample, and put what is outside at the limits."""
+        return self.base.sample(torch.Size(sample_shape)).clamp(self.lower, self.upper)
+
+
+class Truncated(_Between):
+    """A distribution given that the value is between limits, both included.
+
+    Args:
+        base: The distribution, batched over states.
+        lower: The least value that is there to be observed.
+        upper: The largest one.
+        validate_args: Whether values are checked.
+
+    Example:
+        >>> once = Truncated(dist.Poisson(torch.tensor(1.0)), lower=1)  # counts of at least one
+        >>> once.log_prob(torch.tensor([0.0, 1.0])).exp()
+        tensor([0.0000, 0.5820])
+    """
+
+    @property
+    def _log_mass(self) -> Tensor:
+        low, high = self.lower, self.upper
+        if low is None:
+            return self._log_below(math.inf if high is None else high)
+        if high is None:
+            return self._log_above(low)
+        above = self._log_above(low)
+        beyond = self._log_above(high + 1 if self.base.support.is_discrete else high)
+        return above + (-(beyond - above).exp()).log1p()
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density; -inf outside of the limits."""
+        low = -math.inf if self.lower is None else self.lower
+        high = math.inf if self.upper is None else self.upper
+        found = self.base.log_prob(value) - self._log_mass
+        return torch.where((value >= low) & (value <= high), found, -torch.inf)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """Probability of at most each value."""
+        below = 0.0 if self.lower is None else self.base.cdf(torch.full_like(value, self.lower))
+        return ((self.base.cdf(value) - below) / self._log_mass.exp()).clamp(0.0, 1.0)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Sample by rejection.
+
+        Raises:
+            ValueError: If next to no sample lies between the limits.
+        """
+        found = self.base.sample(torch.Size(sample_shape))
+        for _ in range(MOST_TRIES):
+            outside = found.clamp(self.lower, self.upper) != found
+            if not bool(outside.any()):
+                return found
+            found = torch.where(outside, self.base.sample(torch.Size(sample_shape)), found)
+        raise ValueError(
+            f"next to no sample of {type(self.base).__name__} lies between {self.lower} and "
+            f"{self.upper}."
+        )

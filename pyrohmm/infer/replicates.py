@@ -1,0 +1,377 @@
+"""Intervals that need more fits of one model: the bootstrap, and profiles of the likelihood.
+
+All of them are climbed as one batch of copies of the model, from the fit and in coordinates in
+which the information of the fit is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.distributions import Dirichlet, Gamma
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from .._checks import check_size
+from ..distributions.hmm import HMM
+from .ascent import Peak, climb
+from .objective import LogJoint
+from .uncertainty import Information, names_of, normal_quantile
+
+CELLS = 1 << 22  # copies x sequences x steps x states of one pass
+FAR = 4.0  # standard errors over which a profile is first looked at, on either side
+GRID = 12  # points of a profile on either side
+HOLD = 30.0  # curvature, in units of that of the fit, that holds a parameter near a value
+ROUNDS = 4  # times that a profile is looked at farther away, or nearer
+
+
+class Copies:
+    """B copies of the model of a fit, each of data of its own.
+
+    Args:
+        information: Of the fit.
+        values: ``(B, N, T, *E)``, observations of each; those of the fit by default.
+        labels: ``(B, N, T)``, known states, if the data have some.
+        weights: ``(B, N)``, how often each sequence counts.
+    """
+
+    def __init__(
+        self,
+        information: Information,
+        values: Tensor | None = None,
+        labels: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        self.information, data = information, information.data
+        self.values, self.labels, self.weights = values, labels, weights
+        # coordinates in which the information is the identity
+        self.root = torch.linalg.cholesky(information.matrix)
+        size = len(data) * data.num_steps * information.hmm.num_states
+        self.room = max(1, CELLS // size)
+
+    def at(self, place: Tensor) -> Tensor:
+        """Free coordinates ``(B, P)`` of the places."""
+        return torch.linalg.solve_triangular(self.root, place, upper=False, left=False)
+
+    def peaks(self, count: int, **options: Any) -> Peak:
+        """The maximum of each of ``count`` copies, from the fit."""
+        return climb(self, self.root.new_zeros(count, len(self.root)), **options)
+
+    def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log joint densities ``(B',)`` of the copies ``rows``, and their slopes."""
+        parts = [
+            self._slopes(some, chosen)
+            for some, chosen in zip(place.split(self.room), rows.split(self.room))
+        ]
+        values, slopes = zip(*parts)
+        return torch.cat(values), torch.cat(slopes)
+
+    def _slopes(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            place = place.detach().requires_grad_()
+            score = self.score(self.at(place), rows)
+            (slope,) = torch.autograd.grad(score.sum(), place)
+        return score.detach(), slope
+
+    def score(self, u: Tensor, rows: Tensor) -> Tensor:
+        """Log joint densities ``(B',)`` at free coordinates ``(B', P)``."""
+        return self.run(u, rows)[0]
+
+    def run(self, u: Tensor, rows: Tensor) -> tuple[Tensor, HMM]:
+        """Log joint densities ``(B',)`` at free coordinates, and the HMM ``(B', N)``."""
+        weights = None if self.weights is None else self.weights[rows]
+        data = self.information.data
+        if self.values is not None:
+            data = data.with_total(data.total)
+            data.values = self.values[rows]
+            data.labels = None if self.labels is None else self.labels[rows]
+        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+            with _Densities(self.information.values_at(u), len(rows), weights) as joint:
+                hmm = self.information.model(data)
+        return joint.likelihood + joint.prior, hmm
+
+    def matched(self, u: Tensor) -> Tensor:
+        """Whether each state of each copy is most like that of the fit, ``(B,)``."""
+        data, same = self.information.data, []
+        own = torch.arange(self.information.hmm.num_states)
+        reference = self.information.hmm.posterior(data.values).state_probs
+        known = Copies(self.information)
+        for some in u.split(self.room):
+            with torch.no_grad():
+                hmm = known.run(some, torch.arange(len(some)))[1]
+                states = hmm.expand(torch.Size([len(some), len(data)])).posterior(data.values)
+            same.append((match_states(states.state_probs, reference) == own).all(-1))
+        return torch.cat(same)
+
+
+class _Densities(LogJoint):
+    """Its priors are those of values off the edge: at zero their slopes are not finite."""
+
+    def _pyro_post_sample(self, message: Any) -> None:
+        prior = getattr(message["fn"], "base_dist", message["fn"])
+        if isinstance(prior, Dirichlet | Gamma) and not message["is_observed"]:
+            least = torch.finfo(message["value"].dtype).tiny
+            message = {**message, "value": message["value"].clamp(min=least)}
+        super()._pyro_post_sample(message)
+
+
+@dataclass
+class Bootstrap:
+    """Fits of one model to simulated or resampled data: see :meth:`Fit.bootstrap`.
+
+    Attributes:
+        information: Of the fit.
+        coordinates: ``(B, P)``, free coordinates of the replicates that count.
+        failed: Number of replicates that have not converged; they do not count.
+        switched: Number of those whose states have changed places; they do not count either.
+    """
+
+    information: Information
+    coordinates: Tensor
+    failed: int = 0
+    switched: int = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"Bootstrap({len(self.coordinates)} replicates; {self.failed} have not converged, in "
+            f"{self.switched} states have changed places)"
+        )
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters of the replicates by name, ``(B, ...)``."""
+        parts = zip(self.information.coordinates, self._split(self.coordinates))
+        return {part.name: part.value(own).detach() for part, own in parts}
+
+    def _split(self, u: Tensor) -> tuple[Tensor, ...]:
+        return u.split(self.information.sizes, -1)
+
+    def std_errors(self) -> dict[str, Tensor]:
+        """Standard deviations of the parameters over the replicates; NaN for what is held."""
+        return {name: self._masked(name, value.std(0)) for name, value in self.parameters.items()}
+
+    def _masked(self, name: str, limit: Tensor) -> Tensor:
+        """NaN for the entries that are held at the boundary."""
+        held = self.information.std_errors()[name].isnan()
+        return limit.masked_fill(held, torch.nan)
+
+    def of(self, function: Callable[[HMM], Tensor]) -> Tensor:
+        """A function of the HMM of each replicate, ``(B, ...)``."""
+        with torch.no_grad():
+            return torch.stack([function(self.information.run(u)[1]) for u in self.coordinates])
+
+    def intervals(
+        self, level: float = 0.95, of: Callable[[HMM], Tensor] | None = None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Limits of the parameters by name, or of a function ``of`` the HMM under "of".
+
+        Quantiles over the replicates, corrected for the bias of their median (BC; Efron and
+        Tibshirani, 1993, chapter 14).
+        """
+        if of is not None:
+            centre = self.information.of(of)[0]
+            return {"of": _corrected(self.of(of), centre, level)}
+        centres = {part.name: part.estimate for part in self.information.coordinates}
+        found = {}
+        for name, value in self.parameters.items():
+            low, high = _corrected(value, centres[name], level)
+            found[name] = self._masked(name, low), self._masked(name, high)
+        return found
+
+
+def _corrected(values: Tensor, centre: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    """Quantiles of ``(B, ...)`` values, at probabilities moved by the bias of their median."""
+    z, count = normal_quantile(level), len(values)
+    below = (values < centre).double().mean(0) + (values == centre).double().mean(0) / 2
+    bias = torch.special.ndtri(below.clamp(0.5 / count, 1 - 0.5 / count))
+    ordered = values.double().sort(0).values
+
+    def quantile(shift: float) -> Tensor:
+        rank = torch.special.ndtr(2 * bias + shift) * (count + 1) - 1
+        rank = rank.clamp(0, count - 1)
+        first = rank.floor().long().unsqueeze(0)
+        low, high = (ordered.gather(0, k)[0] for k in (first, (first + 1).clamp(max=count - 1)))
+        return torch.lerp(low, high, rank - rank.floor())
+
+    return quantile(-z), quantile(z)
+
+
+def bootstrap(
+    information: Information, num_samples: int = 200, parametric: bool = True
+) -> Bootstrap:
+    """Fit simulated or resampled data: see :meth:`Fit.bootstrap`."""
+    check_size("num_samples", num_samples)
+    data, hmm = information.data, information.hmm
+    if num_samples < 2:
+        raise ValueError(f"num_samples must be at least 2; got {num_samples}.")
+    if not parametric:
+        if len(data) < 2:
+            raise ValueError(
+                "the bootstrap by sequences resamples whole sequences, and data has one: take "
+                "parametric=True."
+            )
+        drawn = torch.randint(len(data), (num_samples, len(data)))
+        weights = torch.zeros(num_samples, len(data), dtype=torch.double)
+        copies = Copies(
+            information, weights=weights.scatter_add(1, drawn, torch.ones_like(weights))
+        )
+    else:
+        if data.labels is not None and data.labels.dtype == torch.bool:
+            raise ValueError(
+                "sets of possible states cannot be simulated: take parametric=False, which "
+                "resamples the sequences."
+            )
+        values, states = hmm.sample_with_states(torch.Size([num_samples]))
+        values = values.to(data.values.dtype)
+        if values.dtype.is_floating_point:
+            values = values.masked_fill(data.values.isnan(), torch.nan)
+        labels = None if data.labels is None else torch.where(data.labels >= 0, states, -1)
+        copies = Copies(information, values, labels)
+    peak = copies.peaks(num_samples)
+    u = copies.at(peak.place)[peak.converged]
+    if len(u) < 2:
+        raise ValueError(f"none of {num_samples} replicates has converged: the data do not "
+                         "determine the model well enough for a bootstrap.")  # fmt: skip
+    same = copies.matched(u)
+    return Bootstrap(information, u[same], num_samples - len(u), int((~same).sum()))
+
+
+# Profiles -----------------------------------------------------------------------------------------
+
+
+class _Held(Copies):
+    """Copies that are drawn to values ``(B,)`` of one number, on the scale of its interval."""
+
+    def __init__(self, information: Information, label: str) -> None:
+        super().__init__(information)
+        part, place = _entry(information, label)
+        start = sum(information.sizes[: information.coordinates.index(part)])
+        self.own = slice(start, start + len(part.labels))
+        self.part, self.entry = part, place
+        (error,) = information.std_errors()[part.name][place].reshape(1)
+        if error.isnan():
+            raise ValueError(f"{label} is held at the boundary, and has no profile.")
+        low, high = part.interval(information.std_errors()[part.name], 1.0)
+        self.centre = part.scale(part.estimate)[place]
+        self.error = (part.scale(high)[place] - part.scale(low)[place]) / 2
+        self.wanted = torch.zeros(1, dtype=torch.double)
+
+    def number(self, u: Tensor) -> Tensor:
+        """The number ``(B,)``, in standard errors from its estimate."""
+        value = self.part.value(u[:, self.own])[(slice(None), *self.entry)]
+        return (self.part.scale(value) - self.centre) / self.error
+
+    def score(self, u: Tensor, rows: Tensor) -> Tensor:
+        """Log joint densities, less a square that holds the number near its wanted value."""
+        away = self.number(u) - self.wanted[rows]
+        return super().score(u, rows) - HOLD / 2 * away.square()
+
+    def profile(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers near the ``wanted``, and the greatest log joint densities there.
+
+        At the maximum the slope of the log joint is along that of the number: it is the greatest
+        for the number that is reached, whatever the square.
+        """
+        self.wanted = wanted
+        peak = self.peaks(len(wanted), tolerance=1e-9)
+        number = self.number(self.at(peak.place))
+        value = peak.value + HOLD / 2 * (number - wanted).square()
+        return number[peak.converged], value[peak.converged]
+
+
+def _entry(information: Information, label: str) -> tuple[Any, tuple[int, ...]]:
+    """The parameter, and the place in it, that a label such as ``"module.rate[0]"`` names."""
+    for part in information.coordinates:
+        names = names_of(part.name, part.estimate)
+        if label in names:
+            place = torch.tensor(names.index(label))
+            return part, tuple(int(i) for i in torch.unravel_index(place, part.estimate.shape))
+    some = ", ".join(information.labels[:4])
+    raise ValueError(f"of must name an entry of a parameter, such as {some}; got {label!r}.")
+
+
+def profile_interval(information: Information, label: str, level: float) -> tuple[Tensor, Tensor]:
+    r"""Limits of an entry of a parameter by the likelihood ratio.
+
+    All values :math:`\theta_0` with
+    :math:`2 (\ell(\hat\theta) - \max_{\theta = \theta_0} \ell) \le \chi^2_1`, found from points of
+    the profile that are climbed as one batch. A side on which the log joint never falls so far has
+    the boundary as its limit.
+    """
+    z = normal_quantile(level)
+    held = _Held(information, label)
+    top = held(torch.zeros(1, len(held.root)).double(), torch.zeros(1).long())[0]
+    limits = []
+    for sign in (-1.0, 1.0):
+        low, high = 0.0, FAR * z / 2
+        number, root = torch.zeros(1).double(), torch.zeros(1).double()
+        for _ in range(ROUNDS):
+            grid = sign * torch.linspace(low, high, GRID + 1)[1:].double()
+            near, value = held.profile(grid)
+            number = torch.cat([number, sign * near])
+            root = torch.cat([root, (2 * (top - value)).clamp(min=0).sqrt()])
+            order = number.argsort()
+            number, root = number[order], root[order]
+            above = (root >= z).nonzero().flatten()
+            if len(above):
+                low, high = number[above[0] - 1].item(), number[above[0]].item()
+                if high - low < 0.05:
+                    break
+            else:
+                low, high = high, 4 * high
+        if not len(above):
+            limits.append(torch.tensor(sign * torch.inf).double())
+            continue
+        first = above[0] - 1
+        share = (z - root[first]) / (root[first + 1] - root[first])
+        limits.append(sign * torch.lerp(number[first], number[first + 1], share))
+    low, high = (held.part.scale.inv(held.centre + held.error * limit) for limit in limits)
+    return low, high
+
+
+def limits_of(
+    information: Information,
+    level: float,
+    of: Callable[[HMM], Tensor] | str | None,
+    method: str,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Limits by the delta method or from a profile: see :meth:`Fit.intervals`."""
+    if method not in ("delta", "bootstrap", "profile"):
+        raise ValueError(f'method must be "delta", "bootstrap" or "profile"; got {method!r}.')
+    if (method == "profile") != isinstance(of, str):
+        raise ValueError(
+            'a profile is that of one entry, and method="profile" goes with its name, such as '
+            f'of="module.transition[0, 1]"; got method={method!r} and of={of!r}.'
+        )
+    if isinstance(of, str):
+        return {of: profile_interval(information, of, level)}
+    return information.intervals(level, of)
+
+
+def match_states(states: Tensor, reference: Tensor) -> Tensor:
+    """Match the states of R models to those of a reference, by the Hungarian algorithm.
+
+    The matching maximises the overlap of the posteriors of matched states: the sum over steps of
+    the products of their probabilities.
+
+    Args:
+        states: ``(R, N, T, K)``, posteriors of R models.
+        reference: ``(N, T, K)``, the posterior they are compared with.
+
+    Returns:
+        ``(R, K)`` integers: the state of the reference for each state.
+
+    Example:
+        >>> reference = torch.tensor([[[0.9, 0.1], [0.2, 0.8]]])
+        >>> match_states(torch.stack([reference, reference.flip(-1)]), reference)
+        tensor([[0, 1],
+                [1, 0]])
+    """
+    overlap = torch.einsum("rntk,ntj->rkj", states, reference).cpu().numpy()
+    matches = [linear_sum_assignment(weights, maximize=True)[1] for weights in overlap]
+    return torch.stack([torch.as_tensor(match) for match in matches])

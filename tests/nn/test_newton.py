@@ -1,0 +1,237 @@
+"""Families fitted by Newton's method: against SciPy's fits, sums and cumulative probabilities."""
+
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from scipy import integrate, optimize, stats
+
+import pyrohmm
+from pyrohmm import Sequences, TabularHMM, fit_em
+from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
+from pyrohmm.distributions.modified import Beta, StudentT, von_mises_cdf
+from pyrohmm.nn.waits_and_angles import Angle
+from pyrohmm.ops.newton import maximized, of_function
+
+GENERATOR = np.random.default_rng(0)
+FLAT = dist.Uniform(-1e30, 1e30)
+WIDE = dist.Uniform(0.0, 1e30)
+UNIT = dist.Uniform(0.0, 1.0)
+
+
+def fitted(family, values):
+    """Estimates of one state by name, and the log-likelihood."""
+    data = Sequences.from_list([torch.as_tensor(values)])
+    fit = fit_em(TabularHMM(1, family).double(), data, tolerance=1e-12)
+    hmm = fit.hmm(data)
+    return fit.parameters, hmm.log_prob(data.values).sum().item()
+
+
+CASES = {
+    "log-normal": (
+        pyrohmm.log_normal(loc=FLAT, scale=WIDE),
+        GENERATOR.lognormal(1.0, 0.5, 200),
+        lambda p, x: stats.lognorm.logpdf(x, math.exp(p[1]), scale=math.exp(p[0])),
+        [0.0, 0.0],
+    ),
+    "weibull": (
+        pyrohmm.weibull(scale=WIDE, concentration=WIDE),
+        3 * GENERATOR.weibull(1.7, 200),
+        lambda p, x: stats.weibull_min.logpdf(x, math.exp(p[0]), scale=math.exp(p[1])),
+        [0.0, 0.0],
+    ),
+    "beta": (
+        pyrohmm.beta(concentration1=WIDE, concentration0=WIDE),
+        GENERATOR.beta(2.0, 5.0, 200),
+        lambda p, x: stats.beta.logpdf(x, math.exp(p[0]), math.exp(p[1])),
+        [0.0, 0.0],
+    ),
+    "student t": (
+        pyrohmm.student_t(df=WIDE, loc=FLAT, scale=WIDE),
+        100 + 2 * GENERATOR.standard_t(3.0, 400),
+        lambda p, x: stats.t.logpdf(x, math.exp(p[0]), p[1], math.exp(p[2])),
+        [1.0, 100.0, 0.0],
+    ),
+    "negative binomial": (
+        pyrohmm.negative_binomial(total_count=WIDE, probs=UNIT),
+        GENERATOR.negative_binomial(3, 0.2, 300).astype(float),
+        lambda p, x: stats.nbinom.logpmf(x, math.exp(p[0]), 1 / (1 + math.exp(-p[1]))),
+        [0.0, 0.0],
+    ),
+    "wrapped Cauchy": (
+        pyrohmm.wrapped_cauchy(loc=FLAT, concentration=UNIT),
+        stats.wrapcauchy.rvs(0.6, size=300, random_state=1) - 1.0,
+        lambda p, x: stats.wrapcauchy.logpdf(
+            np.mod(x - p[1], 2 * np.pi), 1 / (1 + math.exp(-p[0]))
+        ),
+        [0.0, -1.0],
+    ),
+    "censored": (
+        pyrohmm.censored(pyrohmm.weibull(scale=WIDE, concentration=WIDE), upper=4.0),
+        np.minimum(3 * GENERATOR.weibull(1.7, 200), 4.0),
+        lambda p, x: np.where(
+            x < 4.0,
+            stats.weibull_min.logpdf(x, math.exp(p[0]), scale=math.exp(p[1])),
+            stats.weibull_min.logsf(4.0, math.exp(p[0]), scale=math.exp(p[1])),
+        ),
+        [0.0, 0.0],
+    ),
+    "truncated": (
+        pyrohmm.truncated(
+            pyrohmm.negative_binomial(total_count=WIDE, probs=UNIT), lower=1, upper=30
+        ),
+        np.clip(GENERATOR.negative_binomial(3, 0.2, 300), 1, 30).astype(float),
+        lambda p, x: (
+            stats.nbinom.logpmf(x, math.exp(p[0]), 1 / (1 + math.exp(-p[1])))
+            - math.log(
+                stats.nbinom.cdf(30, math.exp(p[0]), 1 / (1 + math.exp(-p[1])))
+                - stats.nbinom.cdf(0, math.exp(p[0]), 1 / (1 + math.exp(-p[1])))
+            )
+        ),
+        [1.0, -1.0],
+    ),
+    "zero-inflated": (
+        pyrohmm.zero_inflated(pyrohmm.negative_binomial(total_count=WIDE, probs=UNIT), gate=UNIT),
+        GENERATOR.negative_binomial(3, 0.2, 300) * (GENERATOR.random(300) < 0.7) * 1.0,
+        lambda p, x: np.log(
+            (x == 0) / (1 + math.exp(-p[2]))
+            + stats.nbinom.pmf(x, math.exp(p[0]), 1 / (1 + math.exp(-p[1]))) / (1 + math.exp(p[2]))
+        ),
+        [1.0, -1.0, -1.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_maximum_is_that_of_scipy(name):
+    family, values, log_density, start = CASES[name]
+    _, ours = fitted(family, values)
+    found = optimize.minimize(
+        lambda p: -log_density(p, values).sum(), start, method="Nelder-Mead",
+        options={"xatol": 1e-8, "fatol": 1e-10, "maxiter": 4000},
+    )  # fmt: skip
+    assert ours == pytest.approx(-found.fun, abs=1e-6)
+
+
+def test_two_states_with_missing_components_climb_at_each_step():
+    pyro.set_rng_seed(0)
+    high = (torch.arange(60) // 10 % 2 == 1).unsqueeze(-1)
+    values = torch.where(high, dist.Weibull(9.0, 3.0).sample((60, 2)),
+                         dist.Weibull(1.0, 1.0).sample((60, 2)))  # fmt: skip
+    values[3, 1] = values[20] = torch.nan
+    data = Sequences.from_list([values.double()])
+    for family in (pyrohmm.weibull(2), pyrohmm.censored(pyrohmm.weibull(2), upper=20.0)):
+        fit = fit_em(TabularHMM(2, family).double(), data, restarts=3, tolerance=1e-10)
+        assert bool((fit.losses.diff() <= 1e-9).all())
+        assert fit.hmm(data).viterbi(data.values).shape == (1, 60)
+    values[3, 1] = 1.0
+    data = Sequences.from_list([values.double()])
+    fit = fit_em(TabularHMM(2, family).double(), data, tolerance=1e-10)
+    assert fit.information(data).decrement < 1e-6
+
+
+def test_points_and_frozen_parameters_stay_what_they_are():
+    waits = Sequences.from_list([torch.tensor([0.1, 0.4, 1.1, 2.0]).double()])
+    module = TabularHMM(1, pyrohmm.weibull()).double()
+    pyrohmm.freeze(module, "emission.concentration", torch.ones(1).double())
+    fit = fit_em(module, waits, tolerance=1e-12)  # exponential: the mean, with its prior
+    scale = fit.parameters["module.emission.scale"]
+    assert scale.item() == pytest.approx(0.9, rel=0.3)
+    hmm = fit.hmm(waits)
+    again = fit_em(hmm, waits, tolerance=1e-12)  # maximum likelihood from a fitted HMM
+    assert again.losses[-1] <= -hmm.log_prob(waits.values).sum()
+
+
+@pytest.mark.parametrize(
+    "emission",
+    [
+        ZeroInflated(dist.Poisson(torch.tensor(2.0)), gate=torch.tensor(0.3)),
+        Truncated(dist.Poisson(torch.tensor(2.0)), lower=1, upper=5),
+        Censored(dist.Poisson(torch.tensor(2.0)), lower=1, upper=3),
+    ],
+)
+def test_probabilities_of_counts_sum_to_one_and_samples_have_them(emission):
+    low, high = getattr(emission, "lower", None), getattr(emission, "upper", None)
+    counts = torch.arange(low or 0, (high or 40) + 1).float()
+    probs = emission.log_prob(counts).exp()
+    assert probs.sum().item() == pytest.approx(1.0, abs=1e-5)
+    pyro.set_rng_seed(0)
+    samples = emission.sample((20_000,))
+    shares = (samples.unsqueeze(-1) == counts).double().mean(0)
+    assert (shares - probs).abs().max() < 0.02
+
+
+@pytest.mark.parametrize(
+    ("emission", "ends"),
+    [
+        (Truncated(dist.Normal(torch.tensor(1.0), 2.0), lower=0.0), (0.0, 30.0)),
+        (Truncated(dist.Weibull(torch.tensor(1.0), 2.0), upper=1.5), (0.0, 1.5)),
+        (WrappedCauchy(torch.tensor(2.5), torch.tensor(0.6)), (-math.pi, math.pi)),
+        (StudentT(torch.tensor(3.0), 1.0, 2.0), (-400.0, 400.0)),
+        (Beta(torch.tensor(2.0), torch.tensor(3.0)), (0.0, 1.0)),
+        (Angle(torch.tensor(2.5), torch.tensor(3.0)), (-math.pi, math.pi)),
+    ],
+)
+def test_cumulative_probabilities_are_integrals_of_the_density(emission, ends):
+    pyro.set_rng_seed(0)
+    points = emission.sample((5,)).double()
+    for point in points:
+        wanted, _ = integrate.quad(
+            lambda x: emission.log_prob(torch.tensor(x)).exp().item(), ends[0], point.item(),
+            limit=200,
+        )  # fmt: skip
+        assert emission.cdf(point).item() == pytest.approx(wanted, abs=2e-3)
+    assert emission.cdf(emission.sample((4000,))).mean().item() == pytest.approx(0.5, abs=0.03)
+
+
+def test_limits_have_their_probabilities():
+    emission = Censored(dist.Normal(torch.tensor([0.0, 1.0]), 1.0), lower=0.0, upper=2.0)
+    between, _ = integrate.quad(stats.norm.pdf, 0.0, 2.0)
+    ends = emission.log_prob(torch.tensor([[0.0], [2.0]])).exp().sum(0)
+    assert 1 - ends[0].item() == pytest.approx(between, abs=1e-6)
+    assert emission.cdf_below(torch.tensor(0.0))[0] == 0
+    assert emission.cdf(torch.tensor(2.0))[0] == 1
+    assert emission.cdf(torch.tensor(0.0))[0].item() == pytest.approx(0.5)
+
+
+def test_residuals_of_zeros_among_positive_numbers_are_an_interval():
+    data = Sequences.from_list([[0.0, 1.0, 0.0, 2.0, 3.0]])
+    fit = fit_em(TabularHMM(1, pyrohmm.zero_inflated(pyrohmm.log_normal())), data)
+    found = pyrohmm.queries.pseudo_residuals(fit.hmm(data), data.values)
+    assert found.lower[0, 0] == 0
+    assert found.upper[0, 0].item() == pytest.approx(0.4, abs=1e-3)
+    assert found.lower[0, 1] == found.upper[0, 1] > 0.4
+
+
+def test_newton_climbs_where_a_function_is_not_concave():
+    def value(x):
+        return (-(x.square() - 1).square()).sum(-1) - 0.1 * x.sum(-1)
+
+    ends = maximized(value, of_function(value), torch.tensor([[0.1], [-0.1], [2.0]]))
+    slopes = torch.autograd.grad(value(ends.requires_grad_()).sum(), ends)[0]
+    assert slopes.abs().max() < 1e-5
+    held = maximized(value, of_function(value), torch.zeros(1, 2), torch.tensor([False, True]))
+    assert held[0, 0] == 0
+    assert held[0, 1] != 0
+
+
+def test_mistakes_are_named():
+    with pytest.raises(TypeError, match="scale must be a prior"):
+        TabularHMM(2, pyrohmm.weibull(scale=1.0))
+    with pytest.raises(TypeError, match="GammaEmission have none"):
+        TabularHMM(2, pyrohmm.censored(pyrohmm.gamma(), upper=3.0))
+    with pytest.raises(TypeError, match="independent components"):
+        TabularHMM(2, pyrohmm.zero_inflated(pyrohmm.normal_full(2)))
+    with pytest.raises(ValueError, match="lower must be less than upper"):
+        pyrohmm.truncated(pyrohmm.poisson(), lower=3, upper=3)
+    data = Sequences.from_list([[1.0, 2.0], [3.0, 1.0]])
+    with pytest.raises(ValueError, match="batch_size needs a module"):
+        fit_em(TabularHMM(2, pyrohmm.weibull()), data, batch_size=1)
+
+
+def test_von_mises_probabilities():
+    found = von_mises_cdf(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(2.0))
+    assert found.item() == pytest.approx(0.5)

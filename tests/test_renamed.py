@@ -1,0 +1,72 @@
+"""Old names work on, with a warning that names the new ones."""
+
+import pytest
+import torch
+from matplotlib import pyplot
+
+from pyrohmm import (
+    GradientStep,
+    MarginalModel,
+    PosteriorDraws,
+    TabularHMM,
+    categorical,
+    datasets,
+    fit_em,
+    fit_map,
+    normal_mixture,
+    plots,
+)
+
+DATA = datasets.casino(num_sequences=2, num_steps=6).without_labels()
+FIT = fit_em(TabularHMM(2, categorical(6)), DATA, num_iterations=2)
+MODEL = MarginalModel(TabularHMM(2, categorical(6)))
+
+
+def old(name, new):
+    return pytest.warns(DeprecationWarning, match=f"{name} is now called {new}")
+
+
+def test_arguments():
+    with old("num_steps", "num_iterations"):
+        assert (
+            len(fit_em(TabularHMM(2, categorical(6)), DATA, num_steps=3, tolerance=None).losses)
+            == 4
+        )
+    with old("num_steps", "num_iterations"):
+        assert GradientStep(num_steps=3).num_iterations == 3
+    with old("init", "start"):
+        fit = fit_map(MODEL, DATA, num_iterations=1, init=lambda site: FIT.start[site["name"]])
+    assert fit.losses[0] == pytest.approx(FIT.losses[-1].item(), abs=1e-3)
+    with pytest.raises(TypeError, match="num_steps is the old name of num_iterations"):
+        fit_em(TabularHMM(2, categorical(6)), DATA, num_steps=3, num_iterations=3)
+
+
+def test_attributes():
+    draws, hmm = PosteriorDraws.of(FIT), FIT.hmm(DATA)
+    for found in (FIT, draws):
+        with old("values", "parameters"):
+            assert found.values is found.parameters
+    counts, posterior = hmm.expected_counts(DATA.values), hmm.posterior(DATA.values)
+    for found in (posterior, counts, hmm.forecast(DATA.values, 2)):
+        with old("states", "state_probs"):
+            assert torch.equal(found.states, found.state_probs)
+
+
+def test_places():
+    hmm = FIT.hmm(DATA)
+    with old("an argument of durations by place", "num_steps, states, lengths, by name"):
+        axes = plots.durations(hmm, 7, hmm.viterbi(DATA.values), DATA.lengths)
+    assert len(axes.lines[0].get_xdata()) == 7
+    with old("an argument of emission by place", "symbols, names, by name"):
+        plots.emission(hmm, list("123456"), ["fair", "loaded"])
+    pyplot.close("all")
+    with pytest.raises(TypeError, match=r"normal_mixture\(\): missing .*'num_components'"):
+        normal_mixture(3, 2)
+
+
+def test_map_starts_where_a_fit_ended():
+    for start in (FIT, FIT.start):
+        fit = fit_map(MODEL, DATA, num_iterations=1, start=start)
+        assert fit.losses[0] == pytest.approx(FIT.losses[-1].item(), abs=1e-3)
+    with pytest.raises(TypeError, match="start must be a function"):
+        fit_map(MODEL, DATA, start=3)
