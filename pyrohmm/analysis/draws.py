@@ -47,7 +47,7 @@ from .draw_layout import (
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
-@dataclass
+@dataclass(repr=False)
 class PosteriorDraws:
     """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
 
@@ -85,6 +85,13 @@ class PosteriorDraws:
     @renamed.attribute("parameters")
     def values(self) -> Any:
         """Old name of ``parameters``."""
+
+    def __repr__(self) -> str:
+        chains, draws = self.shape
+        return f"PosteriorDraws({chains} chains of {draws} samples of {', '.join(self.parameters)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.summary()}"
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}
