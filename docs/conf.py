@@ -69,6 +69,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|pyro|numpy|scipy|arviz|matplotlib|xarray|hmmlearn|typing|collections)\b.*"),
     ("py:data", r"[A-Z_]+"),
+    ("py:obj", r"pyrohmm\..*\.Value"),  # a type variable
     ("py:class", r"pyrohmm\..*\._\w+"),
     ("py:class", r"(?!pyrohmm\.).*"),  # words before the colon of a docstring's "Returns"
 ]

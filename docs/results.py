@@ -107,9 +107,24 @@ def compared(quantity: str, label: str, ours: list[str], peers: list[str]) -> st
 
 
 def gradient_table() -> str:
-    """Evidence and its gradient."""
-    ours = ["pyrohmm", "pyrohmm, one thread", "pyrohmm, no Numba"]
-    return compared("evidence and gradient", "N, T, K, V", ours, PEERS)
+    """Evidence and its gradient, a row for each method: eight columns are too wide for a page."""
+    quantity, ours = (
+        "evidence and gradient",
+        ["pyrohmm", "pyrohmm, one thread", "pyrohmm, no Numba"],
+    )
+    measured = {
+        (", ".join(map(str, row[SHAPE])), row["method"]): row
+        for row in rows("throughput", quantity=quantity)
+    }
+    body = []
+    for method in (*ours, *PEERS):
+        found = [measured.get((shape, method)) for shape in shapes(quantity)]
+        if method in ours:
+            line = [plain(row["milliseconds"]) if row else DASH for row in found]
+        else:
+            line = [f"{row['times_slower_than_pyrohmm'][0]:.1f}×" if row else DASH for row in found]
+        body.append([f"{method}, ms" if method in ours else method, *line])
+    return table(["N, T, K, V", *shapes(quantity)], body)
 
 
 def small_table() -> str:

@@ -84,7 +84,7 @@ def test_an_unknown_argument_is_told_what_it_may_be(wrong, meant):
 
 
 def test_pairs_refuse_sizes_of_minibatches():
-    with pytest.raises(ValueError, match="batch_size is of sequences.*pairs_per_step"):
+    with pytest.raises(ValueError, match=r"batch_size is of sequences.*pairs_per_step"):
         fit_cooccurrence(TabularHMM(2, categorical(6)), DATA, batch_size=2)
 
 

@@ -280,8 +280,9 @@ class ChainDistribution(TorchDistribution):
         if values.shape[len(outer) :] != self.event_shape:
             raise ValueError(
                 f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "
-                f"{tuple(values.shape)}. Give values and lengths of the same data, and build the "
-                "emission for it, as normal(D) for vectors of D; or call values.unsqueeze(-1)."
+                f"{tuple(values.shape)}. An HMM is of the lengths of its data: for others take "
+                "fit.hmm(data) or hmm.with_lengths(lengths). Build the emission for the data, as "
+                "normal(D) for vectors of D, normal(0) for numbers."
             )
         symbols = is_categorical(emission)
         if symbols:

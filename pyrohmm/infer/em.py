@@ -208,7 +208,12 @@ def _check(module: Any, log_prior: Any, transition_step: Any, **sizes: Any) -> N
         if size is not None:
             check_size(name, size)
     if not isinstance(module, HMMModule):
-        raise TypeError(f"module must be an HMMModule or an HMM; got {type(module).__name__}.")
+        cure = (
+            " Pass its .module." if isinstance(getattr(module, "module", None), HMMModule) else ""
+        )
+        raise TypeError(
+            f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
+        )
     if log_prior is not None and not callable(log_prior):
         raise TypeError(f"log_prior must be callable; got {type(log_prior).__name__}.")
     fits = isinstance(module, TransitionCounts) and isinstance(log_prior, TransitionPrior)

@@ -30,7 +30,8 @@ MINIBATCHES = ("batch_size", "batch_tokens", "windows")
 ALIASES = {  # of other packages
     "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
     "tol": "tolerance", "steps": "num_iterations", "n_restarts": "restarts",
-    "n_init": "restarts", "n_samples": "num_samples", "n_chains": "num_chains", "init": "start", "verbose": "progress",
+    "n_init": "restarts", "n_samples": "num_samples", "n_chains": "num_chains", "init": "start",
+    "verbose": "progress",
 }  # fmt: skip
 
 

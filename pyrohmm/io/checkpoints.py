@@ -36,7 +36,7 @@ class Checkpoint:
 
     Args:
         path: A file; its directory must exist.
-        identity: What the fit is: see :mod:`.identity`. A file of another fit is refused.
+        identity: Description of the fit; a file of another fit is refused.
         generators: Sources of randomness besides torch's global ones.
         writes: Whether to write: one of several processes does.
 

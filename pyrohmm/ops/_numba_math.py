@@ -35,8 +35,7 @@ class _Announcement(event.Listener):
 
     def on_start(self, event: Any) -> None:
         logging.getLogger("pyrohmm").warning(
-            "Compiling loops for this machine, once after an installation: about half a minute for "
-            "a first fit, and again for the first best path, or the first chain of another kind."
+            "Compiling loops, once after an installation: about half a minute at the first fit."
         )
         _unregister()
 
