@@ -91,7 +91,8 @@ class PosteriorDraws:
         return f"PosteriorDraws({chains} chains of {draws} samples of {', '.join(self.parameters)})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self.summary()}"
+        few = self.shape[1] < 4  # of which agreement says nothing
+        return repr(self) if few else f"{self!r}\n{self.summary()}"
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}
