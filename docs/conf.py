@@ -67,7 +67,10 @@ python_maximum_signature_line_length = 88
 
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|pyro|numpy|scipy|arviz|matplotlib|xarray|hmmlearn|typing|collections)\b.*"),
+    (
+        "py:.*",
+        r"(torch|pyro|numpy|scipy|arviz|matplotlib|xarray|hmmlearn|typing|collections|re)\b.*",
+    ),
     ("py:data", r"[A-Z_]+"),
     ("py:obj", r"pyrohmm\..*\.Value"),  # a type variable
     ("py:class", r"pyrohmm\..*\._\w+"),

@@ -1043,7 +1043,7 @@ def language_numbers() -> dict[str, str]:
     epochs = [row["epochs"] for row in alone]
     level = one("language_models", panel="best", name="one level, factored")
     small = one("language_models", panel="best", states=8192)
-    behind = [100 * (level["valid_perplexity"] / paper - 1) for paper in level["paper_valid"]]
+    below = [100 * (1 - level["valid_perplexity"] / paper) for paper in level["paper_valid"]]
     spread = [
         line["valid"]["range"][1] / line["valid"]["range"][0] - 1
         for line in result("language_models")["summary"]
@@ -1062,10 +1062,9 @@ def language_numbers() -> dict[str, str]:
         "hours_32768": bounds(hours, 1),
         "hours_wiki": f"{max(row['minutes'] for row in alone) / 60:.1f}",
         "epochs": f"{min(epochs)} to {max(epochs)}",
-        "epochs_8192": str(small["epochs"]),
         "level_epochs": str(level["epochs"]),
         "level_hours": f"{level['minutes'] / 60:.1f}",
-        "level_behind": bounds(behind, 0),
+        "level_below": bounds(below, 0),
         "no_dropout": held_out("large", "no dropout"),
         "dropout": held_out("large", "base"),
         "dropout_small": held_out("small", "dropout 0.5"),

@@ -9,8 +9,7 @@ Its modules; each imports only those above it:
 ``metrics``         perplexity, information criteria, accuracy, diversity
 ``prediction``      one step ahead, continuation, imputation; factors of a chain
 ``dwell_times``     how long a chain stays in a state; visits of a path
-``residuals``       pseudo-residuals
-``queries``         best paths, entropy of paths; the posterior queries under one name
+``queries``         best paths, entropy, pseudo-residuals; the posterior queries under one name
 ``streaming``       ``Filter``: online filtering
 ``draw_layout``     samples of a fit or a sampler, and how they lie in tensors
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs

@@ -20,7 +20,7 @@ from ..infer.results import Fit
 from . import metrics, plots
 from .draws import PosteriorDraws
 from .plot_axes import axes_or_new
-from .residuals import pseudo_residuals
+from .queries import pseudo_residuals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -162,7 +162,7 @@ class Chain:
 
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
-        return self.ops.filtered(*self.tables, log_likelihood, lengths, **self.censored)
+        return self.ops.filtered(*self.tables, log_likelihood, lengths)
 
     def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""

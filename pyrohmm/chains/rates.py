@@ -1,7 +1,12 @@
-"""``RateChain``: a Markov chain in continuous time, observed at irregular times."""
+"""``RateChain``: a Markov chain in continuous time, observed at irregular times.
+
+A matrix of rates ``(K, K)`` has at row i, column j the rate of transitions from i to j; a diagonal
+entry is minus the sum of the others in its row.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
@@ -12,12 +17,16 @@ from .._checks import check_booleans, check_log_simplex, check_real, check_shape
 from .._transforms import refuse_transforms, transforming
 from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
-from ..ops.continuous_time import log_transitions
 from ..ops.log_space import log
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
 from .base import Chain, Core, ExpectedCounts
 from .markov import MarkovRecursions
+
+DEGREE = 20  # of the series; its remainder is below rounding where the argument is at most one
+PART = 4  # terms between powers
+CACHED = 1 << 17  # numbers of matrices that are computed at once, and stay in the cache
+HALVED = 1100  # times at most: beyond it no number of float64 is left
 
 
 class Gaps(NamedTuple):
@@ -95,7 +104,7 @@ class RateChain(MarkovRecursions):
     @property
     def possible(self) -> Tensor:
         """``(*b, K, K)`` booleans, which transitions have a positive rate."""
-        return (self.rates > 0) & ~_diagonal(self.rates)
+        return (self.rates > 0) & ~diagonal(self.rates)
 
     @property
     def batches(self) -> dict[str, torch.Size]:
@@ -125,7 +134,7 @@ class RateChain(MarkovRecursions):
         if transforming():
             return
         rates = self.rates.detach()
-        others = rates.masked_fill(_diagonal(rates), 0.0)
+        others = rates.masked_fill(diagonal(rates), 0.0)
         leave = others.sum(-1)
         wrong = (rates.sum(-1).abs() > 1e-4 * leave).any()
         if bool(wrong) or not bool((others >= 0).all()) or not bool(leave.isfinite().all()):
@@ -156,11 +165,9 @@ class RateChain(MarkovRecursions):
 
     def factors(self) -> dict[str, Tensor]:
         """Factors of the expected counts: log rates, and on the diagonal minus the exit rates."""
-        diagonal = _diagonal(self.rates)
-        logs = log(self.rates.masked_fill(diagonal, 1.0))
-        return {
-            "log_initial": self.log_initial, "rates": torch.where(diagonal, self.rates, logs),
-        }  # fmt: skip
+        stays = diagonal(self.rates)
+        logs = log(self.rates.masked_fill(stays, 1.0))
+        return {"log_initial": self.log_initial, "rates": torch.where(stays, self.rates, logs)}
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         r"""Expected counts: sufficient statistics of a chain in continuous time.
@@ -175,7 +182,7 @@ class RateChain(MarkovRecursions):
             # tensors made in inference mode cannot be kept for a gradient
             gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))
             logs = self.factors()["rates"].detach().clone().requires_grad_()
-            rates = torch.where(_diagonal(logs), logs, logs.exp())
+            rates = torch.where(diagonal(logs), logs, logs.exp())
             seen = self.options["observed"]
             seen = None if seen is None else seen.clone()
             matrices = transitions_between(rates, gaps, self.exact_entry, seen)
@@ -218,7 +225,8 @@ class RateChain(MarkovRecursions):
             )
 
 
-def _diagonal(matrix: Tensor) -> Tensor:
+def diagonal(matrix: Tensor) -> Tensor:
+    """``(K, K)`` booleans, True on the diagonal of matrices ``(*b, K, K)``."""
     return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
 
 
@@ -243,8 +251,79 @@ def transitions_between(
     matrices = over_gaps(rates, gaps)
     if exact_entry is None:
         return matrices
-    others = rates.masked_fill(_diagonal(rates), 0.0).double().unsqueeze(-3)
+    others = rates.masked_fill(diagonal(rates), 0.0).double().unsqueeze(-3)
     enter = log(matrices.double().exp() @ others).to(matrices)
     if observed is not None:
         enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)
-    return torch.where(exact_entry & ~_diagonal(rates), enter, matrices)
+    return torch.where(exact_entry & ~diagonal(rates), enter, matrices)
+
+
+def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
+    r"""Log-probabilities of the state after each gap, :math:`\log e^{Q \Delta}`.
+
+    By uniformisation: :math:`e^{-\lambda \Delta} e^{(Q + \lambda I) \Delta}`, with :math:`\lambda`
+    the largest rate of leaving a state, has a series without negative terms, so that
+    probabilities however small keep their digits. The gap is halved until :math:`\lambda \Delta`
+    plus the K - 1 transitions to the farthest state are at most one for each part, and the result
+    squared as often. It is computed in float64; rows sum to one, and what no chain of transitions
+    reaches has probability zero.
+
+    The derivative is that of the exponential by all entries of Q, each of them on its own: by the
+    diagonal too.
+
+    Args:
+        rates: ``(*b, K, K)``.
+        gaps: ``(*g)``, lengths of time, not negative; they broadcast with ``(*b)``.
+
+    Returns:
+        ``(*B, K, K)``, of the dtype of ``rates``; row = from, column = to.
+
+    Example:
+        >>> decay = torch.tensor([[-0.1, 0.1], [0.0, 0.0]])
+        >>> log_transitions(decay, torch.tensor([1.0, 10.0])).exp()
+        tensor([[[0.9048, 0.0952],
+                 [0.0000, 1.0000]],
+        <BLANKLINE>
+                [[0.3679, 0.6321],
+                 [0.0000, 1.0000]]])
+    """
+    wide, gaps = rates.double(), gaps.to(rates.device).double()
+    many = max(1, CACHED // rates.size(-1) ** 2)
+    if gaps.dim() != 1 or len(gaps) <= many or (rates.dim() > 2 and rates.size(-3) > 1):
+        return _log_transitions(wide, gaps).to(rates.dtype)
+    return torch.cat([_log_transitions(wide, part) for part in gaps.split(many)], -3).to(
+        rates.dtype
+    )
+
+
+def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
+    """Log transition matrices of all gaps at once, in float64."""
+    size = wide.size(-1)
+    fastest = -wide.detach().diagonal(dim1=-2, dim2=-1).amin(-1)
+    # paths of more terms than the series has are then made of parts which have few of them each
+    halvings = (fastest * gaps + size - 1).log2().ceil().clamp(0, HALVED).nan_to_num(0.0)
+    step = gaps * 0.5**halvings
+    scale = fastest[..., None, None] * torch.eye(size).to(wide)
+    probs = _exponential((wide + scale) * step[..., None, None])
+    probs = _normalised(probs)
+    for done in range(int(halvings.max()) if halvings.numel() else 0):
+        again = (done < halvings)[..., None, None]
+        probs = torch.where(again, _normalised(probs @ probs), probs)
+    return log(probs)
+
+
+def _exponential(matrix: Tensor) -> Tensor:
+    """The series of the exponential, in powers of the fourth power (Paterson and Stockmeyer)."""
+    powers = [torch.eye(matrix.size(-1)).to(matrix), matrix]
+    while len(powers) <= PART:
+        powers.append(powers[-1] @ matrix)
+    total = powers[0] / math.factorial(DEGREE)
+    for first in range(DEGREE - PART, -1, -PART):
+        part = sum(powers[j] / math.factorial(first + j) for j in range(PART))
+        total = part + powers[PART] @ total
+    return total
+
+
+def _normalised(probs: Tensor) -> Tensor:
+    """Rows that sum to one: a constant factor, and what rounding has left of it."""
+    return probs / probs.detach().sum(-1, keepdim=True)

@@ -82,6 +82,11 @@ class SemiMarkovChain(Chain):
                 "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."
             )
 
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Filtered states, whether or not a segment must end with the data."""
+        parts = *self.tables, log_likelihood, lengths
+        return semi_markov.filtered(*parts, self.censored_start)
+
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths, whose segments are their runs."""
         duration = self.log_duration

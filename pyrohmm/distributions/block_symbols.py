@@ -14,7 +14,7 @@ from torch.distributions import constraints
 from .._checks import check_floats, check_integers, check_range, check_shape
 from .._precision import at_least_single
 from ..ops import masks
-from ..ops.blocks.emission import log_product
+from ..ops.blocks.inner_products import log_product
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
 from ..ops.tensor_cache import cached, lazy

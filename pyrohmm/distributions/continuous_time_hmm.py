@@ -11,15 +11,10 @@ from .._checks import (
     check_real,
 )
 from .._transforms import transforming, uncompiled
-from ..chains.rates import Gaps, RateChain, over_gaps
-from ..ops.continuous_time import log_transitions
+from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
 from .forecast import Forecast
 from .hmm import HMM
-
-
-def _diagonal(matrix: Tensor) -> Tensor:
-    return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
 
 
 class ContinuousTimeHMM(HMM):
@@ -144,7 +139,7 @@ class ContinuousTimeHMM(HMM):
     def next_state_probs(self) -> Tensor:
         """Probabilities ``(*B, K, K)`` of the next state; rows of states never left are zero."""
         leave = -self.rates.diagonal(dim1=-2, dim2=-1).masked_fill(self._absorbing, -1.0)
-        return (self.rates / leave.unsqueeze(-1)).masked_fill(_diagonal(self.rates), 0.0)
+        return (self.rates / leave.unsqueeze(-1)).masked_fill(diagonal(self.rates), 0.0)
 
     @property
     def _absorbing(self) -> Tensor:

@@ -307,9 +307,9 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     falls, ends = history[:, -2] - history[:, -1], history[:, -1]
     if not bool((falls > 0).any()):  # of a loss near zero no share is small
         return []
-    apart = f" of restarts that differ by {ends.max() - ends.min():.3g}" if len(ends) > 1 else ""
+    apart = f"; restarts end {ends.max() - ends.min():.3g} nats apart" if len(ends) > 1 else ""
     return [
-        f"the loss{apart} was still falling, by {falls.max():.3g} nats in the last iteration: "
+        f"the loss was still falling, by {falls.max():.3g} nats in the last iteration{apart}: "
         "more num_iterations, or acceleration=True, may find more probable parameters"
     ]
 

@@ -240,11 +240,15 @@ class Maximization:
             batch_size: Of minibatches; None without.
         """
         stored = isinstance(self.parameters.data, Parts)
-        ways = {"several processes": several_processes, "an iterable of Sequences": stored}
-        way = next((w for w, taken in (ways | {"batch_size": batch_size}).items() if taken), None)
-        if way is not None and not self.summed:
+        ways = {
+            "several processes": several_processes,
+            "an iterable of Sequences": stored,
+            "batch_size": batch_size is not None,
+        }
+        taken = [way for way, is_taken in ways.items() if is_taken]
+        if taken and not self.summed:
             raise ValueError(
-                f"{way} needs a module whose M-step needs nothing but sums over observations; "
+                f"{taken[0]} needs a module whose M-step needs nothing but sums over observations; "
                 f"that of {type(self.parameters.module).__name__} needs all of them. Use fit_map."
             )
         if stored and batch_size is not None:

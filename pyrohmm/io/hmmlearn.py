@@ -156,27 +156,41 @@ def _gaussian(model: Any) -> TorchDistribution:
         model, "covars_"
     )  # (K, D, D), whatever the type; spherical after a fit (KD,)
     matrices = matrices.reshape(len(means), -1, *matrices.shape[-2:])[:, 0]
-    if model.covariance_type in ("diag", "spherical"):
-        shared = 1 if model.covariance_type == "spherical" else None
-        return _normal(means, matrices.diagonal(dim1=-2, dim2=-1)[:, :shared])
-    shared = 1 if model.covariance_type == "tied" else None
-    return MultivariateNormal(means, matrices[:shared])
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    forms = {"spherical": diagonal[:, 0], "diag": diagonal, "tied": matrices[0]}
+    return normals_of(means, forms.get(model.covariance_type, matrices), model.covariance_type)
 
 
 def _mixture(model: Any) -> TorchDistribution:
     means, covariances = _tensor(model, "means_"), _tensor(model, "covars_")  # (K, M, D)
     weights = Categorical(logits=_tensor(model, "weights_").log())
-    if model.covariance_type == "spherical":
-        covariances = covariances.unsqueeze(-1)  # one for each component of a mixture
-    if model.covariance_type in ("diag", "spherical"):
-        return MixtureSameFamily(weights, _normal(means, covariances))
-    if model.covariance_type == "tied":
-        covariances = covariances.unsqueeze(-3)  # one for each state
-    return MixtureSameFamily(weights, MultivariateNormal(means, covariances))
+    return MixtureSameFamily(weights, normals_of(means, covariances, model.covariance_type))
 
 
-def _normal(means: Tensor, variances: Tensor) -> TorchDistribution:
+def normals_of(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
+    """Normal vectors of means ``(*L, D)``, and of covariances in hmmlearn's form of a type.
+
+    Args:
+        means: ``(*L, D)``, where L may be states, or states and parts of their mixtures.
+        covars: ``(*L)`` if ``spherical``, ``(*L, D)`` if ``diag``, ``(*L, D, D)`` if ``full``, and
+            without the last dimension of L if ``tied``.
+        kind: One of these four.
+    """
+    if kind == "tied":
+        covars = covars.unsqueeze(-3)
+    if kind in ("full", "tied"):
+        return MultivariateNormal(means, covars)
+    variances = covars.unsqueeze(-1) if kind == "spherical" else covars
     return Normal(means, variances.sqrt()).to_event(1)
+
+
+def covars_of(normals: Any, kind: str) -> Tensor:
+    """Covariances of normal vectors, in the form of :func:`normals_of`."""
+    if kind in ("full", "tied"):
+        matrices: Tensor = normals.covariance_matrix
+        return matrices.select(-3, 0) if kind == "tied" else matrices
+    variance: Tensor = normals.variance
+    return variance[..., 0] if kind == "spherical" else variance
 
 
 # To hmmlearn ---------------------------------------------------------------------------------
@@ -205,10 +219,7 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         else:
             model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_ = _array(normal.mean)
-        covars = normal.covariance_matrix if full else normal.variance
-        if kind == "tied":
-            covars = covars[:, 0] if is_mixture else covars[0]
-        model.covars_ = _array(covars[..., 0] if kind == "spherical" else covars)
+        model.covars_ = _array(covars_of(normal, kind))
         model.n_features = normal.event_shape[0]
     else:
         raise TypeError(

@@ -264,6 +264,22 @@ def sample_rows(concentration: Tensor) -> Tensor:
     return (gammas.log() + torch.rand_like(gammas).log() / concentration).softmax(-1)
 
 
+def mode_of_part(part: Any, prefix: str, statistics: Statistics) -> Maximum:
+    """The mode of a part by its M-step, with names and statistics that begin with ``prefix``."""
+    values, notes = part.m_step(inside(statistics, prefix))
+    return under(prefix, values), notes
+
+
+def sample_of_part(
+    part: Any, prefix: str, statistics: Statistics, current: Statistics
+) -> Statistics:
+    """A sample of the parameters of a part, if it has one; names as in :func:`mode_of_part`."""
+    if not isinstance(part, ConjugateSampler):
+        return {}
+    own = (inside(each, prefix) for each in (statistics, current))
+    return under(prefix, part.sample_parameters(*own))
+
+
 def inside(statistics: Statistics, prefix: str) -> Statistics:
     """Statistics whose names begin with ``prefix``, without it."""
     return {

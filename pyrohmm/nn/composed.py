@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._checks import check_integers
 from ..distributions.observation import Streams, Tied
-from .closed_form import ConjugateSampler, EmissionMStep, Maximum, Statistics, inside, under
+from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily
 from .normals import scale_prior
@@ -87,18 +87,15 @@ class StreamsEmission(Emission, emits=Streams):
         values: dict[str, Tensor] = {}
         notes: list[str] = []
         for i, part in enumerate(self.parts):
-            mode, remarks = part.m_step(inside(statistics, f"parts.{i}."))
-            values |= under(f"parts.{i}.", mode)
-            notes += remarks
+            mode, remarks = mode_of_part(part, f"parts.{i}.", statistics)
+            values, notes = values | mode, notes + remarks
         return values, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Each part by itself, if it can be sampled."""
         samples: Statistics = {}
         for i, part in enumerate(self.parts):
-            if isinstance(part, ConjugateSampler):
-                own = (inside(each, f"parts.{i}.") for each in (statistics, current))
-                samples |= under(f"parts.{i}.", part.sample_parameters(*own))
+            samples |= sample_of_part(part, f"parts.{i}.", statistics, current)
         return samples
 
 
@@ -167,15 +164,11 @@ class TiedEmission(Emission, emits=Tied):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the distinct emissions."""
-        values, notes = self.part.m_step(inside(statistics, "part."))
-        return under("part.", values), notes
+        return mode_of_part(self.part, "part.", statistics)
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Sample of the parameters of the distinct emissions, if they can be sampled."""
-        if not isinstance(self.part, ConjugateSampler):
-            return {}
-        own = (inside(each, "part.") for each in (statistics, current))
-        return under("part.", self.part.sample_parameters(*own))
+        return sample_of_part(self.part, "part.", statistics, current)
 
 
 def _check_part(name: str, part: object) -> None:

@@ -27,7 +27,7 @@ from ..distributions.units import (
 )
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.products import symmetric, upper_products, weighted_sums
-from .closed_form import EmissionMStep, Maximum, Statistics, inside, under
+from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
 from .normals import CentredEmission, floor_note, floor_of, like
@@ -450,15 +450,14 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The modes of the first vectors, and of the regression of the others."""
-        first, notes = self.initial.m_step(inside(statistics, "initial."))
+        first, notes = mode_of_part(self.initial, "initial.", statistics)
         mode, more = super().m_step(statistics)
-        return under("initial.", first) | mode, notes + more
+        return first | mode, notes + more
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Sample of the parameters of the first vectors and of the regression of the others."""
-        own = inside(current, "initial.")
-        first = self.initial.sample_parameters(inside(statistics, "initial."), own)
-        return under("initial.", first) | super().sample_parameters(statistics, current)
+        first = sample_of_part(self.initial, "initial.", statistics, current)
+        return first | super().sample_parameters(statistics, current)
 
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         weights = slopes[..., 1:, :].unflatten(-2, (self.lags, self.dim))

@@ -107,7 +107,12 @@ class _Additive(Emission):
     supports: ClassVar[dict[str, constraints.Constraint]] = {"effects": constraints.real}
 
     def __init__(
-        self, num_products: int, num_states: Sequence[int], dim: int, loc: float, scale: float
+        self,
+        num_products: int,
+        num_states: Sequence[int],
+        dim: int,
+        loc: float = 0.0,
+        scale: float = 2.5,
     ) -> None:
         super().__init__()
         self.sizes = _sizes(num_states)
@@ -268,16 +273,6 @@ class AdditiveBernoulliEmission(_Additive):
         >>> emission().base_dist.logits.squeeze(-1)
         tensor([0., 1., 5., 6.])
     """
-
-    def __init__(
-        self,
-        num_products: int,
-        num_states: Sequence[int],
-        dim: int,
-        loc: float = 0.0,
-        scale: float = 2.5,
-    ) -> None:
-        super().__init__(num_products, num_states, dim, loc, scale)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over product states."""

@@ -26,8 +26,7 @@ from ..chains.blocks import CarriedState
 from ..distributions.block_hmm import BlockHMM, FinalState
 from ..distributions.block_symbols import BlockSymbols, ExpertSymbols
 from ..distributions.hmm import HMM
-from ..ops.blocks.emission import log_emission, normalised
-from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.blocks.inner_products import InnerProductTransition, log_emission, normalised
 from ..ops.blocks.states import Blocks
 from .base import HMMModule
 from .dropout import LinearDropout, TrainingNoise, check_dropout, sample_kept_states

@@ -15,7 +15,7 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import SparseGamma, SparsePositive
 from ..distributions.structured_hmm import HSMM
 from ..ops.log_space import log
-from .closed_form import ConjugateSampler, Maximum, Statistics, check_mode, inside, under
+from .closed_form import Maximum, Statistics, check_mode, mode_of_part, sample_of_part, under
 from .durations import (
     DurationFamily,
     DurationMStep,
@@ -140,17 +140,14 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         chain = {name: value for name, value in statistics.items() if "." not in name}
         values, notes = super().m_step(chain)
         if isinstance(self.duration, DurationMStep):
-            mode, remarks = self.duration.m_step(inside(statistics, "duration."))
-            values, notes = values | under("duration.", mode), notes + remarks
+            mode, remarks = mode_of_part(self.duration, "duration.", statistics)
+            values, notes = values | mode, notes + remarks
         return values, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Rows of probabilities, and durations if they can be sampled."""
         samples = super().sample_parameters(statistics, current)
-        if isinstance(self.duration, ConjugateSampler):
-            own = (inside(each, "duration.") for each in (statistics, current))
-            samples |= under("duration.", self.duration.sample_parameters(*own))
-        return samples
+        return samples | sample_of_part(self.duration, "duration.", statistics, current)
 
 
 def _makes_durations(family: Any) -> bool:

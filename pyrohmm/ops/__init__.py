@@ -23,7 +23,6 @@ Its modules; each imports only those above it:
 ``dense._numba``      their recursions by those loops
 ``dense.scaling``     evidence and gradient in the range of numbers that each sequence needs
 ``recursions``        forward-backward, Viterbi, path sampling of Markov chains
-``continuous_time``   transitions of chains in continuous time
 ``segments._torch``   chains with durations: the arguments in one form, recursions by torch
 ``segments._numba``   their recursions by compiled loops
 ``semi_markov``       the recursions of chains with durations
@@ -36,8 +35,7 @@ Its modules; each imports only those above it:
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``blocks.recursions``  evidence of block-sparse chains by whichever computes
 ``blocks.states``     ``Blocks``: which states emit which symbols
-``blocks.emission``   emission log-probabilities of states in blocks
-``blocks.inner_products``  transitions as inner products, on one level or two
+``blocks.inner_products``  transitions and emissions by inner products
 ``_numba_clusters``   compiled loops of Brown clustering
 ``brown_merges``      Brown clustering: its tables and its loop
 ``automata``          ``Automaton``: constraints of sentences

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,8 +108,7 @@ def segment_weights(
 
 def _arranged(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
-    lengths: Tensor, censored_end: bool = True, censored_start: bool = False,
-    log_mean: Tensor | None = None,
+    lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
 ) -> Segmented:  # fmt: skip
     """The arguments in one form, with the weights of segments that are cut."""
     weights = segment_weights(log_duration, censored_end, censored_start, log_mean)
@@ -217,15 +215,23 @@ def expected_counts(
     return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
 
 
-def filtered(*arguments: Any, **censored: Any) -> Tensor:
+def filtered(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_duration: Tensor,
+    log_likelihood: Tensor,
+    lengths: Tensor,
+    censored_start: bool = False,
+) -> Tensor:
     r"""Filtered log-probabilities :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``.
 
-    Arguments are those of :func:`log_evidence`. Whether the sequence goes on after step t is not
-    known, whatever ``censored_end`` says. They are -inf at padded steps, and from the step at which
-    the observations become impossible.
+    Whether the sequence goes on after step t is not known to them. They are -inf at padded steps,
+    and from the step at which the observations become impossible.
     """
     with torch.set_grad_enabled(transforming()):
-        chain, _, batch, dtype = _arranged(*arguments, **censored | {"censored_end": True})
+        chain, _, batch, dtype = _arranged(
+            log_initial, log_transition, log_duration, log_likelihood, lengths, True, censored_start
+        )
         if transforming():
             scores = torch_engine.forward(chain, True)[3]
         else:
@@ -236,10 +242,16 @@ def filtered(*arguments: Any, **censored: Any) -> Tensor:
         return scores.to(dtype).reshape(*batch, *scores.shape[-2:])
 
 
-def viterbi(*arguments: Any, **censored: Any) -> Tensor:
+def viterbi(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_duration: Tensor,
+    log_likelihood: Tensor,
+    lengths: Tensor,
+    censored_end: bool = True,
+    censored_start: bool = False,
+) -> Tensor:
     r"""Most probable states and durations :math:`\arg\max_{z, d} p(z, d \mid x_{1:T})`.
-
-    Arguments are those of :func:`log_evidence`.
 
     Returns:
         ``(*B, T)`` integers, the states; 0 at padded steps. Where no state follows itself, the
@@ -247,22 +259,35 @@ def viterbi(*arguments: Any, **censored: Any) -> Tensor:
     """
     refuse_transforms("the most probable path")
     with torch.no_grad():
-        chain, _, batch, _ = _arranged(*arguments, **censored)
+        chain, _, batch, _ = _arranged(
+            log_initial, log_transition, log_duration, log_likelihood, lengths,
+            censored_end, censored_start,
+        )  # fmt: skip
         best: Tensor = _engine(chain).viterbi(chain.detach())
         return best.reshape(*batch, best.size(1))
 
 
-def sample_states(*arguments: Any, num_samples: int = 1, **censored: Any) -> Tensor:
+def sample_states(
+    log_initial: Tensor,
+    log_transition: Tensor,
+    log_duration: Tensor,
+    log_likelihood: Tensor,
+    lengths: Tensor,
+    num_samples: int = 1,
+    censored_end: bool = True,
+    censored_start: bool = False,
+) -> Tensor:
     r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`: filter forward, sample backward.
-
-    Arguments are those of :func:`log_evidence`, and the number of samples.
 
     Returns:
         ``(num_samples, *B, T)`` integers; 0 at padded steps.
     """
     refuse_transforms("samples of paths")
     with torch.no_grad():
-        chain, _, batch, _ = _arranged(*arguments, **censored)
+        chain, _, batch, _ = _arranged(
+            log_initial, log_transition, log_duration, log_likelihood, lengths,
+            censored_end, censored_start,
+        )  # fmt: skip
         chain, device, engine = chain.detach(), chain.likelihood.device, _engine(chain)
         arrive, ends, *_ = engine.forward(chain, False)
         shape = num_samples, *chain.likelihood.shape[:2], 2

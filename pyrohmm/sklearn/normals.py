@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
+from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from pyro.distributions.torch_distribution import TorchDistribution
 from sklearn.cluster import KMeans
 from sklearn.utils import check_random_state
@@ -19,6 +19,7 @@ from .._checks import check_number, check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
 from ..distributions.units import InverseGamma, InverseWishart
+from ..io.hmmlearn import covars_of, normals_of
 from ..nn.closed_form import Maximum, Statistics, row_mode
 from ..nn.covariances import CovarianceEmission
 from ..ops.log_space import log
@@ -50,18 +51,11 @@ class NormalEstimator(TabularEstimator):
             raise ValueError(
                 f"covars_ of type {kind!r} must have shape {shape}; got {tuple(covars.shape)}."
             )
-        if kind in ("full", "tied"):
-            return MultivariateNormal(means, covars.unsqueeze(-3) if kind == "tied" else covars)
-        return Normal(means, (covars.unsqueeze(-1) if kind == "spherical" else covars).sqrt()
-                      ).to_event(1)  # fmt: skip
+        return normals_of(means, covars, kind)
 
     def _covars_of(self, normals: Any) -> np.ndarray:
         """Covariances of normal vectors."""
-        if self.covariance_type in ("spherical", "diag"):
-            variance = to_array(normals.variance)
-            return variance[..., 0] if self.covariance_type == "spherical" else variance
-        matrices = to_array(normals.covariance_matrix)
-        return matrices.take(0, -3) if self.covariance_type == "tied" else matrices
+        return to_array(covars_of(normals, self.covariance_type))
 
     def _spread(self, table: np.ndarray, *lead: int) -> np.ndarray:
         """The covariance of all rows, plus ``min_covar``."""

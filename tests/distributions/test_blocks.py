@@ -16,8 +16,7 @@ from pyrohmm.distributions.block_hmm import BlockHMM
 from pyrohmm.ops import backends
 from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
 from pyrohmm.ops.blocks import recursions as _blockwise
-from pyrohmm.ops.blocks.emission import log_emission
-from pyrohmm.ops.blocks.inner_products import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
 KINDS = ["two levels", "one level", "matrix", "overlapping"]

@@ -30,8 +30,8 @@ from pyrohmm import (
     save,
 )
 from pyrohmm.analysis import dwell_times
+from pyrohmm.chains.rates import log_transitions
 from pyrohmm.distributions import SparseGamma
-from pyrohmm.ops.continuous_time import log_transitions
 
 K, T = 3, 5
 LENGTHS = torch.tensor([5, 1, 3, 4])

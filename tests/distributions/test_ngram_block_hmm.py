@@ -9,8 +9,7 @@ import torch
 from pyrohmm import BlockHMM, Filter, blocks, queries
 from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, TaggedHMM
 from pyrohmm.ops import backends
-from pyrohmm.ops.blocks.emission import log_emission
-from pyrohmm.ops.blocks.inner_products import InnerProductTransition
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 SIZES, BLOCK = [2, 1, 3], torch.tensor([0, 1, 2, 0, 2])  # states of each block, block of each word
 V, K, B = len(BLOCK), sum(SIZES), len(SIZES)

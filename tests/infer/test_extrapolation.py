@@ -122,7 +122,7 @@ def test_a_fit_that_has_not_converged_says_by_how_much_it_was_falling():
     fit = fit_em(TabularHMM(2, categorical(4)), symbols(), restarts=3, num_iterations=3)
     ends, falls = fit.restarts.losses[:, -1], -fit.restarts.losses.diff()[:, -1]
     (note,) = fit.notes
-    assert f"differ by {ends.max() - ends.min():.3g} was still falling" in note
+    assert f"restarts end {ends.max() - ends.min():.3g} nats apart" in note
     assert f"by {falls.max():.3g} nats" in note
 
 

@@ -220,7 +220,7 @@ def test_scaled_sums_are_those_in_logarithms(kind, cuts):
     for backend in (backends.NUMBA, backends.TORCH):
         with backends.use(backend):
             parts = initial, transition, duration, likelihood, lengths
-            log_filtered = semi_markov.filtered(*parts, censored_start=cuts[1])
+            log_filtered = semi_markov.filtered(*parts, cuts[1])
             answers.append((*semi_markov.expected_counts(*parts, *cuts), log_filtered.exp()))
     assert answers[0][0].isfinite().any()
     for found, wanted in zip(*answers):

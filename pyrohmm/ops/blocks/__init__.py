@@ -10,8 +10,7 @@ imports only those above it:
 ``_numba``          compiled loops over scaled messages
 ``recursions``      evidence, gradient and last state, by these or by torch
 ``states``          ``Blocks``
-``emission``        emission log-probabilities of states in blocks
-``inner_products``  transitions as inner products, on one level or two
+``inner_products``  transitions and emissions by inner products
 """
 
 from .states import Blocks as Blocks
