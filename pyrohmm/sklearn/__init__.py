@@ -11,13 +11,6 @@ Its modules; each imports only those above it:
 ``modules``  ``HMMEstimator``: any module as an estimator
 """
 
-try:
-    import sklearn as _sklearn  # noqa: F401
-except ImportError as _error:
-    raise ImportError(
-        "pyrohmm.sklearn needs scikit-learn: pip install 'pyrohmm[sklearn]'."
-    ) from _error
-
 from .base import ConvergenceMonitor as ConvergenceMonitor
 from .counts import CategoricalHMM as CategoricalHMM
 from .counts import PoissonHMM as PoissonHMM
