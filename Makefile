@@ -4,7 +4,7 @@ BIN := .venv/bin
 CONSTRAINTS ?= constraints.txt
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: demo test fuzz check smoke notebooks docs wheel oldest clean
+.PHONY: demo test slow check smoke notebooks docs wheel oldest clean
 
 demo: .venv/demo
 	$(BIN)/python tutorials/01_letters.py
@@ -12,9 +12,10 @@ demo: .venv/demo
 test: .venv/test
 	$(BIN)/python -m pytest -n auto
 
-# twenty thousand random models: against the sum over all paths, saved, and in batches
-fuzz: .venv/test
-	$(BIN)/python -m pytest -m slow tests/test_fuzz.py
+# what takes minutes: twenty thousand random models against the sum over all paths, fits that are
+# killed again and again, searches, calibration of samplers
+slow: .venv/test
+	$(BIN)/python -m pytest -n auto -m slow
 
 check: .venv/test
 	$(BIN)/ruff format --check .

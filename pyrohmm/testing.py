@@ -43,11 +43,22 @@ def check_chain(
     num_steps, size = max(lengths), chain.num_states
     likelihood = torch.randn(len(lengths), num_steps, size, dtype=chain.log_initial.dtype)
     ragged = torch.tensor(lengths)
-    paths = [Paths(chain, likelihood[i], n) for i, n in enumerate(lengths)]
-    _check_evidence(chain, likelihood, ragged, paths, tolerance)
-    _check_counts(chain, likelihood, ragged, paths, tolerance)
-    _check_paths(chain, likelihood, ragged, paths)
-    _check_other_forms(chain, likelihood, ragged, tolerance)
+    for logs in (likelihood, _restricted(likelihood)):
+        paths = [Paths(chain, logs[i], n) for i, n in enumerate(lengths)]
+        _check_evidence(chain, logs, ragged, paths, tolerance)
+        _check_counts(chain, logs, ragged, paths, tolerance)
+        _check_paths(chain, logs, ragged, paths)
+        _check_other_forms(chain, logs, ragged, tolerance)
+    _check_second_derivatives(chain, likelihood[-1:], ragged[-1:])
+
+
+def _restricted(likelihood: Tensor) -> Tensor:
+    """The same with a step that is missing, between two whose state is not the last one."""
+    restricted = likelihood.clone()
+    restricted[:, 1:2] = 0.0
+    if likelihood.size(-1) > 1:
+        restricted[:, 0:3:2, -1] = -torch.inf
+    return restricted
 
 
 class Paths:
@@ -140,10 +151,14 @@ def _check_counts(
         _close(f"the gradient by {name}", slope, wanted, tolerance)
         if plain:
             _close(f"counts of {name}", counts.counts[name], wanted, tolerance)
-    logs = likelihood[-1:].clone().requires_grad_()
+
+
+def _check_second_derivatives(chain: Chain, likelihood: Tensor, lengths: Tensor) -> None:
+    """Those of the evidence by log-likelihoods, against differences of gradients."""
+    logs = likelihood.clone().requires_grad_()
 
     def evidence(logs: Tensor) -> Tensor:
-        return chain.log_evidence(logs, lengths[-1:])
+        return chain.log_evidence(logs, lengths)
 
     assert torch.autograd.gradgradcheck(evidence, (logs,)), "second derivatives"
 
@@ -191,14 +206,17 @@ def _check_samples(name: str, states: Tensor, scores: Tensor, num_states: int) -
 def _check_other_forms(chain: Chain, likelihood: Tensor, lengths: Tensor, tolerance: float) -> None:
     """Batch dimensions, the expanded chain, states in another order, and what is uniform."""
     evidence = chain.log_evidence(likelihood, lengths)
-    twice = chain.expand(torch.Size([2, 1])).log_evidence(likelihood, lengths)
-    _close("evidence of batched parameters", twice, evidence.expand(2, -1), tolerance)
+    even = chain.uniform()
+    both = {name: torch.stack([part, even.parameters[name]]).unsqueeze(1)
+            for name, part in chain.parameters.items()}  # fmt: skip
+    twice = chain.replace(**both).log_evidence(likelihood, lengths)
+    wanted = torch.stack([evidence, even.log_evidence(likelihood, lengths)])
+    _close("evidence of batched parameters", twice, wanted, tolerance)
     markov, state_of, allowed = chain.expanded(lengths, likelihood.size(1))
     wide = likelihood[..., state_of]
     if allowed is not None:
         wide = wide.masked_fill(~allowed, -torch.inf)
     _close("expanded", markov.log_evidence(wide, lengths), evidence, tolerance)
-    assert chain.uniform().parameters.keys() == chain.parameters.keys()
     if not any("K" in core for core in chain.cores.values()):
         return
     order = torch.arange(chain.num_states).roll(1)

@@ -3,7 +3,18 @@
 import pytest
 import torch
 
+from pyrohmm.ops import backends
+
 
 @pytest.fixture(autouse=True)
 def _double(_fresh):
     torch.set_default_dtype(torch.float64)
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def engine(request):
+    """Both implementations of recursions: Numba's kernels, and torch operations."""
+    if request.param == "compiled" and not backends.has_numba():
+        pytest.skip("Numba is not installed")
+    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
+        yield request.param

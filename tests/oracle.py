@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from scipy import stats
 
 
@@ -109,6 +110,14 @@ def for_each(solve: Callable[..., Answer], initial, transition, likelihood, leng
     full = [np.broadcast_to(a, batch + core) for a, core in zip(arrays, cores)]
     answers = [solve(*(a[index] for a in full)) for index in np.ndindex(batch)]
     return Answer(*(np.reshape(part, batch + np.shape(part[0])) for part in zip(*answers)))
+
+
+def assert_close(actual, expected, case=None, rtol=1e-9, atol=1e-9):
+    """Equality of a tensor and an array; the message names the case."""
+    torch.testing.assert_close(
+        actual.detach(), torch.as_tensor(np.asarray(expected)).to(actual.dtype),
+        rtol=rtol, atol=atol, msg=lambda text: f"{case}\n{text}",
+    )  # fmt: skip
 
 
 def looks_drawn_from(counts: np.ndarray, probs: np.ndarray) -> bool:

@@ -3,19 +3,14 @@
 import importlib
 import itertools
 import json
-import math
 import sys
-from collections import Counter
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from pyro.distributions import Bernoulli
 
 from pyrohmm import (
-    HMM,
     DiversityPrior,
     NeuralHMM,
     Sequences,
@@ -78,22 +73,6 @@ def test_the_matrix_fits_are_at_or_below_those_of_the_paper_in_every_row():
     ]
     assert len(ours) == 12
     assert all(row["ours"] <= row["paper"] for row in ours)
-
-
-@pytest.mark.parametrize("path", sorted(FIGURES.glob("*.json")), ids=lambda path: path.stem)
-def test_results_are_what_every_reader_of_json_takes(path):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-
-    json.loads(path.read_text(), parse_constant=refuse)
-
-
-def test_what_is_not_finite_is_written_as_null(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(FIGURES)
-    common = importlib.import_module("common")
-    monkeypatch.setattr(common, "FOLDER", tmp_path)
-    common.write("some", [{"a": (1.0, math.inf), "b": {"c": math.nan}, "d": 2}])
-    assert common.earlier("some") == [{"a": [1.0, None], "b": {"c": None}, "d": 2}]
 
 
 # Handwritten letters ------------------------------------------------------------------------------
@@ -173,15 +152,6 @@ def test_a_chain_of_pairs_that_knows_no_counts_is_the_chain_of_letters(ocr, word
     assert ocr.by_step(first, table, words) == ocr.by_step(pairs, table, words)
 
 
-def test_pairs_are_counted_from_the_beginning_of_a_word(ocr):
-    words = Sequences.from_list([[0, 1, 2], [0, 1, 3]], labels=[[0, 1, 2], [0, 1, 3]])
-    chain = ocr.second_order(words, torch.ones(26) / 26, torch.ones(26, 26) / 26, 1e-9)
-    rows = chain.transition.view(27, 26, 27, 26)
-    assert rows[26, 0, 0, 1].item() == pytest.approx(1.0)  # b after an a that begins a word
-    assert rows[0, 1, 1, [2, 3]].tolist() == pytest.approx([0.5, 0.5])  # c or d after a, b
-    torch.testing.assert_close(rows.sum((2, 3)), torch.ones(27, 26))
-
-
 def test_a_lexicon_writes_its_words_and_no_other(ocr, words):
     chain = ocr.lexicon(words)
     path = recursions.viterbi(
@@ -197,17 +167,6 @@ def test_a_lexicon_writes_its_words_and_no_other(ocr, words):
         assert any(written[: len(prefix)] == prefix for prefix in prefixes)
 
 
-def test_words_apart_share_no_word(ocr):
-    letters = ocr.made_up()
-    apart = ocr.folds_of(letters)[ocr.APART]
-    spelt = ocr.spelt(letters.data)
-    homes = {}
-    for word, fold in zip(spelt, apart.tolist()):
-        homes.setdefault(word, set()).add(fold)
-    assert all(len(each) == 1 for each in homes.values())
-    assert len({fold for each in homes.values() for fold in each}) == 10
-
-
 # Music --------------------------------------------------------------------------------------------
 
 
@@ -221,35 +180,6 @@ def music(monkeypatch):
     splits = {name: Sequences(chords[i : i + 3], lengths[:3])
               for i, name in ((0, "train"), (3, "valid"), (6, "test"))}  # fmt: skip
     return script, script.Music(splits)
-
-
-def test_columns_of_a_key_make_it_depend_on_its_last_value(music):
-    _, data = music
-    chords = data.splits["test"]
-    up, down = torch.rand(2, 2, data.num_keys)
-    initial, transition = torch.rand(2).log_softmax(-1), torch.rand(2, 2).log_softmax(-1)
-    emission = Bernoulli(torch.cat([up, down], -1)).to_event(1)
-    told = data.told_apart("test")
-    found = HMM(initial, transition, emission, told.lengths).log_prob(told.values)
-    scores = torch.zeros(3, 5, 2)
-    for n, t, k, d in itertools.product(range(3), range(5), range(2), range(data.num_keys)):
-        was_down = t > 0 and chords.values[n, t - 1, d] == 1
-        prob = (down if was_down else up)[k, d]
-        scores[n, t, k] += (prob if chords.values[n, t, d] == 1 else 1 - prob).log()
-    wanted = recursions.log_evidence(initial, transition.unsqueeze(0), scores, chords.lengths)
-    torch.testing.assert_close(found, wanted)
-
-
-def test_both_forms_of_the_example_take_the_same_steps(music, monkeypatch):
-    script, data = music
-    monkeypatch.setattr(script, "EXAMPLE_BATCH", 2)
-    monkeypatch.setattr(script, "MORE", 2)
-    rows = script.by_example(data, "example", 2, 4)
-    theirs, ours, longer = rows.values()
-    assert theirs["first_and_last_loss"] == pytest.approx(ours["first_and_last_loss"], rel=1e-6)
-    assert theirs["test"] == pytest.approx(ours["test"], rel=1e-4)
-    assert (theirs["steps"], ours["steps"], longer["steps"]) == (4, 4, 8)
-    assert longer["valid"] <= ours["valid"]
 
 
 # Pictures of large models -------------------------------------------------------------------------
@@ -283,48 +213,6 @@ def test_a_picture_is_redrawn_from_the_results_alone(figure, monkeypatch, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
 
 
-def trained(script, model, paper, seed):
-    """A row of ``language_models`` as after training, with perplexities made up."""
-    found = 130 + 2 * len(model.name) + seed
-    course = [[epoch, found + 90 / epoch] for epoch in range(1, 5)]
-    made = {"course": course, "valid_perplexity": found, "test_perplexity": found - 9}
-    return asdict(replace(model, seed=seed)) | made | asdict(paper)
-
-
-def all_trained(script):
-    best = [trained(script, *each, 0) for each in script.BEST.values()]
-    return best + [trained(script, *each, seed) for each in script.TABLES for seed in (0, 1)]
-
-
-def test_language_models_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
-    script = figure("language_models")
-    rows = all_trained(script)
-    baselines = json.loads((FIGURES / "language_model_baselines.json").read_text())["rows"]
-    for some in (rows[:1], rows[5:7], rows):
-        script.draw(some, baselines)
-        (tmp_path / "language_models.png").unlink()
-
-
-def test_a_language_model_is_summed_up_over_seeds_beside_the_paper(figure):
-    script = figure("language_models")
-    lines = script.summary(json.loads(json.dumps(all_trained(script))))
-    assert len(lines) == len(script.BEST) + len(script.TABLES)
-    (line,) = (line for line in lines if (line["panel"], line["name"]) == ("large", "base"))
-    assert line["valid"] == {"mean": 138.5, "range": [138, 139]}
-    assert (line["seeds"], line["paper_valid"], line["paper_states"]) == ([0, 1], [134, 136], 16384)
-
-
-def test_every_language_model_has_a_key_and_a_checkpoint_of_its_own(figure):
-    script = figure("language_models")
-    models = [
-        replace(model, seed=seed)
-        for model, _ in (*script.BEST.values(), *script.TABLES)
-        for seed in script.SEEDS
-    ]
-    assert len({script.key(asdict(model)) for model in models}) == len(models)
-    assert len({script.file_of(model) for model in models}) == len(models)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_the_straightforward_way_has_our_loss_and_our_gradient(figure, dropout):
     script = figure("large_hmm_speed")
@@ -342,51 +230,6 @@ def test_the_straightforward_way_has_our_loss_and_our_gradient(figure, dropout):
     torch.testing.assert_close(*found)
 
 
-def test_times_and_memory_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
-    script = figure("large_hmm_speed")
-    rows = [
-        {"part": "scaling", "states": states, "blocks": 128, "way": way, "tokens": tokens,
-         "seconds_per_epoch": states / tokens, "low": 0.1, "high": 100.0,
-         "gigabytes": 1 + states / 1e4}
-        for way, tokens in ((script.TWO, 8192), (script.ONE, 8192), (script.PLAIN, 512))
-        for states in (4096, 8192)
-    ]  # fmt: skip
-    compared = rows[0] | {"part": "compare"}
-    wide = [row | {"part": "blocks", "blocks": 64} for row in rows]
-    for some in ([compared], rows[:1], wide[:1], [*rows, *wide, compared]):
-        script.draw(some)
-        (tmp_path / "large_hmm_speed.png").unlink()
-
-
-def tagged_rows(script):
-    """Rows of ``tagging`` as after all fits, with accuracies made up."""
-    rows = [
-        {"part": "web-choice-0.003-0.0", "data": "UD English EWT", "model": "neural HMM", "dev": {}}
-    ]
-    for source in script.SOURCES.values():
-        for place, (name, model) in enumerate(script.MODELS.items()):
-            for seed in script.SEEDS if name in script.NEURAL else (0,):
-                right = {"all": 0.9 + place / 100 + seed / 1000, "unknown": 0.6 + place / 20}
-                found = {"posterior": right} | ({"path": right} if place else {})
-                rows.append({"data": source, "model": model, "seed": seed, "test": found})
-    return rows
-
-
-def test_accuracies_of_tags_are_drawn_as_soon_as_there_is_one(figure, tmp_path):
-    script = figure("tagging")
-    rows = tagged_rows(script)
-    for some in (rows[:1], rows[:3], rows):
-        script.draw(script.summary(some))
-        (tmp_path / "tagging.png").unlink()
-    lines = script.summary(rows)
-    assert len(lines) == 2 * 9
-    line = lines[-1]
-    assert line["model"] == "neural HMM, all words from letters"
-    assert (line["runs"], line["paper_on_other_data"]) == (3, 0.9695)
-    assert line["all"]["ours"] == pytest.approx(0.941)
-    assert line["all"]["deviation"] == pytest.approx(0.001)
-
-
 def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure):
     script = figure("tagging")
     short, whole = script.read("toy"), script.read("toy", False)
@@ -402,55 +245,6 @@ def test_words_that_are_kept_have_the_cluster_of_what_would_replace_them(figure)
     )
 
 
-def test_rate_and_dropout_are_chosen_by_held_out_accuracy(figure, monkeypatch):
-    script = figure("tagging")
-    rows = [
-        {
-            "part": script.choosing("web", rate, dropout),
-            "dev": {"posterior": {"all": -abs(rate - 0.01) - abs(dropout - 0.25)}},
-        }
-        for rate, dropout in script.CHOICES
-    ]
-    monkeypatch.setattr(script, "earlier", lambda name: rows)
-    assert script.choice("web") == (0.01, 0.25)
-    monkeypatch.setattr(script, "earlier", lambda name: rows[1:])
-    with pytest.raises(ValueError, match=r"--only web-choice-0.003-0.0\."):
-        script.choice("web")
-
-
-def test_models_from_letters_have_a_rate_of_their_own(figure, monkeypatch):
-    """Chosen by the first half of the held-out sentences, with the dropout of the first model."""
-    script = figure("tagging")
-    rows = [
-        {"part": script.choosing("web", rate, dropout),
-         "dev": {"posterior": {"all": -abs(rate - 0.03) - abs(dropout - 0.5)}}}
-        for rate, dropout in script.CHOICES
-    ]  # fmt: skip
-    rows += [
-        {"part": script.choosing_rate("web", "spelling", rate),
-         "dev": {"posterior": {"all": rate}},
-         "dev_first_half": {"posterior": {"all": -abs(rate - 0.003)}}}
-        for rate in script.RATES
-    ]  # fmt: skip
-    monkeypatch.setattr(script, "earlier", lambda name: rows)
-    assert script.choice("web", "spelling") == (0.003, 0.5)
-    with pytest.raises(ValueError, match=r"--only web-characters_choice-0.001 .*-0.03\."):
-        script.choice("web", "characters")
-
-
-def test_half_of_the_held_out_sentences_are_measured(figure):
-    script = figure("tagging")
-    task = script.read("toy")
-    seen = []
-
-    def decode(data):
-        seen.append(len(data))
-        return {"posterior": data.labels}
-
-    assert script.accuracy(task, "dev", decode, 0.5)["posterior"]["all"] == 1.0
-    assert sum(seen) == len(task.parts["dev"]) // 2
-
-
 # Baseline language models -------------------------------------------------------------------------
 
 
@@ -458,177 +252,6 @@ def test_half_of_the_held_out_sentences_are_measured(figure):
 def baselines(monkeypatch):
     monkeypatch.syspath_prepend(FIGURES)
     return importlib.import_module("common.baselines")
-
-
-def some_sentences(num_sentences, num_symbols, seed):
-    """Lists of symbols, the last of which is 0 and no other; some are of nothing else."""
-    rng = np.random.default_rng(seed)
-    drawn = (rng.geometric(0.35, rng.integers(0, 7)) for _ in range(num_sentences))
-    return [[*row.clip(1, num_symbols - 1).tolist(), 0] for row in drawn]
-
-
-def by_recursion(sentences, num_symbols, order):
-    """Kneser-Ney probabilities as the textbook has them, with a mark for where sentences begin."""
-    begin = -1
-    raw = [Counter() for _ in range(order + 1)]
-    left = [{} for _ in range(order + 1)]
-    for row in sentences:
-        row = [begin, *row]
-        for n in range(1, order + 1):
-            for t in range(len(row) - n + 1):
-                gram = tuple(row[t : t + n])
-                raw[n][gram] += 1
-                left[n].setdefault(gram, set()).add(row[t - 1] if t else None)
-    counts = [{}] * (order + 1)
-    for n in range(1, order + 1):
-        counts[n] = {
-            gram: number if n == order or gram[0] == begin else len(left[n][gram])
-            for gram, number in raw[n].items()
-            if gram != (begin,)
-        }
-
-    def discount(n, count):
-        of = Counter(counts[n].values())
-        m = min(count, 3)
-        left_of_ones = of[1] / max(of[1] + 2 * of[2], 1)
-        return min(max(m - (m + 1) * left_of_ones * of[m + 1] / max(of[m], 1), 0), m)
-
-    def prob(word, context):
-        n = len(context) + 1
-        lower = prob(word, context[1:]) if context else 1 / num_symbols
-        alike = {gram[-1]: c for gram, c in counts[n].items() if gram[:-1] == context}
-        if not alike:
-            return lower
-        taken = sum(discount(n, count) for count in alike.values())
-        own = alike.get(word, 0)
-        own -= discount(n, own) if own else 0
-        return (own + taken * lower) / sum(alike.values())
-
-    return lambda row: [
-        prob(row[t], tuple([begin, *row[:t]][-(order - 1) :])) for t in range(len(row))
-    ]
-
-
-def test_kneser_ney_by_hand(baselines):
-    """Sentences a b, a b and a c; d never occurs.
-
-    Pairs: three occur once, twice and thrice, so discounts are 1/3, 3/2 and 3. Single symbols: a, b
-    and c follow one symbol each and the end two, so discounts are 0.6 and 2 of 5 in all.
-    """
-    model = baselines.KneserNey(np.array([1, 2, 0, 1, 2, 0, 1, 3, 0]), 5, 0, order=2)
-    alone = [0.152, 0.232, 0.232, 0.232, 0.152]
-    rest = (3 / 2 + 1 / 3) / 3
-    after_a = [rest * 0.152, rest * 0.232, 1 / 6 + rest * 0.232, 2 / 9 + rest * 0.232, rest * 0.152]
-    for before, expected in {4: alone, 0: alone, 1: after_a}.items():
-        found = [model.log_probs(np.array([before, after]))[-1] for after in range(5)]
-        assert np.exp(found) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("order", [2, 3, 5])
-def test_kneser_ney_is_the_recursion_of_the_textbook(baselines, order):
-    train, test = some_sentences(40, 7, 1), some_sentences(30, 8, 2)
-    model = baselines.KneserNey(np.concatenate(train), 8, 0, order)
-    probs = by_recursion(train, 8, order)
-    expected = np.concatenate([probs(row) for row in test])
-    np.testing.assert_allclose(np.exp(model.log_probs(np.concatenate(test))), expected)
-    assert model.perplexity(np.concatenate(test)) == pytest.approx(np.exp(-np.log(expected).mean()))
-
-
-def test_kneser_ney_sums_to_one_after_what_was_seen_and_what_was_not(baselines):
-    train = np.concatenate(some_sentences(200, 9, 3))
-    model = baselines.KneserNey(train, 10, 0)
-    seen = [train[t : t + 4] for t in range(0, len(train) - 4, 5)]
-    unseen = np.random.default_rng(4).integers(0, 10, (100, 4))
-    for context in [*seen, *unseen]:
-        rows = np.column_stack([np.tile(context, (10, 1)), np.arange(10)])
-        probs = np.exp(model.log_probs(rows.ravel())).reshape(10, 5)[:, -1]
-        assert probs.min() > 0
-        assert probs.sum() == pytest.approx(1)
-
-
-def test_kneser_ney_does_not_see_the_order_of_sentences(baselines):
-    train, test = some_sentences(50, 7, 5), some_sentences(20, 7, 6)
-    forward, back = (
-        baselines.KneserNey(np.concatenate(train[::step]), 7, 0).log_probs(
-            np.concatenate(test[::step])
-        )
-        for step in (1, -1)
-    )
-    assert forward.sum() == pytest.approx(back.sum())
-
-
-@pytest.fixture
-def networks(baselines):
-    torch.manual_seed(0)
-    return {
-        "feed-forward": baselines.FeedForward(7, 0, dim=4),
-        "lstm": baselines.LSTM(7, dim=4),
-    }
-
-
-@pytest.fixture
-def text():
-    return torch.tensor(np.concatenate(some_sentences(60, 7, 7)))
-
-
-@pytest.mark.parametrize("name", ["feed-forward", "lstm"])
-def test_networks_read_a_text_in_windows_as_they_read_it_whole(networks, text, name):
-    model, rows = networks[name].eval(), text[:120].view(3, 40)
-    whole, _ = model(rows)
-    parts, earlier = [], None
-    for part in rows.split([1, 2, 20, 17], 1):
-        scores, earlier = model(part, earlier)
-        parts.append(scores)
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-
-
-def test_a_feed_forward_4_gram_sees_three_symbols_of_one_sentence(networks):
-    model = networks["feed-forward"].eval()
-
-    def after(*row):
-        return model(torch.tensor([row]))[0][0, -1]
-
-    torch.testing.assert_close(after(1, 2, 3, 4), after(5, 2, 3, 4))
-    assert not after(1, 2, 3, 4).allclose(after(1, 5, 3, 4))
-    torch.testing.assert_close(after(1, 2, 0, 4), after(3, 5, 0, 4))
-    torch.testing.assert_close(after(4), after(0, 4))
-
-
-@pytest.mark.parametrize("num_streams", [1, 4, 10])
-def test_streams_ask_for_every_symbol_once_after_the_one_before(baselines, text, num_streams):
-    before, after = (x.flatten() for x in baselines.streams(text, 0, num_streams))
-    assert after[after >= 0].equal(text)
-    assert before[1 : len(text)].equal(text[:-1])
-    assert before[0] == 0
-
-
-@pytest.mark.parametrize("name", ["feed-forward", "lstm"])
-def test_an_interrupted_training_ends_with_the_same_bits(baselines, text, tmp_path, capsys, name):
-    def run(epochs, checkpoint=None):
-        torch.manual_seed(1)
-        model = baselines.LSTM(7, 4) if name == "lstm" else baselines.FeedForward(7, 0, dim=4)
-        found = baselines.train(
-            name, model, text[:200], text[200:], 0, epochs=epochs, rate=0.02,
-            checkpoint=checkpoint, num_streams=4, window=10,
-        )  # fmt: skip
-        return model, found
-
-    whole, expected = run(6)
-    assert run(2, tmp_path / "run.pt")[1].stopped == "epochs"
-    torch.manual_seed(2)
-    resumed, found = run(6, tmp_path / "run.pt")
-    assert found._replace(minutes=expected.minutes) == expected
-    assert all(x.equal(y) for x, y in zip(whole.parameters(), resumed.parameters()))
-    assert baselines.perplexity(resumed, text[200:], 0) == found.valid < 7
-    assert capsys.readouterr().out.count(f"{name}: 2.00 epochs") == 2
-
-
-def test_training_ends_when_its_time_is_up(baselines, networks, text, capsys):
-    model = networks["lstm"]
-    found = baselines.train("lstm", model, text, text, 0, minutes=1e-9, num_streams=4, window=5)
-    assert found.stopped == "minutes"
-    assert found.epochs < 0.5
-    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():

@@ -24,6 +24,7 @@ from pyrohmm import (
     BlockHMM,
     ContinuousTimeHMM,
     FactorialHMM,
+    Filter,
     SecondOrderHMM,
     load_hmm,
     queries,
@@ -519,6 +520,9 @@ def check(seed):
     check_gradients(hmm, case, answer)
     check_paths(hmm, case, batch, single, answer)
     check_queries(hmm, case, batch, single, so_far)
+    check_observations(hmm, case, answer)
+    if case.labels is None:
+        check_stream(hmm, case, answer)
 
 
 def is_outside(hmm, case):
@@ -650,6 +654,41 @@ def check_queries(hmm, case, batch, single, so_far):
     assert_close(predicted[torch.tensor(known)], steps[known])
     if case.labels is None:
         assert (predicted.numpy()[~known] == 0).all()
+
+
+def check_observations(hmm, case, answer):
+    """What is missing is filled in, and only that; states are mixed by their probabilities."""
+    if not np.isfinite(answer.evidence).all():
+        return
+    batch, event = hmm.batch_shape, case.emission.event
+    filled = queries.impute(hmm, case.values, (2,))
+    assert filled.shape == (2, *batch, hmm.num_steps, *event)
+    exists = torch.arange(hmm.num_steps) < hmm.lengths.unsqueeze(-1)
+    missing = exists & ~torch.tensor(case.known)
+    wanted = case.values.expand_as(filled)
+    kept = ~missing.expand(filled.shape[: filled.dim() - len(event)])
+    torch.testing.assert_close(filled[kept], wanted[kept], rtol=0, atol=0, equal_nan=True)
+    if case.labels is None:
+        complete = HMM(**case.parameters | {"observed": None}, validate_args=False)
+        whole = filled.narrow(filled.dim() - 1 - len(event), 0, complete.num_steps)
+        assert complete.log_prob(whole).isfinite().all()
+    marginals = queries.observation_marginals(hmm, case.values)
+    assert marginals.batch_shape == (*batch, hmm.num_steps)
+    if case.known.all() and not case.values.isnan().any():
+        with np.errstate(divide="ignore"):
+            each = np.log(answer.states) + case.free
+        assert_close(marginals.log_prob(case.values), np.logaddexp.reduce(each, -1))
+
+
+def check_stream(hmm, case, answer):
+    """Step by step, the padding as steps without observation."""
+    stream, event = Filter(hmm), case.emission.event
+    values = case.values.expand(*hmm.batch_shape, hmm.num_steps, *event)
+    for t, value in enumerate(values.movedim(-1 - len(event), 0)):
+        states = stream.update(value, torch.tensor(case.known[..., t]))
+        exists = np.broadcast_to(t < case.lengths, hmm.batch_shape)
+        assert_close(states[torch.tensor(exists)], answer.filtered[..., t, :][exists])
+    assert_close(stream.log_evidence, answer.evidence)
 
 
 # Saved files -------------------------------------------------------------------------------------

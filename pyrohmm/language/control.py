@@ -264,6 +264,32 @@ class ConstraintProcessor:
             ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
             return scores.index_add(0, running.to(scores.device), ahead)
 
+    def log_prob(self, tokens: Tensor) -> Tensor:
+        """Log-probability of the constraint before each token of a text and after it, by the HMM.
+
+        Args:
+            tokens: ``(T,)``, codes of a text without its end, and without a prompt.
+
+        Returns:
+            ``(T + 1,)``, in nats; -inf where it cannot hold any more.
+
+        Example:
+            >>> even = torch.full((1, 1), 0.0)
+            >>> hmm = HMM(even[0], even, Categorical(torch.ones(1, 2)), torch.tensor(1))
+            >>> processor = ConstraintProcessor(hmm, automata.must_contain("b"), [" a", " b"], 2)
+            >>> processor.log_prob(torch.tensor([0, 1])).exp()
+            tensor([0.7500, 0.5000, 1.0000])
+        """
+        ahead, state = self.lookahead, 0
+        probs = self._log_initial.exp().unsqueeze(0)
+        with torch.no_grad():
+            found = [ahead.log_joint(probs[0].log(), state, 0)]
+            for t, token in enumerate(tokens.tolist(), 1):
+                state = int(ahead.constraint.table[state, ahead.classes[token]])
+                probs = self._step(probs, torch.tensor([token]))
+                found.append(ahead.log_joint(probs[0].log(), state, t))
+        return torch.tensor(found)
+
     def _read(self, ids: Tensor) -> None:
         """State of the automaton, -1 after the end, and probabilities of the next state, by row."""
         ahead, parents = self.lookahead, self._parents(ids)

@@ -118,21 +118,6 @@ def written_out(first_row):
     return model
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])  # with two sequences shapes happen to broadcast
-def test_a_model_that_counts_dimensions_from_the_left_is_refused(size):
-    right = from_prior(written_out(lambda matrix: matrix[..., 0, :]), 1, 4)
-    data = DATA[:size]
-    wanted = [
-        single(right.model, right.parameters, 0, s, data).log_prob(data.values) for s in range(4)
-    ]
-    torch.testing.assert_close(right.hmm(data).log_prob(data.values)[0], torch.stack(wanted))
-    wrong = PosteriorDraws(written_out(lambda matrix: matrix[0]), right.parameters)
-    with pytest.raises(ValueError, match="from the right"):
-        wrong.hmm(data)
-    with pytest.raises(ValueError, match="from the right"):
-        wrong.map(data, lambda hmm: hmm.log_prob(data.values))
-
-
 # Names of states ----------------------------------------------------------------------------------
 
 
@@ -335,23 +320,3 @@ def test_chains_of_a_sampler(monkeypatch):
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
     assert torch.equal(some.stats["diverging"], wanted)
-
-
-def test_errors_say_what_was_wanted():
-    model, values, data = separate()
-    with pytest.raises(ValueError, match="model must be given"):
-        PosteriorDraws.of(values)
-    with pytest.raises(ValueError, match="chains"):
-        PosteriorDraws.of({"x": torch.zeros(2, 3), "y": torch.zeros(3, 2)}, model)
-    some = PosteriorDraws.of(jittered(values, 1, 2), model)
-    with pytest.raises(ValueError, match="names must have shape"):
-        some.permute_states(torch.arange(3), data)
-    drawn = jittered(values, 1, 2)
-    short = {name.removeprefix("module."): each for name, each in drawn.items()}
-    with pytest.raises(ValueError, match=r"it has no 'initial', .*samples of 'module.initial'"):
-        PosteriorDraws.of(short, model).hmm(data)
-    del drawn["module.transition"]
-    with pytest.raises(ValueError, match=r"samples of 'module.transition' are missing"):
-        PosteriorDraws.of(drawn, model).hmm(data)
-    with pytest.raises(TypeError, match="return hmm"):
-        PosteriorDraws.of(some, lambda data: None).hmm(data)

@@ -13,12 +13,9 @@ from torch.nn.functional import one_hot
 
 from pyrohmm import (
     MarginalModel,
-    PosteriorDraws,
     Sequences,
     TabularHMM,
     categorical,
-    fit_em,
-    fit_map,
     fit_svi,
     inference_data,
     normal,
@@ -143,17 +140,6 @@ def test_a_variational_fit_needs_no_model():
         "chain": 1, "draw": 5, "state": 3, "next_state": 3, "symbol": 4, "rank": 3,
     }  # fmt: skip
     assert arviz.loo(found).n_data_points == len(data)
-
-
-@pytest.mark.parametrize("fit", [fit_em, lambda module, data, **options: fit_map(
-    MarginalModel(module), data, **options)])  # fmt: skip
-def test_a_single_point_is_refused_in_words(fit):
-    """Of one draw arviz.loo would give a number without meaning."""
-    model, data = cases("symbols")
-    found = fit(model.module, data, num_iterations=3, progress=False)
-    for posterior in (found, PosteriorDraws.of(found)):
-        with pytest.raises(ValueError, match=r"single point.*MAP or EM.*loo, compare.*fit_svi"):
-            to_arviz(posterior, data)
 
 
 # Leaving out sequences ----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import itertools
 import math
 
 import numpy as np
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -235,6 +236,14 @@ def test_a_parameter_that_parts_share_is_counted_once():
     module.other = other
     rates = 2
     assert metrics.num_parameters(module, data) == count + rates
+
+
+def test_a_covariance_in_a_function_counts_the_entries_of_its_lower_half():
+    def model(data):
+        roots = torch.eye(3).expand(2, 3, 3).clone()
+        pyro.param("roots", roots, constraint=torch.distributions.constraints.lower_cholesky)
+
+    assert metrics.num_parameters(model, Sequences.from_list([[0]])) == 2 * 6
 
 
 def test_criteria_by_their_formulas():

@@ -7,10 +7,9 @@ import pytest
 import torch
 from pyro import distributions as dist
 
-from pyrohmm import HMM, HSMM, Fit, Restarts, plots, queries
+from pyrohmm import HMM, HSMM, plots, queries
 from pyrohmm.distributions import (
     AutoregressiveCategorical,
-    AutoregressiveNormal,
 )
 
 matplotlib.use("Agg")
@@ -57,15 +56,6 @@ def test_transition_shows_every_probability(axes, num_states):
     assert axes.get_xlabel() == "to"
 
 
-def test_row_is_from_and_column_is_to(axes):
-    matrix = torch.tensor([[0.1, 0.9], [0.6, 0.4]])
-    hmm = HMM(matrix[0].log(), matrix.log(), dist.Categorical(torch.ones(2, 2)), torch.tensor([2]))
-    plots.transition(hmm, ["rain", "sun"], axes=axes)
-    at = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in axes.texts}
-    assert at == {(0, 0): "0.10", (0, 1): "0.90", (1, 0): "0.60", (1, 1): "0.40"}
-    assert texts(axes.get_xticklabels()) == texts(axes.get_yticklabels()) == ["rain", "sun"]
-
-
 @pytest.mark.parametrize(("num_states", "num_symbols"), [(1, 1), (2, 3), (11, 2)])
 def test_emission_has_a_bar_for_each_state_and_symbol(axes, num_states, num_symbols):
     hmm = chain(num_states, num_symbols)
@@ -93,38 +83,6 @@ def test_states_are_stacked_shares_that_fill_the_axes(axes, num_steps, num_state
     assert top == pytest.approx(1.0)
     first = axes.collections[0].get_paths()[0].vertices[:, 1].max()
     assert first == pytest.approx(probs[:, 0].max().item())
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"),
-    [
-        (lambda axes: plots.transition(chain(batch=(2,)), axes=axes), r"hmm must .*\(2, 3, 3\)"),
-        (
-            lambda axes: plots.emission(chain(2, 3), symbols=["a"], axes=axes),
-            "symbols must have V = 3",
-        ),
-        (lambda axes: plots.emission(chain(batch=(2,)), symbols="abcd", axes=axes), "hmm must"),
-        (lambda axes: plots.emission(normals(2, 2, 2), axes=axes), r"event shape \(2, 2\)"),
-        (lambda axes: plots.timeline(torch.tensor([0, 2]), ["a", "b"], axes=axes), "state 2"),
-        (lambda axes: plots.series(normals(2, 2), torch.ones(3, 2), axes=axes), "one sequence of"),
-        (lambda axes: plots.hazard(chain(2), num_steps=3, names=["one"], axes=axes), "names must"),
-        (
-            lambda axes: plots.survival(chain(batch=(2,)), num_steps=3, axes=axes),
-            "hmm must have one set",
-        ),
-    ],
-)
-def test_bad_input_is_named(axes, draw, message):
-    with pytest.raises(ValueError, match=message):
-        draw(axes)
-
-
-def normals(*shape):
-    """Of two states and three steps."""
-    shape = shape or (2,)
-    half = torch.full((2, 2), 0.5).log()
-    emission = dist.Normal(torch.arange(2.0).reshape(2, *[1] * (len(shape) - 1)).expand(shape), 1.0)
-    return HMM(half[0], half, emission.to_event(len(shape) - 1), torch.tensor([3]))
 
 
 def of(emission, num_steps=3):
@@ -177,17 +135,6 @@ def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
         )
 
 
-def test_longer_vectors_are_means_with_bands(axes):
-    mean, scale = torch.randn(2, 5), torch.rand(2, 5) + 0.1
-    plots.emission(of(dist.Normal(mean, scale).to_event(1)), axes=axes)
-    for k in range(2):
-        assert axes.lines[k].get_ydata().tolist() == pytest.approx(mean[k].tolist())
-        edge = axes.collections[k].get_paths()[0].vertices[:, 1]
-        wanted = torch.cat([mean[k] - scale[k], mean[k] + scale[k]]).tolist()
-        for value in wanted:
-            assert abs(edge - value).min() < 1e-5
-
-
 @pytest.mark.parametrize("kind", [dist.Poisson, dist.Bernoulli])
 def test_vectors_of_counts_are_a_table_of_means(axes, kind):
     mean = torch.rand(2, 4)
@@ -198,20 +145,6 @@ def test_vectors_of_counts_are_a_table_of_means(axes, kind):
     )
     assert texts(axes.get_xticklabels()) == list("abcd")
     assert texts(axes.get_yticklabels()) == ["low", "high"]
-
-
-@pytest.mark.parametrize("dim", [1, 2, 3])
-def test_vectors_that_depend_on_those_before_are_drawn_at_the_origin(axes, dim):
-    """Their intercepts, and the noise about them: as an emission of these would be."""
-    noise = dist.MultivariateNormal(torch.randn(2, dim), torch.eye(dim) + 0.5)
-    weights = torch.randn(2, 1, dim, dim)
-    plots.emission(of(AutoregressiveNormal(noise, noise, weights)), axes=axes)
-    assert axes.get_title() == "earlier observations at the origin"
-    _, plain = pyplot.subplots()
-    plots.emission(of(noise), axes=plain)
-    for line, other in zip(axes.lines, plain.lines, strict=True):
-        assert line.get_xydata().tolist() == other.get_xydata().tolist()
-    assert len(axes.patches) == len(plain.patches) == 4 * (dim == 2)
 
 
 @pytest.mark.parametrize(("lags", "size"), [(1, 2), (2, 3), (2, 6)])
@@ -285,22 +218,6 @@ def test_a_graph_has_an_arrow_for_each_probable_transition(axes):
     )
 
 
-def test_a_criterion_marks_where_it_is_least(axes):
-    plots.criterion({"AIC": {3: 5.0, 1: 9.0, 2: 7.0}, "BIC": {1: 8.0, 2: 6.0, 3: 8.5}}, axes=axes)
-    drawn = [line.get_xydata().tolist() for line in axes.lines]
-    assert drawn == [[[1, 9], [2, 7], [3, 5]], [[3, 5]], [[1, 8], [2, 6], [3, 8.5]], [[2, 6]]]
-    assert texts(axes.get_legend().get_texts()) == ["AIC", "BIC"]
-
-
-def test_losses_of_restarts_are_grey_behind_the_best(axes):
-    losses = torch.tensor([[8.0, 6.0], [8.0, 4.0], [9.0, 5.0]])
-    restarts = Restarts(None, losses, losses[:, 1], {}, 1)
-    fit = Fit(None, None, losses[1], False, "", 0.0, num_observed=2, restarts=restarts)
-    plots.losses(fit, axes=axes)
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[4, 3], [4.5, 2.5], [4, 2]]
-    assert [line.get_color() for line in axes.lines] == ["0.75", "0.75", "C0"]
-
-
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_the_posterior_of_transitions_has_means_and_intervals(axes, lead):
     samples = dist.Dirichlet(torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sample((*lead, 500))
@@ -343,20 +260,3 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         assert dots[: len(wanted)].tolist() == wanted
         assert dots[len(wanted) :].isnan().all()
     assert texts(axes.get_legend().get_texts()) == ["a", "b"]
-
-
-def test_durations_are_drawn_as_long_as_visits_last(axes):
-    """Until one visit in a hundred goes on; a state that is never left stops nothing."""
-    matrix = torch.tensor([[0.5, 0.5], [0.1, 0.9]])
-    hmm = of(dist.Categorical(torch.ones(2, 2))).replace(log_transition=matrix.log())
-    plots.durations(hmm, axes=axes)
-    assert len(axes.lines[0].get_xdata()) == 44  # 0.9 ** 43 > 0.01 > 0.9 ** 44
-    axes.clear()
-    plots.hazard(hmm.replace(log_transition=torch.eye(2).log()), axes=axes)
-    assert len(axes.lines[0].get_xdata()) == 200
-
-
-def test_colours_are_distinct_and_long_legends_left_out(axes):
-    plots.state_probs(torch.eye(60), axes=axes)
-    assert axes.get_legend() is None
-    assert len({part.get_facecolor()[0].tobytes() for part in axes.collections}) == 60

@@ -8,8 +8,7 @@ import oracle
 import pyro.distributions as dist
 import pytest
 import torch
-from hmm_cases import EMISSIONS, LAYOUTS, Case, assert_close, build
-from hmm_cases import cases as all_cases
+from oracle import assert_close
 from scipy import stats
 
 from pyrohmm import (
@@ -25,30 +24,6 @@ from pyrohmm import (
 )
 
 NEVER = -np.inf
-
-every_layout = pytest.mark.parametrize(
-    ("emission", "layout"),
-    [("symbols", layout) for layout in LAYOUTS]
-    + [("vectors", "restarts with values each"), ("numbers", "restarts")],
-)
-
-
-def cases(emission, layout):
-    """Every third: all sizes, and all switches."""
-    return list(all_cases(emission, layout))[::3]
-
-
-def one_by_one(built):
-    """Each sequence of a batch: its index, its arrays, all its paths and their log p(x, z)."""
-    arrays = [np.asarray(a) for a in built.arrays]
-    full = [
-        np.broadcast_to(a, built.batch + a.shape[a.ndim - dims :])
-        for a, dims in zip(arrays, (1, 3, 2, 0))
-    ]
-    for index in np.ndindex(built.batch):
-        *logs, length = (a[index] for a in full)
-        paths = oracle.all_paths(len(logs[0]), int(length))
-        yield index, logs, int(length), paths, oracle.joint(*logs, paths)
 
 
 def impossible():
@@ -69,29 +44,14 @@ def casino(lengths, observed=None):
     )
 
 
+def changing():
+    """A chain with a matrix for each step."""
+    even = torch.full((2, 2, 2), 0.5).log()
+    shown = dist.Categorical(probs=torch.ones(2, 3))
+    return HMM(even[0, 0], even, shown, torch.tensor(3), transition_per_step=True)
+
+
 # The most probable paths -------------------------------------------------------------------------
-
-
-@every_layout
-def test_k_best_are_the_first_of_the_sorted_table(emission, layout):
-    for case in cases(emission, layout):
-        count = 30 if case.ragged else 3  # thirty are more than there are
-        hmm, values, *_ = built = build(case)
-        paths, log_joint = queries.k_best(hmm, values, count)
-        assert paths.shape == (*built.batch, count, case.num_steps)
-        assert paths.dtype == torch.long
-        for index, logs, length, _, scores in one_by_one(built):
-            expected = np.full(count, NEVER)
-            best = np.sort(scores)[::-1][:count]
-            expected[: len(best)] = best
-            assert_close(log_joint[index], expected, case)
-            found = paths[index].numpy()
-            possible = expected > NEVER
-            assert not found[~possible].any()
-            assert not found[:, length:].any()
-            own = found[possible][:, :length]
-            assert len(np.unique(own, axis=0)) == possible.sum(), "a path came twice"
-            assert_close(torch.as_tensor(oracle.joint(*logs, own)), expected[possible], case)
 
 
 def test_an_impossible_sequence_has_no_paths():
@@ -100,97 +60,38 @@ def test_an_impossible_sequence_has_no_paths():
     assert paths.tolist() == [[[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]
 
 
-# Entropy -----------------------------------------------------------------------------------------
-
-
-@every_layout
-def test_entropy_is_that_of_the_table(emission, layout):
-    for case in cases(emission, layout):
-        hmm, values, *_ = built = build(case)
-        entropy = queries.path_entropy(hmm, values)
-        assert entropy.shape == built.batch
-        for index, _, _, _, scores in one_by_one(built):
-            expected = 0.0
-            if scores.max() > NEVER:
-                share = np.exp(scores - oracle.log_sum(scores))
-                expected = -sum(p * math.log(p) for p in share if p > 0)
-            assert_close(entropy[index], expected, case)
-
-
-# Prediction --------------------------------------------------------------------------------------
-
-
-@every_layout
-def test_predictions_are_ratios_of_evidences(emission, layout):
-    for case in cases(emission, layout):
-        hmm, values, *_ = built = build(case)
-        found = queries.predictive_log_prob(hmm, values)
-        assert found.shape == (*built.batch, case.num_steps)
-        assert_close(found.sum(-1), hmm.log_prob(values), case)
-        for index, logs, length, _, _ in one_by_one(built):
-            before = 0.0
-            for t in range(length):
-                prefixes = oracle.all_paths(case.num_states, t + 1)
-                now = oracle.log_sum(oracle.joint(*logs, prefixes))
-                if now > NEVER:
-                    assert_close(found[(*index, t)], now - before, case)
-                elif before > NEVER:  # what follows may be missing, and then holds zero
-                    assert found[(*index, t)] == NEVER
-                before = now
-            assert not found[index][length:].any()
-
-
-def test_predictions_are_zero_where_nothing_is_observed():
-    seen = torch.tensor([[True, False, True], [True, True, True]])
-    hmm = casino([3, 2], seen)
-    found = queries.predictive_log_prob(hmm, torch.tensor([[0, 9, 1], [2, 1, 9]]))
-    assert (found == 0).tolist() == [[False, True, False], [False, False, True]]
-
-
-def test_what_has_become_impossible_stays_so():
-    hmm, values = impossible()
-    found = queries.predictive_log_prob(hmm, values)
-    assert_close(found, [[math.log(0.5), 0, 0], [math.log(0.5), NEVER, NEVER]])
-
-
 # Continuations -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "switches", [(False, False, False), (True, True, False), (True, True, True)]
-)
-def test_a_continuation_completes_the_joint_density(layout, switches):
+@pytest.mark.parametrize("seen", [None, [[True, False, True], [False, True, True]]])
+@pytest.mark.parametrize("outer", [(), (3, 1)])
+def test_a_continuation_completes_the_joint_density(seen, outer):
     """The joint density is log p(x, y) = log p(x) + log p(y | x), where y follows x."""
-    for num_states, num_steps in [(1, 1), (2, 1), (3, 3)]:
-        ragged, missing, zeros = switches
-        case = Case("symbols", layout, num_states, num_steps, False, False, ragged, missing, zeros)
-        hmm, values, _, batch = build(case)
-        evidence = hmm.log_prob(values)
-        if evidence.isneginf().any():
-            continue
-        ahead = queries.continuation(hmm, values, 2)
-        assert ahead.batch_shape == batch
-        more, states = ahead.sample_with_states([5])
-        assert more.shape == states.shape == (5, *batch, 2)
-        whole = torch.zeros(*more.shape[:-1], num_steps + 2, dtype=torch.long)
-        whole[..., :num_steps] = values
-        place = hmm.lengths.expand(batch).unsqueeze(-1) + torch.arange(2)
-        whole = whole.scatter(-1, place.expand(more.shape), more)
-        seen = torch.ones(*hmm.lengths.shape, num_steps + 2, dtype=torch.bool)
-        if hmm.observed is not None:
-            inside = torch.arange(num_steps) < hmm.lengths.unsqueeze(-1)
-            seen[..., :num_steps] = hmm.observed | ~inside
-        longer = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths + 2, seen)
-        whole = whole[..., : longer.num_steps]
-        assert_close(longer.log_prob(whole), evidence + ahead.log_prob(more), case)
+    values, lengths = torch.tensor([[0, 2, 1], [2, 1, 0]]), torch.tensor([3, 2])
+    matrix, probs = torch.rand(*outer, 2, 2).softmax(-1), torch.rand(2, 3).softmax(-1)
+    probs[0, 1] = 0.0
+    emission = dist.Categorical(logits=probs.log().log_softmax(-1))
+    seen = None if seen is None else torch.tensor(seen)
+    start = torch.tensor([0.6, 0.4]).log()
+    hmm = HMM(start, matrix.log(), emission, lengths, seen)
+    ahead = queries.continuation(hmm, values, 2)
+    assert ahead.batch_shape == (*outer[:1], 2)
+    more, states = ahead.sample_with_states([5])
+    assert more.shape == states.shape == (5, *outer[:1], 2, 2)
+    whole = torch.zeros(*more.shape[:-1], 5, dtype=torch.long)
+    whole[..., :3] = values
+    place = lengths.unsqueeze(-1) + torch.arange(2)
+    whole = whole.scatter(-1, place.expand(more.shape), more)
+    if seen is not None:
+        seen = torch.nn.functional.pad(seen, (0, 2), value=True)
+    longer = HMM(start, matrix.log(), emission, lengths + 2, seen)
+    assert_close(longer.log_prob(whole), hmm.log_prob(values) + ahead.log_prob(more))
 
 
 def test_continuations_need_a_model_without_steps_and_a_possible_past():
-    case = Case("symbols", "one sequence", 2, 3, transition_per_step=True)
-    hmm, values, *_ = build(case)
+    values = torch.tensor([0, 1, 2])
     with pytest.raises(ValueError, match=r"continuation needs an hmm that does not change"):
-        queries.continuation(hmm, values, 2)
+        queries.continuation(changing(), values, 2)
     with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
         queries.continuation(*impossible(), 2)
     with pytest.raises(ValueError, match="num_steps must be at least 1"):
@@ -198,30 +99,6 @@ def test_continuations_need_a_model_without_steps_and_a_possible_past():
 
 
 # Missing observations ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("emission", EMISSIONS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_imputation_fills_the_missing_steps_and_no_other(emission, layout):
-    for per_step in (False, True):
-        case = Case(emission, layout, 2, 3, per_step, per_step, ragged=True, missing=True)
-        junk = 97 if emission == "symbols" else np.nan
-        whole = np.broadcast_shapes(*LAYOUTS[layout]) == LAYOUTS[layout][2]
-        hmm, values, _, batch = build(case, junk if whole else None)
-        filled = queries.impute(hmm, values, [4])
-        event = hmm.emission.event_shape
-        assert filled.shape == (4, *batch, 3, *event)
-        assert filled.dtype == values.dtype
-        inside = torch.arange(3) < hmm.lengths.unsqueeze(-1)
-        missing = (inside & ~hmm.observed).reshape(*hmm.observed.shape, *(1 for _ in event))
-        kept = torch.where(missing, 0, filled)
-        expected = torch.where(missing, 0, values).expand(filled.shape)
-        torch.testing.assert_close(kept, expected, rtol=0, atol=0, equal_nan=True)
-        complete = HMM(
-            hmm.log_initial, hmm.log_transition, hmm.emission, hmm.lengths, None,
-            transition_per_step=per_step, emission_per_step=per_step,
-        )  # fmt: skip
-        assert complete.log_prob(filled).isfinite().all()
 
 
 def test_imputations_are_sampled_jointly():
@@ -249,39 +126,29 @@ def at_each_step(hmm, batch, moment):
     return moment.expand(*batch, hmm.num_steps, *moment.shape[place:]).numpy()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("emission", ["symbols", "numbers", "vectors"])
-def test_laws_of_observations_mix_the_states_of_the_table(emission, layout):
-    for per_step, size in itertools.product((False, True), [(1, 1), (2, 2), (2, 3)]):
-        case = Case(emission, layout, *size, per_step, per_step, ragged=True, missing=True)
-        hmm, values, _, batch = built = build(case)
-        marginals = queries.observation_marginals(hmm, values)
-        event = tuple(hmm.emission.event_shape)
-        assert isinstance(marginals, Forecast)
-        assert marginals.batch_shape == (*batch, hmm.num_steps)
-        assert marginals.sample([2]).shape == (2, *marginals.batch_shape, *event)
-        exists = np.arange(hmm.num_steps) < hmm.lengths.expand(batch).unsqueeze(-1).numpy()
-        weights = built.answer.states  # (*B, T, K)
-        seen = values.expand(*batch, hmm.num_steps, *event)
-        density = marginals.log_prob(seen).exp()
-        if emission == "symbols":
-            probs = at_each_step(hmm, batch, hmm.emission.probs)
-            expected = np.einsum("...k,...kv->...v", weights, probs)
-            assert_close(marginals.probs[exists], expected[exists], case)
-            chosen = np.take_along_axis(expected, seen.numpy()[..., None], -1)[..., 0]
-            assert_close(density[exists], chosen[exists], case)
-            continue
-        mean = at_each_step(hmm, batch, hmm.emission.mean)
-        variance = at_each_step(hmm, batch, hmm.emission.variance)
-        each = stats.norm.pdf(seen.unsqueeze(-1 - len(event)), mean, np.sqrt(variance))
-        if event:
-            each = each.prod(-1)
-        assert_close(density[exists], (weights * each).sum(-1)[exists], case)
-        weights = weights.reshape(*weights.shape, *(1 for _ in event))
-        centre = (weights * mean).sum(-1 - len(event))
-        square = (weights * (mean**2 + variance)).sum(-1 - len(event))
-        assert_close(marginals.mean[exists], centre[exists], case)
-        assert_close(marginals.variance[exists], (square - centre**2)[exists], case)
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("event", [(), (2,)])
+def test_laws_of_observations_mix_the_states(per_step, event):
+    """By the law of total expectation, and that of total variance."""
+    steps = (3,) if per_step else ()
+    mean, spread = torch.randn(2, *steps, 2, *event), torch.rand(2, *steps, 2, *event) + 0.5
+    hmm = HMM(
+        torch.tensor([0.6, 0.4]).log(), torch.tensor([[0.9, 0.1], [0.3, 0.7]]).log(),
+        dist.Normal(mean.unsqueeze(1), spread.unsqueeze(1)).to_event(len(event)),
+        torch.tensor([3, 2, 3]), torch.rand(3, 3) < 0.6, emission_per_step=per_step,
+    )  # fmt: skip
+    values = hmm.sample()
+    marginals = queries.observation_marginals(hmm, values)
+    assert isinstance(marginals, Forecast)
+    assert marginals.batch_shape == (2, 3, 3)
+    assert marginals.sample([2]).shape == (2, 2, 3, 3, *event)
+    weights = hmm.posterior(values).state_probs.reshape(2, 3, 3, 2, *(1 for _ in event))
+    mean, spread = (at_each_step(hmm, (2, 3), part.unsqueeze(1)) for part in (mean, spread))
+    centre = (weights.numpy() * mean).sum(3)
+    square = (weights.numpy() * (mean**2 + spread**2)).sum(3)
+    exists = np.arange(3) < np.array([[3], [2], [3]])
+    assert_close(marginals.mean[:, exists], centre[:, exists])
+    assert_close(marginals.variance[:, exists], (square - centre**2)[:, exists])
 
 
 # Dwelling ----------------------------------------------------------------------------------------
@@ -326,10 +193,9 @@ def test_dwelling_in_explicit_durations_is_theirs():
 
 
 def test_dwelling_needs_one_matrix():
-    hmm = build(Case("symbols", "one sequence", 2, 3, transition_per_step=True)).hmm
     for function in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 2)):
         with pytest.raises(ValueError, match="one log_transition for all steps"):
-            function(hmm)
+            function(changing())
 
 
 @pytest.mark.parametrize("complete", [False, True])
@@ -464,19 +330,6 @@ def test_residuals_where_the_others_are_impossible_say_nothing():
     lower, upper = queries.pseudo_residuals(*impossible(), forecast=True)
     assert_close(lower[1], [0.5, 0.0, 0.0])
     assert_close(upper[1], [1.0, 0.0, 1.0])
-
-
-@pytest.mark.parametrize(
-    ("emission", "message"),
-    [
-        (dist.Normal(torch.zeros(2, 1), 1.0).to_event(1), "scalar observations"),
-        (dist.Beta(torch.ones(2), 2.0), "cumulative probabilities are known"),
-    ],
-)
-def test_residuals_need_cumulative_probabilities(emission, message):
-    hmm = HMM(torch.full((2,), 0.5).log(), torch.full((2, 2), 0.5).log(), emission, torch.tensor(2))
-    with pytest.raises(ValueError, match=message):
-        queries.pseudo_residuals(hmm, hmm.sample())
 
 
 # Float32: answers that need more digits are computed in float64

@@ -1,34 +1,18 @@
 """Queries of chains that are not plain ones, against all paths and their expanded chains."""
 
-import itertools
-import math
-
 import pytest
 import torch
 from pyro.distributions import Categorical, Normal, Poisson
-from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     HSMM,
     ContinuousTimeHMM,
     FactorialHMM,
     Filter,
-    MarginalModel,
-    PosteriorDraws,
     SecondOrderHMM,
     Sequences,
-    TabularFactorialHMM,
-    TabularHSMM,
-    fit_em,
-    fit_svi,
-    free_durations,
-    load_hmm,
     metrics,
-    normal,
-    plots,
     queries,
-    save,
-    to_arviz,
 )
 
 K, D, T = 3, 4, 5
@@ -66,15 +50,6 @@ def several(emission=None):
     )  # fmt: skip
 
 
-def all_paths(hmm, values, sequence):
-    """Every path of one sequence, and its log p(x, z)."""
-    length = int(LENGTHS[sequence])
-    paths = torch.tensor(list(itertools.product(range(hmm.num_states), repeat=length)))
-    wide = torch.zeros(len(paths), 3, T, dtype=torch.long)
-    wide[:, sequence, :length] = paths
-    return paths, hmm.log_joint(values, wide)[:, sequence]
-
-
 CUTS = {"cut": (True, False), "ends": (False, False), "goes on": (True, True), "was": (False, True)}
 
 
@@ -87,54 +62,6 @@ def of_pairs(zero=False, emission="numbers"):
     observed[0, 2] = False
     return SecondOrderHMM(
         *(table.log_softmax(-1) for table in tables), EMISSIONS[emission](), LENGTHS, observed
-    )
-
-
-@pytest.fixture(params=[*CUTS, "product", "pairs", "pairs, zeros"])
-def hmm(request):
-    if request.param == "product":
-        return several()
-    if request.param.startswith("pairs"):
-        return of_pairs("zeros" in request.param)
-    censored_end, censored_start = CUTS[request.param]
-    return lasting(censored_end, censored_start=censored_start)
-
-
-def test_the_best_paths_and_the_entropy_are_those_of_all_paths(hmm):
-    values = hmm.sample()
-    found, scores = queries.k_best(hmm, values, 4)
-    entropy = queries.path_entropy(hmm, values)
-    for n in range(3):
-        paths, joint = all_paths(hmm, values, n)
-        ranked, order = joint.sort(descending=True)
-        count = min(4, int((joint > -torch.inf).sum()))
-        torch.testing.assert_close(scores[n, :count], ranked[:count])
-        assert torch.equal(found[n, :count, : LENGTHS[n]], paths[order[:count]])
-        assert bool((scores[n, count:] == -torch.inf).all())
-        expected = torch.special.entr(joint.double().softmax(0)).sum()
-        torch.testing.assert_close(entropy[n], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(found[:, 0], hmm.viterbi(values))
-
-
-def test_expected_visits_are_those_of_all_paths(hmm):
-    values = hmm.sample()
-    found = queries.expected_visits(hmm, values)
-    for n in range(3):
-        paths, joint = all_paths(hmm, values, n)
-        begins = torch.cat([torch.ones_like(paths[:, :1]), paths.diff(dim=-1)], -1) != 0
-        visits = torch.stack([(begins & (paths == k)).sum(-1) for k in range(hmm.num_states)], -1)
-        torch.testing.assert_close(found[n], joint.double().softmax(0) @ visits.double())
-
-
-def test_predictions_are_those_of_the_expanded_chain(hmm):
-    values, chain = hmm.sample(), hmm.expanded()
-    predicted = queries.predictive_log_prob(hmm, values)
-    torch.testing.assert_close(predicted, queries.predictive_log_prob(chain, values))
-    torch.testing.assert_close(predicted.sum(-1), hmm.log_prob(values))
-    marginals = queries.observation_marginals(hmm, values)
-    torch.testing.assert_close(
-        marginals.mean[hmm.exists],
-        queries.observation_marginals(chain, values).mean[hmm.exists],
     )
 
 
@@ -235,45 +162,3 @@ def test_filters_usage_and_spectrum_of_several_chains_are_those_of_the_product()
         metrics.transition_spectrum(chain).singular_values,
     )
     torch.testing.assert_close(queries.dwell_time_mean(hmm), queries.dwell_time_mean(chain))
-
-
-def test_a_series_is_drawn_of_every_chain(hmm):
-    one = hmm.replace(lengths=torch.tensor([T]), observed=None)
-    values = one.sample()
-    axes = plots.series(one, values)
-    path = one.viterbi(values)[0]
-    for line in axes.lines[1:]:
-        state = int(line.get_label().removeprefix("state "))
-        assert line.get_xdata().tolist() == (path == state).nonzero().flatten().tolist()
-    plots.timeline(one.viterbi(values))
-    plots.emission(one)
-    assert math.isfinite(one.log_prob(values).sum())
-
-
-@pytest.mark.parametrize(
-    ("build", "count"),
-    [
-        (lambda: TabularHSMM(3, normal(0), free_durations(4)), 2 + 3 + 9 + 6),
-        (lambda: TabularFactorialHMM((2, 3), normal(0)), 1 + 2 + 2 + 6 + 12),
-    ],
-    ids=["durations", "several"],
-)
-def test_what_fits_offer(build, count, tmp_path):
-    data = Sequences(torch.randn(3, T), LENGTHS)
-    fit = fit_em(build(), data, num_iterations=2)
-    hmm = fit.hmm(data)
-    evidence = hmm.log_prob(data.values)
-    torch.testing.assert_close(metrics.log_evidence(fit, data, 2), evidence)
-    torch.testing.assert_close(hmm.expanded().log_prob(data.values), evidence)
-    assert metrics.aic(fit, data) == pytest.approx(2 * count - 2 * evidence.sum().item())
-    wanted = count * math.log(data.num_observed) - 2 * evidence.sum().item()
-    assert metrics.bic(fit, data) == pytest.approx(wanted)
-    save(hmm, tmp_path / "hmm")
-    assert torch.equal(load_hmm(tmp_path / "hmm").log_prob(data.values), evidence)
-
-    model = MarginalModel(build())
-    fit = fit_svi(model, AutoNormal(model), data, num_iterations=2)
-    draws = PosteriorDraws.of(fit, num_draws=4)
-    found = to_arviz(draws, data)
-    scores = torch.as_tensor(found.log_likelihood["x"].values)
-    torch.testing.assert_close(scores, draws.hmm(data).log_prob(data.values))

@@ -3,11 +3,10 @@
 import io
 
 import numpy as np
-import oracle
 import pyro.distributions as dist
 import pytest
 import torch
-from hmm_cases import LAYOUTS, assert_close, build, cases
+from oracle import assert_close
 
 from pyrohmm import HMM, HSMM, ContinuousTimeHMM, Filter, SecondOrderHMM
 from pyrohmm.distributions import AutoregressiveNormal
@@ -30,30 +29,6 @@ def contradicted():
     shown = dist.Categorical(logits=torch.eye(2).log())
     hmm = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), shown, torch.ones(3).long())
     return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
-
-
-@pytest.mark.parametrize(
-    ("emission", "layout"),
-    [("symbols", layout) for layout in LAYOUTS]
-    + [(name, "restarts") for name in ("numbers", "vectors")],
-)
-def test_filtering_a_stream_is_filtering_its_sequence(emission, layout):
-    for case in list(cases(emission, layout))[::3]:
-        case = case._replace(transition_per_step=False, emission_per_step=False, ragged=False)
-        hmm, values, arrays, batch = build(case)
-        hmm = hmm.expand(batch)
-        answer = oracle.for_each(oracle.by_paths, *arrays)
-        stream = Filter(hmm)
-        event = hmm.emission.event_shape
-        steps = values.movedim(values.dim() - 1 - len(event), 0)
-        for t, observation in enumerate(steps):
-            observed = None if hmm.observed is None else hmm.observed[..., t]
-            states = stream.update(observation, observed)
-            assert states.shape == (*batch, case.num_states)
-            assert_close(states, answer.filtered[..., t, :], case)
-            assert torch.equal(states, stream.state_probs)
-        assert_close(stream.log_evidence, answer.evidence, case)
-        assert stream.num_steps == case.num_steps
 
 
 def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state():
@@ -129,57 +104,6 @@ def test_a_restored_filter_continues_to_the_last_bit(dtype):
         assert torch.equal(first.update(observation), second.update(observation))
     assert torch.equal(first.log_evidence, second.log_evidence)
     assert first.num_steps == second.num_steps == 40
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"log_states": torch.zeros(3, 2)}, ValueError, "log_states must be a tensor"),
-        ({"log_evidence": torch.zeros(1)}, ValueError, "log_evidence must be"),
-        ({"log_states": torch.zeros(2, 2).float()}, ValueError, "log_states must be"),
-        ({"log_evidence": [0.0, 0.0]}, ValueError, "log_evidence must be a tensor"),
-        ({"num_steps": 1.5}, TypeError, "num_steps must be an int"),
-        ({"num_steps": -1}, ValueError, "num_steps must be at least 0"),
-        ({"steps": 1}, TypeError, "steps"),
-    ],
-)
-def test_a_state_that_does_not_fit_changes_nothing(change, error, message):
-    stream = Filter(casino((2,)))
-    stream.update(torch.tensor([2, 0]))
-    before = stream.state_dict()
-    with pytest.raises(error, match=message):
-        stream.load_state_dict({**Filter(casino((2,))).state_dict(), **change})
-    after = stream.state_dict()
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((torch.tensor([0, 1, 2]),), ValueError, "observation must have shape"),
-        ((torch.zeros(4, 2).long(),), ValueError, "build the filter from hmm.expand"),
-        ((torch.tensor([0, 3]),), ValueError, "values must lie between 0 and V - 1 = 2"),
-        ((torch.tensor([0.0, 1.0]),), TypeError, "must hold integers"),
-        (("three",), TypeError, "observation must be numbers"),
-        ((3,), ValueError, "values must lie between 0 and V - 1 = 2"),
-        ((torch.tensor([0, 1]), torch.tensor([1, 0])), TypeError, "observed must be boolean"),
-        ((torch.tensor([0, 1]), torch.ones(3).bool()), ValueError, "observed must have shape"),
-    ],
-)
-def test_an_observation_that_does_not_fit_changes_nothing(arguments, error, message):
-    stream = Filter(casino((2,)))
-    before = stream.update(torch.tensor([2, 0]))
-    with pytest.raises(error, match=message):
-        stream.update(*arguments)
-    assert torch.equal(stream.state_probs, before)
-    assert stream.num_steps == 1
-
-
-def test_a_filter_needs_an_hmm_without_labels():
-    with pytest.raises(TypeError, match="hmm must be an HMM"):
-        Filter("casino")
-    with pytest.raises(ValueError, match="restricted to labels"):
-        Filter(casino().restrict(torch.tensor([0])))
 
 
 def log_rows(*shape):
@@ -321,21 +245,6 @@ def test_what_is_nan_is_missing():
     assert_close(stream.log_evidence, whole.log_prob(values))
     assert_close(stream.state_probs, whole.filtered(values)[:, -1])
     assert_close(Filter(hmm).update(values), whole.filtered(values))
-
-
-def test_numbers_and_arrays_are_observations():
-    values = [0.1, float("nan"), np.float64(0.3), np.array(0.4), 1]
-    stream, whole = Filter(normals()), normals()
-    for value in values:
-        stream.update(value)
-    numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
-    whole = whole.with_lengths(torch.tensor(5), ~numbers.isnan())
-    assert_close(stream.log_evidence, whole.log_prob(numbers.nan_to_num()))
-    symbols = Filter(casino((3,)))
-    symbols.update(2)
-    assert_close(symbols.surprise.exp(), [1 / (0.6 * 0.2 + 0.4 * 0.7)] * 3)
-    symbols.update(np.array([[0, 1], [1, 1], [2, 0]]))
-    assert symbols.num_steps == 3
 
 
 def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_is_possible():

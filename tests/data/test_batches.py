@@ -1,7 +1,7 @@
 """``Batches``: how many there are of a round, and what one of them costs."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from largest import Largest
 
 from pyrohmm import Sequences
 from pyrohmm.data.batches import Batches, batches_in_round, cut_by_steps
@@ -32,18 +32,6 @@ def test_the_number_of_batches_of_a_round_is_foretold():
     assert batches_in_round(LENGTHS, 300) == foretold
     assert all(abs(number - foretold) <= 0.005 * foretold for number in found)
     assert len(cut_by_steps(LENGTHS, LENGTHS.argsort(), 300)) < 0.97 * foretold
-
-
-class Largest(TorchDispatchMode):
-    """The largest tensor that was made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        made = function(*arguments, **(options or {}))
-        if isinstance(made, torch.Tensor):
-            self.size = max(self.size, made.numel())
-        return made
 
 
 def test_a_window_does_not_go_through_all_sequences():

@@ -68,15 +68,6 @@ def test_unknown_symbols_are_an_error_unless_one_stands_for_them():
     assert "c" not in Vocabulary("ab", unknown="b")
 
 
-@pytest.mark.parametrize(
-    ("symbols", "unknown", "message"),
-    [("", None, "empty"), ("aba", None, "'a' occurs"), ("ab", "c", "unknown must be one")],
-)
-def test_a_vocabulary_that_names_nothing_or_twice_is_refused(symbols, unknown, message):
-    with pytest.raises(ValueError, match=message):
-        Vocabulary(symbols, unknown)
-
-
 def test_the_first_symbol_listed_stands_for_an_unknown_one():
     words = Vocabulary(["<b>", "<a>", "x"], unknown=lambda word: [f"<{word[0]}>", "<b>"])
     assert words.encode(["x", "apple", "boat", "cat"]).tolist() == [2, 1, 0, 0]
@@ -288,18 +279,6 @@ def test_what_is_nowhere_is_downloaded_with_its_checksum(public, monkeypatch):
     path, file = datasets.find("made-up"), datasets.PUBLIC_FILES["made-up"]
     assert path == public / "cache" / "pyrohmm" / "some" / "words.txt"
     assert asked == [(file.url, f"sha256:{file.sha256}", "words.txt", path.parent)]
-
-
-def test_what_cannot_be_downloaded_says_where_to_put_it(public, monkeypatch):
-    for url in (None, "http://127.0.0.1:9/words.txt"):
-        file = datasets.PUBLIC_FILES["made-up"]._replace(url=url, derived="all words")
-        monkeypatch.setitem(datasets.PUBLIC_FILES, "made-up", file)
-        with pytest.raises(Exception, match=r".") as raised:
-            datasets.find("made-up")
-        assert (
-            f"some/words.txt may also lie under $PYROHMM_DATA, with SHA-256 {file.sha256}"
-            in str(raised.value.__notes__)
-        )
 
 
 def test_piano_rolls_are_read(tmp_path):

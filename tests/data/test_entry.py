@@ -215,62 +215,6 @@ def test_irregular_dtypes_are_converted(dtype, result):
     assert half.values.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (["a", "b"], "values must be numbers; got text"),
-        (np.array(["a"], "S1"), "values must be numbers; got bytes"),
-        (np.array([1j]), "values must be numbers; got complex"),
-        (np.array(["2024-01-01"], "datetime64[D]"), "values must be numbers; got dates"),
-        (np.array([(1, 2.0)], [("a", int), ("b", float)]), "got records"),
-        (np.array([object()]), "values must be numbers; got object"),
-        (np.array([2**63], np.uint64), "2\\*\\*63"),
-        (np.ma.array([1, 2], mask=[True, False]), "masked integers"),
-        (torch.eye(2).to_sparse(), "values must be dense"),
-        ([[1.0], [1.0, 2.0]], "values must be rows of equal length|got list"),
-    ],
-)
-def test_what_is_no_array_of_numbers_is_refused_by_name(values, message):
-    with pytest.raises(TypeError, match=message):
-        Sequences.from_concatenated(values)
-
-
-TABLE = {"who": ["a", "a"], "day": [1, 1], "x": [0.0, 1.0]}
-
-
-def from_table(changes=(), **options):
-    return lambda: Sequences.from_dataframe(TABLE | dict(changes), **options)
-
-
-def from_rows(*arguments, **options):
-    return lambda: Sequences.from_concatenated(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (from_rows(X, [5]), ValueError, "sum to the number of rows of values, 6; they sum to 5"),
-        (from_rows(X, [6, 0]), ValueError, "lengths must lie between 1"),
-        (from_rows(X, [6.0]), TypeError, "lengths must hold integers"),
-        (from_rows(X, labels=[1]), ValueError, "labels must have a row for each of the 6"),
-        (from_rows(X, observed=[True]), ValueError, "observed must have shape"),
-        (from_rows([]), ValueError, "values has no step"),
-        (from_table(columns="z"), ValueError, "columns of frame, .*'x'.; got 'z'"),
-        (from_table(columns="x", by="z"), ValueError, "by must name columns"),
-        (from_table(columns="x", by="who", time="day"), ValueError, "rows 0 and 1 have the same"),
-        (
-            from_table({"who": ["a", None]}, columns="x", by="who"),
-            ValueError,
-            "by 'who' is missing in row 1",
-        ),
-        (from_table(columns="who"), TypeError, "columns 'who' must be numbers; got text"),
-    ],
-)
-def test_wrong_entries_are_refused_by_name(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_dataloader_yields_minibatches(workers):
     data = Sequences.from_list(

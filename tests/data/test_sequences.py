@@ -175,12 +175,6 @@ def test_padding_and_missing_steps_are_not_observed():
     assert observed[0, 2]  # the caller's own is left as it was
 
 
-@pytest.mark.parametrize("labels", [[[0]], [[0, 1], [0, 1]], [[0], [1], [2]]])
-def test_labels_must_fit_the_list(labels):
-    with pytest.raises(ValueError, match="labels must have one item per sequence"):
-        Sequences.from_list([[1], [2, 3]], labels=labels)
-
-
 def test_steps_that_no_sequence_has_are_dropped():
     values = torch.arange(12).reshape(2, 6)
     data = Sequences(
@@ -193,12 +187,3 @@ def test_steps_that_no_sequence_has_are_dropped():
     assert not data.has_gaps
     hmm = TabularHMM(2, categorical(12))(data.lengths)
     assert hmm.log_prob(data.values).shape == (2,)
-
-
-def test_labels_that_are_no_states_are_refused():
-    values, lengths = torch.zeros(2, 3).long(), torch.tensor([3, 2])
-    labels = torch.tensor([[0, -1, 1], [1, -3, -9]])
-    with pytest.raises(ValueError, match="got -3 at sequence 1, step 1"):
-        Sequences(values, lengths, labels=labels)
-    labels[1, 1] = -1  # padding may be anything
-    assert Sequences(values, lengths, labels=labels).num_labelled == 3

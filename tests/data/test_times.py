@@ -83,19 +83,3 @@ def test_dates_of_every_kind_are_days(column):
     assert found.values.tolist() == [[0.5, 1.5]]
     listed = Sequences.from_list([[0, 1]], times=[list(column)])
     assert torch.equal(listed.times, found.times)
-
-
-@pytest.mark.parametrize(
-    ("times", "kind", "text"),
-    [
-        ([[1, 1, 2], [0], [0, 1]], ValueError, r"at sequence \[0\], step 1, there is 1.0 after 1"),
-        ([[1, 2, 3], [0], [1, 0]], ValueError, r"at sequence \[2\], step 1, there is 0.0 after 1"),
-        ([[1, np.nan, 3], [0], [0, 1]], ValueError, r"sequence \[0\], step 1, there is nan"),
-        ([[1, 2, 3], [np.inf], [0, 1]], ValueError, r"sequence \[1\], step 0, there is inf\."),
-        ([[1, 2], [0], [0, 1]], ValueError, "times must have one item per sequence"),
-        ([list("abc"), ["d"], ["e", "f"]], TypeError, "times must be numbers; got text"),
-    ],
-)
-def test_what_is_wrong_with_times_is_said(times, kind, text):
-    with pytest.raises(kind, match=text):
-        Sequences.from_list(STEPS, times=times)

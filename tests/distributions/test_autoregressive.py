@@ -6,21 +6,19 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from pyro.distributions import Categorical, MultivariateNormal, Normal, Poisson
+from pyro.distributions import Categorical, MultivariateNormal, Poisson
 from scipy import stats
 
-from pyrohmm import HMM, Sequences, TabularHMM, fit_em
+from pyrohmm import HMM, TabularHMM
 from pyrohmm.analysis.prediction import (
     continuation,
     impute,
-    observation_marginals,
     predictive_log_prob,
 )
 from pyrohmm.distributions import (
     Autoregressive,
     AutoregressiveCategorical,
     AutoregressiveNormal,
-    Streams,
 )
 
 STATES, SYMBOLS = 3, 3
@@ -154,31 +152,6 @@ def test_transitions_may_change_with_the_step(make, some):
     assert hmm.sample().shape == values.shape
 
 
-@every_emission
-def test_parameters_may_have_batch_dimensions(make, some):
-    many, values = make(4, 1), some(2, 5)
-    initial, transition = log_rows(4, 1, STATES), log_rows(STATES, STATES)
-    evidence = HMM(initial, transition, many, torch.tensor([5, 4])).log_prob(values)
-    assert evidence.shape == (4, 2)
-    for r in range(4):
-        one = entry(many, r)
-        alone = HMM(initial[r, 0], transition, one, torch.tensor([5, 4]))
-        assert evidence[r].tolist() == pytest.approx(alone.log_prob(values).tolist())
-
-
-def entry(emission, r):
-    """One of several batched emissions ``(R, 1, K)``."""
-    if isinstance(emission, AutoregressiveNormal):
-        parts = (MultivariateNormal(p.loc[r, 0], p.covariance_matrix[r, 0])
-                 for p in (emission.initial, emission.base))  # fmt: skip
-        return AutoregressiveNormal(*parts, emission.weights[r, 0], emission.origin)
-    if isinstance(emission, AutoregressiveCategorical):
-        return AutoregressiveCategorical(
-            Categorical(emission.initial.probs[r, 0]), Categorical(emission.tables.probs[r, 0])
-        )
-    return Counts(emission.rate[r, 0], emission.share[r, 0])
-
-
 @pytest.mark.parametrize("lags", [1, 2])
 def test_gradients_are_those_of_finite_differences(lags):
     emission, values = vectors(2, lags), torch.randn(2, 4, 2)
@@ -215,31 +188,6 @@ def test_gradients_of_tables_are_those_of_finite_differences(restricted):
 
     leaves = torch.randn(STATES, SYMBOLS), torch.randn(STATES, SYMBOLS, SYMBOLS)
     assert torch.autograd.gradcheck(evidence, [leaf.requires_grad_() for leaf in leaves])
-
-
-@every_emission
-def test_paths_are_sampled_from_their_posterior(make, some):
-    hmm, values = chain(make(), torch.tensor([4])), some(1, 4)
-    paths = hmm.sample_states(values, (4000,))[:, 0]
-    table = slowly(hmm.emission, values[0])
-    factors = hmm.log_initial.numpy(), hmm.log_transition.numpy()[None], table, 4
-    scores = oracle.scores_of_paths(*factors)
-    index = (paths * STATES ** torch.arange(3, -1, -1)).sum(-1)
-    found = np.bincount(index, minlength=len(scores))
-    assert oracle.looks_drawn_from(found, np.exp(scores - oracle.log_sum(scores)))
-
-
-@every_emission
-def test_labels_leave_the_paths_that_keep_to_them(make, some):
-    hmm, values = chain(make(), torch.tensor([4])), some(1, 4)
-    table = slowly(hmm.emission, values[0])
-    table[1, [0, 2]] = table[3, 0] = -np.inf
-    allowed = torch.ones(1, 4, STATES, dtype=torch.bool)
-    allowed[0, 1, [0, 2]] = allowed[0, 3, 0] = False
-    expected = answer(hmm, values, 0, table)
-    restricted = hmm.restrict(allowed)
-    assert restricted.log_prob(values).item() == pytest.approx(expected.evidence)
-    assert restricted.posterior(values).state_probs[0].numpy() == pytest.approx(expected.states)
 
 
 # Missing steps ----------------------------------------------------------------------------------
@@ -453,43 +401,6 @@ def test_states_may_be_put_in_another_order(name):
 
 
 # Files, and what is refused -----------------------------------------------------------------------
-
-
-def test_what_needs_observations_of_the_state_alone_refuses():
-    hmm, values = chain(vectors(2, 1), torch.tensor([4])), torch.randn(1, 4, 2)
-    with pytest.raises(ValueError, match="observation_marginals needs"):
-        observation_marginals(hmm, values)
-    with pytest.raises(ValueError, match="must be the whole emission"):
-        hmm.emission.log_prob(values)
-    both = hmm.replace(emission=Streams([hmm.emission, Normal(torch.zeros(STATES), 1.0)]))
-    with pytest.raises(ValueError, match="must be the whole emission"):
-        both.log_prob(torch.randn(1, 4, 3))
-    with pytest.raises(ValueError, match="emission_per_step"):
-        hmm.replace(emission=vectors(2, 1, 4), emission_per_step=True)
-    with pytest.raises(ValueError, match="history"):
-        fit_em(continuation(hmm, values, 4), Sequences(values, torch.tensor([4])))
-
-
-def test_arguments_that_do_not_fit_are_refused():
-    normal = MultivariateNormal(torch.zeros(2, 3), torch.eye(3))
-    weights, table = torch.zeros(2, 1, 3, 3), Categorical(torch.ones(2, 8, 2))
-    with pytest.raises(TypeError, match="base must be a MultivariateNormal"):
-        AutoregressiveNormal(normal, Normal(torch.zeros(2, 3), 1.0).to_event(1), weights)
-    with pytest.raises(ValueError, match=r"weights must .*\(K, L, D, D\)"):
-        AutoregressiveNormal(normal, normal, torch.zeros(2, 1, 3, 2))
-    with pytest.raises(ValueError, match="of the same K states"):
-        AutoregressiveNormal(normal, normal, torch.zeros(4, 1, 3, 3))
-    with pytest.raises(ValueError, match="of the same K states and D components"):
-        AutoregressiveNormal(Normal(torch.zeros(2, 2), 1.0).to_event(1), normal, weights)
-    with pytest.raises(ValueError, match="origin"):
-        AutoregressiveNormal(normal, normal, weights, torch.zeros(2))
-    with pytest.raises(ValueError, match="with L = 1"):
-        AutoregressiveNormal(normal, normal, weights, history=torch.zeros(2, 3))
-    with pytest.raises(TypeError, match="tables must be a Categorical"):
-        AutoregressiveCategorical(Categorical(torch.ones(2, 2)), normal)
-    assert AutoregressiveCategorical(Categorical(torch.ones(2, 2)), table).lags == 3
-    with pytest.raises(ValueError, match=r"V\*\*L"):
-        AutoregressiveCategorical(Categorical(torch.ones(2, 2)), Categorical(torch.ones(2, 6, 2)))
 
 
 def test_a_module_takes_the_values_of_a_distribution():

@@ -6,15 +6,14 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from largest import Largest
 from pyro.distributions import Categorical
 from torch.nn.functional import one_hot
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import HMM, Filter, queries
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops import backends
-from pyrohmm.ops.blocks import Blocks, from_clusters, inner_products, transitions, uniform
+from pyrohmm.ops.blocks import from_clusters, inner_products, transitions, uniform
 from pyrohmm.ops.blocks import recursions as _blockwise
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
@@ -34,15 +33,6 @@ def in_blocks():
 def compute(monkeypatch, all_transitions):
     """Have all transitions computed, or only those that occur, whatever takes less time."""
     monkeypatch.setattr(block_chains, "MATRIX", math.inf if all_transitions else 0)
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def engine(request):
-    """Both engines: that of Numba, and plain logarithms."""
-    if request.param == "compiled" and not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
-        yield request.param
 
 
 class Case:
@@ -375,109 +365,6 @@ def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
         torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_final_state_is_the_last_filtered_one(kind, lengths, engine):
-    torch.manual_seed(2)
-    case = Case(kind, [3, 1, 2, 4], lengths)
-    found = case.hmm.final_state(case.values)
-    wanted = case.hmm.dense().filtered(case.values)
-    wanted = torch.stack([probs[length - 1] for probs, length in zip(wanted, lengths)])
-    wide = torch.zeros(len(lengths), case.blocks.num_states + 1, dtype=torch.float64)
-    rows = found.states.masked_fill(found.states < 0, case.blocks.num_states)
-    wide.scatter_(1, rows, found.log_probs.exp())
-    torch.testing.assert_close(wide[:, :-1], wanted)
-    assert not found.log_probs.requires_grad
-
-
-class Largest(TorchDispatchMode):
-    """How many numbers the largest tensor has that any operation makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for each in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(each, torch.Tensor):
-                self.size = max(self.size, each.numel())
-        return found
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
-def test_second_derivatives_are_those_of_the_hmm_with_zeros(
-    all_transitions, kind, missing, engine, monkeypatch
-):
-    compute(monkeypatch, all_transitions)
-    torch.manual_seed(1)
-    case = Case(kind, [2, 1, 3], [4, 1, 4], num_symbols=5)
-    own, wide = case.hmm, case.hmm.dense()
-    if missing:
-        own, wide, _ = with_gaps(case)
-    weights = torch.randn(3, dtype=torch.float64)
-    found = []
-    for hmm in (own, wide):
-        value = (hmm.log_prob(case.values).exp() * weights).sum()
-        first = torch.autograd.grad(value, case.parameters, create_graph=True)
-        turned = sum((each * (0.1 + each.detach().sin())).sum() for each in first)
-        second = torch.autograd.grad(turned, case.parameters, retain_graph=True)
-        found.append([*first, *second])
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
-
-
-def test_blocks_say_which_state_emits_which_symbol():
-    blocks = from_clusters(torch.tensor([0, 1, 0]), torch.tensor([2, 1]))
-    assert blocks.allowed.tolist() == [[True, False, True]] * 2 + [[False, True, False]]
-    assert blocks.states.tolist() == [[0, 1], [2, -1]]
-    kept = blocks.keep(torch.tensor([1, 2]))
-    assert (kept.num_states, kept.sizes.tolist(), kept.disjoint) == (2, [1, 1], True)
-    assert blocks.places(torch.tensor([1, 2])).tolist() == [[1], [0]]
-    with pytest.raises(ValueError, match="no state of block 1 is kept"):
-        blocks.keep(torch.tensor([0]))
-
-
-@patient
-@given(st.data())
-def test_uniform_blocks_have_their_size_and_reach_every_state(data):
-    symbols, each = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))
-    states = data.draw(st.integers(each, symbols * each))
-    blocks = uniform(symbols, states, each, torch.Generator().manual_seed(0))
-    assert bool((blocks.allowed.sum(0) == each).all())
-    assert bool(blocks.allowed.any(1).all())
-
-
-def test_what_is_no_block_is_refused():
-    with pytest.raises(ValueError, match="block 1 must have states, each once"):
-        Blocks(torch.tensor([0, 1]), [torch.tensor([0]), torch.tensor([1, 1])])
-    with pytest.raises(ValueError, match=r"each state must be in a block .* state 1 of 2"):
-        Blocks(torch.tensor([0, 0]), [torch.tensor([0]), torch.tensor([1])])
-    with pytest.raises(ValueError, match="symbol_block must lie between 0 and B - 1 = 0"):
-        Blocks(torch.tensor([0, 1]), [torch.tensor([0])])
-    with pytest.raises(ValueError, match=r"states must lie between 0 and K - 1 = 1; .* -1 to 1"):
-        Blocks(torch.tensor([0, 1]), [torch.tensor([0, 1]), torch.tensor([-1])])
-    with pytest.raises(ValueError, match="assignment must number clusters from 0 on"):
-        from_clusters(torch.tensor([0, 2]), 2)
-    with pytest.raises(ValueError, match="num_states must lie between"):
-        uniform(2, 9, 3)
-    case = Case("overlapping", [2, 2], [2])
-    with pytest.raises(ValueError, match="blocks must be disjoint"):
-        InnerProductTransition(torch.zeros(4, 2), torch.zeros(4, 2), case.blocks)
-    hmm = Case("one level", [2, 2], [2]).hmm
-    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 8"):
-        hmm.log_prob(torch.tensor([[0, 9]]))
-    other = Case("one level", [3, 1], [2]).hmm
-    with pytest.raises(ValueError, match="blocks of transition must be those of the HMM"):
-        BlockHMM(hmm.log_initial, other.transition, hmm.log_emission, hmm.blocks, hmm.lengths)
-    with pytest.raises(ValueError, match=r"log_emission must hold .* that sum to one over"):
-        BlockHMM(
-            hmm.log_initial, hmm.transition, hmm.log_emission - 1, hmm.blocks, torch.tensor([1]),
-            validate_args=True,
-        )  # fmt: skip
-
-
 # Missing steps
 
 
@@ -492,32 +379,6 @@ def with_gaps(case):
     seen[1] = torch.arange(num_steps) == 3
     hmm = case.hmm.replace(observed=seen)
     return hmm, hmm.dense(), case.values.masked_fill(~seen, -7)
-
-
-@pytest.mark.parametrize(("scale", "all_transitions"), [(1.0, False), (30.0, False), (1.0, True)])
-@pytest.mark.parametrize("kind", KINDS)
-def test_missing_steps_are_summed_out_over_all_blocks(
-    kind, scale, all_transitions, engine, monkeypatch
-):
-    """With the larger scale some transitions have probabilities below the smallest number."""
-    compute(monkeypatch, all_transitions)
-    torch.manual_seed(int(scale))
-    case = Case(kind, [3, 1, 2, 4], [3, 5, 6, 5, 1, 4], scale=scale)
-    hmm, wide, values = with_gaps(case)
-    with monkeypatch.context() as patch:
-        patch.setattr(BlockHMM, "dense", None)
-        found = hmm.log_prob(values)
-    wanted = wide.log_prob(case.values)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    weights = torch.randn(6, dtype=torch.float64)
-    got, want = (
-        torch.autograd.grad(
-            (each * weights).sum(), case.parameters, retain_graph=True, materialize_grads=True
-        )
-        for each in (found, wanted)
-    )
-    for one, other in zip(got, want):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -621,89 +482,6 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
         torch.testing.assert_close(queries.path_entropy(each, values), entropy)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
-
-
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_labels_are_kept_to_in_blocks(kind, missing, engine):
-    """Of a state at a step, of one of several, also where the symbol is missing."""
-    torch.manual_seed(3)
-    case = Case(kind, [2, 3, 1], [3, 5, 5, 4])
-    hmm = with_gaps(case)[0] if missing else case.hmm
-    labels = torch.where(torch.rand(4, 5) < 0.4, case.hmm.viterbi(case.values), -1)
-    allowed = (labels < 0).unsqueeze(-1) | (torch.arange(6) == labels.unsqueeze(-1))
-    allowed |= torch.rand(4, 5, 6) < 0.2
-    found, wanted = hmm.restrict(allowed), hmm.dense().restrict(allowed)
-    assert isinstance(found, BlockHMM)
-    evidence = [each.log_prob(case.values) for each in (found, wanted)]
-    torch.testing.assert_close(*evidence)
-    for one, other in zip(found.posterior(case.values), wanted.posterior(case.values)):
-        torch.testing.assert_close(one, other)
-    assert torch.equal(found.viterbi(case.values), wanted.viterbi(case.values))
-    options = {"retain_graph": True, "materialize_grads": True}
-    slopes = (torch.autograd.grad(each.sum(), case.parameters, **options) for each in evidence)
-    for one, other in zip(*slopes):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_paths_with_missing_steps_are_sampled_from_the_posterior(kind, by_blocks):
-    torch.manual_seed(12)
-    case, count = Case(kind, [2, 1, 3], [3, 5, 6, 1, 5]), 8_000
-    hmm, wide, values = with_gaps(case)
-    posterior = wide.posterior(case.values)
-    by_blocks()
-    drawn = hmm.sample_states(values, (count,))
-    assert drawn.shape == (count, 5, 6)
-    assert not bool(drawn[:, ~hmm.exists].any())
-    shares = one_hot(drawn, 6).double().mean(0) * hmm.exists.unsqueeze(-1)
-    error = (posterior.state_probs * (1 - posterior.state_probs) / count).sqrt()
-    assert bool(((shares - posterior.state_probs).abs() <= 5 * error + 1e-12).all())
-    for states, length, expected in zip(drawn.unbind(1), case.lengths, posterior.transitions):
-        pairs = states[:, : length - 1] * 6 + states[:, 1:length]
-        found = torch.bincount(pairs.flatten(), minlength=36).view(6, 6) / count
-        torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
-    filled = queries.impute(hmm, values, (7,))
-    assert bool(((filled == case.values) | ~hmm.observed)[:, hmm.exists].all())
-    assert bool(((filled >= 0) & (filled < 9))[:, hmm.exists].all())
-
-
-def gappy_and_hard():
-    """Hard zeros before, in and after gaps; the first sequence cannot be."""
-    blocks = from_clusters(torch.tensor([0, 1, 1, 2]), torch.tensor([2, 2, 1]))
-    logits = torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    logits[torch.arange(5), [3, 4, 4, 0, 1]] = -math.inf
-    logits[[0, 1, 4], 2:] = -math.inf  # from block 0 and 2, to block 0 only
-    logits[2, 2:4] = -math.inf
-    emission = torch.tensor([[1.0, 1.0], [1.0, 0.5], [0.0, 0.5], [1.0, 1.0]]).double().log()
-    seen = torch.tensor([[1, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0]]).bool()
-    hmm = BlockHMM(
-        torch.full((5,), 0.2, dtype=torch.float64).log(), logits.log_softmax(-1), emission, blocks,
-        torch.tensor([4, 4, 4, 3]), seen, validate_args=False,
-    )  # fmt: skip
-    return hmm, torch.tensor([[0, 1, 2, 1], [1, 0, 0, 0], [2, 1, 3, 0], [1, 2, 0, 0]])
-
-
-def test_queries_with_missing_steps_where_much_is_impossible(by_blocks):
-    hmm, values = gappy_and_hard()
-    wide = hmm.dense()
-    wanted, filtered = wide.posterior(values), wide.filtered(values)
-    entropy, many = queries.path_entropy(wide, values), queries.k_best(wide, values, 30)
-    by_blocks()
-    torch.testing.assert_close(queries.path_entropy(hmm, values), entropy)
-    torch.testing.assert_close(queries.k_best(hmm, values, 30), many)
-    assert torch.equal(hmm.viterbi(values)[1:], many[0][1:, 0])
-    found = hmm.posterior(values)
-    assert found.log_evidence[0] == -math.inf
-    for one, other in zip(found, wanted):
-        torch.testing.assert_close(one, other)
-    torch.testing.assert_close(hmm.filtered(values), filtered)
-    states = hmm.sample_states(values, (500,))
-    shares = one_hot(states, 5).double().mean(0) * hmm.exists.unsqueeze(-1)
-    torch.testing.assert_close(shares[1:], wanted.state_probs[1:], rtol=0, atol=0.12)
-    assert bool((shares[1:][wanted.state_probs[1:] == 0] == 0).all())
-    with pytest.raises(ValueError, match="1 of 4 sequences"):
-        queries.impute(hmm, values)
 
 
 # One step backward from all states, by a matrix that is kept

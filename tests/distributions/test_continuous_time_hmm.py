@@ -1,35 +1,25 @@
 """``ContinuousTimeHMM`` against sums over all paths with SciPy's exponential of a matrix."""
 
 import math
-import pickle
 from functools import partial
 
 import numpy as np
 import oracle
-import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
-from pyro.infer.autoguide import AutoDelta, init_to_value
 from scipy import stats
 from scipy.linalg import expm
 
 from pyrohmm import (
     HMM,
     ContinuousTimeHMM,
-    EnumeratedModel,
-    Filter,
-    MarginalModel,
-    Sequences,
     TabularContinuousTimeHMM,
-    categorical,
     load_hmm,
     markov_sample,
     queries,
     save,
 )
-from pyrohmm.analysis import dwell_times
 from pyrohmm.chains.rates import log_transitions
 from pyrohmm.distributions import SparseGamma
 
@@ -136,19 +126,6 @@ def test_expected_counts_are_the_gradient(rates, values):
     spans = sum(times[n - 1] - times[0] for times, n in zip(hmm.times, LENGTHS.tolist()))
     torch.testing.assert_close(counts.counts["rates"].diagonal().sum(), spans)
     assert (counts.counts["rates"][(rates == 0) & ~diagonal] == 0).all()
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-def test_expected_counts_need_no_gradient_of_the_caller(own, values):
-    """Also of a distribution made in inference mode, of equal gaps or others."""
-    rates = FULL.expand(4, K, K) * torch.arange(1.0, 5.0)[:, None, None] if own else FULL
-    for times in (irregular(4), torch.arange(5.0)):
-        wanted = model(rates, times).expected_counts(values)
-        with torch.inference_mode():
-            found = [hmm.expected_counts(values + 0.0)
-                     for hmm in (model(rates, times), model(rates + 0.0, times + 0.0))]  # fmt: skip
-        for counts in found:
-            torch.testing.assert_close(counts, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -268,103 +245,6 @@ def test_parameters_may_be_batched(values):
     assert many.transition_at(torch.ones(2)).shape == (3, 1, 2, K, K)
     assert many.sample().shape == (3, 4, T)
     torch.testing.assert_close(many.expand((2, 3, 4)).log_prob(values)[1], alone)
-
-
-def test_copies_with_changes(values):
-    hmm = model()
-    assert torch.equal(hmm.expand((2, 4)).log_prob(values)[1], hmm.log_prob(values))
-    order = torch.tensor([2, 0, 1])
-    permuted = hmm.permute_states(order)
-    torch.testing.assert_close(permuted.log_prob(values), hmm.log_prob(values))
-    states = hmm.posterior(values).state_probs
-    torch.testing.assert_close(permuted.posterior(values).state_probs, states[..., order])
-    torch.testing.assert_close(permuted.rates[0], FULL[2][order])
-    other = hmm.with_lengths(torch.tensor([2]), times=torch.tensor([[0.0, 4.0]]))
-    fresh = ContinuousTimeHMM(
-        INITIAL, FULL, EMISSION, torch.tensor([2]), torch.tensor([[0.0, 4.0]])
-    )
-    assert torch.equal(other.log_prob(values[:1, :2]), fresh.log_prob(values[:1, :2]))
-
-
-def test_saved_and_pickled(values, tmp_path):
-    hmm = model(PROGRESSIVE).restrict(torch.tensor([[-1, -1, 2, -1, -1]] * 4))
-    save(hmm, tmp_path / "hmm")
-    for other in (load_hmm(tmp_path / "hmm"), pickle.loads(pickle.dumps(hmm))):
-        assert type(other) is ContinuousTimeHMM
-        assert torch.equal(other.times, hmm.times)
-        assert torch.equal(other.log_prob(values), hmm.log_prob(values))
-        assert torch.equal(
-            other.expected_counts(values).counts["rates"],
-            hmm.expected_counts(values).counts["rates"],
-        )
-
-
-def test_queries_of_an_hmm_know_it(values):
-    hmm = model()
-    paths, scores = queries.k_best(hmm, values, 2)
-    torch.testing.assert_close(paths[:, 0], hmm.viterbi(values))
-    torch.testing.assert_close(hmm.log_joint(values, paths[:, 1]), scores[:, 1])
-    steps = queries.predictive_log_prob(hmm, values)
-    torch.testing.assert_close(steps.sum(-1), hmm.log_prob(values).double())
-    with pytest.raises(TypeError, match=r"times must be .*; got int"):
-        queries.continuation(hmm, values, 2)
-    with pytest.raises(TypeError, match=r"times must be .*; got NoneType"):
-        Filter(hmm).update(values[:, 0])
-    for query in (
-        dwell_times.dwell_time_mean,
-        partial(dwell_times.dwell_time_log_prob, num_steps=2),
-    ):
-        with pytest.raises(ValueError, match=r"sojourn_times"):
-            query(hmm)
-
-
-@pytest.mark.parametrize("allowed", [None, PROGRESSIVE > 0], ids=["full", "progressive"])
-def test_both_forms_agree(allowed):
-    """In loss and gradient, with gaps, padding and missing steps."""
-    pyro.set_rng_seed(0)
-    data = Sequences(
-        torch.tensor([[0, 1, 1, 2], [2, 1, 0, 0]]), torch.tensor([4, 3]),
-        torch.tensor([[True, True, False, True], [True] * 4]),
-        times=torch.tensor([[0.0, 0.4, 3.0, 3.1], [5.0, 7.0, 7.5, 0.0]]),
-    )  # fmt: skip
-    module = TabularContinuousTimeHMM(3, categorical(3), 1.2, 1.5, transition_allowed=allowed)
-    found = []
-    for form, elbo in ((MarginalModel, Trace_ELBO()),
-                       (EnumeratedModel, TraceEnum_ELBO(max_plate_nesting=1))):  # fmt: skip
-        pyro.clear_param_store()
-        model = form(module)
-        mask = SparseGamma(*(torch.ones(3, 3),) * 2, module.transition_allowed)
-        start = {"module.initial": torch.full((3,), 1 / 3), "module.rates": mask.mean,
-                 "module.emission.probs": torch.full((3, 3), 1 / 3)}  # fmt: skip
-        guide = AutoDelta(pyro.poutine.block(model, expose=list(start)),
-                          init_loc_fn=init_to_value(values=start))  # fmt: skip
-        loss = elbo.differentiable_loss(model, guide, data)
-        found.append([loss, *torch.autograd.grad(loss, list(guide.parameters()))])
-    assert len(found[0]) == 4
-    for one, other in zip(*found):
-        torch.testing.assert_close(one, other)
-
-
-def test_bad_arguments_are_named():
-    ok = {"log_initial": INITIAL, "rates": FULL, "emission": EMISSION, "lengths": LENGTHS,
-          "times": irregular(4)}  # fmt: skip
-    negative = FULL.clone()
-    negative[0, 1], negative[0, 0] = -0.6, 0.2
-    cases = [
-        ({"rates": FULL[:2]}, ValueError, "rates must end in shape"),
-        ({"rates": negative}, ValueError, "rates must be finite, not negative"),
-        ({"rates": FULL.long()}, TypeError, "rates must be floating point"),
-        ({"times": torch.tensor(1.0)}, ValueError, r"times must have shape \(\*B, T\)"),
-        ({"times": irregular(4)[:, :2]}, ValueError, "number of steps, 2 of times; got .* to 5"),
-        ({"times": None}, TypeError, "times"),
-        ({"times": irregular(4).log().log()}, ValueError, r"at sequence \[0\], step 0, there is"),
-        ({"times": torch.zeros(5)}, ValueError, r"at sequence \[0\], step 1, there is 0.0 after"),
-    ]
-    for changes, kind, text in cases:
-        with pytest.raises(kind, match=text):
-            ContinuousTimeHMM(**(ok | changes), validate_args=True)
-    with pytest.raises(ValueError, match="gaps must be finite and not negative"):
-        model().transition_at(torch.tensor(-1.0))
 
 
 def test_sparse_gamma_is_a_product_of_gammas():

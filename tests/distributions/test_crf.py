@@ -2,7 +2,6 @@
 
 import numpy as np
 import oracle
-import pyro
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -187,56 +186,3 @@ def test_batches_of_transitions_broadcast():
     wide = each[0].expand((5, 3))
     assert wide.batch_shape == (5, 3)
     assert torch.allclose(wide.log_prob(labels)[2], each[0].log_prob(labels))
-
-
-def test_in_a_model_of_pyro_it_learns_tags():
-    """Features tell the first tag; that tags alternate is for the transition scores to learn."""
-    torch.manual_seed(0)
-    tags = (torch.arange(6) + torch.randint(2, (40, 1))) % 2
-    features = torch.zeros(40, 6, 1)
-    features[:, 0, 0] = 4.0 * tags[:, 0] - 2.0
-    network = torch.nn.Linear(1, 2)
-
-    def model(features, tags=None):
-        pyro.module("network", network)
-        transition = pyro.param("transition", lambda: torch.zeros(2, 2))
-        with pyro.plate("sequences", len(features)):
-            crf = LinearChainCRF(network(features), transition)
-            return pyro.sample("tags", crf, obs=tags)
-
-    with pyro.get_param_store().scope():
-        svi = pyro.infer.SVI(model, lambda *_: None, pyro.optim.Adam({"lr": 0.1}),
-                             pyro.infer.Trace_ELBO())  # fmt: skip
-        losses = [svi.step(features, tags) for _ in range(60)]
-        assert losses[-1] < losses[0] / 4
-        found = LinearChainCRF(network(features), pyro.param("transition")).viterbi()
-        assert model(features).shape == tags.shape
-    assert (found == tags).double().mean() > 0.95
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"emission_scores": torch.zeros(3)}, r"emission_scores must have shape \(\*B, T, K\)"),
-        ({"transition_scores": torch.zeros(2, 2)}, r"transition_scores must end in .* \(3, 3\)"),
-        ({"transition_scores": torch.full((3, 3), torch.nan)}, "transition_scores holds nan"),
-        ({"emission_scores": torch.full((2, 4, 3), torch.inf)}, "emission_scores holds inf"),
-        ({"lengths": torch.tensor([5, 1])}, "lengths must lie between 1 and"),
-    ],
-)
-def test_wrong_arguments_are_named(change, message):
-    right = {"emission_scores": torch.zeros(2, 4, 3), "transition_scores": torch.zeros(3, 3)}
-    with pytest.raises((TypeError, ValueError), match=message):
-        LinearChainCRF(**(right | change), validate_args=True)
-
-
-def test_wrong_labels_are_named():
-    crf = LinearChainCRF(torch.zeros(2, 4, 3), torch.zeros(3, 3), validate_args=True)
-    with pytest.raises(ValueError, match=r"labels must lie between 0 and K - 1 = 2.* got 3"):
-        crf.log_prob(torch.full((2, 4), 3))
-    with pytest.raises(ValueError, match=r"got -2"):
-        crf.log_prob(torch.full((2, 4), -2))
-    with pytest.raises(TypeError, match="labels must hold integers"):
-        crf.log_prob(torch.zeros(2, 4))
-    with pytest.raises(ValueError, match=r"labels must end in shape \(T,\)"):
-        crf.log_prob(torch.zeros(2, 3).long())

@@ -11,10 +11,9 @@ import torch
 from pyro.infer import SVI, Trace_ELBO
 from pyro.infer.autoguide import AutoDelta
 from scipy import stats
-from torch.distributions import biject_to, transform_to
+from torch.distributions import biject_to
 
-from pyrohmm import HMM, Sequences, fit_em, load_hmm, normal, queries, save
-from pyrohmm.distributions.dpp import DiversityPrior
+from pyrohmm import HMM, Sequences, fit_em, load_hmm, queries, save
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.sparse import SparseDirichlet
 from pyrohmm.distributions.units import InverseWishart
@@ -157,20 +156,6 @@ def test_sparse_jacobian_is_finite_far_out(dtype):
         expected = -softplus.sum() - softplus[0]
         assert found.item() == pytest.approx(expected, rel=1e-6)
         assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_sparse_map_for_optimisers_has_an_inverse(name):
-    allowed = TABLES[name]
-    table, _ = rows_of(allowed)
-    transform = transform_to(SparseDirichlet(torch.ones(allowed.shape), allowed).support)
-    x = transform.inv(table).requires_grad_()
-    y = transform(x)
-    torch.testing.assert_close(y, table)
-    assert (y[~allowed] == 0).all()
-    y.square().sum().backward()
-    assert x.grad.isfinite().all()
-    assert (x.grad[~allowed] == 0).all()
 
 
 def rows_model(counts):
@@ -334,28 +319,6 @@ def test_tied_states_sample_independently_from_the_distribution_they_share():
 # What is known in part
 
 
-def vector_distributions(batch):
-    """Every kind whose marginals are known, of ``batch`` and two components."""
-    symbols = dist.Categorical(torch.rand(*batch, 3) + 0.1)
-    parts = dist.Normal(torch.randn(*batch, 4, 2), 1.0).to_event(1)
-    mixture = dist.MixtureSameFamily(dist.Categorical(torch.rand(*batch, 4) + 0.1), parts)
-    root = torch.tensor([[1.2, 0.0], [0.3, 1.1]])
-
-    def full(*shape):
-        return dist.MultivariateNormal(torch.randn(*shape, 2), scale_tril=root)
-
-    return {
-        "normal": dist.Normal(torch.randn(*batch, 2), 1.0).to_event(1),
-        "full": full(*batch),
-        "mixture": mixture,
-        "streams": Streams([symbols, dist.Poisson(torch.rand(batch) + 0.5)]),
-        "tied": Tied(full(*batch[:-1], 2), torch.tensor([0, 1, 1])),
-    }
-
-
-VECTORS = ["normal", "full", "mixture", "streams", "tied"]
-
-
 @pytest.mark.parametrize("name", ["normal", "full", "mixture", "streams"])
 def test_gradients_are_finite_where_components_are_missing(name):
     leaves = {
@@ -501,29 +464,6 @@ def test_em_of_a_mixture_keeps_a_component_of_weight_zero():
 
 
 # What is refused ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "message"),
-    [
-        (lambda: SparseDirichlet(torch.tensor([1.0, -1.0]), torch.ones(2).bool()),
-         ValueError, r"concentration must be positive and finite; got -1\. Clamp"),
-        (lambda: SparseDirichlet(torch.ones(2), torch.zeros(2).bool()), ValueError, "one True"),
-        (lambda: SparseDirichlet(torch.ones(3), torch.ones(2).bool()), ValueError, "must end in"),
-        (lambda: DiversityPrior("1"), TypeError, "alpha must be a number; got str"),
-        (lambda: InverseWishart(1.0, torch.eye(2)), ValueError, "degrees must be greater"),
-        (lambda: InverseWishart(5.0, torch.ones(2, 3)), ValueError, "must end in shape"),
-        (lambda: InverseWishart(5.0, torch.ones(2, 2).tril()), ValueError, "scale must hold symm"),
-        (lambda: Tied(dist.Normal(0.0, 1.0), torch.tensor([0])), ValueError, "base be batched"),
-        (lambda: Streams([dist.Normal(torch.zeros(2), 1.0), dist.Normal(torch.zeros(3), 1.0)]),
-         ValueError, r"must broadcast with each other; got parts\[0\] \(2,\), parts\[1\] \(3,\)"),
-        (lambda: normal(2, rate=torch.inf)(2), ValueError, "rate must be finite; got inf"),
-        (lambda: normal(2, weight="1")(2), TypeError, "weight must be a number; got str"),
-    ],
-)  # fmt: skip
-def test_arguments_out_of_range_are_named_at_construction(build, error, message):
-    with pytest.raises(error, match=message):
-        build()
 
 
 def test_what_stands_at_a_forbidden_entry_is_not_read():

@@ -2,12 +2,10 @@
 
 import math
 
-import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Categorical, Normal
-from pyro.infer import TraceEnum_ELBO
+from pyro.distributions import Normal
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
@@ -23,10 +21,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     fit_svi,
-    load_hmm,
-    markov_sample,
     normal,
-    save,
 )
 
 SIZES = (2, 3)
@@ -106,42 +101,6 @@ def test_labels_of_some_chains(hmm, values):
         hmm.restrict_chains(labels.masked_fill(labels == 1, 2))
 
 
-def test_the_enumerated_form_has_the_same_density_and_gradient():
-    initials, transitions = parameters(sizes=(2, 2))
-    means = torch.randn(4, requires_grad=True)
-    lengths, values = torch.tensor([4, 2]), torch.randn(2, 4)
-    leaves = [means, *(part.requires_grad_() for part in transitions)]
-    rows = [part.log_softmax(-1) for part in transitions]  # as those of Categorical(logits=)
-    hmm = FactorialHMM(initials, rows, Normal(means, 1.0), lengths)
-
-    def enumerated():
-        with pyro.plate("sequences", 2):
-            markov_sample("x", hmm, obs=values)
-
-    elbo = TraceEnum_ELBO(max_plate_nesting=1)
-    losses = -hmm.log_prob(values).sum(), elbo.differentiable_loss(enumerated, lambda: None)
-    torch.testing.assert_close(*losses)
-    slopes = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses)
-    for one, two in zip(*slopes):
-        torch.testing.assert_close(one, two)
-
-
-@pytest.mark.parametrize("family", [additive_normal(SIZES, 2), normal(2)])
-def test_em_never_loses_and_its_restarts_are_fits_of_their_own(family):
-    data = Sequences(torch.randn(4, T, 2).cumsum(1), LENGTHS)
-    fit = fit_em(
-        TabularFactorialHMM(SIZES, family), data, num_iterations=15, restarts=2, tolerance=None
-    )
-    rises = fit.restarts.losses.diff()
-    assert rises.max() < 1e-9 * fit.losses.abs().max()
-    assert fit.losses[-1] < fit.losses[0] - 1
-    alone = fit_em(
-        TabularFactorialHMM(SIZES, family), data, num_iterations=1, tolerance=None,
-        start={name: value[0] for name, value in fit.restarts.parameters.items()},
-    )  # fmt: skip
-    torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
-
-
 def test_the_m_step_of_additive_normals_is_at_a_maximum():
     """No change of its parameters raises the density; EM has converged to a stationary point."""
     data = Sequences(torch.randn(4, T, 2), LENGTHS)
@@ -199,39 +158,6 @@ def test_free_emissions_of_one_chain_are_a_plain_hmm():
     torch.testing.assert_close(alike.losses, plain.losses)
 
 
-def test_a_fit_goes_on_from_an_hmm(values):
-    fit = fit_em(model(observed=False), Sequences(values, LENGTHS), num_iterations=3)
-    assert fit.losses[-1] < fit.losses[0]
-    assert isinstance(fit.hmm(Sequences(values, LENGTHS)), FactorialHMM)
-
-
-def test_it_is_saved_and_loaded(hmm, values, tmp_path):
-    save(hmm, tmp_path / "chains")
-    loaded = load_hmm(tmp_path / "chains")
-    assert (type(loaded), loaded.sizes) == (FactorialHMM, SIZES)
-    assert torch.equal(loaded.log_prob(values), hmm.log_prob(values))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"log_initials": []}, "at least one chain"),
-        ({"log_transitions": parameters()[1][::-1]}, "log_transition_0 must end in"),
-        ({"emission": Categorical(torch.ones(5, 2))}, "K = 6"),
-    ],
-)
-def test_wrong_chains_are_refused(changes, words):
-    initials, transitions = parameters()
-    arguments = {
-        "log_initials": initials,
-        "log_transitions": transitions,
-        "emission": Normal(torch.arange(6.0), 1.0),
-        "lengths": LENGTHS,
-    }
-    with pytest.raises(ValueError, match=words):
-        FactorialHMM(**(arguments | changes), validate_args=True)
-
-
 def test_wrong_families_are_refused():
     with pytest.raises(ValueError, match="product is 6, that of the chains 4"):
         TabularFactorialHMM((2, 2), additive_normal(SIZES, 1))
@@ -255,13 +181,3 @@ def test_long_chains_with_states_ruled_out_keep_their_transitions():
     pairs = wanted.transitions.reshape(2, 2, 2, 2)
     torch.testing.assert_close(found.transitions[0], pairs.sum((1, 3)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.transitions[1], pairs.sum((0, 2)), rtol=1e-4, atol=1e-4)
-
-
-def test_states_that_no_chain_has_are_refused():
-    half = torch.full((2,), 0.5).log()
-    matrix = torch.full((2, 2), 0.5).log()
-    hmm = FactorialHMM([half] * 2, [matrix] * 2, Normal(torch.zeros(4), 1.0), torch.tensor(3))
-    with pytest.raises(ValueError, match="states must lie between 0"):
-        hmm.chain_states(torch.tensor([77]))
-    with pytest.raises(ValueError, match="chains"):
-        hmm.product_states(torch.tensor([[1, 5]]))

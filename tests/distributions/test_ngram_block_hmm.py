@@ -6,23 +6,13 @@ import math
 import pytest
 import torch
 
-from pyrohmm import BlockHMM, Filter, blocks, queries
-from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights, TaggedHMM
-from pyrohmm.ops import backends
+from pyrohmm import BlockHMM, blocks, queries
+from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 SIZES, BLOCK = [2, 1, 3], torch.tensor([0, 1, 2, 0, 2])  # states of each block, block of each word
 V, K, B = len(BLOCK), sum(SIZES), len(SIZES)
 OWNER = torch.arange(B).repeat_interleave(torch.tensor(SIZES))
-
-
-@pytest.fixture(params=["compiled", "torch"])
-def engine(request):
-    """Both engines: that of Numba, and plain logarithms."""
-    if request.param == "compiled" and not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
-        yield request.param
 
 
 class Case:
@@ -246,49 +236,3 @@ def test_what_stands_at_padded_steps_is_not_read(engine):
     )
     for one, other in zip(found, wanted):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda hmm, values: hmm.sample(),
-        lambda hmm, values: hmm.forecast(values, 1),
-        lambda hmm, values: hmm.dense(),
-        lambda hmm, values: hmm.log_factors(values),
-        lambda hmm, values: hmm.emission,
-        lambda hmm, values: hmm.continue_from(None),
-        lambda hmm, values: Filter(hmm),
-        lambda hmm, values: queries.continuation(hmm, values, 1),
-        lambda hmm, values: queries.pseudo_residuals(hmm, values),
-    ],
-)
-def test_what_needs_other_words_of_the_ngram_is_refused(ask):
-    case = Case([2, 2])
-    with pytest.raises(NotImplementedError, match="n-gram"):
-        ask(case.hmm(), case.values)
-
-
-def test_bad_arguments_are_refused():
-    case = Case([2, 3])
-    hmm = case.hmm()
-    chain, ngram, weights = hmm.words, hmm.ngram, hmm.weights
-    matrix = BlockHMM(
-        chain.log_initial, chain.log_transition, chain.log_emission, chain.blocks, chain.lengths
-    )
-    with pytest.raises(ValueError, match="InnerProductTransition"):
-        NGramBlockHMM(matrix, ngram, weights)
-    with pytest.raises(TypeError, match="BlockHMM"):
-        NGramBlockHMM(TaggedHMM(chain, torch.zeros(K, 1).double()), ngram, weights)
-    gaps = chain.replace(observed=torch.tensor([[True, False, True], [True] * 3]))
-    with pytest.raises(ValueError, match="observed at every step"):
-        NGramBlockHMM(gaps, ngram, weights)
-    with pytest.raises(ValueError, match="lengths must be those of the sequences"):
-        hmm.with_lengths(torch.tensor([2, 2]))
-    with pytest.raises(ValueError, match="observed cannot be changed"):
-        hmm.replace(observed=hmm.exists)
-    with pytest.raises(ValueError, match="log_block must have shape"):
-        NGramBlockHMM(chain, ngram._replace(log_block=ngram.log_block[:, :2]), weights)
-    with pytest.raises(ValueError, match="block_class"):
-        NGramBlockHMM(chain, ngram._replace(block_class=ngram.block_class + 2), weights)
-    with pytest.raises(ValueError, match=r"log_symbol must hold log-probabilities.* logarithm"):
-        NGramBlockHMM(chain, ngram._replace(log_symbol=ngram.log_symbol.exp()), weights)

@@ -98,15 +98,6 @@ def test_a_fan_is_drawn_after_the_past():
         plots.forecast(hmm.expand([3]).forecast(values.expand(3, 6), 5), values)
 
 
-def test_probabilities_out_of_range_are_refused():
-    forecast = Forecast(STATES, Normal(LOC, 1.0))
-    for wrong in ([1.5], [-0.1, 0.5], []):
-        with pytest.raises(ValueError, match="probs must be a list of numbers"):
-            forecast.quantiles(wrong)
-    with pytest.raises(ValueError, match="level must be"):
-        forecast.interval(-0.1)
-
-
 @pytest.mark.parametrize(
     ("emission", "low", "high"),
     [

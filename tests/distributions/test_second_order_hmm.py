@@ -2,18 +2,12 @@
 
 import math
 
-import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, Normal
-from pyro.infer import TraceEnum_ELBO
-from pyro.infer.autoguide import AutoNormal
+from pyro.distributions import Normal
 
 from pyrohmm import (
     HMM,
-    DiversityPrior,
-    Filter,
-    MarginalModel,
     SecondOrderHMM,
     Sequences,
     TabularHMM,
@@ -21,16 +15,7 @@ from pyrohmm import (
     autoregressive_normal,
     categorical,
     fit_em,
-    fit_map,
-    fit_svi,
-    load_hmm,
-    markov_sample,
-    normal,
-    poisson,
-    queries,
-    save,
     second_order,
-    starts,
 )
 
 T = 5
@@ -84,21 +69,6 @@ def test_the_joint_density_is_a_sum_of_terms(hmm, values):
         assert found[i].item() == pytest.approx(score(hmm, scores, states[i, :length].tolist()))
 
 
-def test_it_is_the_chain_of_pairs(hmm, values):
-    large = hmm.expanded()
-    size = hmm.num_states
-    assert large.num_states == size * (size + 1)
-    torch.testing.assert_close(hmm.log_prob(values), large.log_prob(values))
-    torch.testing.assert_close(hmm.forecast(values, 3).mean, large.forecast(values, 3).mean)
-    order = torch.randperm(size)
-    renamed = hmm.permute_states(order)
-    torch.testing.assert_close(renamed.log_prob(values), hmm.log_prob(values))
-    assert torch.equal(order[renamed.viterbi(values)][hmm.exists], hmm.viterbi(values)[hmm.exists])
-    share = hmm.stationary()
-    ahead = hmm.forecast(values, 300).state_probs[:, -1]
-    torch.testing.assert_close(ahead, share.expand_as(ahead), atol=1e-6, rtol=1e-6)
-
-
 def test_where_the_earlier_state_does_not_matter_it_is_a_plain_hmm(values):
     initial, second, _ = tables(3)
     emission = Normal(torch.arange(3.0), 1.5)
@@ -121,21 +91,6 @@ def test_nothing_leaves_the_range_of_numbers():
     assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
 
 
-def test_labels(values):
-    labels = torch.full((4, T), -1)
-    labels[:, 0], labels[0, 2] = 1, 2
-    known = model().restrict(labels)
-    torch.testing.assert_close(known.expanded().log_prob(values), known.log_prob(values))
-    for states in (known.sample_states(values), known.sample_with_states()[1]):
-        assert (states[:, 0] == 1).all()
-        assert states[0, 2] == 2
-    impossible = model(zero=True).restrict(torch.tensor([[0, 1, -1, -1, -1]]))
-    with pytest.raises(ValueError, match="labels"):
-        impossible.log_prob(values)
-    with pytest.raises(ValueError, match="labels must leave a path"):
-        impossible.sample()
-
-
 def test_observations_that_depend_on_those_before():
     data = Sequences(torch.randn(4, T, 2), LENGTHS)
     module = TabularSecondOrderHMM(2, autoregressive_normal(2, 1))
@@ -146,37 +101,6 @@ def test_observations_that_depend_on_those_before():
     with pytest.raises(ValueError, match="expanded"):
         hmm.forecast(data.values, 2)
     assert large.forecast(data.values, 2).sample().shape == (4, 2, 2)
-
-
-def test_the_enumerated_form_has_the_same_density_and_gradient():
-    leaves = [part.requires_grad_() for part in (*tables(2), torch.randn(2))]
-    rows = [part.log_softmax(-1) for part in leaves[:3]]  # as those of Categorical(logits=)
-    lengths, values = torch.tensor([3, 1]), torch.randn(2, 3)
-    hmm = SecondOrderHMM(*rows, Normal(leaves[3], 1.0), lengths)
-
-    def enumerated():
-        with pyro.plate("sequences", 2):
-            markov_sample("x", hmm, obs=values)
-
-    elbo = TraceEnum_ELBO(max_plate_nesting=1)
-    losses = -hmm.log_prob(values).sum(), elbo.differentiable_loss(enumerated, lambda: None)
-    torch.testing.assert_close(*losses)
-    slopes = (torch.autograd.grad(loss, leaves, retain_graph=True) for loss in losses)
-    for one, two in zip(*slopes):
-        torch.testing.assert_close(one, two)
-
-
-@pytest.mark.parametrize(("k", "family"), [(1, categorical(3)), (3, poisson())])
-def test_em_never_loses_and_its_restarts_are_fits_of_their_own(k, family):
-    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
-    module = TabularSecondOrderHMM(k, family, 1.5, 1.2, torch.full((k, k), 1.1))
-    fit = fit_em(module, data, num_iterations=15, restarts=2, tolerance=None)
-    assert fit.restarts.losses.diff().max() < 1e-9 * fit.losses.abs().max()
-    alone = fit_em(
-        module, data, num_iterations=1, tolerance=None,
-        start={name: value[0] for name, value in fit.restarts.parameters.items()},
-    )  # fmt: skip
-    torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
 
 
 def test_em_ends_where_the_density_is_stationary():
@@ -202,56 +126,3 @@ def test_it_finds_what_one_state_before_cannot_tell():
     )
     assert second.losses[-1] == pytest.approx(2 * math.log(2), abs=0.01)
     assert first.losses[-1] > 30
-
-
-def test_every_other_fit():
-    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
-    model = MarginalModel(TabularSecondOrderHMM(2, categorical(3)))
-    best = fit_map(model, data, num_iterations=20)
-    assert best.losses[-1] < best.losses[0]
-    guide = AutoNormal(model)
-    assert fit_svi(model, guide, data, num_iterations=3).losses.isfinite().all()
-
-
-def test_a_fit_goes_on_from_an_hmm(values):
-    data = Sequences(values, LENGTHS)
-    fit = fit_em(model(observed=False), data, num_iterations=3)
-    assert fit.losses[-1] < fit.losses[0]
-    assert isinstance(fit.hmm(data), SecondOrderHMM)
-    again = fit_em(TabularSecondOrderHMM(3, normal(0)), data, num_iterations=2,
-                   start=starts.from_hmm(fit.hmm(data)))  # fmt: skip
-    assert again.losses.isfinite().all()
-    with pytest.raises(ValueError, match="one matrix"):
-        fit_em(TabularSecondOrderHMM(2, normal(0)), data, log_prior=DiversityPrior(1.0))
-
-
-def test_it_is_saved_and_loaded(hmm, values, tmp_path):
-    save(hmm, tmp_path / "chain")
-    loaded = load_hmm(tmp_path / "chain")
-    assert type(loaded) is SecondOrderHMM
-    assert torch.equal(loaded.log_prob(values), hmm.log_prob(values))
-
-
-def test_what_needs_a_markov_chain_says_so():
-    hmm = model(observed=False)
-    with pytest.raises(ValueError, match=r"expanded\(\)"):
-        TabularHMM.from_hmm(hmm)
-    for query in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 3)):
-        with pytest.raises(ValueError, match=r"dwell time .*expanded\(\)"):
-            query(hmm)
-    assert Filter(hmm.expanded().with_lengths(torch.tensor(T))).state_probs.shape == (12,)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"log_second": torch.zeros(2, 3)}, r"log_second must end in \(3, 3\)|log_second"),
-        ({"log_transition": torch.zeros(3, 3, 3)}, "log_transition.*sum"),
-        ({"emission": Categorical(torch.ones(5, 2))}, "K = 3"),
-    ],
-)
-def test_wrong_parameters_are_refused(changes, words):
-    names = "log_initial", "log_second", "log_transition"
-    arguments = dict(zip(names, tables(3))) | {"emission": Normal(torch.arange(3.0), 1.0)}
-    with pytest.raises(ValueError, match=words):
-        SecondOrderHMM(**(arguments | changes), lengths=LENGTHS, validate_args=True)

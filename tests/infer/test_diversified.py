@@ -7,15 +7,11 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.nn import PyroParam, PyroSample
-from torch.distributions.constraints import simplex
 
 from pyrohmm import (
     HMM,
     DenseHMM,
     DiversityPrior,
-    GradientStep,
-    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -24,21 +20,10 @@ from pyrohmm import (
     datasets,
     dpp,
     fit_em,
-    freeze,
-    left_to_right,
     msteps,
     normal,
     scale_priors,
-    starts,
 )
-from pyrohmm.ops.log_space import log
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def symbols(num_symbols=4, seed=0, count=12):
@@ -178,115 +163,6 @@ def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():
         assert bool((fall > -1e-9 * fit.losses[0].abs()).all())
         found.append(dpp.log_diversity(fit.hmm(data).log_transition.exp()).item())
     assert found[1] > found[0]
-
-
-def test_a_prior_of_the_users_is_one_of_transitions_by_its_density_of_a_matrix():
-    """A Dirichlet prior of the rows; the rest keeps its closed form."""
-
-    class Rows:
-        def __call__(self, hmm):
-            return self.log_density_of_transition(hmm.log_transition.exp())
-
-        def log_density_of_transition(self, transition):
-            return 2 * transition.log().sum((-2, -1))
-
-    data, fits = symbols(3, count=20), []
-    for module, prior in (
-        (TabularHMM(2, categorical(3), 1.0, 3.0), None),
-        (TabularHMM(2, categorical(3)), Rows()),
-    ):
-        values = {
-            "initial": torch.tensor([0.5, 0.5]),
-            "transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
-            "emission.probs": torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]),
-        }
-        fits.append(
-            fit_em(module, data, log_prior=prior, start=values, num_iterations=30, tolerance=None)
-        )
-    hmms = [fit.hmm(data) for fit in fits]
-    torch.testing.assert_close(hmms[0].log_transition, hmms[1].log_transition, atol=1e-5, rtol=0)
-    torch.testing.assert_close(hmms[0].emission.probs, hmms[1].emission.probs, atol=1e-5, rtol=0)
-
-
-class Rows(HMMModule):
-    """A user's chain with a transition matrix, its M-step in closed form."""
-
-    def __init__(self, allowed=None):
-        super().__init__()
-        if allowed is None:
-            self.transition = PyroSample(dist.Dirichlet(torch.full((3, 3), 2.0)).to_event(1))
-        else:
-            self.transition_allowed = allowed
-            self.transition = PyroParam(allowed / allowed.sum(-1, keepdim=True), simplex)
-        self.emission = categorical(4)(3)
-
-    def forward(self, lengths, observed=None):
-        initial = torch.full((3,), 1 / 3).log()
-        return HMM(initial, log(self.transition), self.emission(), lengths, observed)
-
-    def emission_module(self):
-        return self.emission
-
-    def statistics(self, expected):
-        return {"pairs": expected.counts["log_transition"]}
-
-    def m_step(self, statistics):
-        counts = self.transition_counts(statistics)
-        return {"transition": counts / counts.sum(-1, keepdim=True)}, []
-
-    def transition_counts(self, statistics):
-        return statistics["pairs"] + (1.0 if "transition" in self._pyro_samples else 0.0)
-
-
-class NoStep(GradientStep):
-    def __call__(self, loss, parameters):
-        raise AssertionError("nothing is left to gradient steps")
-
-
-@pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("prior", [None, DiversityPrior(5.0)], ids=["no prior", "diversity"])
-def test_a_chain_of_the_users_keeps_its_closed_form(prior, restarts):
-    data, tabular = symbols(), TabularHMM(3, categorical(4), 1.0, 2.0)
-    freeze(tabular, "initial", torch.full((3,), 1 / 3))
-    start = starts.from_prior(tabular, data, restarts)
-    options = {"start": start, "restarts": restarts, "log_prior": prior, "num_iterations": 5}
-    options |= {"tolerance": None, "gradient_step": NoStep()}
-    expected = fit_em(tabular, data, **options)
-    for step in (None, msteps.FixedPoint()) if prior else (None,):
-        fit = fit_em(Rows(), data, transition_step=step, **options)
-        torch.testing.assert_close(fit.losses, expected.losses)
-        torch.testing.assert_close(fit.parameters, expected.parameters)
-
-
-def test_transitions_that_a_users_chain_rules_out_stay_zero():
-    allowed = left_to_right(3)
-    options = {"log_prior": DiversityPrior(5.0), "num_iterations": 3}
-    for step in (None, msteps.LogitGradient()):
-        fit = fit_em(Rows(allowed), symbols(), transition_step=step, **options)
-        assert (fit.hmm(symbols()).log_transition[~allowed] == -math.inf).all()
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
-    [
-        (lambda m, d: fit_em(m, d, log_prior=3.0), TypeError, "log_prior must be callable"),
-        (
-            lambda m, d: fit_em(m, d, transition_step=msteps.FixedPoint()),
-            ValueError,
-            "transition_step is for",
-        ),
-        (
-            lambda m, d: fit_em(
-                m, d, log_prior=DiversityPrior(1.0, 1.0), transition_step=msteps.FixedPoint()
-            ),
-            ValueError,
-            "FixedPoint is for rho",
-        ),
-    ],
-)
-def test_what_cannot_be_meant(call, error, words):
-    with pytest.raises(error, match=words):
-        call(TabularHMM(2, categorical(4)), symbols())
 
 
 def test_a_start_of_equal_rows_is_named():

@@ -4,7 +4,6 @@ Log joint densities are computed from their definition: scipy's densities, sums 
 """
 
 import math
-import re
 
 import numpy as np
 import oracle
@@ -22,13 +21,11 @@ from pyrohmm import (
     HMM,
     GradientStep,
     HMMModule,
-    MarginalModel,
     Sequences,
     StickyHDPHMM,
     TabularHMM,
     categorical,
     fit_em,
-    fit_map,
     freeze,
     from_hmmlearn,
     left_to_right,
@@ -36,17 +33,12 @@ from pyrohmm import (
     normal,
     normal_spherical,
     normal_tied,
-    parametric,
     poisson,
     save,
     starts,
-    streams,
-    tied,
     to_hmmlearn,
 )
 from pyrohmm.infer import expectation
-from pyrohmm.infer.maximization import Maximization
-from pyrohmm.infer.parameters import Parameters
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -322,19 +314,6 @@ def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
         fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
-def test_a_minibatch_of_all_sequences_is_no_minibatch():
-    case = CASES["counts"]
-    data, module = data_of(case), module_of(case)
-    begin = start_at(sample_start(module, data))
-    whole = fit_em(module, data, num_iterations=300, tolerance=1e-12, start=begin)
-    for size in (len(data), len(data) + 7):
-        parts = fit_em(
-            module, data, num_iterations=300, tolerance=1e-12, batch_size=size, start=begin
-        )
-        torch.testing.assert_close(parts.losses, whole.losses, rtol=0.0, atol=0.0)
-        assert parts.converged
-
-
 def test_a_minibatch_counts_for_the_whole_set():
     """Of copies of one sequence, any two stand for all six."""
     case = CASES["symbols"]
@@ -398,35 +377,6 @@ def test_full_labels_are_counted_in_one_step():
     found = numbers_of(fit)
     for own, expected in (("initial", initial), ("transition", pairs), ("emission.probs", counts)):
         np.testing.assert_allclose(found[own], expected / expected.sum(-1, keepdims=True))
-
-
-@pytest.mark.parametrize("kind", ["some steps", "sets"])
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_what_is_known_of_the_states_restricts_the_paths(kind, restarts):
-    case, rng = CASES["plane"], np.random.default_rng(5)
-    plain = data_of(case)
-    shape = tuple(plain.values.shape[:2])
-    if kind == "sets":
-        allowed = rng.random((*shape, STATES)) < 0.6
-        allowed[..., 1] |= ~allowed.any(-1)
-        labels = torch.tensor(allowed)
-    else:
-        numbers = rng.integers(-1, STATES, size=shape)
-        allowed = (numbers[..., None] == np.arange(STATES)) | (numbers == -1)[..., None]
-        labels = torch.tensor(numbers)
-    data = Sequences(plain.values, plain.lengths, plain.observed, labels)
-    fit = fit_em(module_of(case), data, num_iterations=6, tolerance=None, restarts=restarts)
-    assert_climbs(fit.losses)
-    expected = -log_joint(case, numbers_of(fit), data, allowed=allowed)
-    assert fit.losses[-1].item() == pytest.approx(expected, rel=1e-9)
-
-
-def test_labels_that_no_path_keeps_to_are_named():
-    labels = torch.tensor([[0, 1, 1], [0, 1, -1], [1, -1, 0]])
-    data = Sequences(torch.zeros(3, 3).long(), torch.full((3,), 3), labels=labels)
-    module = TabularHMM(2, categorical(2), transition_allowed=left_to_right(2))
-    with pytest.raises(ValueError, match=r"labels must leave a path .* sequence .*2.*, step 2"):
-        fit_em(module, data, restarts=2)
 
 
 # States, transitions and parameters that are special
@@ -623,17 +573,6 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
         np.testing.assert_allclose(found, value, rtol=2e-3, atol=1e-4)
 
 
-def test_an_optimizer_of_the_users_never_lowers_the_log_joint():
-    """Not even with steps that are far too large."""
-    case, restarts = CASES["plane"], 2
-    for rate in (0.01, 10.0):
-        step = GradientStep(3, lambda parameters, rate=rate: torch.optim.Adam(parameters, lr=rate))
-        module = TabularHMM(3, wrapped(case.family()))
-        fit = fit_em(module, data_of(case), num_iterations=5, restarts=restarts, gradient_step=step,
-                     tolerance=None)  # fmt: skip
-        assert_climbs(fit.restarts.losses)
-
-
 class Own(HMMModule):
     """A user's module: priors on some parameters, points for others."""
 
@@ -716,18 +655,6 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
 
 
-def test_a_family_of_the_users_has_minibatches_and_joins_others():
-    data = failures()
-    assert_climbs(fit_em(TabularHMM(3, tied(Failures, [0, 1, 0])), data, num_iterations=5).losses)
-    parts = fit_em(TabularHMM(2, Failures), data, num_iterations=5, batch_size=2)
-    assert parts.losses.isfinite().all()
-    both = torch.stack([data.values, torch.randn(data.values.shape)], -1)
-    both[0, 1, 0] = NAN  # missing, which the family knows nothing of
-    several = TabularHMM(2, streams(Failures, normal(0)))
-    fit = fit_em(several, Sequences(both, data.lengths), num_iterations=5)
-    assert_climbs(fit.losses)
-
-
 class Cycle(HMMModule):
     """A user's module: a chain that stays, or goes to the next state of a ring."""
 
@@ -782,26 +709,6 @@ def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
     torch.testing.assert_close(fit.parameters["module.stay"], (stayed + 1) / (stayed + left + 3))
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_what_an_m_step_returns_for_a_frozen_parameter_is_ignored(restarts):
-    """Of a user's family and of a user's chain, neither of which asks what is frozen."""
-    data, probs, stay = failures(), torch.tensor([0.9, 0.2, 0.4]), torch.tensor([0.3, 0.5, 0.8])
-    options = {"num_iterations": 3, "tolerance": None, "restarts": restarts}
-    for name, value in (("emission.probs", probs), ("stay", stay)):
-        module = ClosedCycle(Failures)
-        freeze(module, name, value)
-        fit = fit_em(module, data, **options)
-        assert_climbs(fit.losses)
-        assert f"module.{name}" not in fit.parameters
-        hmm = fit.hmm(data)
-        kept = hmm.emission.probs if name == "emission.probs" else hmm.log_transition.diagonal()
-        expected = value if name == "emission.probs" else value.log()
-        torch.testing.assert_close(kept, expected)
-        begin = {n.removeprefix("module."): v for n, v in fit.parameters.items()}
-        again = fit_em(module, data, start=begin, num_iterations=1, tolerance=None)
-        assert again.losses[-1] < again.losses[0] + 1e-9
-
-
 @pytest.mark.parametrize(
     ("kind", "point"),
     [
@@ -844,26 +751,6 @@ def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
 
 
 # Starts
-
-
-def test_clusters_that_are_apart_are_found_at_once():
-    restarts = 3
-    rng = np.random.default_rng(7)
-    states = rng.integers(3, size=(10, 6))
-    centres = np.array([[0.0, 0.0], [900.0, 0.0], [0.0, 1.0]])  # units do not matter
-    values = torch.tensor(centres[states] + rng.normal(size=(10, 6, 2)) * [30.0, 0.03])
-    values[0, 0, 0] = NAN
-    lengths = torch.tensor([6, 5, 4, 6, 6, 6, 1, 2, 6, 6])
-    observed = torch.tensor(rng.random((10, 6)) > 0.1)
-    data = Sequences(values, lengths, observed)
-    weights = starts.by_kmeans(TabularHMM(3, normal(2)), data, restarts)
-    assert weights.shape == (restarts, 10, 6, 3)
-    assert weights[:, data.observed].min() > 0
-    torch.testing.assert_close(weights.sum(-1), torch.ones(restarts, 10, 6))
-    fit = fit_em(TabularHMM(3, normal(2, rate=1e-3)), data, num_iterations=30, restarts=restarts)
-    path = fit.hmm(data).viterbi(data.values)
-    pairs = set(zip(states[data.observed.numpy()].tolist(), path[data.observed].tolist()))
-    assert len(pairs) == 3
 
 
 def test_where_a_fitted_hmm_begins_is_one_step_of_it():
@@ -911,58 +798,6 @@ def test_the_module_is_not_changed_by_the_fit():
 # Errors
 
 
-@pytest.mark.parametrize(
-    ("module", "words"),
-    [
-        (lambda: TabularHMM(2, categorical(2), 0.5), "concentration below one"),
-        (lambda: TabularHMM(2, categorical(2), 1.0, 0.5), "concentration below one"),
-        (lambda: TabularHMM(2, categorical(2, 0.5)), "concentration below one"),
-    ],
-    ids=["initial", "transition", "emission"],
-)
-def test_a_prior_without_a_mode_is_refused(module, words):
-    with pytest.raises(ValueError, match=words):
-        fit_em(module(), coins())
-
-
-def frozen_throughout():
-    module = TabularHMM(2, categorical(2))
-    for name, value in (("initial", torch.full((2,), 0.5)), ("transition", torch.eye(2)),
-                        ("emission.probs", torch.eye(2))):  # fmt: skip
-        freeze(module, name, value)
-    return module
-
-
-def impossible():
-    module = TabularHMM(2, categorical(2))
-    freeze(module, "emission.probs", torch.tensor([[1.0, 0.0], [1.0, 0.0]]))
-    return module
-
-
-def small():
-    return TabularHMM(2, categorical(2))
-
-
-def gaussians():
-    return Sequences(torch.randn(2, 3), torch.full((2,), 3))
-
-
-ERRORS = [
-    (lambda: fit_em(categorical(2)(2), coins()), TypeError, "module must be an HMMModule or"),
-    (lambda: fit_em(small(), coins(), decay=NAN), ValueError, "decay must lie between 0.5 and 1"),
-    (lambda: fit_em(Own(), gaussians(), batch_size=1), ValueError, "batch_size needs a module"),
-    (lambda: fit_em(Own(), gaussians(), restarts=2), ValueError, "restarts need every parameter"),
-    (lambda: fit_em(frozen_throughout(), coins()), ValueError, "module has no parameters to fit"),
-    (lambda: fit_em(impossible(), coins()), ValueError, "sequence . of this batch has probability"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "words"), ERRORS, ids=[row[2] for row in ERRORS])
-def test_what_cannot_be_meant_is_refused_by_name(call, error, words):
-    with pytest.raises(error, match=re.sub(r"[()]", ".", words)):
-        call()
-
-
 def plain(values, **options):
     return Sequences(values, torch.full((len(values),), values.shape[1]), **options)
 
@@ -989,110 +824,6 @@ def test_a_part_of_a_larger_set_counts_for_all_of_it():
     one = fit_em(module, data, num_iterations=3, tolerance=None, start=start)
     other = fit_em(module, hundredfold, num_iterations=3, tolerance=None, start=start)
     torch.testing.assert_close(one.losses, other.losses)
-
-
-def test_an_emission_without_parameters_leaves_the_chain_to_be_fitted():
-    class Fixed(PyroModule):
-        def __init__(self, num_states):
-            super().__init__()
-            self.register_buffer("loc", torch.arange(float(num_states)))
-
-        def forward(self):
-            return dist.Laplace(self.loc, 1.0)
-
-    fit = fit_em(TabularHMM(2, Fixed), plain(torch.randn(4, 6)), num_iterations=5)
-    assert_climbs(fit.losses)
-
-
-def test_where_there_is_nothing_to_see_nothing_is_wrong():
-    nothing = torch.zeros(3, 4).bool()
-    for module, values in (
-        (TabularHMM(2, categorical(2)), torch.zeros(3, 4).long()),
-        (TabularHMM(2, normal(2)), torch.zeros(3, 4, 2)),
-    ):
-        fit = fit_em(module, plain(values, observed=nothing), num_iterations=5)
-        assert fit.losses.isfinite().all()
-    fit = fit_em(
-        TabularHMM(2, normal(2)), plain(torch.ones(3, 4, 2)), num_iterations=5
-    )  # all alike
-    assert fit.losses.isfinite().all()
-
-
-def test_latent_variables_that_are_not_one_event_are_named():
-    class Careless(PyroModule):
-        def __init__(self, num_states):
-            super().__init__()
-            self.loc = PyroSample(dist.Normal(torch.zeros(num_states), 1.0))
-
-        def forward(self):
-            return dist.Normal(self.loc, 1.0)
-
-    data = plain(torch.randn(4, 6))
-    for fit in (
-        lambda: fit_em(TabularHMM(2, Careless), data),
-        lambda: fit_map(MarginalModel(TabularHMM(2, Careless)), data, restarts=2),
-    ):
-        with pytest.raises(ValueError, match=r"emission.loc' must be one event.*\.to_event\(1\)"):
-            fit()
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "error", "words"),
-    [
-        ("transition", torch.eye(3), ValueError, "value must have the shape of 'transition'"),
-        ("transition", [[1.0, 0.0], [0.0, 1.0]], TypeError, "value must be a torch.Tensor"),
-        ("transition", None, ValueError, "value must be given for 'transition'"),
-        ("nothing", torch.eye(2), ValueError, "has no 'nothing'. It has initial, transition"),
-        ("emission.nothing", torch.eye(2), ValueError, "emission has probs"),
-    ],
-)
-def test_what_cannot_be_frozen_is_named(name, value, error, words):
-    module = TabularHMM(2, categorical(2))
-    with pytest.raises(error, match=re.escape(words)):
-        freeze(module, name, value)
-    points = TabularHMM.from_hmm(module(torch.tensor([1])))
-    with pytest.raises(ValueError, match="has no 'initial_unconstrained'"):
-        freeze(points, "initial_unconstrained")
-    freeze(points, "initial")
-    assert "initial" in dict(points.named_buffers())
-
-
-def test_gradient_steps_may_be_used_again():
-    """Each fit has an optimizer of its own."""
-    step = GradientStep(3, lambda parameters: torch.optim.Adam(parameters, lr=0.1))
-    start = dist.Laplace(torch.tensor([-1.0, 1.0]), torch.ones(2))
-    data = plain(torch.randn(4, 8))
-    fits = []
-    for _ in range(2):
-        pyro.set_rng_seed(0)
-        module = TabularHMM(2, parametric(start))
-        fits.append(fit_em(module, data, num_iterations=4, gradient_step=step))
-    assert torch.equal(fits[0].losses, fits[1].losses)
-    assert fits[0].losses[-1] < fits[0].losses[0]
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_a_fit_in_closed_form_needs_no_gradient_of_the_caller(mode, restarts):
-    losses = []
-    for context in (torch.enable_grad, mode):
-        with context():
-            pyro.set_rng_seed(0)
-            data = Sequences(torch.arange(12).reshape(2, 6) % 3, torch.tensor([6, 4]))
-            fit = fit_em(TabularHMM(2, categorical(3)), data, num_iterations=3, restarts=restarts)
-            losses.append(torch.as_tensor(fit.losses))
-    torch.testing.assert_close(*losses)
-
-
-def test_a_part_that_is_not_read_has_no_say():
-    data = data_of(CASES["symbols"])
-    module = TabularHMM(STATES, categorical(4))
-    start = starts.from_prior(module, data, 1)
-    wanted = fit_em(module, data, num_iterations=3, start=start).losses
-    module.former = categorical(4)(STATES)
-    found = fit_em(module, data, num_iterations=3, start=start)
-    assert torch.equal(found.losses, wanted)
-    assert "module.former.probs" not in found.parameters
 
 
 class Failing(TabularHMM):
@@ -1136,32 +867,6 @@ def test_a_prior_of_ones_own_is_obeyed(name):
     }[name] + 3.0  # the mode: counts and those of the prior
     mode = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(fit.parameters[f"module.{name}"], mode, rtol=0, atol=2e-3)
-
-
-class Wrapped(PyroModule):
-    """A part of this package with another prior, and the M-step that goes with it."""
-
-    def __init__(self, num_states):
-        super().__init__()
-        self.part = categorical(3)(num_states)
-        prior = dist.Dirichlet(torch.full((num_states, 3), 3.0)).to_event(1)
-        self.part.probs = PyroSample(prior)
-
-    def forward(self):
-        return self.part()
-
-    def statistics(self, values, weights, current):
-        return self.part.statistics(values, weights, current)
-
-    def m_step(self, statistics):
-        counts = statistics["probs"].double() + 2.0
-        return {"part.probs": counts / counts.sum(-1, keepdim=True)}, []
-
-
-def test_an_m_step_of_ones_own_knows_the_priors_below_it():
-    data = Sequences.from_list([[0, 1, 2], [2, 1]])
-    parameters = Parameters(TabularHMM(2, Wrapped), data, 1, None)
-    assert Maximization(parameters, None, GradientStep()).emission is not None
 
 
 def test_a_sticky_hdp_is_refused_whatever_its_priors():

@@ -1,9 +1,6 @@
 """The training loop: what it finds, when it ends, what it refuses, what it leaves alone."""
 
-import inspect
 import math
-import re
-import warnings
 from functools import partial
 
 import numpy as np
@@ -24,21 +21,17 @@ from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
-    EnumeratedModel,
     HMMModule,
     MarginalModel,
-    NeuralHMM,
     Sequences,
     TabularHMM,
-    blocks,
     categorical,
-    fit_cooccurrence,
     fit_map,
     fit_svi,
     normal,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.infer.options import FitOptions, Settings, Validation
+from pyrohmm.infer.options import Validation
 
 QUICK = {"num_iterations": 30, "progress": False}
 TO_THE_END = {
@@ -224,29 +217,6 @@ def test_parameters_of_the_module_are_trained_in_both_settings(local):
         assert -log_likelihood(fit, data) < fit.losses[0]
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_modules_in_functions_are_trained(named):
-    """Given a name by ``pyro.module``, beside other parameters, or none."""
-    pyro.set_rng_seed(0)
-    net = NeuralHMM(4, 4, 6, blocks=blocks.from_clusters(torch.tensor([0, 0, 1, 1]), 2))
-    data = Sequences.from_list([[0, 1, 2, 3, 1], [2, 2, 1]])
-
-    def model(data):
-        if named:
-            pyro.module("net", net)
-            pyro.param("beside", torch.zeros(2))
-        hmm = net(data.lengths)
-        with pyro.plate("sequences", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-
-    before = [each.clone() for each in net.parameters()]
-    with pytest.raises(ValueError, match="every parameter must have a prior"):
-        fit_map(model, data, restarts=2)
-    losses = fit_map(model, data, num_iterations=20, tolerance=None).losses
-    assert losses[-1] < losses[0]
-    assert not any(torch.equal(one, two) for one, two in zip(before, net.parameters()))
-
-
 # The same bits
 
 
@@ -276,18 +246,6 @@ def test_a_generator_alone_decides_on_minibatches():
     assert not runs[0].equal(runs[2])
 
 
-def test_both_forms_take_the_same_path():
-    data = symbols()
-    options = {"start": from_point(), "tolerance": None, **QUICK}
-    expected = fit_map(tabular(), data, **options)
-    found = fit_map(EnumeratedModel(TabularHMM(2, categorical(3))), data, **options)
-    torch.testing.assert_close(found.losses, expected.losses, rtol=0.0, atol=1e-9)
-    assert found.names == expected.names == list(POINT)
-    torch.testing.assert_close(
-        found.hmm(data).log_transition, expected.hmm(data).log_transition, rtol=0.0, atol=1e-9
-    )
-
-
 # What a loss is
 
 
@@ -314,19 +272,6 @@ def test_minibatch_losses_are_for_the_whole_set():
     full = fit_map(tabular(), data, num_iterations=1, **still).losses
     parts = fit_map(tabular(), data, num_iterations=4, batch_size=4, **still).losses
     torch.testing.assert_close(parts, full.expand(4))
-
-
-@pytest.mark.parametrize("batch_tokens", [1, 12, 40, 10_000])
-def test_losses_of_a_round_of_similar_lengths_have_the_mean_of_the_whole_set(batch_tokens):
-    """Exactly, though long sequences are less likely: at parameters that stand still."""
-    data = symbols(30, 9)
-    rounds = rounds_of(Batches(data, batch_tokens=batch_tokens), 3)
-    model = tabular(log_prior=lambda hmm: hmm.log_transition.exp().square().sum())
-    held = poutine.condition(model, data=POINT)
-    whole = poutine.trace(held).get_trace(data).log_prob_sum()
-    for batches in rounds:
-        found = [poutine.trace(held).get_trace(batch).log_prob_sum() for batch in batches]
-        torch.testing.assert_close(torch.stack(found).mean(), whole)
 
 
 def rounds_of(batches, number):
@@ -360,13 +305,6 @@ def test_batches_of_steps_hold_each_sequence_once_a_round_beside_others_each_tim
 # When it ends
 
 
-def test_without_tolerance_all_steps_are_taken():
-    fit = fit_map(tabular(), symbols(), num_iterations=60, tolerance=None, learning_rate=1e-9)
-    assert len(fit.losses) == 60
-    assert not fit.converged
-    assert fit.reason == "it took all 60 steps"
-
-
 def test_tolerance_compares_the_means_of_two_windows_of_25():
     """The fit ends at the first window that is no better than the one before, and says so."""
     tolerance = 0.01
@@ -380,28 +318,6 @@ def test_tolerance_compares_the_means_of_two_windows_of_25():
     fell = (means[:-1] - means[1:]) / means[1:].abs()
     assert fell[-1] < tolerance
     assert (fell[1:-1] >= tolerance).all()
-
-
-def test_the_summary_says_what_was_fitted_and_how_it_ended():
-    data = symbols()
-    fit = fit_map(tabular(), data, num_iterations=30)
-    text = fit.summary()
-    for part in (
-        "MAP of MarginalModel of TabularHMM",
-        *POINT,
-        "30 steps",
-        f"{data.num_observed} observed",
-    ):
-        assert part in text, part
-
-
-@pytest.mark.parametrize("progress", [True, False, None])
-def test_progress_is_shown_on_stderr_when_asked_for(progress, capsys):
-    """By default only on a terminal, which a test has not."""
-    fit_map(tabular(), symbols(), num_iterations=30, progress=progress)
-    seen = capsys.readouterr()
-    assert not seen.out
-    assert bool(seen.err) is bool(progress)
 
 
 # What steers it
@@ -511,19 +427,6 @@ def test_patience_ends_a_fit_after_so_many_validations_without_a_better_one():
     assert fit.validation == every.validation[: len(fit.validation)]
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({}, [25, 50, 60]),
-        ({"batch_size": 40}, [*range(3, 61, 3)]),
-        ({"batch_tokens": 30}, [*range(4, 61, 4)]),
-    ],
-)
-def test_by_default_every_round_is_validated_and_the_end(options, steps):
-    fit, _, _ = by_descent(validation=ones(0.6), **options)
-    assert [found.step for found in fit.validation] == steps
-
-
 def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
     def model(data):
         loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
@@ -544,17 +447,6 @@ def test_held_out_data_are_judged_at_a_draw_of_a_guide_that_knows_no_median():
     expected = 0.5 * math.log(2 * math.pi) + 0.5 * seen[-2] ** 2
     assert fit.parameters["loc"].item() == seen[-1]  # another one, that stays
     assert fit.validation == [Validation(1, pytest.approx(expected))]
-
-
-def test_a_model_that_returns_no_hmm_cannot_be_validated_and_says_so_first():
-    def model(data):
-        tabular()(data)
-
-    with pytest.raises(TypeError, match="return the HMM"):
-        fit_map(model, symbols(), validation=symbols(), num_iterations=10)
-    unseen = Sequences(torch.zeros(1, 2), torch.tensor([2]), torch.zeros(1, 2).bool())
-    with pytest.raises(ValueError, match="validation has no observed step"):
-        fit_map(tabular(), symbols(), validation=unseen, num_iterations=10)
 
 
 def test_a_plateau_of_held_out_data_shortens_the_steps():
@@ -595,38 +487,6 @@ def test_averages_are_those_of_the_parameters_after_each_step():
 
 
 # Models and guides of one's own
-
-
-def plain(returns, plate="data"):
-    def model(data):
-        transition = pyro.sample("transition", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
-        probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
-        start = torch.tensor([0.5, 0.5]).log()
-        hmm = HMM(start, transition.log(), dist.Categorical(probs), data.lengths, data.observed)
-        with pyro.plate(plate, len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm if returns else None
-
-    return model
-
-
-@both_settings
-def test_a_plain_function_is_a_model(local):
-    data = symbols()
-    with local_params(local):
-        fit = fit_map(plain(returns=True), data, num_iterations=60)
-        assert fit.losses[-1] < fit.losses[0]
-        assert fit.hmm(data).num_states == 2
-        assert -log_likelihood(fit, data) < fit.losses[0]
-        assert "model" in fit.summary()
-
-
-def test_a_model_that_does_not_return_the_hmm_can_be_fitted_but_not_drawn():
-    data = symbols()
-    fit = fit_map(plain(returns=False), data, num_iterations=2)
-    assert fit.losses.isfinite().all()
-    with pytest.raises(TypeError, match=r"it returned NoneType.*return hmm"):
-        fit.hmm(data)
 
 
 def test_pyro_param_in_a_function_is_trained():
@@ -727,13 +587,6 @@ def test_means_quantiles_and_samples_of_a_variational_fit():
     assert not samples.requires_grad
     with pytest.raises(ValueError, match="probs must be a list of numbers between 0 and 1"):
         fit.quantiles([0.5, 2.0])
-
-
-def test_a_point_has_no_quantiles():
-    fit = fit_map(tabular(), symbols(), num_iterations=2, progress=False)
-    for ask in (fit.samples, fit.mean, fit.quantiles):
-        with pytest.raises(ValueError, match="MAP gives a single point, which is `parameters`"):
-            ask()
 
 
 # What it finds
@@ -854,78 +707,10 @@ def test_an_impossible_sequence_is_found_in_whichever_minibatch(batch_size):
 
 
 @pytest.mark.filterwarnings("ignore:Encountered NaN")
-@pytest.mark.parametrize("checked", [True, False])
-def test_an_absurd_learning_rate_is_named_as_the_cause(checked):
-    """Also where Pyro's own checks meet the broken parameters first, as they do by default."""
-    with (
-        pyro.validation_enabled(checked),
-        pytest.raises(FloatingPointError, match=r"at step \d+.*learning_rate"),
-    ):
-        fit_map(tabular(), symbols(), learning_rate=1e6, num_iterations=60)
-
-
-@pytest.mark.filterwarnings("ignore:Encountered NaN")
 def test_a_log_prior_that_is_not_a_number_ends_the_fit():
     model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
     with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
         fit_map(model, symbols(), num_iterations=10)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"batch_size": 0}, ValueError, "batch_size"),
-        ({"batch_tokens": 9, "batch_size": 2}, ValueError, "exclude each other"),
-        ({"average": 1.0}, ValueError, "average"),
-        ({"validation": symbols(), "patience": 0}, ValueError, "patience"),
-        ({"validation": symbols(), "restarts": 2}, ValueError, "validation is that of one fit"),
-        ({"elbo": Trace_ELBO(), "restarts": 2}, ValueError, "elbo is that of one fit"),
-        ({"patience": 2}, ValueError, "patience needs validation"),
-        ({"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, ValueError, "validation"),
-        ({"clip_norm": -1.0}, ValueError, "clip_norm"),
-    ],
-)
-def test_bad_arguments_are_named(options, error, message):
-    with pytest.raises(error, match=message):
-        fit_map(tabular(), symbols(), **{"num_iterations": 3, **options})
-
-
-def test_options_are_those_of_the_settings():
-    """Arguments that several fits share are written once, and have one default."""
-    plain = {"num_iterations", "learning_rate", "tolerance", "batch_size", "validation"}
-    assert {*Settings.__annotations__} == plain | {*FitOptions.__annotations__}
-    by_map, pairs = (inspect.signature(fit).parameters for fit in (fit_map, fit_cooccurrence))
-    for name in plain & pairs.keys():
-        assert pairs[name].default == by_map[name].default, name
-
-
-@pytest.mark.parametrize(
-    ("wrong", "right"),
-    [("lr", "learning_rate"), ("batchsize", "batch_size"), ("colour", None)],
-)
-def test_an_unknown_option_is_named_with_the_nearest(wrong, right):
-    cure = f" Did you mean {right}?" if right else ""
-    message = rf"^fit_map\(\) got an unexpected keyword argument '{wrong}'\.{re.escape(cure)}$"
-    with pytest.raises(TypeError, match=message):
-        fit_map(tabular(), symbols(), **{wrong: 3})
-
-
-def test_a_pair_without_parameters_is_refused():
-    def model(data):
-        half = torch.full((2, 2), 0.5).log()
-        hmm = HMM(half[0], half, dist.Categorical(torch.ones(2, 3)), data.lengths)
-        with pyro.plate("data", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-
-    with pytest.raises(ValueError, match="no parameters to fit"):
-        fit_svi(model, lambda data: None, symbols())
-
-
-def test_no_warning_is_raised_by_a_fit():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for form in (MarginalModel, EnumeratedModel):
-            fit_map(form(TabularHMM(2, categorical(3))), symbols(), num_iterations=3)
 
 
 @pytest.mark.parametrize("fit", [fit_map, fit_svi])

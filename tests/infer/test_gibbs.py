@@ -8,7 +8,7 @@ import pyro
 import pytest
 import torch
 from pyro.distributions import Dirichlet
-from pyro.nn import PyroParam, PyroSample
+from pyro.nn import PyroSample
 from scipy.special import gammaln
 
 from pyrohmm import (
@@ -22,7 +22,6 @@ from pyrohmm import (
     fit_gibbs,
     fit_mcmc,
     free_durations,
-    freeze,
     normal,
     normal_full,
     normal_mixture,
@@ -171,18 +170,6 @@ def test_agreement_is_that_of_arviz():
     assert found.rhat.item() == pytest.approx(float(arviz.rhat(values)), rel=1e-3)
     assert found.bulk.item() == pytest.approx(float(arviz.ess(values, method="bulk")), rel=0.02)
     assert found.tail.item() == pytest.approx(float(arviz.ess(values, method="tail")), rel=0.02)
-
-
-def test_what_has_no_prior_is_refused():
-    data = Sequences.from_list([[0, 1]])
-    module = TabularHMM(2, categorical(2))
-    module.emission.probs = PyroParam(torch.full((2, 2), 0.5))
-    for chains in (1, 2):
-        with pytest.raises(ValueError, match="prior"):
-            fit_gibbs(module, data, num_chains=chains)
-    freeze(module.emission, "probs")
-    fit = fit_gibbs(module, data, num_samples=4, warmup=0)
-    assert "module.emission.probs" not in fit.chains
 
 
 def test_what_is_not_conjugate_is_moved_by_trajectories():

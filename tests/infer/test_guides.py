@@ -20,8 +20,6 @@ from pyrohmm import (
     PosteriorDraws,
     RotationGuide,
     Sequences,
-    TabularHMM,
-    categorical,
     fit_map,
     fit_svi,
     guides,
@@ -169,16 +167,6 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
     hmm = poutine.replay(model, trace=poutine.trace(fresh).get_trace(data))(data)
     wanted = point.hmm(data).log_prob(data.values)
     torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-2, atol=1e-2)
-
-
-def test_errors_say_what_was_wanted():
-    model = MarginalModel(TabularHMM(2, categorical(3)))
-    with pytest.raises(ValueError, match="no embeddings"):
-        RotationGuide(model, {})
-    with pytest.raises(ValueError, match="one dimension D"):
-        RotationGuide(anything({}), {"a": torch.zeros(2, 2), "b": torch.zeros(2, 3)}, [["a", "b"]])
-    with pytest.raises(ValueError, match="start must hold"):
-        RotationGuide(MarginalModel(DenseHMM(2, 3, 2)), {})
 
 
 def bound(model, guide, data, num_steps):

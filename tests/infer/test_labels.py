@@ -25,10 +25,8 @@ from pyrohmm import (
     fit_em,
     fit_map,
     free_durations,
-    load_hmm,
     normal,
     queries,
-    save,
 )
 
 K, V, T = 3, 4, 4
@@ -40,29 +38,11 @@ TRUTH = torch.tensor([[0, 1, 2, 2], [2, 1, 0, 0], [2, 0, 0, 0]])
 UNKNOWN = torch.full((3, T), -1)
 METHODS = ["log_prob", "posterior", "expected_counts", "filtered", "viterbi", "sample_states"]
 
-# Batch of the parameters, and whether transitions and emissions have a dimension of steps
-LAYOUTS = {
-    "plain": ((), False),
-    "restarts": ((2, 1), False),
-    "per sequence": ((3,), False),
-    "per step": ((), True),
-    "restarts per step": ((2, 1), True),
-}
 
-
-def model(layout="plain", **options):
-    batch, per_step = LAYOUTS[layout]
-    steps = {"transition_per_step": per_step, "emission_per_step": per_step}
-    logits = torch.randn(*batch, *([T] if per_step else []), K, V)
-    return HMM(
-        torch.randn(*batch, K).log_softmax(-1),
-        torch.randn(*batch, *([T - 1] if per_step else []), K, K).log_softmax(-1),
-        dist.Categorical(logits=logits),
-        LENGTHS,
-        OBSERVED,
-        **steps,
-        **options,
-    )
+def model():
+    rows = torch.randn(K + 1, K).log_softmax(-1)
+    emission = dist.Categorical(logits=torch.randn(K, V))
+    return HMM(rows[0], rows[1:], emission, LENGTHS, OBSERVED)
 
 
 def sets_of(labels):
@@ -89,17 +69,11 @@ KINDS = {
 
 
 def densities(hmm):
-    """Arguments of the oracle, before labels are known, ``(*b, T, K)`` in the likelihood."""
-    logits = hmm.emission.logits.numpy()  # (*b, [T,] K, V)
-    if not hmm.emission_per_step:
-        logits = np.expand_dims(logits, -3)
+    """Arguments of the oracle, before labels are known."""
     values = np.where(exists_and_seen(), VALUES.numpy(), 0)
-    hit = values[..., None, None] == np.arange(V)
-    likelihood = np.where(exists_and_seen()[..., None], (logits * hit).sum(-1), 0.0)
-    transition = hmm.log_transition.numpy()
-    if not hmm.transition_per_step:
-        transition = np.expand_dims(transition, -3)
-    return hmm.log_initial.numpy(), transition, likelihood, LENGTHS.numpy()
+    logs = hmm.emission.logits.numpy().T[values]
+    likelihood = np.where(exists_and_seen()[..., None], logs, 0.0)
+    return hmm.log_initial.numpy(), hmm.log_transition[None].numpy(), likelihood, LENGTHS.numpy()
 
 
 def exists_and_seen():
@@ -122,51 +96,7 @@ def table(hmm, labels):
     return found
 
 
-def is_allowed(states, labels):
-    """Whether paths ``(*S, *B, T)`` keep to labels, step by step; always in the padding."""
-    allowed = labels if labels.dtype == torch.bool else sets_of(labels)
-    exists = torch.arange(T) < LENGTHS.unsqueeze(-1)
-    allowed = allowed.expand(*states.shape, K)
-    return allowed.gather(-1, states.unsqueeze(-1)).squeeze(-1) | ~exists
-
-
 # What labels do to answers -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_evidence_is_the_sum_over_allowed_paths(layout, kind):
-    hmm, labels = model(layout), KINDS[kind]()
-    found = hmm.restrict(labels).log_prob(VALUES)
-    paths = table(hmm, labels)
-    assert len(paths) == found.numel()
-    for place, (_, scores) in paths.items():
-        assert found[place].item() == pytest.approx(oracle.log_sum(scores), rel=1e-10)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_posterior_and_best_path_are_those_among_allowed_paths(layout, kind):
-    hmm, labels = model(layout), KINDS[kind]()
-    known = hmm.restrict(labels)
-    states, best = known.posterior(VALUES).state_probs, known.viterbi(VALUES)
-    for place, (paths, scores) in table(hmm, labels).items():
-        share = np.exp(scores - oracle.log_sum(scores))
-        expected = np.zeros((T, K))
-        for path, weight in zip(paths, share):
-            expected[range(len(path)), path] += weight
-        np.testing.assert_allclose(states[place], expected, atol=1e-10)
-        assert best[place].tolist()[: paths.shape[1]] == paths[scores.argmax()].tolist()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_samples_keep_to_the_labels(layout):
-    hmm, labels = model(layout), any_sets()
-    known = hmm.restrict(labels)
-    assert is_allowed(known.sample_states(VALUES, (50,)), labels).all()
-    values, states = known.sample_with_states((50,))
-    assert is_allowed(states, labels).all()
-    assert values.shape == known.sample((50,)).shape == (50, *hmm.batch_shape, T)
 
 
 def test_paths_are_sampled_as_often_as_labels_allow():
@@ -186,21 +116,6 @@ def test_paths_are_sampled_as_often_as_labels_allow():
         assert oracle.looks_drawn_from(np.array(counts), np.exp(scores - oracle.log_sum(scores)))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_labels_of_the_padding_are_not_read(method):
-    hmm = model()
-    exists = torch.arange(T) < LENGTHS.unsqueeze(-1)
-    others = [LABELS.where(exists, junk) for junk in (-1, 0, 99, -99)]
-    sets = sets_of(LABELS)
-    others += [sets & exists.unsqueeze(-1), sets | ~exists.unsqueeze(-1)]
-    answers = []
-    for labels in others:
-        torch.manual_seed(0)
-        answers.append(getattr(hmm.restrict(labels), method)(VALUES))
-    for answer in answers[1:]:
-        torch.testing.assert_close(answer, answers[0], rtol=0, atol=0)
-
-
 def test_restricting_twice_keeps_what_both_allow():
     hmm = model()
     first, second = any_sets(), any_sets()
@@ -212,92 +127,6 @@ def test_restricting_twice_keeps_what_both_allow():
             )
     again = hmm.restrict(LABELS).restrict(sets_of(LABELS) | True)
     assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
-
-
-@pytest.mark.parametrize("labels", [LABELS, sets_of(LABELS)], ids=["integers", "sets"])
-def test_a_saved_hmm_keeps_its_labels(tmp_path, labels):
-    hmm = model().restrict(labels)
-    save(hmm, tmp_path / "hmm")
-    again = load_hmm(tmp_path / "hmm")
-    assert again.log_prob(VALUES).equal(hmm.log_prob(VALUES))
-    assert again.viterbi(VALUES).equal(hmm.viterbi(VALUES))
-
-
-# Labels that cannot be ---------------------------------------------------------------------------
-
-
-def one_way(**options):
-    """A chain that begins in state 0 and never goes back; state 1 never emits symbol 1."""
-    return HMM(
-        torch.tensor([1.0, 0.0]).log(),
-        torch.tensor([[0.5, 0.5], [0.0, 1.0]]).log(),
-        dist.Categorical(logits=torch.tensor([[0.5, 0.5], [1.0, 0.0]]).log()),  # probs are clamped
-        torch.tensor([3, 2]),
-        **options,
-    )
-
-
-IMPOSSIBLE = {
-    "the first state": ([[-1, -1, -1], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 1, step 0"),
-    "a transition": ([[-1, 1, 0], [-1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
-    "a symbol": ([[-1, -1, -1], [-1, 1, -1]], [[0, 0, 0], [0, 1, 0]], "sequence 1, step 1"),
-    "a symbol later": ([[-1, 1, -1], [-1, -1, 0]], [[0, 0, 1], [0, 0, 0]], "sequence 0, step 2"),
-    "the first of two": ([[0, 1, 0], [1, -1, -1]], [[0, 0, 0], [0, 0, 0]], "sequence 0, step 2"),
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "method"),
-    [(case, "log_prob") for case in IMPOSSIBLE] + [("a transition", name) for name in METHODS],
-)
-def test_labels_that_no_path_keeps_to_are_named(case, method):
-    labels, values, place = IMPOSSIBLE[case]
-    hmm = one_way(validate_args=True).restrict(torch.tensor(labels))
-    with pytest.raises(ValueError, match=f"labels must leave a path .* in {place}\\. Correct"):
-        getattr(hmm, method)(torch.tensor(values))
-
-
-@pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_without_validation_impossible_labels_have_probability_zero(case):
-    labels, values, place = IMPOSSIBLE[case]
-    labels, values = torch.tensor(labels), torch.tensor(values)
-    hmm = one_way(validate_args=False).restrict(labels)
-    wrong = int(place[9])
-    evidence = hmm.log_prob(values)
-    assert evidence[wrong] == -torch.inf
-    assert (hmm.posterior(values).state_probs[wrong] == 0).all()
-    if case != "the first of two":
-        assert evidence[1 - wrong].isfinite()
-
-
-def test_impossible_labels_give_gradient_zero_without_validation():
-    hmm = one_way(validate_args=False).restrict(torch.tensor([[-1, 1, 0], [1, -1, -1]]))
-    matrix = hmm.log_transition.requires_grad_()
-    (gradient,) = torch.autograd.grad(hmm.log_prob(torch.zeros(2, 3).long()).sum(), matrix)
-    assert (gradient == 0).all()
-
-
-def empty_set():
-    allowed = sets_of(LABELS)
-    allowed[1, 1] = False
-    return allowed
-
-
-WRONG = {
-    "K": (lambda: LABELS.where(LABELS != 1, K), ValueError, r"K - 1 = 2.*got 3 at sequence 1, s"),
-    "no state": (empty_set, ValueError, "allow no state at sequence 1, step 1; allow all"),
-    "fractions": (lambda: LABELS.double(), TypeError, "integers; got dtype torch.float64"),
-    "too few steps": (lambda: LABELS[:, :3], ValueError, r"\(T,\) = \(4,\); got shape \(3, 3\)"),
-    "too few sequences": (lambda: LABELS[:2], ValueError, r"labels \(2,\), HMM \(3,\)"),
-    "a mask of steps": (lambda: LABELS >= 0, ValueError, r"\(T, K\) = \(4, 3\)"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_bad_labels_are_named(wrong):
-    labels, error, words = WRONG[wrong]
-    with pytest.raises(error, match=words):
-        model().restrict(labels())
 
 
 # Labelled sequences, in models and fits ----------------------------------------------------------
@@ -348,58 +177,7 @@ def test_labels_add_to_the_loss_of_both_forms_what_they_take_from_the_evidence(f
     assert losses[0] - losses[1] == pytest.approx(evidence[1] - evidence[0], abs=1e-9)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("form", FORMS)
-def test_losses_of_labelled_minibatches_average_to_the_whole(form, size):
-    make, elbo = FORMS[form]
-    conditioned = poutine.condition(make(TabularHMM(K, categorical(V))), PARAMETERS)
-    loss = lambda part: elbo(max_plate_nesting=1).loss(conditioned, lambda _: None, part)  # noqa: E731
-    data = labelled()
-    subsets = list(itertools.combinations(range(3), size))
-    losses = [loss(data.batch(torch.tensor(subset))) for subset in subsets]
-    assert np.mean(losses) == pytest.approx(loss(data), abs=1e-9)
-
-
 # A supervised fit: with flat priors and every state known, the mode is counting
-
-
-def sentences():
-    """Symbols and their states, and the shares of starts, transitions and symbols; none is zero."""
-    states = [[0, 0, 1, 1, 0], [1, 0, 1], [1, 1, 0, 1], [0, 1]]
-    symbols = [[0, 1, 0, 1, 0], [1, 1, 0], [1, 1, 0, 1], [0, 1]]
-    start, pair, symbol = np.zeros(2), np.zeros((2, 2)), np.zeros((2, 2))
-    for path, row in zip(states, symbols):
-        start[path[0]] += 1
-        for t, (state, value) in enumerate(zip(path, row)):
-            symbol[state, value] += 1
-            if t:
-                pair[path[t - 1], state] += 1
-    data = Sequences.from_list(symbols, labels=states)
-    return data, [counts / counts.sum(-1, keepdims=True) for counts in (start, pair, symbol)]
-
-
-def parameters_of(hmm):
-    return hmm.log_initial.exp(), hmm.log_transition.exp(), hmm.emission.probs
-
-
-@pytest.mark.parametrize("as_sets", [False, True], ids=["integers", "sets"])
-def test_supervised_em_counts(as_sets):
-    data, frequencies = sentences()
-    if as_sets:
-        allowed = data.labels.unsqueeze(-1) == torch.arange(2)
-        data = Sequences(data.values, data.lengths, data.observed, allowed)
-    found = fit_em(TabularHMM(2, categorical(2)), data).hmm(data)
-    for value, expected in zip(parameters_of(found), frequencies):
-        np.testing.assert_allclose(value, expected, atol=1e-12)
-
-
-def test_supervised_map_counts():
-    """A hundred steps of Adam end within a few thousandths."""
-    data, frequencies = sentences()
-    model = MarginalModel(TabularHMM(2, categorical(2)))
-    fit = fit_map(model, data, num_iterations=100, learning_rate=0.1, tolerance=None)
-    for value, expected in zip(parameters_of(fit.hmm(data)), frequencies):
-        np.testing.assert_allclose(value, expected, atol=3e-3)
 
 
 @pytest.mark.parametrize(

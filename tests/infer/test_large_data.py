@@ -53,11 +53,6 @@ def results(fit, *arguments, **options):
     return fit, [fit.losses, *fit.parameters.values(), *fit.model.parameters()]
 
 
-@pytest.fixture(autouse=True)
-def _double():
-    torch.set_default_dtype(torch.float64)  # restored after each test
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_em_over_parts_is_em_over_all(name):
     make, values = MODULES[name]
@@ -179,27 +174,3 @@ def test_few_parts_are_held_at_a_time(fit):
     else:
         fit_map(MarginalModel(module), counted, num_iterations=2)
     assert counted.most <= 3
-
-
-@pytest.mark.parametrize(
-    ("data", "error", "message"),
-    [
-        (lambda whole: (part for part in [whole]), TypeError, "iterable more than once"),
-        (lambda whole: [], ValueError, "data is empty"),
-        (lambda whole: [whole.values], TypeError, "must be Sequences; got Tensor"),
-    ],
-)
-@pytest.mark.parametrize("fit", [fit_em, fit_map])
-def test_wrong_iterables_are_refused(fit, data, error, message):
-    module = TabularHMM(2, categorical(4))
-    with pytest.raises(error, match=message):
-        fit(module if fit is fit_em else MarginalModel(module), data(both_ways(SYMBOLS)[0]))
-
-
-def test_what_needs_all_data_at_once_is_refused():
-    _, stored = both_ways(SYMBOLS)
-    module = TabularHMM(2, categorical(4))
-    with pytest.raises(ValueError, match="batch_size is of Sequences"):
-        fit_em(module, stored, batch_size=2)
-    with pytest.raises(ValueError, match="is taken whole in each step"):
-        fit_map(MarginalModel(module), stored, batch_size=2)

@@ -5,12 +5,11 @@ import itertools
 import pyro
 import pytest
 import torch
-from pyro.distributions import Dirichlet, Gamma, Normal
+from pyro.distributions import Normal
 from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
-    EnumeratedModel,
     MarginalModel,
     PosteriorDraws,
     Sequences,
@@ -138,19 +137,3 @@ def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
     resumed = fit_mcmc(model, data, checkpoint=path, **options)
     for name, value in whole.chains.items():
         assert torch.equal(value, resumed.chains[name]), name
-
-
-def test_what_has_no_gradient_or_no_prior_is_refused():
-    data = Sequences.from_list([[0, 1]])
-    with pytest.raises(ValueError, match="enumerates"):
-        fit_mcmc(EnumeratedModel(TabularHMM(2, categorical(2))), data)
-
-    def shared(data):
-        rows = pyro.sample("rows", Dirichlet(torch.ones(2, 2)).to_event(1))
-        scale = pyro.sample("scale", Gamma(torch.ones(()), 1.0))
-        hmm = TabularHMM(2, categorical(2))(data.lengths)
-        pyro.sample("x", HMM(rows[0, 0], rows[0], hmm.emission, data.lengths), obs=data.values)
-        return scale
-
-    with pytest.raises((ValueError, RuntimeError, IndexError)):
-        fit_mcmc(shared, data)

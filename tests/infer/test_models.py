@@ -9,9 +9,6 @@ import torch
 from pyro import distributions as dist
 from pyro import poutine
 from pyro.infer import (
-    MCMC,
-    NUTS,
-    SVI,
     Predictive,
     Trace_ELBO,
     TraceEnum_ELBO,
@@ -26,7 +23,6 @@ from pyro.infer.autoguide import (
     AutoNormalizingFlow,
     AutoRegressiveMessenger,
     AutoStructured,
-    init_to_value,
 )
 from pyro.nn import PyroModule, PyroSample
 
@@ -389,48 +385,7 @@ def test_values_of_missing_and_padded_steps_change_nothing(form):
 # Priors and minibatches (T8)
 
 
-def test_a_module_that_has_run_can_still_be_put_into_a_model():
-    """People look at a draw first, and sample with NUTS from what they fitted by MAP."""
-    data = symbols()
-    module = TabularHMM(2, categorical(3))
-    module(data.lengths)
-    fitted = MarginalModel(module)
-    fitted(data)
-    again = MarginalModel(module)
-    sites = poutine.trace(again).get_trace(data).nodes
-    assert "module.emission.probs" in sites
-    assert "module.emission.probs" in poutine.trace(fitted).get_trace(data).nodes
-
-
-def test_sites_are_those_of_the_docstring():
-    data = symbols()
-    latent = ["module.initial", "module.transition", "module.emission.probs"]
-    for form, own in [
-        (MarginalModel, ["x"]),
-        (EnumeratedModel, [f"x{kind}{t}" for t in range(4) for kind in ("_state_", "_")]),
-    ]:
-        model = form(TabularHMM(2, categorical(3)), stickiness)
-        trace = poutine.trace(model).get_trace(data)
-        sites = [n for n, site in trace.nodes.items() if site["type"] == "sample"]
-        assert [n for n in sites if n != "sequences"] == [*latent, "log_prior", *own]
-        for name in own:
-            frames = {frame.name for frame in trace.nodes[name]["cond_indep_stack"]}
-            assert "sequences" in frames
-        for name in (*latent, "log_prior"):
-            assert trace.nodes[name]["cond_indep_stack"] == ()
-
-
 # markov_sample in a model of one's own
-
-
-def chain(num_states=3, length=3, num_symbols=4, batch=()):
-    pyro.set_rng_seed(5)
-    return HMM(
-        torch.randn(*batch, num_states).log_softmax(-1),
-        torch.randn(*batch, num_states, num_states).log_softmax(-1),
-        dist.Categorical(logits=torch.randn(*batch, num_states, num_symbols)),
-        torch.tensor([length, 1]),
-    )
 
 
 def no_guide(*args):
@@ -490,20 +445,6 @@ def test_markov_sample_draws_what_is_not_observed(emission, event):
         assert found["y_1"].shape == (3, 2, *event)
         found = Predictive(short, num_samples=3, parallel=parallel)()
         assert found["y"].shape == (3, 2, 4, *event)
-
-
-def test_draws_follow_the_chain():
-    """Frequencies of pairs of symbols against exact probabilities; 5 sigma of 20000 samples."""
-    hmm = chain(length=2, num_symbols=2)
-    exact = HMM(hmm.log_initial, hmm.log_transition, hmm.emission, torch.tensor(2))
-    many = HMM(*(hmm.log_initial, hmm.log_transition, hmm.emission), torch.full((20_000,), 2))
-    with pyro.plate("data", 20_000):
-        drawn = markov_sample("y", many)
-    for pair in itertools.product(range(2), repeat=2):
-        value = torch.tensor(pair)
-        expected = exact.log_prob(value).exp().item()
-        found = (drawn == value).all(-1).double().mean().item()
-        assert abs(found - expected) < 5 * (expected * (1 - expected) / 20_000) ** 0.5
 
 
 def decoded(hmm: HMM, values: torch.Tensor) -> torch.Tensor:
@@ -597,18 +538,6 @@ def test_every_autoguide_can_be_trained_and_drawn_from(name):
     assert len({tuple(sequences.flatten().tolist()) for sequences in drawn["x"]}) > 1
 
 
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_pyros_own_svi_runs_both_forms_on_minibatches(form):
-    data = symbols()
-    with pyro.settings.context(module_local_params=True):
-        model = form(TabularHMM(2, categorical(3)), stickiness)
-        hide = poutine.block(model, hide_fn=lambda site: "_state_" in site["name"])
-        elbo = TraceEnum_ELBO() if form is EnumeratedModel else Trace_ELBO()
-        svi = SVI(model, AutoNormal(hide), pyro.optim.Adam({"lr": 0.05}), elbo)
-        losses = [svi.step(batch) for _ in range(40) for batch in data.batches(2)]
-        assert sum(losses[-20:]) < sum(losses[:20])
-
-
 def test_parallel_predictions_use_the_sample_they_belong_to():
     """Sample s emits symbol s only."""
     data = Sequences(torch.zeros(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]))
@@ -624,32 +553,3 @@ def test_parallel_predictions_use_the_sample_they_belong_to():
 
 
 # Markov chain Monte Carlo
-
-
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_nuts_draws_from_both_forms(form):
-    data = Sequences.from_list([[0, 1, 1, 2], [2, None], [1, 0, 0]])
-    model = form(TabularHMM(2, categorical(3)))
-    start = {
-        "module.initial": torch.tensor([0.4, 0.6]),
-        "module.transition": torch.tensor([[0.6, 0.4], [0.3, 0.7]]),
-        "module.emission.probs": torch.tensor([[0.2, 0.3, 0.5], [0.4, 0.4, 0.2]]),
-    }
-    kernel = NUTS(
-        model,
-        step_size=0.2,
-        adapt_step_size=False,
-        adapt_mass_matrix=False,
-        max_tree_depth=2,
-        max_plate_nesting=1,
-        init_strategy=init_to_value(values=start),
-    )
-    mcmc = MCMC(kernel, num_samples=6, warmup_steps=2, disable_progbar=True)
-    mcmc.run(data)
-    drawn = mcmc.get_samples()
-    assert {name: tuple(v.shape[1:]) for name, v in drawn.items()} == {
-        f"module.{n}": shape for n, shape in SHAPES.items() if n != "weight"
-    }
-    for value in drawn.values():
-        torch.testing.assert_close(value.sum(-1), torch.ones_like(value.sum(-1)))
-    assert len(drawn["module.initial"].unique(dim=0)) > 1

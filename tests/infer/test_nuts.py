@@ -16,7 +16,6 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     dpp,
-    left_to_right,
 )
 from pyrohmm.infer import nuts
 
@@ -25,11 +24,6 @@ COUNTS = {
     3: torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 1.0], [1.0, 1.0, 1.0]], dtype=torch.float64),
 }
 ALPHAS = {2: 4.0, 3: 2.0}
-
-
-@pytest.fixture(autouse=True)
-def double():
-    torch.set_default_dtype(torch.float64)
 
 
 def observed(size):
@@ -102,18 +96,3 @@ def test_six_states_are_sampled_on_both_sides():
 
     found = sampled(RowPermutationNUTS(model, "rows", max_tree_depth=2), 20)
     assert set(torch.linalg.det(found).sign().tolist()) == {-1.0, 1.0}
-
-
-@pytest.mark.parametrize(
-    ("site", "allowed", "text"),
-    [
-        ("transition", None, "got 'transition' of module.initial"),
-        ("module.initial", None, "two or more rows"),
-        ("module.transition", left_to_right(2), "without forbidden entries"),
-    ],
-)
-def test_bad_input(site, allowed, text):
-    module = TabularHMM(2, categorical(2), transition_allowed=allowed)
-    kernel = RowPermutationNUTS(MarginalModel(module, DiversityPrior(1.0)), site)
-    with pytest.raises(ValueError, match=text):
-        kernel.setup(0, Sequences.from_list([[0, 1, 1, 0]]))

@@ -7,7 +7,6 @@ from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
     DiversityPrior,
-    EnumeratedModel,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -59,9 +58,3 @@ def test_parts_of_svi_are_those_of_a_sample():
         pyro.set_rng_seed(1)
         loss = pyro.infer.Trace_ELBO().loss(model, guide, DATA)
     assert sum(parts.values()).item() == pytest.approx(loss)
-
-
-def test_a_model_that_enumerates_its_states_is_refused():
-    fit = fit_map(EnumeratedModel(module()), DATA, num_iterations=2)
-    with pytest.raises(ValueError, match=r"enumerates .* MarginalModel"):
-        fit.parts(DATA)

@@ -7,11 +7,9 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import Delta, Dirichlet, Gamma, Normal, Poisson
-from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide import AutoGuideList, AutoMultivariateNormal, AutoNormal
+from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import HMM, PosteriorDraws, Sequences, fit_map, fit_svi, metrics, to_arviz
-from pyrohmm.infer.plates import sequence_plates
 
 QUIET = {"progress": False}
 HALF = torch.full((2,), 0.5, dtype=torch.float64).log()
@@ -197,19 +195,6 @@ def test_a_fit_answers(model, data):
 
 
 @every_model
-def test_restarts_are_single_fits_side_by_side(model, data):
-    pyro.set_rng_seed(0)
-    fit = fit_map(model, data, num_iterations=2, restarts=3, **QUIET)
-    together = fit.restarts.hmm(data).log_prob(data.values)
-    for r in range(3):
-        own = {name: value[r] for name, value in fit.restarts.parameters.items()}
-        alone = poutine.condition(model, own)(data)
-        torch.testing.assert_close(together[r], alone.log_prob(data.values))
-    best = fit.hmm(data).log_prob(data.values)
-    torch.testing.assert_close(best, together[fit.restarts.best])
-
-
-@every_model
 def test_draws_are_what_they_are_one_by_one(model, data):
     pyro.set_rng_seed(0)
     fit = fit_svi(model, AutoNormal(model), data, num_iterations=5, **QUIET)
@@ -235,22 +220,6 @@ def test_draws_are_what_they_are_one_by_one(model, data):
         assert dims["rate"] == ("groups", "state")
 
 
-def test_draws_of_a_sampler():
-    pyro.set_rng_seed(0)
-    data = DATA[:4]
-    sampler = MCMC(NUTS(hierarchical(follows=False)), 4, 2, disable_progbar=True)
-    sampler.run(data)
-    draws = PosteriorDraws.of(sampler)
-    assert draws.parameters["move"].shape == (1, 4, 4, 2, 2)
-    found = to_arviz(sampler, data)
-    assert found.log_likelihood["x"].shape == (1, 4, 4)
-    assert draws.for_new(DATA).hmm(DATA).batch_shape == (1, 4, N)
-    for other in (DATA[4:8], data.batch(torch.tensor([1, 0, 2, 3]))[:]):
-        for ask in (draws.hmm, lambda other: to_arviz(sampler, other)):
-            with pytest.raises(ValueError, match="of 4 are others, the first is sequence 0"):
-                ask(other)
-
-
 def test_a_guide_written_by_hand():
     """It reads the data, so that it cannot be called without them."""
 
@@ -264,22 +233,6 @@ def test_a_guide_written_by_hand():
     assert fit.hmm(DATA).batch_shape == (N,)
     assert fit.samples(3, DATA)["rate"].shape == (3, N, 1)
     assert to_arviz(fit, DATA, num_draws=4).log_likelihood["x"].shape == (1, 4, N)
-
-
-def test_a_fit_resumes_where_it_was(tmp_path):
-    options = {"batch_size": 5}
-    pyro.set_rng_seed(1)
-    whole = fit_map(hierarchical(), DATA, num_iterations=12, tolerance=None, **options, **QUIET)
-    fits = []
-    for steps in (7, 12):
-        pyro.set_rng_seed(1)
-        file = tmp_path / "fit"
-        fits.append(fit_map(hierarchical(), DATA, num_iterations=steps, tolerance=None,
-                            checkpoint=file,
-                            **options, **QUIET))  # fmt: skip
-    assert torch.equal(fits[1].losses, whole.losses)
-    for name, value in whole.parameters.items():
-        assert torch.equal(fits[1].parameters[name], value)
 
 
 # What cannot be done is said
@@ -331,77 +284,3 @@ def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
     assert torch.equal(fit.hmm(later.without_labels()).log_transition, whole.flip(0))
     with pytest.raises(ValueError, match="indices="):
         fit.hmm(later[:])
-
-
-def test_missing_steps_do_not_matter_to_what_is_recognised():
-    observed = DATA.observed.clone()
-    observed[0, 3] = False
-    fit = fit_map(
-        hierarchical(), Sequences(DATA.values, LENGTHS, observed), num_iterations=2, **QUIET
-    )
-    values = DATA.values.clone()
-    values[0, 3] = torch.nan
-    assert fit.hmm(Sequences(values, LENGTHS, observed)).batch_shape == (N,)
-    with pytest.raises(ValueError, match="1 of 12 are others"):
-        fit.hmm(DATA)
-
-
-def test_minibatches_need_a_plate_that_follows_them():
-    model = hierarchical(follows=False)
-    for fit in (fit_map, lambda model, *rest, **options: fit_svi(
-            model, AutoNormal(model), *rest, **options)):  # fmt: skip
-        with pytest.raises(ValueError, match=r"site 'move'.*subsample=data\.indices"):
-            fit(model, DATA, num_iterations=2, batch_size=4, **QUIET)
-
-
-def test_guides_that_cannot_follow_minibatches_are_refused():
-    """Without a word one value would stand for all sequences."""
-    model = hierarchical()
-    with pytest.raises(ValueError, match=r"'move'.*AutoMultivariateNormal cannot"):
-        fit_svi(model, AutoMultivariateNormal(model), DATA, num_iterations=2, batch_size=4, **QUIET)
-    both = AutoGuideList(model)
-    both.append(AutoMultivariateNormal(poutine.block(model, hide=["move"])))
-    both.append(AutoNormal(poutine.block(model, expose=["move"])))
-    fit = fit_svi(model, both, DATA, num_iterations=2, batch_size=4, **QUIET)
-    assert fit.parameters["move"].shape == (N, 2, 2)
-
-
-def test_a_plate_of_another_kind_with_as_many_members_is_told_apart():
-    """Twelve groups and twelve sequences: only what grows with the data belongs to sequences."""
-
-    def model(data):
-        with pyro.plate("groups", N):
-            effect = pyro.sample("effect", Gamma(2.0, 1.0).expand([1]).to_event(1))
-        with plate(data, True):
-            own = pyro.sample("own", Gamma(2.0, 1.0).expand([1]).to_event(1))
-            group = data.covariates[:, 0, 0].long()
-            rate = own * effect[..., group, :]
-            hmm = HMM(torch.zeros(1), torch.zeros(1, 1), Poisson(rate), data.lengths)
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    numbers = torch.zeros(N, 9, 1)
-    data = Sequences(DATA.values, LENGTHS, covariates=numbers)
-    assert set(sequence_plates(model, data)) == {"own"}
-    assert set(sequence_plates(one_state(False), DATA)) == {"rate"}
-    assert not sequence_plates(grouped, DATA)
-
-
-@pytest.mark.parametrize(
-    ("around", "words"),
-    [(False, r"plate\('s'\) at site x dim -1, 5 vs 12"), (True, r"inside plate 's' of size 5 at")],
-)
-def test_a_plate_of_another_size_is_named(around, words):
-    def model(data):
-        chain = HALF, HALF.expand(2, 2)
-        if around:
-            with pyro.plate("s", 5):
-                rate = pyro.sample("rate", Gamma(1.0, 1.0).expand([2]).to_event(1))
-                pyro.sample("x", HMM(*chain, Poisson(rate), data.lengths), obs=data.values)
-        else:
-            rate = pyro.sample("rate", Gamma(1.0, 1.0).expand([2]).to_event(1))
-            with pyro.plate("s", 5):
-                pyro.sample("x", HMM(*chain, Poisson(rate), data.lengths), obs=data.values)
-
-    with pytest.raises(ValueError, match=words):
-        fit_map(model, DATA, num_iterations=1, **QUIET)

@@ -5,8 +5,6 @@ import torch
 from pyro.distributions import (
     Bernoulli,
     Categorical,
-    Gamma,
-    MixtureSameFamily,
     MultivariateNormal,
     Normal,
     Poisson,
@@ -14,14 +12,13 @@ from pyro.distributions import (
 
 from pyrohmm import (
     HMM,
-    SecondOrderHMM,
     Sequences,
     TabularHMM,
     fit_em,
     merge_states,
     split_state,
 )
-from pyrohmm.distributions import Streams, Tied
+from pyrohmm.distributions import Streams
 
 K = 3
 LENGTHS = torch.tensor([6, 4])
@@ -30,10 +27,6 @@ SOURCE = torch.Generator().manual_seed(0)
 
 def rows(*shape):
     return torch.randn(*shape, generator=SOURCE).log_softmax(-1)
-
-
-def mixture():
-    return MixtureSameFamily(Categorical(logits=rows(K, 2)), Normal(torch.randn(K, 2), 1.0))
 
 
 EMISSIONS = {
@@ -47,10 +40,6 @@ EMISSIONS = {
     "streams": lambda: Streams([Categorical(logits=rows(K, 2)), Normal(torch.arange(3.0), 1.0)]),
 }
 SYMBOLS = "symbols", "logits"
-
-
-def second_order():
-    return SecondOrderHMM(rows(3), rows(3, 3), rows(3, 3, 3), EMISSIONS["logits"](), LENGTHS)
 
 
 def model(name):
@@ -116,35 +105,6 @@ def test_usage_weighs_the_states():
     torch.testing.assert_close(merged.log_transition.exp()[0], wanted)
     never = merge_states(hmm, 0, 1, usage=torch.zeros(3))
     torch.testing.assert_close(never.emission.mean[0], torch.tensor([1.5, 4.0]))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
-    [
-        ({"first": 3}, ValueError, "a state must lie between 0 and K - 1 = 2"),
-        ({"second": 0}, ValueError, "second must be a state other"),
-        ({"usage": torch.ones(2)}, ValueError, "usage must be"),
-        ({"hmm": HMM(rows(3), rows(3, 3), Gamma(torch.ones(3), 1.0), LENGTHS)}, TypeError, "Gamma"),
-        ({"hmm": HMM(rows(3), rows(2, 1, 3, 3), EMISSIONS["logits"](), LENGTHS)}, ValueError,
-         "batch"),
-        ({"hmm": second_order()},
-         TypeError, "plain HMM"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_merged_is_named(change, error, words):
-    arguments = {"hmm": model("logits"), "first": 0, "second": 1} | change
-    with pytest.raises(error, match=words):
-        merge_states(**arguments)
-
-
-def test_what_cannot_be_split_is_named():
-    with pytest.raises(ValueError, match="a state must lie"):
-        split_state(model("logits"), 3)
-    shared = Tied(Normal(torch.zeros(2), 1.0), torch.tensor([0, 1, 1]))
-    with pytest.raises(TypeError, match="Tied"):
-        split_state(HMM(rows(3), rows(3, 3), shared, LENGTHS), 0)
-    split = split_state(HMM(rows(3), rows(3, 3), mixture(), LENGTHS), 0)
-    assert split.log_prob(split.sample()).isfinite().all()
 
 
 def test_one_state_becomes_two_and_one_again():

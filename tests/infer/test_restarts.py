@@ -5,7 +5,6 @@ import torch
 from pyro.infer.autoguide import AutoNormal, init_to_value
 
 from pyrohmm import (
-    EnumeratedModel,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -97,18 +96,6 @@ def test_a_restart_that_fails_does_not_stop_the_others():
     assert fit.restarts.best == 0
     assert fit.losses.isfinite().all()
     assert "1 of 2 restarts ended at infinity" in fit.notes
-
-
-def test_parameters_that_restarts_would_share_are_refused():
-    shared = TabularHMM.from_hmm(module()(DATA.lengths))
-    for fit in (fit_em, map_of):
-        with pytest.raises(ValueError, match=r"every parameter .* have a prior"):
-            fit(shared, DATA, restarts=2)
-
-
-def test_models_that_enumerate_states_are_refused():
-    with pytest.raises(ValueError, match="need a model whose states are summed out"):
-        fit_map(EnumeratedModel(module()), DATA, restarts=2, num_iterations=2)
 
 
 @pytest.mark.parametrize("restarts", [1, 3])

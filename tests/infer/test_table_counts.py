@@ -10,7 +10,7 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal
+from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal, starts
 from pyrohmm.infer.expectation import TableCounts
 
 
@@ -76,6 +76,25 @@ def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick.notes == slow.notes
 
 
+def test_restarts_that_go_on_after_others_were_given_up_are_single_fits() -> None:
+    """Twice the worse half is left behind; the last is as if it had been alone all the time."""
+    module, data = TabularHMM(3, categorical(3)), ragged()
+    pyro.set_rng_seed(0)
+    begin = starts.from_prior(module, data, 5)
+    options = {"num_iterations": 45, "tolerance": 1e-12, "acceleration": False}
+    fit = fit_em(module, data, restarts=5, start=lambda *_: begin, **options)
+    steps = (fit.restarts.losses.diff() != 0).sum(-1).sort().values
+    assert steps.tolist() == [19, 19, 39, 45, 45]
+    for restart, losses in enumerate(fit.restarts.losses):
+        own = {name: value[restart : restart + 1] for name, value in begin.items()}
+        alone = fit_em(module, data, start=lambda *_, own=own: own, **options)
+        count = 1 + int((losses.diff() != 0).sum())
+        torch.testing.assert_close(losses[:count], alone.losses[:count], rtol=1e-6, atol=1e-6)
+    values = {name: value[fit.restarts.best] for name, value in fit.restarts.parameters.items()}
+    for name, value in fit.parameters.items():
+        torch.testing.assert_close(value, values[name])
+
+
 def test_numbers_out_of_range_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = fitted("ragged")
     monkeypatch.setattr(TableCounts, "__call__", lambda self, batch: None)
@@ -91,15 +110,6 @@ def test_impossible_data_are_refused() -> None:
     data = Sequences.from_list([[0, 0], [0, 1]])
     with pytest.raises(ValueError, match="sequence 1 of this batch has probability zero"):
         fit_em(TabularHMM(2, categorical(2)), data, start=start)
-
-
-def test_a_start_is_checked() -> None:
-    start = {
-        "initial": torch.tensor([0.5, 0.5]), "transition": torch.full((2, 2), 0.7),
-        "emission.probs": torch.full((2, 2), 0.5),
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="within the support"):
-        fit_em(TabularHMM(2, categorical(2)), Sequences.from_list([[0, 1]]), start=start)
 
 
 def replaced() -> TabularHMM:

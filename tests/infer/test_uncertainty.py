@@ -19,11 +19,8 @@ from pyrohmm import (
     bernoulli,
     categorical,
     fit_em,
-    fit_gibbs,
     fit_map,
-    fit_svi,
     left_to_right,
-    normal,
     poisson,
 )
 from pyrohmm.infer.uncertainty import Coordinates
@@ -220,20 +217,6 @@ def test_a_fit_that_has_not_ended_is_refused():
     fit = fit_em(TabularHMM(2, categorical(2)), data, start=start, num_iterations=2)
     with pytest.raises(ValueError, match=r"nats below the maximum|no maximum"):
         fit.std_errors(data)
-
-
-def test_what_makes_no_sense_is_refused():
-    data = Sequences.from_list([torch.randn(9)])
-    model = MarginalModel(TabularHMM(1, normal(0)))
-    svi = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), data, num_iterations=3)
-    with pytest.raises(ValueError, match="quantiles"):
-        svi.information(data)
-    chains = fit_gibbs(TabularHMM(1, normal(0)), data, num_samples=2, num_chains=2, warmup=0)
-    with pytest.raises(ValueError, match="samples of Gibbs"):
-        chains.information(data)
-    fit = fit_em(TabularHMM(1, normal(0)), data)
-    with pytest.raises(ValueError, match="level must be between 0 and 1"):
-        fit.intervals(data, level=95)
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,9 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     TabularHMM,
-    categorical,
     fit_em,
     fit_map,
     fit_svi,
-    freeze,
     normal,
     normal_full,
     normal_mixture,
@@ -175,32 +173,6 @@ def test_the_default_prior_is_that_of_data_in_units_of_their_own():
     ball = TabularHMM(2, normal_spherical(2))
     scale_priors(ball, data)
     torch.testing.assert_close(ball.emission.rate, torch.full((2,), 200.5))
-
-
-@pytest.mark.parametrize(
-    "family", [normal(1, loc=0.5), normal(1, rate=2.0), normal_full(1, scale=2.0), categorical(2)]
-)
-def test_a_prior_that_was_given_stays(family):
-    module = TabularHMM(2, family)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-    data = Sequences.from_list([[[5.0], [9.0]]])
-    assert scale_priors(module, data) == 0.0
-    torch.testing.assert_close(dict(module.state_dict()), before)
-
-
-def test_a_component_without_spread_keeps_the_unit():
-    data = Sequences.from_list([[[0.1, 1.0]] * 9 + [[0.1, 3.0]] * 9])
-    module = TabularHMM(1, normal(2))
-    scale_priors(module, data)
-    torch.testing.assert_close(module.emission.rate, torch.tensor([[1.0, 1.0]]))
-    torch.testing.assert_close(module.emission.prior_loc, torch.tensor([[0.1, 2.0]]))
-
-
-def test_a_frozen_scale_leaves_the_prior_of_the_mean():
-    module = TabularHMM(2, normal(0))
-    freeze(module, "emission.variance", torch.full((2,), 1e20))
-    data = in_units("scalar", 1e10, 0.0)
-    assert bool(fit_em(module, data, num_iterations=4).losses.isfinite().all())
 
 
 # What does not fit into the numbers

@@ -222,13 +222,6 @@ def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(
     assert same_bits(list(longer.parameters()), list(whole.parameters()))
 
 
-def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
-    fit_map(model(), symbols(), num_iterations=2, checkpoint=tmp_path / "x")
-    monkeypatch.setattr(checkpoints, "VERSION", checkpoints.VERSION + 1)
-    with pytest.raises(ValueError, match="another version of this"):
-        fit_map(model(), symbols(), num_iterations=2, checkpoint=tmp_path / "x")
-
-
 def kill_and_go_on(fit, path, num_steps, kills, longest):
     """Run ``fit`` in processes that are killed at random moments, until one of them ends it."""
     context = multiprocessing.get_context("forkserver")
@@ -316,12 +309,6 @@ FORGED = [  # a fit; the field; what a forger puts there
     (by_held_out, "averages", [torch.zeros(3)]),
     (by_held_out, "held_out", {"trail": [[1, 2.0]], "best": [torch.zeros(3)]}),
 ]
-VALUES = [  # of a parameter of EM
-    ("initial", torch.tensor([0.5, 0.6, 0.1]).expand(2, 1, 3)),
-    ("initial", torch.full((2, 1, 3), torch.nan)),
-    ("emission.variance", -torch.ones(2, 1, 3, 2)),
-    ("other", torch.ones(1)),
-]
 
 
 def forge(path, change):
@@ -356,13 +343,6 @@ def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_p
     check_refused(fit, tmp_path / "x", field)
 
 
-@pytest.mark.parametrize(("name", "value"), VALUES)
-def test_forged_values_are_named(name, value, tmp_path):
-    by_em(tmp_path / "x", 2)
-    forge(tmp_path / "x", lambda state: state["values"].update({name: value}))
-    check_refused(by_em, tmp_path / "x", "values")
-
-
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
@@ -380,13 +360,6 @@ def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_pat
     write_tensors(tmp_path / "x", tensors, forged if value is GONE else forged | {entry: value})
     with pytest.raises(ValueError, match=f"checkpoint .*{message}"):
         by_map(tmp_path / "x", 4)
-
-
-def test_places_that_cannot_be_written_to_are_named_before_the_work(tmp_path):
-    with pytest.raises(ValueError, match="checkpoint: there is no directory"):
-        fit_map(model(), symbols(), num_iterations=2, checkpoint=tmp_path / "none" / "x")
-    with pytest.raises(ValueError, match="is a directory"):
-        fit_em(model().module, symbols(), num_iterations=2, checkpoint=tmp_path)
 
 
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):

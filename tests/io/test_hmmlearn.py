@@ -1,6 +1,5 @@
 """Conversion: hmmlearn and pyrohmm agree on the same data, whichever way a model is converted."""
 
-import sys
 import warnings
 
 import numpy as np
@@ -174,59 +173,3 @@ def test_scalars_become_vectors_of_one_component(emission):
     values = emission.sample((4,))[:, 0].abs().unsqueeze(0)
     score = to_hmmlearn(hmm).score(values.mT.reshape(4, 1).numpy())
     torch.testing.assert_close(hmm.log_prob(values).sum().item(), score, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("model", [library.MultinomialHMM(2), library, None, "GaussianHMM"])
-def test_other_models_are_refused(model):
-    with pytest.raises(TypeError, match=r"one of CategoricalHMM, GaussianHMM, GMMHMM, PoissonHMM"):
-        from_hmmlearn(model, [3])
-
-
-EVEN = torch.full((2, 2), 0.5, dtype=torch.float64).log()
-COINS = dist.Poisson(torch.ones(2))
-
-
-@pytest.mark.parametrize(
-    ("hmm", "error", "message"),
-    [
-        (None, TypeError, "hmm must be"),
-        (HMM(EVEN[0], EVEN, COINS, torch.tensor([2]), torch.ones(1, 2).bool()), ValueError, "miss"),
-        (
-            HMM(EVEN[0], EVEN, COINS, torch.tensor([1]), allowed=torch.ones(1, 1, 2).bool()),
-            ValueError,
-            "labels",
-        ),
-        (HMM(EVEN[0], EVEN.expand(4, 1, 2, 2), COINS, torch.tensor([2])), ValueError, "batches"),
-        (HMM(EVEN[0], EVEN, COINS.expand((3, 2)), torch.tensor([2])), ValueError, "batches"),
-        (
-            HMM(EVEN[0], EVEN[None], COINS, torch.tensor([2]), transition_per_step=True),
-            ValueError,
-            "per step",
-        ),
-    ],
-)
-def test_what_hmmlearn_does_not_have_is_refused(hmm, error, message):
-    with pytest.raises(error, match=message):
-        to_hmmlearn(hmm)
-
-
-@pytest.mark.parametrize(
-    "emission",
-    [
-        dist.Gamma(torch.ones(2), torch.ones(2)),
-        dist.Normal(torch.zeros(2, 3, 3), 1.0).to_event(2),
-        dist.Categorical(torch.ones(2, 3, 4)).to_event(1),
-        dist.MixtureSameFamily(dist.Categorical(torch.ones(2, 3)), dist.Poisson(torch.ones(2, 3))),
-    ],
-)
-def test_emissions_that_hmmlearn_does_not_have_are_refused(emission):
-    with pytest.raises(TypeError, match="emission must be"):
-        to_hmmlearn(HMM(EVEN[0], EVEN, emission, torch.tensor([2])))
-
-
-def test_without_hmmlearn_the_cure_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hmmlearn", None)
-    with pytest.raises(ImportError, match="pip install hmmlearn"):
-        from_hmmlearn(None, [1])
-    with pytest.raises(ImportError, match="pip install hmmlearn"):
-        to_hmmlearn(None)

@@ -31,7 +31,6 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.infer.options import FREE, FitOptions
-from pyrohmm.io.checkpoints import describe
 
 GENERATOR = torch.Generator().manual_seed(0)
 SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)
@@ -311,10 +310,3 @@ def test_the_start_of_em_at_an_hmm_is_compared(tmp_path):
                 ValueError, match=r"belongs to another fit: its start\.emission\.probs"
             ):
                 run(fit_em, tmp_path / "x", module=hmm)
-
-
-def test_what_is_computed_when_it_is_read_is_no_part():
-    one, other = (pyro.distributions.Categorical(torch.tensor([0.5, 0.5])) for _ in range(2))
-    _ = one.logits
-    assert describe(one) == describe(other)
-    assert describe(one) != describe(pyro.distributions.Categorical(torch.tensor([0.4, 0.6])))

@@ -407,32 +407,6 @@ def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
         assert bits(again.emission.sample()) == bits(drawn)
 
 
-def rows_with_a_certain_symbol():
-    return torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.3, 0.7]])
-
-
-@pytest.mark.parametrize("read", [False, True])
-@pytest.mark.parametrize("expand", [False, True])
-@pytest.mark.parametrize("nest", ["plain", "tied streams"])
-def test_hard_zeros_of_probabilities_stay_impossible(tmp_path, nest, expand, read):
-    emission = dist.Categorical(probs=rows_with_a_certain_symbol())
-    if read:
-        emission = cached(emission)
-    if expand:
-        emission = emission.expand((K,))
-    if "tied" in nest:
-        emission = Tied(emission, torch.tensor([1, 0, 0]))
-    if "streams" in nest:
-        emission = Streams([emission, dist.Normal(torch.zeros(K), 1.0)])
-    hmm = HMM(torch.eye(K)[0].log(), torch.eye(K).log(), emission, torch.tensor([3]))
-    values = torch.tensor([[0, 1, 0]])
-    if "streams" in nest:
-        values = torch.stack([values.double(), torch.zeros(1, 3)], -1)
-    save(hmm, tmp_path / "x")
-    assert hmm.log_prob(values).isneginf().all()
-    assert load_hmm(tmp_path / "x").log_prob(values).isneginf().all()
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, seed):
     torch.manual_seed(seed)
@@ -459,36 +433,6 @@ def test_probabilities_come_back_bit_for_bit_however_they_were_given(tmp_path, s
             assert bits(getattr(again, name)) == bits(getattr(emission, name))
 
 
-def test_saved_probabilities_are_those_of_a_distribution(tmp_path):
-    """Files of an earlier version hold both forms where both had been computed."""
-    good = dist.Categorical(probs=rows_with_a_certain_symbol())
-    tensors, meta = persistence.describe(hmm_with(good))
-    probs, logits = tensors["emission.probs"], good.logits
-    several = {
-        "clamped": ({"probs": probs, "logits": logits}, None),
-        "computed": ({"probs": probs.clamp(min=1e-30), "logits": probs.clamp(min=1e-30).log()},
-                     None),
-        "scaled": ({"probs": 2 * probs}, "sum to one"),
-        "negative": ({"probs": torch.tensor([[2.0, -1.0]]).expand(K, 2)}, "sum to one"),
-        "scores": ({"logits": logits + 1}, "sum to one"),
-        "others": ({"probs": probs, "logits": logits.flip(-1)}, "disagrees"),
-        "none": ({}, "must be specified"),
-    }  # fmt: skip
-    meta["emission"]["validate_args"] = False
-    for number, (parts, message) in enumerate(several.values()):
-        rest = {name: value for name, value in tensors.items() if "emission" not in name}
-        path = tmp_path / str(number)
-        path.mkdir()
-        write_tensors(path / FILE, rest | {f"emission.{k}": v for k, v in parts.items()}, meta)
-        if message is None:
-            seen = load_hmm(path).emission.probs
-            torch.testing.assert_close(seen, parts["probs"], rtol=1e-9, atol=0.0)
-            assert bool(((seen == 0) == (parts["probs"] == 0)).all())
-        else:
-            with pytest.raises(ValueError, match=message):
-                load_hmm(path)
-
-
 def test_steps_batches_and_missing_values_come_back(tmp_path):
     """Parameters per step, restarts (R, 1, K, K) for N sequences, and marks of what is missing."""
     lengths, observed = torch.tensor([4, 1]), torch.rand(2, 4) < 0.5
@@ -510,22 +454,6 @@ def test_steps_batches_and_missing_values_come_back(tmp_path):
     assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
 
 
-@pytest.mark.parametrize("flag", [None, True, False])
-def test_whether_values_are_checked_comes_back(tmp_path, flag):
-    scalars = dist.Poisson(positive(K), validate_args=flag)
-    vectors = dist.Poisson(positive(K, 2), validate_args=flag).to_event(1)
-    initial, matrix, lengths = simplex(K).log(), simplex(K, K).log(), torch.tensor([1, 2])
-    for emission in (scalars, vectors):
-        hmm = HMM(initial, matrix, emission, lengths, validate_args=flag)
-        save(hmm, tmp_path / "x")
-        again = load_hmm(tmp_path / "x")
-        assert vars(again).get("_validate_args") is flag
-        assert vars(hmm).get("_validate_args") is flag
-        inner, expected = (getattr(e, "base_dist", e) for e in (again.emission, emission))
-        assert vars(inner).get("_validate_args") is flag
-        assert vars(expected).get("_validate_args") is flag
-
-
 class Own(dist.Normal):
     pass
 
@@ -544,39 +472,6 @@ class Own(dist.Normal):
 def test_an_emission_that_cannot_be_rebuilt_is_refused_and_nothing_is_written(tmp_path, emission):
     with pytest.raises(TypeError, match="cannot be saved"):
         save(hmm_with(emission), tmp_path / "x")
-    assert list(tmp_path.iterdir()) == []
-
-
-class Several(dist.TorchDistribution):
-    """A distribution with a list of parts, a tensor and a number."""
-
-    arg_constraints = {}  # noqa: RUF012
-    support = dist.constraints.real_vector
-
-    def __init__(self, parts, shift, count, validate_args=None):
-        self.parts, self.shift, self.count = tuple(parts), shift, count
-        super().__init__(parts[0].batch_shape, torch.Size((len(parts),)), validate_args)
-
-    def log_prob(self, value):
-        scores = [part.log_prob(value[..., i]) for i, part in enumerate(self.parts)]
-        return sum(scores) + self.shift * self.count
-
-
-def test_an_entry_in_the_table_is_all_that_another_class_needs(tmp_path, monkeypatch):
-    monkeypatch.setattr(persistence, "BUILT_FROM", persistence.BUILT_FROM | {Several})
-    parts = [dist.Poisson(positive(K)), dist.Categorical(simplex(K, 5))]
-    hmm = hmm_with(Several(parts, torch.randn(K), 3))
-    save(hmm, tmp_path / "x")
-    again = load_hmm(tmp_path / "x")
-    assert [type(part) for part in again.emission.parts] == [dist.Poisson, dist.Categorical]
-    values = torch.ones(3, 4, 2)
-    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
-
-
-@pytest.mark.parametrize("thing", [None, {"a": torch.ones(1)}, dist.Normal(0.0, 1.0), "x"])
-def test_other_things_are_refused(tmp_path, thing):
-    with pytest.raises(TypeError, match="thing must be"):
-        save(thing, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -679,45 +574,7 @@ def test_an_hmm_in_blocks_comes_back(tmp_path, kind, dtype):
     assert longer.log_prob(values).dtype == dtype
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("leave", None),
-        ("leave", torch.ones(5, 4)),
-        ("block_logits", torch.ones(6, 2)),
-        ("symbol_block", torch.tensor([0, 0, 1, 2, 3])),
-        ("symbol_block", torch.zeros(5)),
-        ("states", torch.tensor([[0, 1], [2, 2]])),
-        ("log_emission", torch.zeros(5, 3)),
-        ("observed", torch.ones(3, 4)),
-        ("other", torch.ones(1)),
-    ],
-)
-def test_tensors_that_are_not_of_an_hmm_in_blocks_are_refused(tmp_path, name, value):
-    tensors, meta = persistence.describe(block_hmm("two levels"))
-    tensors[name] = value
-    if value is None:
-        del tensors[name]
-    write_tensors(tmp_path / FILE, tensors, meta)
-    with pytest.raises(ValueError, match="does not describe an HMM"):
-        load_hmm(tmp_path)
-
-
 # A directory ------------------------------------------------------------------------------------
-
-
-def test_the_description_is_readable_and_not_read(tmp_path):
-    save(hmm_with(mixture()), tmp_path / "x")
-    path = tmp_path / "x" / "pyrohmm.json"
-    document = json.loads(path.read_text())
-    assert document["format"] == "pyrohmm"
-    assert document["version"] == 1
-    assert document["kind"] == "hmm"
-    assert document["class"] == "HMM"
-    assert document["emission"]["class"] == "MixtureSameFamily"
-    assert document["tensors"]["log_initial"] == f"({K},) torch.float64"
-    path.write_text('{"class": "os.system"}')
-    assert load_hmm(tmp_path / "x").num_states == K
 
 
 def test_a_directory_that_was_not_saved_is_left_alone(tmp_path):
@@ -779,14 +636,6 @@ def test_what_was_saved_survives_a_failure_at_every_moment(tmp_path, monkeypatch
     assert finished
     assert count > 4
     assert (load_hmm(target).emission.rate == 2.0).all()
-
-
-def test_nothing_saved_is_nothing_found(tmp_path):
-    for load in (load_hmm, lambda directory: load_into(nn.Linear(1, 1), directory)):
-        with pytest.raises(FileNotFoundError):
-            load(tmp_path)
-        with pytest.raises(FileNotFoundError):
-            load(tmp_path / "nothing")
 
 
 # A module ---------------------------------------------------------------------------------------
@@ -864,17 +713,3 @@ def test_the_kinds_are_not_mixed_up(tmp_path):
         load_into(Point(), tmp_path / "hmm")
     with pytest.raises(TypeError, match="module must be"):
         load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
-
-
-@pytest.mark.parametrize("name", ["AutoregressiveHMM", 3, None])
-def test_an_unknown_class_of_an_hmm_is_refused(tmp_path, name):
-    save(hmm_with(dist.Poisson(positive(K))), tmp_path / "x")
-    tensors, meta = read_tensors(tmp_path / "x" / FILE)
-    write_tensors(tmp_path / "x" / FILE, tensors, meta | {"class": name})
-    with pytest.raises(ValueError, match=f"its class {name!r} is none of HMM"):
-        load_hmm(tmp_path / "x")
-
-
-class Stateful(nn.Linear):
-    def get_extra_state(self):
-        return {"a": 1}

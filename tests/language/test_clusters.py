@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -20,7 +19,6 @@ from pyrohmm.language.clusters import (
     brown,
     isolate,
 )
-from pyrohmm.ops import brown_merges as _brown
 from pyrohmm.ops.pairs import Pairs
 
 patient = settings(deadline=None, max_examples=100, derandomize=True, database=None)
@@ -126,18 +124,6 @@ def test_merges_exchanges_and_tree_are_those_computed_from_scratch(drawn, num_sw
     seen = found.counts > 0
     for number, group in enumerate(groups):
         assert ((found.assignment == number) & seen).nonzero().flatten().tolist() == group
-
-
-def test_without_the_loops_the_cure_is_named(monkeypatch, english):
-    monkeypatch.setitem(sys.modules, "pyrohmm.ops._numba_clusters", None)
-    with pytest.raises(ImportError, match=r"Brown clusters need Numba.*pyrohmm\[compiled\]"):
-        brown(english, 12)
-
-
-def test_numbers_beyond_the_list_are_computed(monkeypatch, english):
-    listed = brown(english, 12, 2)
-    monkeypatch.setattr(_brown, "LISTED", 50)
-    assert same(listed, brown(english, 12, 2))
 
 
 def same(one, other):
@@ -266,7 +252,6 @@ def test_states_by_the_root_are_those_in_proportion_to_roots(roots, more):
 # Files -------------------------------------------------------------------------------------------
 
 WORDS = ["the", "<eos>", "Zürich", "N", "don't"]
-SOME = Clusters(torch.tensor([1, 0, 2, 2, 2]), ("00", "01", "1"), torch.tensor([7, 5, 1, 3, 1]))
 LINES = "00\t<eos>\t5\n01\tthe\t7\n1\tN\t3\n1\tZürich\t1\n1\tdon't\t1\n"
 
 
@@ -278,11 +263,6 @@ def read(tmp_path, text, words, **options):
 def test_words_and_clusters_that_the_vocabulary_lacks_are_passed_over(tmp_path):
     found = read(tmp_path, LINES, ["don't", "the"])
     assert same(found, Clusters(torch.tensor([1, 0]), ("01", "1"), torch.tensor([1, 7])))
-
-
-def test_lines_may_end_as_on_windows_and_the_last_may_not_end(tmp_path):
-    assert same(read(tmp_path, LINES.replace("\n", "\r\n"), WORDS), SOME)
-    assert same(read(tmp_path, LINES[:-1], WORDS), SOME)
 
 
 def test_words_that_the_file_lacks_go_where_they_are_sent(tmp_path):

@@ -1,7 +1,6 @@
 """The language model and its command: scores, sentences, files, data-parallel ranks."""
 
 import itertools
-import json
 import math
 import os
 import re
@@ -14,13 +13,12 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import HMM, LanguageModel, Sequences, blocks, metrics, save
+from pyrohmm import LanguageModel, blocks
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import checkpoints
-from pyrohmm.io.files import read_tensors, write_directory
-from pyrohmm.language import clusters, command
+from pyrohmm.io.files import read_tensors
+from pyrohmm.language import command
 from pyrohmm.language.command import hold_out, main
-from pyrohmm.language.text import count_words
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -130,18 +128,6 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, 
     assert files[0] == files[1]
 
 
-def test_each_option_has_a_text_and_the_default_of_its_function(capsys):
-    assert all(action.help for action in command._parser()._actions)
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert shown.count(" python -m pyrohmm.language ") == 4
-    for option in ("--rate RATE The largest of AdamW. (default: 0.004)",
-                   "--patience PATIENCE End after this many",
-                   "--one-level Not so: A transition chooses the block first"):  # fmt: skip
-        assert option in shown
-
-
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_surprisals_are_differences_of_scores(contiguous):
     model = tiny(contiguous=contiguous)
@@ -226,63 +212,6 @@ def test_two_processes_train_what_one_trains(here, capsys):
             torch.testing.assert_close(tensor, second[name], msg=name)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give text files to train on, --load DIR or both"),
-        (["train.txt", "--load", "m"], "needs --save DIR"),
-        (["t", "--save", "n", "--load", "m", "--dim", "9"], "--dim belongs to a new model"),
-        (["train.txt", "--save", "m", "--device", "tpu"], "invalid choice: 'tpu'"),
-        (["train.txt", "--save", "m", "--states", "many"], "invalid int value: 'many'"),
-    ],
-)
-def test_options_that_cannot_be_meant_are_explained(here, capsys, arguments, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train.txt", "--save", "m", "--states", "9"], "num_states must be at least 128; got 9"),
-        (["train.txt", "--save", "m", "--mass-power", "2"], "mass_power must be from 0 to 1"),
-        (["train.txt", "--save", "m", "--max-words", "2"], "max_size must be at least 3"),
-        (["train.txt", "--save", "m", "--hold-out", "1"], "share must be above 0 and at most 0.5"),
-        (["train.txt", "--save", "m", "--seed", "-1"], "between 0 and 2"),
-        (["none.txt", "--save", "m"], "No such file or directory: 'none.txt'"),
-        (["empty.txt", "--save", "m"], "empty.txt, line 1: wanted at least one sentence"),
-        (["one.txt", "--save", "m"], "cannot be divided"),
-        (["bytes.txt", "--save", "m"], "bytes.txt, line 1: wanted UTF-8"),
-        (["marked.txt", "--save", "m"], "line 2: lines must not have <eos> in"),
-        (["train.txt", "--save", "no/where"], "there is no directory"),
-        (["train.txt", "--save", "full"], "holds files that save did not write"),
-        (["train.txt", "--save", "m", "--checkpoint", "no/c"], "checkpoint: there is no directory"),
-        (["gaps.txt", "--save", "m"], "cannot be divided"),
-        (["--load", "none", "--generate", "1"], "No such file"),
-        (["--load", "hmm", "--generate", "1"], "it is of kind hmm. Load it with load_hmm."),
-    ],
-)  # fmt: skip
-def test_bad_input_is_explained_and_nothing_is_left(here, monkeypatch, arguments, message):
-    Path("empty.txt").write_text("")
-    Path("one.txt").write_text("a cat\n")
-    Path("bytes.txt").write_bytes(b"\xff\n")
-    Path("gaps.txt").write_text("\na cat\n \n")
-    Path("marked.txt").write_text("a cat\na <eos> cat\n")
-    Path("full").mkdir()
-    Path("full", "thesis.tex").write_text("years of work")
-    certain = torch.zeros(1)
-    emission = pyro.distributions.Categorical(torch.ones(1, 2))
-    save(HMM(certain, certain.unsqueeze(0), emission, torch.tensor([1])), "hmm")
-    monkeypatch.setattr(clusters, "find_clusters", None)  # no long work has started
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert message in stopped.value.code
-    assert not Path("m").exists()
-    assert [each.name for each in Path("full").iterdir()] == ["thesis.tex"]
-
-
 def test_held_out_lines_are_taken_evenly():
     for count, share in itertools.product((2, 3, 20, 101), (0.01, 0.05, 0.5)):
         lines = [str(number) for number in range(count)]
@@ -294,22 +223,6 @@ def test_held_out_lines_are_taken_evenly():
 
 
 # Its parts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("two_level", [False, True])
-def test_scores_are_those_of_the_hmm_without_blocks(two_level):
-    model = tiny(two_level=two_level)
-    lines = ["a b", "", "b", "a a b c b a", "b b b"]
-    data = model.encode(lines)
-    with torch.no_grad():
-        hmm = model.module.eval()(data.lengths)
-        expected = metrics.perplexity(hmm.dense(), data)
-        torch.testing.assert_close(model.score(lines), hmm.dense().log_prob(data.values))
-    assert expected.num_tokens == 17
-    found = model.perplexity(lines)
-    assert found == pytest.approx(expected)
-    assert found == model.perplexity(data)
-    assert model.num_unknown(lines) == 1
 
 
 @pytest.mark.parametrize("two_level", [False, True])
@@ -328,65 +241,6 @@ def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level)
     ended = probs.sum().item()  # the others have three words, and may have been cut off
     longer = sum(len(line.split()) == 3 for line in drawn) / count
     assert longer == pytest.approx(1 - ended, abs=4.5 * math.sqrt(ended * (1 - ended) / count))
-
-
-def test_what_was_saved_is_the_same_model(tmp_path):
-    model = tiny(two_level=True, dropout=0.25)
-    model.save(tmp_path / "m")
-    state = torch.get_rng_state()
-    found = LanguageModel.load(tmp_path / "m")
-    assert torch.get_rng_state().equal(state)
-    lines = ["a b", "", "b a a c"]
-    assert found.score(lines).equal(model.score(lines))
-    assert (found.vocabulary, found.vocabulary.unknown) == (model.vocabulary, "<unk>")
-    assert (found.module.two_level, found.module.dropout) == (True, 0.25)
-    assert repr(found) == "LanguageModel(4 words; 6 states in 3 blocks of 1 to 3; dropout 0.25)"
-    draws = [each.generate(20, torch.Generator().manual_seed(1)) for each in (model, found)]
-    assert draws[0] == draws[1]
-    found.module.float()
-    found.save(tmp_path / "m")
-    again = LanguageModel.load(tmp_path / "m")
-    assert again.module.bias.dtype == torch.float32
-    readable = json.loads((tmp_path / "m" / "pyrohmm.json").read_text())
-    assert readable["words"] == ["<unk>", "<eos>", "a", "b"]
-
-
-@pytest.mark.parametrize("broken", ["words", "hidden_dim", "symbol_block", "module.bias"])
-def test_a_directory_that_lacks_something_is_refused(tmp_path, broken):
-    tiny().save(tmp_path / "m")
-    tensors, meta = read_tensors(tmp_path / "m" / "tensors.safetensors")
-    tensors.pop(broken, None)
-    meta.pop(broken, None)
-    write_directory(tmp_path / "m", tensors, meta)
-    with pytest.raises(ValueError, match="does not describe a language model"):
-        LanguageModel.load(tmp_path / "m")
-
-
-def test_words_are_counted_and_the_marks_are_always_in():
-    lines = ["b b b a", "b a c", "d"]
-    assert list(count_words(lines)) == ["<unk>", "<eos>", "b", "a", "c", "d"]
-    assert list(count_words(lines, 2)) == ["<unk>", "<eos>", "b", "a"]
-    assert list(count_words(lines, 1, 3)) == ["<unk>", "<eos>", "b"]
-    assert list(count_words(["a"], 9)) == ["<unk>", "<eos>"]
-    with pytest.raises(ValueError, match="at least one sentence"):
-        count_words([])
-
-
-def test_what_does_not_fit_is_refused():
-    model = tiny()
-    with pytest.raises(ValueError, match="must have <eos> at the end of each"):
-        model.score(Sequences.from_list([[2, 1], [1, 2, 1]]))
-    with pytest.raises(ValueError, match="must have <eos> at the end of each"):
-        model.fit(Sequences.from_list([[2, 1], [2]]))
-    with pytest.raises(ValueError, match="blocks must be disjoint, and of the 3 words"):
-        LanguageModel(Vocabulary(["a", "b", "<eos>"]), model.blocks, 4)
-    with pytest.raises(ValueError, match="sentence 2 has"):
-        model.encode(["a", "a <eos>"])
-    for answer in (model.score, model.perplexity):
-        with pytest.raises(ValueError, match="sequences is empty"):
-            answer([])
-        with pytest.raises(TypeError, match=r"got a single str\. Put it into a list\.$"):
-            answer("a")
 
 
 def test_a_reader_that_has_enough_ends_the_command_in_silence(here):

@@ -9,7 +9,7 @@ import torch
 from pyro.distributions import Categorical
 
 from pyrohmm import HMM, BlockHMM, automata, blocks
-from pyrohmm.language import ConstraintProcessor, over_tokens
+from pyrohmm.language import ConstraintProcessor
 from pyrohmm.language.control import token_texts
 
 TOKENS = ["a", "b", " a", ".", None]  # the last ends a text
@@ -212,24 +212,6 @@ def test_what_the_hmm_thinks_impossible_may_still_be_written():
     assert found.isfinite().tolist() == [[False, True, False, False, False]]
 
 
-def test_numbers_of_tokens_and_codes():
-    hmm = dense()
-    wanted = over_tokens(automata.must_contain("a"), TOKENS) & automata.template(..., 3, ...)
-    processor = ConstraintProcessor(hmm, wanted, TOKENS, 3, min_tokens=3, end=END)
-    found = steered(processor, by_hmm(hmm), (0,), 3)
-    assert {len(row) for row in found} == {3}
-    assert all(3 in row and "a" in WORD.findall(text_of(row)) for row in found)
-    assert math.fsum(map(math.exp, found.values())) == pytest.approx(1.0)
-
-
-def test_large_and_small_letters():
-    tokens = ["C", "c", "at", " ", None]
-    for ignore_case in (False, True):
-        wanted = over_tokens(automata.must_contain("cat"), tokens, ignore_case)
-        assert wanted.accepts([0, 2]) is ignore_case
-        assert wanted.accepts([0, 2, 3, 1, 2])
-
-
 CORPUS = ["the cat sat on the mat , and the dog's bone was there", "a dog is not a cat; cats purr",
           "no man's land: naïve façade", "the cat's cradle"] * 20  # fmt: skip
 
@@ -315,27 +297,3 @@ def test_generate_of_transformers_keeps_the_constraint(tokenizer):
         )
         for row in written[:, len(long) :].tolist():
             assert wanted.accepts(words_of(tokenizer, row[: row.index(end)]))
-
-
-@pytest.mark.parametrize(
-    ("constraint", "options", "message"),
-    [
-        (automata.must_contain("c"), {}, "does for none"),
-        (automata.must_contain("a.b"), {}, r"which are letters, digits, _ and '; got 'a\.b'"),
-        (automata.must_contain("a", 3), {}, "got 3. Codes of tokens combine"),
-        (automata.of_length(3), {}, r"of_length\(3\) does for none"),
-        (automata.must_contain("a"), {"tokens": TOKENS[:4]}, "must have the 4 tokens of the vocab"),
-    ],
-)
-def test_what_cannot_be_is_refused(constraint, options, message):
-    with pytest.raises(ValueError, match=message):
-        ConstraintProcessor(dense(), constraint, options.get("tokens", TOKENS), 2, end=END)
-
-
-def test_scores_of_other_tokens_and_texts_that_are_too_long_are_refused():
-    processor = ConstraintProcessor(dense(), automata.must_contain("a"), TOKENS, 1)
-    with pytest.raises(ValueError, match="must be of the 5 tokens of the HMM; got 4"):
-        processor(torch.tensor([[3]]), torch.zeros(1, 4))
-    assert processor(torch.tensor([[3]]), torch.zeros(1, 7)).isneginf().sum() == 5
-    with pytest.raises(ValueError, match="must have at most max_tokens = 1 tokens after"):
-        processor(torch.tensor([[3, 0]]), torch.zeros(1, 5))

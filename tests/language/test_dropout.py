@@ -4,12 +4,10 @@ import json
 from pathlib import Path
 
 import pyro
-import pytest
 import torch
 
 from pyrohmm import LanguageModel, blocks, language
 from pyrohmm.language import DefaultDropout, default_dropout
-from pyrohmm.nn import LinearDropout
 
 LINES = ["a b c", "b c", "c a b b", "a"] * 5
 WORDS = language.count_words(LINES)
@@ -66,41 +64,6 @@ def test_a_fit_of_many_epochs_begins_with_half_and_ends_with_three_quarters():
     model.module.num_drawn.zero_()
     assert states_in_training(model) == 12
     assert repr(model).endswith("dropout 0.5 to 0.25)")
-
-
-def test_a_second_fit_chooses_anew(tmp_path):
-    model = fitted(FEW + 1)
-    model.save(tmp_path / "m")
-    for each in (model, LanguageModel.load(tmp_path / "m")):
-        each.fit(DATA, num_epochs=12, batch_tokens=40, progress=False)
-        assert each.module.dropout.num_steps == each.num_iterations(DATA, 12, 40)
-        assert was_counted_from_the_start(each, 12)
-        each.fit(DATA, num_epochs=2, batch_tokens=40, progress=False)
-        assert states_in_training(each) == 24
-
-
-def test_more_epochs_go_on_from_a_checkpoint_with_the_default_of_so_many(tmp_path):
-    few = fitted(3, checkpoint=tmp_path / "c")
-    more = fitted(12, checkpoint=tmp_path / "c")
-    assert was_counted_from_the_start(more, 12)
-    assert (states_in_training(few), states_in_training(more)) == (24, 18)
-    with pytest.raises(ValueError, match="belongs to another fit"):
-        untrained(dropout=0.5).fit(
-            DATA, num_epochs=12, batch_tokens=40, progress=False, checkpoint=tmp_path / "c"
-        )
-
-
-@pytest.mark.parametrize("dropout", [0.25, LinearDropout(0.5, 0.25, 10), None], ids=str)
-def test_what_was_chosen_is_saved_and_loaded(dropout, tmp_path):
-    model = untrained(dropout=dropout)
-    model.fit(DATA, num_epochs=12, batch_tokens=40, progress=False)
-    model.save(tmp_path / "m")
-    loaded = LanguageModel.load(tmp_path / "m")
-    assert loaded.module.dropout == model.module.dropout
-    assert type(loaded.module.dropout) is type(model.module.dropout)
-    assert repr(loaded) == repr(model)
-    assert torch.equal(loaded.score(DATA), model.score(DATA))
-    assert states_in_training(loaded) == states_in_training(model)
 
 
 def test_the_default_is_among_the_best_of_the_measured_runs():

@@ -4,7 +4,7 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import LanguageModel, Sequences, blocks, clusters, cooccurrence
+from pyrohmm import LanguageModel, clusters, cooccurrence
 from pyrohmm.data.batches import Batches
 from pyrohmm.data.vocabulary import Vocabulary, word_classes
 from pyrohmm.io.files import read_directory, write_directory
@@ -88,13 +88,6 @@ def test_there_are_as_many_clusters_where_the_end_has_company_only_among_more(li
     assert len(pairs) == num_clusters + 1
 
 
-def test_no_more_clusters_than_words_that_occur():
-    vocabulary, data = prepared(["a b", "b a", "c"])
-    assert [len(find_clusters(data, vocabulary, n).unique()) for n in range(2, 8)] == [
-        2, 3, 4, 4, 4, 4,
-    ]  # fmt: skip
-
-
 def test_clusters_whose_words_occur_more_may_have_more_states(monkeypatch):
     vocabulary, data = prepared(["a b a", "b a", "a c b"])
     counts = torch.tensor(
@@ -111,18 +104,6 @@ def test_clusters_whose_words_occur_more_may_have_more_states(monkeypatch):
         LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=2.0)
 
 
-def test_what_has_no_clusters_is_refused():
-    vocabulary, data = prepared(["a b", "b a"])
-    with pytest.raises(ValueError, match="must have a word in some sentence; all sentences"):
-        find_clusters(encode(["", ""], vocabulary), vocabulary, 3)
-    with pytest.raises(ValueError, match="num_clusters must be at least 2"):
-        find_clusters(data, vocabulary, 1)
-    with pytest.raises(ValueError, match="<eos> at the end of each sentence"):
-        find_clusters(Sequences.from_list([[2, 3]]), vocabulary, 3)
-    with pytest.raises(ValueError, match="num_states must be at least 5; got 4"):
-        LanguageModel.from_data(vocabulary, data, 4, 5)
-
-
 # What it is given ---------------------------------------------------------------------------------
 
 
@@ -130,42 +111,6 @@ def model_of(lines, **options):
     vocabulary, data = prepared(lines)
     pyro.set_rng_seed(0)
     return LanguageModel.from_data(vocabulary, data, 12, 4, 8, **options), data
-
-
-@pytest.mark.parametrize("line", ["my cat", b"my cat"])
-def test_a_single_string_is_not_lines(line):
-    model, _ = model_of(text(30))
-    for function, name in [
-        (model.score, "sentences"),
-        (model.perplexity, "sentences"),
-        (model.encode, "lines"),
-        (model.num_unknown, "lines"),
-        (count_words, "lines"),
-        (lambda lines: encode(lines, model.vocabulary), "lines"),
-    ]:
-        message = f"^{name} must be lines of text.* a single {type(line).__name__}. Put it into a l"
-        with pytest.raises(TypeError, match=message):
-            function(line)
-
-
-def test_sentences_with_missing_words_are_refused():
-    model, data = model_of(text(30))
-    seen = data.exists.clone()
-    seen[3, 0] = False
-    gappy = Sequences(data.values, data.lengths, observed=seen)
-    for function in (model.score, model.perplexity):
-        with pytest.raises(ValueError, match="sentences must have no missing steps"):
-            function(gappy)
-    with pytest.raises(ValueError, match="validation must have no missing steps"):
-        model.fit(data, gappy)
-
-
-def test_codes_of_no_word_are_refused():
-    model, data = model_of(text(30))
-    values = data.values.clone()
-    values[2, 0] = len(model.vocabulary)
-    with pytest.raises(ValueError, match=r"codes of words in data must lie between 0 and V - 1 = "):
-        model.fit(Sequences(values, data.lengths))
 
 
 def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
@@ -194,16 +139,6 @@ def test_a_file_that_claims_more_than_it_has_takes_no_memory(tmp_path, sizes, ch
     write_directory(tmp_path / "m", tensors, meta | changes)
     with pytest.raises(ValueError, match=f"(?s)does not describe a language model: .*{message}"):
         LanguageModel.load(tmp_path / "m")
-
-
-def test_a_vocabulary_that_could_not_be_saved_is_refused_before_any_training():
-    def first_letter(word):
-        return [word[0]]
-
-    vocabulary = Vocabulary(["<eos>", "a", "b"], first_letter)
-    each = blocks.from_clusters(torch.tensor([1, 0, 0]), 2)
-    with pytest.raises(ValueError, match=r"readers\.word_classes or None, .* got first_letter"):
-        LanguageModel(vocabulary, each, 4)
 
 
 # Fitting ------------------------------------------------------------------------------------------
@@ -252,13 +187,6 @@ def test_a_round_ends_where_each_sentence_was_taken_once():
     assert validated[0] == ends[0]
     assert validated[-1] == len(fit.losses)
     assert abs(len(fit.losses) - ends[1]) <= 0.01 * ends[1]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_word():
-    """As of a file that was opened as UTF-8 and read as lines."""
-    assert "\ufeffa" not in count_words(["\ufeffa b", "b a"])
-    vocabulary = count_words(["a b", "b a"])
-    assert encode(["\ufeffa b"], vocabulary).values.equal(encode(["a b"], vocabulary).values)
 
 
 @pytest.mark.parametrize("learning_rate", [1e3, 1e9])

@@ -18,15 +18,12 @@ from pyrohmm import (
     TabularHMM,
     autoregressive_categorical,
     autoregressive_normal,
-    categorical,
     fit_em,
     fit_map,
     fit_svi,
     freeze,
     markov_sample,
     starts,
-    streams,
-    tied,
 )
 from pyrohmm.distributions import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 
@@ -269,17 +266,6 @@ def test_every_fit_lowers_its_loss(case):
     assert fit.losses[-10:].mean() < fit.losses[:10].mean()
 
 
-@pytest.mark.parametrize("case", ["vectors", "symbols"])
-def test_em_goes_on_from_an_hmm(case):
-    make, data = cases()[case]
-    first = fit_em(make(), data, num_iterations=3)
-    hmm = first.hmm(data)
-    second = fit_em(make(), data, num_iterations=3, start=starts.from_hmm(hmm))
-    assert second.losses[-1] <= first.losses[-1] + 1e-8
-    freely = fit_em(hmm, data, num_iterations=3)  # its values as points, without priors
-    assert freely.hmm(data).log_prob(data.values).sum() > hmm.log_prob(data.values).sum()
-
-
 def test_what_is_missing_at_the_end_adds_nothing():
     data = rows(12, 8)
     longer = Sequences(
@@ -357,24 +343,3 @@ def test_markov_sample_feeds_what_it_generates():
 
 
 # What is refused --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", [autoregressive_normal(2), autoregressive_categorical(2)])
-def test_it_is_no_part_of_other_emissions(family):
-    with pytest.raises(TypeError, match=r"families of streams must .* emit observations"):
-        TabularHMM(2, streams(categorical(2), family))
-    with pytest.raises(TypeError, match=r"family must .* emit observations"):
-        TabularHMM(2, tied(family, [0, 0]))
-
-
-@pytest.mark.parametrize(
-    ("build", "error", "text"),
-    [
-        (lambda: autoregressive_normal(2, 1.5), TypeError, "lags"),
-        (lambda: autoregressive_normal(2, ridge=0.0)(2), ValueError, "ridge"),
-        (lambda: autoregressive_categorical(1000, 9)(2), ValueError, "lags"),
-    ],
-)
-def test_wrong_arguments_are_named(build, error, text):
-    with pytest.raises(error, match=text):
-        build()

@@ -18,11 +18,8 @@ from pyrohmm import (
     em,
     fit_em,
     freeze,
-    left_to_right,
     normal,
-    starts,
 )
-from pyrohmm.data import StoredSequences
 
 # A disease of three stages and death, seen with errors but for death, in years
 STAGES = [[-0.2, 0.15, 0.0, 0.05], [0.1, -0.45, 0.25, 0.1], [0.0, 0.1, -0.4, 0.3], [0.0] * 4]
@@ -158,19 +155,6 @@ def begin_of_disease():
             "emission.probs": seen / seen.sum(-1, keepdim=True)}  # fmt: skip
 
 
-def test_restarts_are_batched(data):
-    module = TabularContinuousTimeHMM(2, normal(0))
-    fit = fit_em(
-        module, data, restarts=3, start=starts.from_prior, num_iterations=10, tolerance=None
-    )
-    assert fit.restarts.parameters["module.rates"].shape == (3, 2, 2)
-    hmms = fit.restarts.hmm(data)
-    assert hmms.batch_shape == (3, 12)
-    torch.testing.assert_close(
-        hmms.log_prob(data.values)[fit.restarts.best], fit.hmm(data).log_prob(data.values)
-    )
-
-
 class Proportional(HMMModule):
     """Rates that have one parameter: no closed form."""
 
@@ -211,20 +195,6 @@ def test_expected_log_joint_is_that_of_a_chain_in_continuous_time(data):
     torch.testing.assert_close(found, wanted)
 
 
-def test_what_it_needs_is_named(data):
-    without = Sequences(data.values, data.lengths, data.observed)
-    for module in (TabularContinuousTimeHMM(2, normal(0)), Proportional()):
-        with pytest.raises((ValueError, TypeError), match="times"):
-            fit_em(module, without)
-    for options in ({"rate_concentration": 0.0}, {"rate_time": torch.ones(3, 2)},
-                    {"transition_allowed": torch.ones(3, 3).bool()},
-                    {"exact_entry": torch.tensor([False, True])}):  # fmt: skip
-        with pytest.raises(ValueError, match=next(iter(options))):
-            TabularContinuousTimeHMM(**({"num_states": 2, "emission": normal(0)} | options))
-    with pytest.raises(ValueError, match="rate_concentration below one has no most probable"):
-        fit_em(TabularContinuousTimeHMM(2, normal(0), 1.0, 0.5), data)
-
-
 def test_one_state_has_nothing_to_leave_for(data):
     module = TabularContinuousTimeHMM(1, normal(0))
     fit = fit_em(module, data)
@@ -232,30 +202,6 @@ def test_one_state_has_nothing_to_leave_for(data):
     torch.testing.assert_close(fit.losses[-1], single.losses[-1])
     again = fit_em(fit.hmm(data), data, num_iterations=2)
     assert again.hmm(data).rates.shape == (1, 1)
-
-
-def test_an_hmm_is_a_start_without_priors(data):
-    hmm = TabularContinuousTimeHMM(
-        2, normal(0), transition_allowed=left_to_right(2)
-    )(data.lengths, data.observed, data.times)  # fmt: skip
-    fit = fit_em(hmm, data, num_iterations=30)
-    assert (fit.losses.diff() <= 1e-8).all()
-    assert fit.hmm(data).rates[1, 0] == 0
-
-
-def test_data_larger_than_memory_have_times(data):
-    rows, lengths = data.to_concatenated()
-    stored = StoredSequences(
-        rows.numpy(), lengths, max_steps=20, times=data.times[data.exists].numpy()
-    )
-    assert len(list(stored)) > 1
-    begin = {"initial": torch.full((2,), 0.5), "rates": torch.tensor([[0.0, 0.3], [0.3, 0.0]]),
-             "emission.loc": torch.tensor([0.0, 1.0]),
-             "emission.variance": torch.ones(2)}  # fmt: skip
-    module = TabularContinuousTimeHMM(2, normal(0, 0.0))
-    whole, parts = (fit_em(module, each, start=begin, num_iterations=4, tolerance=None)
-                    for each in (data, stored))  # fmt: skip
-    torch.testing.assert_close(whole.losses, parts.losses)
 
 
 def test_the_rate_of_exact_deaths_is_their_number_over_the_time_lived():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Binomial, Categorical, Normal, Poisson
+from pyro.distributions import Binomial, Normal, Poisson
 from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, init_to_sample
 from pyro.nn import PyroParam
@@ -25,11 +25,8 @@ from pyrohmm import (
     geometric_durations,
     negative_binomial_durations,
     normal,
-    normal_full,
     parametric_durations,
     poisson_durations,
-    starts,
-    streams,
 )
 from pyrohmm.nn.durations import truncated
 
@@ -244,61 +241,6 @@ def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
     mode, _ = module.m_step(module.statistics(counts, None))
     # leaves 4 and 1 of the prior; stays 1 and 2 of the prior
     torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
-
-
-@pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])
-def test_em_by_gradient_steps_lowers_the_loss(data, left_censored):
-    family = parametric_durations(Poisson(torch.tensor([1.0, 2.0])), 8)
-    fit = fit_em(
-        TabularHSMM(2, normal(0), family, censored_start=left_censored), data, num_iterations=5
-    )
-    assert (fit.losses.diff() <= 1e-9).all()
-    assert fit.losses[-1] < fit.losses[0]
-
-
-def test_em_starts_from_an_hsmm_and_without_priors(data):
-    hsmm = HSMM(*hidden(), Normal(torch.tensor([0.0, 3.0]), 1.0), data.lengths)
-    fit = fit_em(hsmm, data, num_iterations=3)
-    assert -fit.losses[0] == pytest.approx(float(hsmm.log_prob(data.values).sum()))
-    assert fit.losses[-1] < fit.losses[0]
-    module = TabularHSMM(2, normal(0), free_durations(8))
-    fit = fit_em(module, data, start=starts.from_hmm(hsmm), num_iterations=3)
-    assert fit.losses[-1] < fit.losses[0]
-
-
-@pytest.mark.parametrize("emission", [normal_full(2), streams(categorical(3), normal(1))])
-def test_every_emission_family_combines(emission):
-    lengths = torch.tensor([6, 4])
-    module = TabularHSMM(2, emission, free_durations(4))
-    hsmm = module(lengths)
-    values = hsmm.sample()
-    torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
-    fit = fit_em(module, Sequences(values, lengths), num_iterations=3)
-    assert fit.losses.isfinite().all()
-
-
-def test_missing_steps_and_labels_in_a_fit(data):
-    observed = torch.rand(data.values.shape) < 0.7
-    labels = torch.full(data.values.shape, -1)
-    labels[0, 0] = 1
-    gaps = Sequences(data.values, data.lengths, observed, labels=labels)
-    fit = fit_em(TabularHSMM(2, normal(0), free_durations(8)), gaps, num_iterations=10)
-    assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
-
-
-def test_wrong_arguments_are_named():
-    with pytest.raises(TypeError, match="durations must be a family"):
-        TabularHSMM(2, categorical(2), Categorical(torch.ones(2)))
-    with pytest.raises(TypeError, match="durations must return a PyroModule"):
-        TabularHSMM(2, categorical(2), lambda num_states: torch.zeros(2, 2))
-    with pytest.raises(ValueError, match="num_states"):
-        TabularHSMM(1, categorical(2), free_durations(2))
-    with pytest.raises(ValueError, match="max_duration"):
-        free_durations(0)
-    with pytest.raises(TypeError, match="hmm must be of class HSMM"):
-        TabularHSMM.from_hmm(TabularHMM(2, categorical(2))(torch.tensor([2])))
-    with pytest.raises(ValueError, match=r"hmm\.expanded\(\)"):
-        TabularHMM.from_hmm(TabularHSMM(2, categorical(2), free_durations(2))(torch.tensor([2])))
 
 
 def test_durations_before_the_emission_are_told_apart():

@@ -7,7 +7,6 @@ import math
 from itertools import product
 
 import numpy as np
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -16,7 +15,6 @@ from pyro import poutine
 from scipy import stats
 
 from pyrohmm import (
-    HMM,
     Sequences,
     TabularHMM,
     bernoulli,
@@ -29,7 +27,6 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
-    parametric,
     poisson,
     starts,
     streams,
@@ -145,43 +142,7 @@ def test_the_prior_has_the_density_of_its_family(name):
         assert node["log_prob"].item() == pytest.approx(case.prior(parameters, site), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_batched_samples_of_the_prior_have_the_batch_of_the_plate(name):
-    case = CASES[name]
-    module = case.family()(STATES)
-    with pyro.plate("restarts", 4, dim=-2):
-        emission = module()
-    assert torch.broadcast_shapes(emission.batch_shape, (4, 1, STATES)) == (4, 1, STATES)
-    assert emission.batch_shape == (4, 1, STATES)
-    values = torch.tensor(case.values(np.random.default_rng(0), 5))
-    assert emission.log_prob(values.unsqueeze(1)).shape == (4, 5, STATES)
-
-
 # The M-step
-
-
-@pytest.mark.parametrize("restarts", [1, 3])
-@pytest.mark.parametrize("kind", ["priors", "points"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_m_step_is_the_maximum_of_prior_and_weighted_likelihood(name, kind, restarts):
-    case, rng = CASES[name], np.random.default_rng(3)
-    module = case.family()(STATES)
-    priors = list(case.supports) if kind == "priors" else []
-    emission, parameters = current_of(case, rng)
-    if not priors:
-        put(module, parameters)
-    values, weights = case.values(rng, 30), draw_weights(rng, restarts, 30)
-    found, notes = m_step(module, values, weights, emission)
-    assert notes == []
-    assert set(found) == set(case.supports)
-    for restart in range(restarts):
-        one = {name: value[restart] for name, value in found.items()}
-        assert {n: v.shape for n, v in one.items()} == {n: v.shape for n, v in parameters.items()}
-
-        def score(point, weights=weights[restart]):
-            return objective(case, point, values, weights, priors, parameters)
-
-        assert_maximum(case, one, list(case.supports), score, rng)
 
 
 @pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
@@ -533,40 +494,6 @@ def test_hyperparameters_spread_over_states(build, name, expected):
     assert name in module.state_dict()
 
 
-WRONG = [
-    (lambda: categorical(2.0), TypeError, "num_symbols must be an int"),
-    (lambda: categorical(2, torch.ones(3)), ValueError, "concentration must be a number or"),
-    (lambda: categorical(2, NAN), ValueError, "concentration must be finite"),
-    (lambda: bernoulli(2, -1.0), ValueError, "concentration1 must be positive"),
-    (lambda: poisson(rate=0.0), ValueError, "rate must be positive"),
-    (lambda: normal(1, weight=0.0), ValueError, "weight must be positive"),
-    (lambda: normal_spherical(0), ValueError, "dim must be at least 1"),
-    (lambda: normal_full(2, degrees=1.0), ValueError, "degrees must be greater than D - 1"),
-    (lambda: normal_full(2, scale=-1.0), ValueError, "scale must hold symmetric"),
-    (lambda: normal_full(2, scale=torch.eye(3)), ValueError, "scale must be a number or"),
-    (lambda: normal_mixture(1, num_components=0), ValueError, "num_components must be at least 1"),
-    (lambda: streams(), ValueError, "families is empty"),
-    (lambda: tied(categorical(2), [0, 2]), ValueError, "use all numbers from 0; got .0, 2."),
-    (lambda: tied(categorical(2), [0, 0, 1]), ValueError, "one entry for each of K = 2"),
-    (
-        lambda: tied(parametric(dist.VonMises(torch.zeros(1), torch.ones(1))), [0, 0]),
-        TypeError,
-        "family must have a closed M-step",
-    ),
-    (
-        lambda: parametric(dist.VonMises(torch.zeros(3), torch.ones(3))),
-        ValueError,
-        "distribution must have batch shape",
-    ),
-]
-
-
-@pytest.mark.parametrize(("build", "error", "words"), WRONG, ids=[row[2] for row in WRONG])
-def test_arguments_that_make_no_sense_are_refused_by_name(build, error, words):
-    with pytest.raises(error, match=words):
-        build()(2)
-
-
 @pytest.mark.parametrize("name", ["symbols", "bits", "count", "mixture"])
 def test_a_prior_without_a_mode_is_refused(name):
     families = {
@@ -683,53 +610,6 @@ def test_families_with_nothing_to_see_stay_where_they_are():
 
 
 # Any distribution: fitted as what it is, or refused by name -------------------------------------
-
-PAIR = torch.tensor([1.0, 2.0], dtype=torch.float64)
-HALVES = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.2, 0.2]], dtype=torch.float64)
-FITTED = {
-    "Multinomial": lambda: dist.Multinomial(5, HALVES),
-    "DirichletMultinomial": lambda: dist.DirichletMultinomial(HALVES, 5),
-    "OneHotCategorical": lambda: dist.OneHotCategorical(HALVES),
-    "ZeroInflatedPoisson": lambda: dist.ZeroInflatedPoisson(PAIR, gate=HALVES[:, 0]),
-    "OrderedLogistic": lambda: dist.OrderedLogistic(PAIR, torch.tensor([0.0, 1.0])),
-    "Binomial": lambda: dist.Binomial(5, HALVES[:, 0]),
-    "Gamma": lambda: dist.Gamma(PAIR, PAIR),
-}
-REFUSED = {
-    "Uniform": lambda: dist.Uniform(torch.zeros(2), PAIR),
-    "TransformedDistribution": lambda: dist.TransformedDistribution(
-        dist.Normal(PAIR, PAIR), [torch.distributions.ExpTransform()]
-    ),
-    "MaskedDistribution": lambda: dist.Normal(PAIR, PAIR).mask(torch.tensor([True, False])),
-    "MixtureSameFamily": lambda: dist.MixtureSameFamily(
-        dist.Categorical(torch.ones(2, 2)), dist.Normal(torch.ones(2, 2), 1.0)
-    ),
-}
-
-
-def hmm_of(emission):
-    even = torch.full((2, 2), 0.5).log()
-    return HMM(even[0], even, emission, torch.full((6,), 10))
-
-
-@pytest.mark.parametrize("name", FITTED)
-def test_em_starts_at_the_hmm_it_is_given_and_rises(name):
-    pyro.set_rng_seed(0)
-    hmm = hmm_of(FITTED[name]())
-    data = Sequences(hmm.sample(), torch.full((6,), 10))
-    again = TabularHMM.from_hmm(hmm)(data.lengths)
-    assert type(again.emission) is type(hmm.emission)
-    expected = hmm.log_prob(data.values)
-    torch.testing.assert_close(again.log_prob(data.values), expected, rtol=1e-4, atol=1e-4)
-    fit = fit_em(hmm, data, num_iterations=3, progress=False)
-    torch.testing.assert_close(fit.losses[0], -expected.sum(), rtol=1e-4, atol=1e-3)
-    assert fit.losses[-1] < fit.losses[0]
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_gradients_cannot_fit_is_refused_by_name(name):
-    with pytest.raises(TypeError, match=f"emission {name} .*Write a PyroModule"):
-        TabularHMM.from_hmm(hmm_of(REFUSED[name]()))
 
 
 def test_at_the_start_components_of_a_mixture_share_out_every_observation():

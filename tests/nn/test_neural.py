@@ -1,19 +1,16 @@
 """Properties of the neural HMM: sizes, both Pyro forms, state dropout, and fits."""
 
 import math
-from functools import partial
 
 import pyro
 import pytest
 import torch
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
+from pyro.infer import Trace_ELBO
 from pyro.nn import PyroSample
 from torch import nn
 
 from pyrohmm import (
     HMM,
-    DiversityPrior,
-    EnumeratedModel,
     MarginalModel,
     NeuralHMM,
     ScalarHMM,
@@ -22,14 +19,12 @@ from pyrohmm import (
     blocks,
     fit_map,
     fit_svi,
-    load_into,
     recursions,
-    save,
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.distributions.block_symbols import BlockSymbols
 from pyrohmm.nn.dropout import LinearDropout, TrainingNoise, sample_kept_states
-from pyrohmm.nn.networks import CharCNN, PreviousSymbols, ProjectedEmbedding, Residual
+from pyrohmm.nn.networks import CharCNN, PreviousSymbols, ProjectedEmbedding
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -60,26 +55,6 @@ def test_sizes_are_those_of_the_paper(num_states, num_symbols, millions):
     states, words = (num_states + 128) * 128, num_symbols * 257
     assert count == states + words + 7 * (2 * 256 * 257 + 512) + 257
     assert round(count / 1e6, 3) == millions
-
-
-def test_the_residual_block_ends_in_the_normalisation():
-    torch.manual_seed(0)
-    block, vectors = Residual(5), torch.randn(4, 5)
-    hidden = torch.relu(vectors @ block.inner.weight.T + block.inner.bias)
-    hidden = torch.relu(hidden @ block.outer.weight.T + block.outer.bias) + hidden
-    wanted = (hidden - hidden.mean(-1, keepdim=True)) / hidden.std(-1, correction=0, keepdim=True)
-    torch.testing.assert_close(block(vectors), wanted, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_forms_agree_in_loss_and_gradient(variant):
-    module, found = make(variant), []
-    for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
-        prior = DiversityPrior(0.7)
-        loss = elbo.differentiable_loss(form(module, log_prior=prior), lambda data: None, DATA)
-        found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])
-    for one, two in zip(*found):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -150,16 +125,6 @@ def test_dropped_states_leave_the_probabilities_of_the_others(kind, variant):
         torch.testing.assert_close(part.log_prob(DATA.values), dense.log_prob(DATA.values))
 
 
-def test_where_blocks_overlap_each_keeps_a_state():
-    torch.manual_seed(0)
-    each = blocks.uniform(30, 12, 2, torch.Generator().manual_seed(0))
-    for _ in range(50):
-        kept = sample_kept_states(12, each, 0.7)
-        assert torch.equal(kept, kept.unique())
-        assert len(kept) >= 4
-        each.keep(kept)  # which refuses a block without states
-
-
 def test_of_each_block_the_same_share_is_kept():
     torch.manual_seed(0)
     sizes = torch.tensor([8, 1, 5, 2])
@@ -175,15 +140,6 @@ def test_of_each_block_the_same_share_is_kept():
     assert bool(((counts / 500 - wanted).abs() < 5 * (wanted * (1 - wanted) / 500).sqrt() + 1e-9)
                 .all())  # fmt: skip
     assert len(sample_kept_states(10, None, 0.25)) == 8  # half is rounded up
-
-
-def test_in_evaluation_nothing_is_computed_twice_and_changes_are_seen():
-    module = make("one level").eval()
-    with torch.no_grad():
-        first = module(DATA.lengths)
-        again = module(torch.tensor([2]))
-        assert again.transition is first.transition
-    assert module(DATA.lengths).log_prob(DATA.values).requires_grad
 
 
 CHANGES = {
@@ -272,18 +228,6 @@ def test_fits_in_lower_precision_take_the_course_of_the_others(variant, data):
     assert torch.equal(course(around=True), half)
 
 
-def test_linear_dropout_falls_with_the_calls_in_training_mode():
-    module = NeuralHMM(12, 12, 8, dropout=LinearDropout(0.5, 0.0, 4))
-    sizes = []
-    for _ in range(6):
-        module.eval()(torch.tensor(1))  # does not count
-        sizes.append(module.train()(torch.tensor(1)).num_states)
-    assert sizes == [6, 8, 9, 11, 12, 12]  # 12 (1 - share), rounded
-    again = NeuralHMM(12, 12, 8, dropout=LinearDropout(0.5, 0.0, 4))
-    again.load_state_dict(module.state_dict())
-    assert again.train()(torch.tensor(1)).num_states == 12
-
-
 def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
     def fit(num_steps, begin=0.5):
         pyro.set_rng_seed(0)
@@ -324,22 +268,6 @@ def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(se
             gate = module.gate(joined).sigmoid()
             wanted = module.out(gate * module.carry(joined).relu() + (1 - gate) * joined)
             torch.testing.assert_close(found, wanted)
-
-
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="blocks must be of 7 states and 6 symbols"):
-        NeuralHMM(7, 6, blocks=RAGGED)
-    with pytest.raises(ValueError, match="dropout must be at least 0 and less than 1; got 1"):
-        NeuralHMM(6, 6, blocks=RAGGED, dropout=1)
-    with pytest.raises(ValueError, match="two_level transitions need blocks that are disjoint"):
-        NeuralHMM(6, 6, two_level=True)
-    with pytest.raises(ValueError, match="factored embeddings need blocks"):
-        NeuralHMM(6, 6, factored=True)
-    with pytest.raises(ValueError, match="factored embeddings need an even dimension"):
-        NeuralHMM(6, 6, 7, blocks=RAGGED, factored=True)
-    with pytest.raises(ValueError, match="words must be strings of at least one letter"):
-        CharCNN(["a", ""], 4)
-    assert isinstance(make("no blocks").words, nn.Module)
 
 
 # Training noise -----------------------------------------------------------------------------------
@@ -404,16 +332,6 @@ def test_noise_of_words_is_the_mean_over_all_choices_of_words(given):
     torch.testing.assert_close(found, torch.stack(total).logsumexp(0).reshape(1))
 
 
-def test_noise_is_for_training_and_not_for_windows():
-    module = make("one level", noise=TrainingNoise(0.5, 0.5, 0.5, 0.5))
-    plain = make("one level").eval()(DATA.lengths).log_prob(DATA.values)
-    torch.testing.assert_close(module.eval()(DATA.lengths).log_prob(DATA.values), plain)
-    with pytest.raises(ValueError, match="only without noise"):
-        fit_map(StatefulModel(module.train(), 2).double(), DATA, windows=(2, 2), num_iterations=2)
-    with pytest.raises(ValueError, match="word must be at least 0 and less than 1; got 1"):
-        TrainingNoise(word=1.0)
-
-
 # Emissions ----------------------------------------------------------------------------------------
 
 
@@ -469,21 +387,6 @@ def test_a_context_sees_only_the_symbols_before():
         changed[0, t] = (changed[0, t] + 1) % 6
         differs = (context(changed) != before).any(-1)[0]
         assert differs.tolist() == [t < s <= t + 2 for s in range(5)]
-
-
-def test_a_product_of_experts_refuses_what_it_cannot():
-    data = Sequences.from_list([[0, 1, 2] * 4, [1, 2, 0] * 4])
-    one = blocks.from_clusters(torch.tensor([0, 0, 0]), 2)
-    module = NeuralHMM(2, 3, 8, blocks=one, context=PreviousSymbols(3, 8, lags=1))
-    hmm = module(data.lengths)
-    for query in (lambda: hmm.emission.probs, hmm.sample, hmm.dense,
-                  lambda: hmm.replace(observed=data.exists).log_prob(data.values)):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="every symbol must be given"):
-            query()
-    with pytest.raises(ValueError, match="context needs blocks that are disjoint"):
-        NeuralHMM(2, 3, 8, context=PreviousSymbols(3, 8))
-    with pytest.raises(ValueError, match="only without noise and context"):
-        module.continue_from(torch.tensor([1]), None, torch.tensor([-1]))
 
 
 # Windows of long sequences ------------------------------------------------------------------------
@@ -545,37 +448,6 @@ def test_windows_with_different_dropped_states_follow_the_paper(monkeypatch):
         assert set(before[0][before[0] >= 0].tolist()) <= set(kept.tolist())
 
 
-def test_a_fit_in_windows_goes_on_from_a_checkpoint_with_the_same_bits(tmp_path):
-    data = Sequences(torch.randint(6, (6, 20)), torch.tensor([20, 3, 17, 11, 9, 20]))
-
-    def fit(steps, checkpoint=None):
-        pyro.set_rng_seed(4)
-        module = NeuralHMM(6, 6, 8, blocks=RAGGED, dropout=0.3)
-        return fit_map(
-            StatefulModel(module, 2), data, num_iterations=steps, windows=(2, 7),
-            checkpoint=checkpoint,
-            tolerance=None, learning_rate=0.01,
-        )  # fmt: skip
-
-    straight = fit(12)
-    fit(5, tmp_path / "fit")
-    again = fit(12, tmp_path / "fit")
-    assert torch.equal(straight.losses, again.losses)
-
-
-def test_windows_that_cannot_be_are_refused():
-    data = Sequences(torch.randint(6, (2, 5)), torch.tensor([5, 5]))
-    module = NeuralHMM(6, 6, 8, blocks=RAGGED)
-    with pytest.raises(ValueError, match="num_streams must be that of the windows, at least 3"):
-        fit_map(StatefulModel(module, 2), data, windows=(3, 2), num_iterations=2)
-    with pytest.raises(ValueError, match="batch_size and windows exclude each other"):
-        fit_map(StatefulModel(module, 2), data, windows=(3, 2), batch_size=1)
-    with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
-        StatefulModel(NeuralHMM(6, 6, 8), 2)
-    with pytest.raises(ValueError, match="module must be a NeuralHMM with disjoint blocks"):
-        StatefulModel(ScalarHMM(6, 6, blocks=RAGGED), 2)
-
-
 @pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])
 @pytest.mark.parametrize(
     ("make", "name", "shape"),
@@ -595,21 +467,3 @@ def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
             fit_svi(model, guide, DATA, num_iterations=2, elbo=elbo)
     fit = fit_svi(model, guide, DATA, num_iterations=2, elbo=Trace_ELBO(3))
     assert bool(fit.losses.isfinite().all())
-
-
-def test_parameters_of_other_blocks_are_refused(tmp_path):
-    """Their shapes are the same."""
-    saved, other = (
-        NeuralHMM(4, 4, 8, blocks=blocks.from_clusters(torch.tensor(clusters), 2), dropout=0.5)
-        for clusters in ([0, 0, 1, 1], [1, 0, 1, 0])
-    )
-    before = other.bias.clone()
-    save(saved, tmp_path / "model")
-    for load in (partial(load_into, other, tmp_path / "model"),
-                 partial(other.load_state_dict, saved.state_dict())):  # fmt: skip
-        with pytest.raises(ValueError, match="of a model with other blocks"):
-            load()
-    torch.testing.assert_close(other.bias, before)
-    undropped = NeuralHMM(4, 4, 8, blocks=saved.blocks)
-    load_into(undropped, tmp_path / "model")
-    assert bool((undropped.words.table == saved.words.table).all())

@@ -179,12 +179,6 @@ def test_formulas_and_their_mistakes():
         design["c"]
 
 
-def test_data_without_covariates_are_refused():
-    module = RegressionHMM(1, regression(Poisson, rate=[0]))
-    with pytest.raises(ValueError, match="data has no covariates"):
-        fit_em(module, Sequences.from_list([[1, 2]]))
-
-
 def test_coefficients_with_priors_have_chains_and_restarts() -> None:
     pyro.set_rng_seed(0)
     x = torch.stack([torch.ones(2, 60), torch.randn(2, 60)], -1)
@@ -199,12 +193,6 @@ def test_coefficients_with_priors_have_chains_and_restarts() -> None:
         values = {name: value[chain, -1] for name, value in fit.chains.items()}
         one = poutine.trace(poutine.condition(model, values)).get_trace(data).log_prob_sum()
         assert torch.allclose(one.double(), lp, atol=1e-3)
-
-
-def test_columns_that_the_covariates_do_not_have_are_refused() -> None:
-    module = RegressionHMM(2, regression(Poisson, rate=[0, 5]))
-    with pytest.raises(ValueError, match=r"columns must lie between 0 and 1.*got 0, 5"):
-        module(torch.tensor([4]), None, torch.ones(1, 4, 2))
 
 
 def choices(num_steps=300, seed=5):

@@ -13,26 +13,19 @@ from pyrohmm import (
     Sequences,
     StickyHDPHMM,
     categorical,
-    fit_em,
     fit_map,
     fit_svi,
-    freeze,
     normal,
 )
 
 LENGTHS = torch.tensor([4, 2])
 
 
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-
-
 def prior(module):
     return poutine.trace(module).get_trace(LENGTHS)
 
 
-def test_moments_of_the_prior_are_those_of_direct_simulation(double):
+def test_moments_of_the_prior_are_those_of_direct_simulation():
     """Weights, rows and first states from Gamma variables, as the definition has them."""
     size, count = 4, 5_000
     module = StickyHDPHMM(size, categorical(2), gamma=3.0, alpha=(4.0, 2.0), kappa=1.5)
@@ -54,7 +47,7 @@ def test_moments_of_the_prior_are_those_of_direct_simulation(double):
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_joint_density_is_the_sum_by_hand(double, size):
+def test_the_joint_density_is_the_sum_by_hand(size):
     module = StickyHDPHMM(size, categorical(2), gamma=(2.0, 1.0), alpha=2.0, kappa=(3.0, 0.5))
     data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
     model = MarginalModel(module)
@@ -127,7 +120,7 @@ def test_svi_uses_as_many_states_as_there_are():
     assert all(2 <= count <= 4 for count in used)
 
 
-def test_its_density_has_no_maximum(double):
+def test_its_density_has_no_maximum():
     """Of a state that is never entered, at any weight below one over alpha."""
     model = MarginalModel(StickyHDPHMM(2, categorical(2), gamma=5.0, alpha=2.0, kappa=3.0))
     data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
@@ -150,15 +143,3 @@ def test_fit_map_says_that_there_is_no_maximum(restarts):
     for model in (inner, lambda data: inner(data)):
         with pytest.raises(ValueError, match=r"fit_map .* of a StickyHDPHMM has none.* fit_svi"):
             fit_map(model, data, num_iterations=2, restarts=restarts)
-
-
-def test_what_it_is_not_for_says_so():
-    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
-    with pytest.raises(ValueError, match="fit_svi"):
-        fit_em(StickyHDPHMM(3, categorical(2)), data)
-    for wrong in ({"gamma": 0.0}, {"alpha": -1.0}, {"kappa": (1.0, 0.0)}, {"gamma": (1.0,)}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            StickyHDPHMM(3, categorical(2), **wrong)
-    module = StickyHDPHMM(2, categorical(2))
-    freeze(module, "weights", torch.tensor([0.5, 0.5]))
-    assert "weights" not in prior(module).nodes

@@ -98,61 +98,6 @@ def test_a_call_builds_an_hmm_of_what_was_sampled(family, event, num_states):
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: TabularHMM(0, categorical(2)), ValueError, "num_states must be at least 1; got 0"),
-        (
-            lambda: TabularHMM(2.0, categorical(2)),
-            TypeError,
-            "num_states must be an int; got float",
-        ),
-        (lambda: TabularHMM(2, 3), TypeError, "emission must be an emission family"),
-        (
-            lambda: TabularHMM(2, categorical(2), 0.0),
-            ValueError,
-            "^initial_concentration must be po",
-        ),
-        (
-            lambda: TabularHMM(2, categorical(2), 1.0, torch.tensor([1.0, -1.0])),
-            ValueError,
-            "^transition_concentration must be positive",
-        ),
-        (
-            lambda: TabularHMM(2, categorical(2), 1.0, float("nan")),
-            ValueError,
-            "^transition_concentration must be finite",
-        ),
-        (
-            lambda: TabularHMM(2, categorical(2), torch.ones(3)),
-            ValueError,
-            r"^initial_concentration must .* \(2,\); got \(3,\)",
-        ),
-        (
-            lambda: TabularHMM(2, categorical(2), 1.0, torch.ones(3, 2)),
-            ValueError,
-            r"^transition_concentration must .* \(2, 2\); got \(3, 2\)",
-        ),
-        (
-            lambda: TabularHMM(2, categorical(3, torch.ones(2))),
-            ValueError,
-            r"^concentration must .* \(2, 3\); got \(2,\)",
-        ),
-    ],
-)
-def test_bad_arguments_are_named(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
-    "family", [lambda num_states: dist.Poisson(torch.ones(num_states)), lambda num_states: 3]
-)
-def test_a_family_that_makes_no_module_is_named(family):
-    with pytest.raises(TypeError, match=r"emission.*PyroModule"):
-        TabularHMM(2, family)(LENGTHS)
-
-
 # Points made of an HMM
 
 EMISSIONS = {
@@ -225,19 +170,6 @@ def test_hard_zeros_survive_the_round_trip():
     assert again.emission.probs.equal(probs)
 
 
-def test_an_hmm_with_parameters_per_step_makes_no_module():
-    initial, transition = parts()
-    hmm = HMM(
-        initial,
-        transition.expand(2, 2, 2),
-        dist.Categorical(torch.ones(2, 3)),
-        LENGTHS,
-        transition_per_step=True,
-    )
-    with pytest.raises(ValueError, match="per step"):
-        TabularHMM.from_hmm(hmm)
-
-
 def test_draws_of_a_posterior_make_a_module_with_a_batch():
     """R samples in a batch, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
     initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)
@@ -267,11 +199,6 @@ def test_state_dict_carries_the_priors(family):
         pyro.set_rng_seed(2)
         matrices.append(each(LENGTHS).log_transition)
     assert matrices[0].equal(matrices[1])
-
-
-def test_a_family_that_was_not_called_is_named():
-    with pytest.raises(TypeError, match=r"made by a call, such as normal\(2\).*got normal itself"):
-        TabularHMM(2, normal)
 
 
 @pytest.mark.parametrize("pattern", [banded, left_to_right])

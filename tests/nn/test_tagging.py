@@ -8,20 +8,15 @@ import oracle
 import pyro
 import pytest
 import torch
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 from torch.nn.functional import one_hot
 
 from pyrohmm import (
-    HMM,
-    EnumeratedModel,
-    MarginalModel,
     NeuralHMM,
     NeuralTagger,
     Sequences,
     TaggedHMM,
     blocks,
 )
-from pyrohmm.nn.networks import CharCNN
 from pyrohmm.nn.tagging import tagged
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([2, 1, 2]))
@@ -109,16 +104,6 @@ def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observ
             assert not found[~DATA.exists].any()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_both_forms_agree_in_loss_and_gradient(variant):
-    module, found = make(variant), []
-    for form, elbo in ((MarginalModel, Trace_ELBO()), (EnumeratedModel, TraceEnum_ELBO())):
-        loss = elbo.differentiable_loss(form(module), lambda data: None, DATA)
-        found.append([loss, *torch.autograd.grad(loss, list(module.parameters()))])
-    for one, two in zip(*found):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-
-
 def test_without_tags_it_is_the_distribution_of_the_words():
     """The same parameters in a NeuralHMM, whose states and words have the same names."""
     module = make("two levels")
@@ -145,25 +130,6 @@ def test_tags_are_sampled_from_their_posterior():
             probs = np.zeros(3**length)
             np.add.at(probs, truth.tags @ powers, truth.share.sum(0))
             assert oracle.looks_drawn_from(counts, probs)
-
-
-def test_dropped_states_keep_their_tags():
-    module = make("one level", dropout=0.5)
-    whole, part = module.eval()(DATA.lengths), module.train()(DATA.lengths)
-    assert part.num_states == 3
-    rows = torch.isclose(part.log_tags.unsqueeze(1), whole.log_tags, rtol=1e-12)
-    assert bool(rows.all(-1).any(-1).all())
-    assert math.isfinite(part.log_prob(DATA.values).sum().item())
-
-
-def test_in_single_precision_and_with_characters_every_parameter_is_reached():
-    pyro.set_rng_seed(0)
-    words = CharCNN(["the", "cat", "sat", "on", "a", "mat"], 8)
-    module = NeuralTagger(5, 6, 3, 8, blocks=RAGGED, two_level=True, words=words)
-    module(DATA.lengths).log_prob(DATA.values).sum().backward()
-    for name, each in module.named_parameters():
-        assert bool(each.grad.isfinite().all()), name
-        assert bool(each.grad.any()), name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -216,20 +182,3 @@ def test_a_continued_sequence_is_the_rest_of_the_whole(variant):
             wanted = paths[score.argmax()]
             assert best.states[n].tolist() == wanted[:2].tolist()
             assert best.tags[n].tolist() == wanted[2:].tolist()
-
-
-def test_what_does_not_fit_is_refused():
-    hmm = make("one level").eval()(DATA.lengths)
-    with pytest.raises(ValueError, match=r"values must end in shape \(T, \*E\) = \(4, 2\)"):
-        hmm.log_prob(WORDS.values)
-    with pytest.raises(ValueError, match=r"tags must lie between 0 and Y - 1 = 2, or be -1"):
-        hmm.log_prob(DATA.values + 2)
-    with pytest.raises(ValueError, match="values must lie between 0 and V - 1 = 5"):
-        hmm.log_prob(DATA.values - torch.tensor([1, 0]))
-    with pytest.raises(ValueError, match="labels must be tags; got sets of them"):
-        tagged(Sequences(WORDS.values, WORDS.lengths, labels=torch.ones(3, 4, 2).bool()))
-    with pytest.raises(ValueError, match=r"values must have shape \(N, T\)"):
-        tagged(DATA)
-    with pytest.raises(ValueError, match="block_posterior needs every step to be observed"):
-        make("one level").eval()(DATA.lengths, DATA.exists).block_posterior(DATA.values)
-    assert isinstance(hmm.restrict(torch.zeros(3, 4).long()), HMM)

@@ -8,11 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pyrohmm.ops import backends, products
-from pyrohmm.ops.backends import CPU, NUMBA, TORCH, compiled, has_numba, pick, use
-from pyrohmm.ops.masks import exists
-from pyrohmm.ops.segments import _torch as torch_segments
-from pyrohmm.ops.segments._torch import SegmentChain
+from pyrohmm.ops import products
+from pyrohmm.ops.backends import CPU, NUMBA, TORCH, has_numba, pick, use
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
 
@@ -95,46 +92,7 @@ def test_an_interrupted_import_of_numba_can_be_done_again():
     assert result.stdout.split("\n")[:-1] == [f"{point} 0" for point in points], result.stderr
 
 
-def test_numba_is_refused_by_name_where_it_is_missing(monkeypatch):
-    def missing(*_):
-        raise ImportError("No module named 'numba'")
-
-    monkeypatch.setattr(backends, "import_module", missing)
-    has_numba.cache_clear()
-    try:
-        assert pick(CPU) is TORCH
-        with pytest.raises(ImportError, match=r"pip install 'pyrohmm\[compiled\]'"), use(NUMBA):
-            pass
-    finally:
-        has_numba.cache_clear()
-
-
 # Agreement of the modules that have the same functions
-
-
-@needs_numba
-def test_both_engines_agree_on_segments():
-    """Two groups of three sequences whose states last for up to four steps."""
-    torch.manual_seed(0)
-    lengths = torch.tensor([6, 2, 5, 1, 6, 4])
-    chain = SegmentChain(
-        torch.randn(6, 3), torch.randn(2, 3, 3), torch.randn(2, 2, 2, 4, 3), torch.randn(6, 6, 3),
-        lengths,
-    )  # fmt: skip
-    there, weight, uniform = (
-        exists(lengths, 6).unsqueeze(-1),
-        torch.randn(6),
-        torch.rand(5, 6, 6, 2),
-    )
-    answers = []
-    for engine in (torch_segments, compiled("segments")):
-        *messages, filtered = engine.forward(chain, True)
-        seen = [part.masked_fill(~there, 0.0) for part in (*messages[:2], filtered)]
-        gradients = engine.backward(chain, *messages, weight)
-        paths = engine.viterbi(chain), engine.sample_states(chain, *messages[:2], uniform)
-        answers.append([*seen, messages[2], *gradients, *paths])
-    for one, other in zip(*answers, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @needs_numba

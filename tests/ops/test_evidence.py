@@ -319,15 +319,6 @@ def test_threads_share_sequences_and_repeat_every_bit(monkeypatch):
         assert_close(a, c, rtol=1e-5, atol=1e-5)
 
 
-def test_wrong_symbols_are_refused_even_where_they_are_missing():
-    """They would read other memory."""
-    initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
-    for wrong in (-1, 3):
-        symbols[1, 0], known[1, 0] = wrong, False
-        with pytest.raises(ValueError, match=r"symbols must lie between 0 and V - 1 = 2, .*; got"):
-            solved(initial, transition, table, symbols, lengths, known, torch.ones(3))
-
-
 def test_an_hmm_of_symbols_writes_no_log_likelihoods(monkeypatch):
     """Its evidence needs the table alone; labels and parameters per step go the longer way."""
     even = torch.full((2, 2), 0.5).log()

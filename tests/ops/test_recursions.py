@@ -5,10 +5,7 @@ forward-backward in log space elsewhere. Tolerances in float64 are those of roun
 they are a few roundings of the largest log-likelihood, which is what an exponential amplifies.
 """
 
-import functools
-import itertools
 import math
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,6 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from oracle import assert_close
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import recursions
@@ -26,17 +24,6 @@ from pyrohmm.ops import backends
 from pyrohmm.ops.dense import scaling
 
 NEVER = -np.inf
-
-ENGINES = ["compiled", "steps"]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request):
-    """Both implementations: Numba's kernels, and torch operations."""
-    if request.param == "compiled" and not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
-        yield request.param
 
 
 @pytest.fixture
@@ -51,33 +38,6 @@ def ranges(monkeypatch):
 
     monkeypatch.setattr(scaling, "solve", noted)
     return tried
-
-
-# The product of everything small, against the table of all paths --------------------------------
-
-LAYOUTS = {  # batch shapes of initial, transition, likelihood, lengths
-    "one sequence": ((), (), (), ()),
-    "one chain for all": ((), (), (3,), (3,)),
-    "initial for each": ((3,), (), (3,), (3,)),
-    "matrix for each": ((3,), (3,), (3,), (3,)),
-    "one matrix of a batch": ((), (1,), (3,), (3,)),
-    "restarts": ((2, 1), (2, 1), (3,), (3,)),
-    "restarts with own lengths": ((2, 1), (2, 1), (3,), (2, 3)),
-    "restarts with own values": ((), (2, 1), (2, 3), (3,)),
-    "all their own": ((2, 3), (2, 3), (2, 3), (2, 3)),
-    "values shared": ((3,), (3,), (), ()),
-}
-SIZES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 2), (3, 5), (4, 4)]
-
-
-class Case(NamedTuple):
-    num_states: int
-    num_steps: int
-    layout: str
-    per_step: bool = False
-    zeros: bool = False
-    ragged: bool = False
-    dtype: torch.dtype = torch.float64
 
 
 class Chain(NamedTuple):
@@ -123,48 +83,6 @@ def normalized(scores, zero=None, rng=None):
         scores = np.where(dead, NEVER, scores)
     peak = scores.max(-1, keepdims=True)
     return scores - peak - np.log(np.exp(scores - peak).sum(-1, keepdims=True))
-
-
-@functools.cache
-def solved(case):
-    """The chain of a case, drawn by a seed of its own, and the oracle's answers."""
-    rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
-    size, steps = case.num_states, case.num_steps
-    first, moved, seen, counted = LAYOUTS[case.layout]
-    zero = 0.3 if case.zeros else 0.0
-    matrices = steps - 1 if case.per_step and steps > 1 else 1
-    initial = normalized(2 * rng.normal(size=(*first, size)), zero, rng)
-    transition = normalized(2 * rng.normal(size=(*moved, matrices, size, size)), zero, rng)
-    likelihood = 2 * rng.normal(size=(*seen, steps, size))
-    likelihood[rng.random(likelihood.shape) < zero / 2] = NEVER
-    likelihood[rng.random((*seen, steps)) < 0.2] = 0.0  # missing
-    lengths = np.full(counted, steps)
-    if case.ragged:
-        lengths = rng.integers(1, steps + 1, size=counted)
-        ended = np.arange(steps) >= np.broadcast_to(lengths, counted)[..., None]
-        if seen == counted:
-            likelihood[ended] = np.nan
-    chain = Chain.of(initial, transition, likelihood, lengths, case.dtype)
-    return chain, chain.solved(oracle.by_paths)
-
-
-# per step, zeros, ragged: any two of them in all four combinations
-SWITCHES = [(False, False, False), (True, True, False), (True, False, True), (False, True, True)]
-
-
-def cases(num_states, num_steps, dtype=torch.float64):
-    """Half of the switches for each layout; sizes of the other parity take the other half."""
-    for index, layout in enumerate(LAYOUTS):
-        for switches in SWITCHES[(num_states + num_steps + index) % 2 :: 2]:
-            yield Case(num_states, num_steps, layout, *switches, dtype)
-
-
-def assert_close(actual, expected, case=None, **tolerance):
-    """As torch's, but the message names the case, and the expected is an array."""
-    expected = torch.as_tensor(np.asarray(expected)).to(actual.dtype)
-    torch.testing.assert_close(
-        actual.detach(), expected, **tolerance, msg=lambda text: f"{case}\n{text}"
-    )
 
 
 ROUNDING = {
@@ -227,39 +145,6 @@ def scores_of(chain, paths):
         chosen = samples[(slice(None), *index, slice(0, length))]
         scores[(slice(None), *index)] = oracle.joint(*logs, chosen)
     return scores.reshape(paths.shape[:-1])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(("num_states", "num_steps"), SIZES)
-def test_answers_are_those_of_the_table_of_all_paths(num_states, num_steps, dtype, engine):
-    for case in cases(num_states, num_steps, dtype):
-        chain, answer = solved(case)
-        assert_answers(chain, answer, case, ROUNDING[dtype])
-        paths = recursions.sample_states(*chain, num_samples=3)
-        assert paths.shape == (3, *answer.evidence.shape, num_steps)
-        reached = scores_of(chain, paths) > NEVER
-        assert (reached | np.isneginf(answer.evidence)).all(), case
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize(("num_states", "num_steps"), [(2, 1), (3, 4)])
-def test_paths_are_sampled_as_often_as_the_table_says(
-    num_states, num_steps, per_step, dtype, engine
-):
-    case = Case(num_states, num_steps, "restarts with own lengths", per_step, True, True, dtype)
-    chain, answer = solved(case)
-    paths = recursions.sample_states(*chain, num_samples=4000).numpy()
-    initial, transition, likelihood, lengths = chain.arrays()
-    for r, n in itertools.product(range(2), range(3)):
-        if np.isneginf(answer.evidence[r, n]):
-            continue
-        length = lengths[r, n]
-        every = oracle.all_paths(num_states, length)
-        scores = oracle.joint(initial[r, 0], transition[r, 0], likelihood[n], every)
-        code = num_states ** np.arange(length)[::-1]
-        counts = np.bincount(paths[:, r, n, :length] @ code, minlength=len(every))
-        assert oracle.looks_drawn_from(counts, np.exp(scores - answer.evidence[r, n]))
 
 
 # Large and long -----------------------------------------------------------------------------------
@@ -336,21 +221,27 @@ def free(chain):
     return evidence, vector
 
 
+def with_zeros():
+    """A chain from left to right, and a state that cannot emit what is seen."""
+    logs = normalized(np.where(np.tri(3).T > 0, 0.5 * np.eye(3), NEVER))
+    seen = np.array([[0.3, -1.0, 0.2], [NEVER, 0.1, -0.5], [0.0, 0.0, 0.0]])
+    return Chain.of(np.log([0.5, 0.3, 0.2]), logs[None], seen)
+
+
 DERIVED = {
-    "shared": Case(2, 3, "one chain for all", ragged=True),
-    "per step": Case(2, 3, "one chain for all", per_step=True),
-    "restarts": Case(2, 2, "restarts with own lengths", ragged=True),
-    "matrix for each": Case(2, 2, "matrix for each"),
-    "zeros": Case(3, 3, "one sequence", zeros=True),
-    "one step": Case(3, 1, "one chain for all"),
+    "shared": lambda: random_chain(2, 3, (3,), ragged=True),
+    "per step": lambda: random_chain(2, 3, (3,), per_step=True),
+    "restarts": lambda: random_chain(2, 2, (2, 3), groups=(2, 1), ragged=True),
+    "matrix for each": lambda: random_chain(2, 2, (3,), groups=(3,)),
+    "zeros": with_zeros,
+    "one step": lambda: random_chain(3, 1, (3,)),
 }
 
 
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
 def test_derivatives_are_those_of_small_differences(name, check, engine):
-    chain, _ = solved(DERIVED[name])
-    chain = chain._replace(log_likelihood=chain.log_likelihood.nan_to_num(0.0, neginf=NEVER))
+    chain = DERIVED[name]()
     assert check(*free(chain))
 
 
@@ -397,9 +288,8 @@ def test_second_derivatives_of_parts_that_are_made_of_each_other(engine):
 
 
 def test_a_gradient_can_be_asked_for_twice(engine):
-    chain, answer = solved(Case(3, 4, "restarts", zeros=True, ragged=True))
-    chain = chain.with_gradients()
-    loss = recursions.log_evidence(*chain)[np.isfinite(answer.evidence)].sum()
+    chain = random_chain(3, 4, (2, 3), groups=(2, 1), ragged=True).with_gradients()
+    loss = recursions.log_evidence(*chain).sum()
     first = torch.autograd.grad(loss, chain[:3], retain_graph=True)
     second = torch.autograd.grad(loss, chain[:3])
     for one, other in zip(first, second):
@@ -638,7 +528,8 @@ def test_among_equal_paths_viterbi_takes_the_first(count, engine):
 
 def test_one_step_needs_no_matrix(engine):
     """T - 1 = 0 matrices are as good as one that is not used."""
-    chain, answer = solved(Case(3, 1, "one chain for all"))
+    chain = random_chain(3, 1, (3,))
+    answer = chain.solved()
     none = chain._replace(log_transition=chain.log_transition[:0])
     assert_close(recursions.log_evidence(*none), answer.evidence)
     assert_close(recursions.posterior(*none).state_probs, answer.states)
@@ -673,46 +564,6 @@ def test_python_threads_can_share_the_kernels():
 
 
 # Bad arguments ------------------------------------------------------------------------------------
-
-
-def good():
-    return {
-        "log_initial": torch.zeros(2).log_softmax(-1),
-        "log_transition": torch.zeros(1, 2, 2).log_softmax(-1),
-        "log_likelihood": torch.zeros(3, 4, 2),
-        "lengths": torch.tensor([4, 2, 1]),
-    }
-
-
-BAD = [  # argument, size or values, kind of error, and what the message must say besides the name
-    ("log_initial", (3,), ValueError, [r"\(K,\) = \(2,\)", r"\(3,\)"]),
-    ("log_transition", (1, 3, 3), ValueError, [r"\(2, 2\)", r"\(1, 3, 3\)"]),
-    ("log_transition", (2, 2, 2), ValueError, ["T - 1 = 3", "got 2"]),
-    ("log_transition", (4, 1, 2, 2), ValueError, [r"\(4,\)", r"\(3,\)"]),
-    ("log_likelihood", (2,), ValueError, [r"\(2,\)"]),
-    ("log_likelihood", (3, 0, 2), ValueError, ["step"]),
-    ("lengths", [4, 2, 0], ValueError, ["1", "4", "0"]),
-    ("lengths", [5, 2, 1], ValueError, ["4", "5"]),
-    ("lengths", [4.0, 2.0, 1.0], TypeError, ["integers", "float64"]),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "kind", "words"), BAD, ids=str)
-@pytest.mark.parametrize("function", ["log_evidence", "viterbi"])
-def test_a_bad_argument_is_named(function, name, value, kind, words):
-    value = torch.zeros(value) if isinstance(value, tuple) else torch.tensor(value)
-    torch_only = backends.use(backends.TORCH)  # compiled code may read any memory
-    with torch_only, pytest.raises(kind, match=name) as caught:
-        getattr(recursions, function)(**good() | {name: value})
-    for word in words:
-        assert caught.match(word)
-
-
-@pytest.mark.parametrize("dtype", [torch.long, torch.bool], ids=str)
-def test_a_dtype_the_recursions_cannot_hold_is_refused(dtype):
-    arguments = {name: part.to(dtype) for name, part in good().items()}
-    with pytest.raises(TypeError, match=f"log_(initial|transition|likelihood).*{dtype}"):
-        recursions.log_evidence(**arguments | {"lengths": good()["lengths"]})
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 3e-7), (np.float64, 1e-15)], ids=str)

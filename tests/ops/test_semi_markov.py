@@ -4,21 +4,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import semi_markov
 from pyrohmm.ops import backends
 
 NEVER = -torch.inf
-
-
-@pytest.fixture(params=["compiled", "steps"])
-def engine(request):
-    """Both implementations: Numba's kernels, and torch operations."""
-    if request.param == "compiled" and not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    with backends.use(backends.NUMBA if request.param == "compiled" else backends.TORCH):
-        yield request.param
 
 
 def problem(num_states, longest, num_steps, zeros=False, seed=0):
@@ -44,28 +34,6 @@ def problem(num_states, longest, num_steps, zeros=False, seed=0):
 
 
 CUTS = [(True, False), (False, False), (True, True), (False, True)]  # at the end, at the start
-SIZES = [(2, 1, 1), (2, 1, 4), (2, 3, 1), (3, 1, 3), (2, 4, 6), (3, 2, 5), (3, 7, 4)]
-
-
-@pytest.mark.parametrize("censored", CUTS, ids=str)
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_counts_and_paths_are_those_of_all_segmentations(engine, size, zeros, censored):
-    *chain, likelihood = problem(*size, zeros)
-    length = torch.tensor(size[2])
-    wanted = oracle.by_segments(
-        *(part.numpy() for part in (*chain, likelihood)), size[2], *censored
-    )
-    found = semi_markov.expected_counts(*chain, likelihood, length, *censored)
-    np.testing.assert_allclose(found.log_evidence, wanted.evidence, rtol=1e-12)
-    for name in ("initial", "durations", "states"):
-        np.testing.assert_allclose(getattr(found, name), getattr(wanted, name), atol=1e-12)
-    np.testing.assert_allclose(found.transitions[0], wanted.transitions, atol=1e-12)
-    path = tuple(semi_markov.viterbi(*chain, likelihood, length, *censored).tolist())
-    if np.isneginf(wanted.evidence):
-        assert not (torch.cat([part.flatten() for part in found[1:]]) != 0).any()
-    else:
-        assert wanted.paths[path] == pytest.approx(wanted.best, rel=1e-12)
 
 
 def test_one_segment_lasts_through_a_chain_of_one_state(engine):
@@ -76,45 +44,6 @@ def test_one_segment_lasts_through_a_chain_of_one_state(engine):
     torch.testing.assert_close(found, wanted)
     long = torch.zeros(5, 1)
     assert semi_markov.log_evidence(*chain, long, torch.tensor(5)) == NEVER
-
-
-def test_parameters_of_batches_broadcast(engine):
-    """Restarts with parameters of their own, and tables of each sequence."""
-    several = [problem(2, 3, 4, seed=seed) for seed in range(3)]
-    initial, transition, duration, _ = (torch.stack(parts) for parts in zip(*several))
-    likelihood = torch.stack([problem(2, 3, 4, seed=seed)[3] for seed in (7, 8)])
-    lengths = torch.tensor([4, 3])
-    found = semi_markov.log_evidence(
-        initial.unsqueeze(1), transition.unsqueeze(1), duration.unsqueeze(1), likelihood, lengths
-    )
-    each = semi_markov.log_evidence(initial[0], transition[:2], duration[0], likelihood, lengths)
-    assert found.shape == (3, 2)
-    for r in range(3):
-        for i in range(2):
-            data = likelihood[i], lengths[i]
-            parts = initial[r], transition[r], duration[r]
-            torch.testing.assert_close(found[r, i], semi_markov.log_evidence(*parts, *data))
-    for i in range(2):
-        parts = initial[0], transition[i], duration[0], likelihood[i], lengths[i]
-        torch.testing.assert_close(each[i], semi_markov.log_evidence(*parts))
-
-
-@pytest.mark.parametrize("censored", CUTS[::3], ids=str)
-def test_gradients_of_first_and_second_order(engine, censored):
-    initial, transition, duration, likelihood = problem(3, 3, 4)
-    lengths = torch.tensor([4, 2])
-    off = ~torch.eye(3, dtype=torch.bool)
-    leaves = [
-        part.clone().requires_grad_()
-        for part in (initial, transition[off], duration, likelihood.expand(2, 4, 3))
-    ]
-
-    def evidence(initial, moves, duration, likelihood):
-        matrix = torch.full((3, 3), NEVER).masked_scatter(off, moves)
-        return semi_markov.log_evidence(initial, matrix, duration, likelihood, lengths, *censored)
-
-    assert gradcheck(evidence, leaves)
-    assert gradgradcheck(evidence, leaves)
 
 
 def test_hard_zeros_have_no_gradient_and_make_no_nan(engine):
@@ -181,24 +110,6 @@ def test_survival_of_durations():
     torch.testing.assert_close(gradient, duration.exp().detach())
     survival = semi_markov.log_survival(torch.tensor([[0.0, -2000.0, -2001.0]]))
     torch.testing.assert_close(survival[0, 1], -2000 + torch.tensor(-1.0).exp().log1p())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({2: torch.zeros(3, 4)}, "log_duration must have shape"),
-        ({2: torch.zeros(2)}, "log_duration must have shape"),
-        ({2: torch.zeros(2, 0)}, "log_duration must have shape"),
-        ({1: torch.zeros(3, 3)}, "log_transition"),
-        ({4: torch.tensor(9)}, "lengths must lie between"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_named(change, message):
-    parts = [*problem(2, 3, 4), torch.tensor(4)]
-    for place, value in change.items():
-        parts[place] = value
-    with pytest.raises(ValueError, match=message):
-        semi_markov.log_evidence(*parts)
 
 
 @pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")

@@ -6,7 +6,7 @@ import torch
 from pyro.distributions import Categorical, MultivariateNormal, Normal, Poisson
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
-from pyrohmm import HMM, HSMM, LinearChainCRF, NeuralHMM, NeuralTagger, blocks, recursions
+from pyrohmm import HMM, HSMM, LinearChainCRF, recursions
 
 # torch loads its rules of forward differentiation by what it deprecates itself
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
@@ -177,39 +177,6 @@ def test_queries_have_derivatives(name, query):
         torch.testing.assert_close(transform(asked)(theta), expected, atol=1e-7, rtol=1e-6)
     many = torch.stack([theta, -theta])
     torch.testing.assert_close(vmap(asked)(many), torch.stack([asked(each) for each in many]))
-
-
-@pytest.mark.parametrize("name", CHAINS)
-@pytest.mark.parametrize(
-    "query",
-    [lambda chain, values: chain.viterbi(values),
-     lambda chain, values: chain.sample_states(values)],
-)  # fmt: skip
-def test_what_has_no_derivative_says_so(name, query):
-    make, size = CHAINS[name]
-    values = logs(N, T, 2, seed=3)
-    with pytest.raises(NotImplementedError, match=r"within vmap, grad .* batch dimensions"):
-        vmap(lambda theta: query(make(theta), values))(logs(4, size, 2))
-    with pytest.raises(NotImplementedError, match="Call it outside"):
-        jacrev(lambda theta: query(make(theta), values))(logs(size, 2))
-
-
-@pytest.mark.parametrize("query", ["log_prob", "posterior", "filtered", "viterbi"])
-def test_models_with_blocks_say_what_can_be_transformed(query):
-    words = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
-    hmm = NeuralHMM(4, 3, 8, blocks=words)(torch.tensor(T))
-    tagged = NeuralTagger(4, 3, 2, 8, blocks=words)(torch.tensor(T))
-    values = torch.tensor([[0, 2, 1, 0], [2, 1, 1, 0]])
-    with pytest.raises(NotImplementedError, match=r"states in blocks .* hmm\.dense\(\)"):
-        vmap(getattr(hmm, query))(values)
-    with pytest.raises(NotImplementedError, match=r"blocks|words and tags"):
-        vmap(getattr(tagged, "best_tags" if query == "viterbi" else query))(
-            torch.stack([values, -torch.ones_like(values)], -1)
-        )
-    if query != "viterbi":
-        found = vmap(getattr(hmm.dense(), query))(values)
-        for one, other in zip(found, getattr(hmm, query)(values)):
-            torch.testing.assert_close(one, other)
 
 
 def test_marginals_of_a_crf_have_derivatives():

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from hmmlearn import hmm as hmmlearn
-from pyro.distributions import Normal
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
@@ -23,7 +22,6 @@ from pyrohmm import (
     fit_map,
     normal,
 )
-from pyrohmm.nn.emissions import from_distribution
 from pyrohmm.sklearn import GMMHMM, CategoricalHMM, GaussianHMM, HMMEstimator, PoissonHMM
 
 LENGTHS = [50, 1, 29]
@@ -97,7 +95,6 @@ PAIRS = {
     "symbols": of_symbols,
     "counts": of_counts,
 }
-LETTERS = {"symbols": "ste", "counts": "stl"}
 
 
 NAMES = "startprob_", "transmat_", "means_", "covars_", "weights_", "emissionprob_", "lambdas_"
@@ -180,20 +177,6 @@ def test_a_state_without_rows_stays_finite():
         model.fit(vectors())
         assert np.isfinite(model.covars_).all()
         assert np.isfinite(model.score(vectors()))
-
-
-def two_points(_):
-    return from_distribution(Normal(torch.tensor([0.1, 0.8]), torch.ones(2)))
-
-
-def test_remarks_of_a_fit_are_warnings():
-    X = np.r_[np.zeros((10, 1)), np.ones((10, 1))]
-    with pytest.warns(ConvergenceWarning, match="floor"):
-        model = GMMHMM(2, 1, min_covar=0.0, random_state=0, n_iter=30).fit(X)
-    assert "floor" in model.monitor_.notes[0]
-    module = partial(TabularHMM, emission=two_points)
-    with pytest.warns(ConvergenceWarning, match="floor"):
-        HMMEstimator(module, 2, random_state=0, n_iter=30).fit(X)
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if "mixture" in name])
@@ -292,38 +275,6 @@ def test_pipelines_and_searches():
     assert search.best_score_ == search.cv_results_["mean_test_score"].max()
 
 
-ONES = np.ones(80, dtype=int)
-
-
-@pytest.mark.parametrize(
-    "estimator", [short(), HMMEstimator(partial(TabularHMM, emission=normal(2)), 2)]
-)
-def test_lengths_by_keyword_are_lengths(estimator):
-    """Also as many as there are rows."""
-    X = vectors()
-    model = clone(estimator).set_params(random_state=0, n_iter=3).fit(X, lengths=ONES)
-    apart = sum(model.score(row[None]) for row in X)
-    assert model.score(X, lengths=ONES) == pytest.approx(apart, rel=1e-6)
-    assert model.score_samples(X, ONES)[0] == pytest.approx(apart, rel=1e-6)
-    for ask in (model.fit, model.score, model.predict, model.bic):
-        with pytest.raises(ValueError, match="lengths must be positive integers"):
-            ask(X, lengths=np.arange(80))
-
-
-def test_a_target_is_not_read():
-    X = vectors()
-    model = short().fit(X)
-    for target in (np.arange(80), np.arange(80) / 7, [*"ab"] * 40, ONES[:, None] * 3):
-        np.testing.assert_array_equal(short().fit(X, target).means_, model.means_)
-        assert model.score(X, target) == model.score(X)
-    for ask in (short().fit, model.score):
-        with pytest.warns(UserWarning, match="lengths=y"):
-            ask(X, ONES)
-    with pytest.warns(UserWarning, match="lengths=y"):
-        assert model.score(X, ONES) == model.score(X)
-    assert model.score(X[:1], [1]) == model.score(X[:1])
-
-
 def test_folds_of_a_list_are_of_sequences():
     parts = np.split(vectors(), 4)
     scores = cross_val_score(short(), parts, cv=KFold(2))
@@ -372,47 +323,6 @@ def test_the_checks_of_scikit_learn(name):
     ]
     assert set(failed) == columns
     assert sum(result["status"] == "passed" for result in found) >= 18
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        (lambda X: GaussianHMM(2).fit(X, [3, 4]), "lengths must be positive integers"),
-        (lambda X: GaussianHMM(2, "round").fit(X), "covariance_type must be one of"),
-        (lambda X: GaussianHMM(2, tol=np.nan).fit(X), "tol must be a gain"),
-        (lambda X: GaussianHMM(2, algorithm="zzz").fit(X), "algorithm must be"),
-        (lambda X: GaussianHMM(2, covars_prior=-1.0).fit(X), "covars_prior must be at least 0"),
-        (
-            lambda X: GaussianHMM(2, params="stmx").fit(X),
-            "params must be some of the letters 'stmc'",
-        ),
-        (lambda X: CategoricalHMM(2).fit(np.zeros((4, 2), int)), "one column of symbols"),
-        (lambda X: PoissonHMM(2).fit(X), "whole numbers"),
-        (lambda X: short().fit(X).decode(X, algorithm="best"), "algorithm must be"),
-        (lambda X: short().fit(X).predict(X[:, :1]), "2 features"),
-    ],
-)
-def test_errors_say_what_was_wanted(wrong, words):
-    with pytest.raises(ValueError, match=words):
-        wrong(vectors())
-
-
-def test_arrays_set_by_hand_are_checked():
-    model, _, X = gaussians("full")
-    model.transmat_ = np.full((3, 3), 0.5)
-    with pytest.raises(ValueError, match="transmat_ must hold probabilities"):
-        model.score(X)
-    model.transmat_ = np.eye(2)
-    with pytest.raises(ValueError, match="transmat_ must have shape"):
-        model.score(X)
-    model, _, X = gaussians("full")
-    model.covars_ = np.ones(3)
-    with pytest.raises(ValueError, match="covars_ of type 'full' must have shape"):
-        model.score(X)
-    model, _, X = gaussians("spherical")
-    score = model.score(X)
-    model.covars_ = covariances("spherical")[:, None]  # a column, as in hmmlearn
-    assert model.score(X) == score
 
 
 # Any module ---------------------------------------------------------------------------------------

@@ -1,0 +1,297 @@
+"""What an HMM of any chain answers, and how its module is fitted, held against all paths."""
+
+import itertools
+import pickle
+
+import pyro
+import pytest
+import torch
+from pyro.distributions import Normal
+from pyro.infer import TraceEnum_ELBO
+from pyro.infer.autoguide import AutoNormal
+
+from pyrohmm import (
+    HMM,
+    HSMM,
+    ContinuousTimeHMM,
+    FactorialHMM,
+    MarginalModel,
+    SecondOrderHMM,
+    Sequences,
+    TabularContinuousTimeHMM,
+    TabularFactorialHMM,
+    TabularHMM,
+    TabularHSMM,
+    TabularSecondOrderHMM,
+    additive_normal,
+    categorical,
+    fit_em,
+    fit_map,
+    fit_svi,
+    free_durations,
+    load_hmm,
+    markov_sample,
+    normal,
+    poisson,
+    queries,
+    save,
+)
+
+T = 5
+LENGTHS = torch.tensor([5, 1, 4])
+
+
+def rows(*shape, zeros=()):
+    logs = torch.randn(shape)
+    for place in zeros:
+        logs[place] = -torch.inf
+    return logs.log_softmax(-1)
+
+
+def seen():
+    """A step in the middle of the first sequence is missing, and the last one of the third."""
+    observed = torch.ones(3, T, dtype=torch.bool)
+    observed[0, 2] = observed[2, 3] = False
+    return observed
+
+
+def numbers(size):
+    return Normal(torch.arange(float(size)), 1.5)
+
+
+def lasting(censored_end, censored_start):
+    transition = torch.randn(3, 3).fill_diagonal_(-torch.inf).log_softmax(-1)
+    durations = rows(3, 4, zeros=[(0, 1), (1, 2), (1, 3)])
+    return HSMM(rows(3), transition, durations, numbers(3), LENGTHS, seen(),
+                censored_end=censored_end, censored_start=censored_start)  # fmt: skip
+
+
+def several(zeros=()):
+    matrices = [rows(2, 2), rows(3, 3, zeros=zeros)]
+    return FactorialHMM([rows(2), rows(3)], matrices, numbers(6), LENGTHS, seen())
+
+
+def of_pairs(size, first=(), later=()):
+    tables = rows(size), rows(size, size, zeros=first), rows(size, size, size, zeros=later)
+    return SecondOrderHMM(*tables, numbers(size), LENGTHS, seen())
+
+
+def in_time():
+    rates = torch.tensor([[-1.0, 0.6, 0.4], [0.0, -0.3, 0.3], [0.0, 0.0, 0.0]])
+    times = torch.rand(3, T).cumsum(-1)
+    return ContinuousTimeHMM(rows(3), rates, numbers(3), LENGTHS, times, seen())
+
+
+HMMS = {
+    "markov": lambda: HMM(rows(3), rows(3, 3), numbers(3), LENGTHS, seen()),
+    "markov per step": lambda: HMM(rows(2), rows(T - 1, 2, 2), numbers(2), LENGTHS, seen(),
+                                   transition_per_step=True),
+    "durations": lambda: lasting(True, False),
+    "durations that end": lambda: lasting(False, False),
+    "durations before the data": lambda: lasting(True, True),
+    "whole durations before the data": lambda: lasting(False, True),
+    "product": several,
+    "product with zeros": lambda: several([(0, 2)]),
+    "pairs": lambda: of_pairs(3),
+    "pairs with zeros": lambda: of_pairs(3, [(0, 1)], [(0, 1, 0), (0, 1, 1)]),
+    "pairs of one state": lambda: of_pairs(1),
+    "times": in_time,
+}  # fmt: skip
+
+
+@pytest.fixture(params=HMMS)
+def hmm(request):
+    return HMMS[request.param]()
+
+
+def all_paths(hmm, values, sequence):
+    """Every path of a sequence, and its log joint density."""
+    length = int(LENGTHS[sequence])
+    paths = torch.tensor(list(itertools.product(range(hmm.num_states), repeat=length)))
+    wide = torch.zeros(len(paths), 3, T, dtype=torch.long)
+    wide[:, sequence, :length] = paths
+    return paths, hmm.log_joint(values, wide)[:, sequence]
+
+
+def test_labels_leave_the_paths_that_keep_to_them(hmm):
+    values = hmm.sample()
+    labels = hmm.sample_states(values).masked_fill(torch.rand(3, T) < 0.5, -1)
+    known = hmm.restrict(labels)
+    evidence, states, best = known.log_prob(values), known.posterior(values).state_probs, []
+    for n, length in enumerate(LENGTHS.tolist()):
+        paths, joint = all_paths(hmm, values, n)
+        wanted = labels[n, :length]
+        joint = joint.masked_fill(~((wanted < 0) | (paths == wanted)).all(-1), -torch.inf)
+        torch.testing.assert_close(evidence[n], joint.logsumexp(0))
+        hits = torch.nn.functional.one_hot(paths, hmm.num_states).double()
+        shares = torch.einsum("p,ptk->tk", joint.softmax(0), hits)
+        torch.testing.assert_close(states[n, :length], shares)
+        best.append(joint.max())
+    found = hmm.log_joint(values, known.viterbi(values))
+    torch.testing.assert_close(found, torch.stack(best))
+    for drawn in (known.sample_states(values, (20,)), known.sample_with_states((20,))[1]):
+        assert bool(((labels < 0) | (drawn == labels) | ~hmm.exists).all())
+    torch.testing.assert_close(known.expanded().log_prob(values), evidence)
+
+
+def test_labels_that_leave_no_path_are_named():
+    known = HMMS["pairs with zeros"]().restrict(
+        torch.tensor([[-1] * T, [-1] * T, [0, 1, 1, -1, -1]])
+    )
+    with pytest.raises(ValueError, match=r"labels must leave a path .* sequence 2, step 1"):
+        known.log_prob(torch.zeros(3, T))
+    with pytest.raises(ValueError, match="labels must leave a path"):
+        known.sample()
+
+
+@pytest.mark.parametrize("name", [name for name in HMMS if "product" not in name])
+def test_states_may_be_put_in_another_order(name):
+    hmm = HMMS[name]()
+    values, order = hmm.sample(), torch.randperm(hmm.num_states)
+    other = hmm.permute_states(order)
+    torch.testing.assert_close(other.log_prob(values), hmm.log_prob(values))
+    states = hmm.posterior(values).state_probs[..., order]
+    torch.testing.assert_close(other.posterior(values).state_probs, states)
+    assert torch.equal(order[other.viterbi(values)][hmm.exists], hmm.viterbi(values)[hmm.exists])
+
+
+def test_what_was_saved_or_pickled_gives_the_same_bits(hmm, tmp_path):
+    values = hmm.sample()
+    known = hmm.restrict(hmm.sample_states(values).masked_fill(torch.rand(3, T) < 0.5, -1))
+    save(known, tmp_path / "hmm")
+    for other in (load_hmm(tmp_path / "hmm"), pickle.loads(pickle.dumps(known))):
+        assert type(other) is type(hmm)
+        assert torch.equal(other.log_prob(values), known.log_prob(values))
+        counts = known.expected_counts(values).counts
+        for name, count in other.expected_counts(values).counts.items():
+            assert torch.equal(count, counts[name]), name
+
+
+@pytest.mark.parametrize("name", ["markov", "product", "pairs", "times"])
+def test_the_enumerated_form_has_the_same_density_and_gradient(name):
+    hmm = HMMS[name]()
+    values = hmm.sample()
+    leaves = {name: part.clone().requires_grad_() for name, part in hmm.chain.parameters.items()}
+    means = torch.randn(hmm.num_states, requires_grad=True)
+    parts = {name: leaf.log_softmax(-1) for name, leaf in leaves.items()}  # as Categorical's logits
+    if name == "times":
+        rates = leaves["rates"].exp().triu(1)
+        parts["rates"] = rates - rates.sum(-1).diag()
+    chain = hmm.chain.replace(**parts)
+    hmm = HMM.of(chain, Normal(means, 1.0), hmm.lengths, hmm.observed)
+
+    def enumerated():
+        with pyro.plate("sequences", 3):
+            markov_sample("x", hmm, obs=values)
+
+    elbo = TraceEnum_ELBO(max_plate_nesting=1)
+    losses = -hmm.log_prob(values).sum(), elbo.differentiable_loss(enumerated, lambda: None)
+    torch.testing.assert_close(*losses)
+    slopes = (
+        torch.autograd.grad(loss, [*leaves.values(), means], retain_graph=True) for loss in losses
+    )
+    for one, two in zip(*slopes):
+        torch.testing.assert_close(one, two)
+
+
+def test_the_best_paths_and_the_entropy_are_those_of_all_paths(hmm):
+    values = hmm.sample()
+    found, scores = queries.k_best(hmm, values, 4)
+    entropy = queries.path_entropy(hmm, values)
+    for n in range(3):
+        paths, joint = all_paths(hmm, values, n)
+        ranked, order = joint.sort(descending=True)
+        count = min(4, int((joint > -torch.inf).sum()))
+        torch.testing.assert_close(scores[n, :count], ranked[:count])
+        assert torch.equal(found[n, :count, : LENGTHS[n]], paths[order[:count]])
+        assert bool((scores[n, count:] == -torch.inf).all())
+        expected = torch.special.entr(joint.softmax(0)).sum()
+        torch.testing.assert_close(entropy[n], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[:, 0], hmm.viterbi(values))
+
+
+def test_expected_visits_are_those_of_all_paths(hmm):
+    values = hmm.sample()
+    found = queries.expected_visits(hmm, values)
+    for n in range(3):
+        paths, joint = all_paths(hmm, values, n)
+        begins = torch.cat([torch.ones_like(paths[:, :1]), paths.diff(dim=-1)], -1) != 0
+        visits = torch.stack([(begins & (paths == k)).sum(-1) for k in range(hmm.num_states)], -1)
+        torch.testing.assert_close(found[n], joint.softmax(0) @ visits.double())
+
+
+def of_states(chain, probs, size):
+    """Probabilities of the states of an expanded chain, summed by the state each stands for."""
+    index = getattr(chain.emission, "index", torch.arange(size))
+    return probs.new_zeros(*probs.shape[:-1], size).index_add(-1, index, probs)
+
+
+def test_predictions_are_those_of_the_expanded_chain(hmm):
+    values, chain, size = hmm.sample(), hmm.expanded(), hmm.num_states
+    predicted = queries.predictive_log_prob(hmm, values)
+    torch.testing.assert_close(predicted, queries.predictive_log_prob(chain, values))
+    torch.testing.assert_close(predicted.sum(-1), hmm.log_prob(values))
+    marginals = [queries.observation_marginals(each, values).mean for each in (hmm, chain)]
+    torch.testing.assert_close(marginals[0][hmm.exists], marginals[1][hmm.exists])
+    if chain.transition_per_step or not hmm.chain.censored.get("censored_end", True):
+        return
+    filtered = of_states(chain, chain.filtered(values), size)
+    torch.testing.assert_close(hmm.filtered(values), filtered)
+    found, wanted = hmm.forecast(values, 7), chain.forecast(values, 7)
+    torch.testing.assert_close(found.mean, wanted.mean)
+    torch.testing.assert_close(found.variance, wanted.variance)
+    torch.testing.assert_close(hmm.stationary(), of_states(chain, chain.stationary(), size))
+
+
+@pytest.mark.parametrize("name", ["durations", "pairs"])
+@pytest.mark.parametrize(
+    "ask", [TabularHMM.from_hmm, lambda hmm: hmm.log_factors(torch.zeros(3, T))]
+)
+def test_what_needs_a_markov_chain_names_the_cure(name, ask):
+    with pytest.raises(ValueError, match=r"^\w+ needs .* hmm\.expanded\(\)"):
+        ask(HMMS[name]())
+
+
+# Modules, fitted ---------------------------------------------------------------------------------
+
+MODULES = {
+    "markov": lambda: TabularHMM(2, normal(0)),
+    "durations": lambda: TabularHSMM(3, normal(0), free_durations(3)),
+    "times": lambda: TabularContinuousTimeHMM(3, poisson()),
+    "additive product": lambda: TabularFactorialHMM((2, 3), additive_normal((2, 3), 2)),
+    "product": lambda: TabularFactorialHMM((2, 3), normal(2)),
+    "pairs of one state": lambda: TabularSecondOrderHMM(1, categorical(3)),
+    "pairs": lambda: TabularSecondOrderHMM(3, poisson(), 1.5, 1.2, torch.full((3, 3), 1.1)),
+}
+
+
+@pytest.fixture(params=MODULES)
+def module(request):
+    return MODULES[request.param]()
+
+
+def data_of(module):
+    times = torch.rand(3, T).cumsum(-1) if isinstance(module, TabularContinuousTimeHMM) else None
+    emission = (module(LENGTHS) if times is None else module(LENGTHS, None, times)).emission
+    if emission.support.is_discrete:
+        return Sequences(torch.randint(3, (3, T)), LENGTHS, times=times)
+    return Sequences(torch.randn(3, T, *emission.event_shape).cumsum(1), LENGTHS, times=times)
+
+
+def test_em_never_loses_and_its_restarts_are_fits_of_their_own(module):
+    data = data_of(module)
+    fit = fit_em(module, data, num_iterations=15, restarts=2, tolerance=None)
+    assert fit.restarts.losses.diff().max() < 1e-9 * fit.losses.abs().max()
+    start = {name: value[0] for name, value in fit.restarts.parameters.items()}
+    alone = fit_em(module, data, num_iterations=1, tolerance=None, start=start)
+    torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
+    again = fit_em(fit.hmm(data), data, num_iterations=3, tolerance=None)
+    assert again.losses[-1] <= again.losses[0] + 1e-9
+    assert type(again.hmm(data)) is type(fit.hmm(data))
+
+
+def test_every_gradient_method_fits_it(module):
+    data, model = data_of(module), MarginalModel(module)
+    best = fit_map(model, data, num_iterations=20)
+    assert best.losses[-1] < best.losses[0]
+    assert fit_svi(model, AutoNormal(model), data, num_iterations=3).losses.isfinite().all()
