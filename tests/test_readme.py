@@ -76,7 +76,7 @@ def test_what_it_says_of_large_models_was_measured():
     )  # fmt: skip
     published = results.result("language_model_baselines")["published"]
     assert published["Kneser-Ney 5-gram and cache"] < count["paper_test"]
-    part = README.split("## Size")[1].split("## Documentation")[0]
+    part = README.split("## Language models")[1].split("## Documentation")[0]
     numbers = re.findall(r"\d[\d,.]*\d", part.replace("(2020)", "").replace("5-gram", ""))
     assert numbers == [
         f"{single['states']:,}", f"{single['test_perplexity']:.1f}",
@@ -93,7 +93,7 @@ def test_what_it_says_of_large_models_was_measured():
 def test_what_it_says_of_small_em_was_measured():
     said = " ".join(README.split())
     (hmmlearn, dynamax) = re.search(
-        r"of 50 steps, 2 states, hmmlearn takes (\S+) times as long, dynamax (\S+)\.\)",
+        r"of 50 steps, 2 states, hmmlearn takes (\S+) times as long, dynamax (\S+)\. ",
         said,
     ).groups()
     shape = {"quantity": "EM iteration", "shape N, T, K, V": [20, 50, 2, 6]}
