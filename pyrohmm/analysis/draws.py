@@ -70,8 +70,6 @@ class PosteriorDraws:
         >>> model = MarginalModel(TabularHMM(2, categorical(6)))
         >>> guide = pyro.infer.autoguide.AutoNormal(model)
         >>> draws = PosteriorDraws.of(fit_svi(model, guide, data, num_iterations=10), num_draws=100)
-        >>> draws.hmm(data).batch_shape  # chains, draws, sequences
-        torch.Size([1, 100, 5])
         >>> draws.aligned(data).parameters["module.transition"].mean((0, 1)).shape
         torch.Size([2, 2])
     """
@@ -87,12 +85,11 @@ class PosteriorDraws:
         """Old name of ``parameters``."""
 
     def __repr__(self) -> str:
-        chains, draws = self.shape
-        return f"PosteriorDraws({chains} chains of {draws} samples of {', '.join(self.parameters)})"
+        sizes = "{} chains of {} samples".format(*self.shape)
+        return f"PosteriorDraws({sizes} of {', '.join(self.parameters)})"
 
     def __str__(self) -> str:
-        few = self.shape[1] < 4  # of which agreement says nothing
-        return repr(self) if few else f"{self!r}\n{self.summary()}"
+        return f"{self!r}\n{self.summary()}" if self.shape[1] > 3 else repr(self)
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}
