@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from .. import _renamed as renamed
+from ..infer.effects import Bands
 from ..infer.results import Fit
 
 if TYPE_CHECKING:
@@ -102,4 +104,33 @@ def history(fit: Fit, *, axes: Axes | None = None) -> Axes:
         axes.plot(values.cpu().numpy(), label=name.replace("_", " "))
     axes.set(xlabel="step", ylabel="nats")
     axes.legend()
+    return axes
+
+
+def bands(
+    x: Any,
+    predicted: Bands,
+    names: Sequence[str] | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw predictions over a covariate as curves with bands: those of ``fit.predict``.
+
+    Args:
+        x: M numbers, the values of the covariate.
+        predicted: ``(M, K)``, or ``(M, K, K)``, of which the transitions to other states are drawn.
+        names: Of the K states; numbers by default.
+        axes: Where to draw; new ones by default.
+    """
+    states = names_or_numbers(names, predicted.value.size(-1))
+    labels, parts = states, predicted
+    if predicted.value.dim() > 2:
+        others = ~torch.eye(len(states), dtype=torch.bool)
+        labels = [f"{states[i]} → {states[j]}" for i, j in others.nonzero().tolist()]
+        parts = Bands(*(part[:, others] for part in predicted))
+    axes = axes_or_new(axes)
+    curves = zip(labels, colors_of(len(labels)), *(part.mT.tolist() for part in parts))
+    for label, color, value, low, high in curves:
+        axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0.0)
+        axes.plot(x, value, color=color, label=label)
+    legend_above(axes)
     return axes

@@ -32,6 +32,7 @@ from .plot_axes import (
     single,
     square,
 )
+from .plot_axes import bands as bands
 from .plot_axes import history as history
 from .plot_emissions import emission as emission
 from .prediction import observation_marginals

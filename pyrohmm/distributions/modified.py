@@ -17,7 +17,7 @@ from torch.distributions.utils import broadcast_all
 MOST_TRIES = 10_000  # rejected samples of a truncated distribution, after which it is hopeless
 
 
-class StudentT(dist.StudentT):
+class StudentTWithCdf(dist.StudentT):
     """Student's t, with its cumulative probabilities."""
 
     def cdf(self, value: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class StudentT(dist.StudentT):
         return _by_scipy(special.stdtr, self.df, (value - self.loc) / self.scale)
 
 
-class Beta(dist.Beta):
+class BetaWithCdf(dist.Beta):
     """Beta, with its cumulative probabilities."""
 
     def cdf(self, value: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ Its modules; each imports only those above it:
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``uncertainty``   ``Information``: standard errors and intervals
+``effects``         tables of estimates, and predictions at values of the covariates
 ``objective``     the loss of a gradient fit
 ``ascent``        maximisation of many functions as one batch
 ``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model

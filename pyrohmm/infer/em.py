@@ -34,6 +34,7 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts
 from ..nn.tabular import module_of
 from .expectation import uniform_counts
+from .guides import Point
 from .iterations import Loop
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
@@ -42,7 +43,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .options import FREE, names_checked
 from .parameters import Parameters
 from .process_group import ProcessGroup
-from .results import Fit, Point, Restarts, uses_labels
+from .results import Fit, Restarts, uses_labels
 from .starts import Start, Values, build_once, by_kmeans, from_prior
 
 

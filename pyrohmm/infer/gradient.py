@@ -18,10 +18,11 @@ from ..data.batches import first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..nn.tabular import SharedRows
+from .guides import Point
 from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
-from .results import WINDOW, Fit, Point, Restarts
+from .results import WINDOW, Fit, Restarts
 from .starts import Values
 from .training import check_model_and_data, train
 

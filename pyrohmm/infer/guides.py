@@ -38,6 +38,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Delta, Normal
 from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal, init_to_value
+from pyro.nn import PyroModule
 from torch import Tensor
 
 from ..data.sequences import Sequences
@@ -279,3 +280,25 @@ def repeatable() -> Iterator[None]:
 
 def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in values.items()}
+
+
+class Point(PyroModule):
+    """A guide that is a single point: a Delta distribution for each latent variable.
+
+    Args:
+        values: By name; buffers of the module.
+    """
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(values)
+        for index, value in enumerate(values.values()):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+
+    def forward(self, *_: Any) -> dict[str, Tensor]:
+        """Sample each site from its Delta distribution."""
+        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
+        return {
+            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }

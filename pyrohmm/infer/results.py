@@ -10,8 +10,6 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Delta
-from pyro.nn import PyroModule
 from pyro.ops.stats import quantile
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
@@ -24,6 +22,8 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
+from .effects import Bands, described, lines, predicted, table
+from .effects import name_of as name_of
 from .guides import repeatable, samples_of
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
@@ -348,6 +348,48 @@ class Fit:
                 return self.bootstrap(data).intervals(level, of)
             return limits_of(self.information(data), level, of, method)
 
+    def table(self, data: Sequences, level: float = 0.95) -> dict[str, list[Any]]:
+        """Estimates of all parameters, with standard errors and limits, as columns of a table.
+
+        ``pandas.DataFrame(fit.table(data))`` is the table; ``fit.summary(data)`` has it as text.
+        Coefficients have the names of their columns.
+
+        Args:
+            data: The sequences that were fitted.
+            level: Of confidence.
+        """
+        with self.at_rest():
+            module: Any = getattr(self.model, "module", None)
+            known = module.entry_names() if hasattr(module, "entry_names") else {}
+            names = {f"module.{name}": own for name, own in known.items()}
+            return table(self.information(data), level, names)
+
+    def predict(
+        self,
+        data: Sequences,
+        at: Any,
+        of: str | Callable[[HMM], Tensor] = "transition",
+        level: float = 0.95,
+    ) -> Bands:
+        """Predictions at other values of the covariates, with limits by the delta method.
+
+        Limits of probabilities are symmetric in the logit, those of means of observations that are
+        not negative in the logarithm, all others in the number itself.
+
+        Args:
+            data: The sequences that were fitted.
+            at: ``(M, C)`` covariates, such as ``design.matrix(frame)``.
+            of: "transition", probabilities ``(M, K, K)``; "initial", ``(M, K)``; "mean", those of
+                the emissions, ``(M, K)``; or a function of an HMM of M sequences of two steps, each
+                with one row of the covariates at both.
+            level: Of confidence.
+
+        Raises:
+            ValueError: If ``at`` has other columns than the covariates of ``data``.
+        """
+        with self.at_rest():
+            return predicted(self.information(data), at, of, level, data)
+
     @contextmanager
     def at_rest(self) -> Iterator[None]:
         """A context with its parameters in the store, and its modules in ``eval()`` mode."""
@@ -355,35 +397,17 @@ class Fit:
             with in_mode(False, self.model, self.guide):
                 yield
 
-    def summary(self) -> str:
-        """A few lines of text: the model, its loss, and why the fit ended."""
-        count, tokens = min(self.window, len(self.losses)), self.num_observed
-        first, last = self.losses[0].item(), self.losses[-count:].mean().item()
-        over = f", mean of the last {count} steps" if self.window > 1 else ""
-        guide = f" with {name_of(self.guide)}" if self.method == "SVI" else ""
-        module = getattr(self.model, "module", None)
-        model = name_of(self.model) + (f" of {name_of(module)}" if module is not None else "")
-        lines = [
-            f"{self.method} of {model}{guide}: {', '.join(self.names) or 'parameters'}",
-            f"loss      {first:.2f} -> {last:.2f} nats{over}",
-            f"per {self.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; "
-            f"{tokens:,} {self.unit}s",
-            f"ended     after {len(self.losses)} steps and {self.seconds:.1f} s: {self.reason}",
-        ]
-        if self.validation:
-            best = min(self.validation, key=lambda past: past.nats)
-            lines.append(
-                f"held out  {best.nats:.4f} nats per step, the best of {len(self.validation)} "
-                f"validations, at step {best.step}"
-            )
-        if self.restarts is not None:
-            ends = self.restarts.final.sort().values
-            lines.append(
-                f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
-                f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
-            )
-        lines += [f"note      {note}" for note in self.notes]
-        return "\n".join(lines)
+    def summary(self, data: Sequences | None = None) -> str:
+        """A few lines of text: the model, its loss, and why the fit ended.
+
+        Args:
+            data: The sequences that were fitted, for a table of the estimates with standard errors
+                and limits: see :meth:`table`.
+        """
+        text = described(self)
+        if data is not None:
+            text += ["", *lines(self.table(data))]
+        return "\n".join(text)
 
 
 @dataclass
@@ -440,36 +464,9 @@ class Restarts:
         return matched
 
 
-class Point(PyroModule):
-    """A guide that is a single point: a Delta distribution for each latent variable.
-
-    Args:
-        values: By name; buffers of the module.
-    """
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.names = list(values)
-        for index, value in enumerate(values.values()):
-            self.register_buffer(f"value_{index}", value.detach().clone())
-
-    def forward(self, *_: Any) -> dict[str, Tensor]:
-        """Sample each site from its Delta distribution."""
-        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
-        return {
-            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
-            for name, value in values.items()
-        }
-
-
 def uses_labels(data: Sequences | Parts) -> list[str]:
     """A remark if ``data`` have labels, so that no fit is supervised unnoticed."""
     count, total = data.num_labelled, int(data.lengths.sum())
     if not count:
         return []
     return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
-
-
-def name_of(part: Any) -> str:
-    """The name of a function or of the class of an object."""
-    return getattr(part, "__name__", type(part).__name__)

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields, describe
+from .guides import Point
 from .options import FREE
-from .results import Fit, Point, name_of, uses_labels
+from .results import Fit, name_of, uses_labels
 from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
@@ -226,8 +227,10 @@ class SampledFit(Fit):
         """
         return {name: agreement(value) for name, value in self._judged().items()}
 
-    def summary(self) -> str:
+    def summary(self, data: Sequences | None = None) -> str:
         """A few lines of text: first whether the chains agree."""
+        if data is not None:
+            self.information(data)  # raises
         lines = summary_of(self._judged())
         chains, samples = self.stats["lp"].shape
         tuned = ", ".join(f"{name} {value:.3g}" for name, value in self.tuning.items())

@@ -236,7 +236,7 @@ class WeibullEmission(NewtonComponents, emits=torch_dist.Weibull):
         return {"scale": mean / torch.lgamma(1 + 1 / shape).exp(), "concentration": shape}
 
 
-class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.Beta)):
+class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCdf)):
     """Emission family of shares between 0 and 1, both excluded.
 
     Sites: ``emission.concentration1``, ``emission.concentration0``, each ``(K, D)``, or ``(K,)``
@@ -249,7 +249,7 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.Beta)):
         concentration0: Prior; by default the same.
     """
 
-    kind = modified.Beta
+    kind = modified.BetaWithCdf
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "concentration1": constraints.positive,
         "concentration0": constraints.positive,
@@ -271,7 +271,7 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.Beta)):
         return {"concentration1": mean * size, "concentration0": (1 - mean) * size}
 
 
-class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.StudentT)):
+class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.StudentTWithCdf)):
     """Emission family of numbers with heavy tails: outliers do not draw the mean of a state.
 
     Sites: ``emission.df``, ``emission.loc``, ``emission.scale``, each ``(K, D)``, or ``(K,)`` for
@@ -285,7 +285,7 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
         scale: Prior of the scales; by default log-normal with a deviation of 10.
     """
 
-    kind = modified.StudentT
+    kind = modified.StudentTWithCdf
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "df": constraints.positive,
         "loc": constraints.real,

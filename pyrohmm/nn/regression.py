@@ -385,6 +385,25 @@ class RegressionHMM(HMMModule):
             return []
         return [f"{name}.coefficients" for name in own]
 
+    def entry_names(self) -> dict[str, list[str]]:
+        """Names of the coefficients for tables: ``"transition 0 → 1: dose"``, by parameter."""
+        found: dict[str, list[str]] = {}
+        for name, part in self.named_modules():
+            if not isinstance(part, Linear):
+                continue
+            free = (
+                torch.ones(*part.shape, len(part.columns.names)) if part.free is None else part.free
+            )
+            own = found[f"{name}.coefficients"] = []
+            for *place, column in free.nonzero().tolist():
+                if part is self.transition:  # by the states entered, not their order
+                    place[1] += place[1] >= place[0]
+                elif part is self.initial:
+                    place[0] += 1
+                where = " → ".join(map(str, place))
+                own.append(f"{name} {where}: {part.columns.names[column]}")
+        return found
+
     def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
         """The mode of the coefficients, by Newton's method: see :class:`StepsMStep`."""
         covariates = data.covariates

@@ -29,6 +29,12 @@ from pyrohmm import (
     save,
 )
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
+from pyrohmm.distributions.modified import (
+    BetaWithCdf,
+    StudentTWithCdf,
+    WrappedCauchy,
+    ZeroInflated,
+)
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
 from pyrohmm.io.files import read_tensors, write_tensors
@@ -308,6 +314,10 @@ EMISSIONS = {
     "tied": lambda: Tied(dist.Categorical(simplex(2, 7)), torch.tensor([1, 0, 1])),
     "tied mixture": lambda: Tied(mixture().expand((K,)), torch.tensor([2, 0, 0])),
     "uniform": lambda: dist.Uniform(-torch.arange(1.0, 4.0), torch.arange(1.0, 4.0)),
+    "wrapped Cauchy": lambda: WrappedCauchy(torch.randn(K), torch.rand(K)),
+    "zero-inflated": lambda: ZeroInflated(dist.Poisson(positive(K)), gate=torch.rand(K)),
+    "student with a cdf": lambda: StudentTWithCdf(positive(K), torch.randn(K), positive(K)),
+    "beta with a cdf": lambda: BetaWithCdf(positive(K), positive(K)),
     "angles": lambda: Angle(torch.randn(K), positive(K)),
 }
 
@@ -353,6 +363,7 @@ def classes(emission):
         AutoregressiveNormal: lambda: [emission.initial, emission.base],
         Streams: lambda: emission.parts,
         Tied: lambda: [emission.base],
+        ZeroInflated: lambda: [emission.base_dist],
     }.get(type(emission), list)()  # fmt: skip
     return {type(emission)}.union(*(classes(part) for part in parts))
 

@@ -12,7 +12,7 @@ from scipy import integrate, optimize, stats
 import pyrohmm
 from pyrohmm import Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
-from pyrohmm.distributions.modified import Beta, StudentT, von_mises_cdf
+from pyrohmm.distributions.modified import BetaWithCdf, StudentTWithCdf, von_mises_cdf
 from pyrohmm.nn.waits_and_angles import Angle
 from pyrohmm.ops.newton import maximized, of_function
 
@@ -170,8 +170,8 @@ def test_probabilities_of_counts_sum_to_one_and_samples_have_them(emission):
         (Truncated(dist.Normal(torch.tensor(1.0), 2.0), lower=0.0), (0.0, 30.0)),
         (Truncated(dist.Weibull(torch.tensor(1.0), 2.0), upper=1.5), (0.0, 1.5)),
         (WrappedCauchy(torch.tensor(2.5), torch.tensor(0.6)), (-math.pi, math.pi)),
-        (StudentT(torch.tensor(3.0), 1.0, 2.0), (-400.0, 400.0)),
-        (Beta(torch.tensor(2.0), torch.tensor(3.0)), (0.0, 1.0)),
+        (StudentTWithCdf(torch.tensor(3.0), 1.0, 2.0), (-400.0, 400.0)),
+        (BetaWithCdf(torch.tensor(2.0), torch.tensor(3.0)), (0.0, 1.0)),
         (Angle(torch.tensor(2.5), torch.tensor(3.0)), (-math.pi, math.pi)),
     ],
 )

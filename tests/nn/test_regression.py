@@ -22,6 +22,7 @@ from pyrohmm import (
     formulas,
     freeze,
     normal,
+    plots,
     poisson,
     regression,
 )
@@ -113,6 +114,27 @@ def test_coefficients_have_intervals_and_predictions_bands():
     assert rates.shape == errors.shape == (3, 2)
     assert rates[2, 0] > rates[0, 0]
     assert bool((errors[1] > 0).all())
+    bands = fit.predict(data, design.matrix({"x": [-1.0, 0.0, 1.0]}), "mean")
+    torch.testing.assert_close(bands.value, rates)
+    torch.testing.assert_close(bands.upper, rates * (1.959964 * errors / rates).exp())
+    moves = fit.predict(data, grid)
+    beta = fit.model.module.transition.coefficients.detach().double()
+    torch.testing.assert_close(moves.value[:, 0, 1], (grid @ beta[0, 0]).sigmoid())
+    logit = [moves.lower[:, 0, 1].logit(), moves.upper[:, 0, 1].logit()]
+    torch.testing.assert_close((logit[0] + logit[1]) / 2, grid @ beta[0, 0])
+    assert bool((moves.lower > 0).all())
+    assert bool((moves.upper < 1).all())
+    rows = fit.table(data)
+    place = rows["parameter"].index("transition 0 → 1: x")
+    assert rows["estimate"][place] == pytest.approx(beta[0, 0, 1].item())
+    assert rows["lower"][place] < rows["estimate"][place] < rows["upper"][place]
+    assert "emission.rate 1: Intercept" in fit.summary(data)
+    axes = plots.bands([-1.0, 0.0, 1.0], moves)
+    assert [line.get_label() for line in axes.get_lines()] == ["0 → 1", "1 → 0"]
+    with pytest.raises(ValueError, match=r"at must be \(M, C\) = \(M, 2\)"):
+        fit.predict(data, [[1.0]])
+    with pytest.raises(ValueError, match="transition, initial, mean"):
+        fit.predict(data, grid, "means")
 
 
 def test_one_state_is_a_generalized_linear_model():

@@ -1,0 +1,136 @@
+"""Tables of estimates, and predictions at values of the covariates, with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
+from .uncertainty import IDENTITY, LOG, LOGIT, Information, names_of, normal_quantile
+
+Function = Callable[[HMM], Tensor]
+
+
+class Bands(NamedTuple):
+    """Predictions at M rows of covariates, with limits; :func:`pyrohmm.plots.bands` draws them.
+
+    Attributes:
+        value: ``(M, *)``.
+        lower: The same shape; not below 0 for probabilities.
+        upper: The same shape; not above 1 for probabilities.
+    """
+
+    value: Tensor
+    lower: Tensor
+    upper: Tensor
+
+
+def _transition(hmm: HMM) -> Tensor:
+    return hmm.log_transition[..., 0, :, :].exp()
+
+
+def _initial(hmm: HMM) -> Tensor:
+    return hmm.log_initial.exp()
+
+
+def _mean(hmm: HMM) -> Tensor:
+    return hmm.emission.mean[..., 0, :]
+
+
+PARTS: Mapping[str, Function] = {"transition": _transition, "initial": _initial, "mean": _mean}
+
+
+def predicted(
+    information: Information, at: Any, of: str | Function, level: float, example: Sequences
+) -> Bands:
+    """Predictions at covariates ``at`` ``(M, C)``: see :meth:`Fit.predict`."""
+    rows = torch.as_tensor(at, dtype=torch.float64)
+    wanted = 0 if example.covariates is None else example.covariates.size(-1)
+    if not wanted or rows.dim() != 2 or rows.size(1) != wanted:
+        raise ValueError(
+            f"at must be (M, C) = (M, {wanted}) covariates, such as design.matrix(frame), and data "
+            f"those that were fitted; got shape {tuple(rows.shape)}."
+        )
+    if isinstance(of, str) and of not in PARTS:
+        raise ValueError(f"of must be a function of an HMM, or {', '.join(PARTS)}; got {of!r}.")
+    function = PARTS[of] if isinstance(of, str) else of
+    some = example.values[example.observed][:1].unsqueeze(0)
+    values = some.expand(len(rows), 2, *some.shape[2:])
+    there = torch.full((len(rows),), 2)
+    data = Sequences(values, there, covariates=rows.unsqueeze(1).expand(-1, 2, -1))
+    value, error = information.of(function, data)
+    scale: Any = LOGIT if of in ("transition", "initial") else IDENTITY
+    never_below = bool((example.values[example.observed] >= 0).all())
+    if of == "mean" and never_below and bool((value > 0).all()):
+        scale = LOG
+    point = scale(value)
+    width = normal_quantile(level) * error * scale.log_abs_det_jacobian(value, point).exp()
+    held = (error == 0) | ~point.isfinite()
+    lower, upper = (
+        torch.where(held, value, scale.inv(end)) for end in (point - width, point + width)
+    )
+    return Bands(value, lower, upper)
+
+
+def table(
+    information: Information, level: float, names: Mapping[str, list[str]]
+) -> dict[str, list]:
+    """Columns of a table of the estimates: see :meth:`Fit.table`."""
+    errors, limits = information.std_errors(), information.intervals(level)
+    found: dict[str, list] = {
+        "parameter": [], "estimate": [], "std_error": [], "lower": [], "upper": []
+    }  # fmt: skip
+    for part in information.coordinates:
+        own = names.get(part.name, names_of(part.name, part.estimate))
+        found["parameter"] += own
+        numbers = part.estimate, errors[part.name], *limits[part.name]
+        for column, value in zip(list(found)[1:], numbers):
+            found[column] += value.flatten().tolist()
+    return found
+
+
+def lines(columns: Mapping[str, list]) -> list[str]:
+    """The rows of a table as text."""
+    wide = max(len(name) for name in columns["parameter"])
+    head = f"{'':{wide}}" + "".join(f"{name:>11}" for name in list(columns)[1:])
+    rows = zip(*columns.values())
+    return [head, *(f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in rest) for name, *rest in rows)]
+
+
+def described(fit: Any) -> list[str]:
+    """Lines of text: the model, its loss, and why the fit ended."""
+    count, tokens = min(fit.window, len(fit.losses)), fit.num_observed
+    first, last = fit.losses[0].item(), fit.losses[-count:].mean().item()
+    over = f", mean of the last {count} steps" if fit.window > 1 else ""
+    guide = f" with {name_of(fit.guide)}" if fit.method == "SVI" else ""
+    module = getattr(fit.model, "module", None)
+    model = name_of(fit.model) + (f" of {name_of(module)}" if module is not None else "")
+    text = [
+        f"{fit.method} of {model}{guide}: {', '.join(fit.names) or 'parameters'}",
+        f"loss      {first:.2f} -> {last:.2f} nats{over}",
+        f"per {fit.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
+        f"ended     after {len(fit.losses)} steps and {fit.seconds:.1f} s: {fit.reason}",
+    ]
+    if fit.validation:
+        best = min(fit.validation, key=lambda past: past.nats)
+        text.append(
+            f"held out  {best.nats:.4f} nats per step, the best of {len(fit.validation)} "
+            f"validations, at step {best.step}"
+        )
+    if fit.restarts is not None:
+        ends = fit.restarts.final.sort().values
+        text.append(
+            f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
+            f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
+        )
+    text += [f"note      {note}" for note in fit.notes]
+    return text
+
+
+def name_of(part: Any) -> str:
+    """The name of a function or of the class of an object."""
+    return getattr(part, "__name__", type(part).__name__)
