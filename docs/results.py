@@ -706,7 +706,7 @@ def fixed_cost_table() -> str:
 
 def posterior_table() -> str:
     """Effective samples a second by sampler and model."""
-    models = ["casino", "poisson", "normal", "large"]
+    models = ["casino", "poisson", "normal", "large", "subjects"]
     samplers = list(dict.fromkeys(row["sampler"] for row in rows("posterior")))
     body = []
     for sampler in samplers:
@@ -718,7 +718,22 @@ def posterior_table() -> str:
                 text = f"{found[0]['bulk a second']:,.0f} ({found[0]['rhat']:.2f})"
             cells.append(text)
         body.append([sampler, *cells])
-    return table(["", "casino", "Poisson", "normal", "20 states"], body)
+    return table(["", "casino", "Poisson", "normal", "20 states", "hierarchical"], body)
+
+
+def calibration_table() -> str:
+    """Smallest p-values of uniform ranks, by model and sampler."""
+    found = rows("calibration")
+    samplers = list(dict.fromkeys(row["sampler"] for row in found))
+    body = []
+    for model in dict.fromkeys(row["model"] for row in found):
+        cells = {row["sampler"]: row for row in found if row["model"] == model}
+        texts = (
+            f"{cells[name]['p']:.2f} ({cells[name]['data_sets']})" if name in cells else DASH
+            for name in samplers
+        )
+        body.append([model, *texts])
+    return table(["p (data sets)", *samplers], body)
 
 
 def control_table() -> str:
@@ -862,6 +877,7 @@ TABLES = {
     "intervals": intervals_table,
     "fixed_cost": fixed_cost_table,
     "posterior": posterior_table,
+    "calibration": calibration_table,
     "control": control_table,
 }
 

@@ -42,9 +42,9 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
         "autoregressive_normal regression streams parametric",
     ),
     "Fitting": (
-        "`fit_em` takes a module; `fit_map`, `fit_svi` and `fit_mcmc` take a Pyro model, such as "
-        "`MarginalModel(module)`.",
-        "fit_em fit_map fit_svi fit_mcmc fit_laplace MarginalModel Fit starts save",
+        "`fit_em` and `fit_gibbs` take a module; `fit_map`, `fit_svi` and `fit_mcmc` take a Pyro "
+        "model, such as `MarginalModel(module)`.",
+        "fit_em fit_gibbs fit_map fit_svi fit_mcmc fit_laplace MarginalModel Fit starts save",
     ),
     "Queries": (
         "Asked of `hmm = fit.hmm(data)`.",
@@ -52,8 +52,8 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
     ),
     "Checking and plots": (
         "How well a fit describes its data, and how sure it is of its parameters.",
-        "Fit.summary Fit.intervals Fit.bootstrap metrics.bic metrics.cross_validate check_model "
-        "report plots to_arviz",
+        "Fit.summary Fit.intervals metrics.bic metrics.cross_validate check_model report plots "
+        "to_arviz",
     ),
     "Language models": (
         "Neural HMMs of thousands of states over words; also `python -m pyrohmm.language`.",

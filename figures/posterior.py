@@ -18,9 +18,11 @@ from typing import Any
 import pyro
 import torch
 from common import pyplot, write
+from pyro.distributions import Dirichlet, HalfNormal, Normal
 from torch import Tensor
 
 from pyrohmm import (
+    HMM,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -28,6 +30,7 @@ from pyrohmm import (
     datasets,
     fit_em,
     fit_gibbs,
+    fit_map,
     fit_mcmc,
     normal,
     poisson,
@@ -53,7 +56,13 @@ SIZES = {
     "numpyro-nuts": (2, 200, 200),
     "numpyro-nuts-vectorized": (8, 200, 200),
 }
-SHARE = {"casino": 1.0, "normal": 0.5, "poisson": 1.0, "large": 0.15}  # of the samples
+SHARE = {
+    "casino": 1.0,
+    "normal": 0.5,
+    "poisson": 1.0,
+    "large": 0.15,
+    "subjects": 0.5,
+}  # of the samples
 
 
 def problem(name: str) -> tuple[TabularHMM, Sequences]:
@@ -82,6 +91,32 @@ def problem(name: str) -> tuple[TabularHMM, Sequences]:
     return TabularHMM(20, categorical(50)), Sequences(values, lengths)
 
 
+def subjects(data: Sequences) -> HMM:
+    """Two states whose levels differ between subjects, about those of the population."""
+    rows = pyro.sample("transition", Dirichlet(1 + 4 * torch.eye(2)).to_event(1))
+    mean = pyro.sample("mean", Normal(torch.tensor([-1.0, 1.0]), 1.0).to_event(1))
+    between = pyro.sample("between", HalfNormal(torch.tensor(1.0)))
+    within = pyro.sample("within", HalfNormal(torch.tensor(1.0)))
+    with pyro.plate("subjects", data.total, subsample=data.indices):
+        level = pyro.sample("level", Normal(mean, between.unsqueeze(-1)).to_event(1))
+        emission = Normal(level, within.unsqueeze(-1))
+        hmm = HMM(torch.full((2,), 0.5).log(), rows.log(), emission, data.lengths)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def hierarchical_data() -> Sequences:
+    """Thirty subjects of sixty steps."""
+    torch.manual_seed(0)
+    matrix = torch.tensor([[0.9, 0.1], [0.15, 0.85]])
+    states = [torch.randint(2, (30,))]
+    for _ in range(59):
+        states.append(torch.multinomial(matrix[states[-1]], 1).squeeze(-1))
+    levels = torch.tensor([-1.0, 1.5]) + 0.5 * torch.randn(30, 2)
+    values = levels.gather(1, torch.stack(states, 1)) + 0.7 * torch.randn(30, 60)
+    return Sequences(values, torch.full((30,), 60))
+
+
 def ours(sampler: str, module: TabularHMM, data: Sequences, start: Any, sizes: Any) -> Any:
     """Samples by name, and seconds of warmup and of samples, of this package."""
     chains, warmup, samples = sizes
@@ -100,19 +135,25 @@ def ours(sampler: str, module: TabularHMM, data: Sequences, start: Any, sizes: A
     if sampler == "gibbs":
         fit = fit_gibbs(module, data, **options)
     else:
-        fit = fit_mcmc(MarginalModel(module), data, **options)
+        fit = fit_mcmc(model_of(module), data, **options)
     end = time.process_time()
     owner.step = original  # type: ignore[method-assign]
     return fit.chains, times[warmup] - first, end - times[warmup]
 
 
-def by_pyro(module: TabularHMM, data: Sequences, start: Any, sizes: Any) -> Any:
+def model_of(module: Any) -> Any:
+    """The Pyro model of a module; a model as it is."""
+    return MarginalModel(module) if isinstance(module, TabularHMM) else module
+
+
+def by_pyro(module: Any, data: Sequences, start: Any, sizes: Any) -> Any:
     """Samples and seconds of Pyro's NUTS of the same model."""
     _, warmup, samples = sizes
-    scale_priors(module, data)
+    if isinstance(module, TabularHMM):
+        scale_priors(module, data)
     values = {name: value.clone() for name, value in start.start.items()}
     init = pyro.infer.autoguide.init_to_value(values=values)
-    kernel = pyro.infer.NUTS(MarginalModel(module), init_strategy=init)
+    kernel = pyro.infer.NUTS(model_of(module), init_strategy=init)
     times = [time.process_time()]
     sampler = pyro.infer.MCMC(
         kernel, samples, warmup, disable_progbar=True,
@@ -123,18 +164,17 @@ def by_pyro(module: TabularHMM, data: Sequences, start: Any, sizes: Any) -> Any:
     return found, times[warmup] - times[0], times[-1] - times[warmup]
 
 
-def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str) -> Any:
-    """Samples and seconds of NumPyro's NUTS of the same model, filtered by ``lax.scan``."""
-    import jax
+def in_numpyro(module: Any, data: Sequences) -> Any:
+    """The same model for NumPyro, filtered by ``lax.scan``."""
     import jax.numpy as jnp
-    import numpy as np
     import numpyro
     import numpyro.distributions as dist
 
-    chains, warmup, samples = sizes
+    values = jnp.array(data.values.numpy())
+    if not isinstance(module, TabularHMM):
+        return _subjects_in_numpyro(values)
     scale_priors(module, data)
     emission, num_states = module.emission, module.num_states
-    values = jnp.array(data.values.numpy())
 
     def likelihoods() -> Any:
         if hasattr(emission, "prior_loc"):
@@ -157,15 +197,51 @@ def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str
         ones = jnp.ones((num_states, num_states))
         initial = numpyro.sample("module.initial", dist.Dirichlet(ones[0]))
         matrix = numpyro.sample("module.transition", dist.Dirichlet(ones).to_event(1))
-        logs = likelihoods()
+        numpyro.factor("x", _evidence(initial, matrix, likelihoods()))
 
-        def step(alpha: Any, log: Any) -> Any:
-            peak = alpha.max(-1, keepdims=True)
-            return jnp.log(jnp.exp(alpha - peak) @ matrix) + peak + log, None
+    return model
 
-        alpha, _ = jax.lax.scan(step, jnp.log(initial) + logs[:, 0], logs[:, 1:].swapaxes(0, 1))
-        numpyro.factor("x", jax.scipy.special.logsumexp(alpha, -1).sum())
 
+def _subjects_in_numpyro(values: Any) -> Any:
+    import jax.numpy as jnp
+    import numpyro
+    import numpyro.distributions as dist
+
+    def model() -> None:
+        matrix = numpyro.sample("transition", dist.Dirichlet(1 + 4 * jnp.eye(2)).to_event(1))
+        mean = numpyro.sample("mean", dist.Normal(jnp.array([-1.0, 1.0]), 1.0).to_event(1))
+        between = numpyro.sample("between", dist.HalfNormal(1.0))
+        within = numpyro.sample("within", dist.HalfNormal(1.0))
+        with numpyro.plate("subjects", len(values)):
+            level = numpyro.sample("level", dist.Normal(mean, between).to_event(1))
+        logs = dist.Normal(level[:, None], within).log_prob(values[..., None])
+        numpyro.factor("x", _evidence(jnp.full(2, 0.5), matrix, logs))
+
+    return model
+
+
+def _evidence(initial: Any, matrix: Any, logs: Any) -> Any:
+    """Log evidence of log-likelihoods ``(N, T, K)``, summed."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(alpha: Any, log: Any) -> Any:
+        peak = alpha.max(-1, keepdims=True)
+        return jnp.log(jnp.exp(alpha - peak) @ matrix) + peak + log, None
+
+    alpha, _ = jax.lax.scan(step, jnp.log(initial) + logs[:, 0], logs[:, 1:].swapaxes(0, 1))
+    return jax.scipy.special.logsumexp(alpha, -1).sum()
+
+
+def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str) -> Any:
+    """Samples and seconds of NumPyro's NUTS of the same model."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import numpyro
+
+    chains, warmup, samples = sizes
+    model = in_numpyro(module, data)
     init = {name: jnp.array(value.numpy()) for name, value in start.start.items()}
     kernel = numpyro.infer.NUTS(model, init_strategy=numpyro.infer.init_to_value(values=init))
     sampler = numpyro.infer.MCMC(
@@ -186,9 +262,16 @@ def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str
 
 def measure(sampler: str, name: str) -> dict[str, Any]:
     """One sampler of one model."""
-    module, data = problem(name)
-    pyro.set_rng_seed(1)
-    start = fit_em(module, data, restarts=10)
+    module: Any
+    start: Any
+    if name == "subjects":
+        module, data = subjects, hierarchical_data()
+        pyro.set_rng_seed(1)
+        start = fit_map(subjects, data, num_iterations=300)
+    else:
+        module, data = problem(name)
+        pyro.set_rng_seed(1)
+        start = fit_em(module, data, restarts=10)
     chains, warmup, samples = SIZES[sampler]
     sizes = chains, max(50, int(warmup * SHARE[name] ** 0.5)), max(50, int(samples * SHARE[name]))
     if sampler in ("gibbs", "hmc"):
@@ -199,7 +282,7 @@ def measure(sampler: str, name: str) -> dict[str, Any]:
     else:
         method = "vectorized" if sampler.endswith("vectorized") else "sequential"
         found, first, rest = by_numpyro(module, data, start, sizes, method)
-    parts: dict[str, Tensor] = {n: value for n, value in found.items() if n.startswith("module.")}
+    parts: dict[str, Tensor] = {n: value for n, value in found.items() if n != "x"}
     judged = [agreement(value) for value in parts.values()]
     ess = min(part.bulk.nan_to_num(1e9).min().item() for part in judged)
     tail = min(part.tail.nan_to_num(1e9).min().item() for part in judged)
@@ -242,8 +325,8 @@ def main() -> None:
                  if run["sampler"] == sampler and run["bulk a second"] > 0}  # fmt: skip
         if not rates:
             continue
-        places = [list(SHARE).index(model) + 0.16 * (i - 2) for model in rates]
-        axes.bar(places, list(rates.values()), 0.15, color=f"C{i}", label=label)
+        places = [list(SHARE).index(model) + 0.14 * (i - 2.5) for model in rates]
+        axes.bar(places, list(rates.values()), 0.13, color=f"C{i}", label=label)
     axes.set_xticks(range(len(SHARE)), [TITLES.get(name, name) for name in SHARE])
     axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(SHARE) - 0.4))
     axes.grid(visible=False, axis="x")

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from .chains.base import Chain
 from .distributions.observation import log_likelihood
-from .nn.family import EmissionFamily, build_emission
+from .nn.closed_form import ConjugateSampler
+from .nn.family import Emission, EmissionFamily, build_emission
 
 SAMPLES = 4000
+FARTHEST = 6.0  # standard errors, above which samples are refused
 LEAST_P = 1e-5  # of a chi-square test, below which samples are refused
 
 
@@ -227,7 +229,10 @@ def _check_other_forms(chain: Chain, likelihood: Tensor, lengths: Tensor, tolera
 def check_emission(
     family: EmissionFamily, values: Tensor, num_states: int = 3, tolerance: float = 1e-6
 ) -> None:
-    """Check an emission family: shapes, sums of statistics, and that its M-step is a maximum.
+    """Check an emission family: shapes, sums of statistics, its M-step, and its samples.
+
+    The M-step must be a maximum, and ``sample_parameters``, if there is one, samples of the
+    posterior given the states.
 
     Args:
         family: Such as :func:`pyrohmm.normal`.
@@ -255,6 +260,10 @@ def check_emission(
     torch.testing.assert_close(logs, one_by_one, rtol=1e-4, atol=1e-4)
     if hasattr(module, "m_step"):
         _check_m_step(module, values, num_states, tolerance)
+    if isinstance(module, ConjugateSampler) and not (
+        isinstance(module, Emission) and module.augments(values)
+    ):
+        _check_sampler(module, values, num_states)
 
 
 def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float) -> None:
@@ -286,6 +295,35 @@ def _check_mode(
         near = {n: _moved(module, n, v[0]) for n, v in mode.items()}
         other = _expected_log_joint(module, near, values, weights)
         assert other <= best + tolerance * len(values), f"a density of {other} beside {best}"
+
+
+def _check_sampler(module: Any, values: Tensor, num_states: int) -> None:
+    r"""Samples u of a posterior p, without bounds: E[dlog p / du] = 0 and E[u dlog p / du] = -1."""
+    states = torch.arange(len(values)) % num_states
+    weights = torch.nn.functional.one_hot(states, num_states)[None].to(torch.float64)
+    sites = _sites(module)
+    own = {name.removeprefix(f"{module._pyro_name}."): name for name in sites}
+    start = {name: pyro.poutine.trace(module).get_trace().nodes[own[name]]["value"] for name in own}
+    wide = {name: value.expand(SAMPLES, *value.shape) for name, value in start.items()}
+    whole = module.statistics(values, weights, None)
+    whole = {name: value.expand(SAMPLES, *value.shape[1:]) for name, value in whole.items()}
+    samples = module.sample_parameters(whole, wide)
+    leaves, total = {}, torch.zeros(())
+    for name, sample in samples.items():
+        assert sample.shape == wide[name].shape, f"samples of {name} have shape {sample.shape}"
+        transform = torch.distributions.biject_to(sites[own[name]].support)
+        leaves[name] = transform.inv(sample.double().unsqueeze(1)).detach().requires_grad_()
+        start[name] = transform(leaves[name])
+        total = total + transform.log_abs_det_jacobian(leaves[name], start[name]).sum()
+    data = {own[name]: value for name, value in start.items()}
+    trace = pyro.poutine.trace(pyro.poutine.condition(module, data=data)).get_trace()
+    logs = trace.nodes["_RETURN"]["value"].log_prob(values.unsqueeze(1))  # (R, M, K)
+    total = total + (logs * weights).sum() + trace.log_prob_sum()
+    slopes = torch.autograd.grad(total, list(leaves.values()))
+    for (name, leaf), slope in zip(leaves.items(), slopes):
+        for score in (slope, leaf * slope + 1):
+            apart = score.mean(0).abs() / (score.std(0) / SAMPLES**0.5 + 1e-9)
+            assert apart.max() < FARTHEST, f"samples of {name} are not of the posterior: {apart}"
 
 
 def _sites(module: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Old names work on, with a warning that names the new ones."""
+"""Names of arguments: old ones work on with a warning, unknown ones are told their like."""
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     datasets,
+    fit_cooccurrence,
     fit_em,
     fit_map,
     normal_mixture,
@@ -68,5 +69,28 @@ def test_map_starts_where_a_fit_ended():
     for start in (FIT, FIT.start):
         fit = fit_map(MODEL, DATA, num_iterations=1, start=start)
         assert fit.losses[0] == pytest.approx(FIT.losses[-1].item(), abs=1e-3)
+    again = fit_em(TabularHMM(2, categorical(6)), DATA, num_iterations=1, start=FIT)
+    assert again.losses[0] == pytest.approx(FIT.losses[-1].item(), abs=1e-3)
+    with pytest.raises(ValueError, match=r"start has no value for module\.\S+; it has initial"):
+        fit_map(MODEL, DATA, start={"initial": torch.ones(2) / 2})
     with pytest.raises(TypeError, match="start must be a function"):
         fit_map(MODEL, DATA, start=3)
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("n_iter", "num_iterations"), ("n_init", "restarts")])
+def test_an_unknown_argument_is_told_what_it_may_be(wrong, meant):
+    with pytest.raises(TypeError, match=f"{wrong}'. Did you mean {meant}"):
+        fit_em(TabularHMM(2, categorical(6)), DATA, **{wrong: 3})
+
+
+def test_pairs_refuse_sizes_of_minibatches():
+    with pytest.raises(ValueError, match=r"batch_size is of sequences.*pairs_per_step"):
+        fit_cooccurrence(TabularHMM(2, categorical(6)), DATA, batch_size=2)
+
+
+def test_samples_are_printed_as_a_summary():
+    one = PosteriorDraws.of(FIT)
+    assert str(one).startswith("PosteriorDraws(1 chains of 1 samples of module.initial, ")
+    many = PosteriorDraws.of({name: value.tile(2, 8, 1) for name, value in one.parameters.items()
+                              if value.dim() == 3}, MODEL)  # fmt: skip
+    assert many.summary() in str(many)

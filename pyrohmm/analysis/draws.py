@@ -47,7 +47,7 @@ from .draw_layout import (
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
-@dataclass
+@dataclass(repr=False)
 class PosteriorDraws:
     """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
 
@@ -70,8 +70,6 @@ class PosteriorDraws:
         >>> model = MarginalModel(TabularHMM(2, categorical(6)))
         >>> guide = pyro.infer.autoguide.AutoNormal(model)
         >>> draws = PosteriorDraws.of(fit_svi(model, guide, data, num_iterations=10), num_draws=100)
-        >>> draws.hmm(data).batch_shape  # chains, draws, sequences
-        torch.Size([1, 100, 5])
         >>> draws.aligned(data).parameters["module.transition"].mean((0, 1)).shape
         torch.Size([2, 2])
     """
@@ -85,6 +83,13 @@ class PosteriorDraws:
     @renamed.attribute("parameters")
     def values(self) -> Any:
         """Old name of ``parameters``."""
+
+    def __repr__(self) -> str:
+        sizes = "{} chains of {} samples".format(*self.shape)
+        return f"PosteriorDraws({sizes} of {', '.join(self.parameters)})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self.summary()}" if self.shape[1] > 3 else repr(self)
 
     def __post_init__(self) -> None:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}

@@ -72,6 +72,11 @@ def state_probs(
     Raises:
         ValueError: If there are not K names.
     """
+    if probs.dim() != 2:
+        raise ValueError(
+            "probs must have shape (T, K), the posterior of one sequence; got shape "
+            f"{tuple(probs.shape)}. Paths are drawn by plots.timeline."
+        )
     labels = names_or_numbers(names, probs.size(1), "state ")
     axes = axes_or_new(axes)
     shares = probs.detach().cpu().mT.numpy()

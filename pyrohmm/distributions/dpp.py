@@ -105,12 +105,14 @@ class DiversityPrior(nn.Module):
         """
         return cls(alpha / 2, rho, **options)
 
-    def forward(self, hmm: HMM) -> Tensor:
-        """Log-density ``(*B)`` of the transition matrix of ``hmm``.
+    def forward(self, hmm: HMM | Tensor) -> Tensor:
+        """Log-density ``(*B)`` of the transition matrix of ``hmm``, or of matrices ``(*B, K, K)``.
 
         Raises:
             ValueError: If transitions change with the step, or depend on more than one state.
         """
+        if isinstance(hmm, Tensor):
+            return self.log_density_of_transition(hmm)
         if hmm.transition_per_step or hmm.order != 1:
             raise ValueError(
                 "DiversityPrior is of one matrix of transitions from one state; those of this "

@@ -39,7 +39,7 @@ from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
 from .gradient import fit_map
 from .models import LogPrior, build, exclusive, factor_log_prior
-from .options import FitOptions
+from .options import MINIBATCHES, FitOptions
 from .results import Fit
 from .starts import Values
 
@@ -242,7 +242,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
             then, and ``tolerance=None`` takes all steps.
         log_prior: A further log-density of the HMM built.
         **options: Further arguments: :class:`FitOptions` explains them. ``generator`` is for
-            ``pairs_per_step``; sizes of minibatches of sequences change nothing.
+            ``pairs_per_step``, which takes the place of minibatches of sequences.
 
     Returns:
         The fit; ``num_observed`` is the number of pairs (those of the first lag).
@@ -258,6 +258,11 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
         >>> fit.restarts.losses.shape[0], fit.num_observed
         (4, 38)
     """
+    for name in MINIBATCHES:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name} is of sequences, and a step reads counts of pairs: give pairs_per_step."
+            )
     targets, notes = _targets(module, data, num_symbols, lags, edges)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,

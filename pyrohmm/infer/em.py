@@ -40,7 +40,7 @@ from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel, exclusive
 from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
-from .options import FREE
+from .options import FREE, names_checked
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
@@ -65,6 +65,7 @@ def densehmm_schedule() -> dict[str, Any]:
 
 
 @renamed.arguments(num_steps="num_iterations")
+@names_checked
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
     module: HMMModule | HMM,
@@ -72,7 +73,7 @@ def fit_em(
     *,
     num_iterations: int = 500,
     tolerance: float | None = 1e-6,
-    start: Start | Values | None = None,
+    start: Start | Values | Fit | None = None,
     restarts: int = 1,
     batch_size: int | None = None,
     decay: float = 0.7,
@@ -102,7 +103,7 @@ def fit_em(
             convergence, by Aitken's estimate, in every restart. None runs all steps as they are.
         start: The first parameters: ``starts.from_prior``, ``starts.by_kmeans``,
             ``starts.sticky()``, ``starts.from_hmm(hmm)``, a function like these, or values by name,
-            such as ``fit.parameters``. By default the prior for symbols and for emissions without a
+            or another fit. By default the prior for symbols and for emissions without a
             closed form, k-means for others; parameters without a prior start at their values.
         restarts: R, the number of batched restarts; every parameter must have a prior. After each
             20 iterations the better half goes on; with ``tolerance=None`` all do. The best is kept,
@@ -154,7 +155,7 @@ def fit_em(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    data = in_parts(data)
+    data, start = in_parts(data), start.parameters if isinstance(start, Fit) else start
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
         module = module_of(module)

@@ -31,6 +31,7 @@ from ..nn.family import Emission
 from ..ops.sampling import sample_paths
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
+from .options import names_checked
 from .parameters import Parameters
 from .results import Fit
 from .sampled import Chains, SampledFit
@@ -39,6 +40,7 @@ from .starts import Start, Values, by_kmeans, from_prior
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
 
 
+@names_checked
 @exclusive()
 def fit_gibbs(
     module: HMMModule,

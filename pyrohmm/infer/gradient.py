@@ -129,7 +129,8 @@ def fit_map(
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
         data: The sequences; or an iterable of such, whose gradients are added at each step.
         num_iterations: Largest number of gradient steps.
-        learning_rate: Of Adam, if there is no ``optimizer``.
+        learning_rate: Of Adam, if there is no ``optimizer``; larger than that of :func:`fit_svi`,
+            since these gradients have no noise but that of minibatches.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
         start: Initial values: an ``init_to_*`` function of Pyro's autoguides, values by name, or
             another fit. The default samples them from the prior, so that states differ from each
@@ -196,7 +197,14 @@ def _init_function(start: Callable[..., Any] | Values | Fit) -> Callable[..., An
             "start must be a function such as init_to_sample, values by name, or a fit; got "
             f"{type(start).__name__}."
         )
-    return init_to_value(values=dict(values))
+    at = init_to_value(values=dict(values))
+
+    def init(site: dict[str, Any]) -> Any:
+        if site["name"] not in values:
+            raise ValueError(f"start has no value for {site['name']}; it has {', '.join(values)}.")
+        return at(site)
+
+    return init
 
 
 def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:

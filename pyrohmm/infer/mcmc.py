@@ -26,6 +26,7 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
 from .models import exclusive, scale_priors, to_model_device
 from .objective import LogJoint, latent_sites, trace_of_batchable
+from .options import names_checked
 from .plates import marks_of, sequence_plates
 from .results import Fit
 from .sampled import Chains, SampledFit
@@ -283,6 +284,7 @@ def _halton(index: int) -> float:
     return value
 
 
+@names_checked
 @exclusive()
 def fit_mcmc(
     model: Callable[..., Any],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from pyro.infer import ELBO
@@ -19,6 +21,7 @@ from ..data.sequences import Sequences
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Report = Callable[["Validation"], object]
+Fitting = TypeVar("Fitting", bound=Callable[..., Any])
 
 # What another call may change and still resume from a checkpoint: it changes no step, only how many
 # there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
@@ -26,7 +29,9 @@ FREE = ("num_iterations", "tolerance", "patience", "progress", "report", "checkp
 MINIBATCHES = ("batch_size", "batch_tokens", "windows")
 ALIASES = {  # of other packages
     "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
-    "tol": "tolerance", "steps": "num_iterations", "n_restarts": "restarts", "verbose": "progress",
+    "tol": "tolerance", "steps": "num_iterations", "n_restarts": "restarts",
+    "n_init": "restarts", "n_samples": "num_samples", "n_chains": "num_chains", "init": "start",
+    "verbose": "progress",
 }  # fmt: skip
 
 
@@ -110,6 +115,26 @@ class Settings(FitOptions):
     validation: Sequences | None
 
 
+def unknown_argument(fit: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
+    """The error that names the argument which ``name`` may be meant to be."""
+    near = get_close_matches(ALIASES.get(name, name), known, 1)
+    cure = f" Did you mean {near[0]}?" if near else ""
+    return TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
+
+
+def names_checked(fit: Fitting) -> Fitting:
+    """A decorator of a fit that says which argument an unknown one may be meant to be."""
+    known = inspect.signature(fit).parameters
+
+    @wraps(fit)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - known.keys():
+            raise unknown_argument(fit, name, known)
+        return fit(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
 def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
     """All arguments by name, None where they were not given to ``fit``.
 
@@ -120,9 +145,7 @@ def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
     known = Settings.__annotations__
     for name in given:
         if name not in known:
-            near = get_close_matches(ALIASES.get(name, name), known, 1)
-            cure = f" Did you mean {near[0]}?" if near else ""
-            raise TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
+            raise unknown_argument(fit, name, known)
     settings: Any = dict.fromkeys(known) | given
     check_tolerance(settings["tolerance"])
     for name in ("num_iterations", "batch_size", "batch_tokens", "validate_every", "patience"):

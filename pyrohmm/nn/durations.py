@@ -69,6 +69,7 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
         ``(*B, K, D)``.
 
     Example:
+        >>> from pyrohmm.nn.durations import truncated
         >>> truncated(Poisson(torch.tensor([1.0])), 3).exp()
         tensor([[0.4000, 0.4000, 0.2000]])
     """

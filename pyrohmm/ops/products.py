@@ -49,7 +49,13 @@ def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
         beyond = (rows < 0) | (rows >= log_probs.size(-1))  # not the row of another matrix
         rows = rows + matrices.reshape(batch) * log_probs.size(-1)
         rows = rows.masked_fill(beyond, len(table))
-    return take_rows(table, rows)
+    try:
+        return take_rows(table, rows)
+    except IndexError:
+        raise IndexError(
+            f"symbols must lie between 0 and V - 1 = {log_probs.size(-1) - 1}; got "
+            f"{int(symbols.min())} to {int(symbols.max())}. Do they begin at one? Subtract 1."
+        ) from None
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:

@@ -9,15 +9,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, DensityMixin
-from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+
+try:
+    from sklearn.base import BaseEstimator, DensityMixin
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.utils import check_random_state
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise ImportError(
+        "pyrohmm.sklearn needs scikit-learn 1.6: pip install 'pyrohmm[sklearn]'."
+    ) from error
 
 
 @dataclass

@@ -1,0 +1,166 @@
+"""Simulation-based calibration: ranks of the truth among samples of its posterior are uniform.
+
+Talts, Betancourt, Simpson, Vehtari and Gelman (2018). For each model, parameters are sampled from
+the prior, data from the parameters, and from the posterior of these data one sample of each of
+fifteen independent chains that begin at samples of the prior. If the sampler is right, the rank of
+the truth among them is uniform on 0 to 15. The p-value is that of a chi-square test in eight bins,
+the smallest one over the statistics times their number (Bonferroni). The statistic of each
+parameter is a weighted sum of its entries, and the log joint density is a further one.
+``--sampler`` and ``--model`` run one of them and add to ``calibration.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from common import write
+from scipy import stats
+from torch import Tensor
+
+from pyrohmm import (
+    DenseHMM,
+    MarginalModel,
+    PosteriorDraws,
+    Sequences,
+    StickyHDPHMM,
+    TabularHMM,
+    TabularHSMM,
+    TabularSecondOrderHMM,
+    autoregressive_normal,
+    bernoulli,
+    categorical,
+    fit_gibbs,
+    fit_mcmc,
+    free_durations,
+    gamma,
+    normal,
+    normal_full,
+    normal_mixture,
+    poisson,
+    sticky,
+)
+from pyrohmm.infer.starts import from_prior
+
+HERE = Path(__file__).parent
+CHAINS, BINS = 15, 8
+LENGTHS = torch.tensor([12, 7, 1])
+STRENGTH = torch.tensor([[4.0, 1.0, 1.0], [1.0, 1.0, 3.0]])
+
+
+def tabular(family: Any) -> Any:
+    """Two sticky states with emissions of a family."""
+    return TabularHMM(2, family, 1.5, sticky(2, 3.0))
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "categorical": lambda: tabular(categorical(3, STRENGTH)),
+    "bernoulli": lambda: tabular(bernoulli(2, 1.5, 2.0)),
+    "poisson": lambda: tabular(poisson(0, torch.tensor([2.0, 8.0]), 1.0)),
+    "normal": lambda: tabular(normal(0, torch.tensor([-1.0, 1.0]), 0.5, 3.0, 1.0)),
+    "full covariance": lambda: tabular(normal_full(2, 0.5, 1.0, 6.0, 2.0)),
+    "mixture": lambda: tabular(normal_mixture(2, 1, 0.0, 0.5, 3.0, 1.0, 2.0)),
+    "autoregressive": lambda: tabular(autoregressive_normal(1, 1, 4.0, 0.0, 0.5, 4.0, 2.0)),
+    "durations": lambda: TabularHSMM(
+        2, free_durations(3, torch.tensor([1.0, 2.0, 3.0])), categorical(3, STRENGTH)
+    ),
+    "second order": lambda: TabularSecondOrderHMM(2, categorical(3, STRENGTH)),
+    "gamma": lambda: tabular(gamma(0)),
+    "sticky HDP": lambda: StickyHDPHMM(3, categorical(3, 1.5), 3.0, 3.0, 3.0),
+    "dense": lambda: DenseHMM(2, 3, 2),
+}
+SAMPLERS = ("gibbs", "hmc", "tempered gibbs")
+
+
+def simulated(module: Any) -> tuple[dict[str, Tensor], Sequences]:
+    """Parameters of the prior by name, and data of them."""
+    with torch.no_grad():
+        trace = pyro.poutine.trace(module).get_trace(LENGTHS)
+        values = trace.nodes["_RETURN"]["value"].sample()
+    truth = {f"module.{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    return truth, Sequences(values, LENGTHS)
+
+
+def sampled(sampler: str, module: Any, data: Sequences) -> Any:
+    """One sample of each chain, and its log joint density."""
+    options: dict[str, Any] = {"num_chains": CHAINS, "num_samples": 1, "progress": False}
+    if sampler == "hmc":
+        start = {f"module.{n}": v.squeeze(1) for n, v in from_prior(module, data, CHAINS).items()}
+        return fit_mcmc(MarginalModel(module), data, warmup=80, start=start, **options)
+    if sampler == "tempered gibbs":
+        options["num_temperatures"] = 3
+    return fit_gibbs(module, data, warmup=150, start=from_prior, **options)
+
+
+def ranks_of(sampler: str, model: str, count: int) -> tuple[list[str], Tensor]:
+    """Names of statistics, and ranks ``(count, statistics)`` of the truth among samples."""
+    rows = []
+    for _ in range(count):
+        module = MODELS[model]()
+        truth, data = simulated(module)
+        fit = sampled(sampler, module, data)
+        row = {}
+        for site, value in truth.items():
+            weights = torch.arange(1.0, 1 + value.numel()).cos()
+            samples = fit.chains[site].reshape(CHAINS, -1) @ weights
+            if samples.std() > 1e-6:  # else it is constant
+                row[site] = int((samples < value.flatten() @ weights).sum())
+        draws = PosteriorDraws(
+            MarginalModel(module), {n: v[None, None].detach() for n, v in truth.items()}
+        )
+        evidence = draws.map(data, lambda hmm, x=data.values: hmm.log_prob(x).sum(-1).double())
+        lp = evidence + draws.log_prior(data)
+        row["lp"] = int((fit.stats["lp"].flatten() < lp.flatten()).sum())
+        rows.append(row)
+    names = list(rows[0])
+    return names, torch.tensor([[row[name] for name in names] for row in rows])
+
+
+def measure(sampler: str, model: str, count: int) -> dict[str, Any]:
+    """One sampler of one model."""
+    pyro.set_rng_seed(0)
+    begin = time.process_time()
+    names, ranks = ranks_of(sampler, model, count)
+    histograms = {
+        name: torch.bincount(column * BINS // (CHAINS + 1), minlength=BINS).tolist()
+        for name, column in zip(names, ranks.T)
+    }
+    least = min(stats.chisquare(each).pvalue for each in histograms.values())
+    return {
+        "sampler": sampler, "model": model, "data_sets": count,
+        "p": round(min(1.0, float(least) * len(names)), 4), "histograms": histograms,
+        "seconds": round(time.process_time() - begin, 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sampler", choices=SAMPLERS, action="append")
+    parser.add_argument("--model", choices=list(MODELS), action="append")
+    parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--quick", action="store_true", help="two data sets; nothing is written")
+    options = parser.parse_args()
+    if options.quick:
+        measure("gibbs", "categorical", 2)
+        return
+    for sampler in options.sampler or SAMPLERS:
+        for model in options.model or MODELS:
+            found = measure(sampler, model, options.count)
+            print(
+                {name: value for name, value in found.items() if name != "histograms"}, flush=True
+            )
+            path = HERE / "calibration.json"
+            known = json.loads(path.read_text())["rows"] if path.exists() else []
+            kept = [row for row in known if (row["sampler"], row["model"]) != (sampler, model)]
+            write("calibration", [*kept, found])
+
+
+if __name__ == "__main__":
+    main()
