@@ -289,9 +289,9 @@ class StickyHDPHMM(HMMModule, Family):
     small :math:`\beta_k` are entered from nowhere: take K well above the number of states that
     are expected, and count those that the posterior visits.
 
-    For :func:`fit_svi` and NUTS, by :class:`MarginalModel`. The density is infinite where a state
-    has a small weight and is never entered, so that ``fit_em`` and ``fit_map``, which look for a
-    maximum, refuse it.
+    For :func:`fit_gibbs`; for :func:`fit_svi` and NUTS, by :class:`MarginalModel`. The density is
+    infinite where a state has a small weight and is never entered, so that ``fit_em`` and
+    ``fit_map``, which look for a maximum, refuse it.
 
     Sites: ``weights`` ``(K,)``, ``initial`` ``(K,)``, ``transition`` ``(K, K)``, those of
     ``emission``, and ``gamma``, ``alpha`` and ``kappa`` where they have priors.
@@ -367,16 +367,58 @@ class StickyHDPHMM(HMMModule, Family):
         return self.emission
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:
+        """Expected counts of the rows that have priors: see :class:`ChainMStep`."""
+        counts = {name.removeprefix("log_"): value for name, value in expected.counts.items()}
+        return {name: value for name, value in counts.items() if self.has_prior(name)}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
         """None: raises ValueError, for the density has no maximum."""
         raise ValueError(
             "a StickyHDPHMM has no most probable value, which EM looks for: its density is "
-            "infinite where a state is never entered. Use fit_svi, or NUTS of "
+            "infinite where a state is never entered. Use fit_gibbs, fit_svi, or NUTS of "
             "MarginalModel(module)."
         )
 
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """None: see :meth:`statistics`."""
-        return {}, []
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """Weights given numbers of tables, then rows given weights (Fox et al., 2011)."""
+        known: Any = self._buffers | current
+        gamma, alpha, kappa, weights = (
+            known[name].double() for name in ("gamma", "alpha", "kappa", "weights")
+        )
+        least = torch.finfo(known["weights"].dtype).tiny  # what is smaller counts as that
+        stay = kappa[..., None, None] * torch.eye(self.num_states).to(kappa)
+
+        def strengths(weights: Tensor) -> Statistics:
+            shared = (alpha.unsqueeze(-1) * weights).clamp(min=LEAST)
+            return {"initial": shared, "transition": shared.unsqueeze(-2) + stay}
+
+        samples = {}
+        if self.has_prior("weights"):
+            prior = strengths(weights)
+            tables = {n: _tables(count, prior[n]) for n, count in statistics.items()}
+            counts = tables.get("initial", torch.zeros_like(prior["initial"]))
+            if "transition" in tables:
+                share = kappa.unsqueeze(-1) / (kappa.unsqueeze(-1) + prior["initial"])
+                own = tables["transition"].diagonal(dim1=-2, dim2=-1)
+                counts = (
+                    counts + tables["transition"].sum(-2) - torch.binomial(own, share + 0 * own)
+                )
+            weights = sample_rows((gamma / self.num_states).unsqueeze(-1) + counts)
+            samples["weights"] = weights
+        prior = strengths(weights)
+        for name, count in statistics.items():
+            samples[name] = sample_rows(prior[name] + count).clamp(min=least)
+        return samples
+
+
+def _tables(counts: Tensor, strength: Tensor) -> Tensor:
+    """Numbers of tables that seat ``counts`` customers of a Chinese restaurant process each."""
+    found, strength = torch.zeros_like(counts), strength.expand_as(counts).unsqueeze(-1)
+    for start in range(0, int(counts.max()), 256):
+        seated = torch.arange(start, start + 256).to(counts)
+        opens = torch.rand_like(strength + seated) * (strength + seated) < strength
+        found += (opens & (seated < counts.unsqueeze(-1))).sum(-1)
+    return found
 
 
 class SharedRows(SparseDirichlet):
