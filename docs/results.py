@@ -905,6 +905,21 @@ def intervals_numbers() -> dict[str, str]:
     }
 
 
+def laplace_numbers() -> dict[str, str]:
+    """What the page of random effects says."""
+    covered, integral = (one("laplace", part=part) for part in ("coverage", "integral"))
+    return {
+        "fits": str(covered["fits"]),
+        "subjects": str(covered["subjects"]),
+        "steps": str(covered["steps"]),
+        "without": str(covered["without"]),
+        "coverage": ", ".join(percent(share) for share in covered["coverage"].values()),
+        "effects": percent(covered["effects"]),
+        "laplace": f"{integral['laplace']:.2f}",
+        "quadrature": f"{integral['quadrature']:.2f}",
+    }
+
+
 def speed_numbers() -> dict[str, str]:
     """What the page of benchmarks says beside its tables."""
     (large,) = (row for row in rows("throughput", method="sgemm 2048") if row[SHAPE][2] >= 1024)
@@ -1116,4 +1131,5 @@ def substitutions() -> dict[str, Any]:
         "language": language_numbers(),
         "switch": switch_numbers(),
         "intervals": intervals_numbers(),
+        "laplace": laplace_numbers(),
     }

@@ -109,8 +109,8 @@ from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
+from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import StationaryHMM as StationaryHMM
-from .nn.tabular import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.tabular import banded as banded

@@ -17,7 +17,7 @@ from .._checks import check_size
 from ..data.batches import first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
-from ..nn.tabular import SharedRows
+from ..nn.sticky_hdp import SharedRows
 from .guides import Point
 from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable

@@ -210,7 +210,8 @@ class Hamiltonian:
         """Coordinates of values, off the boundary of their spaces."""
         parts = []
         for name, transform in self.transforms.items():
-            parts.append(transform.inv(interior(transform.codomain, values[name])).flatten(1))
+            free = transform.inv(interior(transform.codomain, values[name]))
+            parts.append(free.reshape(len(free), -1))
         return torch.cat(parts, -1)
 
     def constrain(self, free: Tensor) -> tuple[dict[str, Tensor], Tensor]:

@@ -16,7 +16,8 @@ Its modules; each imports only those above it:
 ``modified``         zero-inflated, censored and truncated families
 ``composed``         joined streams; states that share an emission
 ``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
-``tabular``          ``TabularHMM``, second order, stationary, sticky: probabilities as parameters
+``tabular``          ``TabularHMM``, second order, stationary: probabilities as parameters
+``sticky_hdp``       ``StickyHDPHMM``: as many states as the data ask for
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_times``    ``TabularHSMM``: explicit durations; ``TabularContinuousTimeHMM``: rates
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
@@ -72,8 +73,8 @@ from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
 from .regression import RegressionHMM as RegressionHMM
 from .regression import regression as regression
+from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .tabular import StationaryHMM as StationaryHMM
-from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .tabular import banded as banded

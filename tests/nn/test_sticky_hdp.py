@@ -4,7 +4,7 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Dirichlet, Gamma, Normal
+from pyro.distributions import Categorical, Dirichlet, Gamma, Normal
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
@@ -13,6 +13,7 @@ from pyrohmm import (
     Sequences,
     StickyHDPHMM,
     categorical,
+    fit_gibbs,
     fit_map,
     fit_svi,
     normal,
@@ -143,3 +144,40 @@ def test_fit_map_says_that_there_is_no_maximum(restarts):
     for model in (inner, lambda data: inner(data)):
         with pytest.raises(ValueError, match=r"fit_map .* of a StickyHDPHMM has none.* fit_svi"):
             fit_map(model, data, num_iterations=2, restarts=restarts)
+
+
+def test_rows_given_paths_of_the_prior_have_the_distribution_of_the_prior():
+    """Geweke's joint test of the sampler that seats tables."""
+    pyro.set_rng_seed(0)
+    count, size, num_steps = 4000, 4, 30
+    module = StickyHDPHMM(size, categorical(2), gamma=2.0, alpha=3.0, kappa=2.0).double()
+    gamma, alpha, kappa = torch.tensor([2.0, 3.0, 2.0], dtype=torch.float64)
+    weights = Dirichlet((gamma / size).expand(count, size)).sample()
+    initial = Dirichlet(alpha * weights + 1e-12).sample()
+    eye = torch.eye(size, dtype=torch.float64)
+    rows = Dirichlet(alpha * weights.unsqueeze(1) + kappa * eye + 1e-12).sample()
+    state = Categorical(initial).sample()
+    first, pairs = eye[state], torch.zeros_like(rows)
+    for _ in range(num_steps):
+        after = Categorical(rows[torch.arange(count), state]).sample()
+        pairs[torch.arange(count), state, after] += 1
+        state = after
+    found = module.sample_parameters({"initial": first, "transition": pairs}, {"weights": weights})
+    for name, theta in (("weights", weights), ("initial", initial), ("transition", rows)):
+        for change in (
+            lambda x: x,
+            torch.square,
+            lambda x: x * pairs.sum(1)[:, :1].view(count, *(1,) * (x.dim() - 1)),
+        ):
+            apart = (change(found[name]) - change(theta)).flatten(1)
+            assert bool((apart.mean(0).abs() < 4.8 * apart.std(0) / count**0.5 + 1e-9).all()), name
+
+
+def test_gibbs_samples_concentrations_with_priors():
+    """Numbers without a dimension are moved by trajectories, all else by conjugate draws."""
+    pyro.set_rng_seed(0)
+    data = Sequences(torch.randint(2, (3, 10)), torch.tensor([10, 4, 1]))
+    module = StickyHDPHMM(3, categorical(2), gamma=(2.0, 1.0), alpha=(2.0, 0.5), kappa=5.0)
+    fit = fit_gibbs(module, data, num_samples=3, num_chains=2, warmup=2)
+    assert fit.chains["module.gamma"].shape == (2, 3)
+    assert bool((fit.chains["module.alpha"] > 0).all())
