@@ -105,7 +105,7 @@ fits = {
         model, train, num_iterations=steps, start=init_to_value(values=pairs.start)
     ),
     "EM from co-occurrence": fit_em(
-        module, train, num_iterations=2 if SMOKE else 15, start=pairs.values
+        module, train, num_iterations=2 if SMOKE else 15, start=pairs.parameters
     ),
     "EM, standard HMM": fit_em(
         TabularHMM(num_states, categorical(num_symbols)), train, num_iterations=2 if SMOKE else 60
@@ -126,7 +126,7 @@ for name, fit in fits.items():
 
 # %%
 best = fits["EM from co-occurrence"]
-symbol, emit = best.values["module.symbol"], best.values["module.emit"]
+symbol, emit = best.parameters["module.symbol"], best.parameters["module.emit"]
 symbol = symbol - symbol.mean(0)
 stationary = best.hmm(train[:1]).stationary()
 
