@@ -27,6 +27,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     fit_svi,
+    metrics,
     normal,
     recursions,
 )
@@ -244,6 +245,9 @@ def test_data(mistake, error, words):
      "decay must lie between 0.5 and 1"),
     ("EM from elsewhere", lambda: fit_em(module(), data(), start={"foo": PI}), ValueError,
      "start has no value for initial"),
+    ("EM from a word", lambda: fit_em(module(), data(), start="kmeans"), TypeError,
+     "start must be a function such as starts.by_kmeans"),
+    ("BIC of data", lambda: metrics.bic(data(), None), TypeError, "fit must be a Fit"),
     ("MAP of a module", lambda: fit_map(module(), data()), TypeError,
      r"model must be a Pyro model .*MarginalModel\(module\)"),
     ("MAP that climbs", lambda: fit_map(model(), data(), learning_rate=-1.0), ValueError,

@@ -272,6 +272,8 @@ def bic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
 
 
 def _criterion(fit: Fit, data: Data, count: int | None, price: float | None = None) -> float:
+    if not isinstance(fit, Fit):
+        raise TypeError(f"fit must be a Fit, and data follow; got {type(fit).__name__}.")
     if fit.method not in ("EM", "MAP"):
         raise ValueError("fit must be one of EM or MAP, a point; this has a distribution of them.")
     data = in_parts(data)

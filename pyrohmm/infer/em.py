@@ -250,6 +250,11 @@ def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values
             return  # parameters without priors have values
         start = by_kmeans if maximize.clusters and not maximize.symbols else from_prior
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
+    if not isinstance(start, dict) and not callable(start):
+        raise TypeError(
+            "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
+            f"{start!r}."
+        )
     begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
     if isinstance(begin, dict):
         parameters.set_values(begin)
