@@ -52,8 +52,8 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
     ),
     "Checking and plots": (
         "How well a fit describes its data, and how sure it is of its parameters.",
-        "Fit.summary Fit.intervals metrics.bic metrics.cross_validate check_model report plots "
-        "to_arviz",
+        "Fit.summary Fit.intervals metrics.bic metrics.cross_validate "
+        "metrics.likelihood_ratio_test check_model report plots to_arviz",
     ),
     "Language models": (
         "Neural HMMs of thousands of states over words; also `python -m pyrohmm.language`.",

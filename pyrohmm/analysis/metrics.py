@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
+from scipy.special import chdtrc
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
@@ -272,18 +273,90 @@ def bic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
 
 
 def _criterion(fit: Fit, data: Data, count: int | None, price: float | None = None) -> float:
+    evidence, count = _evidence_and_size(fit, data, count)
+    if price is None:
+        price = math.log(max(in_parts(data).num_observed, 1))
+    return -2.0 * evidence + price * count
+
+
+def _evidence_and_size(fit: Fit, data: Data, count: int | None = None) -> tuple[float, int]:
+    """Log evidence, in nats, and the number of free parameters, if it is not given."""
     if not isinstance(fit, Fit):
         raise TypeError(f"fit must be a Fit, and data follow; got {type(fit).__name__}.")
     if fit.method not in ("EM", "MAP"):
         raise ValueError("fit must be one of EM or MAP, a point; this has a distribution of them.")
     data = in_parts(data)
-    if price is None:
-        price = math.log(max(data.num_observed, 1))
     evidence = log_evidence(fit, data).double().sum().item()
     if count is None:
         with fit.at_rest():
             count = num_parameters(fit.model, data if isinstance(data, Sequences) else data.first)
-    return -2.0 * evidence + price * count
+    return evidence, count
+
+
+class LikelihoodRatio(NamedTuple):
+    """Result of a likelihood-ratio test.
+
+    Attributes:
+        statistic: Twice the difference of log-likelihoods, in nats.
+        degrees: How many more free parameters the larger model has.
+        p_value: Probability of a larger statistic, if the smaller model holds.
+    """
+
+    statistic: float
+    degrees: int
+    p_value: float
+
+
+def likelihood_ratio_test(smaller: Fit, larger: Fit, data: Sequences) -> LikelihoodRatio:
+    r"""Likelihood-ratio test of nested models with the same number of states (Wilks, 1938).
+
+    .. math:: 2 (\log p(x | \hat\theta_1) - \log p(x | \hat\theta_0)) \sim \chi^2_d
+
+    Such as with and without a covariate, or transitions that are forbidden. Both are fitted to all
+    ``data`` by maximum likelihood, thus with flat priors, from several starts. The distribution
+    holds for many data, and inside of the space of the larger model's parameters: not for
+    probabilities that the smaller one sets to zero, where p-values are too large.
+
+    Args:
+        smaller: From :func:`fit_em` or :func:`fit_map`.
+        larger: That of a model which contains the smaller one.
+        data: What was fitted.
+
+    Raises:
+        ValueError: If the numbers of states differ: then the statistic has another distribution,
+            as a state that is not needed has no definite parameters, and criteria such as
+            :func:`bic` or :func:`cross_validate` compare; if ``larger`` has no more parameters; or
+            if its likelihood is less.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> data = Sequences.from_list([torch.randn(50, 2) + torch.arange(50)[:, None] // 25 * 4])
+        >>> fits = [fit_em(TabularHMM(2, f(2)), data) for f in (normal_tied, normal_full)]
+        >>> metrics.likelihood_ratio_test(*fits, data).degrees  # of one covariance more
+        3
+    """
+    from_small, count = _evidence_and_size(smaller, data)
+    from_large, more = _evidence_and_size(larger, data)
+    states = [fit.hmm(data).num_states for fit in (smaller, larger)]
+    if states[0] != states[1]:
+        raise ValueError(
+            f"smaller and larger must have one number of states; got {states[0]} and {states[1]}. "
+            "Between numbers of states the ratio is not chi-squared: compare metrics.bic, or "
+            "metrics.cross_validate."
+        )
+    if more <= count:
+        raise ValueError(
+            f"larger must have more free parameters than smaller; got {more} and {count}."
+        )
+    statistic = 2.0 * (from_large - from_small)
+    if statistic < -1e-6 * abs(from_small):
+        raise ValueError(
+            f"larger must have the larger likelihood; it is {-statistic / 2:.4g} nats less. It does"
+            " not contain the smaller model, has a prior that pulls, or ended at a poor optimum: "
+            "run more restarts."
+        )
+    statistic = max(statistic, 0.0)
+    return LikelihoodRatio(statistic, more - count, float(chdtrc(more - count, statistic)))
 
 
 class CrossValidation(NamedTuple):

@@ -357,3 +357,25 @@ def test_zeros_of_points_and_frozen_points_are_not_free():
     assert metrics.num_parameters(module, data) == 2
     fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_iterations=3)
     assert torch.equal(fit.model.module.emission.loc, torch.zeros(3))
+
+
+def test_likelihood_ratio_is_that_of_two_states_with_one_covariance_or_two():
+    pyro.set_rng_seed(0)
+    states = (torch.rand(4, 60) < 0.1).long().cumsum(-1) % 2
+    scale = torch.tensor([0.5, 1.5])[states]
+    values = 4.0 * states + scale * torch.randn(4, 60)
+    data = Sequences(values.unsqueeze(-1), torch.tensor([60, 60, 60, 41]))
+    smaller, larger = (
+        fit_em(TabularHMM(2, family(1)), data, restarts=3) for family in (normal_tied, normal_full)
+    )
+    found = metrics.likelihood_ratio_test(smaller, larger, data)
+    evidence = [fit.hmm(data).log_prob(data.values).sum().item() for fit in (smaller, larger)]
+    assert found.degrees == 1
+    assert found.statistic == pytest.approx(2 * (evidence[1] - evidence[0]), rel=1e-4)
+    assert found.statistic > 20  # the variances differ
+    assert found.p_value == pytest.approx(math.erfc(math.sqrt(found.statistic / 2)), rel=1e-6)
+    with pytest.raises(ValueError, match="more free parameters than smaller; got 6 and 7"):
+        metrics.likelihood_ratio_test(larger, smaller, data)
+    more = fit_em(TabularHMM(3, normal_tied(1)), data, num_iterations=5)
+    with pytest.raises(ValueError, match="one number of states; got 2 and 3"):
+        metrics.likelihood_ratio_test(smaller, more, data)
