@@ -61,8 +61,8 @@ def whole(call: Call) -> Call:
 def unsure_again(call: Call) -> Call:
     """The same with every sequence of which steps may have lost anything done in a wider range."""
 
-    def drop(self: Any, found: Any, unsure: Any) -> Any:
-        return found.exact & ~unsure
+    def drop(self: Any, found: Any) -> Any:
+        return found.exact & found.sure
 
     def run() -> None:
         with mock.patch.object(loops._Passes, "bound_losses", drop):

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
 
+from ..ops.log_space import log
+
 MOST_TRIES = 10_000  # rejected samples of a truncated distribution, after which it is hopeless
 
 
@@ -96,7 +98,8 @@ class WrappedCauchy(TorchDistribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Sample angles between -π and π."""
         shape = self._extended_shape(torch.Size(sample_shape))
-        width = -self.concentration.log()
+        tiny = torch.finfo(self.loc.dtype).tiny
+        width = -self.concentration.clamp(min=tiny).log()  # so wide a one is uniform
         cauchy = torch.tan(math.pi * (torch.rand(shape).to(self.loc) - 0.5))
         angle = self.loc + width * cauchy
         return torch.remainder(angle + math.pi, 2 * math.pi) - math.pi
@@ -209,8 +212,27 @@ class _Between(TorchDistribution):
         base = self.base
         if isinstance(base, torch.distributions.Normal):
             return torch.special.log_ndtr(sign * (limit - base.loc) / base.scale)
-        upto = _cdf(base, limit)
-        return (upto if sign > 0 else 1 - upto).clamp(min=torch.finfo(upto.dtype).tiny).log()
+        if isinstance(base, torch.distributions.LogNormal) and limit > 0:
+            return torch.special.log_ndtr(sign * (math.log(limit) - base.loc) / base.scale)
+        if isinstance(base, torch.distributions.Weibull) and limit > 0:
+            beyond = -(limit / base.scale).pow(base.concentration)
+            return beyond if sign < 0 else log(-beyond.expm1())
+        if sign < 0 and isinstance(base, dist.Poisson | dist.NegativeBinomial):
+            return _log_beyond(base, limit)
+        upto = _cdf(base, limit).double()
+        return log(upto if sign > 0 else 1 - upto).to(base.mean)
+
+
+def _log_beyond(base: Any, limit: float) -> Tensor:
+    """Log-probability of counts above ``limit``: the sum of these, or one minus all others."""
+    upto, wide = _cdf(base, limit).double(), base.stddev.detach()
+    few = (upto < 0.5) | ~(wide < 2500)
+    most = int(50 + 40 * wide.masked_fill(few, 0.0).max())  # so far beyond the median none is left
+    first = max(int(limit), -1) + 1
+    counts = torch.arange(first, first + most).to(base.mean)
+    counts = counts.reshape(-1, *(1,) * len(base.batch_shape))
+    tail = base.log_prob(counts).logsumexp(0)
+    return torch.where(few, log(1 - torch.where(few, upto, 0.0)).to(tail), tail)
 
 
 def _cdf(base: Any, limit: float) -> Tensor:
@@ -289,9 +311,13 @@ class Truncated(_Between):
             return self._log_below(math.inf if high is None else high)
         if high is None:
             return self._log_above(low)
-        above = self._log_above(low)
-        beyond = self._log_above(high + 1 if self.base.support.is_discrete else high)
-        return above + (-(beyond - above).exp()).log1p()
+        discrete = self.base.support.is_discrete
+        below, above = self._log_below(high), self._log_above(low)
+        under = self._log_below(math.ceil(low) - 1 if discrete else low)
+        over = self._log_above(high + 1 if discrete else high)
+        most = torch.minimum(below, above)  # from the side of the smaller tail, lest all cancels
+        less = torch.where(below < above, under, over)
+        return most + (-(less - most).exp()).log1p()
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density; -inf outside of the limits."""

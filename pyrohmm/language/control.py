@@ -284,7 +284,7 @@ class ConstraintProcessor:
         probs = self._log_initial.exp().unsqueeze(0)
         with torch.no_grad():
             found = [ahead.log_joint(probs[0].log(), state, 0)]
-            for t, token in enumerate(tokens.tolist(), 1):
+            for t, token in enumerate(tokens.reshape(-1).tolist(), 1):
                 state = int(ahead.constraint.table[state, ahead.classes[token]])
                 probs = self._step(probs, torch.tensor([token]))
                 found.append(ahead.log_joint(probs[0].log(), state, t))

@@ -35,8 +35,10 @@ def matching(pattern: str, tokenizer: Any) -> Automaton:
         >>> times.accepts([0, 6, 1, 1, 3, 4]), times.accepts([0, 1, 2, 1, 3, 4])
         (True, False)
     """
-    machine = _Machine()
-    last = machine.add(_parser.parse(pattern), 0)
+    machine, tree = _Machine(), _parser.parse(pattern)
+    if tree.state.flags & ~(re.UNICODE | re.ASCII | re.VERBOSE):
+        raise ValueError(f"pattern must be without flags such as (?i); got {pattern!r}.")
+    last = machine.add(tree, 0)
     name = f"matching({pattern!r})"
     return joined(machine.automaton(last, name), token_texts(tokenizer))
 

@@ -51,7 +51,9 @@ def test_every_text_of_a_processor_matches():
         assert "ab" in re.findall(r"\w+", text)
 
 
-@pytest.mark.parametrize("pattern", ["^a", r"(a)\1", "a(?=b)", "[à-é]", "[^é]", "a++", "(?i:a)"])
+@pytest.mark.parametrize(
+    "pattern", ["^a", r"(a)\1", "a(?=b)", "[à-é]", "[^é]", "a++", "(?i:a)", "(?i)a", "(?s)."]
+)
 def test_what_cannot_be_an_automaton_is_refused(pattern):
     with pytest.raises(ValueError, match="pattern must"):
         matching(pattern, TOKENS)
