@@ -9,7 +9,7 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
-from scipy import special, stats
+from scipy import special
 from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
@@ -38,6 +38,8 @@ class BetaWithCdf(dist.Beta):
 
 def von_mises_cdf(value: Tensor, loc: Tensor, concentration: Tensor) -> Tensor:
     """Probability that an angle lies between -π and ``value``, both in one turn; no gradient."""
+    from scipy import stats  # a third of a second, which few need
+
     value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
     upto = _by_scipy(stats.vonmises.cdf, value, concentration, loc)
     return upto - _by_scipy(stats.vonmises.cdf, torch.full_like(upto, -math.pi), concentration, loc)
