@@ -4,8 +4,8 @@ HMMs of 4,096 random states and 50,257 tokens, dense and in 128 blocks of states
 as long as those of English, of which some begin or make the key words; 32 tokens ahead, a batch of
 eight texts. A token is one call with random scores; the language model is not counted, and stands
 beside it: GPT-2 of 12 layers with random weights, in float32, which keeps keys and values (left out
-where ``transformers`` is not installed). One thread and two; wall and processor time by median,
-least and largest. Writes ``control.json``.
+where ``transformers`` is not installed). One thread; wall and processor time by median, least and
+largest. Writes ``control.json``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from pyrohmm.language import ConstraintProcessor
 
 KEYS = ("winter", "river", "stone")
 BATCH = 8
-THREADS = (1, 2)
 
 
 def tokens(count: int) -> list[str | None]:
@@ -71,7 +70,6 @@ def times(calls: list[tuple[float, float]]) -> dict[str, Any]:
     """Of all calls but the first."""
     wall, used = ([1000 * each for each in clock] for clock in zip(*calls[1:]))
     return {
-        "threads": torch.get_num_threads(),
         "milliseconds_a_token": [median(wall), min(wall), max(wall)],
         "processor_milliseconds_a_token": [median(used), min(used), max(used)],
     }
@@ -79,49 +77,42 @@ def times(calls: list[tuple[float, float]]) -> dict[str, Any]:
 
 @torch.no_grad()
 def neural(ahead: int, quick: bool) -> list[dict[str, Any]]:
-    """GPT-2, by number of threads."""
+    """GPT-2."""
     try:
         from transformers import GPT2Config, GPT2LMHeadModel
     except ImportError:
         return []
     config = GPT2Config(n_layer=1, n_embd=24, n_head=2) if quick else GPT2Config()
-    model, rows = GPT2LMHeadModel(config).eval(), []
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        calls: list[tuple[float, float]] = []
-        kept, ids = None, torch.full((BATCH, 1), 5)
-        for _ in range(ahead):
-            found = clocked(
-                lambda k=kept, i=ids: model(i, past_key_values=k, use_cache=True), calls
-            )
-            kept, ids = found.past_key_values, found.logits[:, -1].argmax(-1, keepdim=True)
-        rows.append({"model": f"GPT-2, {config.n_layer} layers", **times(calls)})
-    return rows
+    model = GPT2LMHeadModel(config).eval()
+    calls: list[tuple[float, float]] = []
+    kept, ids = None, torch.full((BATCH, 1), 5)
+    for _ in range(ahead):
+        found = clocked(lambda k=kept, i=ids: model(i, past_key_values=k, use_cache=True), calls)
+        kept, ids = found.past_key_values, found.logits[:, -1].argmax(-1, keepdim=True)
+    return [{"model": f"GPT-2, {config.n_layer} layers", **times(calls)}]
 
 
 def measure(sizes: tuple[int, int, int], ahead: int) -> Iterator[dict[str, Any]]:
-    """One constraint, and a batch of texts, by number of tokens kept and threads."""
+    """One constraint, and a batch of texts, by number of tokens kept."""
     hmm, texts = hmm_of(*sizes), tokens(sizes[1])
     wanted = automata.must_contain(*KEYS)
     start = time.perf_counter()
     processor = ConstraintProcessor(hmm, wanted, texts, ahead, end=0)
     once = time.perf_counter() - start
     for top_k in (None, 50) if sizes[2] == 1 else (None,):
-        for threads in THREADS:
-            torch.set_num_threads(threads)
-            processor.top_k = top_k
-            yield {
-                "model": f"{sizes[2]} blocks" if sizes[2] > 1 else "dense",
-                "states": sizes[0],
-                "tokens": sizes[1],
-                "blocks": sizes[2],
-                "top_k": top_k,
-                "ahead": ahead,
-                "batch": BATCH,
-                "automaton_states": processor.lookahead.constraint.num_states,
-                "seconds_once": once,
-                **texts_of(processor, wanted, texts, ahead),
-            }
+        processor.top_k = top_k
+        yield {
+            "model": f"{sizes[2]} blocks" if sizes[2] > 1 else "dense",
+            "states": sizes[0],
+            "tokens": sizes[1],
+            "blocks": sizes[2],
+            "top_k": top_k,
+            "ahead": ahead,
+            "batch": BATCH,
+            "automaton_states": processor.lookahead.constraint.num_states,
+            "seconds_once": once,
+            **texts_of(processor, wanted, texts, ahead),
+        }
 
 
 def texts_of(
@@ -146,6 +137,7 @@ def texts_of(
 
 def main() -> None:
     options = arguments(__doc__, picture=False)
+    torch.set_num_threads(1)
     pyro.set_rng_seed(0)
     ahead = 24 if options.quick else 32
     shapes = (
