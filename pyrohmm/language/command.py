@@ -119,7 +119,7 @@ def imitate(options: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     pyro.set_rng_seed(options.seed)
     found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
-    if ProcessGroup.all().is_first:
+    if ProcessGroup.all().is_first and found.divergence is not None:
         to_ctrlg(found.hmm, options.save, tokenizer.eos_token_id)
         print(f"ended after {len(found.fit.losses):,} losses: {found.fit.reason}; saved to "
               f"{options.save}")  # fmt: skip
