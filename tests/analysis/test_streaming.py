@@ -201,52 +201,6 @@ def test_steps_beyond_the_parameters_and_times_that_go_back_are_refused():
         stream.update(0.0, times=TIMES[:, :1])
 
 
-def normals(batch=(), event=False, dtype=torch.float64):
-    """Two states of numbers, or of pairs of numbers."""
-    loc = torch.tensor([-1.0, 1.0], dtype=dtype)
-    emission = dist.Normal(loc, 1.0)
-    if event:
-        emission = dist.Normal(torch.stack([loc, 2 * loc], -1), 1.0).to_event(1)
-    lengths = torch.full(batch, 5)
-    start, matrix = torch.tensor([0.5, 0.5], dtype=dtype), torch.tensor([[0.9, 0.1], [0.3, 0.7]])
-    return HMM(start.log(), matrix.to(dtype).log(), emission, lengths)
-
-
-@pytest.mark.parametrize("event", [False, True])
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_a_chunk_is_its_steps_one_after_the_other(batch, event):
-    hmm = normals(batch, event)
-    values = torch.randn(*batch, 5, *hmm.emission.event_shape, dtype=torch.float64)
-    observed = torch.rand(*batch, 5) < 0.7
-    chunk, steps = Filter(hmm), Filter(hmm)
-    states = chunk.update(values, observed)
-    surprise = chunk.surprise
-    for t in range(5):
-        value = values[..., t, :] if event else values[..., t]
-        assert_close(steps.update(value, observed[..., t]), states[..., t, :])
-        assert_close(steps.surprise, surprise[..., t])
-    assert chunk.num_steps == steps.num_steps == 5
-    assert_close(chunk.log_evidence, steps.log_evidence)
-    assert_close(-surprise.sum(-1), chunk.log_evidence)
-    assert chunk.update(values).shape == (*batch, 5, 2)
-    assert chunk.num_steps == 10
-
-
-def test_what_is_nan_is_missing():
-    """A whole observation; components of a vector are missing by themselves, as in an HMM."""
-    hmm = normals((2,), event=True)
-    values = torch.randn(2, 5, 2, dtype=torch.float64)
-    values[0, 2], values[1, 0], values[1, 3, 1] = torch.nan, torch.nan, torch.nan
-    observed = ~values.isnan().all(-1)
-    whole = hmm.with_lengths(hmm.lengths, observed)
-    stream = Filter(hmm)
-    for t in range(5):
-        stream.update(values[:, t])
-    assert_close(stream.log_evidence, whole.log_prob(values))
-    assert_close(stream.state_probs, whole.filtered(values)[:, -1])
-    assert_close(Filter(hmm).update(values), whole.filtered(values))
-
-
 def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_is_possible():
     stream, values = contradicted()
     assert stream.surprise.tolist() == [0, 0, 0]

@@ -12,7 +12,6 @@ from scipy import integrate, stats
 from scipy.linalg import expm
 
 from pyrohmm import (
-    HMM,
     ContinuousTimeHMM,
     TabularContinuousTimeHMM,
     load_hmm,
@@ -45,20 +44,6 @@ def model(rates=FULL, times=None, **options):
     )
 
 
-def answers(hmm, values):
-    """The oracle's, of each sequence."""
-    scores = EMISSION.log_prob(values.unsqueeze(-1))
-    if hmm.observed is not None:
-        scores = scores.masked_fill(~hmm.observed.unsqueeze(-1), 0.0)
-    times = hmm.times.expand(4, T).numpy()
-    for i in range(4):
-        gaps = np.diff(times[i, : LENGTHS[i]])
-        with np.errstate(divide="ignore"):
-            matrices = [np.log(expm(hmm.rates.numpy() * gap).clip(0)) for gap in gaps]
-        matrices = np.array(matrices + [np.zeros((K, K))] * (T - 1 - len(gaps)))
-        yield oracle.by_paths(INITIAL.numpy(), matrices, scores[i].numpy(), int(LENGTHS[i]))
-
-
 @pytest.fixture
 def values():
     return torch.randn(4, T, generator=torch.Generator().manual_seed(1)) + 1
@@ -67,36 +52,6 @@ def values():
 @pytest.fixture(params=[FULL, PROGRESSIVE], ids=["full", "progressive"])
 def rates(request):
     return request.param
-
-
-def test_queries_answer_as_all_paths_do(rates, values):
-    hmm = model(rates)
-    posterior, filtered, best = hmm.posterior(values), hmm.filtered(values), hmm.viterbi(values)
-    joint, evidence = hmm.log_joint(values, best), hmm.log_prob(values)
-    for i, answer in enumerate(answers(hmm, values)):
-        np.testing.assert_allclose(evidence[i], answer.evidence, rtol=1e-12)
-        np.testing.assert_allclose(posterior.state_probs[i], answer.states, atol=1e-12)
-        np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
-        np.testing.assert_allclose(joint[i], answer.best)
-        moves = answer.transitions.sum(0)
-        np.testing.assert_allclose(posterior.transitions[i], moves, atol=1e-12)
-
-
-def test_equal_gaps_of_one_are_an_hmm(rates, values):
-    matrix = torch.as_tensor(expm(rates.numpy())).log()
-    plain = HMM(INITIAL, matrix, EMISSION, LENGTHS)
-    times = 7.0 + torch.arange(5.0)
-    for each in (times, times.expand(4, T)):
-        hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, LENGTHS, each)
-        torch.testing.assert_close(hmm.log_prob(values), plain.log_prob(values))
-        found, wanted = hmm.posterior(values), plain.posterior(values)
-        torch.testing.assert_close(found.state_probs, wanted.state_probs)
-        torch.testing.assert_close(found.transitions, wanted.transitions)
-        assert torch.equal(hmm.viterbi(values), plain.viterbi(values))
-        ahead = hmm.forecast(values, times[LENGTHS - 1].unsqueeze(-1) + torch.tensor([1.0, 2.0]))
-        torch.testing.assert_close(ahead.state_probs, plain.forecast(values, 2).state_probs)
-        assert hmm.log_transition.shape == (T - 1, K, K)
-        assert hmm.sample((2,)).shape == (2, 4, T)
 
 
 def test_gradients_are_those_of_differences(values):

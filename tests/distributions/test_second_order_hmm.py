@@ -7,7 +7,6 @@ import torch
 from pyro.distributions import Normal
 
 from pyrohmm import (
-    HMM,
     SecondOrderHMM,
     Sequences,
     TabularHMM,
@@ -67,17 +66,6 @@ def test_the_joint_density_is_a_sum_of_terms(hmm, values):
         scores = hmm.emission.log_prob(values[i].unsqueeze(-1))
         scores = scores.masked_fill(~hmm.observed[i].unsqueeze(-1), 0.0)
         assert found[i].item() == pytest.approx(score(hmm, scores, states[i, :length].tolist()))
-
-
-def test_where_the_earlier_state_does_not_matter_it_is_a_plain_hmm(values):
-    initial, second, _ = tables(3)
-    emission = Normal(torch.arange(3.0), 1.5)
-    plain = HMM(initial, second, emission, LENGTHS)
-    alike = SecondOrderHMM(initial, second, second.expand(3, 3, 3), emission, LENGTHS)
-    torch.testing.assert_close(alike.log_prob(values), plain.log_prob(values))
-    torch.testing.assert_close(alike.posterior(values)[:3], tuple(plain.posterior(values)))
-    assert torch.equal(alike.viterbi(values), plain.viterbi(values))
-    torch.testing.assert_close(alike.stationary(), plain.stationary())
 
 
 def test_nothing_leaves_the_range_of_numbers():

@@ -8,7 +8,6 @@ from pyro.distributions import Categorical, Gamma, Normal
 from scipy.optimize import minimize
 
 from pyrohmm import (
-    HMM,
     ContinuousTimeHMM,
     HMMModule,
     Sequences,
@@ -105,25 +104,6 @@ def test_a_step_is_numbers_over_times(data):
     del begin["rates"]
     kept = fit_em(module, data, num_iterations=3, start=begin)
     torch.testing.assert_close(kept.hmm(data).rates, hmm.rates)
-
-
-def test_with_gaps_of_one_it_reaches_what_a_tabular_hmm_does():
-    """Where the transition matrix found has a logarithm that is a matrix of rates."""
-    pyro.set_rng_seed(1)
-    lengths = torch.full((10,), 20)
-    times = torch.arange(20.0).expand(10, 20)
-    rates = torch.tensor([[-0.2, 0.2], [0.4, -0.4]])
-    coins = Categorical(torch.tensor([[0.9, 0.1], [0.15, 0.85]]))
-    chain = ContinuousTimeHMM(torch.full((2,), 0.5).log(), rates, coins, lengths, times)
-    data = Sequences(chain.sample(), lengths, times=times)
-    continuous = fit_em(chain, data, tolerance=1e-8)
-    even = torch.full((2,), 0.5).log()
-    steps = HMM(even, chain.transition_at(torch.tensor(1.0)).log(), coins, lengths)
-    found = fit_em(steps, data, tolerance=1e-8)  # which reads no times
-    torch.testing.assert_close(continuous.losses[-1], found.losses[-1], atol=1e-3, rtol=0)
-    matrix = found.hmm(data).log_transition.exp()
-    torch.testing.assert_close(continuous.hmm(data).transition_at(torch.tensor(1.0)), matrix,
-                               atol=1e-2, rtol=0)  # fmt: skip
 
 
 def test_rates_of_a_progressive_panel_are_recovered():
