@@ -105,8 +105,8 @@ def _steps(places: Tensor, plane: bool) -> tuple[Tensor, Tensor]:
         up = torch.tensor([0.0, 0.0, 1.0]).to(places)
     else:
         east, north = places.deg2rad().unbind(-1)
-        points = [north.cos() * east.cos(), north.cos() * east.sin(), north.sin()]
-        points = torch.stack(points, -1)  # on the unit sphere
+        axes = [north.cos() * east.cos(), north.cos() * east.sin(), north.sin()]
+        points = torch.stack(axes, -1)  # on the unit sphere
         # normals of the great circles: the headings, turned to the left
         headings = torch.linalg.cross(points[:, :-1], points.diff(dim=1))
         cosine = (points[:, :-1] * points[:, 1:]).sum(-1)

@@ -294,6 +294,9 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
     """
 
     kind = modified.StudentTWithCdf
+    loc_loc: Tensor
+    loc_scale: Tensor
+    scale_rate: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "df": constraints.positive,
         "loc": constraints.real,
