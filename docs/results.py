@@ -737,14 +737,15 @@ def calibration_table() -> str:
 
 
 def control_table() -> str:
-    """Milliseconds a token of steering, and seconds for each constraint."""
+    """Milliseconds a token of steering by processor and wall-clock, and seconds in advance."""
     body = [
-        [f"{row['blocks']} blocks" if row["blocks"] > 1 else "dense",
+        [row["model"] + (f", top_k = {row['top_k']}" if row.get("top_k") else ""),
          f"{row['milliseconds_a_token'][0]:.0f}",
-         f"{row['processor_milliseconds_a_token'][0]:.0f}", plain(row["seconds_once"])]
+         f"{row['processor_milliseconds_a_token'][0]:.0f}",
+         plain(row["seconds_once"]) if "seconds_once" in row else ""]
         for row in rows("control")
     ]  # fmt: skip
-    return table(["HMM", "wall", "processor", "seconds for each constraint"], body)
+    return table(["model", "wall", "processor", "s for each constraint"], body)
 
 
 # What pages say ---------------------------------------------------------------------------------

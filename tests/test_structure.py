@@ -48,7 +48,6 @@ LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",
     "data.sequences.Sequences": "four ways to make sequences, whose arguments take half of it",
     "infer.results.Fit": "all that is asked of a fit, each a method of few lines",
-    "language.model.LanguageModel": "all that is done with a text, each a method of few lines",
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",

@@ -25,6 +25,7 @@ from ..ops.automata import Automaton, of_length
 from .lookahead import Lookahead
 
 IN_WORDS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum() or b in b"_'")
+FEW = 0.1  # share of all tokens that are compared one by one
 BETWEEN, OTHER = 0, 1  # places in the text: between words, and in a word that none begins with
 
 
@@ -184,6 +185,9 @@ class ConstraintProcessor:
             ``max_tokens`` tokens, where the constraint holds.
         read_prompt: Whether the HMM reads the prompt, too.
         ignore_case: As for :func:`over_tokens`.
+        top_k: Leave only so many tokens at each step: those that ``top_k`` of ``generate`` leaves
+            after this processor, or ``2 * num_beams`` for beams. With a dense HMM it takes a
+            fraction of the time, as most tokens cannot be among them whatever the HMM says.
 
     Raises:
         ValueError: If the HMM has other tokens than the tokenizer, no text of so many tokens
@@ -214,8 +218,12 @@ class ConstraintProcessor:
         must_end: bool = False,
         read_prompt: bool = True,
         ignore_case: bool = False,
+        top_k: int | None = None,
     ) -> None:
         check_size("max_tokens", max_tokens)
+        if top_k is not None:
+            check_size("top_k", top_k)
+        self.top_k = top_k
         end = getattr(tokenizer, "eos_token_id", None) if end is None else end
         self.padding = getattr(tokenizer, "pad_token_id", None) if padding is None else padding
         self.read_prompt = read_prompt
@@ -260,7 +268,7 @@ class ConstraintProcessor:
             running = (self._states >= 0).nonzero().squeeze(-1)
             if not len(running):
                 return scores
-            ahead = self._ahead(running).to(scores)
+            ahead = self._ahead(running, scores[running.to(scores.device), :count]).to(scores)
             ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
             return scores.index_add(0, running.to(scores.device), ahead)
 
@@ -273,6 +281,9 @@ class ConstraintProcessor:
         Returns:
             ``(T + 1,)``, in nats; -inf where it cannot hold any more.
 
+        Raises:
+            ValueError: If there are more than ``max_tokens`` tokens.
+
         Example:
             >>> even = torch.full((1, 1), 0.0)
             >>> hmm = HMM(even[0], even, Categorical(torch.ones(1, 2)), torch.tensor(1))
@@ -281,6 +292,10 @@ class ConstraintProcessor:
             tensor([0.7500, 0.5000, 1.0000])
         """
         ahead, state = self.lookahead, 0
+        if tokens.numel() > ahead.max_tokens:
+            raise ValueError(
+                f"tokens must be at most max_tokens = {ahead.max_tokens}; got {tokens.numel()}."
+            )
         probs = self._log_initial.exp().unsqueeze(0)
         with torch.no_grad():
             found = [ahead.log_joint(probs[0].log(), state, 0)]
@@ -328,15 +343,23 @@ class ConstraintProcessor:
             torch.where(total > 0, joint / total, probs)
         )
 
-    def _ahead(self, running: Tensor) -> Tensor:
-        """Log-probability of the constraint after each next token, of the rows that go on."""
+    def _ahead(self, running: Tensor, scores: Tensor) -> Tensor:
+        """Log-probability of the constraint after each next token, of the rows that go on.
+
+        With ``top_k`` it is -inf for all tokens but those of the largest sums with ``scores``.
+        """
         ahead, t, states = self.lookahead, self._num_tokens, self._states[running]
         if t > ahead.max_tokens or (t == ahead.max_tokens and ahead.end is None):
             raise ValueError(
                 f"texts must have at most max_tokens = {ahead.max_tokens} tokens after the prompt; "
                 "generate as many, or allow more here. Call reset() before other prompts."
             )
-        joint, free = ahead.of_tokens(self._probs[running.to(self._probs.device)], states, t)
+        probs = self._probs[running.to(self._probs.device)]
+        if self.top_k is not None and ahead.emissions.is_dense:
+            found = self._of_best(probs, states, scores.to(probs), self.top_k)
+            if found is not None:
+                return found
+        joint, free = ahead.of_tokens(probs, states, t)
         found = torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
         impossible = found.isneginf().all(-1)
         if bool(impossible.any()):  # for the HMM: any token after which it may hold
@@ -345,4 +368,25 @@ class ConstraintProcessor:
                 raise ValueError(f"a text cannot satisfy {ahead.constraint.name} any more.")
             allowed = torch.zeros_like(found).masked_fill(~possible, -inf)
             found = torch.where(impossible[:, None], allowed, found)
+        if self.top_k is not None:
+            best = (scores.to(found) + found).topk(min(self.top_k, found.size(1))).indices
+            found = torch.full_like(found, -inf).scatter(1, best, found.gather(1, best))
         return found
+
+    def _of_best(self, probs: Tensor, states: Tensor, scores: Tensor, top_k: int) -> Tensor | None:
+        """The same of the best tokens, whose sums are above the upper bounds of all others.
+
+        None where many have to be compared, or the HMM thinks all of them impossible.
+        """
+        ahead, t = self.lookahead, self._num_tokens
+        bounds = scores + ahead.bounds(states, t).to(scores)
+        for count in (4 * top_k, 16 * top_k):
+            if count >= FEW * bounds.size(1):
+                break
+            bound, tokens = bounds.topk(count + 1)
+            some = ahead.of_some(probs, states, t, tokens[:, :-1].cpu())
+            best, place = (scores.gather(1, tokens[:, :-1]) + some).topk(top_k)
+            if bool((best[:, -1] >= bound[:, -1]).all() and best[:, 0].isfinite().all()):
+                found = torch.full_like(scores, -inf)
+                return found.scatter(1, tokens.gather(1, place), some.gather(1, place).to(found))
+        return None
