@@ -25,7 +25,6 @@ from .closed_form import Maximum, Statistics
 from .family import Components, family
 from .normals import ROUNDING
 
-SCALE = InverseGamma(torch.tensor(1.0), torch.tensor(0.1))  # keeps scales away from zero
 DIRECTED = 0.9999  # largest mean resultant length of angles: they are known to 1e-4 radians
 EXAMPLE = 0.5  # in the support of all families, to stand for what is missing
 
@@ -166,6 +165,11 @@ def _wide(module: NewtonComponents, name: str) -> TorchDistribution:
     return module.prior(name).expand(module.shape).to_event(len(module.shape))
 
 
+def _not_zero(unit: Tensor) -> TorchDistribution:
+    """Prior of scales that keeps that of equal numbers from zero."""
+    return InverseGamma(torch.ones_like(unit), unit / 10)
+
+
 class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
     """Emission family of positive numbers whose logarithms are normal.
 
@@ -191,8 +195,9 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
         num_states: int,
         dim: int = 0,
         loc: TorchDistribution = Normal(0.0, 10.0),  # noqa: B008
-        scale: TorchDistribution = SCALE,
+        scale: TorchDistribution | None = None,
     ) -> None:
+        scale = _not_zero(torch.ones(())) if scale is None else scale
         super().__init__(num_states, dim, loc=loc, scale=scale)
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
@@ -314,7 +319,7 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
         self.of_data, wide = loc is None and scale is None, torch.ones((dim,) if dim else ())
         priors = {
             "loc": Normal(0 * wide, 10.0) if loc is None else loc,
-            "scale": SCALE.expand(wide.shape) if scale is None else scale,
+            "scale": _not_zero(wide) if scale is None else scale,
         }
         super().__init__(num_states, dim, df=df, **priors)
 
