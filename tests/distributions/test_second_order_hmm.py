@@ -91,20 +91,6 @@ def test_observations_that_depend_on_those_before():
     assert large.forecast(data.values, 2).sample().shape == (4, 2, 2)
 
 
-def test_em_ends_where_the_density_is_stationary():
-    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
-    module = TabularSecondOrderHMM(2, categorical(3, concentration=2.0), 2.0, 2.0, 2.0)
-    fit = fit_em(module, data, num_iterations=3000, tolerance=1e-15)
-    hmm = fit.hmm(data)
-    logits = [part.detach().requires_grad_() for part in
-              (hmm.log_initial, hmm.log_second, hmm.log_transition)]  # fmt: skip
-    rows = [logit.log_softmax(-1) for logit in logits]
-    density = SecondOrderHMM(*rows, hmm.emission, LENGTHS).log_prob(data.values).sum()
-    density = density + sum(row.sum() for row in rows)  # of Dirichlet(2, ..., 2)
-    for slope in torch.autograd.grad(density, logits):
-        assert slope.abs().max() < 1e-4
-
-
 def test_it_finds_what_one_state_before_cannot_tell():
     """Of 0 0 1 1 0 0 1 1 the next symbol is known from two, and even from one."""
     data = Sequences.from_list([[0, 0, 1, 1] * 12, [1, 1, 0, 0] * 12])
