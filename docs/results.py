@@ -748,6 +748,26 @@ def control_table() -> str:
     return table(["model", "wall", "processor", "s for each constraint"], body)
 
 
+def dense_training_table() -> str:
+    """Tokens a second of training of dense HMMs, and what share of a product's rate this is."""
+    body = [
+        [f"{row['states']:,}", str(row["sequences"]), row["way"],
+         f"{row['tokens_a_second']:,.0f}", f"{row['share']:.0%}"]
+        for row in rows("dense_training")
+    ]  # fmt: skip
+    return table(["K", "sequences", "way", "tokens a second", "share"], body)
+
+
+def monarch_table() -> str:
+    """Perplexities of HMMs by their transitions, in equal time."""
+    body = [
+        [row["model"], f"{row['states']:,}", f"{row['epochs']:.1f}",
+         f"{row['tokens_a_second']:,.0f}", f"{row['valid']:.1f}", f"{row['test']:.1f}"]
+        for row in rows("monarch")
+    ]  # fmt: skip
+    return table(["transitions", "K", "epochs", "tokens a second", "validation", "test"], body)
+
+
 # What pages say ---------------------------------------------------------------------------------
 
 MUSIC = {
@@ -880,6 +900,8 @@ TABLES = {
     "posterior": posterior_table,
     "calibration": calibration_table,
     "control": control_table,
+    "dense_training": dense_training_table,
+    "monarch": monarch_table,
 }
 
 
