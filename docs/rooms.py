@@ -27,7 +27,7 @@ ROOMS = [
 TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in the order of use
     "Data": (
         "Every fit and every query takes `Sequences`.",
-        "Sequences Sequences.from_list Sequences.from_dataframe datasets readers",
+        "Sequences Sequences.from_list Sequences.from_dataframe movement datasets readers",
     ),
     "Models": (
         "`HMM` is a distribution with given parameters; the others are modules with parameters to "
@@ -53,7 +53,7 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
     "Checking and plots": (
         "How well a fit describes its data, and how sure it is of its parameters.",
         "Fit.summary Fit.intervals metrics.bic metrics.cross_validate "
-        "metrics.likelihood_ratio_test check_model report plots to_arviz",
+        "metrics.likelihood_ratio_test check_model calibrate report plots to_arviz",
     ),
     "Language models": (
         "Neural HMMs of thousands of states over words; also `python -m pyrohmm.language`.",

@@ -18,6 +18,7 @@ Its modules; each imports only those above it:
 ``plot_emissions``  pictures of emissions
 ``plot_paths``      pictures of paths of states: shares, bars, a series, a map
 ``plots``           all other pictures
+``calibration``     simulation-based calibration of posterior samples
 ``model_check``     simulated data beside the data, pictures of residuals, a page about a fit
 """
 
@@ -26,6 +27,7 @@ from . import inference_data as inference_data
 from . import metrics as metrics
 from . import plots as plots
 from . import queries as queries
+from .calibration import calibrate as calibrate
 from .draws import PosteriorDraws as PosteriorDraws
 from .inference_data import to_arviz as to_arviz
 from .model_check import check_model as check_model

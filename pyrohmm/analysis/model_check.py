@@ -237,7 +237,7 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
         ("Parameters, with 95 % intervals", lambda: _parameters(fit, data)),
         ("Loss", lambda: _picture(plots.losses(fit))),
         ("Transitions", lambda: _picture(plots.transition(hmm))),
-        ("Emissions", lambda: _picture(plots.emission(hmm))),
+        ("Emissions", lambda: _picture(plots.emission(hmm, values=data.values))),
         (
             "States of the first sequence",
             lambda: _picture(plots.state_probs(first.posterior(data.values[:1]).state_probs[0])),
@@ -258,7 +258,7 @@ def _or_reason(make: Callable[[], str]) -> str:
     """A part of the page, or why there is none."""
     try:
         return make()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         return f"<p>Not shown: {escape(str(error))}</p>"
 
 
@@ -280,6 +280,7 @@ def _parameters(fit: Fit, data: Sequences) -> str:
         columns = (part.estimate, errors[part.name], *limits[part.name])
         for place in part.estimate.isfinite().nonzero().tolist():
             numbers = [f"{column[tuple(place)].item():.4g}" for column in columns]
+            numbers = [number.replace("nan", "held") for number in numbers]
             rows.append([f"{part.name}{place or ''}", *numbers])
     more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
     header = ["parameter", "estimate", "standard error", "2.5 %", "97.5 %"]

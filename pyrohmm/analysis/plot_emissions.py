@@ -38,12 +38,16 @@ def emission(
     *,
     symbols: Sequence[str] | None = None,
     names: Sequence[str] | None = None,
+    values: Tensor | None = None,
     axes: Axes | None = None,
 ) -> Axes:
     """Draw what each state emits.
 
     - Symbols: a row of bars for each state.
-    - Numbers: the density of each state; counts: their probabilities.
+    - Numbers: the density of each state; counts: their probabilities. With ``values`` each is
+      weighted by the share of its state in the smoothed posterior, over the histogram of the data;
+      what is not drawn of a density are probabilities of single numbers, such as limits.
+    - Several streams of numbers: a panel for each.
     - Vectors of two numbers: means, with ellipses of one and of two standard deviations.
     - Vectors of more numbers: means of the components, with bands of one standard deviation.
     - Vectors of counts or of zeros and ones: a table of the mean of each component.
@@ -55,12 +59,14 @@ def emission(
         hmm: An HMM whose parameters have no batch dimensions.
         symbols: Names of the V symbols, or of the D components of a vector; numbers by default.
         names: Of the K states; numbers by default.
-        axes: Where to draw; new ones by default.
+        values: ``(*B, T, [D])``, the data.
+        axes: Where to draw; new ones by default. On axes that are given, several streams are drawn
+            as one vector.
 
     Raises:
-        ValueError: If the emission has batch dimensions, observations of two dimensions, or no
-            mean and variance; depends on earlier observations in another way; or there are not V
-            symbols or K names.
+        ValueError: If the emission has batch dimensions, observations of two dimensions, or (of
+            vectors) no mean and variance; depends on earlier observations in another way; or there
+            are not V symbols or K names.
 
     Example:
         >>> axes = emission(TabularHMM(2, poisson())(torch.tensor([5])), names=["low", "high"])
@@ -76,8 +82,24 @@ def emission(
             "one sample, for instance with fit.hmm(data)."
         )
     labels = names_or_numbers(names, hmm.num_states, "state ")
-    axes = axes_or_new(axes)
     with torch.no_grad():
+        parts = getattr(distribution, "parts", ())
+        numbers = all(part.event_shape.numel() == 1 and not is_categorical(part) for part in parts)
+        shares = seen = None
+        if values is not None and (len(distribution.event_shape) == 0 or parts):
+            shares = hmm.posterior(values).state_probs[hmm.known].mean(0).cpu()
+            seen = values[hmm.known].cpu()
+        if parts and numbers and axes is None:
+            from matplotlib import pyplot
+
+            size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}
+            row = pyplot.subplots(1, len(parts), squeeze=False, **size)[1][0]
+            columns = names_or_numbers(symbols, len(parts), "component ")
+            for i, (part, panel) in enumerate(zip(parts, row)):
+                _curves(part, labels, panel, shares, None if seen is None else seen[..., i])
+                panel.set_title(columns[i])
+            return row[0]
+        axes = axes_or_new(axes)
         if isinstance(distribution, AutoregressiveCategorical):
             return _contexts(distribution, symbols, labels, axes)
         if isinstance(distribution, Autoregressive):
@@ -86,11 +108,11 @@ def emission(
         if is_categorical(distribution):
             return _bars(distribution.probs.cpu(), _per_column("V", symbols, distribution.probs),
                          labels, axes)  # fmt: skip
+        if distribution.event_shape.numel() == 1:
+            _curves(distribution, labels, axes, shares, seen)
+            return axes
         mean, deviation = _moments(distribution)
-        discrete = distribution.support.is_discrete
-        if mean[0].numel() == 1:
-            _curves(distribution, mean.flatten(), deviation.flatten(), labels, axes)
-        elif discrete:
+        if distribution.support.is_discrete:
             _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
         elif mean.size(1) == 2:
             _ellipses(distribution, mean.cpu(), labels, axes)
@@ -168,28 +190,57 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
     return axes
 
 
+def _ends(distribution: Any) -> tuple[float, float]:
+    """Numbers between which nearly all is that the states emit."""
+    try:
+        width = WIDTH * distribution.variance.sqrt()
+        low, high = (distribution.mean - width).min(), (distribution.mean + width).max()
+    except NotImplementedError:
+        low = high = torch.tensor(torch.nan)
+    if not bool(low.isfinite() & high.isfinite()):
+        with torch.random.fork_rng(devices=[]):
+            samples = distribution.sample((1000,)).double().flatten(1)
+        low, high = samples.quantile(0.005, 0).min(), samples.quantile(0.995, 0).max()
+    return low.item(), high.item()
+
+
 def _curves(
-    distribution: Any, mean: Tensor, deviation: Tensor, labels: list[str], axes: Axes
+    distribution: Any, labels: list[str], axes: Axes, shares: Tensor | None, values: Tensor | None
 ) -> None:
     """Densities of numbers, or probabilities of counts, where they can be observed."""
-    low, high = (mean - WIDTH * deviation).min().item(), (mean + WIDTH * deviation).max().item()
     discrete = distribution.support.is_discrete
-    if discrete:
-        points = torch.arange(math.floor(low), math.ceil(high) + 1, dtype=mean.dtype)
+    if values is None:
+        low, high = _ends(distribution)
     else:
-        points = torch.linspace(low, high, POINTS + 2, dtype=mean.dtype)
-    points = points.to(mean.device)
+        values = values[~values.isnan()].double()
+        low, high = values.min().item(), values.max().item()
+        bins = torch.arange(low - 0.5, high + 1).tolist() if discrete else 40
+        axes.hist(values.numpy(), bins=bins, density=True, color="0.85")
+    if discrete:
+        points = torch.arange(math.floor(low), math.ceil(high) + 1.0)
+    else:
+        points = torch.linspace(low, high, POINTS + 2)
+    example = distribution.sample()
+    points = points.to(example.device)
     events = [1] * len(distribution.event_shape)  # none, or one of size 1
     points = points[distribution.support.check(points.reshape(-1, *events))]
-    probs = distribution.log_prob(points.reshape(-1, 1, *events)).exp().cpu().numpy()
+    below = getattr(distribution, "cdf_below", None)
+    if below is not None and not discrete:
+        single = distribution.cdf(points.unsqueeze(-1)) > below(points.unsqueeze(-1))
+        points = points[~single.any(-1)]
+    probs = distribution.log_prob(points.reshape(-1, 1, *events)).exp().cpu()
+    if shares is not None:
+        probs = probs * shares.to(probs)
     places = points.cpu().numpy()
     for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
         if discrete:
-            drawn = probs[:, k] > SMALL
+            drawn = (probs[:, k] > SMALL).numpy()
             axes.plot(places[drawn], probs[drawn, k], "o-", ms=4, label=label, color=color)
         else:
             axes.plot(places, probs[:, k], label=label, color=color)
             axes.fill_between(places, probs[:, k], color=color, alpha=0.15)
+    if shares is not None:
+        axes.plot(places, probs.sum(-1), "k--", linewidth=1.0, label="all")
     names = ("count", "probability") if discrete else ("observation", "density")
     axes.set(xlabel=names[0], ylabel=names[1], ylim=(0, None))
     axes.locator_params(axis="x", integer=discrete)

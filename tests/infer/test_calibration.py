@@ -4,6 +4,8 @@ Talts, Betancourt, Simpson, Vehtari and Gelman (2018). Each chain begins at a sa
 its own and gives one sample, so that ranks are among independent samples.
 """
 
+from functools import partial
+
 import pyro
 import pytest
 import torch
@@ -11,9 +13,10 @@ from scipy import stats
 
 from pyrohmm import (
     MarginalModel,
-    Sequences,
     TabularHMM,
+    calibrate,
     categorical,
+    fit_em,
     fit_gibbs,
     fit_mcmc,
     normal,
@@ -31,51 +34,30 @@ CHAINS = 15
 LENGTHS = torch.tensor([7, 3, 1])
 
 
-def simulated(module):
-    """Parameters of the prior by name, and data of them."""
-    with torch.no_grad():
-        trace = pyro.poutine.trace(module).get_trace(LENGTHS)
-        values = trace.nodes["_RETURN"]["value"].sample()
-    truth = {f"module.{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
-    return truth, Sequences(values, LENGTHS)
-
-
-def ranks_of(name, sampler, count):
-    """Ranks ``(count, parameters)`` of the truth among samples, the first entry of each site."""
-    rows = []
-    for _ in range(count):
-        module = TabularHMM(2, EMISSIONS[name](), 1.5, sticky(2, 3.0))
-        truth, data = simulated(module)
-        chains = sampler(module, data)
-        row = []
-        for site, value in truth.items():
-            samples = chains[site].flatten(0, 1).reshape(CHAINS, -1)
-            row.append(int((samples[:, 0] < value.flatten()[0]).sum()))
-        rows.append(row)
-    return torch.tensor(rows)
-
-
 def by_gibbs(module, data):
     options = {"num_chains": CHAINS, "num_samples": 1, "warmup": 30, "start": from_prior}
-    return fit_gibbs(module, data, **options).chains
+    return last_of_each(fit_gibbs(module, data, **options))
 
 
 def by_hmc(module, data):
     start = {f"module.{n}": v.squeeze(1) for n, v in from_prior(module, data, CHAINS).items()}
     options = {"num_chains": CHAINS, "num_samples": 1, "warmup": 40, "start": start}
-    return fit_mcmc(MarginalModel(module), data, **options).chains
+    return last_of_each(fit_mcmc(MarginalModel(module), data, **options))
 
 
-def uniform(ranks):
-    """The smallest p-value of chi-square tests of ranks 0 to CHAINS in eight bins."""
-    bins = (ranks * 8) // (CHAINS + 1)
-    counts = [torch.bincount(column, minlength=8).numpy() for column in bins.T]
-    return min(stats.chisquare(count).pvalue for count in counts)
+def last_of_each(fit):
+    return {name: samples[:, -1] for name, samples in fit.chains.items()}
+
+
+def least(name, sampler, count):
+    """The smallest p-value of the variables."""
+    module = TabularHMM(2, EMISSIONS[name](), 1.5, sticky(2, 3.0))
+    return min(calibrate(module, sampler, LENGTHS, count).p_values().values())
 
 
 def test_ranks_are_uniform_under_gibbs():
     pyro.set_rng_seed(0)
-    assert uniform(ranks_of("categorical", by_gibbs, 60)) > 1e-4
+    assert least("categorical", by_gibbs, 60) > 1e-4
 
 
 @pytest.mark.slow
@@ -83,4 +65,51 @@ def test_ranks_are_uniform_under_gibbs():
 @pytest.mark.parametrize("sampler", [by_gibbs, by_hmc])
 def test_ranks_of_many_data_sets_are_uniform(name, sampler):
     pyro.set_rng_seed(1)
-    assert uniform(ranks_of(name, sampler, 400)) > 1e-4
+    assert least(name, sampler, 400) > 1e-4
+
+
+COUNTS = torch.tensor([3, 1])
+
+
+def conjugate(module, data, strength=1.0):
+    """Samples of the gamma posterior of one rate, of the data counted ``strength`` times."""
+    total = strength * data.values[data.observed].sum()
+    exposure = 1.0 + strength * data.num_observed
+    return {"emission.rate": torch.distributions.Gamma(2.0 + total, exposure).sample((15, 1))}
+
+
+def test_exact_samples_are_calibrated_and_too_narrow_ones_are_not():
+    pyro.set_rng_seed(2)
+    module = TabularHMM(1, poisson(0, 2.0, 1.0))
+    right = calibrate(module, conjugate, COUNTS, 200)
+    assert right.num_samples == 15
+    assert right.ranks["emission.rate"].shape == (200,)
+    (p,) = right.p_values().values()
+    bins = torch.bincount(right.ranks["emission.rate"] // 2, minlength=8).numpy()
+    assert p == pytest.approx(stats.chisquare(bins).pvalue)
+    assert p > 1e-3
+    narrow = calibrate(module, partial(conjugate, strength=10.0), COUNTS, 200)
+    assert narrow.p_values()["emission.rate"] < 1e-6
+    with pytest.raises(ValueError, match="num_bins must divide S . 1 = 16; got 5"):
+        right.p_values(5)
+
+
+def test_samples_that_are_not_returned_are_named():
+    module = TabularHMM(1, poisson(0, 2.0, 1.0))
+    with pytest.raises(ValueError, match="sample must return 'emission.rate'; it returned"):
+        calibrate(module, lambda module, data: {}, COUNTS, 1)
+
+
+def test_a_guide_is_calibrated_like_a_sampler():
+    """Laplace's approximation of a posterior that is nearly normal."""
+
+    def laplace(module, data):
+        fit = fit_em(module, data)
+        rate = fit.parameters["module.emission.rate"]
+        low, high = fit.intervals(data)["module.emission.rate"]
+        spread = (high / low).log() / (2 * 1.96)
+        return {"emission.rate": rate * (spread * torch.randn(15, 1)).exp()}
+
+    pyro.set_rng_seed(3)
+    module = TabularHMM(1, poisson(0, 400.0, 10.0))
+    assert calibrate(module, laplace, COUNTS, 40).p_values(4)["emission.rate"] > 1e-3

@@ -1,0 +1,111 @@
+"""Simulation-based calibration of fits that give samples of a posterior."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from pyro import poutine
+from torch import Tensor
+
+from .._checks import check_size
+from ..data.sequences import Sequences
+
+
+class Calibration(NamedTuple):
+    """Ranks of the truth among samples of its posterior, by the name of each variable.
+
+    Attributes:
+        ranks: ``(R,)`` integers from 0 to S of each, for R data sets.
+        num_samples: S.
+    """
+
+    ranks: dict[str, Tensor]
+    num_samples: int
+
+    def p_values(self, num_bins: int = 8) -> dict[str, float]:
+        """P-values of chi-square tests that ranks are uniform; small where samples are wrong.
+
+        Args:
+            num_bins: Of equal width; a divisor of S + 1, with five or more data sets a bin.
+
+        Raises:
+            ValueError: If it is no divisor.
+        """
+        check_size("num_bins", num_bins, 2)
+        if (self.num_samples + 1) % num_bins:
+            raise ValueError(f"num_bins must divide S + 1 = {self.num_samples + 1}; got {num_bins}")
+        found = {}
+        for name, ranks in self.ranks.items():
+            bins = ranks * num_bins // (self.num_samples + 1)
+            counts, expected = bins.bincount(minlength=num_bins).double(), len(ranks) / num_bins
+            square = ((counts - expected).square() / expected).sum() / 2
+            degrees = torch.tensor((num_bins - 1) / 2, dtype=torch.double)
+            found[name] = torch.special.gammaincc(degrees, square).item()
+        return found
+
+
+def calibrate(
+    module: Any,
+    sample: Callable[[Any, Sequences], Mapping[str, Tensor]],
+    lengths: Tensor,
+    num_data_sets: int = 100,
+) -> Calibration:
+    """Simulation-based calibration: ranks of parameters of the prior among posterior samples.
+
+    For each data set, parameters are sampled from the prior and data from them. If what samples
+    the posterior is right, the rank of the truth among S independent samples is uniform on 0 to S.
+    The statistic of a variable is a weighted sum of its entries. Ranks of samples that lie too
+    close together are piled up at both ends. Priors must be those of the module, not of the data.
+
+    Args:
+        module: Called with ``lengths``, it samples its parameters and returns an HMM.
+        sample: Called with a copy of the module and data, returns S independent samples
+            ``(S, ...)`` of each variable by its name in the module: of SVI and of Laplace's
+            approximation those of the guide, of chains the last one of each.
+        lengths: ``(N,)`` integers, the steps of the simulated sequences.
+        num_data_sets: R.
+
+    Raises:
+        ValueError: If numbers of samples differ, or a variable of the module has none.
+
+    References:
+        Talts, Betancourt, Simpson, Vehtari and Gelman (2018), Validating Bayesian inference
+        algorithms with simulation-based calibration.
+
+    Example:
+        >>> def exact(module, data):  # a beta posterior: all states are known to be one
+        ...     heads = (data.values == 1).sum().double()
+        ...     rest = data.num_observed - heads
+        ...     probs = Dirichlet(torch.stack([1 + rest, 1 + heads])).sample((15,))
+        ...     return {"emission.probs": probs.unsqueeze(1)}
+        >>> _ = pyro.set_rng_seed(0)
+        >>> found = calibrate(TabularHMM(1, categorical(2)), exact, torch.tensor([4, 2]), 40)
+        >>> found.p_values()["emission.probs"] > 0.01
+        True
+    """
+    check_size("num_data_sets", num_data_sets)
+    ranks: dict[str, list[int]] = {}
+    sizes = set()
+    for _ in range(num_data_sets):
+        own = copy.deepcopy(module)
+        with torch.no_grad():
+            trace = poutine.trace(own).get_trace(lengths)
+            data = Sequences(trace.nodes["_RETURN"]["value"].sample(), lengths)
+        found = {name.removeprefix("module."): each for name, each in sample(own, data).items()}
+        for name in trace.stochastic_nodes:
+            truth = trace.nodes[name]["value"].double().flatten()
+            if bool((truth == 1).all()):
+                continue  # probabilities of one outcome
+            if name not in found:
+                raise ValueError(f"sample must return {name!r}; it returned {list(found)}.")
+            samples = found[name].detach().double().reshape(len(found[name]), -1)
+            sizes.add(len(samples))
+            weights = torch.arange(1.0, 1 + len(truth), dtype=torch.double).cos()
+            below = (samples @ weights < truth @ weights).sum()
+            ranks.setdefault(name, []).append(int(below))
+    if len(sizes) != 1:
+        raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
+    return Calibration({name: torch.tensor(row) for name, row in ranks.items()}, sizes.pop())
