@@ -10,7 +10,12 @@ from pyro import distributions as dist
 from pyrohmm import HMM, HSMM, plots, queries
 from pyrohmm.distributions import (
     AutoregressiveCategorical,
+    Censored,
+    Truncated,
+    WrappedCauchy,
+    ZeroInflated,
 )
+from pyrohmm.distributions.observation import Streams
 
 matplotlib.use("Agg")
 
@@ -112,6 +117,62 @@ def test_numbers_have_a_curve_for_each_state(axes, name, event):
         width = 1.0 if name == "poisson" else (x[1] - x[0]).item()
         tail = 6e-3 if name == "gamma" else 2e-3  # beyond four deviations, of a skewed density
         assert y.sum().item() * width == pytest.approx(1.0, abs=tail)
+
+
+NUMBERS = {
+    "weibull": lambda: dist.Weibull(torch.tensor([1.0, 6.0]), 2.0),
+    "log-normal": lambda: dist.LogNormal(torch.tensor([0.0, 1.5]), 0.4),
+    "beta": lambda: dist.Beta(torch.tensor([2.0, 9.0]), torch.tensor([9.0, 2.0])),
+    "von Mises": lambda: dist.VonMises(torch.tensor([0.0, 2.5]), 4.0),
+    "wrapped Cauchy": lambda: WrappedCauchy(torch.tensor([0.0, 2.5]), torch.tensor(0.6)),
+    "student t": lambda: dist.StudentT(torch.tensor([4.0, 1.2]), torch.tensor([0.0, 9.0])),
+    "negative binomial": lambda: dist.NegativeBinomial(torch.tensor([2.0, 9.0]), torch.tensor(0.6)),
+    "zero-inflated": lambda: ZeroInflated(
+        dist.Gamma(torch.tensor([2.0, 9.0]), 1.0), gate=torch.tensor([0.3, 0.1])
+    ),
+    "censored": lambda: Censored(dist.Normal(torch.tensor([0.5, 4.0]), 1.0), lower=0.0),
+    "truncated": lambda: Truncated(dist.Poisson(torch.tensor([1.0, 6.0])), lower=1),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_densities_over_the_histogram_are_weighted_by_the_states(axes, name):
+    """The chain of ``of`` forgets, so that posteriors are those of single steps."""
+    torch.manual_seed(0)
+    hmm = of(NUMBERS[name](), 200)
+    values = hmm.sample()
+    shares = hmm.emission.log_prob(values[0, :, None]).softmax(-1).mean(0)  # independent steps
+    plots.emission(hmm, values=values, axes=axes)
+    *curves, total = axes.lines
+    for k, line in enumerate(curves):
+        x, y = (torch.as_tensor(each) for each in line.get_data())
+        torch.testing.assert_close(y, shares[k] * hmm.emission.log_prob(x[:, None])[:, k].exp())
+    x, y = (torch.as_tensor(each) for each in total.get_data())
+    heights = sum(bar.get_height() * bar.get_width() for bar in axes.patches)
+    assert heights == pytest.approx(1.0, abs=1e-5)  # one histogram, of all the data
+    assert values.min() <= x.min() and x.max() <= values.max()  # noqa: PT018
+    if not hmm.emission.support.is_discrete:
+        area = torch.trapezoid(y, x).item()
+        mass = {
+            "zero-inflated": shares @ torch.tensor([0.7, 0.9]),
+            "censored": 1 - shares @ dist.Normal(torch.tensor([0.5, 4.0]), 1).cdf(torch.zeros(())),
+        }
+        assert area == pytest.approx(float(mass.get(name, 1.0)), abs=0.03)
+    axes.clear()
+    assert len(plots.emission(hmm, axes=axes).lines) == 2
+
+
+def test_streams_of_numbers_have_a_panel_each():
+    parts = [
+        dist.Gamma(torch.tensor([2.0, 9.0]), 1.0),
+        dist.VonMises(torch.tensor([0.0, 2.5]), 4.0),
+    ]
+    hmm = of(Streams(parts), 50)
+    first = plots.emission(hmm, values=hmm.sample(), symbols=["step", "turn"])
+    assert [panel.get_title() for panel in first.figure.axes] == ["step", "turn"]
+    assert all(len(panel.lines) == 3 for panel in first.figure.axes)
+    with pytest.raises(ValueError, match="names must have K = 2 names; got 1"):
+        plots.emission(hmm, symbols=["step"])
 
 
 def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
