@@ -105,6 +105,7 @@ def coverage(num_fits: int, count: int = 40, num_steps: int = 30) -> dict[str, A
         "steps": num_steps,
         "coverage": {name: number / num_fits for name, number in held.items()},
         "theory": theory(count),
+        "theory_few": theory(20),
         "effects": inside / max(num_fits - failed, 1),
         "without": failed,
         "seconds_a_fit": (time.process_time() - start_time) / num_fits,
@@ -125,16 +126,20 @@ def sampled(num_samples: int, count: int = 40, num_steps: int = 30) -> dict[str,
     start = {"level": LEVEL, "stay": torch.tensor(STAY), "spread": torch.tensor(SPREAD)}
     fit = fit_laplace(with_priors, data, ["own"], start=start)
     errors = fit.std_errors(data)
-    posterior = fit_mcmc(with_priors, data, num_samples=num_samples, num_chains=16,
-                         warmup=num_samples, start={**start, "own": torch.zeros(count)})  # fmt: skip
+    begin = {**start, "own": torch.zeros(count)}
+    posterior = fit_mcmc(
+        with_priors, data, num_samples=num_samples, num_chains=16, warmup=num_samples, start=begin
+    )
     found: dict[str, Any] = {"part": "sampled"}
     for name in start:
         own, draws = fit.parameters[name].double(), posterior.chains[name].double().flatten(0, 1)
         error, draws = errors[name], draws.reshape(len(draws), -1)
         if name == "spread":
             own, error, draws = own.log(), error / own, draws.log()
-        found[name] = {"estimate": own.tolist(), "std_error": error.tolist(),
-                       "mean": draws.mean(0).tolist(), "deviation": draws.std(0).tolist()}  # fmt: skip
+        found[name] = {
+            "estimate": own.tolist(), "std_error": error.tolist(),
+            "mean": draws.mean(0).tolist(), "deviation": draws.std(0).tolist(),
+        }  # fmt: skip
     return found
 
 

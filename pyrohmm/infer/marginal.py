@@ -73,7 +73,9 @@ class Marginal:
             for site in nodes.values()
             if site["type"] == "sample" and is_likelihood(site)
         ]
-        self.widths = torch.ones_like(self.modes) if sum(self.sizes) == 1 and all(inside) else None
+        self.widths: Any = (
+            torch.ones_like(self.modes) if sum(self.sizes) == 1 and all(inside) else None
+        )
         passes = 1 + sum(self.sizes) if self.widths is None else NODES
         states = nodes["_RETURN"]["value"].num_states
         self.room = max(1, CELLS // (len(data) * data.num_steps * states * passes))
