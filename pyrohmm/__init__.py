@@ -17,6 +17,7 @@ from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
 from .data import readers as readers
 from .data.formulas import formulas as formulas
+from .data.movement import movement as movement
 from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
