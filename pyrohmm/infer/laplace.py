@@ -299,7 +299,15 @@ def fit_laplace(
     )  # fmt: skip
     marginal.check_independent(starts.wide(starts.place))
 
-    function, every = partial(_evaluate, marginal, starts), torch.arange(restarts)
+    ascent = _climbed(marginal, starts, num_steps, tolerance)
+    return _result(model, own, data, marginal, starts, ascent, begin)
+
+
+def _climbed(
+    marginal: Marginal, starts: _Starts, num_steps: int, tolerance: float
+) -> tuple[Tensor, Peak]:
+    """Log marginals of the starts, and the maxima near them."""
+    function, every = partial(_evaluate, marginal, starts), torch.arange(len(starts.place))
     if marginal.widths is not None:
         marginal.settle(starts.wide(starts.place), every)
     first = function(starts.place, every)[0]
@@ -309,7 +317,7 @@ def fit_laplace(
         before, peak = peak, climb(function, peak.place, num_steps, tolerance)
         if bool(((peak.value - before.value).abs() < tolerance).all()):
             break
-    return _result(model, own, data, marginal, starts, (first, peak), begin)
+    return first, peak
 
 
 def _evaluate(

@@ -28,7 +28,7 @@ from .closed_form import Prior, Statistics, inside, under
 from .durations import truncated
 from .family import EmissionFamily, build_emission
 from .regression import Linear, RegressionEmission, after_zero, mode_of
-from .tabular_times import check_times_given
+from .tabular_times import given_times
 
 
 class RegressionHMM(HMMModule):
@@ -183,7 +183,7 @@ class RegressionHMM(HMMModule):
         logits = self._logits(covariates[..., :-1, :])
         if self.moved_by == "transition":
             return HMM(start, logits.log_softmax(-1), transition_per_step=True, **rest)
-        assert check_times_given(times)
+        times = given_times(times)
         rates = logits.exp().masked_fill(diagonal(logits), 0.0)
         rates = rates - rates.sum(-1).diag_embed()
         return ContinuousTimeHMM(

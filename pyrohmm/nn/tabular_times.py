@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,15 +156,15 @@ def _makes_durations(family: Any) -> bool:
     return isinstance(made, type) and issubclass(made, Durations | ParametricDurations)
 
 
-def check_times_given(times: Tensor | None) -> TypeGuard[Tensor]:
-    """Raise unless the data have times."""
+def given_times(times: Tensor | None) -> Tensor:
+    """The times of the data; raises if there are none."""
     if times is None:
         raise ValueError(
             "data has no times, which a model in continuous time needs. Build it with "
             "Sequences(..., times=), or with times= of from_list, from_concatenated or, by "
             "time=, from_dataframe."
         )
-    return True
+    return times
 
 
 class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
@@ -284,7 +284,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)`` at ``times`` ``(*B, T)``."""
-        assert check_times_given(times)
+        times = given_times(times)
         rates = self.rates
         rates = rates - rates.sum(-1).diag_embed()
         initial = log(self.initial)
