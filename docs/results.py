@@ -748,6 +748,26 @@ def control_table() -> str:
     return table(["model", "wall", "processor", "s for each constraint"], body)
 
 
+def dense_training_table() -> str:
+    """Tokens a second of training of dense HMMs, and what share of a product's rate this is."""
+    body = [
+        [f"{row['states']:,}", str(row["sequences"]), row["way"],
+         f"{row['tokens_a_second']:,.0f}", f"{row['share']:.0%}"]
+        for row in rows("dense_training")
+    ]  # fmt: skip
+    return table(["K", "sequences", "way", "tokens a second", "share"], body)
+
+
+def monarch_table() -> str:
+    """Perplexities of HMMs by their transitions, in equal time."""
+    body = [
+        [row["model"], f"{row['states']:,}", f"{row['epochs']:.1f}",
+         f"{row['tokens_a_second']:,.0f}", f"{row['valid']:.1f}", f"{row['test']:.1f}"]
+        for row in rows("monarch")
+    ]  # fmt: skip
+    return table(["transitions", "K", "epochs", "tokens a second", "validation", "test"], body)
+
+
 # What pages say ---------------------------------------------------------------------------------
 
 MUSIC = {
@@ -880,6 +900,8 @@ TABLES = {
     "posterior": posterior_table,
     "calibration": calibration_table,
     "control": control_table,
+    "dense_training": dense_training_table,
+    "monarch": monarch_table,
 }
 
 
@@ -908,15 +930,24 @@ def intervals_numbers() -> dict[str, str]:
 
 def laplace_numbers() -> dict[str, str]:
     """What the page of random effects says."""
-    covered, integral = (one("laplace", part=part) for part in ("coverage", "integral"))
+    covered, integral, sampled = (
+        one("laplace", part=part) for part in ("coverage", "integral", "sampled")
+    )
+    spread = {name: value if isinstance(value, float) else value[0]
+              for name, value in sampled["spread"].items()}  # fmt: skip
     return {
         "fits": str(covered["fits"]),
         "subjects": str(covered["subjects"]),
         "steps": str(covered["steps"]),
-        "without": str(covered["without"]),
         "coverage": ", ".join(percent(share) for share in covered["coverage"].values()),
+        "without": str(covered["without"]),
+        "theory": " and ".join(percent(share) for share in covered["theory"].values()),
+        "theory_few": " and ".join(percent(share) for share in covered["theory_few"].values()),
         "effects": percent(covered["effects"]),
         "laplace": f"{integral['laplace']:.2f}",
+        "nodes": f"{integral['nodes']:.2f}",
+        "spread": f"{spread['estimate']:.2f} ± {spread['std_error']:.2f}",
+        "spread_mcmc": f"{spread['mean']:.2f} ± {spread['deviation']:.2f}",
         "quadrature": f"{integral['quadrature']:.2f}",
     }
 

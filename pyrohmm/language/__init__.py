@@ -6,8 +6,8 @@ Its modules; each imports only those above it:
 
 ``text``          sentences as lines of words and as codes
 ``clusters``      Brown clusters of words
-``scoring``       log-probabilities of sentences and of their words
 ``training``      the fit, its learning rate and state dropout
+``scoring``       log-probabilities of sentences and of their words
 ``generation``    samples of sentences
 ``files``         a model in a directory
 ``lookahead``     probability that a constraint will hold, by state

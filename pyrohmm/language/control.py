@@ -224,17 +224,32 @@ class ConstraintProcessor:
         if top_k is not None:
             check_size("top_k", top_k)
         self.top_k = top_k
+        if not isinstance(constraint, Automaton):
+            raise TypeError(
+                f"constraint must be an Automaton, such as automata.must_contain('word'); got "
+                f"{type(constraint).__name__}."
+            )
         end = getattr(tokenizer, "eos_token_id", None) if end is None else end
         self.padding = getattr(tokenizer, "pad_token_id", None) if padding is None else padding
         self.read_prompt = read_prompt
         texts = token_texts(tokenizer)
         if not constraint.classes or any(isinstance(symbol, str) for symbol in constraint.classes):
             constraint = over_tokens(constraint, texts, ignore_case)
+        if not bool(constraint.accepting.any()):
+            raise ValueError(
+                f"constraint must hold for some text; {constraint.name} does for none that can be "
+                "written with these tokens. Its words may need characters that no token has."
+            )
         if min_tokens:
             constraint = constraint & of_length(min_tokens, max_tokens)
+        codes: list[Any] = [*constraint.classes, *([] if end is None else [end])]
+        if codes and not 0 <= min(codes) <= max(codes) < len(texts):
+            raise ValueError(
+                f"codes in constraint and end must be of the {len(texts)} tokens of tokenizer, "
+                f"from 0; got {min(codes)} to {max(codes)}."
+            )
         classes = torch.zeros(len(texts), dtype=torch.long)
-        for code, number in constraint.classes.items():
-            classes[int(code)] = number
+        classes[[*constraint.classes]] = torch.tensor([*constraint.classes.values()])
         with torch.no_grad():
             self.lookahead = Lookahead(
                 hmm, constraint, classes, end, max_tokens, must_end and end is not None
@@ -254,14 +269,15 @@ class ConstraintProcessor:
             scores: ``(n, V)``, logits or log-probabilities.
 
         Raises:
-            ValueError: If there are fewer scores than tokens, or a text is longer than
+            ValueError: If there are fewer scores than tokens or texts, or a text is longer than
                 ``max_tokens``, or one that cannot satisfy the constraint any more.
         """
         count = self.lookahead.emissions.num_tokens
-        if scores.size(-1) < count:
+        if scores.size(-1) < count or len(scores) != len(input_ids):
             raise ValueError(
-                f"scores must be of the {count} tokens of the HMM; got {scores.size(-1)}. The "
-                "language model, the tokenizer and the HMM must have the same vocabulary."
+                f"scores must be of {len(input_ids)} texts and the {count} tokens of the HMM; got "
+                f"shape {tuple(scores.shape)}. The language model, the tokenizer and the HMM must "
+                "have the same vocabulary."
             )
         with torch.no_grad():
             self._read(input_ids.cpu())
@@ -282,7 +298,7 @@ class ConstraintProcessor:
             ``(T + 1,)``, in nats; -inf where it cannot hold any more.
 
         Raises:
-            ValueError: If there are more than ``max_tokens`` tokens.
+            ValueError: If there are more than ``max_tokens`` tokens, or the end is among them.
 
         Example:
             >>> even = torch.full((1, 1), 0.0)
@@ -292,9 +308,10 @@ class ConstraintProcessor:
             tensor([0.7500, 0.5000, 1.0000])
         """
         ahead, state = self.lookahead, 0
-        if tokens.numel() > ahead.max_tokens:
+        if tokens.numel() > ahead.max_tokens or ahead.end in tokens.tolist():
             raise ValueError(
-                f"tokens must be at most max_tokens = {ahead.max_tokens}; got {tokens.numel()}."
+                f"tokens must be at most max_tokens = {ahead.max_tokens}, without the end; got "
+                f"{tokens.tolist()}."
             )
         probs = self._log_initial.exp().unsqueeze(0)
         with torch.no_grad():
@@ -355,7 +372,7 @@ class ConstraintProcessor:
                 "generate as many, or allow more here. Call reset() before other prompts."
             )
         probs = self._probs[running.to(self._probs.device)]
-        if self.top_k is not None and ahead.emissions.is_dense:
+        if self.top_k is not None and len(ahead.emissions.blocks) == 1:
             found = self._of_best(probs, states, scores.to(probs), self.top_k)
             if found is not None:
                 return found
@@ -363,10 +380,9 @@ class ConstraintProcessor:
         found = torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
         impossible = found.isneginf().all(-1)
         if bool(impossible.any()):  # for the HMM: any token after which it may hold
-            possible = ahead.possible_tokens(states, t).to(found.device)
-            if not bool(possible.any(-1).all()):
+            allowed = ahead.bounds(states, t, for_any=True).to(found)
+            if bool(allowed.isneginf().all(-1).any()):
                 raise ValueError(f"a text cannot satisfy {ahead.constraint.name} any more.")
-            allowed = torch.zeros_like(found).masked_fill(~possible, -inf)
             found = torch.where(impossible[:, None], allowed, found)
         if self.top_k is not None:
             best = (scores.to(found) + found).topk(min(self.top_k, found.size(1))).indices

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.prediction import predictive_log_prob
 from ..data.sequences import Sequences
@@ -84,6 +85,7 @@ def distil(
         >>> found.perplexity.value < 2
         True
     """
+    check_size("num_texts", num_texts, max_tokens)
     num_tokens, model, start = len(token_texts(tokenizer)), None, 0
     if hasattr(source, "generate"):
         model, end = source, tokenizer.eos_token_id
@@ -94,17 +96,18 @@ def distil(
     texts: Sequences | Iterable[Sequences] = source
     if isinstance(texts, Sequences):
         if held_out is None:
+            check_size("the number of texts in source", len(texts), 2)
             count = math.ceil(HELD_OUT * len(texts))
             texts, held_out = texts[:-count], texts[-count:]
-        batch_size = min(batch_size or len(texts), len(texts))
-        options["num_iterations"] = num_epochs * math.ceil(len(texts) / batch_size)
-        options["batch_size"] = batch_size
-    else:
-        options["num_iterations"] = num_epochs
+        batch_size = len(texts) if batch_size is None else batch_size
+        check_size("batch_size", batch_size)
+        num_epochs *= math.ceil(len(texts) / batch_size)
+        options["batch_size"] = min(batch_size, len(texts))
     if held_out is None:
-        raise ValueError("held_out must be Sequences, as texts come in parts; got None.")
+        raise ValueError("held_out must be Sequences where source is an iterable of these.")
     module = TabularHMM(num_states, categorical(num_tokens, concentration=1.01))
-    fit = fit_em(module.to(held_out.values.device), texts, **options)
+    module.to(held_out.values.device)
+    fit = fit_em(module, texts, **{"num_iterations": num_epochs, **options})
     hmm = fit.hmm(held_out)
     logs = predictive_log_prob(hmm, held_out.values)
     perplexity = Perplexity.of(logs.sum().item(), held_out.num_observed)

@@ -13,32 +13,25 @@ from torch import Tensor
 from ..data.vocabulary import Vocabulary, word_classes
 from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.dropout import LinearDropout
-from ..nn.neural import NeuralHMM
-from ..ops.blocks.states import Blocks, from_clusters
+from ..ops.blocks.states import from_clusters
 from .training import DefaultDropout
 
 CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
-def write_model(
-    directory: FilePath,
-    vocabulary: Vocabulary,
-    blocks: Blocks,
-    module: NeuralHMM,
-    options: dict[str, Any],
-) -> None:
-    """Save the parts of a language model, and the options with which it was made."""
+def write_model(directory: FilePath, model: Any, options: dict[str, Any]) -> None:
+    """Save a ``LanguageModel``, and the options with which it was made."""
     check_directory(directory)
-    tensors = {f"module.{name}": tensor for name, tensor in module.state_dict().items()}
-    tensors |= {"symbol_block": blocks.symbol_block, "block_sizes": blocks.sizes}
-    unknown = vocabulary.unknown
+    tensors = {f"module.{name}": tensor for name, tensor in model.module.state_dict().items()}
+    tensors |= {"symbol_block": model.blocks.symbol_block, "block_sizes": model.blocks.sizes}
+    unknown = model.vocabulary.unknown
     meta = {
         "kind": "language model",
-        "words": list(vocabulary),
+        "words": list(model.vocabulary),
         "unknown": CLASSES if unknown is word_classes else unknown,
         **options,
         "dropout": _as_saved(options["dropout"]),
-        "dropout_of_fit": _as_saved(module.dropout),
+        "dropout_of_fit": _as_saved(model.module.dropout),
     }
     write_directory(directory, tensors, meta)
 

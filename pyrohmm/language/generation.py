@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
-from ..nn.neural import NeuralHMM
 from .scoring import next_states
 from .text import END, encode
 
@@ -17,16 +15,14 @@ AT_ONCE = 256  # sentences that are sampled as one batch
 
 
 def generate(
-    module: NeuralHMM,
-    vocabulary: Vocabulary,
-    contiguous: bool,
-    count: int,
-    generator: torch.Generator | None,
-    max_words: int,
-    prompt: str,
+    model: Any, count: int, generator: torch.Generator | None, max_words: int, prompt: str
 ) -> list[str]:
-    """Samples of sentences after a prompt; contiguous ones are one text: see ``LanguageModel``."""
-    hmm: Any = module(torch.tensor([1]))
+    """Samples of sentences of a ``LanguageModel`` after a prompt; contiguous ones are one text."""
+    hmm, vocabulary, contiguous = (
+        model.module(torch.tensor([1])),
+        model.vocabulary,
+        model.contiguous,
+    )
     end = int(vocabulary.encode([END]))
     at_once = 1 if contiguous else AT_ONCE
     before = encode([prompt], vocabulary).values[0, :-1]  # without <eos>

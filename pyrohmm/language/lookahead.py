@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from .._precision import full_precision
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
 from ..ops.automata import Automaton
 from ..ops.blocks.transitions import Transitions
 from ..ops.log_space import finite_or_zero
@@ -43,14 +44,16 @@ class Emissions:
         dtype: Of the probabilities; that of the HMM by default.
 
     Attributes:
-        order: ``(V,)``, the tokens as they are sorted.
-        blocks: For each its tokens, its states, both as slices, and ``(V_b, K_b)`` numbers.
-        segments: Block, class and slice of consecutive tokens; class -1 for all small ones.
+        blocks: For each its first token (as they are sorted), states, and ``(V_b, K_b)`` numbers.
+        segments: Of sorted tokens the first, their states, their class, which is -1 for all small
+            ones, and their numbers, a part of those of a block.
     """
 
     def __init__(self, hmm: HMM, classes: Tensor, dtype: torch.dtype | None = None) -> None:
         self.num_states, self.device = hmm.num_states, hmm.log_initial.device
         in_blocks = isinstance(hmm, BlockHMM) and hmm.blocks.disjoint
+        if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):
+            raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
         table = hmm.log_emission if in_blocks else hmm.emission.probs.mT  # (V, width)
         self.num_tokens, self.classes = len(table), classes
         if len(classes) != len(table):
@@ -65,46 +68,38 @@ class Emissions:
         self.order = torch.from_numpy(np.lexsort((classes, kinds, owner)))
         self.places = self.order.argsort()
         self._owner = owner
-        self.blocks: list[tuple[slice, slice, Tensor]] = []
+        self.blocks: list[tuple[int, slice, Tensor]] = []
+        self.segments: list[tuple[int, slice, int, Tensor]] = []
         first = state = 0
         for count, size in zip(owner.bincount(minlength=len(sizes)).tolist(), sizes.tolist()):
-            tokens, states = slice(first, first + count), slice(state, state + size)
-            probs = table.index_select(0, self.order[tokens].to(self.device))[:, :size]
-            probs = probs.exp() if in_blocks else probs
-            self.blocks.append((tokens, states, probs.to(dtype or probs.dtype)))
-            first, state = tokens.stop, states.stop
-        keys, counts = torch.stack([owner, kinds])[:, self.order].unique_consecutive(
-            dim=1, return_counts=True
-        )
-        ends = counts.cumsum(0)
-        self.segments = [
-            (*key, slice(a, b))
-            for key, a, b in zip(keys.mT.tolist(), (ends - counts).tolist(), ends.tolist())
-        ]
+            tokens, states = self.order[first : first + count], slice(state, state + size)
+            probs = table.index_select(0, tokens.to(self.device))[:, :size]
+            probs = (probs.exp() if in_blocks else probs).to(dtype or probs.dtype)
+            self.blocks.append((first, states, probs))
+            state = states.stop
+            kind_of, counts = kinds[tokens].unique_consecutive(return_counts=True)
+            for kind, members in zip(kind_of.tolist(), probs.split(counts.tolist())):
+                for part in members.split(TILE):
+                    self.segments.append((first, states, kind, part))
+                    first += len(part)
 
     def of_classes(self, count: int) -> Tensor:
         """Probability of the tokens of each class in each state, ``(count, K)`` float64."""
         mass = torch.zeros(count, self.num_states, dtype=torch.float64, device=self.device)
-        for tokens, states, probs in self.blocks:
-            kinds = self.classes[self.order[tokens]].to(self.device)
+        for first, states, _, probs in self.segments:
+            kinds = self.classes[self.order[first : first + len(probs)]].to(self.device)
             mass[:, states].index_add_(0, kinds, probs.double())
         return mass
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether all states may emit all tokens."""
-        return len(self.blocks) == 1
-
-    def dense(self, tokens: Tensor) -> Tensor:
-        """Probability of each of some tokens ``(n,)`` in each state ``(n, K)``, if all is dense."""
-        return self.blocks[0][2].index_select(0, self.places[tokens].to(self.device))
-
     def column(self, tokens: Tensor) -> Tensor:
         """Probability of each of some tokens ``(n,)`` in each state, ``(n, K)``."""
-        found = self.blocks[0][2].new_zeros(len(tokens), self.num_states)
-        for row, block, place in zip(found, self._owner[tokens], self.places[tokens].tolist()):
-            own, states, probs = self.blocks[block]
-            row[states] = probs[place - own.start]
+        places, probs = self.places[tokens], self.blocks[0][2]
+        if len(self.blocks) == 1:
+            return probs.index_select(0, places.to(self.device))
+        found = probs.new_zeros(len(tokens), self.num_states)
+        for row, block, place in zip(found, self._owner[tokens], places.tolist()):
+            first, states, probs = self.blocks[block]
+            row[states] = probs[place - first]
         return found
 
     def log_sums(self, free: Tensor, weights: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,22 +114,18 @@ class Emissions:
         columns = {-1: torch.cat([free, weights]).to(dtype).mT.contiguous()}
         found = free.new_empty(self.num_tokens, 2 * count, dtype=dtype)
         with full_precision(found):
-            for block, kind, tokens in self.segments:
+            for first, states, kind, probs in self.segments:
                 if kind not in columns:
                     own = weights.index_select(0, pairs[:, kind].to(self.device))
                     columns[kind] = torch.cat([free, own]).to(dtype).mT.contiguous()
-                members, states, probs = self.blocks[block]
-                here = columns[kind][states]
-                for first in range(tokens.start, tokens.stop, TILE):
-                    last = min(first + TILE, tokens.stop)
-                    part = probs[first - members.start : last - members.start]
-                    if kind >= 0:
-                        torch.mm(part, here, out=found[first:last])
-                        continue
-                    chosen = pairs[:, self.classes[self.order[first:last]]].to(self.device)
-                    sums = part @ here
-                    found[first:last, :count] = sums[:, :count]
-                    found[first:last, count:] = sums.gather(1, count + chosen.mT)
+                here, rows = columns[kind][states], found[first : first + len(probs)]
+                if kind >= 0:
+                    torch.mm(probs, here, out=rows)
+                    continue
+                chosen = pairs[:, self.classes[self.order[first : first + len(probs)]]]
+                sums = probs @ here
+                rows[:, :count] = sums[:, :count]
+                rows[:, count:] = sums.gather(1, count + chosen.mT.to(self.device))
         found = found.log_().index_select(0, self.places.to(self.device)).mT.contiguous()
         return found[:count], found[count:]
 
@@ -287,7 +278,7 @@ class Lookahead:
         found = peaks.new_empty(tokens.shape)
         for i, (own, pair) in enumerate(zip(tokens, pairs)):
             first, last = int(pair.min()), int(pair.max()) + 1  # pairs are sorted by row
-            emitted, rows = self.emissions.dense(own), torch.cat([probs[[i]], weights[first:last]])
+            emitted, rows = self.emissions.column(own), torch.cat([probs[[i]], weights[first:last]])
             sums = emitted @ rows.to(emitted).mT
             chosen = (pair - first + 1).unsqueeze(1).to(self.device)
             found[i] = (sums.gather(1, chosen).squeeze(1) / sums[:, 0]).log()
@@ -296,24 +287,20 @@ class Lookahead:
         accepting = self.constraint.accepting[states].unsqueeze(1).expand_as(ends)
         return torch.where(ends.to(self.device), accepting.to(found).log(), found)
 
-    def bounds(self, states: Tensor, t: int) -> Tensor:
-        """Upper bound of the log-probability of the constraint after each token, ``(n, V)``."""
+    def bounds(self, states: Tensor, t: int, for_any: bool = False) -> Tensor:
+        """Upper bound of the log-probability of the constraint after each token, ``(n, V)``.
+
+        ``for_any`` HMM; then it is 0 or -inf.
+        """
         largest = torch.full((len(states), self.end_class + 1), -inf)
         if t < self.max_tokens:
             peaks = self.after[t + 1].amax(-1).cpu()
+            if for_any:
+                peaks = torch.zeros_like(peaks).index_fill(0, torch.tensor([len(peaks) - 1]), -inf)
             largest[:, :-1] = peaks[self.column[t + 1][self.constraint.table[states]]]
-        largest[:, -1] = self.constraint.accepting[states].log()
-        return largest.index_select(1, self.classes)
-
-    def possible_tokens(self, states: Tensor, t: int) -> Tensor:
-        """Whether a text may still satisfy the constraint after each next token, ``(n, V)``."""
-        possible = torch.zeros(len(states), self.emissions.num_tokens, dtype=torch.bool)
-        if t < self.max_tokens:
-            alive = self.column[t + 1] < len(self.alive[t + 1])
-            possible = pad(alive[self.constraint.table[states]], (0, 1))[:, self.classes]
         if self.end is not None:
-            possible[:, self.end] = self.constraint.accepting[states]
-        return possible
+            largest[:, -1] = self.constraint.accepting[states].log()
+        return largest.index_select(1, self.classes)
 
     def _weights(self, probs: Tensor, states: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of states in the sum over them for each next token that does not end the text.

@@ -203,9 +203,8 @@ class LanguageModel:
             TypeError, ValueError: As :func:`pyrohmm.fit_svi`.
         """
         return fit_sentences(
-            self.module, self.vocabulary, self.contiguous, data, validation, num_epochs,
-            batch_tokens, num_streams, clip_norm, options,
-            lr=learning_rate, weight_decay=weight_decay,
+            self, data, validation, (num_epochs, batch_tokens, num_streams),
+            {"clip_norm": clip_norm, **options}, lr=learning_rate, weight_decay=weight_decay,
         )  # fmt: skip
 
     def num_iterations(
@@ -310,9 +309,7 @@ class LanguageModel:
             steering = self.steer(constraint, max_words + len(prompt.split()))
             return steering.sample(count, generator, prompt)
         with torch.no_grad(), in_mode(False, self.module):
-            return generation.generate(
-                self.module, self.vocabulary, self.contiguous, count, generator, max_words, prompt
-            )
+            return generation.generate(self, count, generator, max_words, prompt)
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
         """Condition sentences on a constraint: a :class:`.Steering`.
@@ -375,7 +372,7 @@ class LanguageModel:
 
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
-        write_model(directory, self.vocabulary, self.blocks, self.module, self._options)
+        write_model(directory, self, self._options)
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:

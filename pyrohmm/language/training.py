@@ -11,15 +11,12 @@ import torch
 
 from ..data.batches import batches_in_round
 from ..data.sequences import Sequences
-from ..data.vocabulary import Vocabulary
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.objective import LEFT
 from ..infer.results import Fit
-from ..nn.base import in_mode
 from ..nn.dropout import LinearDropout
 from ..nn.neural import NeuralHMM
-from .scoring import score
 from .text import as_text, check_ends
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
@@ -106,59 +103,53 @@ def in_words(dropout: float | LinearDropout) -> str:
 
 
 def fit_sentences(
-    module: NeuralHMM,
-    vocabulary: Vocabulary,
-    contiguous: bool,
+    model: Any,
     data: Sequences,
     validation: Sequences | None,
-    num_epochs: int,
-    batch_tokens: int,
-    num_streams: int,
-    clip_norm: float | None,
+    sizes: tuple[int, int, int],
     options: dict[str, Any],
     **of_optimizer: Any,
 ) -> Fit:
-    """Fit a module to sentences, each alone or as one text: see ``LanguageModel.fit``."""
-    check_ends("data", vocabulary, data)
+    """Fit a ``LanguageModel``, whose method says how; ``sizes`` are epochs, tokens and streams."""
+    module, (num_epochs, batch_tokens, num_streams) = model.module, sizes
+    check_ends("data", model.vocabulary, data)
     if validation is not None:
-        check_ends("validation", vocabulary, validation)
-    model = MarginalModel(module)
+        check_ends("validation", model.vocabulary, validation)
+    pyro_model = MarginalModel(module)
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
     read, first = data, copy.deepcopy(module.state_dict())
-    num_iterations = iterations(data, contiguous, num_epochs, batch_tokens, num_streams)
+    num_iterations = iterations(data, model.contiguous, *sizes)
     set_default(module, data.num_observed, num_epochs, num_iterations)
-    if contiguous:
+    if model.contiguous:
         steps = max(1, batch_tokens // num_streams)
-        model = StatefulModel(module, num_streams)
+        pyro_model = StatefulModel(module, num_streams)
         batching = {"windows": (num_streams, steps)}
         read = as_text(data)
         validation = None if validation is None else as_text(validation, num_streams)
     fit = fit_map(
-        model,
+        pyro_model,
         read,
         num_iterations=num_iterations,
         tolerance=None,
         validation=validation,
-        clip_norm=clip_norm,
         optimizer=partial(torch.optim.AdamW, fused=True, **of_optimizer),
         schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_iterations)),
         **batching,
         **options,
     )
-    if _is_broken(module, data[:16], contiguous, len(vocabulary)):  # no loss after the last step
+    if _is_broken(model, data[:16]):  # no loss comes after the last step
         module.load_state_dict(first)
         raise FloatingPointError(LEFT.format(len(fit.losses)))
     return fit
 
 
-def _is_broken(module: NeuralHMM, data: Sequences, contiguous: bool, num_words: int) -> bool:
+def _is_broken(model: Any, data: Sequences) -> bool:
     """Whether parameters are so large that scores are NaN, or ten times uniform guessing's."""
     try:
-        with torch.no_grad(), in_mode(False, module):
-            nats = -score(module, data, contiguous).sum().item() / data.num_observed
+        nats = -model.score(data).sum().item() / data.num_observed
     except ValueError:
         return True
-    return not nats <= 10 * math.log(num_words)  # NaN also
+    return not nats <= 10 * math.log(len(model.vocabulary))  # NaN also
 
 
 def iterations(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.distributions import Categorical
 
-from pyrohmm import HMM, BlockHMM, automata, blocks
+from pyrohmm import HMM, BlockHMM, TabularHMM, automata, blocks, normal
 from pyrohmm.language import ConstraintProcessor
 from pyrohmm.language.control import token_texts
 
@@ -233,10 +233,33 @@ def test_the_best_tokens_are_those_of_all(hmm, top_k):
         ids = torch.cat([ids, torch.multinomial(found.softmax(-1), 1, generator=generator)], 1)
 
 
-def test_more_tokens_than_there_may_be_are_refused():
-    processor = ConstraintProcessor(dense(), automata.must_contain("a"), TOKENS, 2, end=END)
-    with pytest.raises(ValueError, match=r"tokens must be at most max_tokens = 2; got 3"):
-        processor.log_prob(torch.tensor([0, 1, 0]))
+WRONG = {
+    "constraint must be an Automaton.*got str": lambda: steering(constraint="a"),
+    "does for none that can be written with these": lambda: steering(automata.must_contain("cat")),
+    "must hold for some text of at most 3": lambda: steering(automata.of_length(4)),
+    "hmm must have the 5 tokens": lambda: steering(hmm=dense(num_tokens=6)),
+    "hmm must have states that emit": lambda: steering(
+        hmm=TabularHMM(2, normal(0))(torch.tensor(1))
+    ),
+    "5 tokens of tokenizer, from 0; got -1 to": lambda: steering(end=-1),
+    "5 tokens of tokenizer, from 0; got 4 to 9": lambda: steering(automata.must_contain(9)),
+    r"scores must be of 1 texts .* got shape \(2, 5\)": lambda: steering()(ONE, torch.zeros(2, 5)),
+    "without the end; got .0, 1, 0, 1": lambda: steering().log_prob(torch.tensor([0, 1, 0, 1])),
+    "without the end; got .0, 4.": lambda: steering().log_prob(torch.tensor([0, END])),
+}
+ONE = torch.zeros(1, 1, dtype=torch.long)
+
+
+def steering(constraint=None, hmm=None, end=END):
+    """A processor, of arguments of which one may be wrong."""
+    constraint = automata.must_contain("a") if constraint is None else constraint
+    return ConstraintProcessor(hmm or dense(), constraint, TOKENS, 3, end=end)
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message]()
 
 
 CORPUS = ["the cat sat on the mat , and the dog's bone was there", "a dog is not a cat; cats purr",
