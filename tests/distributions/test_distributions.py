@@ -4,12 +4,9 @@ import math
 
 import numpy as np
 import oracle
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoDelta
 from scipy import stats
 from torch.distributions import biject_to
 
@@ -156,30 +153,6 @@ def test_sparse_jacobian_is_finite_far_out(dtype):
         expected = -softplus.sum() - softplus[0]
         assert found.item() == pytest.approx(expected, rel=1e-6)
         assert x.grad.isfinite().all()
-
-
-def rows_model(counts):
-    allowed = torch.tensor([[True, True, False], [False, True, False], [True, True, True]])
-    table = pyro.sample("table", SparseDirichlet(torch.full((3, 3), 2.0), allowed))
-    pyro.factor("seen", (counts[allowed] * table[allowed].log()).sum())
-
-
-COUNTS = torch.tensor([[5, 1, 0], [0, 3, 0], [1, 2, 6]])
-SHARES = [[6 / 8, 2 / 8, 0.0], [0.0, 1.0, 0.0], [2 / 12, 3 / 12, 7 / 12]]
-
-
-def fit_guide(guide, num_steps, rate):
-    svi = SVI(rows_model, guide, pyro.optim.Adam({"lr": rate}), Trace_ELBO())
-    for _ in range(num_steps):
-        svi.step(COUNTS)
-
-
-def test_a_point_of_sparse_rows_is_the_mode_and_keeps_zeros():
-    guide = AutoDelta(rows_model)
-    fit_guide(guide, 250, 0.1)
-    table = guide.median()["table"].detach()
-    torch.testing.assert_close(table, torch.tensor(SHARES), atol=1e-3, rtol=0.0)
-    assert (table == 0).tolist() == [[False, False, True], [True, False, True], [False] * 3]
 
 
 # Covariances
