@@ -930,15 +930,24 @@ def intervals_numbers() -> dict[str, str]:
 
 def laplace_numbers() -> dict[str, str]:
     """What the page of random effects says."""
-    covered, integral = (one("laplace", part=part) for part in ("coverage", "integral"))
+    covered, integral, sampled = (
+        one("laplace", part=part) for part in ("coverage", "integral", "sampled")
+    )
+    spread = {name: value if isinstance(value, float) else value[0]
+              for name, value in sampled["spread"].items()}  # fmt: skip
     return {
         "fits": str(covered["fits"]),
         "subjects": str(covered["subjects"]),
         "steps": str(covered["steps"]),
-        "without": str(covered["without"]),
         "coverage": ", ".join(percent(share) for share in covered["coverage"].values()),
+        "without": str(covered["without"]),
+        "theory": " and ".join(percent(share) for share in covered["theory"].values()),
+        "theory_few": " and ".join(percent(share) for share in covered["theory_few"].values()),
         "effects": percent(covered["effects"]),
         "laplace": f"{integral['laplace']:.2f}",
+        "nodes": f"{integral['nodes']:.2f}",
+        "spread": f"{spread['estimate']:.2f} ± {spread['std_error']:.2f}",
+        "spread_mcmc": f"{spread['mean']:.2f} ± {spread['deviation']:.2f}",
         "quadrature": f"{integral['quadrature']:.2f}",
     }
 

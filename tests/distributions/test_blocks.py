@@ -334,22 +334,6 @@ def test_sequences_that_leave_the_range_are_redone_in_logarithms():
     torch.testing.assert_close(hmm.log_prob(values), hmm.dense().log_prob(values))
 
 
-def test_what_is_impossible_has_no_probability_and_no_gradient():
-    blocks = from_clusters(torch.tensor([0, 1]), 1)
-    transitions = torch.tensor(
-        [[0.0, -math.inf], [math.log(0.5), math.log(0.5)]], requires_grad=True
-    )
-    start = torch.tensor([0.5, 0.5]).log()
-    values, lengths = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2])
-    hmm = BlockHMM(start, transitions, torch.zeros(2, 1), blocks, lengths)
-    found = hmm.log_prob(values)
-    torch.testing.assert_close(found.exp(), torch.tensor([0.0, 0.25]))
-    (gradient,) = torch.autograd.grad(found.sum(), transitions)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
-    assert hmm.viterbi(values).tolist() == [[0, 1], [1, 0]]
-    assert bool(hmm.block_posterior(values).probs.isfinite().all())
-
-
 def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
     torch.manual_seed(5)
     results = []

@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
-from scipy import stats
+from scipy import integrate, stats
 from scipy.linalg import expm
 
 from pyrohmm import (
@@ -298,3 +298,77 @@ def test_what_else_is_known_of_exact_deaths(tmp_path):
             ask()
     with pytest.raises(ValueError, match="rows of the states of exact_entry"):
         deaths(exact_entry=~DEAD)
+
+
+def survival(rates, targets, times):
+    """Probability of no entry of ``targets`` until each time, by states, with SciPy."""
+    stopped = rates.clone()
+    stopped[targets] = 0.0
+    return 1 - expm(times[:, None, None] * stopped.numpy())[:, :, targets].sum(-1)
+
+
+def unseen(rates):
+    """The chain alone."""
+    emission = Categorical(torch.eye(rates.size(-1)).to(rates))
+    even = torch.zeros(rates.size(-1)).to(rates).log_softmax(-1)
+    return ContinuousTimeHMM(even, rates, emission, torch.tensor(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("targets", [[2], [0, 1], [1]])
+def test_passage_times_are_the_integral_of_the_survival_function(targets):
+    hmm = unseen(FULL)
+    times = np.linspace(0, 400, 4001)
+    wanted = integrate.simpson(survival(FULL, targets, times), x=times, axis=0)
+    torch.testing.assert_close(hmm.passage_times(targets), torch.from_numpy(wanted), rtol=1e-4,
+                               atol=1e-4)  # fmt: skip
+
+
+def test_passage_times_are_infinite_where_the_states_may_never_be_entered():
+    """From 0 the chain may be caught by 3, so that the mean time to 2 is infinite; from 1 not."""
+    rates = torch.tensor([[-3.0, 1, 1, 1], [0.0, -0.5, 0.5, 0], [0.0, 2, -2, 0], [0.0] * 4])
+    hmm = unseen(torch.stack([rates, rates.roll((1, 1), (0, 1))]))
+    first, second = hmm.passage_times([2])
+    assert first.tolist() == [torch.inf, 2.0, 0.0, torch.inf]
+    assert second.tolist() == [torch.inf, torch.inf, 0.0, pytest.approx(0.5)]
+    with pytest.raises(ValueError, match=r"states must be some of 0 to K - 1 = 3; got \[4\]"):
+        hmm.passage_times([4])
+    with pytest.raises(ValueError, match="got \\[\\]"):
+        hmm.passage_times([])
+
+
+def test_occupancy_times_are_the_integral_of_the_transition_matrices():
+    hmm, gaps = unseen(FULL), double([0.0, 0.3, 7.0])
+    found = hmm.occupancy_times(gaps)
+    for gap, matrix in zip(gaps.tolist(), found):
+        times = np.linspace(0, gap, 401)
+        wanted = integrate.simpson(expm(times[:, None, None] * FULL.numpy()), x=times, axis=0)
+        torch.testing.assert_close(matrix, torch.from_numpy(wanted), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.sum(-1), gaps.unsqueeze(-1).expand(3, FULL.size(0)))
+    with pytest.raises(ValueError, match="gaps must be finite and not negative; got -1"):
+        hmm.occupancy_times(torch.tensor(-1.0))
+
+
+def test_times_of_heart_transplants_are_those_of_msm():
+    """What efpt.msm, totlos.msm print at the rates that msm fits to its data ``cav``."""
+    rates = torch.tensor(
+        [
+            [-0.17035956, 0.12787434, 0.0, 0.042485225],
+            [0.22510140, -0.60796351, 0.34259394, 0.040268172],
+            [0.0, 0.13062402, -0.43708179, 0.306457767],
+            [0.0, 0.0, 0.0, 0.0],
+        ]
+    ).double()
+    rates = rates.fill_diagonal_(0)
+    hmm = unseen(rates - rates.sum(-1).diag_embed())
+    passed = {
+        (3,): [12.7941204, 9.2246871, 5.0447440, 0.0],
+        (2,): [torch.inf, torch.inf, 0.0, torch.inf],
+        (2, 3): [9.8390217, 5.2877805, 0.0, 0.0],
+    }
+    for targets, printed in passed.items():
+        wanted = torch.tensor(printed).double()
+        torch.testing.assert_close(hmm.passage_times(targets), wanted, rtol=1e-6, atol=0)
+    spent = [[5.60254747, 1.17223882, 0.71777991, 2.50743379],
+             [2.0635306, 2.3241958, 1.6434420, 3.9688316]]  # fmt: skip
+    found = hmm.occupancy_times(torch.tensor(10.0))[:2]
+    torch.testing.assert_close(found, torch.tensor(spent).double(), rtol=1e-6, atol=0)
