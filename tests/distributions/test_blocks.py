@@ -3,6 +3,7 @@
 import math
 
 import hypothesis.strategies as st
+import oracle
 import pytest
 import torch
 from hypothesis import given, settings
@@ -178,13 +179,11 @@ def test_sequences_are_sampled_from_the_distribution(kind):
     values, states = case.hmm.sample_with_states((30_000,))
     assert bool(case.blocks.allowed[states, values].all())
     codes = (values.squeeze(1) * torch.tensor([16, 4, 1])).sum(-1)
-    shares = torch.bincount(codes, minlength=64) / 30_000
     every = torch.cartesian_prod(*[torch.arange(4)] * 3)
     wide = case.hmm.with_lengths(torch.full((64,), 3))
     probs = wide.log_prob(every).exp()
     torch.testing.assert_close(probs.sum().item(), 1.0)
-    error = (probs * (1 - probs) / 30_000).sqrt()
-    assert bool(((shares - probs).abs() <= 5 * error).all())
+    assert oracle.looks_drawn_from(torch.bincount(codes, minlength=64), probs.detach().numpy())
 
 
 def in_single_precision(case):
@@ -333,22 +332,6 @@ def test_sequences_that_leave_the_range_are_redone_in_logarithms():
     (found,) = torch.autograd.grad(hmm.log_prob(values).sum(), scores)
     assert bool(found.isfinite().all())
     torch.testing.assert_close(hmm.log_prob(values), hmm.dense().log_prob(values))
-
-
-def test_what_is_impossible_has_no_probability_and_no_gradient():
-    blocks = from_clusters(torch.tensor([0, 1]), 1)
-    transitions = torch.tensor(
-        [[0.0, -math.inf], [math.log(0.5), math.log(0.5)]], requires_grad=True
-    )
-    start = torch.tensor([0.5, 0.5]).log()
-    values, lengths = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2])
-    hmm = BlockHMM(start, transitions, torch.zeros(2, 1), blocks, lengths)
-    found = hmm.log_prob(values)
-    torch.testing.assert_close(found.exp(), torch.tensor([0.0, 0.25]))
-    (gradient,) = torch.autograd.grad(found.sum(), transitions)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
-    assert hmm.viterbi(values).tolist() == [[0, 1], [1, 0]]
-    assert bool(hmm.block_posterior(values).probs.isfinite().all())
 
 
 def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):

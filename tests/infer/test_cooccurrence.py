@@ -509,34 +509,3 @@ def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs():
     by_em = fit_em(module, data, start=fit.parameters, num_iterations=3)
     torch.testing.assert_close(by_em.losses[0], reached[0])
     assert by_em.losses[-1] < reached[0]
-
-
-def test_a_fit_that_was_cut_short_goes_on_with_the_same_bits(tmp_path):
-    data, module = random_data(1), TabularHMM(2, categorical(4))
-
-    def fit(num_steps, path=None, source=data, **more):
-        pyro.set_rng_seed(0)
-        given = {
-            "loss": cross_entropy,
-            "pairs_per_step": 20,
-            "generator": torch.Generator().manual_seed(7),
-        } | more
-        return fit_cooccurrence(
-            module, source, num_iterations=num_steps, tolerance=None, restarts=2,
-            checkpoint=path, **given,
-        )  # fmt: skip
-
-    path = tmp_path / "fit"
-    whole = fit(30)
-    fit(11, path)
-    assert torch.equal(fit(30, path).losses, whole.losses)
-    others = [
-        {"source": count_pairs(random_data(2), 4)},
-        {"loss": squared_distance, "weight": float(count_pairs(data, 4).total)},
-        {"weight": 3.0},
-        {"stationary": stationary_detached},
-        {"pairs_per_step": 21},
-    ]
-    for other in others:
-        with pytest.raises(ValueError, match="belongs to another fit"):
-            fit(30, path, **other)

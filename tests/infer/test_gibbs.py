@@ -17,7 +17,6 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     TabularHSMM,
-    bernoulli,
     categorical,
     fit_gibbs,
     fit_mcmc,
@@ -25,7 +24,6 @@ from pyrohmm import (
     normal,
     normal_full,
     normal_mixture,
-    normal_tied,
     poisson,
     streams,
     tied,
@@ -125,31 +123,6 @@ def test_one_chain_and_hard_zeros():
     torch.testing.assert_close(rows.sum(-1), torch.ones(1, 5, 2))
 
 
-def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
-    from pyrohmm.infer import gibbs, sampled
-
-    data = Sequences.from_list([[0, 1, 1, 0]])
-    options = {"num_samples": 12, "warmup": 3, "num_chains": 2}
-    pyro.set_rng_seed(3)
-    whole = fit_gibbs(TabularHMM(2, categorical(2)), data, **options)
-    sweep, count = gibbs.Gibbs.step, itertools.count()
-
-    def broken(self):
-        if next(count) == 9:
-            raise KeyboardInterrupt
-        sweep(self)
-
-    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
-    monkeypatch.setattr(gibbs.Gibbs, "step", broken)
-    path = tmp_path / "run.ckpt"
-    pyro.set_rng_seed(3)
-    with pytest.raises(KeyboardInterrupt):
-        fit_gibbs(TabularHMM(2, categorical(2)), data, checkpoint=path, **options)
-    resumed = fit_gibbs(TabularHMM(2, categorical(2)), data, checkpoint=path, **options)
-    for name, value in whole.chains.items():
-        assert torch.equal(value, resumed.chains[name]), name
-
-
 def test_a_summary_of_chains_that_disagree_says_so_first():
     torch.manual_seed(0)
     good = torch.randn(4, 1000, 2)
@@ -216,13 +189,7 @@ def test_durations_agree_with_a_sampler_that_sums_paths_out():
         torch.testing.assert_close(found.mean((0, 1)), wanted.mean((0, 1)), rtol=0, atol=0.03)
 
 
-FAMILIES = {
-    "categorical": (categorical(3, torch.tensor([0.5, 1.5, 2.0])), None),
-    "bernoulli": (bernoulli(2, 1.5, 2.0), None),
-    "poisson": (poisson(2, 2.0, 0.5), None),
-    "normal": (normal(2, 0.5, 1.0, 3.0, 2.0), None),
-    "full": (normal_full(2, 0.5, 1.0, 6.0, 2.0), None),
-    "tied covariance": (normal_tied(2, 0.5, 1.0, 6.0, 2.0), None),
+FAMILIES = {  # others are held to their posterior by the contract of families
     "full, in part": (normal_full(2, 0.5, 1.0, 6.0, 2.0), 1),
     "mixture": (normal_mixture(1, 0.5, 1.0, 3.0, 2.0, 2.0, num_components=2), None),
     "streams": (streams(poisson(0, 2.0, 0.5), normal(1, 0.5, 1.0, 3.0, 2.0)), None),

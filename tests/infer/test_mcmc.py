@@ -20,7 +20,7 @@ from pyrohmm import (
     fit_mcmc,
     to_arviz,
 )
-from pyrohmm.infer import mcmc, sampled
+from pyrohmm.infer import mcmc
 from pyrohmm.infer.sampled import agreement
 from pyrohmm.infer.tempering import Ladder
 
@@ -146,27 +146,3 @@ def test_variables_of_sequences_keep_the_dimension_of_the_data():
     assert fit.chains["level"].shape == (32, 60, 2)
     torch.testing.assert_close(found.mean(0), torch.tensor([1.5, -0.5]), rtol=0, atol=0.08)
     torch.testing.assert_close(found.var(0), torch.tensor([0.25, 0.5]), rtol=0.2, atol=0)
-
-
-def test_a_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
-    data = Sequences.from_list([[0, 1, 1, 0]])
-    model = MarginalModel(TabularHMM(2, categorical(2)))
-    options = {"num_samples": 8, "warmup": 12, "num_chains": 4}
-    pyro.set_rng_seed(3)
-    whole = fit_mcmc(model, data, **options)
-    learn, count = mcmc.Tuning.learn, itertools.count()
-
-    def broken(self, *parts):
-        if next(count) == 14:
-            raise KeyboardInterrupt
-        learn(self, *parts)
-
-    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
-    monkeypatch.setattr(mcmc.Tuning, "learn", broken)
-    path = tmp_path / "run.ckpt"
-    pyro.set_rng_seed(3)
-    with pytest.raises(KeyboardInterrupt):
-        fit_mcmc(model, data, checkpoint=path, **options)
-    resumed = fit_mcmc(model, data, checkpoint=path, **options)
-    for name, value in whole.chains.items():
-        assert torch.equal(value, resumed.chains[name]), name

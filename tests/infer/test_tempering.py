@@ -23,7 +23,6 @@ from pyrohmm import (
     normal_mixture,
     poisson,
 )
-from pyrohmm.infer import sampled
 from pyrohmm.infer.tempering import Ladder, marginal_likelihood
 
 
@@ -174,32 +173,6 @@ def test_bennetts_ratio_of_normal_distributions():
     assert abs(value - math.log(0.5)) < 4 * error < 0.05
     spread = torch.tensor([marginal_likelihood(part[None]).value for part in works]).std()
     assert error == pytest.approx(spread.item() / 20**0.5, rel=0.5)
-
-
-def test_a_tempered_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
-    data = Sequences.from_list([[0, 1, 1, 0]])
-    module = TabularHMM(2, categorical(2))
-    module.emission.probs = PyroSample(Dirichlet(torch.ones(2, 2)).to_event(1))
-    options = {"num_samples": 8, "warmup": 6, "num_chains": 2, "num_temperatures": 3}
-    pyro.set_rng_seed(3)
-    whole = fit_gibbs(module, data, **options)
-    swap, count = Ladder.swap, itertools.count()
-
-    def broken(self, work):
-        if next(count) == 10:
-            raise KeyboardInterrupt
-        return swap(self, work)
-
-    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
-    monkeypatch.setattr(Ladder, "swap", broken)
-    path = tmp_path / "run.ckpt"
-    pyro.set_rng_seed(3)
-    with pytest.raises(KeyboardInterrupt):
-        fit_gibbs(module, data, checkpoint=path, **options)
-    resumed = fit_gibbs(module, data, checkpoint=path, **options)
-    for name, value in whole.chains.items():
-        assert torch.equal(value, resumed.chains[name]), name
-    assert whole.marginal_likelihood() == resumed.marginal_likelihood()
 
 
 def test_labels_and_chains_without_temperatures_are_refused():

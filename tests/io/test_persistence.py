@@ -212,22 +212,6 @@ class Failure(Exception):
     pass
 
 
-def fail(*_, **__):
-    raise Failure
-
-
-@pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_the_old_file_survives_a_failure(tmp_path, monkeypatch, call):
-    path = tmp_path / "x"
-    write_tensors(path, {"a": torch.ones(1)}, {"step": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(Failure):
-            write_tensors(path, {"a": torch.zeros(1)}, {"step": 2})
-    assert read_tensors(path) == ({"a": torch.ones(1)}, {"step": 1})
-    assert [each.name for each in tmp_path.iterdir()] == ["x"]
-
-
 # An HMM -----------------------------------------------------------------------------------------
 
 
@@ -552,6 +536,19 @@ def test_tensors_that_are_not_of_an_hmm_are_refused(tmp_path, name, value):
     write_tensors(tmp_path / FILE, tensors, meta)
     with pytest.raises(ValueError, match="does not describe an HMM"):
         load_hmm(tmp_path)
+
+
+@pytest.mark.parametrize("emission", ["categorical probs", "categorical logits", "bernoulli probs"])
+@pytest.mark.parametrize("number", [-1.5, 2.0, torch.nan])
+def test_forged_probabilities_are_refused(tmp_path, emission, number):
+    tensors, meta = persistence.describe(hmm_with(EMISSIONS[emission]()))
+    probs = [name for name in tensors if name.startswith(("emission.", "log_"))]
+    assert len(probs) == 3
+    for name in probs:
+        forged = tensors | {name: torch.full_like(tensors[name], number)}
+        write_tensors(tmp_path / FILE, forged, meta)
+        with pytest.raises(ValueError, match="does not describe an HMM"):
+            load_hmm(tmp_path)
 
 
 def block_hmm(kind, dtype=torch.float32):
