@@ -728,13 +728,13 @@ def evidence_table(part: str) -> str:
     for states in dict.fromkeys(row["states"] for row in rows("evidence", part=part)):
         found = {row["sampler"]: row for row in rows("evidence", part=part, states=states)}
         texts = (
-            f"{found[name]['bridge']:.2f} ± {found[name]['error']:.2f}" if name in found else DASH
+            f"{found[name]['bridge']:.3f} ± {found[name]['error']:.3f}" if name in found else DASH
             for name in ("gibbs", "hmc")
         )
         one = found.get("hmc", found["gibbs"])
         last = plain(one["exact"], 3) if part == "short" else plain(one["bic"], 1)
         trips = ", ".join(plain(row["trips"]) for row in found.values())
-        body.append([str(states), *texts, plain(one["trapezoid"], 2), trips, last])
+        body.append([str(states), *texts, plain(one["trapezoid"], 3), trips, last])
     header = ["K", "Gibbs", "HMC", "HMC, trapezoid", "round trips"]
     return table([*header, "exact" if part == "short" else "- BIC / 2"], body)
 

@@ -8,8 +8,9 @@ temperatures; in the column ``bridge`` by Bennett's acceptance ratio between nei
 by thermodynamic integration, the mean of the works of both neighbours, whose bias is that of the
 trapezoidal rule.
 
-``casino``: twenty sequences of fifty rolls of two dice, at sixteen or twelve temperatures; the exact
-value of one state. Beside it minus half of BIC of the best of ten fits.
+``casino``: twenty sequences of fifty rolls of two dice, at sixteen temperatures by Gibbs sampling
+and at twelve by HMC; the exact value of one state. Beside it minus half of BIC of the best of ten
+fits.
 """
 
 from __future__ import annotations
