@@ -111,10 +111,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 def imitate(options: argparse.Namespace) -> None:
     """Distil a model of ``transformers``, and save the HMM."""
     os.makedirs(options.save, exist_ok=True)  # before anything takes time
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        sys.exit("transformers is not installed: pip install pyrohmm[transformers]")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     pyro.set_rng_seed(options.seed)

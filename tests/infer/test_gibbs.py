@@ -98,6 +98,20 @@ def test_a_summary_of_chains_that_disagree_says_so_first():
     assert summary_of({"x": good})[0].startswith("CHAINS DISAGREE")
 
 
+def test_progress_and_summary_tell_of_chains_in_different_orders_of_the_states(capsys):
+    """Which have the same log joint density; the worst R-hat is what the bar shows."""
+    pyro.set_rng_seed(0)
+    levels = torch.tensor([-2.0, 2.0])[torch.arange(24) // 3 % 2]
+    data = Sequences.from_list([levels + 0.3 * torch.randn(24)])
+    module = TabularHMM(2, normal(0, 0.0, 0.2, 3.0, 1.0))
+    fit = fit_gibbs(module, data, num_samples=100, warmup=50, num_chains=6, progress=True)
+    shown = float(capsys.readouterr().err.rpartition("rhat=")[2].partition("]")[0])
+    assert fit.agreement()["lp"].rhat < 1.1 < 1.2 < shown
+    assert fit.summary().startswith("CHAINS DISAGREE")
+    aligned = PosteriorDraws.of(fit).aligned(data)
+    assert max(float(agreement(v).rhat.max()) for v in aligned.parameters.values()) < 1.1
+
+
 def test_agreement_is_that_of_arviz():
     import arviz
 

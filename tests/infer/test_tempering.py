@@ -122,6 +122,21 @@ def test_a_ladder_swaps_by_the_works_and_spaces_temperatures():
     assert ladder.inverse[2] < 0.1  # where it was (2 / 3) ** 5
 
 
+def test_round_trips_are_counted_and_their_lack_is_noted():
+    """From the prior to the posterior and back; swaps alone may look good beside a gap."""
+    ladder = Ladder(2, 3, 0)
+    for _ in range(24):  # all swap: each of three chains is back after six swaps
+        ladder.swap(torch.full((6,), 9.0))
+    assert ladder.trips.tolist() == [9, 9]  # one at every second swap, once all have set out
+    data = Sequences.from_list(SEQUENCES)
+    options = {"num_chains": 4, "num_temperatures": 4, "warmup": 10}
+    mixed = fit_gibbs(TabularHMM(2, categorical(3)), data, num_samples=60, **options)
+    assert mixed.tuning["round trips"] > 1
+    assert not mixed.notes
+    short = fit_gibbs(TabularHMM(2, categorical(3)), data, num_samples=4, **options)
+    assert "hardly any chain has come from the prior" in short.notes[0]
+
+
 def test_bennetts_ratio_of_normal_distributions():
     """Z of exp(-x^2 / 2) and of exp(-2 x^2): half."""
     torch.manual_seed(0)
