@@ -163,9 +163,6 @@ def test_it_ends_at_a_local_maximum(name):
     assert fit.information(data).decrement < 1e-9
 
 
-# Restarts
-
-
 # Parts and minibatches
 
 

@@ -117,9 +117,6 @@ def test_restricting_twice_keeps_what_both_allow():
     assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
 
 
-# Labelled sequences, in models and fits ----------------------------------------------------------
-
-
 # A supervised fit: with flat priors and every state known, the mode is counting
 
 

@@ -315,6 +315,3 @@ def test_markov_sample_feeds_what_it_generates():
     assert ((steps[..., 1:] - steps[..., :-1]) % 3 == 1).all()
     with pyro.plate("data", 3):
         assert ((pyro.sample("y", hmm).diff() % 3) == 1).all()
-
-
-# What is refused --------------------------------------------------------------------------------

@@ -75,9 +75,6 @@ def test_the_prior_of_the_first_state_is_its_own():
     torch.testing.assert_close(found["initial"]["fn"].log_prob(value), expected)
 
 
-# What is refused
-
-
 # Points made of an HMM
 
 EMISSIONS = {
