@@ -1,15 +1,14 @@
 """Gibbs sampling against exact posteriors, and what a user can do wrong."""
 
-import itertools
 from functools import partial
 
 import numpy as np
+import oracle
 import pyro
 import pytest
 import torch
 from pyro.distributions import Dirichlet
 from pyro.nn import PyroSample
-from scipy.special import gammaln
 
 from pyrohmm import (
     MarginalModel,
@@ -30,40 +29,6 @@ from pyrohmm import (
 )
 from pyrohmm.infer.sampled import agreement, summary_of
 from pyrohmm.nn.family import build_emission
-
-
-def log_table(counts, strength):
-    """Log marginal probability of counts of rows with Dirichlet priors, and the mean of each."""
-    total = counts + strength
-    log_norm = [gammaln(part).sum() - gammaln(part.sum()) for rows in (total, strength)
-                for part in rows]  # fmt: skip
-    half = len(log_norm) // 2
-    return sum(log_norm[:half]) - sum(log_norm[half:]), total / total.sum(-1, keepdims=True)
-
-
-def exact_means(data, priors):
-    """Posterior means of two-state tables by the sum over all paths of all sequences."""
-    options = []
-    for i, length in enumerate(data.lengths.tolist()):
-        paths = itertools.product(range(2), repeat=length)
-        known = data.labels[i, :length].tolist()
-        options.append([p for p in paths if all(k in (-1, s) for s, k in zip(p, known))])
-    logs, means = [], []
-    for paths in itertools.product(*options):
-        first, pairs, symbols = (np.zeros(part.shape) for part in priors)
-        for i, path in enumerate(paths):
-            first[0, path[0]] += 1
-            for a, b in itertools.pairwise(path):
-                pairs[a, b] += 1
-            for t, state in enumerate(path):
-                if data.observed[i, t]:
-                    symbols[state, data.values[i, t]] += 1
-        found = [log_table(c, p) for c, p in zip((first, pairs, symbols), priors)]
-        logs.append(sum(log for log, _ in found))
-        means.append([mean for _, mean in found])
-    weights = np.exp(np.array(logs) - max(logs))
-    weights /= weights.sum()
-    return [sum(w * m[i] for w, m in zip(weights, means)) for i in range(3)]
 
 
 def close_to(samples, wanted, standard_errors=5.0):
@@ -90,7 +55,9 @@ def test_posterior_means_are_those_of_the_sum_over_all_paths():
         torch.tensor(transition),
     )
     fit = fit_gibbs(module, data, num_samples=600, warmup=50)
-    wanted = exact_means(data, [np.array([initial]), np.array(transition), np.array(emission)])
+    _, wanted = oracle.by_tables(
+        data, [np.array([initial]), np.array(transition), np.array(emission)]
+    )
     wanted[0] = wanted[0][0]
     for name, mean in zip(("initial", "transition", "emission.probs"), wanted):
         close_to(fit.chains[f"module.{name}"], mean)
@@ -131,6 +98,20 @@ def test_a_summary_of_chains_that_disagree_says_so_first():
     assert summary_of({"x": good})[0].startswith("CHAINS DISAGREE")
 
 
+def test_progress_and_summary_tell_of_chains_in_different_orders_of_the_states(capsys):
+    """Which have the same log joint density; the worst R-hat is what the bar shows."""
+    pyro.set_rng_seed(0)
+    levels = torch.tensor([-2.0, 2.0])[torch.arange(24) // 3 % 2]
+    data = Sequences.from_list([levels + 0.3 * torch.randn(24)])
+    module = TabularHMM(2, normal(0, 0.0, 0.2, 3.0, 1.0))
+    fit = fit_gibbs(module, data, num_samples=100, warmup=50, num_chains=6, progress=True)
+    shown = float(capsys.readouterr().err.rpartition("rhat=")[2].partition("]")[0])
+    assert fit.agreement()["lp"].rhat < 1.1 < 1.2 < shown
+    assert fit.summary().startswith("CHAINS DISAGREE")
+    aligned = PosteriorDraws.of(fit).aligned(data)
+    assert max(float(agreement(v).rhat.max()) for v in aligned.parameters.values()) < 1.1
+
+
 def test_agreement_is_that_of_arviz():
     import arviz
 
@@ -156,7 +137,9 @@ def test_what_is_not_conjugate_is_moved_by_trajectories():
     module.emission.probs = PyroSample(Dirichlet(torch.tensor(emission)).to_event(1))
     fit = fit_gibbs(module, data, num_samples=200, warmup=100)
     free = Sequences(values, lengths, labels=torch.full((2, 3), -1))
-    wanted = exact_means(free, [np.array([initial]), np.array(transition), np.array(emission)])
+    _, wanted = oracle.by_tables(
+        free, [np.array([initial]), np.array(transition), np.array(emission)]
+    )
     close_to(fit.chains["module.emission.probs"], wanted[2])
     close_to(fit.chains["module.transition"], wanted[1])
 
