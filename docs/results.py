@@ -732,11 +732,11 @@ def evidence_table(part: str) -> str:
             for name in ("gibbs", "hmc")
         )
         one = found.get("hmc", found["gibbs"])
-        last = plain(one["exact"], 3) if part == "short" else plain(one["bic"], 1)
         trips = ", ".join(plain(row["trips"]) for row in found.values())
-        body.append([str(states), *texts, plain(one["trapezoid"], 3), trips, last])
-    header = ["K", "Gibbs", "HMC", "HMC, trapezoid", "round trips"]
-    return table([*header, "exact" if part == "short" else "- BIC / 2"], body)
+        line = [str(states), *texts, plain(one["trapezoid"], 3), plain(one["exact"], 3)]
+        body.append([*line, plain(one["bic"]), trips])
+    header = ["K", "Gibbs", "HMC", "HMC, trapezoid", "exact", "- BIC / 2", "round trips"]
+    return table(header, body)
 
 
 def calibration_table() -> str:
@@ -760,7 +760,7 @@ def control_table() -> str:
         [row["model"] + (f", top_k = {row['top_k']}" if row.get("top_k") else ""),
          f"{row['milliseconds_a_token'][0]:.0f}",
          f"{row['processor_milliseconds_a_token'][0]:.0f}",
-         plain(row["seconds_once"]) if "seconds_once" in row else ""]
+         plain(row["seconds_once"]) if "seconds_once" in row else "-"]
         for row in rows("control")
     ]  # fmt: skip
     return table(["model", "wall", "processor", "s for each constraint"], body)

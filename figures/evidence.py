@@ -131,7 +131,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
         known = {row["states"]: row["exact"] for row in rows if row["part"] == part}
         known = {k: value for k, value in known.items() if value is not None}
         axes.plot(list(known), list(known.values()), "kx", label="exact")
-        bic = [(row["states"], row["bic"]) for row in rows if row["part"] == part and row["bic"]]
+        bic = [
+            (row["states"], row["bic"])
+            for row in rows
+            if (row["part"], row["sampler"]) == ("casino", "hmc") == (part, "hmc")
+        ]
         if bic:
             axes.plot(*zip(*bic), color="grey", ls="--", label="- BIC / 2")
         axes.set(title=title, xlabel="number of states", xticks=list(STATES))
