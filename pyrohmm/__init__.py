@@ -109,8 +109,8 @@ from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
-from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
+from .nn.regression_hmm import RegressionHMM as RegressionHMM
 from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import StationaryHMM as StationaryHMM
 from .nn.tabular import TabularHMM as TabularHMM

@@ -52,6 +52,7 @@ class ContinuousTimeHMM(HMM):
             of time, in place of a probability. The observation must tell these states from
             others, and at a step that is not observed nothing was entered. Then ``log_transition``
             holds such densities, and there are no samples at given times.
+        rates_per_step: Whether ``rates`` are ``(T-1, K, K)``, of each gap between two steps.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -91,8 +92,9 @@ class ContinuousTimeHMM(HMM):
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
+        rates_per_step: bool = False,
     ) -> None:
-        chain = RateChain(log_initial, rates, times, lengths, exact_entry, observed)
+        chain = RateChain(log_initial, rates, times, lengths, exact_entry, observed, rates_per_step)
         self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
 
     @property
@@ -102,7 +104,7 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def rates(self) -> Tensor:
-        """``(K, K)``, rates of transitions; rows sum to zero."""
+        """``(K, K)``, or ``(T-1, K, K)`` per step: rates of transitions; rows sum to zero."""
         return self.chain.rates
 
     @property
@@ -261,6 +263,7 @@ class ContinuousTimeHMM(HMM):
         """
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
             self.chain.check_constant("forecast of this emission")
+        self.chain.check_rates("forecast")
         gaps = self.gaps_after(times)
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()

@@ -193,6 +193,10 @@ class LogJoint(AtValues):
             )
         if self.weights is not None and is_likelihood(message):
             scores = torch.where(self.weights > 0, scores, 0.0) * self.weights
+        self.add(message, scores)
+
+    def add(self, message: Any, scores: Tensor) -> None:
+        """Add the log-densities ``(*, R, N)`` of a site."""
         total = scores.sum(-1).reshape(-1, self.copies).sum(0)
         if is_likelihood(message):
             self.likelihood = self.likelihood + total

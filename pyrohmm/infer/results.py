@@ -364,8 +364,9 @@ class Fit:
             data: The sequences that were fitted.
             at: ``(M, C)`` covariates, such as ``design.matrix(frame)``.
             of: "transition", probabilities ``(M, K, K)``; "initial", ``(M, K)``; "mean", those of
-                the emissions, ``(M, K)``; or a function of an HMM of M sequences of two steps, each
-                with one row of the covariates at both.
+                the emissions, ``(M, K)``; "rates", ``(M, K, K)``, zero on the diagonal; "duration",
+                the mean, ``(M, K)``; or a function of an HMM of M sequences of two steps, each with
+                one row of the covariates at both, and a unit of time between them.
             level: Of confidence.
 
         Raises:
