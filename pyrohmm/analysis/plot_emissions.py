@@ -94,10 +94,10 @@ def emission(
 
             size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}
             row = pyplot.subplots(1, len(parts), squeeze=False, **size)[1][0]
-            columns = names_or_numbers(symbols, len(parts), "component ")
+            titles = names_or_numbers(symbols, len(parts), "component ", "symbols must have D")
             for i, (part, panel) in enumerate(zip(parts, row)):
                 _curves(part, labels, panel, shares, None if seen is None else seen[..., i])
-                panel.set_title(columns[i])
+                panel.set_title(titles[i])
             return row[0]
         axes = axes_or_new(axes)
         if isinstance(distribution, AutoregressiveCategorical):

@@ -297,8 +297,8 @@ def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor
     if transforming() and not base.event_shape and not base.support.is_discrete:
         # whether something is missing cannot be asked for here; the slopes of NaN are NaN
         scores = _log_prob(base, torch.where(missing, 0.5, values)).masked_fill(missing, 0.0)
-        events = tuple(range(-len(distribution.event_shape), 0))
-        return scores.sum(events) if events else scores
+        last = tuple(range(-len(distribution.event_shape), 0))
+        return scores.sum(last) if last else scores
     if transforming() or exceeds((~missing).all().byte(), 0):
         whole = isinstance(distribution, Categorical)
         return _log_prob(distribution, values.long() if whole else values)

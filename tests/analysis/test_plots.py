@@ -171,7 +171,7 @@ def test_streams_of_numbers_have_a_panel_each():
     first = plots.emission(hmm, values=hmm.sample(), symbols=["step", "turn"])
     assert [panel.get_title() for panel in first.figure.axes] == ["step", "turn"]
     assert all(len(panel.lines) == 3 for panel in first.figure.axes)
-    with pytest.raises(ValueError, match="names must have K = 2 names; got 1"):
+    with pytest.raises(ValueError, match="symbols must have D = 2 names; got 1"):
         plots.emission(hmm, symbols=["step"])
 
 
