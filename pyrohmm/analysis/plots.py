@@ -27,6 +27,7 @@ from .plot_axes import (
     MOST_TICKS,
     axes_or_new,
     colors_of,
+    ink_on,
     legend_above,
     names_or_numbers,
     single,
@@ -55,7 +56,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
         axes: Where to draw; new ones by default.
     """
     matrix = single("transitions", hmm.log_transition).exp()
-    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
+    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names)
 
 
 @renamed.by_name
@@ -83,7 +84,7 @@ def state_probs(
     axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85,
                    colors=colors_of(len(labels)))  # fmt: skip
     axes.set(xlim=(0, max(len(probs) - 1, 1)), ylim=(0, 1), xlabel="step", ylabel="probability")
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
 
 
@@ -128,7 +129,7 @@ def timeline(
     axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
     axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
 
 
@@ -185,7 +186,7 @@ def series(
         axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=color,
                   label=labels[k])  # fmt: skip
     axes.set(xlabel="step", ylabel="observation")
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
 
 
@@ -200,7 +201,7 @@ def graph(
     """Draw the chain as a graph: states on a circle, an arrow for each probable transition.
 
     The wider an arrow, the more probable the transition; up to twelve states how probable stands
-    beside it. Staying is written below the name of a state.
+    beside it. Up to thirty, staying is written below the name of a state.
 
     Args:
         hmm: An HMM without batch dimensions in its parameters.
@@ -224,12 +225,15 @@ def graph(
     for place in order[: MOST_ARROWS if least is None else None].tolist():
         i, j = divmod(place, size)
         if away[i, j] >= (0.01 if least is None else max(least, 1e-12)):
-            _arrow(axes, places[i], places[j], away[i, j].item(), size <= 12)
-    small = 9 if size <= 10 else 6
+            _arrow(axes, places[i], places[j], away[i, j].item(), size)
+    few = size <= MOST_TICKS
+    font = 9 if size <= 10 else 6 if few else 5
     for k, ((x, y), color) in enumerate(zip(places, colors_of(size))):
-        frame = {"boxstyle": "circle,pad=0.5", "facecolor": color, "edgecolor": "none"}
-        axes.text(x, y, f"{labels[k]}\n{matrix[k, k].item():.2f}", ha="center", va="center",
-                  color="white", fontsize=small, bbox=frame)  # fmt: skip
+        style = f"circle,pad={0.5 if few else 0.2}"
+        frame = {"boxstyle": style, "facecolor": color, "edgecolor": "none"}
+        stays = f"\n{matrix[k, k].item():.2f}" if few else ""
+        axes.text(x, y, f"{labels[k]}{stays}", ha="center", va="center", fontsize=font, bbox=frame,
+                  color=ink_on(color))  # fmt: skip
     axes.set(xlim=(-1.5, 1.5), ylim=(-1.4, 1.4), aspect="equal")
     axes.set_axis_off()
     return axes
@@ -240,13 +244,14 @@ def _arrow(
     start: tuple[float, float],
     end: tuple[float, float],
     probability: float,
-    written: bool,
+    num_states: int,
 ) -> None:
-    """A curved arrow, with its probability beside the middle if it is ``written``."""
+    """A curved arrow, with its probability beside the middle where states are few."""
+    gap = 24 if num_states <= MOST_TICKS else 8
     style = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.18", "color": "0.45",
-             "linewidth": 0.6 + 4.0 * probability, "shrinkA": 24, "shrinkB": 24}  # fmt: skip
+             "linewidth": 0.6 + 4.0 * probability, "shrinkA": gap, "shrinkB": gap}  # fmt: skip
     axes.annotate("", end, start, arrowprops=style)
-    if not written:
+    if num_states > 12:
         return
     across, up = end[0] - start[0], end[1] - start[1]
     x, y = start[0] + 0.45 * across + 0.13 * up, start[1] + 0.45 * up - 0.13 * across
@@ -315,9 +320,9 @@ def transition_posterior(
     mean = flat.mean(0)
     low, high = flat.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).to(flat), 0)
     texts = [
-        [f"{m:.2f}\n{a:.2f} to {b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
+        [f"{m:.2f}\n{a:.2f}–{b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
     ]
-    return square(axes, mean, texts, names, 8)
+    return square(axes, mean, texts, names)
 
 
 @renamed.by_name
@@ -487,5 +492,5 @@ def _lasting(
         axes.plot(steps[:shown], points, "o", color=color, markersize=3.5, alpha=0.6)
     axes.set(xlim=(0.5, curves.size(1) + 0.5), xlabel="steps in the state", ylabel=label)
     axes.set_ylim(bottom=0)
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
