@@ -75,6 +75,13 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
     check_returns_hmm(trace.nodes["_RETURN"]["value"])
     _check_names(one, trace)
     plates = sequence_plates(model, data, trace)
+    for name in one.keys() - plates.keys():
+        found, wanted = tuple(one[name].shape), tuple(trace.nodes[name]["fn"].shape())
+        if found != wanted:
+            raise ValueError(
+                f"samples of {name!r} must have shape (C, S, *) with * = {wanted}, chains first; "
+                f"got * = {found}. Give the MCMC itself, or get_samples(group_by_chain=True)."
+            )
     inside = {}
     for name in one:
         frames = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]

@@ -47,6 +47,7 @@ from .draw_layout import (
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
+@renamed.arguments(values="parameters")
 @dataclass(repr=False)
 class PosteriorDraws:
     """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
@@ -133,8 +134,13 @@ class PosteriorDraws:
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
             values, stats = samples_of_sampler(posterior)
-        else:
+        elif isinstance(posterior, Mapping):
             values, stats = dict(posterior), {}
+        else:
+            raise TypeError(
+                "posterior must be a fit, Pyro's MCMC after its run, or a dict of samples; got "
+                f"{type(posterior).__name__}. The data come after it."
+            )
         if model is None:
             raise ValueError("model must be given: samples do not say what they are of.")
         return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))

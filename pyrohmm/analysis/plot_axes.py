@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import _renamed as renamed
@@ -75,7 +74,8 @@ def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float
 
 def _room(axes: Axes) -> tuple[float, float]:
     """Width and height of the axes in points, about; a character is 6 points wide."""
-    width, height = (axes.bbox.size * 72 / axes.figure.dpi).tolist()
+    points = 72 / axes.figure.dpi
+    width, height = axes.bbox.width * points, axes.bbox.height * points
     return (width, height) if axes.get_aspect() == "auto" else (min(width, height),) * 2
 
 

@@ -88,6 +88,9 @@ def state_probs(
     return axes
 
 
+states = renamed.function("states", state_probs)
+
+
 @renamed.by_name
 def timeline(
     states: Tensor,

@@ -35,7 +35,8 @@ class _Announcement(event.Listener):
 
     def on_start(self, event: Any) -> None:
         logging.getLogger("pyrohmm").warning(
-            "Compiling loops, once after an installation: about half a minute at the first fit."
+            "Compiling loops, once after an installation: about half a minute at the first fit, "
+            "and some seconds more at the first Viterbi path."
         )
         _unregister()
 
