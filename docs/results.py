@@ -737,14 +737,35 @@ def calibration_table() -> str:
 
 
 def control_table() -> str:
-    """Milliseconds a token of steering, and seconds for each constraint."""
+    """Milliseconds a token of steering by processor and wall-clock, and seconds in advance."""
     body = [
-        [f"{row['blocks']} blocks" if row["blocks"] > 1 else "dense",
+        [row["model"] + (f", top_k = {row['top_k']}" if row.get("top_k") else ""),
          f"{row['milliseconds_a_token'][0]:.0f}",
-         f"{row['processor_milliseconds_a_token'][0]:.0f}", plain(row["seconds_once"])]
+         f"{row['processor_milliseconds_a_token'][0]:.0f}",
+         plain(row["seconds_once"]) if "seconds_once" in row else ""]
         for row in rows("control")
     ]  # fmt: skip
-    return table(["HMM", "wall", "processor", "seconds for each constraint"], body)
+    return table(["model", "wall", "processor", "s for each constraint"], body)
+
+
+def dense_training_table() -> str:
+    """Tokens a second of training of dense HMMs, and what share of a product's rate this is."""
+    body = [
+        [f"{row['states']:,}", str(row["sequences"]), row["way"],
+         f"{row['tokens_a_second']:,.0f}", f"{row['share']:.0%}"]
+        for row in rows("dense_training")
+    ]  # fmt: skip
+    return table(["K", "sequences", "way", "tokens a second", "share"], body)
+
+
+def monarch_table() -> str:
+    """Perplexities of HMMs by their transitions, in equal time."""
+    body = [
+        [row["model"], f"{row['states']:,}", f"{row['epochs']:.1f}",
+         f"{row['tokens_a_second']:,.0f}", f"{row['valid']:.1f}", f"{row['test']:.1f}"]
+        for row in rows("monarch")
+    ]  # fmt: skip
+    return table(["transitions", "K", "epochs", "tokens a second", "validation", "test"], body)
 
 
 # What pages say ---------------------------------------------------------------------------------
@@ -879,6 +900,8 @@ TABLES = {
     "posterior": posterior_table,
     "calibration": calibration_table,
     "control": control_table,
+    "dense_training": dense_training_table,
+    "monarch": monarch_table,
 }
 
 
@@ -907,15 +930,24 @@ def intervals_numbers() -> dict[str, str]:
 
 def laplace_numbers() -> dict[str, str]:
     """What the page of random effects says."""
-    covered, integral = (one("laplace", part=part) for part in ("coverage", "integral"))
+    covered, integral, sampled = (
+        one("laplace", part=part) for part in ("coverage", "integral", "sampled")
+    )
+    spread = {name: value if isinstance(value, float) else value[0]
+              for name, value in sampled["spread"].items()}  # fmt: skip
     return {
         "fits": str(covered["fits"]),
         "subjects": str(covered["subjects"]),
         "steps": str(covered["steps"]),
-        "without": str(covered["without"]),
         "coverage": ", ".join(percent(share) for share in covered["coverage"].values()),
+        "without": str(covered["without"]),
+        "theory": " and ".join(percent(share) for share in covered["theory"].values()),
+        "theory_few": " and ".join(percent(share) for share in covered["theory_few"].values()),
         "effects": percent(covered["effects"]),
         "laplace": f"{integral['laplace']:.2f}",
+        "nodes": f"{integral['nodes']:.2f}",
+        "spread": f"{spread['estimate']:.2f} ± {spread['std_error']:.2f}",
+        "spread_mcmc": f"{spread['mean']:.2f} ± {spread['deviation']:.2f}",
         "quadrature": f"{integral['quadrature']:.2f}",
     }
 

@@ -57,7 +57,7 @@ TASKS = {  # what a user needs first: a sentence, and names of ``pyrohmm`` in th
     ),
     "Language models": (
         "Neural HMMs of thousands of states over words; also `python -m pyrohmm.language`.",
-        "LanguageModel language.Steering clusters",
+        "LanguageModel language.Steering language.ConstraintProcessor language.distil clusters",
     ),
     "Chains of your own": (
         "A chain is p(z); an `HMM` joins it with an emission and data. "

@@ -17,6 +17,7 @@ from .chains.base import ExpectedCounts as ExpectedCounts
 from .data import datasets as datasets
 from .data import readers as readers
 from .data.formulas import formulas as formulas
+from .data.movement import movement as movement
 from .data.sequences import Sequences as Sequences
 from .distributions import block_hmm as block_hmm
 from .distributions import dpp as dpp
@@ -107,8 +108,8 @@ from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
-from .nn.regression import RegressionHMM as RegressionHMM
 from .nn.regression import regression as regression
+from .nn.regression_hmm import RegressionHMM as RegressionHMM
 from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import StationaryHMM as StationaryHMM
 from .nn.tabular import TabularHMM as TabularHMM

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from .._checks import (
     check_broadcast,
@@ -240,6 +241,68 @@ def dwell_counts(
         )
         place = place[first + count < ends.reshape(-1)[sequence]]
     return place.bincount(minlength=num_states * num_steps).reshape(num_states, num_steps)
+
+
+class Prevalence(NamedTuple):
+    """Numbers of sequences in each state at H times.
+
+    Attributes:
+        times: ``(H,)``, since the first step of each sequence.
+        observed: ``(H, K)`` integers.
+        expected: ``(H, K)``.
+    """
+
+    times: Tensor
+    observed: Tensor
+    expected: Tensor
+
+
+def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevalence:
+    """Numbers of sequences in each state as observed, and as the rates have it, at some times.
+
+    At each time since their first steps the sequences are counted that last so long, or have ended
+    in a state that is never left, in the state of their last step until then. Expected are as many
+    from the states at the first steps, by the rates. A fit is poor where the two differ by more
+    than by chance; the expected ones are a function of the HMM, and have intervals.
+
+    Args:
+        hmm: The model, with the lengths and times of N sequences.
+        states: ``(N, T)`` integers, such as observations without errors, or ``hmm.viterbi(data)``.
+        times: ``(H,)``, not negative.
+
+    References:
+        Gentleman, Lawless, Lindsey and Yan (1994), Multi-state Markov models for analysing
+        incomplete disease history data with illustrations for HIV disease.
+
+    Example:
+        >>> decay = torch.tensor([[-1.0, 1.0], [0.0, 0.0]])
+        >>> hmm = ContinuousTimeHMM(torch.tensor([0.0, -torch.inf]), decay,
+        ...                         Categorical(torch.eye(2)), torch.tensor([2, 2]),
+        ...                         torch.tensor([[0.0, 1.0], [0.0, 2.0]]))
+        >>> prevalence(hmm, torch.tensor([[0, 1], [0, 0]]), torch.tensor([0.0, 1.0, 3.0]))[1:]
+        (tensor([[2, 0],
+                [1, 1],
+                [0, 1]]), tensor([[2.0000, 0.0000],
+                [0.7358, 1.2642],
+                [0.0498, 0.9502]]))
+    """
+    if not isinstance(hmm, ContinuousTimeHMM) or states.shape != hmm.times.shape:
+        raise ValueError(
+            "hmm must be a ContinuousTimeHMM, and states (N, T) as its times; got "
+            f"{type(hmm).__name__} and states of shape {tuple(states.shape)}."
+        )
+    check_range("states", states, hmm.num_states, "K - 1", "Give the states of the model.")
+    elapsed = hmm.times - hmm.times[:, :1]
+    last = (hmm.lengths - 1).to(elapsed.device).unsqueeze(-1)
+    end, final = elapsed.gather(1, last), states.gather(1, last)
+    wanted = times.to(elapsed).expand(len(states), -1).contiguous()
+    place = torch.searchsorted(elapsed.masked_fill(~hmm.exists, torch.inf), wanted, right=True)
+    present = (wanted <= end) | hmm.sojourn_times.isinf()[final]
+    seen = one_hot(states.gather(1, place - 1), hmm.num_states)  # (N, H, K)
+    observed = (seen * present.unsqueeze(-1)).sum(0)
+    matrices = hmm.transition_at(times)
+    begins = one_hot(states[:, 0], hmm.num_states).to(matrices).mean(0)
+    return Prevalence(times, observed, observed.sum(-1, keepdim=True) * (begins @ matrices))
 
 
 def _cut(table: Tensor, num_steps: int) -> Tensor:

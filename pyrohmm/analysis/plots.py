@@ -21,7 +21,6 @@ from .dwell_times import (
     dwell_time_hazard,
     dwell_time_log_prob,
     dwell_time_log_survival,
-    segments,
 )
 from .plot_axes import (
     MOST_TICKS,
@@ -36,7 +35,11 @@ from .plot_axes import (
 from .plot_axes import bands as bands
 from .plot_axes import history as history
 from .plot_emissions import emission as emission
-from .prediction import observation_marginals
+from .plot_paths import series as series
+from .plot_paths import state_probs as state_probs
+from .plot_paths import states as states
+from .plot_paths import timeline as timeline
+from .plot_paths import track as track
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,140 +60,6 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
     """
     matrix = single("transitions", hmm.log_transition).exp()
     return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names)
-
-
-@renamed.by_name
-def state_probs(
-    probs: Tensor, names: Sequence[str] | None = None, *, axes: Axes | None = None
-) -> Axes:
-    """Draw the distribution of the state at each step as stacked shares.
-
-    Args:
-        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).state_probs``.
-        names: Of the K states; numbers by default.
-        axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If there are not K names.
-    """
-    if probs.dim() != 2:
-        raise ValueError(
-            "probs must have shape (T, K), the posterior of one sequence; got shape "
-            f"{tuple(probs.shape)}. Paths are drawn by plots.timeline."
-        )
-    labels = names_or_numbers(names, probs.size(1), "state ")
-    axes = axes_or_new(axes)
-    shares = probs.detach().cpu().mT.numpy()
-    axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85,
-                   colors=colors_of(len(labels)))  # fmt: skip
-    axes.set(xlim=(0, max(len(probs) - 1, 1)), ylim=(0, 1), xlabel="step", ylabel="probability")
-    legend_above(axes, labels)
-    return axes
-
-
-states = renamed.function("states", state_probs)
-
-
-@renamed.by_name
-def timeline(
-    states: Tensor,
-    names: Sequence[str] | None = None,
-    *,
-    lengths: Tensor | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw paths as coloured bars, one row for each sequence.
-
-    Args:
-        states: ``(T,)`` or ``(N, T)`` integers, such as ``hmm.viterbi(values)``.
-        names: Of the K states; numbers of those that occur by default.
-        lengths: ``(N,)``, steps of each sequence; T by default.
-        axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: As :func:`pyrohmm.queries.segments`; or if a state has no name.
-
-    Example:
-        >>> axes = timeline(torch.tensor([0, 0, 1, 1, 0]), ["rest", "run"])
-        >>> len(axes.patches)
-        3
-    """
-    rows = segments(states, lengths)
-    size = 1 + max((row.state for row in rows), default=0)
-    if names is not None and size > len(names):
-        raise ValueError(f"names must have one for state {size - 1}; got {len(names)}.")
-    labels = names_or_numbers(None if names is None else list(names)[:size], size, "state ")
-    colors = colors_of(size if names is None else len(names))
-    axes = axes_or_new(axes)
-    for state in sorted({row.state for row in rows}):
-        own = [row for row in rows if row.state == state]
-        axes.barh(
-            [row.sequence for row in own], [row.length for row in own], height=0.9,
-            left=[row.first - 0.5 for row in own], color=colors[state], label=labels[state],
-        )  # fmt: skip
-    count = 1 if states.dim() == 1 else len(states)
-    axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
-    axes.set_xlim(-0.5, states.size(-1) - 0.5)
-    axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
-    legend_above(axes, labels)
-    return axes
-
-
-@renamed.by_name
-def series(
-    hmm: HMM,
-    values: Tensor,
-    names: Sequence[str] | None = None,
-    *,
-    level: float = 0.9,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw one sequence of numbers, each coloured by its most probable state, over a band.
-
-    The state is that of the Viterbi path. The band has this probability at each step, if the state
-    is drawn from the smoothed posterior and emits anew: observations outside are surprising.
-
-    Args:
-        hmm: Of one sequence: ``fit.hmm(data[:1])``.
-        values: ``(T,)``, ``(1, T)`` or ``(1, T, 1)``, the sequence. Steps that are not
-            observed are not drawn.
-        names: Of the K states; numbers by default.
-        level: Probability of the band.
-        axes: Where to draw; new ones by default.
-
-    Raises:
-        ValueError: If there are several sequences, observations are vectors, or there are not K
-            names.
-    """
-    single = hmm.emission.event_shape.numel() == hmm.batch_shape.numel() == 1
-    if not single or values.numel() != hmm.event_shape.numel():
-        raise ValueError(
-            "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1]) and "
-            f"data.values[:1]; got {hmm} and values of shape {tuple(values.shape)}."
-        )
-    labels = names_or_numbers(names, hmm.num_states, "state ")
-    with torch.no_grad():
-        path = hmm.viterbi(values).reshape(-1).cpu()
-        low, high = (
-            end.reshape(-1).cpu() for end in observation_marginals(hmm, values).interval(level)
-        )
-    drawn = hmm.exists.reshape(-1).cpu()
-    observed = drawn if hmm.observed is None else drawn & hmm.observed.reshape(-1).cpu()
-    numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
-    steps = torch.arange(len(path))
-    axes = axes_or_new(axes)
-    axes.fill_between(
-        steps[drawn].numpy(), low[drawn].numpy(), high[drawn].numpy(), step="mid", color="0.85",
-        linewidth=0.0, label=f"{level:.0%}",
-    )  # fmt: skip
-    axes.plot(steps.numpy(), numbers.numpy(), color="0.6", linewidth=0.8)
-    for k, color in enumerate(colors_of(len(labels))):
-        chosen = (path == k) & ~numbers.isnan()
-        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=color,
-                  label=labels[k])  # fmt: skip
-    axes.set(xlabel="step", ylabel="observation")
-    legend_above(axes, labels)
-    return axes
 
 
 @renamed.by_name

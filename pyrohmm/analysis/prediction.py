@@ -176,6 +176,7 @@ def _emission_ahead(hmm: HMM, values: Tensor) -> TorchDistribution:
 def _continued_in_time(hmm: ContinuousTimeHMM, values: Tensor, times: int | Tensor) -> HMM:
     """:func:`continuation` at ``times`` ``(*B, H)``."""
     hmm.chain.check_samples("continuation")
+    hmm.chain.check_rates("continuation")
     check_tensor("times", times)
     gaps = hmm.gaps_after(cast(Tensor, times))
     with torch.no_grad():

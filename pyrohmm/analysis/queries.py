@@ -22,6 +22,7 @@ from .dwell_times import dwell_time_hazard as dwell_time_hazard
 from .dwell_times import dwell_time_log_prob as dwell_time_log_prob
 from .dwell_times import dwell_time_log_survival as dwell_time_log_survival
 from .dwell_times import dwell_time_mean as dwell_time_mean
+from .dwell_times import prevalence as prevalence
 from .dwell_times import segments as segments
 from .prediction import chain_factors, in_blocks
 from .prediction import continuation as continuation

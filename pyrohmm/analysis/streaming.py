@@ -112,6 +112,8 @@ class Filter:
             )
         if isinstance(hmm, BlockHMM):
             hmm.check_constant("Filter")
+        if isinstance(hmm.chain, RateChain):
+            hmm.chain.check_rates("Filter")
         self.hmm = hmm
         self._blocks: Transitions | None = None
         self._state_of: Tensor | None = None  # the state of the HMM that each state here is

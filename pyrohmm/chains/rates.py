@@ -7,7 +7,7 @@ entry is minus the sum of the others in its row.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,20 +53,24 @@ class Gaps(NamedTuple):
         return cls(distinct, place.new_zeros(1) if len(distinct) == 1 else place)
 
 
+_CONSTANT: dict[str, Core] = {"log_initial": ("K",), "rates": ("K", "K")}
+_PER_STEP: dict[str, Core] = {"log_initial": ("K",), "rates": ("T-1", "K", "K")}
+
+
 class RateChain(MarkovRecursions):
     """A Markov chain in continuous time: transitions ``matrix_exp(rates * gap)`` per step.
 
     Args:
         log_initial: ``(*b, K)``.
-        rates: ``(*b, K, K)``, rows sum to zero.
+        rates: ``(*b, K, K)``, rows sum to zero; ``(*b, T-1, K, K)`` with ``rates_per_step``.
         times: ``(*B, T)``, when the steps are; padding may be anything.
         lengths: ``(*B)`` integers, on the CPU.
         exact_entry: ``(K,)`` booleans, states whose entry is seen at its very time; or None.
         observed: ``(*B, T)`` booleans, which steps are observed; or None. Only read with
             ``exact_entry``.
+        rates_per_step: Whether there are rates for each gap, constant until the next step.
     """
 
-    cores: ClassVar[dict[str, Core]] = {"log_initial": ("K",), "rates": ("K", "K")}
     per_step = True
     rates: Tensor
     times: Tensor
@@ -80,9 +84,19 @@ class RateChain(MarkovRecursions):
         lengths: Tensor,
         exact_entry: Tensor | None = None,
         observed: Tensor | None = None,
+        rates_per_step: bool = False,
     ) -> None:
-        super().__init__(times=times, lengths=lengths, exact_entry=exact_entry, observed=observed)
+        super().__init__(
+            times=times, lengths=lengths, exact_entry=exact_entry, observed=observed,
+            rates_per_step=rates_per_step,
+        )  # fmt: skip
         self.take(log_initial=log_initial, rates=rates, times=times, exact_entry=exact_entry)
+        self.rates_per_step = rates_per_step
+
+    @property
+    def cores(self) -> dict[str, Core]:  # type: ignore[override]
+        """Core dimensions of the first state's probabilities and of the rates."""
+        return _PER_STEP if self.rates_per_step else _CONSTANT
 
     @property
     def exists(self) -> Tensor:
@@ -99,7 +113,8 @@ class RateChain(MarkovRecursions):
     def matrices(self) -> Tensor:
         """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
         observed = from_numpy("observed", self.options["observed"])
-        return transitions_between(self.rates, self.gaps, self.exact_entry, observed)
+        parts = self.rates, self.gaps, self.exact_entry, observed
+        return transitions_between(*parts, self.rates_per_step)
 
     @property
     def possible(self) -> Tensor:
@@ -113,8 +128,9 @@ class RateChain(MarkovRecursions):
 
     @property
     def steps(self) -> dict[str, int]:
-        """T by the name of the times."""
-        return {"times": self.times.size(-1)}
+        """T by the name of the times, and of rates for each gap."""
+        of_rates = {"rates": self.rates.size(-3) + 1} if self.rates_per_step else {}
+        return {"times": self.times.size(-1)} | of_rates
 
     def check_shapes(self) -> None:
         """Raise unless parameters and times have the shapes they should have."""
@@ -185,7 +201,8 @@ class RateChain(MarkovRecursions):
             rates = torch.where(diagonal(logs), logs, logs.exp())
             seen = self.options["observed"]
             seen = None if seen is None else seen.clone()
-            matrices = transitions_between(rates, gaps, self.exact_entry, seen)
+            parts = rates, gaps, self.exact_entry, seen
+            matrices = transitions_between(*parts, self.rates_per_step)
             (pulled,) = torch.autograd.grad(matrices, logs, found.transitions)
         counts = {"log_initial": found.initial, "rates": pulled}
         return ExpectedCounts(found.log_evidence, found.state_probs, counts)
@@ -202,6 +219,7 @@ class RateChain(MarkovRecursions):
 
     def stationary(self) -> Tensor:
         r"""Stationary distribution :math:`\pi Q = 0` of the states, ``(*b, K)``."""
+        self.check_rates("the stationary distribution")
         fastest = -self.rates.diagonal(dim1=-2, dim2=-1).amin(-1)[..., None, None]
         step = 0.5 / torch.where(fastest > 0, fastest, 1.0)  # so that each state may stay
         stays = torch.eye(self.num_states).to(self.rates)
@@ -214,6 +232,14 @@ class RateChain(MarkovRecursions):
             "ContinuousTimeHMM have times of their own. Call filtered or posterior, with times to "
             "come as steps that are not observed, or forecast(values, times)."
         )
+
+    def check_rates(self, purpose: str) -> None:
+        """Raise if rates change with the step, as ``purpose`` cannot have it."""
+        if self.rates_per_step:
+            raise ValueError(
+                f"{purpose} needs rates that do not change with the step; here they depend on "
+                "covariates. Mark steps to come, with covariates of theirs, as not observed."
+            )
 
     def check_samples(self, purpose: str) -> None:
         """Raise if transitions have densities in place of probabilities: see ``exact_entry``."""
@@ -245,13 +271,20 @@ def over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
 
 
 def transitions_between(
-    rates: Tensor, gaps: Gaps, exact_entry: Tensor | None, observed: Tensor | None
+    rates: Tensor,
+    gaps: Gaps,
+    exact_entry: Tensor | None,
+    observed: Tensor | None,
+    per_step: bool = False,
 ) -> Tensor:
     """Log-probabilities of transitions, with densities of entering states of ``exact_entry``."""
-    matrices = over_gaps(rates, gaps)
+    if per_step:
+        matrices = log_transitions(rates, gaps.distinct[gaps.place])
+    else:
+        matrices, rates = over_gaps(rates, gaps), rates.unsqueeze(-3)
     if exact_entry is None:
         return matrices
-    others = rates.masked_fill(diagonal(rates), 0.0).double().unsqueeze(-3)
+    others = rates.masked_fill(diagonal(rates), 0.0).double()
     enter = log(matrices.double().exp() @ others).to(matrices)
     if observed is not None:
         enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)

@@ -8,6 +8,7 @@ Its modules; each imports only those above it:
 ``steps``        steps of arrays and lists: read, checked, cut into sequences
 ``tables``       rows of tables: grouped, sorted, their gaps found
 ``sequences``    ``Sequences``: ragged data in one padded tensor
+``movement``     step lengths and turning angles of animals
 ``batches``      minibatches; ``Parts``: sequences that do not fit into memory at once
 ``pair_counts``  pairs of symbols counted; numbers put into bins
 ``readers``      files of text, treebanks, FASTA, piano rolls, with their vocabularies
@@ -19,5 +20,6 @@ from . import datasets as datasets
 from . import readers as readers
 from .batches import StoredSequences as StoredSequences
 from .formulas import formulas as formulas
+from .movement import movement as movement
 from .sequences import Sequences as Sequences
 from .vocabulary import Vocabulary as Vocabulary

@@ -37,7 +37,7 @@ from .steps import (
 from .tables import Gaps, Table, read_table, rows_of
 from .vocabulary import Vocabulary
 
-PARTS = "labels", "covariates", "times", "rows"  # (N, T, *), beside values and observed
+PARTS = "labels", "covariates", "times", "rows", "locations"  # (N, T, *), beside the values
 
 
 class Sequences(Dataset["Sequences"]):
@@ -114,6 +114,7 @@ class Sequences(Dataset["Sequences"]):
         )
         self.rows: Tensor | None = None  # numbers of the rows of the table they come from
         self.table: Table | None = None
+        self.locations: Tensor | None = None  # (N, T, 2), of tracks: see movement
         self.total = check_total(total, len(values))
         self.indices = torch.arange(len(values))
         self.numbered = indices is not None  # they say which sequences of the whole set these are

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
@@ -50,6 +52,7 @@ class ContinuousTimeHMM(HMM):
             of time, in place of a probability. The observation must tell these states from
             others, and at a step that is not observed nothing was entered. Then ``log_transition``
             holds such densities, and there are no samples at given times.
+        rates_per_step: Whether ``rates`` are ``(T-1, K, K)``, of each gap between two steps.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -89,8 +92,9 @@ class ContinuousTimeHMM(HMM):
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
+        rates_per_step: bool = False,
     ) -> None:
-        chain = RateChain(log_initial, rates, times, lengths, exact_entry, observed)
+        chain = RateChain(log_initial, rates, times, lengths, exact_entry, observed, rates_per_step)
         self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
 
     @property
@@ -100,7 +104,7 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def rates(self) -> Tensor:
-        """``(K, K)``, rates of transitions; rows sum to zero."""
+        """``(K, K)``, or ``(T-1, K, K)`` per step: rates of transitions; rows sum to zero."""
         return self.chain.rates
 
     @property
@@ -160,17 +164,76 @@ class ContinuousTimeHMM(HMM):
             tensor([[0.1353, 0.8647],
                     [0.0000, 1.0000]])
         """
-        check_real("gaps", gaps)
+        return log_transitions(self._over("gaps", gaps), gaps).exp()
+
+    def _over(self, name: str, gaps: Tensor) -> Tensor:
+        """Rates ``(*B, *1, K, K)`` that broadcast with lengths of time ``(*g)``, checked."""
+        check_real(name, gaps)
         if self._validate_args and not transforming():
             wrong = ~((gaps >= 0) & (gaps < torch.inf))
             if bool(wrong.any()):
                 raise ValueError(
-                    f"gaps must be finite and not negative; got {gaps[wrong][0].item():g}."
+                    f"{name} must be finite and not negative; got {gaps[wrong][0].item():g}."
                 )
-        rates = self.rates.reshape(
-            *self.rates.shape[:-2], *(1,) * gaps.dim(), *self.rates.shape[-2:]
-        )
-        return log_transitions(rates, gaps).exp()
+        shape = *self.rates.shape[:-2], *(1,) * gaps.dim(), *self.rates.shape[-2:]
+        return self.rates.reshape(shape)
+
+    def occupancy_times(self, gaps: Tensor) -> Tensor:
+        r"""Expected time in state j within each length of time from being in i, ``(*B, *g, K, K)``.
+
+        .. math:: \int_0^\tau \bigl(e^{Q u}\bigr)_{ij} \, du
+
+        Args:
+            gaps: ``(*g)``, not negative.
+
+        Example:
+            >>> even = torch.zeros(2).log_softmax(-1)
+            >>> decay = torch.tensor([[-1.0, 1.0], [0.0, 0.0]])
+            >>> hmm = ContinuousTimeHMM(even, decay, Normal(torch.zeros(2), 1.0), torch.tensor(1),
+            ...                         torch.tensor([0.0]))
+            >>> hmm.occupancy_times(torch.tensor(2.0))
+            tensor([[0.8647, 1.1353],
+                    [0.0000, 2.0000]])
+        """
+        rates, size = self._over("gaps", gaps).double(), self.num_states
+        one = torch.eye(size).to(rates).expand_as(rates)
+        upper = torch.cat([rates, one], -1)  # the integral is a block of an exponential
+        both = torch.cat([upper, torch.zeros_like(upper)], -2) * gaps.to(rates)[..., None, None]
+        return torch.linalg.matrix_exp(both)[..., :size, size:].to(self.rates.dtype)
+
+    def passage_times(self, states: Sequence[int]) -> Tensor:
+        """Mean time ``(*B, K)`` from being in each state to the first entry of one of ``states``.
+
+        It is zero from these states, and infinite where none of them may ever be entered.
+
+        Args:
+            states: One or several of 0 to K - 1.
+
+        Raises:
+            ValueError: If there is none, or one is not a state.
+
+        Example:
+            >>> even = torch.zeros(3).log_softmax(-1)
+            >>> rates = torch.tensor([[-1.0, 0.5, 0.5], [0.0, -0.2, 0.2], [0.0, 0.0, 0.0]])
+            >>> hmm = ContinuousTimeHMM(even, rates, Normal(torch.zeros(3), 1.0), torch.tensor(1),
+            ...                         torch.tensor([0.0]))
+            >>> hmm.passage_times([2]), hmm.passage_times([1])
+            (tensor([3.5000, 5.0000, 0.0000]), tensor([inf, 0., inf]))
+        """
+        rates, size = self.rates.double(), self.num_states
+        if not len(states) or not all(0 <= state < size for state in states):
+            raise ValueError(f"states must be some of 0 to K - 1 = {size - 1}; got {states}.")
+        target = torch.isin(torch.arange(size, device=rates.device), torch.as_tensor(states))
+        reached = ((rates > 0) & ~target.unsqueeze(-1)) | diagonal(rates)
+        for _ in range(size.bit_length()):  # by paths of 2, 4, ... transitions
+            reached = (reached.double() @ reached.double()) > 0
+        never = ~reached[..., target].any(-1)
+        lost = (reached & never.unsqueeze(-2)).any(-1)
+        inner = ~lost & ~target
+        both = inner.unsqueeze(-1) & inner.unsqueeze(-2)
+        system = torch.where(both, -rates, diagonal(rates).to(rates))
+        found = torch.linalg.solve(system, inner.to(rates).unsqueeze(-1)).squeeze(-1)
+        return found.masked_fill(lost, torch.inf).to(self.rates.dtype)
 
     # Queries given values (*B, T, *E)
 
@@ -200,6 +263,7 @@ class ContinuousTimeHMM(HMM):
         """
         if self.emission_per_step or isinstance(self.emission, Autoregressive):
             self.chain.check_constant("forecast of this emission")
+        self.chain.check_rates("forecast")
         gaps = self.gaps_after(times)
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()

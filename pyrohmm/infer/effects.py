@@ -41,7 +41,19 @@ def _mean(hmm: HMM) -> Tensor:
     return hmm.emission.mean[..., 0, :]
 
 
-PARTS: Mapping[str, Function] = {"transition": _transition, "initial": _initial, "mean": _mean}
+def _rates(hmm: Any) -> Tensor:
+    return hmm.rates[..., 0, :, :].tril(-1) + hmm.rates[..., 0, :, :].triu(1)
+
+
+def _duration(hmm: Any) -> Tensor:
+    lasts = hmm.log_duration.exp()
+    return lasts @ torch.arange(1, lasts.size(-1) + 1).to(lasts)
+
+
+PARTS: Mapping[str, Function] = {
+    "transition": _transition, "initial": _initial, "mean": _mean, "rates": _rates,
+    "duration": _duration,
+}  # fmt: skip
 
 
 def predicted(
@@ -61,11 +73,12 @@ def predicted(
     some = example.values[example.observed][:1].unsqueeze(0)
     values = some.expand(len(rows), 2, *some.shape[2:])
     there = torch.full((len(rows),), 2)
-    data = Sequences(values, there, covariates=rows.unsqueeze(1).expand(-1, 2, -1))
+    times = None if example.times is None else torch.arange(2.0).expand(len(rows), 2)
+    data = Sequences(values, there, covariates=rows.unsqueeze(1).expand(-1, 2, -1), times=times)
     value, error = information.of(function, data)
     scale: Any = LOGIT if of in ("transition", "initial") else IDENTITY
     never_below = bool((example.values[example.observed] >= 0).all())
-    if of == "mean" and never_below and bool((value > 0).all()):
+    if of in ("rates", "duration") or (of == "mean" and never_below and bool((value > 0).all())):
         scale = LOG
     point = scale(value)
     width = normal_quantile(level) * error * scale.log_abs_det_jacobian(value, point).exp()

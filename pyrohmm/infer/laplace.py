@@ -42,6 +42,7 @@ from .results import Fit
 from .training import check_model_and_data
 from .uncertainty import FAR, Information, double_of, points_of
 
+ROUNDS = 10  # of climbs, each with nodes where the last one ended
 STEP = 1e-4  # of central differences of the exact gradient
 
 
@@ -94,9 +95,10 @@ class LaplaceInformation(Information):
         """Gradient and Hessian of the log marginal likelihood at the estimates."""
         size, marginal = len(self.labels), self.marginal
         step = STEP * torch.eye(size, dtype=torch.double)
-        start, gradients, modes = marginal.modes, [], []
+        marginal.settle(self.values_at(step[:1] * 0), torch.zeros(1).long())
+        gradients, modes = [], []
         for u in torch.cat([step, -step, step[:1] * 0]).split(marginal.room):
-            marginal.modes = start.expand(len(u), -1, -1)
+            marginal.widen(len(u))
             leaf = u.clone().requires_grad_()
             _, slope, b, _ = marginal(self.values_at(leaf), leaf, torch.arange(len(u)))
             gradients.append(slope)
@@ -287,7 +289,7 @@ def fit_laplace(
     starts = _Starts(own, data, random, dict(start or {}), restarts)
     if not starts.place.size(-1):
         raise ValueError("model has no parameters but random effects: there is nothing to fit.")
-    marginal.modes = marginal.modes.repeat(restarts, 1, 1)
+    marginal.widen(restarts)
     check_copies(
         lambda place: marginal.joint(
             starts.wide(place), torch.zeros(len(place), *marginal.modes.shape[1:]).double(),
@@ -297,10 +299,25 @@ def fit_laplace(
     )  # fmt: skip
     marginal.check_independent(starts.wide(starts.place))
 
-    function = partial(_evaluate, marginal, starts)
-    first = function(starts.place, torch.arange(restarts))[0]
+    ascent = _climbed(marginal, starts, num_steps, tolerance)
+    return _result(model, own, data, marginal, starts, ascent, begin)
+
+
+def _climbed(
+    marginal: Marginal, starts: _Starts, num_steps: int, tolerance: float
+) -> tuple[Tensor, Peak]:
+    """Log marginals of the starts, and the maxima near them."""
+    function, every = partial(_evaluate, marginal, starts), torch.arange(len(starts.place))
+    if marginal.widths is not None:
+        marginal.settle(starts.wide(starts.place), every)
+    first = function(starts.place, every)[0]
     peak = climb(function, starts.place, num_steps, tolerance)
-    return _result(model, own, data, marginal, starts, (first, peak), begin)
+    for _ in range(ROUNDS if marginal.widths is not None else 0):  # with nodes where they should be
+        marginal.settle(starts.wide(peak.place), every)
+        before, peak = peak, climb(function, peak.place, num_steps, tolerance)
+        if bool(((peak.value - before.value).abs() < tolerance).all()):
+            break
+    return first, peak
 
 
 def _evaluate(
@@ -333,7 +350,7 @@ def _result(
         raise ValueError("no start has a marginal likelihood: give start=, near what is expected.")
     place, row = peak.place[best : best + 1], torch.tensor([best])
     values = {name: value[0] for name, value in starts.values(place).items()}
-    modes = marginal.climb_inside(starts.wide(place), marginal.modes[row], row)
+    modes = marginal.settle(starts.wide(place), row)
     values |= marginal.effects(modes[0])
     values = {name: v.detach().to(torch.get_default_dtype()) for name, v in values.items()}
     with poutine.block(), pyro.get_param_store().scope():

@@ -1,4 +1,10 @@
-r"""Log marginal likelihoods by Laplace's approximation, of copies of a model as one batch."""
+r"""Log marginal likelihoods of copies of a model, by quadrature or by Laplace's approximation.
+
+A single number of each sequence is integrated by the trapezoidal rule, with nodes around its
+posterior mean, as far apart as its posterior standard deviation asks for. That is exact to rounding
+for normal densities, and stays finite where two modes of a density merge and Laplace's
+approximation, which all other effects have, is infinite.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +19,18 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..data.sequences import Sequences
+from .objective import is_likelihood
 from .replicates import CELLS, Densities
 
 NEWTON = 60  # steps to the most probable effects
+NODES = 31  # of quadrature
+REACH = 6.5  # standard deviations from the mean to the last node
+MOVES = 30  # of the nodes, at most
 Values = dict[str, Tensor]
 
 
 class Marginal:
-    """Log marginal likelihoods of B copies of a model, by Laplace's approximation.
+    """Log marginal likelihoods of B copies of a model.
 
     Args:
         model: In double precision.
@@ -29,8 +39,9 @@ class Marginal:
         values: ``(B, N, T, *E)``, observations of each copy; those of the data by default.
 
     Attributes:
-        modes: ``(B, G, d)``, the most probable effects in unconstrained coordinates, of the last
-            call; and ``blocks`` ``(B, G, d, d)``, minus the second derivatives there.
+        modes: ``(B, G, d)``, where the search for the most probable effects starts, or where the
+            nodes are, in unconstrained coordinates.
+        widths: ``(B, G, 1)``, distances between nodes; None without quadrature.
     """
 
     def __init__(
@@ -56,9 +67,18 @@ class Marginal:
         self.shapes = {name: self.to[name].inverse_shape(shape) for name, shape in event.items()}
         self.sizes = [math.prod(shape) for shape in self.shapes.values()]
         self.modes = torch.zeros(1, self.members, sum(self.sizes), dtype=torch.double)
-        self.blocks = self.modes.unsqueeze(-1) * 0
+        (self.plate,) = plates
+        inside = [
+            self.plate in {frame.name for frame in site["cond_indep_stack"]}
+            for site in nodes.values()
+            if site["type"] == "sample" and is_likelihood(site)
+        ]
+        self.widths: Any = (
+            torch.ones_like(self.modes) if sum(self.sizes) == 1 and all(inside) else None
+        )
+        passes = 1 + sum(self.sizes) if self.widths is None else NODES
         states = nodes["_RETURN"]["value"].num_states
-        self.room = max(1, CELLS // (len(data) * data.num_steps * states * (1 + sum(self.sizes))))
+        self.room = max(1, CELLS // (len(data) * data.num_steps * states * passes))
 
     def effects(self, b: Tensor) -> Values:
         """Random effects ``(*, G, ...)`` at coordinates ``(*, G, d)``."""
@@ -70,21 +90,26 @@ class Marginal:
 
     def joint(self, values: Values, b: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)``, of the effects in their coordinates ``(B', G, d)``."""
+        own, rest = self.terms(values, b, rows)
+        return own.sum(-1) + rest
+
+    def terms(self, values: Values, b: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log joint densities of the members ``(B', G)``, and all that is outside their plate."""
         data = self.data
         if self.stacked is not None:
             data = data.with_total(data.total)
             data.values = self.stacked[rows]
         effects = self.effects(b)
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with Densities({**values, **effects}, len(b)) as sum_of:
+            with _Terms({**values, **effects}, len(b), self.plate) as terms:
                 self.model(data)
-        total: Tensor = sum_of.likelihood + sum_of.prior
+        own = terms.own
         parts = zip(self.to.items(), self.shapes.values(), b.split(self.sizes, -1))
         for (name, to), shape, part in parts:
             free = part.reshape(part.shape[:-1] + torch.Size(shape))
             volume = to.log_abs_det_jacobian(free, effects[name])
-            total = total + volume.reshape(len(b), -1).sum(-1)
-        return total
+            own = own + volume.reshape(len(b), self.members, -1).sum(-1)
+        return own, (terms.likelihood + terms.prior).expand(len(b))
 
     def derivatives(
         self, values: Values, b: Tensor, rows: Tensor, graph: bool
@@ -143,13 +168,21 @@ class Marginal:
     def __call__(
         self, values: Values, leaf: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log marginals ``(B',)``, slopes by ``leaf``; modes and blocks of the effects.
+        """Log marginals ``(B',)``, slopes by ``leaf``; centres and inverse spreads of the effects.
+
+        The centres ``(B', G, d)`` are posterior means of quadrature, or else modes; the inverse
+        spreads ``(B', G, d, d)`` those of posterior variances, or minus second derivatives.
 
         Args:
             values: The parameters of the copies by name, which depend on ``leaf``.
             leaf: ``(B', P)``.
             rows: ``(B',)``, which copies these are.
         """
+        if self.widths is not None:
+            with torch.enable_grad():
+                total, mean, variance = self._by_nodes(values, rows)
+                (gradient,) = torch.autograd.grad(total.sum(), leaf)
+            return total.detach(), gradient, mean, 1 / variance.unsqueeze(-1)
         b = self.climb_inside(values, self.modes[rows], rows).requires_grad_()
         total, slope, blocks = self.derivatives(values, b, rows, graph=True)
         with torch.enable_grad():
@@ -166,6 +199,55 @@ class Marginal:
             (gradient,) = torch.autograd.grad(moved, leaf)
         total = total.detach().masked_fill((wrong > 0).any(-1), -torch.inf)
         return total, gradient, b.detach(), blocks.detach()
+
+    def _by_nodes(self, values: Values, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Log marginals ``(B',)``, and posterior means and variances ``(B', G, 1)``."""
+        z = torch.linspace(-REACH, REACH, NODES, dtype=torch.double)
+        wide = {name: value.repeat_interleave(NODES, 0) for name, value in values.items()}
+        b = self.modes[rows].unsqueeze(1) + self.widths[rows].unsqueeze(1) * z[:, None, None]
+        own, rest = self.terms(wide, b.flatten(0, 1), rows.repeat_interleave(NODES))
+        logs = own.unflatten(0, (-1, NODES))
+        share = logs.detach().softmax(1).unsqueeze(-1)
+        mean = (share * b).sum(1)
+        variance = (share * (b - mean.unsqueeze(1)).square()).sum(1)
+        each = logs.logsumexp(1) + self.widths[rows].squeeze(-1).log() + (z[1] - z[0]).log()
+        return each.sum(-1) + rest[::NODES], mean, variance
+
+    @torch.no_grad()
+    def settle(self, values: Values, rows: Tensor) -> Tensor:
+        """Move nodes, or modes, to the posterior of the effects; returns their centres."""
+        if self.widths is None:
+            self.modes[rows] = self.climb_inside(values, self.modes[rows], rows)
+        for _ in range(MOVES if self.widths is not None else 0):
+            _, mean, variance = self._by_nodes(values, rows)
+            old = self.widths[rows]
+            width = variance.sqrt().maximum(old / 2)  # few nodes see nothing of a narrow posterior
+            moved = ((mean - self.modes[rows]).abs() / width + (width / old).log().abs()).amax()
+            self.modes[rows], self.widths[rows] = mean, width
+            if moved < 1e-6:
+                break
+        return self.modes[rows]
+
+    def widen(self, copies: int) -> None:
+        """Make ``copies`` of the first centres."""
+        self.modes = self.modes[:1].repeat(copies, 1, 1)
+        if self.widths is not None:
+            self.widths = self.widths[:1].repeat(copies, 1, 1)
+
+
+class _Terms(Densities):
+    """Log joint densities, those of the members of a plate apart, ``own`` ``(R, G)``."""
+
+    def __init__(self, values: Values, copies: int, plate: str) -> None:
+        super().__init__(values, copies)
+        self.plate, self.own = plate, torch.zeros(())
+
+    def add(self, message: Any, scores: Tensor) -> None:
+        """Add the log-densities ``(*, R, N)`` of a site."""
+        if self.plate in {frame.name for frame in message["cond_indep_stack"]}:
+            self.own = self.own + scores.reshape(-1, *scores.shape[-2:]).sum(0)
+        else:
+            super().add(message, scores)
 
 
 def _uphill(blocks: Tensor, slope: Tensor) -> Tensor:

@@ -126,6 +126,35 @@ class _UnreadELBO(Trace_ELBO):
         return sum((s["log_prob_sum"] for s in guide_sites), zero) - likelihood - prior
 
 
+def site_losses(
+    model: Callable[..., Any], guide: Callable[..., Any], data: Sequences, with_guide: bool
+) -> dict[str, Tensor]:
+    """Minus the log-densities of the model's sites by name, and log-densities of the guide's.
+
+    Args:
+        model: The Pyro model.
+        guide: Gives the values of the latent variables.
+        data: The sequences.
+        with_guide: Whether the densities of the guide are parts of the loss.
+    """
+    guide_trace = poutine.trace(guide).get_trace(data)
+    model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(data)
+    losses = {}
+    traces = [(model_trace, -1, ""), (guide_trace, 1, "guide: ")]
+    for trace, sign, prefix in traces if with_guide else traces[:1]:
+        trace.compute_log_prob(site_filter=lambda _, site: not site_is_subsample(site))
+        for name, site in trace.nodes.items():
+            if site["type"] != "sample" or site_is_subsample(site):
+                continue
+            if is_enumerated(site):
+                raise ValueError(
+                    f"the model enumerates {name!r}, so that the likelihood has no site. Ask "
+                    "with MarginalModel, which has the same density."
+                )
+            losses[prefix + name] = sign * site["log_prob"].sum()
+    return losses
+
+
 def is_likelihood(site: Any) -> bool:
     """Whether the log-density of a site is a part of the likelihood, not of the prior."""
     return bool(site["is_observed"]) and site["name"] != "log_prior"
@@ -164,6 +193,10 @@ class LogJoint(AtValues):
             )
         if self.weights is not None and is_likelihood(message):
             scores = torch.where(self.weights > 0, scores, 0.0) * self.weights
+        self.add(message, scores)
+
+    def add(self, message: Any, scores: Tensor) -> None:
+        """Add the log-densities ``(*, R, N)`` of a site."""
         total = scores.sum(-1).reshape(-1, self.copies).sum(0)
         if is_likelihood(message):
             self.likelihood = self.likelihood + total

@@ -11,7 +11,6 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.ops.stats import quantile
-from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -26,6 +25,7 @@ from ..ops.backends import advise_numba
 from .effects import Bands, described, lines, predicted, table
 from .effects import name_of as name_of
 from .guides import repeatable, samples_of
+from .objective import site_losses
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states
@@ -258,23 +258,7 @@ class Fit:
         """
         check_fitted(data, self.fitted)
         with torch.no_grad(), self.at_rest():
-            guide = poutine.trace(self.guide).get_trace(data)
-            model = poutine.trace(poutine.replay(self.model, trace=guide)).get_trace(data)
-        found = {}
-        traces = [(model, -1, ""), (guide, 1, "guide: ")]
-        for trace, sign, prefix in traces if self.method == "SVI" else traces[:1]:
-            with torch.no_grad():
-                trace.compute_log_prob(site_filter=lambda _, site: not site_is_subsample(site))
-            for name, site in trace.nodes.items():
-                if site["type"] != "sample" or site_is_subsample(site):
-                    continue
-                if site["infer"].get("enumerate") == "parallel":
-                    raise ValueError(
-                        f"the model enumerates {name!r}, so that the likelihood has no site. Ask "
-                        "with MarginalModel, which has the same density."
-                    )
-                found[prefix + name] = sign * site["log_prob"].sum()
-        return found
+            return site_losses(self.model, self.guide, data, with_guide=self.method == "SVI")
 
     def information(self, data: Sequences) -> Information:
         """Observed information of a fit of EM or MAP: covariance, standard errors and intervals.
@@ -408,8 +392,9 @@ class Fit:
             data: The sequences that were fitted.
             at: ``(M, C)`` covariates, such as ``design.matrix(frame)``.
             of: "transition", probabilities ``(M, K, K)``; "initial", ``(M, K)``; "mean", those of
-                the emissions, ``(M, K)``; or a function of an HMM of M sequences of two steps, each
-                with one row of the covariates at both.
+                the emissions, ``(M, K)``; "rates", ``(M, K, K)``, zero on the diagonal; "duration",
+                the mean, ``(M, K)``; or a function of an HMM of M sequences of two steps, each with
+                one row of the covariates at both, and a unit of time between them.
             level: Of confidence.
 
         Raises:

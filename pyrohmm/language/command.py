@@ -5,6 +5,7 @@
     python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
     python -m pyrohmm.language --load model --score test.txt --generate 5
     python -m pyrohmm.language more.txt --load model --save further
+    python -m pyrohmm.language distil gpt2 --states 1024 --save hmm
 
 Files have one sentence a line, its words separated by white space; they may be gzipped, and blank
 lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. In several
@@ -34,8 +35,10 @@ from ..data.readers import read_lines
 from ..infer.options import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
 from ..io.checkpoints import Checkpoint
+from ..io.ctrlg import to_ctrlg
 from ..io.files import check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain
+from .distillation import distil
 from .model import LanguageModel
 from .text import END, UNKNOWN, count_words, encode
 
@@ -59,6 +62,10 @@ OF_FIT = {
     "rate": "learning_rate", "decay": "weight_decay", "clip": "clip_norm", "patience": "patience",
     "checkpoint": "checkpoint",
 }  # fmt: skip
+OF_DISTIL = {
+    "texts": "num_texts", "longest": "max_tokens", "epochs": "num_epochs", "batch": "batch_size",
+    "checkpoint": "checkpoint",
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -70,18 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With what is wrong, if something is.
     """
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not options.train and not options.load:
-        parser.error("give text files to train on, --load DIR or both")
-    if options.train and not options.save:
-        parser.error("training needs --save DIR, where the model goes")
-    for flag, name in (OF_WORDS | OF_CLUSTERS | OF_MODEL).items() if options.load else ():
-        if name in options:
-            parser.error(f"--{flag} belongs to a new model, without --load")
+    words = sys.argv[1:] if arguments is None else [*arguments]
+    distils = words[:1] == ["distil"]
+    parser = _distil_parser() if distils else _parser()
+    options = parser.parse_args(words[distils:])
+    if not distils:
+        _check(parser, options)
     try:
         with _process_group(options.device):
-            run(options)
+            (imitate if distils else run)(options)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads it, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -91,6 +95,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted before training; nothing was saved", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Exit if options lack something, or do not fit together."""
+    if not options.train and not options.load:
+        parser.error("give text files to train on, --load DIR or both")
+    if options.train and not options.save:
+        parser.error("training needs --save DIR, where the model goes")
+    for flag, name in (OF_WORDS | OF_CLUSTERS | OF_MODEL).items() if options.load else ():
+        if name in options:
+            parser.error(f"--{flag} belongs to a new model, without --load")
+
+
+def imitate(options: argparse.Namespace) -> None:
+    """Distil a model of ``transformers``, and save the HMM."""
+    os.makedirs(options.save, exist_ok=True)  # before anything takes time
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        sys.exit("transformers is not installed: pip install pyrohmm[transformers]")
+    model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    pyro.set_rng_seed(options.seed)
+    found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
+    if ProcessGroup.all().is_first and found.divergence is not None:
+        to_ctrlg(found.hmm, options.save, tokenizer.eos_token_id)
+        print(f"ended after {len(found.fit.losses):,} losses: {found.fit.reason}; saved to "
+              f"{options.save}")  # fmt: skip
+        print(f"held out: {found.perplexity}")
+        steps = " ".join(f"{nats:.2f}" for nats in found.divergence.tolist())
+        print(f"divergence by step, in nats: {steps}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -275,6 +310,22 @@ def _explained(function: object) -> dict[str, str]:
     text = re.sub(r":\w+:`~?(.*?)`|`", r"\1", inspect.getdoc(function) or "").replace("%", "%%")
     entries = re.findall(r"^    (\w+): ((?:.|\n {8})*)", text, re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in entries}
+
+
+def _distil_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m pyrohmm.language distil",
+        description="Fit an HMM to texts that a model of transformers writes, and save it in the "
+        "format of Ctrl-G, which pyrohmm.from_ctrlg reads.",
+    )
+    devices = ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
+    parser.add_argument("model", help="directory or name of the model and its tokenizer")
+    parser.add_argument("--states", type=int, required=True, help="number of states")
+    parser.add_argument("--save", metavar="DIR", required=True, help="where the HMM goes")
+    parser.add_argument("--seed", type=int, default=0, help="of random numbers (0)")
+    parser.add_argument("--device", choices=devices, default=devices[-1], help="where to compute")
+    _add(parser, distil, OF_DISTIL)
+    return parser
 
 
 def _parser() -> argparse.ArgumentParser:

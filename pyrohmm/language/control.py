@@ -25,6 +25,7 @@ from ..ops.automata import Automaton, of_length
 from .lookahead import Lookahead
 
 IN_WORDS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum() or b in b"_'")
+FEW = 0.1  # share of all tokens that are compared one by one
 BETWEEN, OTHER = 0, 1  # places in the text: between words, and in a word that none begins with
 
 
@@ -184,6 +185,9 @@ class ConstraintProcessor:
             ``max_tokens`` tokens, where the constraint holds.
         read_prompt: Whether the HMM reads the prompt, too.
         ignore_case: As for :func:`over_tokens`.
+        top_k: Leave only so many tokens at each step: those that ``top_k`` of ``generate`` leaves
+            after this processor, or ``2 * num_beams`` for beams. With a dense HMM it takes a
+            fraction of the time, as most tokens cannot be among them whatever the HMM says.
 
     Raises:
         ValueError: If the HMM has other tokens than the tokenizer, no text of so many tokens
@@ -214,19 +218,38 @@ class ConstraintProcessor:
         must_end: bool = False,
         read_prompt: bool = True,
         ignore_case: bool = False,
+        top_k: int | None = None,
     ) -> None:
         check_size("max_tokens", max_tokens)
+        if top_k is not None:
+            check_size("top_k", top_k)
+        self.top_k = top_k
+        if not isinstance(constraint, Automaton):
+            raise TypeError(
+                f"constraint must be an Automaton, such as automata.must_contain('word'); got "
+                f"{type(constraint).__name__}."
+            )
         end = getattr(tokenizer, "eos_token_id", None) if end is None else end
         self.padding = getattr(tokenizer, "pad_token_id", None) if padding is None else padding
         self.read_prompt = read_prompt
         texts = token_texts(tokenizer)
         if not constraint.classes or any(isinstance(symbol, str) for symbol in constraint.classes):
             constraint = over_tokens(constraint, texts, ignore_case)
+        if not bool(constraint.accepting.any()):
+            raise ValueError(
+                f"constraint must hold for some text; {constraint.name} does for none that can be "
+                "written with these tokens. Its words may need characters that no token has."
+            )
         if min_tokens:
             constraint = constraint & of_length(min_tokens, max_tokens)
+        codes: list[Any] = [*constraint.classes, *([] if end is None else [end])]
+        if codes and not 0 <= min(codes) <= max(codes) < len(texts):
+            raise ValueError(
+                f"codes in constraint and end must be of the {len(texts)} tokens of tokenizer, "
+                f"from 0; got {min(codes)} to {max(codes)}."
+            )
         classes = torch.zeros(len(texts), dtype=torch.long)
-        for code, number in constraint.classes.items():
-            classes[int(code)] = number
+        classes[[*constraint.classes]] = torch.tensor([*constraint.classes.values()])
         with torch.no_grad():
             self.lookahead = Lookahead(
                 hmm, constraint, classes, end, max_tokens, must_end and end is not None
@@ -246,21 +269,22 @@ class ConstraintProcessor:
             scores: ``(n, V)``, logits or log-probabilities.
 
         Raises:
-            ValueError: If there are fewer scores than tokens, or a text is longer than
+            ValueError: If there are fewer scores than tokens or texts, or a text is longer than
                 ``max_tokens``, or one that cannot satisfy the constraint any more.
         """
         count = self.lookahead.emissions.num_tokens
-        if scores.size(-1) < count:
+        if scores.size(-1) < count or len(scores) != len(input_ids):
             raise ValueError(
-                f"scores must be of the {count} tokens of the HMM; got {scores.size(-1)}. The "
-                "language model, the tokenizer and the HMM must have the same vocabulary."
+                f"scores must be of {len(input_ids)} texts and the {count} tokens of the HMM; got "
+                f"shape {tuple(scores.shape)}. The language model, the tokenizer and the HMM must "
+                "have the same vocabulary."
             )
         with torch.no_grad():
             self._read(input_ids.cpu())
             running = (self._states >= 0).nonzero().squeeze(-1)
             if not len(running):
                 return scores
-            ahead = self._ahead(running).to(scores)
+            ahead = self._ahead(running, scores[running.to(scores.device), :count]).to(scores)
             ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
             return scores.index_add(0, running.to(scores.device), ahead)
 
@@ -273,6 +297,9 @@ class ConstraintProcessor:
         Returns:
             ``(T + 1,)``, in nats; -inf where it cannot hold any more.
 
+        Raises:
+            ValueError: If there are more than ``max_tokens`` tokens, or the end is among them.
+
         Example:
             >>> even = torch.full((1, 1), 0.0)
             >>> hmm = HMM(even[0], even, Categorical(torch.ones(1, 2)), torch.tensor(1))
@@ -281,6 +308,11 @@ class ConstraintProcessor:
             tensor([0.7500, 0.5000, 1.0000])
         """
         ahead, state = self.lookahead, 0
+        if tokens.numel() > ahead.max_tokens or ahead.end in tokens.tolist():
+            raise ValueError(
+                f"tokens must be at most max_tokens = {ahead.max_tokens}, without the end; got "
+                f"{tokens.tolist()}."
+            )
         probs = self._log_initial.exp().unsqueeze(0)
         with torch.no_grad():
             found = [ahead.log_joint(probs[0].log(), state, 0)]
@@ -328,21 +360,49 @@ class ConstraintProcessor:
             torch.where(total > 0, joint / total, probs)
         )
 
-    def _ahead(self, running: Tensor) -> Tensor:
-        """Log-probability of the constraint after each next token, of the rows that go on."""
+    def _ahead(self, running: Tensor, scores: Tensor) -> Tensor:
+        """Log-probability of the constraint after each next token, of the rows that go on.
+
+        With ``top_k`` it is -inf for all tokens but those of the largest sums with ``scores``.
+        """
         ahead, t, states = self.lookahead, self._num_tokens, self._states[running]
         if t > ahead.max_tokens or (t == ahead.max_tokens and ahead.end is None):
             raise ValueError(
                 f"texts must have at most max_tokens = {ahead.max_tokens} tokens after the prompt; "
                 "generate as many, or allow more here. Call reset() before other prompts."
             )
-        joint, free = ahead.of_tokens(self._probs[running.to(self._probs.device)], states, t)
+        probs = self._probs[running.to(self._probs.device)]
+        if self.top_k is not None and len(ahead.emissions.blocks) == 1:
+            found = self._of_best(probs, states, scores.to(probs), self.top_k)
+            if found is not None:
+                return found
+        joint, free = ahead.of_tokens(probs, states, t)
         found = torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
         impossible = found.isneginf().all(-1)
         if bool(impossible.any()):  # for the HMM: any token after which it may hold
-            possible = ahead.possible_tokens(states, t).to(found.device)
-            if not bool(possible.any(-1).all()):
+            allowed = ahead.bounds(states, t, for_any=True).to(found)
+            if bool(allowed.isneginf().all(-1).any()):
                 raise ValueError(f"a text cannot satisfy {ahead.constraint.name} any more.")
-            allowed = torch.zeros_like(found).masked_fill(~possible, -inf)
             found = torch.where(impossible[:, None], allowed, found)
+        if self.top_k is not None:
+            best = (scores.to(found) + found).topk(min(self.top_k, found.size(1))).indices
+            found = torch.full_like(found, -inf).scatter(1, best, found.gather(1, best))
         return found
+
+    def _of_best(self, probs: Tensor, states: Tensor, scores: Tensor, top_k: int) -> Tensor | None:
+        """The same of the best tokens, whose sums are above the upper bounds of all others.
+
+        None where many have to be compared, or the HMM thinks all of them impossible.
+        """
+        ahead, t = self.lookahead, self._num_tokens
+        bounds = scores + ahead.bounds(states, t).to(scores)
+        for count in (4 * top_k, 16 * top_k):
+            if count >= FEW * bounds.size(1):
+                break
+            bound, tokens = bounds.topk(count + 1)
+            some = ahead.of_some(probs, states, t, tokens[:, :-1].cpu())
+            best, place = (scores.gather(1, tokens[:, :-1]) + some).topk(top_k)
+            if bool((best[:, -1] >= bound[:, -1]).all() and best[:, 0].isfinite().all()):
+                found = torch.full_like(scores, -inf)
+                return found.scatter(1, tokens.gather(1, place), some.gather(1, place).to(found))
+        return None

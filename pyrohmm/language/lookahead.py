@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -23,82 +24,110 @@ from torch.nn.functional import pad
 from .._precision import full_precision
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
 from ..ops.automata import Automaton
 from ..ops.blocks.transitions import Transitions
 from ..ops.log_space import finite_or_zero
 
-FEW = 0.02  # share of all tokens for which sums over all states are computed one by one
+LARGE = 0.02  # share of all tokens from which on a class of tokens has sums of its own
+TILE = 1024  # tokens of one product of matrices, whose rows of probabilities stay near
 
 
 class Emissions:
     """Probabilities of V tokens in K states, by blocks of tokens with the states that emit them.
 
+    Tokens are sorted by block, and in a block by class.
+
     Args:
         hmm: Its states emit symbols; without disjoint blocks all is one block.
+        classes: ``(V,)``, of tokens.
         dtype: Of the probabilities; that of the HMM by default.
 
     Attributes:
-        blocks: For each its tokens ``(V_b,)``, its states, a slice, and ``(V_b, K_b)`` numbers.
+        blocks: For each its first token (as they are sorted), states, and ``(V_b, K_b)`` numbers.
+        segments: Of sorted tokens the first, their states, their class, which is -1 for all small
+            ones, and their numbers, a part of those of a block.
     """
 
-    def __init__(self, hmm: HMM, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, hmm: HMM, classes: Tensor, dtype: torch.dtype | None = None) -> None:
         self.num_states, self.device = hmm.num_states, hmm.log_initial.device
-        if isinstance(hmm, BlockHMM) and hmm.blocks.disjoint:
-            owner, sizes = hmm.blocks.symbol_block, hmm.blocks.sizes
-            ends = sizes.cumsum(0)
-            tokens = owner.argsort(stable=True).split(owner.bincount(minlength=len(sizes)).tolist())
-            states = [slice(a, b) for a, b in zip((ends - sizes).tolist(), ends.tolist())]
-            rows = (hmm.log_emission[part.to(self.device)].exp() for part in tokens)
-            probs = [part[:, : s.stop - s.start] for part, s in zip(rows, states)]
-        else:
-            emitted = hmm.emission.probs.mT.contiguous()
-            tokens, states, probs = (
-                [torch.arange(len(emitted))],
-                [slice(0, hmm.num_states)],
-                [emitted],
+        in_blocks = isinstance(hmm, BlockHMM) and hmm.blocks.disjoint
+        if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):
+            raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
+        table = hmm.log_emission if in_blocks else hmm.emission.probs.mT  # (V, width)
+        self.num_tokens, self.classes = len(table), classes
+        if len(classes) != len(table):
+            raise ValueError(
+                f"hmm must have the {len(classes)} tokens of the vocabulary; it has {len(table)}."
             )
-        self.blocks = [(v, s, p.to(dtype or p.dtype)) for v, s, p in zip(tokens, states, probs)]
-        self.num_tokens = sum(map(len, tokens))
-        self._block = torch.empty(self.num_tokens, dtype=torch.long)
-        self._place = self._block.clone()
-        for number, members in enumerate(tokens):
-            self._block[members], self._place[members] = number, torch.arange(len(members))
+        owner, sizes = torch.zeros_like(classes), torch.tensor([self.num_states])
+        if in_blocks:
+            owner, sizes = hmm.blocks.symbol_block, hmm.blocks.sizes
+        large = classes.bincount() > LARGE * len(classes)
+        kinds = classes.where(large[classes], -1)
+        self.order = torch.from_numpy(np.lexsort((classes, kinds, owner)))
+        self.places = self.order.argsort()
+        self._owner = owner
+        self.blocks: list[tuple[int, slice, Tensor]] = []
+        self.segments: list[tuple[int, slice, int, Tensor]] = []
+        first = state = 0
+        for count, size in zip(owner.bincount(minlength=len(sizes)).tolist(), sizes.tolist()):
+            tokens, states = self.order[first : first + count], slice(state, state + size)
+            probs = table.index_select(0, tokens.to(self.device))[:, :size]
+            probs = (probs.exp() if in_blocks else probs).to(dtype or probs.dtype)
+            self.blocks.append((first, states, probs))
+            state = states.stop
+            kind_of, counts = kinds[tokens].unique_consecutive(return_counts=True)
+            for kind, members in zip(kind_of.tolist(), probs.split(counts.tolist())):
+                for part in members.split(TILE):
+                    self.segments.append((first, states, kind, part))
+                    first += len(part)
 
-    def of_classes(self, classes: Tensor, count: int) -> Tensor:
+    def of_classes(self, count: int) -> Tensor:
         """Probability of the tokens of each class in each state, ``(count, K)`` float64."""
         mass = torch.zeros(count, self.num_states, dtype=torch.float64, device=self.device)
-        for tokens, states, probs in self.blocks:
-            mass[:, states].index_add_(0, classes[tokens].to(self.device), probs.double())
+        for first, states, _, probs in self.segments:
+            kinds = self.classes[self.order[first : first + len(probs)]].to(self.device)
+            mass[:, states].index_add_(0, kinds, probs.double())
         return mass
 
     def column(self, tokens: Tensor) -> Tensor:
         """Probability of each of some tokens ``(n,)`` in each state, ``(n, K)``."""
-        found = self.blocks[0][2].new_zeros(len(tokens), self.num_states)
-        for row, block, place in zip(found, self._block[tokens], self._place[tokens]):
-            _, states, probs = self.blocks[block]
-            row[states] = probs[place]
+        places, probs = self.places[tokens], self.blocks[0][2]
+        if len(self.blocks) == 1:
+            return probs.index_select(0, places.to(self.device))
+        found = probs.new_zeros(len(tokens), self.num_states)
+        for row, block, place in zip(found, self._owner[tokens], places.tolist()):
+            first, states, probs = self.blocks[block]
+            row[states] = probs[place - first]
         return found
 
-    def sums(self, weights: Tensor) -> Tensor:
-        """Sums over states of their weights ``(n, K)`` times the probability of each token."""
-        weights = weights.to(self.blocks[0][2].dtype)
-        with full_precision(weights):
-            if self.is_dense:
-                return weights @ self.blocks[0][2].mT
-            found = weights.new_empty(len(weights), self.num_tokens)
-            for tokens, states, probs in self.blocks:
-                found[:, tokens.to(self.device)] = weights[:, states] @ probs.mT
-        return found
+    def log_sums(self, free: Tensor, weights: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Logs of sums over states of weights times the probability of each token, each (n, V).
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether all states may emit all tokens."""
-        return len(self.blocks) == 1
-
-    def sums_of(self, tokens: Tensor, weights: Tensor) -> Tensor:
-        """Sums over states of ``(K,)`` weights times the probability of some tokens, if dense."""
-        probs = self.blocks[0][2]
-        return probs[tokens] @ weights.to(probs.dtype)
+        Args:
+            free: ``(n, K)``, weights for all tokens: those of the first result.
+            weights: ``(P, K)``.
+            pairs: ``(n, C)``, which of these each class of tokens has: those of the second result.
+        """
+        count, dtype = len(free), self.blocks[0][2].dtype
+        columns = {-1: torch.cat([free, weights]).to(dtype).mT.contiguous()}
+        found = free.new_empty(self.num_tokens, 2 * count, dtype=dtype)
+        with full_precision(found):
+            for first, states, kind, probs in self.segments:
+                if kind not in columns:
+                    own = weights.index_select(0, pairs[:, kind].to(self.device))
+                    columns[kind] = torch.cat([free, own]).to(dtype).mT.contiguous()
+                here, rows = columns[kind][states], found[first : first + len(probs)]
+                if kind >= 0:
+                    torch.mm(probs, here, out=rows)
+                    continue
+                chosen = pairs[:, self.classes[self.order[first : first + len(probs)]]]
+                sums = probs @ here
+                rows[:, :count] = sums[:, :count]
+                rows[:, count:] = sums.gather(1, count + chosen.mT.to(self.device))
+        found = found.log_().index_select(0, self.places.to(self.device)).mT.contiguous()
+        return found[:count], found[count:]
 
 
 class Lookahead:
@@ -139,15 +168,10 @@ class Lookahead:
     ) -> None:
         self.constraint, self.max_tokens = constraint, max_tokens
         self.end, self.must_end = end, must_end
-        self.emissions = Emissions(hmm, dtype)
-        if self.emissions.num_tokens != len(classes):
-            raise ValueError(
-                f"hmm must have the {len(classes)} tokens of the vocabulary; it has "
-                f"{self.emissions.num_tokens}."
-            )
         self.classes, self.end_class = classes.clone(), constraint.table.size(1)
         if end is not None:
             self.classes[end] = self.end_class
+        self.emissions = Emissions(hmm, self.classes, dtype)
         self.device = hmm.log_initial.device
         self._set_alive()
         if not len(self.alive[0]):
@@ -159,7 +183,7 @@ class Lookahead:
             self.transitions = hmm.chain.transitions()
         else:
             self.transitions = Transitions.of_matrix(hmm.log_transition)
-        self.log_mass = self.emissions.of_classes(self.classes, self.end_class + 1).log()
+        self.log_mass = self.emissions.of_classes(self.end_class + 1).log()
         self._set_pairs()
         self.after = [torch.empty(0)] * (max_tokens + 1)
         for t in range(max_tokens, 0, -1):
@@ -238,53 +262,63 @@ class Lookahead:
             states: ``(n,)``, of the automaton.
             t: Number of tokens so far, of all.
         """
-        free = self.emissions.sums(probs).double()
-        joint = torch.full_like(free, -inf)
-        if t < self.max_tokens:
-            joint = self._of_continued(probs, states, t)
+        weights, pairs, peaks = self._weights(probs, states, t)
+        free, joint = self.emissions.log_sums(probs, weights, pairs)
+        joint = joint + peaks.to(joint)[:, self.classes.to(self.device)]
         if self.end is not None:
-            ending = free[:, self.end].log()
             accepting = self.constraint.accepting[states].to(self.device)
-            joint[:, self.end] = ending.masked_fill(~accepting, -inf)
-        return joint, free.log()
+            joint[:, self.end] = free[:, self.end].masked_fill(~accepting, -inf)
+        return joint, free
 
-    def possible_tokens(self, states: Tensor, t: int) -> Tensor:
-        """Whether a text may still satisfy the constraint after each next token, ``(n, V)``."""
-        possible = torch.zeros(len(states), self.emissions.num_tokens, dtype=torch.bool)
-        if t < self.max_tokens:
-            alive = self.column[t + 1] < len(self.alive[t + 1])
-            possible = pad(alive[self.constraint.table[states]], (0, 1))[:, self.classes]
-        if self.end is not None:
-            possible[:, self.end] = self.constraint.accepting[states]
-        return possible
+    def of_some(self, probs: Tensor, states: Tensor, t: int, tokens: Tensor) -> Tensor:
+        """Log-probability of the constraint after each of some tokens ``(n, m)`` of a dense HMM."""
+        weights, pairs, peaks = self._weights(probs, states, t)
+        kinds = self.classes[tokens]
+        pairs, peaks = pairs.gather(1, kinds), peaks.gather(1, kinds.to(self.device))
+        found = peaks.new_empty(tokens.shape)
+        for i, (own, pair) in enumerate(zip(tokens, pairs)):
+            first, last = int(pair.min()), int(pair.max()) + 1  # pairs are sorted by row
+            emitted, rows = self.emissions.column(own), torch.cat([probs[[i]], weights[first:last]])
+            sums = emitted @ rows.to(emitted).mT
+            chosen = (pair - first + 1).unsqueeze(1).to(self.device)
+            found[i] = (sums.gather(1, chosen).squeeze(1) / sums[:, 0]).log()
+        found = (found + peaks).clamp(max=0.0).nan_to_num(-inf)  # impossible for the HMM
+        ends = self.classes[tokens] == self.end_class
+        accepting = self.constraint.accepting[states].unsqueeze(1).expand_as(ends)
+        return torch.where(ends.to(self.device), accepting.to(found).log(), found)
 
-    def _of_continued(self, probs: Tensor, states: Tensor, t: int) -> Tensor:
-        """Log-probability of each next token that does not end the text, and of the constraint.
+    def bounds(self, states: Tensor, t: int, for_any: bool = False) -> Tensor:
+        """Upper bound of the log-probability of the constraint after each token, ``(n, V)``.
 
-        The sum over states is computed for each pair of a row and a next state of its automaton.
+        ``for_any`` HMM; then it is 0 or -inf.
         """
+        largest = torch.full((len(states), self.end_class + 1), -inf)
+        if t < self.max_tokens:
+            peaks = self.after[t + 1].amax(-1).cpu()
+            if for_any:
+                peaks = torch.zeros_like(peaks).index_fill(0, torch.tensor([len(peaks) - 1]), -inf)
+            largest[:, :-1] = peaks[self.column[t + 1][self.constraint.table[states]]]
+        if self.end is not None:
+            largest[:, -1] = self.constraint.accepting[states].log()
+        return largest.index_select(1, self.classes)
+
+    def _weights(self, probs: Tensor, states: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of states in the sum over them for each next token that does not end the text.
+
+        Returns:
+            ``(P, K)`` weights for each pair of a row and a next state of its automaton, the place
+            of each class of tokens among them ``(n, C + 1)``, and the logarithm of the factor
+            that it lacks, of the same shape.
+        """
+        if t == self.max_tokens:
+            none = torch.zeros(len(states), self.end_class + 1, dtype=torch.long)
+            return torch.zeros_like(probs[:1]), none, none.to(probs)
         after = self.after[t + 1]  # the last row is that of all that are not alive
-        dead, num_tokens = len(after) - 1, self.emissions.num_tokens
+        dead = len(after) - 1
         columns = pad(self.column[t + 1][self.constraint.table[states]], (0, 1), value=dead)
-        goals = columns[:, self.classes]  # (n, V)
-        counts = torch.stack([row.bincount(minlength=dead + 1) for row in goals])
-        counts[:, dead] = 0
-        row, column = counts.nonzero().unbind(1)
-        peak = finite_or_zero(after.amax(-1))[column.to(self.device)]
-        weights = (
-            probs[row.to(self.device)] * (after[column.to(self.device)] - peak.unsqueeze(-1)).exp()
-        )
-        together = counts[row, column] > FEW * num_tokens * self.emissions.is_dense
-        place = torch.full_like(counts, -1)  # of the sums of each pair; the last is zero
-        place[row[together], column[together]] = torch.arange(int(together.sum()))
-        place = place.gather(1, goals).to(self.device)
-        here = together.to(self.device)
-        sums = pad(self.emissions.sums(weights[here]), (0, 0, 0, 1))
-        joint = sums[place, torch.arange(num_tokens, device=self.device)].double().log()
-        joint += pad(peak[here], (0, 1))[place]
-        for number in (~together).nonzero().flatten().tolist():
-            i = int(row[number])
-            tokens = (goals[i] == column[number]).nonzero().squeeze(-1).to(self.device)
-            total = self.emissions.sums_of(tokens, weights[number]).double()
-            joint[i, tokens] = total.log() + peak[number]
-        return joint
+        keys = columns + len(after) * torch.arange(len(states)).unsqueeze(-1)
+        keys, pairs = keys.unique(return_inverse=True)
+        row, column = (keys // len(after)).to(self.device), (keys % len(after)).to(self.device)
+        peak = finite_or_zero(after.amax(-1))
+        weights = probs[row] * (after[column] - peak[column].unsqueeze(-1)).exp()
+        return weights, pairs, peak[columns.to(self.device)]

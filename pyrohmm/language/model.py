@@ -8,12 +8,7 @@ are made of V words in C clusters; there are K states.
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,28 +17,21 @@ from torch import Tensor
 from .. import _renamed as renamed
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
-from ..data.batches import batches_in_round
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
-from ..infer.gradient import fit_map
-from ..infer.models import MarginalModel, StatefulModel
-from ..infer.objective import LEFT
 from ..infer.results import Fit
-from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
+from ..io.files import FilePath
 from ..nn.base import in_mode
 from ..nn.dropout import LinearDropout
 from ..nn.neural import NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
-from . import clusters, generation, text
-from .generation import next_states, sample_sentences
+from . import clusters, generation, scoring, text
+from .files import read_model, write_model
 from .steering import Steering
-from .text import END, as_text, check_ends, split_words
-from .training import DefaultDropout, WarmupCosine, in_words, set_default
-
-AT_ONCE = 256  # sentences that are sampled as one batch
-CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
+from .text import check_ends, split_words
+from .training import DefaultDropout, fit_sentences, in_words, iterations
 
 
 class LanguageModel:
@@ -214,48 +202,10 @@ class LanguageModel:
                 then those that predicted ``validation`` best, or those before the fit.
             TypeError, ValueError: As :func:`pyrohmm.fit_svi`.
         """
-        check_ends("data", self.vocabulary, data)
-        if validation is not None:
-            check_ends("validation", self.vocabulary, validation)
-        model = MarginalModel(self.module)
-        batching: dict[str, Any] = {"batch_tokens": batch_tokens}
-        read, first = data, copy.deepcopy(self.module.state_dict())
-        num_iterations = self.num_iterations(data, num_epochs, batch_tokens, num_streams)
-        set_default(self.module, data.num_observed, num_epochs, num_iterations)
-        if self.contiguous:
-            steps = max(1, batch_tokens // num_streams)
-            model = StatefulModel(self.module, num_streams)
-            batching = {"windows": (num_streams, steps)}
-            read = as_text(data)
-            validation = None if validation is None else as_text(validation, num_streams)
-        fit = fit_map(
-            model,
-            read,
-            num_iterations=num_iterations,
-            tolerance=None,
-            validation=validation,
-            clip_norm=clip_norm,
-            optimizer=partial(
-                torch.optim.AdamW, lr=learning_rate, weight_decay=weight_decay, fused=True
-            ),
-            schedule=partial(
-                torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_iterations)
-            ),
-            **batching,
-            **options,
-        )
-        if self._is_broken(data[:16]):  # no loss comes after the last step
-            self.module.load_state_dict(first)
-            raise FloatingPointError(LEFT.format(len(fit.losses)))
-        return fit
-
-    def _is_broken(self, data: Sequences) -> bool:
-        """Whether parameters are so large that scores are NaN, or ten times uniform guessing's."""
-        try:
-            nats = -self.score(data).sum().item() / data.num_observed
-        except ValueError:
-            return True
-        return not nats <= 10 * math.log(len(self.vocabulary))  # NaN also
+        return fit_sentences(
+            self, data, validation, (num_epochs, batch_tokens, num_streams),
+            {"clip_norm": clip_norm, **options}, lr=learning_rate, weight_decay=weight_decay,
+        )  # fmt: skip
 
     def num_iterations(
         self,
@@ -265,10 +215,7 @@ class LanguageModel:
         num_streams: int = 16,
     ) -> int:
         """The number of gradient steps of :meth:`fit` with these arguments."""
-        if not self.contiguous:
-            return num_epochs * batches_in_round(data.lengths, batch_tokens)
-        steps = max(1, batch_tokens // num_streams)
-        return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)
+        return iterations(data, self.contiguous, num_epochs, batch_tokens, num_streams)
 
     @renamed.attribute("num_iterations")
     def num_steps(self) -> Any:
@@ -299,7 +246,7 @@ class LanguageModel:
                 that are missing.
         """
         with torch.no_grad(), in_mode(False, self.module):
-            return generation.score(self.module, self._coded(sentences), self.contiguous)
+            return scoring.score(self.module, self._coded(sentences), self.contiguous)
 
     def surprisal(self, sentences: Iterable[str] | Sequences) -> list[Tensor]:
         r"""Surprisal :math:`-\log p(w_t \mid w_{1:t-1})` of each word of each sentence, in nats.
@@ -319,7 +266,7 @@ class LanguageModel:
             [3, 2]
         """
         with torch.no_grad(), in_mode(False, self.module):
-            return generation.surprisal(self.module, self._coded(sentences), self.contiguous)
+            return scoring.surprisal(self.module, self._coded(sentences), self.contiguous)
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
         """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
@@ -362,20 +309,7 @@ class LanguageModel:
             steering = self.steer(constraint, max_words + len(prompt.split()))
             return steering.sample(count, generator, prompt)
         with torch.no_grad(), in_mode(False, self.module):
-            hmm: Any = self.module(torch.tensor([1]))
-            end = int(self.vocabulary.encode([END]))
-            at_once = 1 if self.contiguous else AT_ONCE
-            before = self.encode([prompt]).values[0, :-1]  # without <eos>
-            log_first, parts = next_states(hmm, before).unsqueeze(0), []
-            for first in range(0, count, at_once):
-                rows = log_first.expand(min(at_once, count - first), -1)
-                codes, last = sample_sentences(hmm, rows, max_words, end, generator)
-                parts.append(codes)
-                if self.contiguous:
-                    log_first = hmm.transition.rows(last)
-        lines = [" ".join(self.vocabulary.decode(codes)) for part in parts for codes in part]
-        first = 1 if self.contiguous else count  # those that begin with the prompt
-        return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
+            return generation.generate(self, count, generator, max_words, prompt)
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
         """Condition sentences on a constraint: a :class:`.Steering`.
@@ -438,19 +372,7 @@ class LanguageModel:
 
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
-        check_directory(directory)
-        tensors = {f"module.{name}": tensor for name, tensor in self.module.state_dict().items()}
-        tensors |= {"symbol_block": self.blocks.symbol_block, "block_sizes": self.blocks.sizes}
-        unknown = self.vocabulary.unknown
-        meta = {
-            "kind": "language model",
-            "words": list(self.vocabulary),
-            "unknown": CLASSES if unknown is word_classes else unknown,
-            **self._options,
-            "dropout": _as_saved(self._options["dropout"]),
-            "dropout_of_fit": _as_saved(self.module.dropout),
-        }
-        write_directory(directory, tensors, meta)
+        write_model(directory, self, self._options)
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
@@ -458,36 +380,4 @@ class LanguageModel:
 
         Raises as :func:`pyrohmm.load_hmm`.
         """
-        tensors, meta = read_directory(directory, "language model")
-        try:
-            return cls._read(tensors, meta)
-        except Exception as error:
-            path = Path(directory) / TENSORS
-            raise ValueError(f"{path} does not describe a language model: {error}") from error
-
-    @classmethod
-    def _read(cls, tensors: dict[str, Tensor], meta: dict[str, Any]) -> LanguageModel:
-        """The model of a file's tensors and description."""
-        unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
-        symbol_block, sizes = tensors.pop("symbol_block"), tensors.pop("block_sizes")
-        state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-        if len(state["start_vectors.state"]) != int(sizes.sum()):  # before any memory is taken
-            raise ValueError(f"{int(sizes.sum())} states are claimed, and there are not so many")
-        blocks, dropout = state_blocks.from_clusters(symbol_block, sizes), meta["dropout"]
-        with torch.device("meta"):  # until shapes have been compared
-            model = cls(
-                Vocabulary(meta["words"], unknown),
-                blocks,
-                meta["hidden_dim"],
-                two_level=meta["two_level"],
-                dropout=LinearDropout(**dropout) if isinstance(dropout, dict) else dropout,
-                contiguous=meta.get("contiguous", False),  # older files have none
-            )
-        if dropout is None:
-            model.module.dropout = DefaultDropout(**meta["dropout_of_fit"])
-        model.module.load_state_dict(state, assign=True)
-        return model
-
-
-def _as_saved(dropout: float | LinearDropout | None) -> object:
-    return asdict(dropout) if isinstance(dropout, LinearDropout) else dropout
+        return read_model(directory, cls)

@@ -11,8 +11,9 @@ from .._checks import check_size
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
 from ..ops.automata import Automaton
-from .generation import choose, emitted_by, next_states
+from .generation import choose, emitted_by
 from .lookahead import Lookahead
+from .scoring import next_states
 from .text import END, encode
 
 AT_ONCE = 64  # sentences that are sampled as one batch

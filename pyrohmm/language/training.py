@@ -1,12 +1,23 @@
-"""How a language model is trained by default: its learning rate, and the share of state dropout."""
+"""Training of a language model: the fit, its learning rate, and the share of state dropout."""
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
+
+from ..data.batches import batches_in_round
+from ..data.sequences import Sequences
+from ..infer.gradient import fit_map
+from ..infer.models import MarginalModel, StatefulModel
+from ..infer.objective import LEFT
+from ..infer.results import Fit
 from ..nn.dropout import LinearDropout
 from ..nn.neural import NeuralHMM
+from .text import as_text, check_ends
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
 BEGIN, END = 0.5, 0.25  # of the share with more
@@ -89,3 +100,63 @@ def in_words(dropout: float | LinearDropout) -> str:
     if dropout.begin == dropout.end:
         return in_words(dropout.begin)
     return f"dropout {dropout.begin:g} to {dropout.end:g}"
+
+
+def fit_sentences(
+    model: Any,
+    data: Sequences,
+    validation: Sequences | None,
+    sizes: tuple[int, int, int],
+    options: dict[str, Any],
+    **of_optimizer: Any,
+) -> Fit:
+    """Fit a ``LanguageModel``, whose method says how; ``sizes`` are epochs, tokens and streams."""
+    module, (num_epochs, batch_tokens, num_streams) = model.module, sizes
+    check_ends("data", model.vocabulary, data)
+    if validation is not None:
+        check_ends("validation", model.vocabulary, validation)
+    pyro_model = MarginalModel(module)
+    batching: dict[str, Any] = {"batch_tokens": batch_tokens}
+    read, first = data, copy.deepcopy(module.state_dict())
+    num_iterations = iterations(data, model.contiguous, *sizes)
+    set_default(module, data.num_observed, num_epochs, num_iterations)
+    if model.contiguous:
+        steps = max(1, batch_tokens // num_streams)
+        pyro_model = StatefulModel(module, num_streams)
+        batching = {"windows": (num_streams, steps)}
+        read = as_text(data)
+        validation = None if validation is None else as_text(validation, num_streams)
+    fit = fit_map(
+        pyro_model,
+        read,
+        num_iterations=num_iterations,
+        tolerance=None,
+        validation=validation,
+        optimizer=partial(torch.optim.AdamW, fused=True, **of_optimizer),
+        schedule=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=WarmupCosine(num_iterations)),
+        **batching,
+        **options,
+    )
+    if _is_broken(model, data[:16]):  # no loss comes after the last step
+        module.load_state_dict(first)
+        raise FloatingPointError(LEFT.format(len(fit.losses)))
+    return fit
+
+
+def _is_broken(model: Any, data: Sequences) -> bool:
+    """Whether parameters are so large that scores are NaN, or ten times uniform guessing's."""
+    try:
+        nats = -model.score(data).sum().item() / data.num_observed
+    except ValueError:
+        return True
+    return not nats <= 10 * math.log(len(model.vocabulary))  # NaN also
+
+
+def iterations(
+    data: Sequences, contiguous: bool, num_epochs: int, batch_tokens: int, num_streams: int
+) -> int:
+    """The number of gradient steps of a fit."""
+    if not contiguous:
+        return num_epochs * batches_in_round(data.lengths, batch_tokens)
+    steps = max(1, batch_tokens // num_streams)
+    return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)

@@ -15,11 +15,12 @@ Its modules; each imports only those above it:
 ``newton``           log-normal, Weibull, beta, Student t, negative binomial, wrapped Cauchy
 ``modified``         zero-inflated, censored and truncated families
 ``composed``         joined streams; states that share an emission
-``regression``       covariates: ``RegressionHMM``, ``regression`` of emissions
+``regression``       linear predictors of covariates; ``regression`` of emissions
 ``tabular``          ``TabularHMM``, second order, stationary: probabilities as parameters
 ``sticky_hdp``       ``StickyHDPHMM``: as many states as the data ask for
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_times``    ``TabularHSMM``: explicit durations; ``TabularContinuousTimeHMM``: rates
+``regression_hmm``   ``RegressionHMM``: covariates of chains of all kinds
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
@@ -71,8 +72,8 @@ from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
-from .regression import RegressionHMM as RegressionHMM
 from .regression import regression as regression
+from .regression_hmm import RegressionHMM as RegressionHMM
 from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .tabular import StationaryHMM as StationaryHMM
 from .tabular import TabularHMM as TabularHMM

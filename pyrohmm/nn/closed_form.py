@@ -183,6 +183,9 @@ class Family(PyroModule):
     def at(self, values: dict[str, Tensor]) -> Any:
         """A copy whose parameters are these tensors, of any shape, with no priors.
 
+        What priors are made of gets their dtype: ``Gamma.log_prob`` rounds values to that of its
+        rate, and Newton's method cannot climb a function that is rounded more than its slope.
+
         Args:
             values: By name, with dots for those of parts.
         """
@@ -198,6 +201,10 @@ class Family(PyroModule):
             for table in ("_pyro_samples", "_pyro_params", "_buffers"):
                 fields[table].pop(name, None)
             fields[name] = values[name]
+        dtype = next(iter(values.values())).dtype
+        for name, buffer in fields["_buffers"].items():
+            if buffer is not None and buffer.is_floating_point():
+                fields["_buffers"][name] = buffer.to(dtype)
         return other
 
 

@@ -19,10 +19,13 @@ from torch.distributions import constraints, transform_to
 
 from ..distributions import modified
 from ..distributions.constructors import arguments_of
+from ..distributions.units import InverseGamma
 from ..ops import newton
 from .closed_form import Maximum, Statistics
 from .family import Components, family
+from .normals import ROUNDING
 
+DIRECTED = 0.9999  # largest mean resultant length of angles: they are known to 1e-4 radians
 EXAMPLE = 0.5  # in the support of all families, to stand for what is missing
 
 
@@ -162,6 +165,11 @@ def _wide(module: NewtonComponents, name: str) -> TorchDistribution:
     return module.prior(name).expand(module.shape).to_event(len(module.shape))
 
 
+def _not_zero(unit: Tensor) -> TorchDistribution:
+    """Prior of scales that keeps that of equal numbers from zero."""
+    return InverseGamma(torch.ones_like(unit), unit / 10)
+
+
 class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
     """Emission family of positive numbers whose logarithms are normal.
 
@@ -172,7 +180,8 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
         loc: Prior of the means of logarithms; by default normal with a deviation of 10.
-        scale: Prior of their standard deviations; by default Gamma(2, 0.5).
+        scale: Prior of their standard deviations; by default inverse gamma (1, 0.1), so that that
+            of equal numbers is not zero.
     """
 
     kind = LogNormal
@@ -186,8 +195,9 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
         num_states: int,
         dim: int = 0,
         loc: TorchDistribution = Normal(0.0, 10.0),  # noqa: B008
-        scale: TorchDistribution = Gamma(2.0, 0.5),  # noqa: B008
+        scale: TorchDistribution | None = None,
     ) -> None:
+        scale = _not_zero(torch.ones(())) if scale is None else scale
         super().__init__(num_states, dim, loc=loc, scale=scale)
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
@@ -281,11 +291,17 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
         df: Prior of the degrees of freedom; by default Gamma(2, 0.1) (Juárez and Steel, 2010).
-        loc: Prior of the locations; by default normal with a deviation of 1,000.
-        scale: Prior of the scales; by default log-normal with a deviation of 10.
+        loc: Prior of the locations; by default, with ``scale``, normal about the mean m of the
+            data, with a deviation of ten of their standard deviations s.
+        scale: Prior of the scales; by default inverse gamma (1, s / 10), so that that of equal
+            numbers is not zero. Until a fit sets them, and if one of the two priors is given, m is
+            0 and s is 1.
     """
 
     kind = modified.StudentTWithCdf
+    loc_loc: Tensor
+    loc_scale: Tensor
+    scale_rate: Tensor
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "df": constraints.positive,
         "loc": constraints.real,
@@ -297,10 +313,26 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
         num_states: int,
         dim: int = 0,
         df: TorchDistribution = Gamma(2.0, 0.1),  # noqa: B008
-        loc: TorchDistribution = Normal(0.0, 1000.0),  # noqa: B008
-        scale: TorchDistribution = LogNormal(0.0, 10.0),  # noqa: B008
+        loc: TorchDistribution | None = None,
+        scale: TorchDistribution | None = None,
     ) -> None:
-        super().__init__(num_states, dim, df=df, loc=loc, scale=scale)
+        self.of_data, wide = loc is None and scale is None, torch.ones((dim,) if dim else ())
+        priors = {
+            "loc": Normal(0 * wide, 10.0) if loc is None else loc,
+            "scale": _not_zero(wide) if scale is None else scale,
+        }
+        super().__init__(num_states, dim, df=df, **priors)
+
+    def scale_prior(self, moments: Tensor) -> float:
+        """Give the default priors location and scale of data; returns what that adds, in nats."""
+        if not self.of_data or moments.shape[1:] != self.shape[1:]:
+            return 0.0
+        known, mean, variance = moments
+        unit = variance.sqrt()
+        unit = torch.where(unit > ROUNDING * mean.abs(), unit, 1.0)
+        self.loc_loc, self.loc_scale = (part.to(self.loc_loc) for part in (mean, 10 * unit))
+        self.scale_rate = (unit / 10).to(self.scale_rate)
+        return float(((known + 2 * self.shape[0]) * unit.log()).sum())
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
         """Those of ten degrees of freedom."""
@@ -369,6 +401,10 @@ class WrappedCauchyEmission(NewtonComponents, emits=modified.WrappedCauchy):
         concentration: TorchDistribution = Beta(1.1, 1.1),  # noqa: B008
     ) -> None:
         super().__init__(num_states, dim, loc=loc, concentration=concentration)
+
+    def spaces(self) -> dict[str, constraints.Constraint]:
+        """Supports; of equal angles the length is not one, where densities are infinite."""
+        return self.supports | {"concentration": constraints.interval(0.0, DIRECTED)}
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
         """Direction and length of the mean resultant."""

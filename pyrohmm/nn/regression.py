@@ -1,4 +1,4 @@
-r"""Covariates: transitions, first states and emissions that depend on a linear predictor.
+r"""Linear predictors of covariates, and emissions that depend on them.
 
 ``data.covariates`` holds the columns of all design matrices: see :func:`pyrohmm.formulas`.
 """
@@ -6,7 +6,7 @@ r"""Covariates: transitions, first states and emissions that depend on a linear 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,13 @@ from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 from torch.distributions import constraints, transform_to
 
-from .._checks import check_booleans, check_shape, check_size
+from .._checks import check_size
 from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
-from ..distributions.hmm import HMM
 from ..distributions.observation import Tied
 from ..ops import newton
-from .base import HMMModule
-from .closed_form import Prior, Statistics, inside, under
-from .family import EmissionFamily, build_emission
+from .closed_form import Prior, Statistics
+from .family import EmissionFamily
 
 
 class Linear(PyroModule):
@@ -101,7 +99,7 @@ class Linear(PyroModule):
         return "coefficients" in self._pyro_samples or (point is not None and point.requires_grad)
 
 
-def _maximized(
+def mode_of(
     parts: dict[str, Linear], current: Statistics, rows: int, covariates: Tensor, value: Any
 ) -> Statistics:
     """Coefficients by name that maximise a function of their predictors, priors included.
@@ -136,7 +134,7 @@ def _maximized(
     return found
 
 
-def _after_zero(logits: Tensor) -> Tensor:
+def after_zero(logits: Tensor) -> Tensor:
     """Logits with a zero before the last dimension's entries."""
     return torch.cat([logits.new_zeros(*logits.shape[:-1], 1), logits], -1)
 
@@ -173,7 +171,7 @@ class RegressionEmission(PyroModule):
         found: dict[str, Any] = {}
         for name, predictor in zip(self.names, predictors):
             if len(self.shape) > 1:  # logits of symbols against the first
-                found[name] = _after_zero(predictor)
+                found[name] = after_zero(predictor)
             else:
                 found[name] = transform_to(self.kind.arg_constraints[name])(predictor)
         return self.kind(**found, validate_args=False)
@@ -198,16 +196,28 @@ class RegressionEmission(PyroModule):
         assert data.covariates is not None
         weights = states[:, seen].mT.flatten(0, 1).double()  # (R K, M)
 
-        def value(predictors: Tensor) -> Tensor:
-            if len(self.shape) > 1:
-                parts = [predictors]
-            else:
-                parts = list(predictors.unbind(-1))
-            logs = self.linked(parts).log_prob(values)
-            return torch.where(weights > 0, logs * weights, 0.0)
+        def terms(emission: TorchDistribution) -> Tensor:
+            return torch.where(weights > 0, emission.log_prob(values) * weights, 0.0)
 
+        return self.mode(data.covariates[seen].double(), terms, current)
+
+    def mode(
+        self, covariates: Tensor, terms: Callable[[Any], Tensor], current: Statistics
+    ) -> Statistics:
+        """Coefficients by name that maximise ``terms`` ``(R K, M)`` of the linked distribution.
+
+        Args:
+            covariates: ``(M, C)``.
+            terms: Of a distribution of batch shape ``(R K, M)``.
+            current: Coefficients where Newton's method starts.
+        """
         parts = {f"{name}.coefficients": getattr(self, name) for name in self.names}
-        return _maximized(parts, current, 1, data.covariates[seen].double(), value)
+        return mode_of(parts, current, 1, covariates, lambda x: terms(self.of_predictors(x)))
+
+    def of_predictors(self, predictors: Tensor) -> TorchDistribution:
+        """The distribution with predictors ``(*, Q)`` of all parameters."""
+        several = len(self.shape) > 1
+        return self.linked([predictors] if several else list(predictors.unbind(-1)))
 
 
 def regression(
@@ -268,210 +278,3 @@ def regression(
     return partial(
         RegressionEmission, kind=kind, parameters=columns, scale=scale, num_symbols=num_symbols
     )
-
-
-class RegressionHMM(HMMModule):
-    r"""HMM whose transitions, first states and emissions depend on covariates.
-
-    .. math:: p(z_{t+1} = j \mid z_t = i) = \frac{\exp(x_t^\top \beta_{ij})}
-              {\sum_k \exp(x_t^\top \beta_{ik})}, \quad \beta_{ii} = 0
-
-    a multinomial logit against staying, with the covariates of the step that is left, as in
-    depmixS4 and momentuHMM.
-
-    Sites or parameters: ``transition.coefficients`` ``(K, K - 1, P)``, row i for the transitions
-    from i to the other states in their order; ``initial.coefficients`` ``(K - 1, P)``, of logits
-    against the first state; and those of ``emission``. They are points without priors, and fits are
-    of maximum likelihood; with ``scale`` they have normal priors.
-
-    Args:
-        num_states: K.
-        emission: An emission family; with covariates that of :func:`regression`.
-        transition: Columns of the covariates, from :func:`pyrohmm.formulas` or as numbers; None
-            for an intercept alone.
-        initial: The same, for the first state; read at the first step.
-        scale: Standard deviation of a normal prior of these coefficients; None for no prior.
-        transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
-            Staying is.
-        transition_free: ``(K, K - 1, P)`` booleans, False where a coefficient of the transitions is
-            zero; all are free by default. ``transition.coefficients`` are then ``(F,)``, the free
-            ones in their order.
-
-    Raises:
-        ValueError: If booleans are of another shape, or staying is not allowed.
-
-    Example:
-        >>> _ = pyro.set_rng_seed(0)
-        >>> x = torch.randn(1, 200, 1)
-        >>> covariates = torch.cat([torch.ones(1, 200, 1), x], -1)
-        >>> counts = Poisson((1.0 + 0.5 * x[..., 0]).exp()).sample()
-        >>> data = Sequences(counts, torch.tensor([200]), covariates=covariates)
-        >>> module = RegressionHMM(1, regression(Poisson, rate=[0, 1]))
-        >>> fit = fit_map(MarginalModel(module), data, num_iterations=300)
-        >>> (module.emission.rate.coefficients - torch.tensor([1.0, 0.5])).abs().max() < 0.1
-        tensor(True)
-    """
-
-    def __init__(
-        self,
-        num_states: int,
-        emission: EmissionFamily,
-        transition: Columns | Sequence[int] | None = None,
-        initial: Columns | Sequence[int] | None = None,
-        scale: float | None = None,
-        *,
-        transition_allowed: Tensor | None = None,
-        transition_free: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        check_size("num_states", num_states)
-        self.num_states = num_states
-        shape = num_states, num_states - 1
-        others = ~torch.eye(num_states, dtype=torch.bool)
-        self.register_buffer("place", others.cumsum(-1) * others)
-        columns = as_columns("transition", transition)
-        size = *shape, max(len(columns.indices), 1)
-        if transition_free is not None:
-            check_booleans("transition_free", transition_free)
-            check_shape("transition_free", transition_free, size, "(K, K - 1, P)")
-        barred = None
-        if transition_allowed is not None:
-            check_booleans("transition_allowed", transition_allowed)
-            check_shape("transition_allowed", transition_allowed, others.shape, "(K, K)")
-            if not bool(transition_allowed.diagonal().all()):
-                raise ValueError("transition_allowed must be True on its diagonal, for staying.")
-            barred = ~transition_allowed
-            possible = transition_allowed[others].reshape(*shape, 1).expand(size)
-            transition_free = possible & (True if transition_free is None else transition_free)
-        self.register_buffer("barred", barred)
-        self.transition = Linear(columns, shape, scale, transition_free)
-        self.initial = Linear(as_columns("initial", initial), shape[1:], scale)
-        self.emission = build_emission(emission, num_states)
-
-    def forward(
-        self, lengths: Tensor, observed: Tensor | None = None, covariates: Tensor | None = None
-    ) -> HMM:
-        """Build the HMM for ``covariates`` ``(*B, T, C)``."""
-        if covariates is None:
-            raise ValueError(
-                "data has no covariates, which this module needs: Sequences(..., covariates=)."
-            )
-        logits = _after_zero(self.transition(covariates[..., :-1, :]))
-        logits = logits.gather(-1, self.place.expand(logits.shape))  # zero on the diagonal
-        if self.barred is not None:
-            logits = logits.masked_fill(self.barred, -torch.inf)
-        start = _after_zero(self.initial(covariates[..., 0, :]))
-        per_step = isinstance(self.emission, RegressionEmission)
-        emission = self.emission(covariates) if per_step else self.emission()
-        return HMM(
-            start.log_softmax(-1),
-            logits.log_softmax(-1),
-            emission,
-            lengths,
-            observed,
-            transition_per_step=True,
-            emission_per_step=per_step,
-        )
-
-    def emission_module(self) -> PyroModule | None:
-        """The emission, if it does not depend on covariates."""
-        return None if isinstance(self.emission, RegressionEmission) else self.emission
-
-    @property
-    def by_steps(self) -> list[str]:
-        """Names of the parameters that :meth:`maximize` returns; none if a prior is a user's."""
-        own = {n: part for n, part in self.named_modules() if isinstance(part, Linear)}
-        if not all(isinstance(p, Prior) for x in own.values() for p in x._pyro_samples.values()):
-            return []
-        return [f"{name}.coefficients" for name in own]
-
-    def entry_names(self) -> dict[str, list[str]]:
-        """Names of the coefficients for tables: ``"transition 0 → 1: dose"``, by parameter."""
-        found: dict[str, list[str]] = {}
-        for name, part in self.named_modules():
-            if not isinstance(part, Linear):
-                continue
-            free = (
-                torch.ones(*part.shape, len(part.columns.names)) if part.free is None else part.free
-            )
-            own = found[f"{name}.coefficients"] = []
-            for *place, column in free.nonzero().tolist():
-                if part is self.transition:  # by the states entered, not their order
-                    place[1] += place[1] >= place[0]
-                elif part is self.initial:
-                    place[0] += 1
-                where = " → ".join(map(str, place))
-                own.append(f"{name} {where}: {part.columns.names[column]}")
-        return found
-
-    def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
-        """The mode of the coefficients, by Newton's method: see :class:`StepsMStep`."""
-        covariates = data.covariates
-        assert covariates is not None
-        size, restarts = self.num_states, len(current["initial.coefficients"])
-        found: Statistics = {}
-        if size > 1:
-            initial = counts["log_initial"].reshape(restarts, -1, size).double()
-            first = covariates[:, 0].double()
-            start = {"initial.coefficients": self.initial}
-            found |= _maximized(start, current, 0, first, partial(_of_rows, counts=initial))
-        if size > 1 and data.num_steps > 1:
-            left = data.exists[:, 1:]
-            pairs = counts["log_transition"].reshape(restarts, *left.shape, size, size)
-            order = self.place.argsort(-1)  # staying first
-            rows = pairs[:, left].double().movedim(1, 2)  # (R, K, M, K)
-            rows = rows.gather(-1, order.unsqueeze(1).expand(rows.shape)).flatten(0, 1)
-            barred = self.barred
-            if barred is not None:
-                barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(1)
-            value = partial(_of_rows, counts=rows, barred=barred)
-            moves = {"transition.coefficients": self.transition}
-            found |= _maximized(moves, current, 1, covariates[:, :-1][left].double(), value)
-        if isinstance(self.emission, RegressionEmission):
-            states = counts["states"].reshape(restarts, *data.observed.shape, size)
-            own = self.emission.maximize(data, states, inside(current, "emission."))
-            found |= under("emission.", own)
-        return found
-
-    def begin_at(self, hmm: HMM) -> RegressionHMM:
-        """Set the intercepts to the parameters of an HMM without covariates, and the rest to zero.
-
-        The likelihood has many optima, and few of them are good: fit a model without covariates
-        first, with restarts. The first column of each part must be the intercept, and coefficients
-        be points.
-
-        Args:
-            hmm: An HMM with the emission that these coefficients are of, without covariates.
-
-        Returns:
-            The module itself.
-        """
-        with torch.no_grad():
-            logs = hmm.log_transition.clamp(min=-20.0)
-            logs = logs - logs.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-            self._set(self.transition, logs[self.place > 0].reshape(self.num_states, -1))
-            start = hmm.log_initial.clamp(min=-20.0)
-            self._set(self.initial, start[1:] - start[0])
-            if isinstance(self.emission, RegressionEmission):
-                for name, value in self.emission.predictors_of(hmm.emission).items():
-                    self._set(getattr(self.emission, name), value)
-        return self
-
-    def _set(self, part: Linear, intercepts: Tensor) -> None:
-        value = torch.zeros(*part.shape, max(len(part.columns.indices), 1)).to(intercepts)
-        value[..., 0] = intercepts
-        part.coefficients = value if part.free is None else value[part.free]
-
-
-def _of_rows(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
-    """Expected log-probabilities ``(B, M)`` of multinomial logits, against the first outcome.
-
-    Args:
-        predictors: ``(B, M, K - 1)``, of the other outcomes.
-        counts: ``(B, M, K)``.
-        barred: ``(B, 1, K)`` booleans, outcomes that are impossible.
-    """
-    logits = _after_zero(predictors)
-    if barred is not None:
-        logits = logits.masked_fill(barred, -torch.inf)
-    return torch.where(counts > 0, counts * logits.log_softmax(-1), 0.0).sum(-1)

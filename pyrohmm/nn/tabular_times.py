@@ -156,6 +156,17 @@ def _makes_durations(family: Any) -> bool:
     return isinstance(made, type) and issubclass(made, Durations | ParametricDurations)
 
 
+def given_times(times: Tensor | None) -> Tensor:
+    """The times of the data; raises if there are none."""
+    if times is None:
+        raise ValueError(
+            "data has no times, which a model in continuous time needs. Build it with "
+            "Sequences(..., times=), or with times= of from_list, from_concatenated or, by "
+            "time=, from_dataframe."
+        )
+    return times
+
+
 class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
     r"""HMM in continuous time with a Gamma prior on every rate of transitions.
 
@@ -273,12 +284,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)`` at ``times`` ``(*B, T)``."""
-        if times is None:
-            raise ValueError(
-                "data has no times, which a model in continuous time needs. Build it with "
-                "Sequences(..., times=), or with times= of from_list, from_concatenated or, by "
-                "time=, from_dataframe."
-            )
+        times = given_times(times)
         rates = self.rates
         rates = rates - rates.sum(-1).diag_embed()
         initial = log(self.initial)

@@ -23,7 +23,12 @@ from torch import Tensor
 
 from .._choices import WORTH
 
-kernel = njit(cache=True, nogil=True, error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+FAST = {"contract", "reassoc", "nsz"}
+kernel = njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=FAST)
+inner = njit(  # for what kernels alone call: without what Python needs it compiles faster
+    cache=True, no_cfunc_wrapper=True, no_cpython_wrapper=True, nogil=True, error_model="numpy",
+    fastmath=FAST,
+)  # fmt: skip
 # for rounding that is meant; if it were not said, it would be as the caller has it
 exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
 u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
@@ -35,8 +40,8 @@ class _Announcement(event.Listener):
 
     def on_start(self, event: Any) -> None:
         logging.getLogger("pyrohmm").warning(
-            "Compiling loops, once after an installation: about half a minute at the first fit, "
-            "and some seconds more at the first Viterbi path."
+            "Compiling loops, once after an installation: 10 to 20 s at the first fit, 2 to 6 s "
+            "at the first call of viterbi or posterior."
         )
         _unregister()
 
@@ -91,6 +96,13 @@ def share(run: Callable[[int], Any], parts: int) -> list[Any]:
     """Call ``run`` for each of several parts of some work, on threads; returns what it does."""
     tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
     return [run(0), *(task.result() for task in tasks)]
+
+
+@inner
+def copy(out, values):
+    """Copy a vector: ``out[:] = values`` compiles three seconds longer, for its error message."""
+    for k in range(len(out)):
+        out[k] = values[k]
 
 
 @kernel

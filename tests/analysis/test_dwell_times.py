@@ -1,10 +1,12 @@
 """Runs of equal states, against a loop over steps."""
 
+import numpy as np
 import pytest
 import torch
 from pyro.distributions import Categorical
+from scipy.linalg import expm
 
-from pyrohmm import HSMM, queries
+from pyrohmm import HSMM, ContinuousTimeHMM, queries
 
 
 def slow(path):
@@ -45,3 +47,31 @@ def test_segments_of_a_semi_markov_path_are_those_that_its_density_counts():
             expected[row.sequence] += transition[before.state, row.state]
         before = row
     torch.testing.assert_close(hsmm.log_joint(values, states), expected)
+
+
+def test_prevalence_counts_as_a_loop_over_sequences_does():
+    """The dead are counted on; others until their last step; expected are as many, by the rates."""
+    torch.manual_seed(1)
+    rates = torch.tensor([[-0.7, 0.5, 0.2], [0.3, -0.6, 0.3], [0.0, 0.0, 0.0]]).double()
+    lengths = torch.tensor([5, 1, 3, 4, 2])
+    times = 10 + torch.rand(5, 5).double().cumsum(-1)
+    states = torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 0], [0, 1, 2, 0, 0], [1, 1, 0, 0, 1],
+                           [0, 2, 0, 0, 0]])  # fmt: skip
+    emission = Categorical(torch.eye(3).double())
+    hmm = ContinuousTimeHMM(
+        torch.zeros(3).double().log_softmax(-1), rates, emission, lengths, times
+    )
+    wanted = torch.tensor([0.0, 0.6, 1.5, 4.0])
+    table = queries.prevalence(hmm, states, wanted)
+    for tau, observed, expected in zip(wanted.tolist(), table.observed, table.expected):
+        counts = [0, 0, 0]
+        for n in range(5):
+            elapsed = [time - times[n, 0] for time in times[n, : lengths[n]]]
+            path = states[n, : lengths[n]].tolist()
+            if tau <= elapsed[-1] or path[-1] == 2:
+                counts[[k for k, time in zip(path, elapsed) if time <= tau][-1]] += 1
+        assert observed.tolist() == counts
+        share = np.array([0.6, 0.4, 0.0]) @ expm(tau * rates.numpy())
+        assert expected.tolist() == pytest.approx((sum(counts) * share).tolist())
+    with pytest.raises(ValueError, match=r"states of shape \(5, 2\)"):
+        queries.prevalence(hmm, states[:, :2], wanted)

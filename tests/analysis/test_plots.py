@@ -178,6 +178,24 @@ def test_a_timeline_has_a_bar_for_each_segment(axes):
     assert top == matplotlib.colors.to_rgba("C2")
 
 
+def test_a_track_has_the_colour_of_the_state_where_each_step_begins(axes):
+    nan = torch.nan
+    places = torch.tensor(
+        [[[0.0, 60], [2, 60], [2, 61], [nan, nan]], [[5.0, 60], *[[nan, nan]] * 3]]
+    )
+    states = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]])
+    assert plots.track(places, states, ["rest", "run"], axes=axes) is axes
+    rest, run = ([row for row in line.get_xydata().tolist() if row[0] == row[0]]
+                 for line in axes.lines)  # fmt: skip
+    assert rest[:2] == [[0, 60], [2, 60]]
+    assert run == [[2, 60], [2, 61], [2, 61], [5, 60]]  # no line is drawn to what is missing
+    assert axes.get_aspect() == pytest.approx(2.0, rel=0.02)  # a degree of longitude is half as far
+    with pytest.raises(ValueError, match="locations must have the shape of states"):
+        plots.track(places[0], states)
+    with pytest.raises(ValueError, match="names must have one for state 1"):
+        plots.track(places, states, ["rest"])
+
+
 @pytest.mark.parametrize("event", [(), (1,)])
 def test_a_series_is_coloured_by_state_over_its_band(axes, event):
     values = torch.tensor([-2.0, -2.5, 3.0, 2.0, torch.nan, -1.0])

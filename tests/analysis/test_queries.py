@@ -14,7 +14,6 @@ from scipy import stats
 from pyrohmm import (
     HMM,
     HSMM,
-    Forecast,
     NeuralHMM,
     Sequences,
     TabularHMM,
@@ -52,12 +51,6 @@ def changing():
 
 
 # The most probable paths -------------------------------------------------------------------------
-
-
-def test_an_impossible_sequence_has_no_paths():
-    paths, log_joint = queries.k_best(*impossible(), 2)
-    assert_close(log_joint, [[math.log(0.5), NEVER], [NEVER, NEVER]])
-    assert paths.tolist() == [[[1, 1, 1], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]
 
 
 # Continuations -----------------------------------------------------------------------------------
@@ -124,31 +117,6 @@ def at_each_step(hmm, batch, moment):
     if not hmm.emission_per_step:
         moment, place = moment.unsqueeze(place), place + 1
     return moment.expand(*batch, hmm.num_steps, *moment.shape[place:]).numpy()
-
-
-@pytest.mark.parametrize("per_step", [False, True])
-@pytest.mark.parametrize("event", [(), (2,)])
-def test_laws_of_observations_mix_the_states(per_step, event):
-    """By the law of total expectation, and that of total variance."""
-    steps = (3,) if per_step else ()
-    mean, spread = torch.randn(2, *steps, 2, *event), torch.rand(2, *steps, 2, *event) + 0.5
-    hmm = HMM(
-        torch.tensor([0.6, 0.4]).log(), torch.tensor([[0.9, 0.1], [0.3, 0.7]]).log(),
-        dist.Normal(mean.unsqueeze(1), spread.unsqueeze(1)).to_event(len(event)),
-        torch.tensor([3, 2, 3]), torch.rand(3, 3) < 0.6, emission_per_step=per_step,
-    )  # fmt: skip
-    values = hmm.sample()
-    marginals = queries.observation_marginals(hmm, values)
-    assert isinstance(marginals, Forecast)
-    assert marginals.batch_shape == (2, 3, 3)
-    assert marginals.sample([2]).shape == (2, 2, 3, 3, *event)
-    weights = hmm.posterior(values).state_probs.reshape(2, 3, 3, 2, *(1 for _ in event))
-    mean, spread = (at_each_step(hmm, (2, 3), part.unsqueeze(1)) for part in (mean, spread))
-    centre = (weights.numpy() * mean).sum(3)
-    square = (weights.numpy() * (mean**2 + spread**2)).sum(3)
-    exists = np.arange(3) < np.array([[3], [2], [3]])
-    assert_close(marginals.mean[:, exists], centre[:, exists])
-    assert_close(marginals.variance[:, exists], (square - centre**2)[:, exists])
 
 
 # Dwelling ----------------------------------------------------------------------------------------

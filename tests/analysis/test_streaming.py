@@ -8,10 +8,10 @@ import pytest
 import torch
 from oracle import assert_close
 
-from pyrohmm import HMM, HSMM, ContinuousTimeHMM, Filter, SecondOrderHMM
-from pyrohmm.distributions import AutoregressiveNormal
+from pyrohmm import HMM, ContinuousTimeHMM, Filter
 
 NEVER = -np.inf
+LEVELS = dist.Normal(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64), 1.0)
 
 
 def casino(batch=(), dtype=torch.float64):
@@ -106,147 +106,6 @@ def test_a_restored_filter_continues_to_the_last_bit(dtype):
     assert first.num_steps == second.num_steps == 40
 
 
-def log_rows(*shape):
-    return torch.randn(*shape, dtype=torch.float64).log_softmax(-1)
-
-
-def autoregressive():
-    base = dist.MultivariateNormal(torch.randn(3, 1).double(), torch.eye(1).double())
-    return AutoregressiveNormal(base, base, torch.randn(3, 2, 1, 1).double() / 2)
-
-
-def without_loops():
-    loops = torch.eye(3, dtype=torch.bool)
-    return torch.randn(3, 3).double().masked_fill(loops, -torch.inf).log_softmax(-1)
-
-
-LEVELS = dist.Normal(torch.tensor([-1.0, 0.0, 2.0]).double(), 1.0)
-TIMES = torch.tensor([[0.0, 0.3, 2.0, 2.5, 7.0], [1.0, 1.1, 4.0, 4.5, 5.5]]).double()
-FIVES = torch.tensor([5, 5])
-OF_EVERY_KIND = {
-    "plain": lambda: HMM(log_rows(3), log_rows(3, 3), LEVELS, FIVES),
-    "durations": lambda: HSMM(
-        log_rows(3), without_loops(), log_rows(3, 3), LEVELS, FIVES
-    ),
-    "durations seen from any moment": lambda: HSMM(
-        log_rows(3), without_loops(), log_rows(3, 3), LEVELS, FIVES,
-        censored_start=True,
-    ),
-    "second order": lambda: SecondOrderHMM(
-        log_rows(3), log_rows(3, 3), log_rows(3, 3, 3), LEVELS, FIVES
-    ),
-    "matrices per step": lambda: HMM(
-        log_rows(3), log_rows(4, 3, 3), LEVELS, FIVES, transition_per_step=True
-    ),
-    "emissions per step": lambda: HMM(
-        log_rows(3), log_rows(3, 3), dist.Normal(torch.randn(5, 3).double(), 1.0), FIVES,
-        emission_per_step=True,
-    ),
-    "continuous time": lambda: ContinuousTimeHMM(
-        log_rows(3), torch.ones(3, 3).double() - 3 * torch.eye(3), LEVELS, FIVES, TIMES
-    ),
-    "autoregressive": lambda: HMM(log_rows(3), log_rows(3, 3), autoregressive(), FIVES),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", OF_EVERY_KIND)
-@pytest.mark.parametrize("chunks", [[1] * 5, [2, 3]])
-def test_chains_and_emissions_of_every_kind_are_filtered(kind, chunks):
-    torch.manual_seed(0)
-    hmm = OF_EVERY_KIND[kind]()
-    values = hmm.sample().double()
-    observed = torch.ones(2, 5, dtype=torch.bool)
-    observed[:, 3:] = torch.tensor([[kind == "autoregressive"], [False]])
-    if kind == "autoregressive":
-        observed[:] = True
-    seen = hmm.replace(observed=observed)
-    stream, found = Filter(hmm), []
-    for chunk in torch.arange(5).split(chunks):
-        times = {"times": TIMES[:, chunk]} if kind == "continuous time" else {}
-        now, mask = values[:, chunk], observed[:, chunk]
-        found.append(stream.update(now, mask, **times))
-        other = Filter(hmm)  # and goes on where this one stopped
-        other.load_state_dict(stream.state_dict())
-        stream = other
-    torch.testing.assert_close(torch.cat(found, 1), seen.filtered(values))
-    torch.testing.assert_close(stream.log_evidence, seen.log_prob(values))
-
-
-def test_predictions_of_every_kind_are_forecasts():
-    torch.manual_seed(0)
-    for kind in ("plain", "durations", "second order", "continuous time", "autoregressive"):
-        hmm = OF_EVERY_KIND[kind]()
-        values, stream = hmm.sample(), Filter(hmm)
-        if kind == "continuous time":
-            stream.update(values, times=TIMES)
-            ahead = stream.predict(times=TIMES[:, -1:] + torch.tensor([0.5, 2.0]))
-            wanted = hmm.forecast(values, TIMES[:, -1:] + torch.tensor([0.5, 2.0]))
-        else:
-            stream.update(values)
-            ahead, wanted = stream.predict(2), hmm.forecast(values, 2)
-        torch.testing.assert_close(ahead.state_probs, wanted.state_probs)
-        torch.testing.assert_close(ahead.mean, wanted.mean)
-
-
-def test_steps_beyond_the_parameters_and_times_that_go_back_are_refused():
-    for kind in ("matrices per step", "emissions per step"):
-        stream = Filter(OF_EVERY_KIND[kind]())
-        stream.update(torch.zeros(2, 5).double())
-        with pytest.raises(ValueError, match="has parameters for 5 steps; got 6"):
-            stream.update(0.0)
-        assert stream.num_steps == 5
-    stream = Filter(OF_EVERY_KIND["continuous time"]())
-    stream.update(torch.zeros(2, 1).double(), times=TIMES[:, 1:2])
-    with pytest.raises(ValueError, match="times must be finite and increase"):
-        stream.update(0.0, times=TIMES[:, :1])
-
-
-def normals(batch=(), event=False, dtype=torch.float64):
-    """Two states of numbers, or of pairs of numbers."""
-    loc = torch.tensor([-1.0, 1.0], dtype=dtype)
-    emission = dist.Normal(loc, 1.0)
-    if event:
-        emission = dist.Normal(torch.stack([loc, 2 * loc], -1), 1.0).to_event(1)
-    lengths = torch.full(batch, 5)
-    start, matrix = torch.tensor([0.5, 0.5], dtype=dtype), torch.tensor([[0.9, 0.1], [0.3, 0.7]])
-    return HMM(start.log(), matrix.to(dtype).log(), emission, lengths)
-
-
-@pytest.mark.parametrize("event", [False, True])
-@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
-def test_a_chunk_is_its_steps_one_after_the_other(batch, event):
-    hmm = normals(batch, event)
-    values = torch.randn(*batch, 5, *hmm.emission.event_shape, dtype=torch.float64)
-    observed = torch.rand(*batch, 5) < 0.7
-    chunk, steps = Filter(hmm), Filter(hmm)
-    states = chunk.update(values, observed)
-    surprise = chunk.surprise
-    for t in range(5):
-        value = values[..., t, :] if event else values[..., t]
-        assert_close(steps.update(value, observed[..., t]), states[..., t, :])
-        assert_close(steps.surprise, surprise[..., t])
-    assert chunk.num_steps == steps.num_steps == 5
-    assert_close(chunk.log_evidence, steps.log_evidence)
-    assert_close(-surprise.sum(-1), chunk.log_evidence)
-    assert chunk.update(values).shape == (*batch, 5, 2)
-    assert chunk.num_steps == 10
-
-
-def test_what_is_nan_is_missing():
-    """A whole observation; components of a vector are missing by themselves, as in an HMM."""
-    hmm = normals((2,), event=True)
-    values = torch.randn(2, 5, 2, dtype=torch.float64)
-    values[0, 2], values[1, 0], values[1, 3, 1] = torch.nan, torch.nan, torch.nan
-    observed = ~values.isnan().all(-1)
-    whole = hmm.with_lengths(hmm.lengths, observed)
-    stream = Filter(hmm)
-    for t in range(5):
-        stream.update(values[:, t])
-    assert_close(stream.log_evidence, whole.log_prob(values))
-    assert_close(stream.state_probs, whole.filtered(values)[:, -1])
-    assert_close(Filter(hmm).update(values), whole.filtered(values))
-
-
 def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_is_possible():
     stream, values = contradicted()
     assert stream.surprise.tolist() == [0, 0, 0]
@@ -255,3 +114,37 @@ def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_i
     assert stream.surprise[1].tolist()[1:] == [torch.inf, torch.inf]
     stream.update(None)
     assert stream.surprise.tolist() == [0, 0, 0]
+
+
+def test_steps_beyond_the_parameters_and_times_that_go_back_are_refused():
+    even, fives = torch.zeros(3, 3).log_softmax(-1), torch.tensor([5, 5])
+    levels = dist.Normal(torch.zeros(5, 3), 1.0)
+    for hmm in (
+        HMM(even[0], even.expand(4, 3, 3), LEVELS, fives, transition_per_step=True),
+        HMM(even[0], even, levels, fives, emission_per_step=True),
+    ):
+        stream = Filter(hmm)
+        stream.update(torch.zeros(2, 5))
+        with pytest.raises(ValueError, match="has parameters for 5 steps; got 6"):
+            stream.update(0.0)
+        assert stream.num_steps == 5
+    times, rates = torch.tensor([[0.0, 0.3], [1.0, 1.1]]), torch.ones(3, 3) - 3 * torch.eye(3)
+    stream = Filter(ContinuousTimeHMM(even[0], rates, LEVELS, torch.tensor([2, 2]), times))
+    stream.update(torch.zeros(2, 1), times=times[:, 1:])
+    with pytest.raises(ValueError, match="times must be finite and increase"):
+        stream.update(0.0, times=times[:, :1])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[1, 3], [-1, 0], [0.5, 1.0], [1, 2, 0], [[0, 1], [1, 3]]],
+    ids=str,
+)
+def test_a_wrong_observation_changes_nothing(wrong):
+    stream = Filter(casino((2,)))
+    stream.update(torch.tensor([1, 2]))
+    before = stream.state_dict()
+    with pytest.raises((TypeError, ValueError)):
+        stream.update(torch.tensor(wrong))
+    for name, value in stream.state_dict().items():
+        assert value is before[name] or bool(torch.as_tensor(value == before[name]).all()), name

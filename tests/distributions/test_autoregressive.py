@@ -9,7 +9,7 @@ import torch
 from pyro.distributions import Categorical, MultivariateNormal, Poisson
 from scipy import stats
 
-from pyrohmm import HMM, TabularHMM
+from pyrohmm import HMM, Filter, TabularHMM
 from pyrohmm.analysis.prediction import (
     continuation,
     impute,
@@ -150,6 +150,10 @@ def test_transitions_may_change_with_the_step(make, some):
     assert hmm.log_prob(values).item() == pytest.approx(expected.evidence)
     assert hmm.posterior(values).state_probs[0].numpy() == pytest.approx(expected.states)
     assert hmm.sample().shape == values.shape
+    stream = Filter(hmm)
+    found = torch.cat([stream.update(values[:, chunk]) for chunk in ([0], [1], [2, 3])], 1)
+    torch.testing.assert_close(found, hmm.filtered(values))
+    torch.testing.assert_close(stream.log_evidence, hmm.log_prob(values))
 
 
 @pytest.mark.parametrize("lags", [1, 2])
@@ -319,7 +323,9 @@ def test_moments_ahead_are_those_of_all_paths(dim, lags):
     steps = 3
     hmm, past = chain(vectors(dim, lags), torch.tensor([4])), torch.randn(1, 4, dim)
     forecast, emission = hmm.forecast(past, steps), hmm.emission
-    filtered = hmm.filtered(past)[0, -1]
+    filtered, stream = hmm.filtered(past)[0, -1], Filter(hmm)
+    stream.update(past)
+    torch.testing.assert_close(stream.predict(steps).mean, forecast.mean)
     mean, square = torch.zeros(steps, dim), torch.zeros(steps, dim)
     for path in itertools.product(range(STATES), repeat=steps):
         matrix = hmm.log_transition.exp()

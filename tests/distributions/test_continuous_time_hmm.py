@@ -8,11 +8,10 @@ import oracle
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
-from scipy import stats
+from scipy import integrate, stats
 from scipy.linalg import expm
 
 from pyrohmm import (
-    HMM,
     ContinuousTimeHMM,
     TabularContinuousTimeHMM,
     load_hmm,
@@ -45,20 +44,6 @@ def model(rates=FULL, times=None, **options):
     )
 
 
-def answers(hmm, values):
-    """The oracle's, of each sequence."""
-    scores = EMISSION.log_prob(values.unsqueeze(-1))
-    if hmm.observed is not None:
-        scores = scores.masked_fill(~hmm.observed.unsqueeze(-1), 0.0)
-    times = hmm.times.expand(4, T).numpy()
-    for i in range(4):
-        gaps = np.diff(times[i, : LENGTHS[i]])
-        with np.errstate(divide="ignore"):
-            matrices = [np.log(expm(hmm.rates.numpy() * gap).clip(0)) for gap in gaps]
-        matrices = np.array(matrices + [np.zeros((K, K))] * (T - 1 - len(gaps)))
-        yield oracle.by_paths(INITIAL.numpy(), matrices, scores[i].numpy(), int(LENGTHS[i]))
-
-
 @pytest.fixture
 def values():
     return torch.randn(4, T, generator=torch.Generator().manual_seed(1)) + 1
@@ -67,36 +52,6 @@ def values():
 @pytest.fixture(params=[FULL, PROGRESSIVE], ids=["full", "progressive"])
 def rates(request):
     return request.param
-
-
-def test_queries_answer_as_all_paths_do(rates, values):
-    hmm = model(rates)
-    posterior, filtered, best = hmm.posterior(values), hmm.filtered(values), hmm.viterbi(values)
-    joint, evidence = hmm.log_joint(values, best), hmm.log_prob(values)
-    for i, answer in enumerate(answers(hmm, values)):
-        np.testing.assert_allclose(evidence[i], answer.evidence, rtol=1e-12)
-        np.testing.assert_allclose(posterior.state_probs[i], answer.states, atol=1e-12)
-        np.testing.assert_allclose(filtered[i], answer.filtered, atol=1e-12)
-        np.testing.assert_allclose(joint[i], answer.best)
-        moves = answer.transitions.sum(0)
-        np.testing.assert_allclose(posterior.transitions[i], moves, atol=1e-12)
-
-
-def test_equal_gaps_of_one_are_an_hmm(rates, values):
-    matrix = torch.as_tensor(expm(rates.numpy())).log()
-    plain = HMM(INITIAL, matrix, EMISSION, LENGTHS)
-    times = 7.0 + torch.arange(5.0)
-    for each in (times, times.expand(4, T)):
-        hmm = ContinuousTimeHMM(INITIAL, rates, EMISSION, LENGTHS, each)
-        torch.testing.assert_close(hmm.log_prob(values), plain.log_prob(values))
-        found, wanted = hmm.posterior(values), plain.posterior(values)
-        torch.testing.assert_close(found.state_probs, wanted.state_probs)
-        torch.testing.assert_close(found.transitions, wanted.transitions)
-        assert torch.equal(hmm.viterbi(values), plain.viterbi(values))
-        ahead = hmm.forecast(values, times[LENGTHS - 1].unsqueeze(-1) + torch.tensor([1.0, 2.0]))
-        torch.testing.assert_close(ahead.state_probs, plain.forecast(values, 2).state_probs)
-        assert hmm.log_transition.shape == (T - 1, K, K)
-        assert hmm.sample((2,)).shape == (2, 4, T)
 
 
 def test_gradients_are_those_of_differences(values):
@@ -343,3 +298,77 @@ def test_what_else_is_known_of_exact_deaths(tmp_path):
             ask()
     with pytest.raises(ValueError, match="rows of the states of exact_entry"):
         deaths(exact_entry=~DEAD)
+
+
+def survival(rates, targets, times):
+    """Probability of no entry of ``targets`` until each time, by states, with SciPy."""
+    stopped = rates.clone()
+    stopped[targets] = 0.0
+    return 1 - expm(times[:, None, None] * stopped.numpy())[:, :, targets].sum(-1)
+
+
+def unseen(rates):
+    """The chain alone."""
+    emission = Categorical(torch.eye(rates.size(-1)).to(rates))
+    even = torch.zeros(rates.size(-1)).to(rates).log_softmax(-1)
+    return ContinuousTimeHMM(even, rates, emission, torch.tensor(1), torch.zeros(1))
+
+
+@pytest.mark.parametrize("targets", [[2], [0, 1], [1]])
+def test_passage_times_are_the_integral_of_the_survival_function(targets):
+    hmm = unseen(FULL)
+    times = np.linspace(0, 400, 4001)
+    wanted = integrate.simpson(survival(FULL, targets, times), x=times, axis=0)
+    torch.testing.assert_close(hmm.passage_times(targets), torch.from_numpy(wanted), rtol=1e-4,
+                               atol=1e-4)  # fmt: skip
+
+
+def test_passage_times_are_infinite_where_the_states_may_never_be_entered():
+    """From 0 the chain may be caught by 3, so that the mean time to 2 is infinite; from 1 not."""
+    rates = torch.tensor([[-3.0, 1, 1, 1], [0.0, -0.5, 0.5, 0], [0.0, 2, -2, 0], [0.0] * 4])
+    hmm = unseen(torch.stack([rates, rates.roll((1, 1), (0, 1))]))
+    first, second = hmm.passage_times([2])
+    assert first.tolist() == [torch.inf, 2.0, 0.0, torch.inf]
+    assert second.tolist() == [torch.inf, torch.inf, 0.0, pytest.approx(0.5)]
+    with pytest.raises(ValueError, match=r"states must be some of 0 to K - 1 = 3; got \[4\]"):
+        hmm.passage_times([4])
+    with pytest.raises(ValueError, match="got \\[\\]"):
+        hmm.passage_times([])
+
+
+def test_occupancy_times_are_the_integral_of_the_transition_matrices():
+    hmm, gaps = unseen(FULL), double([0.0, 0.3, 7.0])
+    found = hmm.occupancy_times(gaps)
+    for gap, matrix in zip(gaps.tolist(), found):
+        times = np.linspace(0, gap, 401)
+        wanted = integrate.simpson(expm(times[:, None, None] * FULL.numpy()), x=times, axis=0)
+        torch.testing.assert_close(matrix, torch.from_numpy(wanted), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.sum(-1), gaps.unsqueeze(-1).expand(3, FULL.size(0)))
+    with pytest.raises(ValueError, match="gaps must be finite and not negative; got -1"):
+        hmm.occupancy_times(torch.tensor(-1.0))
+
+
+def test_times_of_heart_transplants_are_those_of_msm():
+    """What efpt.msm, totlos.msm print at the rates that msm fits to its data ``cav``."""
+    rates = torch.tensor(
+        [
+            [-0.17035956, 0.12787434, 0.0, 0.042485225],
+            [0.22510140, -0.60796351, 0.34259394, 0.040268172],
+            [0.0, 0.13062402, -0.43708179, 0.306457767],
+            [0.0, 0.0, 0.0, 0.0],
+        ]
+    ).double()
+    rates = rates.fill_diagonal_(0)
+    hmm = unseen(rates - rates.sum(-1).diag_embed())
+    passed = {
+        (3,): [12.7941204, 9.2246871, 5.0447440, 0.0],
+        (2,): [torch.inf, torch.inf, 0.0, torch.inf],
+        (2, 3): [9.8390217, 5.2877805, 0.0, 0.0],
+    }
+    for targets, printed in passed.items():
+        wanted = torch.tensor(printed).double()
+        torch.testing.assert_close(hmm.passage_times(targets), wanted, rtol=1e-6, atol=0)
+    spent = [[5.60254747, 1.17223882, 0.71777991, 2.50743379],
+             [2.0635306, 2.3241958, 1.6434420, 3.9688316]]  # fmt: skip
+    found = hmm.occupancy_times(torch.tensor(10.0))[:2]
+    torch.testing.assert_close(found, torch.tensor(spent).double(), rtol=1e-6, atol=0)

@@ -6,7 +6,7 @@ import pickle
 import pyro
 import pytest
 import torch
-from pyro.distributions import Normal
+from pyro.distributions import Categorical, Normal, Poisson
 from pyro.infer import TraceEnum_ELBO
 from pyro.infer.autoguide import AutoNormal
 
@@ -15,6 +15,7 @@ from pyrohmm import (
     HSMM,
     ContinuousTimeHMM,
     FactorialHMM,
+    Filter,
     MarginalModel,
     SecondOrderHMM,
     Sequences,
@@ -35,6 +36,7 @@ from pyrohmm import (
     poisson,
     queries,
     save,
+    starts,
 )
 
 T = 5
@@ -243,6 +245,74 @@ def test_predictions_are_those_of_the_expanded_chain(hmm):
     torch.testing.assert_close(hmm.stationary(), of_states(chain, chain.stationary(), size))
 
 
+EMISSIONS = {
+    "numbers": numbers,
+    "symbols": lambda size: Categorical(logits=rows(size, 3)),
+    "counts": lambda size: Poisson(0.5 + 2 * torch.arange(float(size))),
+}
+
+
+@pytest.mark.parametrize("emission", EMISSIONS)
+def test_residuals_are_those_of_the_expanded_chain(hmm, emission):
+    hmm = HMM.of(hmm.chain, EMISSIONS[emission](hmm.num_states), LENGTHS, seen())
+    values = hmm.sample()
+    for forecast in (True, False):
+        found, wanted = (
+            queries.pseudo_residuals(each, values, forecast=forecast)
+            for each in (hmm, hmm.expanded())
+        )
+        torch.testing.assert_close(found, wanted)
+        assert bool((found.upper[hmm.exists & hmm.observed] < 1).any())
+
+
+def of_five_steps(name):
+    """All sequences of T steps, of which some are not observed, and values."""
+    hmm = HMMS[name]().replace(lengths=torch.full((3,), T))
+    return hmm, hmm.sample()
+
+
+@pytest.mark.parametrize("name", [name for name in HMMS if "step" not in name])
+def test_what_follows_completes_the_joint_density(name):
+    """A ratio of evidences; where segments end with the data, of the paths that go on."""
+    hmm, values = of_five_steps(name)
+    hmm = hmm.replace(observed=None)
+    times = {"times": hmm.times[:, :3]} if name == "times" else {}
+    past = hmm.replace(lengths=torch.full((3,), 3), **times)
+    ahead = queries.continuation(past, values[:, :3], hmm.times[:, 3:] if times else 2)
+    if hmm.chain.censored.get("censored_end", True):
+        joint = hmm.log_prob(values)
+    else:
+        paths = torch.cartesian_prod(*[torch.arange(3)] * T).unsqueeze(1).expand(-1, 3, -1)
+        joint = hmm.replace(censored_end=True).log_joint(values, paths)
+        goes_on = paths[..., 2] != paths[..., 3]
+        joint = joint.masked_fill(~goes_on, -torch.inf).logsumexp(0)
+    wanted = joint - past.log_prob(values[:, :3])
+    torch.testing.assert_close(ahead.log_prob(values[:, 3:]), wanted)
+
+
+@pytest.mark.parametrize("name", [n for n in HMMS if "end" not in n and "whole" not in n])
+@pytest.mark.parametrize("chunks", [[1] * T, [2, 3]])
+def test_a_stream_is_filtered_and_forecast(name, chunks):
+    """In chunks, each by a filter that goes on where another one stopped."""
+    hmm, values = of_five_steps(name)
+    stream, found = Filter(hmm), []
+    for chunk in torch.arange(T).split(chunks):
+        times = {"times": hmm.times[:, chunk]} if name == "times" else {}
+        found.append(stream.update(values[:, chunk], hmm.observed[:, chunk], **times))
+        other = Filter(hmm)
+        other.load_state_dict(stream.state_dict())
+        stream = other
+    torch.testing.assert_close(torch.cat(found, 1), hmm.filtered(values))
+    torch.testing.assert_close(stream.log_evidence, hmm.log_prob(values))
+    if "step" in name:
+        return
+    when = hmm.times[:, -1:] + torch.tensor([0.5, 2.0]) if name == "times" else None
+    ahead = stream.predict(2) if when is None else stream.predict(times=when)
+    wanted = hmm.forecast(values, 2 if when is None else when)
+    torch.testing.assert_close(ahead.state_probs, wanted.state_probs)
+    torch.testing.assert_close(ahead.mean, wanted.mean)
+
+
 @pytest.mark.parametrize("name", ["durations", "pairs"])
 @pytest.mark.parametrize(
     "ask", [TabularHMM.from_hmm, lambda hmm: hmm.log_factors(torch.zeros(3, T))]
@@ -255,11 +325,11 @@ def test_what_needs_a_markov_chain_names_the_cure(name, ask):
 # Modules, fitted ---------------------------------------------------------------------------------
 
 MODULES = {
-    "markov": lambda: TabularHMM(2, normal(0)),
-    "durations": lambda: TabularHSMM(3, normal(0), free_durations(3)),
-    "times": lambda: TabularContinuousTimeHMM(3, poisson()),
+    "markov": lambda: TabularHMM(2, normal(0), 1.5, 1.5),
+    "durations": lambda: TabularHSMM(3, normal(0), free_durations(3, 1.5), 1.5, 1.5),
+    "times": lambda: TabularContinuousTimeHMM(3, poisson(), 1.5, 1.5, 0.7),
     "additive product": lambda: TabularFactorialHMM((2, 3), additive_normal((2, 3), 2)),
-    "product": lambda: TabularFactorialHMM((2, 3), normal(2)),
+    "product": lambda: TabularFactorialHMM((2, 3), normal(2), 1.5, 1.5),
     "pairs of one state": lambda: TabularSecondOrderHMM(1, categorical(3)),
     "pairs": lambda: TabularSecondOrderHMM(3, poisson(), 1.5, 1.2, torch.full((3, 3), 1.1)),
 }
@@ -280,11 +350,21 @@ def data_of(module):
 
 def test_em_never_loses_and_its_restarts_are_fits_of_their_own(module):
     data = data_of(module)
-    fit = fit_em(module, data, num_iterations=15, restarts=2, tolerance=None)
+    begin, options = starts.from_prior(module, data, 2), {"num_iterations": 15, "tolerance": None}
+    fit = fit_em(module, data, restarts=2, start=lambda *_: begin, **options)
     assert fit.restarts.losses.diff().max() < 1e-9 * fit.losses.abs().max()
-    start = {name: value[0] for name, value in fit.restarts.parameters.items()}
-    alone = fit_em(module, data, num_iterations=1, tolerance=None, start=start)
-    torch.testing.assert_close(alone.losses[0], fit.restarts.losses[0, -1])
+    for restart, losses in enumerate(fit.restarts.losses):
+        own = {name: value[restart : restart + 1] for name, value in begin.items()}
+        alone = fit_em(module, data, start=lambda *_, own=own: own, **options)
+        torch.testing.assert_close(alone.losses, losses)
+        for name, value in alone.parameters.items():
+            torch.testing.assert_close(fit.restarts.parameters[name][restart], value)
+
+
+def test_em_ends_at_a_maximum_and_goes_on_from_an_hmm(module):
+    data = data_of(module)
+    fit = fit_em(module, data, num_iterations=3000, tolerance=1e-14)
+    assert fit.information(data).decrement < 1e-6
     again = fit_em(fit.hmm(data), data, num_iterations=3, tolerance=None)
     assert again.losses[-1] <= again.losses[0] + 1e-9
     assert type(again.hmm(data)) is type(fit.hmm(data))

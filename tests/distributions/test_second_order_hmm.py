@@ -7,7 +7,6 @@ import torch
 from pyro.distributions import Normal
 
 from pyrohmm import (
-    HMM,
     SecondOrderHMM,
     Sequences,
     TabularHMM,
@@ -69,17 +68,6 @@ def test_the_joint_density_is_a_sum_of_terms(hmm, values):
         assert found[i].item() == pytest.approx(score(hmm, scores, states[i, :length].tolist()))
 
 
-def test_where_the_earlier_state_does_not_matter_it_is_a_plain_hmm(values):
-    initial, second, _ = tables(3)
-    emission = Normal(torch.arange(3.0), 1.5)
-    plain = HMM(initial, second, emission, LENGTHS)
-    alike = SecondOrderHMM(initial, second, second.expand(3, 3, 3), emission, LENGTHS)
-    torch.testing.assert_close(alike.log_prob(values), plain.log_prob(values))
-    torch.testing.assert_close(alike.posterior(values)[:3], tuple(plain.posterior(values)))
-    assert torch.equal(alike.viterbi(values), plain.viterbi(values))
-    torch.testing.assert_close(alike.stationary(), plain.stationary())
-
-
 def test_nothing_leaves_the_range_of_numbers():
     """Evidence of 1e6 nats, and a pair of e^-3000 that becomes the only one possible."""
     even = torch.full((2, 2, 2), 0.5).log()
@@ -101,20 +89,6 @@ def test_observations_that_depend_on_those_before():
     with pytest.raises(ValueError, match="expanded"):
         hmm.forecast(data.values, 2)
     assert large.forecast(data.values, 2).sample().shape == (4, 2, 2)
-
-
-def test_em_ends_where_the_density_is_stationary():
-    data = Sequences(torch.randint(3, (4, T)), LENGTHS)
-    module = TabularSecondOrderHMM(2, categorical(3, concentration=2.0), 2.0, 2.0, 2.0)
-    fit = fit_em(module, data, num_iterations=3000, tolerance=1e-15)
-    hmm = fit.hmm(data)
-    logits = [part.detach().requires_grad_() for part in
-              (hmm.log_initial, hmm.log_second, hmm.log_transition)]  # fmt: skip
-    rows = [logit.log_softmax(-1) for logit in logits]
-    density = SecondOrderHMM(*rows, hmm.emission, LENGTHS).log_prob(data.values).sum()
-    density = density + sum(row.sum() for row in rows)  # of Dirichlet(2, ..., 2)
-    for slope in torch.autograd.grad(density, logits):
-        assert slope.abs().max() < 1e-4
 
 
 def test_it_finds_what_one_state_before_cannot_tell():

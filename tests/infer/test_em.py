@@ -157,37 +157,12 @@ def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restart
         assert history[-1].item() == pytest.approx(-log_joint(case, point, data), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["symbols", "counts", "full", "mixture"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "angles"])
 def test_it_ends_at_a_local_maximum(name):
-    case, rng = CASES[name], np.random.default_rng(1)
-    data = data_of(case)
-    fit = fit_em(module_of(case), data, num_iterations=1500, tolerance=1e-14)
-    top = numbers_of(fit)
-    supports = {"initial": "simplex", "transition": "simplex"}
-    supports |= {f"emission.{one}": space for one, space in case.supports.items()}
-
-    def at(directions, step):
-        changed = {n: nudge(supports[n], top[n], d, step) for n, d in directions.items()}
-        return log_joint(case, changed, data, oracle.by_logs)
-
-    for _ in range(4):
-        directions = {one: rng.normal(size=value.shape) for one, value in top.items()}
-        up, here, down = (at(directions, step) for step in (1e-3, 0.0, -1e-3))
-        assert max(up, down) < here
-        assert abs(up - down) < 0.02 * (2 * here - up - down)
-
-
-def nudge(space, value, direction, step):
-    """``value`` after a small step that stays in its space."""
-    if space == "real":
-        return value + step * direction
-    if space == "covariance":
-        half = np.eye(value.shape[-1]) + step * direction
-        return half @ value @ np.swapaxes(half, -1, -2)
-    if space == "unit":
-        return 1 / (1 + (1 / value - 1) * np.exp(step * direction))
-    changed = value * np.exp(step * direction)
-    return changed / changed.sum(-1, keepdims=True) if space == "simplex" else changed
+    """By Newton's decrement; covariances of components that are missing have no Hessian."""
+    data = data_of(CASES[name], gaps=name not in ("full", "shared"))
+    fit = fit_em(module_of(CASES[name]), data, num_iterations=1500, tolerance=1e-14)
+    assert fit.information(data).decrement < 1e-9
 
 
 # Against hmmlearn
@@ -257,26 +232,6 @@ def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind):
 
 
 # Restarts
-
-
-@pytest.mark.parametrize("name", ["symbols", "shared", "several"])
-def test_batched_restarts_are_single_fits(name):
-    case = CASES[name]
-    data, module = data_of(case), module_of(case)
-    begin = sample_start(module, data, 3)
-    options = {"num_iterations": 6, "tolerance": None}
-    fit = fit_em(module, data, restarts=3, start=start_at(begin), **options)
-    for restart in range(3):
-        own = {one: value[restart] for one, value in begin.items()}
-        alone = fit_em(module, data, start=start_at(own), **options)
-        torch.testing.assert_close(fit.restarts.losses[restart], alone.losses)
-        for one, value in numbers_of(alone).items():
-            np.testing.assert_allclose(numbers_of(fit, restart)[one], value, rtol=1e-7, atol=1e-9)
-    best = fit.restarts.best
-    torch.testing.assert_close(fit.losses, fit.restarts.losses[best])
-    for one, value in numbers_of(fit).items():
-        np.testing.assert_array_equal(value, numbers_of(fit, best)[one])
-    assert "restarts  3" in fit.summary()
 
 
 # Parts and minibatches

@@ -61,7 +61,7 @@ def counted(count=12, steps=15, seed=1):
 
 def test_a_linear_model_has_the_estimates_of_textbooks():
     data = levels()
-    fit = fit_laplace(linear, data, ["own"], tolerance=1e-10)
+    fit = fit_laplace(linear, data, ["own"], tolerance=1e-14)
     means = data.values.mean(-1)
     total = means.var(correction=0)
     spread = (total - 1 / EACH).sqrt()
@@ -99,9 +99,11 @@ def values_at(leaf):
     }
 
 
-def test_gradients_are_those_of_differences():
+@pytest.mark.parametrize("by_nodes", [False, True])
+def test_gradients_are_those_of_differences(by_nodes):
     """Through the second derivatives, and through the most probable effects."""
     marginal = Marginal(counts, counted(), ["own"])
+    marginal.widths = marginal.widths if by_nodes else None
     place = torch.tensor([[0.1, 1.4, 2.0, -0.5], [0.4, 1.0, 1.0, 0.3]]).double()
     rows = torch.zeros(2).long()
 
@@ -116,10 +118,14 @@ def test_gradients_are_those_of_differences():
         torch.testing.assert_close(slope[:, j], wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_the_marginal_likelihood_is_that_of_quadrature():
+@pytest.mark.parametrize("by_nodes", [False, True])
+def test_the_marginal_likelihood_is_that_of_quadrature(by_nodes):
+    """With nodes that are the same for all subjects, of their prior."""
     data = counted()
     marginal = Marginal(counts, data, ["own"])
+    marginal.widths = marginal.widths if by_nodes else None
     leaf = torch.tensor([[0.1, 1.4, 2.0, -0.5]]).double().requires_grad_()
+    marginal.settle(values_at(leaf), torch.zeros(1).long())
     found = marginal(values_at(leaf), leaf, torch.zeros(1).long())[0]
     nodes, weights = np.polynomial.hermite_e.hermegauss(60)
     spread = math.exp(-0.5)
@@ -130,7 +136,8 @@ def test_the_marginal_likelihood_is_that_of_quadrature():
     hmm = HMM(half, matrix.log(), Poisson(rate), data.lengths)
     logs = hmm.log_prob(data.values) + torch.tensor(weights / weights.sum()).log().unsqueeze(-1)
     wanted = logs.logsumexp(0).sum()
-    assert abs(float(found) - float(wanted)) < 0.01 * len(data)
+    # a second mode of one subject, with 0.3 % of its mass, lies beyond the nodes
+    assert abs(float(found) - float(wanted)) < (0.005 if by_nodes else 0.01 * len(data))
 
 
 def test_effects_of_groups_by_importance_sampling():

@@ -1,7 +1,6 @@
 """M-steps of a transition matrix under a diversity prior: they rise to the same optimum."""
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,33 +57,23 @@ def test_objective():
     torch.testing.assert_close(found, torch.tensor(exact))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 10.0, 300.0])
-def test_every_step_raises_the_objective(kind, alpha):
-    found, counts = problems(1000, 4, zeros=0.3)
-    prior = DiversityPrior(alpha)
-    height = msteps.objective(found, counts, prior)
-    for num_steps in (1, 1, 2, 3):
-        found = kind(num_steps)(found, counts, prior)
-        reached = msteps.objective(found, counts, prior)
-        assert bool((reached >= height - 1e-11 * height.abs()).all())
-        torch.testing.assert_close(found.sum(-1), torch.ones(1000, 4))
-        assert bool((found >= 0).all())
-        height = reached
-
-
-@pytest.mark.parametrize("alpha", [0.0, 10.0, 300.0])
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 10.0, 300.0])
 @pytest.mark.parametrize("weight", [0.0, 1.0, 1e5])
-def test_no_step_ends_below_a_point_it_was_given(kind, alpha, weight):
+@pytest.mark.parametrize("num_steps", [1, 5])
+def test_no_step_ends_below_a_point_it_was_given(kind, alpha, weight, num_steps):
     """The old matrix, the mode of the counts, and the anchor, none of which has a zero."""
     for size in (2, 4):
-        rows, counts = problems(20, size, seed=size, zeros=0.4)
+        rows, counts = problems(200, size, seed=size, zeros=0.4)
         options = {"anchor": problems(1, size, seed=7)[0][0], "anchor_weight": weight}
         prior = DiversityPrior(alpha, **(options if weight else {}))
         given = [rows, counts / counts.sum(-1, keepdim=True)]
         given += [options["anchor"].expand_as(rows)] if weight else []
         best = torch.stack([msteps.objective(each, counts, prior) for each in given]).amax(0)
-        reached = msteps.objective(kind(5)(rows, counts, prior), counts, prior)
+        found = kind(num_steps)(rows, counts, prior)
+        reached = msteps.objective(found, counts, prior)
         assert bool((reached >= best - 1e-11 * best.abs()).all())
+        torch.testing.assert_close(found.sum(-1), torch.ones(200, size))
+        assert bool((found >= 0).all())
 
 
 @pytest.mark.parametrize("weight", [1.0, 100.0, 1e5])
@@ -99,46 +88,6 @@ def test_without_diversity_the_anchored_mode_is_found(kind, weight):
     size = counts.sum(-1, keepdim=True) + weight
     assert bool((((slopes - common) * found).abs() < 1e-5 * size).all())
     assert bool((slopes - common < 1e-5 * size).all())
-
-
-def words_and_anchor():
-    """Labelled words, whose counts have zeros, and counts with one more as the anchor."""
-    words = [[0, 1] * 20 + [2], [1, 2] * 10, [2, 1, 0, 1, 1, 0, 0] * 5]
-    counts = torch.zeros(3, 3)
-    for word in words:
-        for a, b in pairwise(word):
-            counts[a, b] += 1
-    anchor = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
-    return Sequences.from_list(words, labels=words), counts, anchor
-
-
-@pytest.mark.parametrize("restarts", [1, 4])
-def test_a_fit_ends_no_lower_than_its_anchor(kind, restarts):
-    """Where a count is zero there is a barrier between the counts and the anchor."""
-    data, counts, anchor = words_and_anchor()
-    prior = DiversityPrior(5.0, anchor=anchor, anchor_weight=1e5)
-    options = {"transition_step": kind(200), "restarts": restarts}
-    fit = fit_em(TabularHMM(3, categorical(3)), data, log_prior=prior, **options)
-    found = fit.hmm(data).log_transition.exp().double()
-    heights = [msteps.objective(each[None], counts[None], prior) for each in (found, anchor)]
-    assert heights[0] > heights[1] + 0.5
-    assert (found - anchor).abs().max() < 0.01
-
-
-@pytest.mark.parametrize("alpha", [1.0, 10.0, 300.0])
-@pytest.mark.parametrize("size", [8, 16])
-def test_the_default_steps_converge(size, alpha):
-    """It ends where it ends with many more steps, at a stationary point."""
-    rows, counts = problems(4, size, zeros=0.3)
-    prior = DiversityPrior(alpha)
-    found = msteps.FixedPoint()(rows, counts, prior)
-    longer = msteps.FixedPoint(5000)(found, counts, prior)
-    heights = [msteps.objective(each, counts, prior) for each in (found, longer)]
-    torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
-    roots = longer.sqrt()
-    gains = roots * torch.linalg.inv(roots).mT
-    right = (counts + alpha * gains) / (counts.sum(-1, keepdim=True) + alpha)
-    assert (longer - right).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
@@ -159,10 +108,14 @@ def test_both_reach_the_same_optimum(size):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 50.0, 500.0])
-@pytest.mark.parametrize("size", [1, 2, 5, 12])
-def test_the_fixed_point_is_one(alpha, size):
+@pytest.mark.parametrize("size", [1, 2, 5, 12, 16])
+def test_the_fixed_point_is_one_and_the_default_steps_come_near(alpha, size):
     rows, counts = problems(10, size, zeros=0.2)
-    found = msteps.FixedPoint(20_000)(rows, counts, DiversityPrior(alpha))
+    prior = DiversityPrior(alpha)
+    near = msteps.FixedPoint()(rows, counts, prior)
+    found = msteps.FixedPoint(20_000)(near, counts, prior)
+    heights = [msteps.objective(each, counts, prior) for each in (near, found)]
+    torch.testing.assert_close(*heights, rtol=1e-6, atol=0)
     roots = found.sqrt()
     gains = roots * torch.linalg.inv(roots).mT
     torch.testing.assert_close(gains.sum(-1), torch.ones(10, size))

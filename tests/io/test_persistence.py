@@ -218,22 +218,6 @@ class Failure(Exception):
     pass
 
 
-def fail(*_, **__):
-    raise Failure
-
-
-@pytest.mark.parametrize("call", ["replace", "fsync"])
-def test_the_old_file_survives_a_failure(tmp_path, monkeypatch, call):
-    path = tmp_path / "x"
-    write_tensors(path, {"a": torch.ones(1)}, {"step": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, fail)
-        with pytest.raises(Failure):
-            write_tensors(path, {"a": torch.zeros(1)}, {"step": 2})
-    assert read_tensors(path) == ({"a": torch.ones(1)}, {"step": 1})
-    assert [each.name for each in tmp_path.iterdir()] == ["x"]
-
-
 # An HMM -----------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pyro.distributions import Categorical
 
-from pyrohmm import HMM, BlockHMM, automata, blocks
+from pyrohmm import HMM, BlockHMM, TabularHMM, automata, blocks, normal
 from pyrohmm.language import ConstraintProcessor
 from pyrohmm.language.control import token_texts
 
@@ -210,6 +210,56 @@ def test_what_the_hmm_thinks_impossible_may_still_be_written():
     assert found.isfinite().tolist() == [[False, True, False, True, False]]
     found = processor(torch.tensor([[0, 3]]), torch.zeros(1, 5))
     assert found.isfinite().tolist() == [[False, True, False, False, False]]
+
+
+@pytest.mark.parametrize("hmm", [dense(8, 400), dense(2, 5)], ids=["few of many", "few"])
+@pytest.mark.parametrize("top_k", [1, 3, 300])
+def test_the_best_tokens_are_those_of_all(hmm, top_k):
+    """Of many tokens most are never compared; with a flat model, and one of great differences."""
+    count = hmm.emission.probs.size(-1)
+    letters = [" " * (n % 3 == 2) + chr(97 + n % 26) for n in range(count - 1)]
+    args = (hmm, automata.must_contain("ab", "c"), [*letters, None], 7)
+    every, some = (ConstraintProcessor(*args, end=count - 1, top_k=k) for k in (None, top_k))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.zeros(6, 1, dtype=torch.long)
+    scale = torch.tensor([0.01, 0.1, 1.0, 3.0, 10.0, 30.0], dtype=torch.float64)
+    for _ in range(7):
+        scores = scale[:, None] * torch.randn(6, count, generator=generator, dtype=scale.dtype)
+        wanted, found = every(ids, scores), some(ids, scores)
+        least = wanted.topk(min(top_k, count)).values[:, -1:]
+        running = (ids[:, 1:] != count - 1).all(1)
+        wanted = wanted.masked_fill(wanted < least, -math.inf)
+        torch.testing.assert_close(found[running], wanted[running])
+        ids = torch.cat([ids, torch.multinomial(found.softmax(-1), 1, generator=generator)], 1)
+
+
+WRONG = {
+    "constraint must be an Automaton.*got str": lambda: steering(constraint="a"),
+    "does for none that can be written with these": lambda: steering(automata.must_contain("cat")),
+    "must hold for some text of at most 3": lambda: steering(automata.of_length(4)),
+    "hmm must have the 5 tokens": lambda: steering(hmm=dense(num_tokens=6)),
+    "hmm must have states that emit": lambda: steering(
+        hmm=TabularHMM(2, normal(0))(torch.tensor(1))
+    ),
+    "5 tokens of tokenizer, from 0; got -1 to": lambda: steering(end=-1),
+    "5 tokens of tokenizer, from 0; got 4 to 9": lambda: steering(automata.must_contain(9)),
+    r"scores must be of 1 texts .* got shape \(2, 5\)": lambda: steering()(ONE, torch.zeros(2, 5)),
+    "without the end; got .0, 1, 0, 1": lambda: steering().log_prob(torch.tensor([0, 1, 0, 1])),
+    "without the end; got .0, 4.": lambda: steering().log_prob(torch.tensor([0, END])),
+}
+ONE = torch.zeros(1, 1, dtype=torch.long)
+
+
+def steering(constraint=None, hmm=None, end=END):
+    """A processor, of arguments of which one may be wrong."""
+    constraint = automata.must_contain("a") if constraint is None else constraint
+    return ConstraintProcessor(hmm or dense(), constraint, TOKENS, 3, end=end)
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_named(message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        WRONG[message]()
 
 
 CORPUS = ["the cat sat on the mat , and the dog's bone was there", "a dog is not a cat; cats purr",

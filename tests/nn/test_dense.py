@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyro import poutine
-from pyro.infer.autoguide import init_to_value
 
 from pyrohmm import (
     DenseHMM,
@@ -17,7 +16,6 @@ from pyrohmm import (
     MarginalModel,
     Sequences,
     cooccurrence,
-    datasets,
     dense,
     em,
     fit_cooccurrence,
@@ -283,26 +281,6 @@ def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
 
 
 # Other fits
-
-
-def test_a_cooccurrence_fit_is_a_start_for_the_others():
-    toy = datasets.dirichlet_toy(
-        3, 4, concentration=0.3, generator=torch.Generator().manual_seed(2)
-    )
-    data = toy.train.without_labels()
-    module = DenseHMM(3, 4, 2, scale=1.0)
-    pairs = fit_cooccurrence(module, data, 4, num_iterations=100)
-    reached = -pairs.hmm(data).log_prob(data.values).sum()
-    prior = sum(
-        torch.distributions.Normal(0, 1).log_prob(v).sum() for v in pairs.parameters.values()
-    )
-    by_em = fit_em(module, data, start=pairs.parameters, num_iterations=3)
-    torch.testing.assert_close(by_em.losses[0], reached - prior)
-    init = init_to_value(values=pairs.start)
-    by_map = fit_map(MarginalModel(module), data, start=init, num_iterations=30)
-    torch.testing.assert_close(by_map.losses[0], reached - prior)
-    assert by_map.losses[-1] < by_map.losses[0]
-    torch.testing.assert_close(reached, -pairs.hmm(data).log_prob(data.values).sum())
 
 
 def test_a_dense_chain_under_numbers_is_fitted_by_em_map_and_pairs():

@@ -38,7 +38,6 @@ FAMILIES = {
     "any": parametric_durations(Binomial(6, torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)), 5),
 }
 CLOSED = ["free", "geometric", "poisson", "negative binomial"]
-SITES = tuple(f"duration.{name}" for name in ("probs", "leave", "rate", "average", "shape"))
 
 
 @pytest.fixture(params=FAMILIES)
@@ -140,21 +139,9 @@ def test_both_models_agree_in_loss_and_gradient(family, symbols):
 )
 def test_em_never_lowers_the_density_and_ends_at_a_mode(data, name, left_censored):
     module = TabularHSMM(2, normal(0), FAMILIES[name], censored_start=left_censored)
-    fit = fit_em(module, data, num_iterations=200, tolerance=1e-10)
+    fit = fit_em(module, data, num_iterations=1000, tolerance=1e-13)
     assert (fit.losses.diff() <= 1e-9 * fit.losses.abs().max()).all()
-    with torch.no_grad():
-        best = fit.losses[-1]
-        values = {site: value.clone() for site, value in fit.parameters.items()}
-    for site in values:
-        if not site.endswith(SITES):
-            continue
-        for shift in (0.01, -0.01):
-            moved = values[site].clone()
-            moved[..., 0] = moved[..., 0] + shift * moved[..., 0]
-            if site.endswith("probs"):
-                moved = moved / moved.sum(-1, keepdim=True)
-            model = poutine.condition(fit.model, data=values | {site: moved})
-            assert -poutine.trace(model).get_trace(data).log_prob_sum() > best
+    assert fit.information(data).decrement < 1e-6
 
 
 @pytest.mark.parametrize("left_censored", [False, True], ids=["begins", "left_censored"])

@@ -235,3 +235,55 @@ def test_mistakes_are_named():
 def test_von_mises_probabilities():
     found = von_mises_cdf(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(2.0))
     assert found.item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "value"),
+    [
+        (pyrohmm.student_t(), 1e5),
+        (pyrohmm.student_t(), 0.0),
+        (pyrohmm.log_normal(), 2.0),
+        (pyrohmm.wrapped_cauchy(), 1.0),
+        (pyrohmm.weibull(), 2.0),
+        (pyrohmm.beta(), 0.3),
+    ],
+)
+def test_a_state_of_equal_numbers_does_not_collapse(family, value):
+    """No density is infinite there, and where it is highest is that number."""
+    data = Sequences(torch.full((1, 50), value), torch.tensor([50]))
+    fit = fit_em(TabularHMM(1, family), data)
+    assert fit.converged
+    emission = fit.hmm(data).emission
+    around = emission.log_prob(value + torch.tensor([[0.0], [0.2]])).flatten()
+    assert around.isfinite().all()
+    assert around[0] > around[1]
+
+
+def test_priors_of_student_t_have_the_unit_of_the_data():
+    x = torch.from_numpy(GENERATOR.standard_t(3.0, 200)).float()
+    for unit, dim in ((1e-3, 0), (1e4, 2)):
+        values = x if dim == 0 else torch.stack([x, -x], -1)
+        fits = [
+            fit_em(TabularHMM(1, pyrohmm.student_t(dim)), Sequences.from_list([v]), tolerance=1e-9)
+            for v in (values, unit * values)
+        ]
+        one, other = (fit.parameters for fit in fits)
+        for name, scale in (("df", 1.0), ("loc", unit), ("scale", unit)):
+            name = f"module.emission.{name}"
+            torch.testing.assert_close(other[name], scale * one[name], rtol=1e-3, atol=1e-3 * scale)
+        shift = fits[1].losses[-1] - fits[0].losses[-1]
+        numbers = (200 + 2) * max(dim, 1)  # also those of the parameters, whose priors scale
+        assert shift.item() == pytest.approx(numbers * math.log(unit), rel=1e-4)
+
+
+def test_newton_steps_of_families_are_not_halved_by_rounding(monkeypatch):
+    """Values, slopes and priors are all in double precision, and steps are few."""
+    calls = []
+    log_prob = StudentTWithCdf.log_prob
+    monkeypatch.setattr(
+        StudentTWithCdf, "log_prob", lambda self, x: calls.append(x.dtype) or log_prob(self, x)
+    )
+    x = torch.randn(200) + 3 * (torch.arange(200) // 20 % 2)
+    fit = fit_em(TabularHMM(2, pyrohmm.student_t()), Sequences.from_list([x]), num_iterations=10)
+    double = sum(dtype == torch.float64 for dtype in calls)
+    assert double < 30 * len(fit.losses)

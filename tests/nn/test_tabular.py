@@ -159,17 +159,6 @@ def test_a_module_made_of_an_hmm_is_a_copy():
     assert all(parameter.is_leaf for parameter in module.parameters())
 
 
-def test_hard_zeros_survive_the_round_trip():
-    initial = torch.tensor([1.0, 0.0])
-    transition = torch.tensor([[0.5, 0.5], [0.0, 1.0]])
-    probs = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
-    hmm = HMM(initial.log(), transition.log(), dist.Categorical(probs), LENGTHS)
-    again = TabularHMM.from_hmm(hmm)(LENGTHS)
-    assert again.log_initial.exp().equal(initial)
-    assert again.log_transition.exp().equal(transition)
-    assert again.emission.probs.equal(probs)
-
-
 def test_draws_of_a_posterior_make_a_module_with_a_batch():
     """R samples in a batch, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
     initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)

@@ -228,7 +228,14 @@ def with_zeros():
     return Chain.of(np.log([0.5, 0.3, 0.2]), logs[None], seen)
 
 
+def scores():
+    """Potentials, as of a conditional random field: their rows do not sum to one."""
+    chain = random_chain(2, 3, (3,), ragged=True)
+    return chain._replace(log_transition=chain.log_transition + torch.arange(4.0).reshape(2, 2))
+
+
 DERIVED = {
+    "scores": scores,
     "shared": lambda: random_chain(2, 3, (3,), ragged=True),
     "per step": lambda: random_chain(2, 3, (3,), per_step=True),
     "restarts": lambda: random_chain(2, 2, (2, 3), groups=(2, 1), ragged=True),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._numba_math import kernel, u64
+from .._numba_math import inner, kernel, u64
 from ._lanes import (
     _LANES,
     LANES,
@@ -33,7 +33,7 @@ _STEPS = u64(STEPS)
 _ALL = u64(STEPS * LANES + 16)  # between rows: not a power of two, for the cache
 
 
-@kernel
+@inner
 def _add_transitions(counts, before, after, height, width, stride):
     """Add the products of states before and after, summed over ``width`` steps of sequences."""
     zero = before.dtype.type(0)
@@ -108,9 +108,12 @@ def begin_back(data, exact, weights, after):
     """Arguments of a backward pass, and results that are not yet written."""
     (count, size), real, matrices = data.initial.shape, data.initial.dtype, data.matrices
     transposed = np.empty_like(matrices)
-    for s in range(matrices.shape[0]):
-        for g in range(matrices.shape[1]):
-            transposed[s, g] = matrices[s, g].T
+    steps, groups, height, _ = matrices.shape
+    for s in range(steps):
+        for g in range(groups):
+            for j in range(height):
+                for k in range(height):
+                    transposed[s, g, k, j] = matrices[s, g, j, k]
     rows = count * data.steps if data.likelihood.shape[0] else 0
     return Back(
         transposed, weights, after, exact.copy(), 0.0, np.zeros((count, size), real),
@@ -119,15 +122,26 @@ def begin_back(data, exact, weights, after):
 
 
 @kernel
-def backward(data, found, weights, after, owners, tiles, lanes):
+def backward_of_tiles(data, found, weights, after, tiles):
     """Backward pass in one thread: see :func:`finish`; and how many sequences were lost."""
-    steps, _, height, _ = data.matrices.shape
+    (steps, groups, height, _), lost = data.matrices.shape, 0
+    counts, emitted = np.zeros((steps, groups, height, height)), np.zeros(data.tables.shape)
+    back = begin_back(data, found.exact, weights, after)
+    for tile in range(tiles):
+        lost += _backward_tile(tile, data, found, back, counts, emitted)
+    return back.starts, back.gamma, counts, emitted, lost
+
+
+@kernel
+def backward_of_rows(data, found, weights, after, owners):
+    """Backward pass over sequences one after the other: see :func:`backward_of_tiles`.
+
+    Expected transitions are of each of the ``owners``, the sequences or the groups.
+    """
+    (steps, _, height, _), rows = data.matrices.shape, len(data.lengths)
     counts, emitted = np.zeros((steps, owners, height, height)), np.zeros(data.tables.shape)
     back = begin_back(data, found.exact, weights, after)
-    if lanes == 1:
-        lost = backward_rows(0, tiles, data, found, back, counts, emitted)
-    else:
-        lost = backward_tiles(0, tiles, data, found, back, counts, emitted)
+    lost = backward_rows(0, rows, data, found, back, counts, emitted)
     return back.starts, back.gamma, counts, emitted, lost
 
 
@@ -172,7 +186,7 @@ def backward_tiles(first, last, data, found, back, counts, emitted):
     return lost
 
 
-@kernel
+@inner
 def _backward_tile(tile, data, found, back, counts, emitted):
     """Backward pass over one tile of sequences."""
     matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits
@@ -253,7 +267,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
     return lost
 
 
-@kernel
+@inner
 def _begin_back(beta, after, lengths, t, start, width, size):
     """Write what follows the last steps of those sequences that end at t."""
     for i in range(width):
@@ -262,7 +276,7 @@ def _begin_back(beta, after, lengths, t, start, width, size):
                 beta[k * _LANES + u64(i)] = after[start + i, k] if len(after) else 1
 
 
-@kernel
+@inner
 def _note_step(before, after, earlier, later, weight, row, size):
     """Write forward messages, and backward ones times weights, beside those of other steps."""
     for k in range(size):
@@ -272,7 +286,7 @@ def _note_step(before, after, earlier, later, weight, row, size):
             before[q + i] = earlier[p + i]
 
 
-@kernel
+@inner
 def _add_losses(loss, every, beta, norm, total, active, tiny, size):
     """Add to the bound of what each sequence has lost that of one step: see :mod:`.scaling`."""
     for i in range(_LANES):
@@ -299,7 +313,7 @@ def backward_rows(first, last, data, found, back, counts, emitted):
     return lost
 
 
-@kernel
+@inner
 def _backward_row(row, data, found, back, counts, emitted, before, after):
     """Backward pass over one sequence."""
     matrices, lengths, (_, low, tiny, _) = data.matrices, data.lengths, data.limits

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._numba_math import kernel, u64
+from .._numba_math import inner, kernel, u64
 from ._lanes import _LANES, LANES, _0, multiply, multiply_row, scale_lanes, scratch, sum_products
 from ._steps import accumulate, begin_step, read, read_row, take, tile_of, watch
 
@@ -53,15 +53,24 @@ def messages(data, tiles, lanes, kept):
 
 
 @kernel
-def forward(data, tiles, lanes, kept):
-    """Forward pass in one thread: messages, and :func:`doubts` of them."""
-    found = messages(data, tiles, lanes, kept)
-    if lanes == 1:
-        forward_rows(0, tiles, data, kept, found)
-    else:
-        forward_tiles(0, tiles, data, kept, found)
-    lost, unsure = doubts(found)
-    return found, lost, unsure
+def forward_of_tiles(data, tiles, kept):
+    """Forward pass over all tiles in one thread: messages, and :func:`doubts` of them.
+
+    Its loop is not that of :func:`forward_tiles`, so that this is not compiled too.
+    """
+    found = messages(data, tiles, LANES, kept)
+    for tile in range(tiles):
+        _forward_tile(tile, data, kept, found)
+    return found, doubts(found)
+
+
+@kernel
+def forward_of_rows(data, rows, kept):
+    """Forward pass over sequences one after the other, in one thread."""
+    found = messages(data, rows, 1, kept)
+    for row in range(rows):
+        _forward_row(row, data, kept, found)
+    return found, doubts(found)
 
 
 @kernel
@@ -71,7 +80,7 @@ def forward_tiles(first, last, data, kept, found):
         _forward_tile(tile, data, kept, found)
 
 
-@kernel
+@inner
 def _forward_tile(tile, data, kept, found):
     """Forward pass over one tile of sequences."""
     matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits
@@ -147,7 +156,7 @@ def forward_rows(first, last, data, kept, found):
         _forward_row(row, data, kept, found)
 
 
-@kernel
+@inner
 def _forward_row(row, data, kept, found):
     """Forward pass over one sequence."""
     matrices, lengths, (least, low, tiny, slack) = data.matrices, data.lengths, data.limits

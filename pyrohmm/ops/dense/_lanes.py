@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._numba_math import exp, kernel, u64
+from .._numba_math import exp, inner, u64
 
 LANES = 32  # sequences that go through a matrix together, if there are so many
 _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
 
 
-@kernel
+@inner
 def scratch(size, real):
     """Zeros with space around them.
 
@@ -26,7 +26,7 @@ def scratch(size, real):
     return np.zeros(size + around + around, real)[around : around + size]
 
 
-@kernel
+@inner
 def load_block(tile, at, stride, array, a, b, c, d):
     """Write four numbers each, from ``a``, ``b``, ``c`` and ``d`` on, to four lanes of a tile."""
     for k in range(_4):
@@ -35,7 +35,7 @@ def load_block(tile, at, stride, array, a, b, c, d):
         tile[o + _2], tile[o + _3] = array[c + k], array[d + k]
 
 
-@kernel
+@inner
 def store_block(array, a, b, c, d, tile, at, stride):
     """Write four lanes of a tile into rows of an array."""
     for k in range(_4):
@@ -44,7 +44,7 @@ def store_block(array, a, b, c, d, tile, at, stride):
         array[c + k], array[d + k] = tile[o + _2], tile[o + _3]
 
 
-@kernel
+@inner
 def add_block(array, a, b, c, d, tile, at, stride):
     """Add four lanes of a tile to rows of an array, which may be the same."""
     for k in range(_4):
@@ -55,7 +55,7 @@ def add_block(array, a, b, c, d, tile, at, stride):
         array[d + k] += tile[o + _3]
 
 
-@kernel
+@inner
 def add_rows(array, offsets, size, tile, lanes):
     """Add the sequences of a tile to rows of ``array``; ``size`` is a multiple of four."""
     for i in range(_0, lanes, _4):
@@ -64,7 +64,7 @@ def add_rows(array, offsets, size, tile, lanes):
             add_block(array, a + k, b + k, c + k, d + k, tile, k * lanes + i, lanes)
 
 
-@kernel
+@inner
 def load(tile, lanes, array, offsets, active, size, other):
     """Copy rows of ``array`` to the sequences of a tile; to those not active, ``other``."""
     whole = size // _4 * _4
@@ -84,7 +84,7 @@ def load(tile, lanes, array, offsets, active, size, other):
                     tile[k * lanes + j] = other
 
 
-@kernel
+@inner
 def store(array, offsets, active, size, tile, lanes):
     """Copy the active sequences of a tile to rows of ``array``."""
     whole = size // _4 * _4
@@ -101,7 +101,7 @@ def store(array, offsets, active, size, tile, lanes):
                     array[offsets[j] + k] = tile[k * lanes + j]
 
 
-@kernel
+@inner
 def weigh(seen, lanes, size, peak, low):
     """Replace log-likelihoods by likelihoods over their ``peak``, whose logarithm is kept.
 
@@ -122,7 +122,7 @@ def weigh(seen, lanes, size, peak, low):
             seen[k * lanes + i] = value * 0 if x == -np.inf else value
 
 
-@kernel
+@inner
 def multiply(out, tile, packed, height):
     """Write the product of a tile of ``LANES`` messages with a matrix."""
     for j in range(_0, height, _4):
@@ -155,7 +155,7 @@ def multiply(out, tile, packed, height):
                     out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
 
 
-@kernel
+@inner
 def multiply_row(out, mass, matrix, height):
     """Write the product of one message with a matrix."""
     for k in range(height):
@@ -172,7 +172,7 @@ def multiply_row(out, mass, matrix, height):
             )
 
 
-@kernel
+@inner
 def sum_products(norm, product, first, second, lanes, size):
     """Write the product of two tiles, and its sum for each sequence."""
     for i in range(lanes):
@@ -184,7 +184,7 @@ def sum_products(norm, product, first, second, lanes, size):
             norm[i] += value
 
 
-@kernel
+@inner
 def scale_lanes(tile, factor, lanes, size):
     """Multiply each sequence of a tile by its factor."""
     for k in range(size):
@@ -192,7 +192,7 @@ def scale_lanes(tile, factor, lanes, size):
             tile[k * lanes + i] *= factor[i]
 
 
-@kernel
+@inner
 def reach(out, origin, tile, packed, height):
     """Max-plus product of rows and a matrix, in lanes: see :func:`multiply`.
 

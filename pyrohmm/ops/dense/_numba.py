@@ -143,10 +143,10 @@ class _Passes:
         Also how many sequences left the range of numbers, and how many others may have lost mass.
         """
         if len(self.bounds) == 1:
-            found: tuple[Messages, int, int] = _forward.forward(
-                self.data, self.tiles, self.lanes, kept
-            )
-            return found
+            alone = self.lanes == 1
+            loop = _forward.forward_of_rows if alone else _forward.forward_of_tiles
+            found, doubts = loop(self.data, self.tiles, kept)
+            return found, *doubts
         written = _forward.messages(self.data, self.tiles, self.lanes, kept)
         loop = _forward.forward_rows if self.lanes == 1 else _forward.forward_tiles
         share(lambda part: loop(*self.bounds[part], self.data, kept, written), len(self.bounds))
@@ -163,7 +163,7 @@ class _Passes:
         size, tiny, unsure = self.size, self.data.limits[2], found.exact & ~found.sure
         back = _backward.begin_back(self.data, unsure, np.ones(self.count), found.ends[:0])
         back.transposed[..., :size, :size] += (size + 2) * tiny
-        self._run_back(found, back._replace(most=LIMITS[found.ends.dtype][2]))
+        self._run_back(found, back._replace(most=float(LIMITS[found.ends.dtype][2])))
         exact: np.ndarray = (found.exact & ~unsure) | back.exact
         return exact
 
@@ -190,9 +190,11 @@ class _Passes:
         weights = cast(weight, torch.float64).reshape(-1).numpy()
         after = found.ends[:0] if after is None else after
         if len(self.bounds) == 1:
-            *counts, lost = _backward.backward(
-                self.data, found, weights, after, self.owners, self.tiles, self.lanes
-            )
+            if self.lanes == 1:
+                loop, number = _backward.backward_of_rows, self.owners
+            else:
+                loop, number = _backward.backward_of_tiles, self.tiles
+            *counts, lost = loop(self.data, found, weights, after, number)
             return None if lost else Counts(*counts)
         back = _backward.begin_back(self.data, found.exact, weights, after)
         pairs, symbols, lost = self._run_back(found, back)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .._numba_math import exp, kernel, logsumexp, u64
+from .._numba_math import copy, exp, kernel, logsumexp, u64
 from ._lanes import _LANES, LANES, load, reach
 
 SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
@@ -180,7 +180,7 @@ def viterbi_rows(first, last, initial, transition, likelihood, lengths, best):
         for t in range(end + 1):
             row = scores[t]
             if t == 0:
-                row[:] = initial[i]
+                copy(row, initial[i])
             else:
                 matrix = transition[0 if steps == 1 else t - 1, g]
                 row[:] = -np.inf

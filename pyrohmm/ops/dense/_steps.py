@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .._numba_math import exp, kernel, u64
+from .._numba_math import exp, inner, kernel, u64
 from ._lanes import _LANES, LANES, _1, load, weigh
 
 
@@ -79,7 +79,7 @@ def prepare(initial, transition, logs, low, high, eps):
     return starts, matrices, tables, peaks, limits
 
 
-@kernel
+@inner
 def _exponentials(out, logs, low, high, least, most, zeros):
     """Write exponentials; what is not zero becomes at least the smallest normal number.
 
@@ -98,7 +98,7 @@ def _exponentials(out, logs, low, high, least, most, zeros):
     return least, most, zeros
 
 
-@kernel
+@inner
 def _scaled_tables(logs, height, low):
     """Probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
     (groups, size, count), real = logs.shape, logs.dtype
@@ -143,7 +143,7 @@ def symbol_range(symbols, first, along, steps):
     return least, most
 
 
-@kernel
+@inner
 def accumulate(logs, product, norm):
     """Multiply a norm into a product, part of the logarithm before it leaves its range."""
     if norm < 1e-100 or norm > 1e100:  # even two of them might leave it
@@ -156,7 +156,7 @@ def accumulate(logs, product, norm):
     return logs, product
 
 
-@kernel
+@inner
 def tile_of(data, tile):
     """Group of a tile, its first sequence, and how many there are."""
     count, groups = data.lengths.shape[0], data.matrices.shape[1]
@@ -169,7 +169,7 @@ def tile_of(data, tile):
 # Arrays are passed by themselves, for each that is in a tuple takes its time in every call.
 
 
-@kernel
+@inner
 def begin_step(rows, active, symbols, first, along, lengths, t, start, width, missing, exact):
     """Which sequences of a tile have a step t, and their symbols, or where its numbers lie."""
     for i in range(LANES):
@@ -181,7 +181,7 @@ def begin_step(rows, active, symbols, first, along, lengths, t, start, width, mi
             rows[i] = u64(symbols[place]) if symbols.shape[0] else u64(place)
 
 
-@kernel
+@inner
 def read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, low):
     """Write the likelihoods of a step over their largest, and the logarithms of those."""
     if symbols.shape[0]:
@@ -194,7 +194,7 @@ def read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, he
     weigh(seen, _LANES, size, peak, low)
 
 
-@kernel
+@inner
 def watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size, sure, start):
     """Note each sequence's smallest positive product; clear ``sure`` where mass may be lost.
 
@@ -213,7 +213,7 @@ def watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size
             sure[start + i] = False
 
 
-@kernel
+@inner
 def take(norm, peak, active, logs, product, slack):
     """Multiply the norms of a step into the products; returns how many are out of range.
 
@@ -235,7 +235,7 @@ def take(norm, peak, active, logs, product, slack):
     return lost
 
 
-@kernel
+@inner
 def read_row(seen, place, symbols, entries, peaks, likelihood, size, height, low):
     """Read one step of one sequence; returns the logarithm of the largest likelihood."""
     if symbols.shape[0]:

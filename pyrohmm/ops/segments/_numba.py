@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._numba_math import exp, kernel, logsumexp, run, share, threads_of
+from .._numba_math import copy, exp, inner, kernel, logsumexp, run, share, threads_of
 from ._torch import SegmentChain
 
 ABOVE = 40.0  # how far an entry may lie above its frame
@@ -29,18 +29,6 @@ LOG_FLOOR = math.log(FLOOR)
 LEAST = 1e-110  # a sum below may have lost something, for it holds e^40 FLOOR times D
 TINY = 1e-270  # the same of sums over states, of numbers to 1 and without a floor
 LOW = -700.0  # the exponential of a smaller logarithm may not be a normal number
-
-
-@kernel
-def _table(logs):
-    """Probabilities ``(K, D)`` of weights ``(D, K)``, from the longest to the shortest."""
-    num_durations, num_states = logs.shape
-    table = np.zeros((num_states, num_durations))
-    for d in range(num_durations):
-        for k in range(num_states):
-            if not logs[d, k] <= LOG_FLOOR:
-                table[k, num_durations - 1 - d] = np.exp(logs[d, k])
-    return table
 
 
 @kernel
@@ -191,14 +179,18 @@ def _products(vector, matrix, logs, logarithms, out):
             out[k] = logsumexp(logarithms)
 
 
-@kernel
+@inner
 def _tables(weights, g):
-    """Probabilities ``(2, 2, K, D)`` of the weights of a group: see :func:`_table`."""
+    """Probabilities ``(2, 2, K, D)`` of weights ``(2, 2, G, D, K)``, longest durations first."""
     num_durations, num_states = weights.shape[3:]
-    tables = np.empty((2, 2, num_states, num_durations))
+    tables = np.zeros((2, 2, num_states, num_durations))
     for is_first in range(2):
         for is_last in range(2):
-            tables[is_first, is_last] = _table(weights[is_first, is_last, g])
+            table, logs = tables[is_first, is_last], weights[is_first, is_last, g]
+            for d in range(num_durations):
+                for k in range(num_states):
+                    if not logs[d, k] <= LOG_FLOOR:
+                        table[k, num_durations - 1 - d] = np.exp(logs[d, k])
     return tables
 
 
@@ -220,7 +212,7 @@ def _forward(
             group, matrix, tables = g, _matrix(transition[g]), _tables(weights, g)
         end = lengths[i] - 1
         seen, enter = likelihood[i], arrive[i]
-        enter[0] = initial[i]
+        copy(enter[0], initial[i])
         frame[:] = -np.inf
         for t in range(end + 1):
             span, ending = min(t + 1, num_durations), int(t == end)
@@ -275,7 +267,7 @@ def _backward(
             group, matrix, tables = g, _matrix(transition[g]), _tables(weights, g)
         end = lengths[i] - 1
         for r in range(end + 1):  # steps, counted from the end
-            seen[r] = likelihood[i, end - r]
+            copy(seen[r], likelihood[i, end - r])
         frame[:], onward[0], counts[:], cover[:] = -np.inf, 0.0, 0.0, 0.0
         for r in range(end + 1):
             t, span = end - r, min(r + 1, num_durations)
@@ -330,7 +322,7 @@ def _largest(first, last, initial, transition, weights, likelihood, lengths, arr
     for i in range(first, last):
         g, end = i // per, lengths[i] - 1
         seen, enter, peaks = likelihood[i], arrive[i], ends[i]
-        enter[0] = initial[i]
+        copy(enter[0], initial[i])
         peaks[:] = -np.inf
         for t in range(end + 1):
             within[:] = 0.0

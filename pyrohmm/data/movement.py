@@ -1,0 +1,118 @@
+"""Step lengths and turning angles of animals, from their locations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .sequences import Sequences
+from .tables import Gaps
+
+RADIUS = 6371.0088  # of the earth, in kilometres: the mean one
+
+
+def movement(
+    longitude: Any,
+    latitude: Any,
+    time: Any = None,
+    animal: Any = None,
+    *,
+    frame: Any = None,
+    covariates: Sequence[str] | None = None,
+    plane: bool = False,
+    gaps: Gaps = "missing",
+) -> Sequences:
+    r"""Step lengths and turning angles ``(N, T, 2)`` of N tracks of locations.
+
+    The step at t goes from location t to location t + 1 along a great circle, in kilometres. Its
+    turning angle is that between the step before and this one, in radians from :math:`-\pi` to
+    :math:`\pi`, positive to the left. Both are NaN where they are not known: at the last location,
+    before and after a missing one; angles also at the first, and beside a step of length zero.
+
+    Args:
+        longitude: ``(M,)`` degrees east, NaN or None where missing; with ``frame`` a column's name.
+        latitude: ``(M,)`` degrees north, likewise.
+        time: ``(M,)``, by which the locations of an animal are sorted; by default they are in
+            order.
+        animal: ``(M,)``, the animal at each location; all are of one by default. With ``frame``
+            also several columns, such as animal and burst.
+        frame: A DataFrame, or a dict of columns, whose columns the others name.
+        covariates: Columns of ``frame``.
+        plane: Coordinates are x and y in a plane, and steps in their unit.
+        gaps: Where times skip some multiples of one step: see :meth:`Sequences.from_dataframe`. By
+            default these are missing locations.
+
+    Returns:
+        Sequences whose steps are the locations in the order of time, themselves kept as
+        ``data.locations`` ``(N, T, 2)``. ``data.to_dataframe(states=)`` has the state of each row,
+        and ``plots.track(data.locations, states)`` is a map.
+
+    Raises:
+        ValueError: If degrees are out of range, columns differ in length, times occur twice, or
+            (with ``gaps="missing"``) are not multiples of one step.
+
+    References:
+        moveHMM: an R package for the statistical modelling of animal movement data using hidden
+        Markov models (Michelot, Langrock and Patterson, 2016).
+
+    Example:
+        >>> data = movement(longitude=[0.0, 0.0, 0.01], latitude=[0.0, 0.02, 0.02])
+        >>> data.values  # to the north, and right
+        tensor([[[ 2.2239,     nan],
+                 [ 1.1120, -1.5708],
+                 [    nan,     nan]]], dtype=torch.float64)
+    """
+    if frame is None:
+        parts = {"longitude": longitude, "latitude": latitude, "time": time, "animal": animal}
+        frame = {name: part for name, part in parts.items() if part is not None}
+        longitude, latitude, time, animal = (name if name in frame else None for name in parts)
+        sizes = {name: len(part) for name, part in frame.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"all must have an entry for each location; got lengths {sizes}.")
+    data = Sequences.from_dataframe(
+        frame, columns=[longitude, latitude], by=animal, time=time, covariates=covariates, gaps=gaps
+    )
+    data.locations = data.values.double().masked_fill(~data.observed.unsqueeze(-1), torch.nan)
+    _check_degrees(data.locations[data.observed], plane)
+    lengths, turns = _steps(data.locations, plane)
+    ahead, between = pad(lengths, (0, 1), value=torch.nan), pad(turns, (1, 1), value=torch.nan)
+    data.values = torch.stack([ahead, between[:, : data.num_steps]], -1)
+    data.observed = ~data.values.isnan().all(-1)
+    data.has_gaps = True  # the last location at least
+    return data
+
+
+def _check_degrees(places: Tensor, plane: bool) -> None:
+    for name, column, most in zip(("longitude", "latitude"), places.unbind(-1), (360, 90)):
+        wrong = column[column.isinf() if plane else column.abs() > most]
+        if len(wrong):
+            raise ValueError(
+                f"{name} must be {'finite' if plane else f'degrees from -{most} to {most}'}; got "
+                f"{wrong[0].item():g}. The longitude comes first; coordinates in a plane need "
+                "plane=True."
+            )
+
+
+def _steps(places: Tensor, plane: bool) -> tuple[Tensor, Tensor]:
+    """Lengths ``(N, T-1)`` of the steps between places ``(N, T, 2)``, and turns ``(N, T-2)``."""
+    if plane:
+        headings = pad(places.diff(dim=1), (0, 1))
+        lengths = headings.norm(dim=-1)
+        up = torch.tensor([0.0, 0.0, 1.0]).to(places)
+    else:
+        east, north = places.deg2rad().unbind(-1)
+        axes = [north.cos() * east.cos(), north.cos() * east.sin(), north.sin()]
+        points = torch.stack(axes, -1)  # on the unit sphere
+        # normals of the great circles: the headings, turned to the left
+        headings = torch.linalg.cross(points[:, :-1], points.diff(dim=1))
+        cosine = (points[:, :-1] * points[:, 1:]).sum(-1)
+        lengths = RADIUS * torch.atan2(headings.norm(dim=-1), cosine)
+        up = points[:, 1:-1]
+    before, after = headings[:, :-1], headings[:, 1:]
+    turns = torch.atan2((up * torch.linalg.cross(before, after)).sum(-1), (before * after).sum(-1))
+    still = lengths == 0
+    return lengths, turns.masked_fill(still[:, :-1] | still[:, 1:], torch.nan)

@@ -1,0 +1,369 @@
+r"""``RegressionHMM``: chains of all kinds whose parameters depend on linear predictors.
+
+``data.covariates`` holds the columns of all design matrices: see :func:`pyrohmm.formulas`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from pyro.nn import PyroModule
+from torch import Tensor
+
+from .._checks import check_booleans, check_shape, check_size
+from .._transforms import transforming
+from ..chains.rates import diagonal
+from ..data.formulas import Columns, as_columns
+from ..data.sequences import Sequences
+from ..distributions.continuous_time_hmm import ContinuousTimeHMM
+from ..distributions.hmm import HMM
+from ..distributions.structured_hmm import HSMM
+from ..ops import masks, newton
+from ..ops.log_space import log
+from .base import HMMModule
+from .closed_form import Prior, Statistics, inside, under
+from .durations import truncated
+from .family import EmissionFamily, build_emission
+from .regression import Linear, RegressionEmission, after_zero, mode_of
+from .tabular_times import given_times
+
+
+class RegressionHMM(HMMModule):
+    r"""HMM of any chain whose transitions, first states and emissions depend on covariates.
+
+    .. math:: p(z_{t+1} = j \mid z_t = i) = \frac{\exp(x_t^\top \beta_{ij})}
+              {\sum_k \exp(x_t^\top \beta_{ik})}, \quad \beta_{ii} = 0
+
+    a multinomial logit against staying, with the covariates of the step that is left, as in
+    depmixS4 and momentuHMM. With ``rates`` it is a chain in continuous time
+    (:class:`ContinuousTimeHMM`) of log-linear rates, constant between observations, as in msm:
+
+    .. math:: q_{ij}(t) = \exp(x_t^\top \beta_{ij}), \quad i \ne j
+
+    With ``durations`` it is a semi-Markov chain (:class:`HSMM`): d - 1 has a distribution whose
+    parameters are linked to linear predictors, and transitions are logits against the first state
+    that may follow. Their covariates must be constant along each sequence.
+
+    Sites or parameters: ``transition.coefficients``, or ``rates.coefficients``, ``(K, K - 1, P)``,
+    row i for the transitions from i to the other states in their order; ``initial.coefficients``
+    ``(K - 1, P)``, of logits against the first state; ``duration.NAME.coefficients`` ``(K, P)``;
+    and those of ``emission``. They are points without priors, and fits are
+    of maximum likelihood; with ``scale`` they have normal priors.
+
+    Args:
+        num_states: K.
+        emission: An emission family; with covariates that of :func:`regression`.
+        transition: Columns of the covariates, from :func:`pyrohmm.formulas` or as numbers; None
+            for an intercept alone.
+        initial: The same, for the first state; read at the first step.
+        scale: Standard deviation of a normal prior of these coefficients; None for no prior.
+        rates: Columns of log rates, in place of ``transition``; data must have times.
+        durations: Distribution of d - 1, such as ``regression(Poisson, rate=...)``.
+        max_duration: D of ``durations``; what is longer has no probability.
+        transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
+            Staying is, except with ``durations``.
+        transition_free: ``(K, K - 1, P)`` booleans, False where a coefficient of the transitions is
+            zero; all are free by default. ``transition.coefficients`` are then ``(F,)``, the free
+            ones in their order, as they are with ``transition_allowed`` or ``durations``.
+        exact_entry: ``(K,)`` booleans, of ``rates``: see :class:`ContinuousTimeHMM`.
+
+    Raises:
+        TypeError: If ``durations`` is not made by :func:`regression`.
+        ValueError: If booleans are of another shape, staying is not allowed, no state may follow a
+            state with durations, or arguments exclude or need each other.
+
+    Example:
+        >>> _ = pyro.set_rng_seed(0)
+        >>> x = torch.randn(1, 200, 1)
+        >>> covariates = torch.cat([torch.ones(1, 200, 1), x], -1)
+        >>> counts = Poisson((1.0 + 0.5 * x[..., 0]).exp()).sample()
+        >>> data = Sequences(counts, torch.tensor([200]), covariates=covariates)
+        >>> module = RegressionHMM(1, regression(Poisson, rate=[0, 1]))
+        >>> fit = fit_map(MarginalModel(module), data, num_iterations=300)
+        >>> (module.emission.rate.coefficients - torch.tensor([1.0, 0.5])).abs().max() < 0.1
+        tensor(True)
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        emission: EmissionFamily,
+        transition: Columns | Sequence[int] | None = None,
+        initial: Columns | Sequence[int] | None = None,
+        scale: float | None = None,
+        *,
+        rates: Columns | Sequence[int] | None = None,
+        durations: EmissionFamily | None = None,
+        max_duration: int | None = None,
+        transition_allowed: Tensor | None = None,
+        transition_free: Tensor | None = None,
+        exact_entry: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        check_size("num_states", num_states, 1 if durations is None else 2)
+        if rates is not None and (transition is not None or durations is not None):
+            raise ValueError("rates are in place of transition and durations: give one of them.")
+        if (durations is None) != (max_duration is None) or (
+            rates is None and exact_entry is not None
+        ):
+            raise ValueError("durations need max_duration, and exact_entry needs rates.")
+        self.num_states, self.max_duration = num_states, max_duration or 0
+        shape = num_states, num_states - 1
+        others = ~torch.eye(num_states, dtype=torch.bool)
+        self.register_buffer("place", others.cumsum(-1) * others)
+        self.register_buffer("exact_entry", exact_entry)
+        name = "transition" if rates is None else "rates"
+        columns = as_columns(name, transition if rates is None else rates)
+        size = *shape, max(len(columns.indices), 1)
+        allowed = torch.ones_like(others) if transition_allowed is None else transition_allowed
+        for label, mask, wanted, meaning in (
+            ("transition_free", transition_free, size, "(K, K - 1, P)"),
+            ("transition_allowed", allowed, others.shape, "(K, K)"),
+            ("exact_entry", exact_entry, shape[:1], "(K,)"),
+        ):
+            if mask is not None:
+                check_booleans(label, mask)
+                check_shape(label, mask, wanted, meaning)
+        possible = allowed[others].reshape(*shape, 1)
+        if durations is not None:  # logits against the first state that may follow
+            allowed = allowed & others
+            if not bool(allowed.any(-1).all()):
+                raise ValueError("transition_allowed must leave a next state to every state.")
+            possible = possible & (possible.cumsum(1) > 1)
+        elif not bool(allowed.diagonal().all()):
+            raise ValueError("transition_allowed must be True on its diagonal, for staying.")
+        if transition_free is not None or not bool(possible.all()):
+            transition_free = (
+                possible & torch.ones(size).bool()
+                if transition_free is None
+                else (possible & transition_free)
+            )
+        self.register_buffer("barred", None if bool(allowed.all()) else ~allowed)
+        self.moved_by = name
+        setattr(self, name, Linear(columns, shape, scale, transition_free))
+        self.initial = Linear(as_columns("initial", initial), shape[1:], scale)
+        self.duration: Any = None if durations is None else build_emission(durations, num_states)
+        if durations is not None and not isinstance(self.duration, RegressionEmission):
+            raise TypeError("durations must be regression(...) of counts, as of a Poisson.")
+        self.emission = build_emission(emission, num_states)
+
+    @property
+    def moves(self) -> Linear:
+        """The predictors of transitions, or of rates."""
+        part: Linear = getattr(self, self.moved_by)
+        return part
+
+    def forward(
+        self,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        covariates: Tensor | None = None,
+        times: Tensor | None = None,
+    ) -> HMM:
+        """Build the HMM for ``covariates`` ``(*B, T, C)``, and ``times`` ``(*B, T)`` of rates."""
+        if covariates is None:
+            raise ValueError(
+                "data has no covariates, which this module needs: Sequences(..., covariates=)."
+            )
+        first = covariates[..., 0, :]
+        start = after_zero(self.initial(first)).log_softmax(-1)
+        per_step = isinstance(self.emission, RegressionEmission)
+        emission = self.emission(covariates) if per_step else self.emission()
+        rest: dict[str, Any] = {"emission": emission, "lengths": lengths, "observed": observed,
+                                "emission_per_step": per_step}  # fmt: skip
+        if self.duration is not None:
+            self._check_constant(
+                covariates, masks.exists(lengths, covariates.size(-2), first.device)
+            )
+            lasts = truncated(self.duration(first), self.max_duration)
+            return HSMM(start, self._logits(first).log_softmax(-1), lasts, **rest)
+        logits = self._logits(covariates[..., :-1, :])
+        if self.moved_by == "transition":
+            return HMM(start, logits.log_softmax(-1), transition_per_step=True, **rest)
+        times = given_times(times)
+        rates = logits.exp().masked_fill(diagonal(logits), 0.0)
+        rates = rates - rates.sum(-1).diag_embed()
+        return ContinuousTimeHMM(
+            start, rates, times=times, exact_entry=self.exact_entry, rates_per_step=True, **rest
+        )
+
+    def _logits(self, covariates: Tensor) -> Tensor:
+        """Logits of transitions, or log rates, ``(*, K, K)``; zero on the diagonal if possible."""
+        logits = after_zero(self.moves(covariates))
+        logits = logits.gather(-1, self.place.expand(logits.shape))
+        return logits if self.barred is None else logits.masked_fill(self.barred, -torch.inf)
+
+    def _check_constant(self, covariates: Tensor, exists: Tensor) -> None:
+        """Raise if covariates of durations or of their transitions change along a sequence."""
+        if transforming():
+            return
+        parts = [self.transition, *self.duration.children()]
+        names = {i: n for x in parts for i, n in zip(x.columns.indices, x.columns.names)}
+        moved = (covariates != covariates[..., :1, :]) & exists.unsqueeze(-1)
+        changing = [names[i] for i in sorted(names) if bool(moved[..., i].any())]
+        if changing:
+            raise ValueError(
+                f"covariates of durations must be constant along each sequence; {changing[0]!r} "
+                "changes. Give it to the emission, or take transition= without durations."
+            )
+
+    def emission_module(self) -> PyroModule | None:
+        """The emission, if it does not depend on covariates."""
+        return None if isinstance(self.emission, RegressionEmission) else self.emission
+
+    @property
+    def by_steps(self) -> list[str]:
+        """Names of the parameters that :meth:`maximize` returns; none if a prior is a user's."""
+        own = {n: part for n, part in self.named_modules() if isinstance(part, Linear)}
+        if not all(isinstance(p, Prior) for x in own.values() for p in x._pyro_samples.values()):
+            return []
+        return [f"{name}.coefficients" for name in own]
+
+    def entry_names(self) -> dict[str, list[str]]:
+        """Names of the coefficients for tables: ``"transition 0 → 1: dose"``, by parameter."""
+        found: dict[str, list[str]] = {}
+        for name, part in self.named_modules():
+            if not isinstance(part, Linear):
+                continue
+            free = (
+                torch.ones(*part.shape, len(part.columns.names)) if part.free is None else part.free
+            )
+            own = found[f"{name}.coefficients"] = []
+            for *place, column in free.nonzero().tolist():
+                if part is self.moves:  # by the states entered, not their order
+                    place[1] += place[1] >= place[0]
+                elif part is self.initial:
+                    place[0] += 1
+                where = " → ".join(map(str, place))
+                own.append(f"{name} {where}: {part.columns.names[column]}")
+        return found
+
+    def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
+        """The mode of the coefficients, by Newton's method: see :class:`StepsMStep`."""
+        covariates = data.covariates
+        assert covariates is not None
+        size, restarts = self.num_states, len(current["initial.coefficients"])
+        found: Statistics = {}
+        if size > 1:
+            initial = counts["log_initial"].reshape(restarts, -1, size).double()
+            first = covariates[:, 0].double()
+            start = {"initial.coefficients": self.initial}
+            found |= mode_of(start, current, 0, first, partial(_of_rows, counts=initial))
+        if size > 1 and (data.num_steps > 1 or self.duration is not None):
+            found |= self._moves(data, counts, current, restarts)
+        if self.duration is not None:
+            counted = counts["log_duration"].reshape(restarts, -1, size, self.max_duration)
+            lasted = counted.movedim(1, 2).flatten(0, 1).double()  # (R K, N, D)
+
+            def terms(distribution: Any) -> Tensor:
+                logs = truncated(distribution, self.max_duration)
+                return torch.where(lasted > 0, lasted * logs, 0.0).sum(-1)
+
+            own = inside(current, "duration.")
+            found |= under("duration.", self.duration.mode(covariates[:, 0].double(), terms, own))
+        if isinstance(self.emission, RegressionEmission):
+            states = counts["states"].reshape(restarts, *data.observed.shape, size)
+            own = self.emission.maximize(data, states, inside(current, "emission."))
+            found |= under("emission.", own)
+        return found
+
+    def _moves(
+        self, data: Sequences, counts: Statistics, current: Statistics, restarts: int
+    ) -> Statistics:
+        """The mode of the coefficients of transitions or of rates."""
+        size, covariates, by_rates = self.num_states, data.covariates, self.moved_by == "rates"
+        assert covariates is not None
+        pairs = counts["rates" if by_rates else "log_transition"]
+        if self.duration is not None:
+            rows, covariates = pairs.reshape(restarts, -1, size, size), covariates[:, 0]
+        else:
+            left = data.exists[:, 1:]
+            rows = pairs.reshape(restarts, *left.shape, size, size)[:, left]
+            covariates = covariates[:, :-1][left]
+        order = self.place.argsort(-1)  # staying first
+        rows = rows.double().movedim(1, 2)  # (R, K, M, K)
+        rows = rows.gather(-1, order.unsqueeze(1).expand(rows.shape)).flatten(0, 1)
+        barred = self.barred
+        if barred is not None:
+            barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(1)
+        value = partial(_of_rates if by_rates else _of_rows, counts=rows, barred=barred)
+        parts = {f"{self.moved_by}.coefficients": self.moves}
+        return mode_of(parts, current, 1, covariates.double(), value)
+
+    def begin_at(self, hmm: HMM) -> RegressionHMM:
+        """Set the intercepts to the parameters of an HMM without covariates, and the rest to zero.
+
+        The likelihood has many optima, and few of them are good: fit a model without covariates
+        first, with restarts. The first column of each part must be the intercept, and coefficients
+        be points.
+
+        Args:
+            hmm: An HMM with the emission that these coefficients are of, without covariates.
+
+        Returns:
+            The module itself.
+        """
+        with torch.no_grad():
+            if self.moved_by == "rates":
+                logs = log(hmm.rates.clamp(min=0.0)).clamp(min=-20.0)
+            else:
+                logs = hmm.log_transition.clamp(min=-20.0)
+                base = diagonal(logs) if self.duration is None else ~self.barred
+                logs = logs - logs.gather(-1, base.byte().argmax(-1, keepdim=True))
+            self._set(self.moves, logs[self.place > 0].reshape(self.num_states, -1))
+            start = hmm.log_initial.clamp(min=-20.0)
+            self._set(self.initial, start[1:] - start[0])
+            if self.duration is not None:
+                for name, value in self._lasting(hmm.log_duration.exp()).items():
+                    self._set(getattr(self.duration, name), value)
+            if isinstance(self.emission, RegressionEmission):
+                for name, value in self.emission.predictors_of(hmm.emission).items():
+                    self._set(getattr(self.emission, name), value)
+        return self
+
+    def _lasting(self, probs: Tensor) -> dict[str, Tensor]:
+        """Predictors ``(K,)`` of durations nearest to probabilities ``(K, D)``, by parameter."""
+
+        def value(predictors: Tensor) -> Tensor:
+            logs = truncated(self.duration.of_predictors(predictors), probs.size(-1))
+            return torch.where(probs > 0, probs * logs, 0.0).sum(-1)
+
+        probs, names = probs.double(), self.duration.names
+        start = torch.zeros(len(probs), len(names), dtype=torch.double)
+        best = newton.maximized(value, newton.of_function(value), start)
+        return dict(zip(names, best.unbind(-1)))
+
+    def _set(self, part: Linear, intercepts: Tensor) -> None:
+        value = torch.zeros(*part.shape, max(len(part.columns.indices), 1)).to(part.coefficients)
+        value[..., 0] = intercepts
+        part.coefficients = value if part.free is None else value[part.free]
+
+
+def _of_rows(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
+    """Expected log-probabilities ``(B, M)`` of multinomial logits, against the first outcome.
+
+    Args:
+        predictors: ``(B, M, K - 1)``, of the other outcomes.
+        counts: ``(B, M, K)``.
+        barred: ``(B, 1, K)`` booleans, outcomes that are impossible.
+    """
+    logits = after_zero(predictors)
+    if barred is not None:
+        logits = logits.masked_fill(barred, -torch.inf)
+    return torch.where(counts > 0, counts * logits.log_softmax(-1), 0.0).sum(-1)
+
+
+def _of_rates(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
+    """Expected log-densities ``(B, M)`` of paths in continuous time, of predictors of log rates.
+
+    Args:
+        predictors: ``(B, M, K - 1)``, of the other states.
+        counts: ``(B, M, K)``, the time in the state, and numbers of transitions to the others.
+        barred: ``(B, 1, K)`` booleans, transitions that are impossible.
+    """
+    time, number = counts[..., :1], counts[..., 1:]
+    total = number * predictors - time * predictors.exp()
+    return (total if barred is None else total.masked_fill(barred[..., 1:], 0.0)).sum(-1)

@@ -1,0 +1,126 @@
+"""Distillation: an HMM of texts of another model, held-out perplexity and divergence by step."""
+
+import math
+import sys
+from types import SimpleNamespace
+
+import pyro
+import pytest
+import torch
+
+from pyrohmm import from_ctrlg
+from pyrohmm.language import distil
+from pyrohmm.language.command import main
+from pyrohmm.language.distillation import sample_texts
+
+TOKENS, END = ["a", " b", "c", None], 3
+
+
+class Bigram:
+    """A language model with the two methods of ``transformers`` that are used."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, probs):
+        self.logits = torch.tensor(probs, dtype=torch.float32).log()
+
+    def __call__(self, ids):
+        return SimpleNamespace(logits=self.logits[ids])
+
+    def generate(self, ids, attention_mask, max_new_tokens, **options):
+        assert attention_mask.shape == ids.shape
+        ended = torch.zeros(len(ids), dtype=torch.bool)
+        for _ in range(max_new_tokens):
+            new = torch.multinomial(self.logits[ids[:, -1]].softmax(-1), 1)
+            new[ended] = options["pad_token_id"]
+            ids = torch.cat([ids, new], 1)
+            ended |= new[:, 0] == options["eos_token_id"]
+            if ended.all():
+                break
+        return ids
+
+
+class Tokenizer(list):
+    eos_token_id = END
+
+
+SKEWED = [[0.1, 0.7, 0.1, 0.1], [0.05, 0.05, 0.8, 0.1], [0.8, 0.05, 0.05, 0.1], [0.4, 0.3, 0.3, 0]]
+
+
+def test_texts_have_the_probabilities_of_the_model_and_end_once():
+    pyro.set_rng_seed(0)
+    texts = sample_texts(Bigram(SKEWED), 4000, 5, END, END)
+    values, exists = texts.values, texts.exists
+    ends = (values == END) & exists
+    assert ends.sum(1).max() == 1
+    assert bool((ends.any(1) | (texts.lengths == 5)).all())
+    first = values[:, 0].bincount(minlength=4) / 4000
+    torch.testing.assert_close(first, torch.tensor(SKEWED[END]), atol=0.03, rtol=0.0)
+    follows = values[:, 1][values[:, 0] == 0].bincount(minlength=4)
+    torch.testing.assert_close(
+        follows / follows.sum(), torch.tensor(SKEWED[0]), atol=0.04, rtol=0.0
+    )
+
+
+@pytest.mark.parametrize("num_states", [1, 6])
+def test_the_divergence_by_step_is_that_of_the_held_out_texts(num_states):
+    """A few more states than tokens imitate a bigram; a single one cannot."""
+    pyro.set_rng_seed(0)
+    model = Bigram(SKEWED)
+    held_out = sample_texts(model, 500, 6, END, END)
+    options = {"num_texts": 3000, "max_tokens": 6, "num_epochs": 20, "batch_size": 300}
+    hmm, fit, perplexity, divergence = distil(
+        model, Tokenizer(TOKENS), num_states, held_out=held_out, **options
+    )
+    rows = [row[:n] for row, n in zip(held_out.values.tolist(), held_out.lengths.tolist())]
+    assert perplexity.num_tokens == sum(map(len, rows))
+    total = hmm.with_lengths(held_out.lengths).log_prob(held_out.values).sum().item()
+    assert perplexity.log_evidence == pytest.approx(total, rel=1e-5)
+    own = sum(math.log(SKEWED[a][b]) for row in rows for a, b in zip([END, *row], row))
+    reached = torch.tensor([sum(len(row) > t for row in rows) for t in range(6)])
+    assert (divergence * reached).sum().item() == pytest.approx(own - total, abs=1e-2)
+    assert len(fit.losses) == 200 + 1
+    assert (divergence.mean() < 0.02) == (num_states == 6)
+
+
+def test_texts_alone_and_in_parts():
+    pyro.set_rng_seed(0)
+    texts = sample_texts(Bigram(SKEWED), 200, 6, END, END)
+    found = distil(texts, TOKENS, 2, num_epochs=2, batch_size=None)
+    assert found.divergence is None
+    assert found.perplexity.num_tokens == texts[-10:].num_observed
+    parts = [texts[:100], texts[100:190]]
+    with pytest.raises(ValueError, match="held_out must be Sequences where source is an iterable"):
+        distil(parts, TOKENS, 2)
+    again = distil(parts, TOKENS, 2, held_out=texts[190:], num_epochs=2)
+    assert again.perplexity.num_tokens == found.perplexity.num_tokens
+
+
+def test_the_command_saves_what_ctrlg_reads_and_resumes(tmp_path, monkeypatch, capsys):
+    model, tokenizer = Bigram(SKEWED), Tokenizer(TOKENS)
+    model.to = lambda device: SimpleNamespace(eval=lambda: model)
+    fake = SimpleNamespace(
+        AutoModelForCausalLM=SimpleNamespace(from_pretrained=lambda name: model),
+        AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: tokenizer),
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    words = ["distil", "small", "--states", "3", "--save", str(tmp_path / "hmm"), "--device", "cpu",
+             "--texts", "300", "--longest", "6", "--batch", "100",
+             "--checkpoint", str(tmp_path / "fit")]  # fmt: skip
+    main([*words, "--epochs", "2"])
+    first = capsys.readouterr().out
+    main([*words, "--epochs", "4"])  # goes on
+    second = capsys.readouterr().out
+    assert first.startswith("ended after 7 losses")
+    assert second.startswith("ended after 13 losses")
+    assert "held out: perplexity" in second
+    assert (
+        len(second.strip().splitlines()[-1].removeprefix("divergence by step, in nats:").split())
+        == 6
+    )
+    resumed = from_ctrlg(tmp_path / "hmm")
+    (tmp_path / "fit").unlink()
+    main([*words, "--epochs", "4"])  # never stopped
+    whole = from_ctrlg(tmp_path / "hmm")
+    assert resumed.emission.probs.equal(whole.emission.probs)
+    assert resumed.log_transition.equal(whole.log_transition)
