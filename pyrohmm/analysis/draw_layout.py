@@ -221,6 +221,16 @@ def marks_of_fitted(posterior: Any, model: Callable[..., Any]) -> Tensor | None:
     return marks_of(data)
 
 
+def samples_by_name(samples: Any) -> dict[str, Tensor]:
+    """Samples in a dict; raise if they are something else."""
+    if isinstance(samples, Mapping):
+        return dict(samples)
+    raise TypeError(
+        "posterior must be a fit, Pyro's MCMC after its run, or a dict of samples; got "
+        f"{type(samples).__name__}. The data come after it."
+    )
+
+
 def samples_of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Chains of a sampler, ``(C, S, ...)``, and which samples end a trajectory that diverged."""
     values = mcmc.get_samples(group_by_chain=True)

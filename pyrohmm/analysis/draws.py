@@ -40,6 +40,7 @@ from .draw_layout import (
     own_from_prior,
     permute_dims,
     run,
+    samples_by_name,
     samples_of_fit,
     samples_of_sampler,
 )
@@ -134,13 +135,8 @@ class PosteriorDraws:
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
             values, stats = samples_of_sampler(posterior)
-        elif isinstance(posterior, Mapping):
-            values, stats = dict(posterior), {}
         else:
-            raise TypeError(
-                "posterior must be a fit, Pyro's MCMC after its run, or a dict of samples; got "
-                f"{type(posterior).__name__}. The data come after it."
-            )
+            values, stats = samples_by_name(posterior), {}
         if model is None:
             raise ValueError("model must be given: samples do not say what they are of.")
         return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))
