@@ -30,6 +30,7 @@ from pyrohmm import (
     regression,
 )
 from pyrohmm import poisson as poisson_family
+from pyrohmm.infer.effects import lines
 
 EXACT = torch.tensor([False, False, True])
 
@@ -236,22 +237,12 @@ def test_priors_restarts_and_both_chains() -> None:
         fit_svi(model, AutoNormal(model), some, num_iterations=2)
 
 
-def test_a_rate_that_is_zero_is_named_in_the_summary():
-    """The second state is left for the third one alone in subjects with the covariate."""
-    times = torch.arange(12.0).expand(40, 12)
-    x = (torch.arange(40) < 20).double().reshape(40, 1, 1).expand(40, 12, 1)
-    state = (torch.arange(12) >= 1 + torch.arange(40).unsqueeze(-1) % 9).long()
-    state = state + (x[..., 0] > 0) * (torch.arange(12) >= 11)
-    data = Sequences(state.long(), torch.full((40,), 12), times=times,
-                     covariates=torch.cat([torch.ones_like(x), x], -1))  # fmt: skip
-    allowed = torch.tensor([[1, 1, 0], [0, 1, 1], [0, 0, 1]]).bool()
-    module = RegressionHMM(3, categorical(3), rates=[0, 1], transition_allowed=allowed).double()
-    freeze(module, "emission.probs", torch.eye(3).double())
-    freeze(module, "initial.coefficients", torch.full((2, 1), -40.0).double())
-    fit = fit_em(module, data, tolerance=1e-12)
-    last = fit.summary(data).splitlines()[-1]
-    assert last.startswith("at the boundary, where limits say nothing: rates 1 → 2: column 0")
-    assert "rates 0 → 1" not in last
+def test_a_logit_that_has_run_away_is_named_in_the_table():
+    columns = {"parameter": ["a", "b", "c"], "estimate": [-24.0, 0.1, 300.0],
+               "std_error": [64000.0, 0.5, 2.0]}  # fmt: skip
+    *_, last = lines(columns)
+    assert last.startswith("at the boundary, where limits say nothing: a (a logit")
+    assert len(lines({name: part[1:] for name, part in columns.items()})) == 3
 
 
 def test_mistakes_are_named():
