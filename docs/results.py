@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -715,10 +715,28 @@ def posterior_table() -> str:
             found = rows("posterior", sampler=sampler, model=model)
             text = DASH
             if found and found[0].get("bulk a second") is not None:
-                text = f"{found[0]['bulk a second']:,.0f} ({found[0]['rhat']:.2f})"
+                apart = "†" if found[0]["rhat"] > 1.01 else ""
+                text = f"{found[0]['bulk a second']:,.1f} ({found[0]['rhat']:.3f}{apart})"
             cells.append(text)
         body.append([sampler, *cells])
     return table(["", "casino", "Poisson", "normal", "20 states", "hierarchical"], body)
+
+
+def evidence_table(part: str) -> str:
+    """Log marginal likelihoods by the number of states, and exact ones where they are known."""
+    body = []
+    for states in dict.fromkeys(row["states"] for row in rows("evidence", part=part)):
+        found = {row["sampler"]: row for row in rows("evidence", part=part, states=states)}
+        texts = (
+            f"{found[name]['bridge']:.3f} ± {found[name]['error']:.3f}" if name in found else DASH
+            for name in ("gibbs", "hmc")
+        )
+        one = found.get("hmc", found["gibbs"])
+        trips = ", ".join(plain(row["trips"]) for row in found.values())
+        line = [str(states), *texts, plain(one["trapezoid"], 3), plain(one["exact"], 3)]
+        body.append([*line, plain(one["bic"]), trips])
+    header = ["K", "Gibbs", "HMC", "HMC, trapezoid", "exact", "- BIC / 2", "round trips"]
+    return table(header, body)
 
 
 def calibration_table() -> str:
@@ -742,7 +760,7 @@ def control_table() -> str:
         [row["model"] + (f", top_k = {row['top_k']}" if row.get("top_k") else ""),
          f"{row['milliseconds_a_token'][0]:.0f}",
          f"{row['processor_milliseconds_a_token'][0]:.0f}",
-         plain(row["seconds_once"]) if "seconds_once" in row else ""]
+         plain(row["seconds_once"]) if "seconds_once" in row else "-"]
         for row in rows("control")
     ]  # fmt: skip
     return table(["model", "wall", "processor", "s for each constraint"], body)
@@ -899,6 +917,8 @@ TABLES = {
     "fixed_cost": fixed_cost_table,
     "posterior": posterior_table,
     "calibration": calibration_table,
+    "evidence": partial(evidence_table, "short"),
+    "evidence_casino": partial(evidence_table, "casino"),
     "control": control_table,
     "dense_training": dense_training_table,
     "monarch": monarch_table,

@@ -12,19 +12,19 @@ parameter is a weighted sum of its entries, and the log joint density is a furth
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from common import write
+from common import earlier, write
+from pyro.distributions import Dirichlet, Gamma, Normal
 from scipy import stats
 from torch import Tensor
 
 from pyrohmm import (
+    HMM,
     DenseHMM,
     MarginalModel,
     PosteriorDraws,
@@ -48,7 +48,6 @@ from pyrohmm import (
 )
 from pyrohmm.infer.starts import from_prior
 
-HERE = Path(__file__).parent
 CHAINS, BINS = 15, 8
 LENGTHS = torch.tensor([12, 7, 1])
 STRENGTH = torch.tensor([[4.0, 1.0, 1.0], [1.0, 1.0, 3.0]])
@@ -59,31 +58,52 @@ def tabular(family: Any) -> Any:
     return TabularHMM(2, family, 1.5, sticky(2, 3.0))
 
 
+def subjects(data: Sequences) -> HMM:
+    """Two states whose levels differ between sequences, about those of the population."""
+    rows = pyro.sample("transition", Dirichlet(torch.tensor([[3.0, 1.0], [1.0, 2.0]])).to_event(1))
+    mean = pyro.sample("mean", Normal(torch.tensor([-1.0, 1.0]), 0.5).to_event(1))
+    between = pyro.sample("between", Gamma(torch.tensor(3.0), 3.0))
+    with pyro.plate("subjects", data.total, subsample=data.indices):
+        level = pyro.sample("level", Normal(mean, between.unsqueeze(-1)).to_event(1))
+        hmm = HMM(torch.full((2,), 0.5).log(), rows.log(), Normal(level, 0.7), data.lengths)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "categorical": lambda: tabular(categorical(3, STRENGTH)),
     "bernoulli": lambda: tabular(bernoulli(2, 1.5, 2.0)),
     "poisson": lambda: tabular(poisson(0, torch.tensor([2.0, 8.0]), 1.0)),
     "normal": lambda: tabular(normal(0, torch.tensor([-1.0, 1.0]), 0.5, 3.0, 1.0)),
     "full covariance": lambda: tabular(normal_full(2, 0.5, 1.0, 6.0, 2.0)),
-    "mixture": lambda: tabular(normal_mixture(2, 1, 0.0, 0.5, 3.0, 1.0, 2.0)),
-    "autoregressive": lambda: tabular(autoregressive_normal(1, 1, 4.0, 0.0, 0.5, 4.0, 2.0)),
+    "mixture": lambda: tabular(normal_mixture(1, 0.0, 0.5, 3.0, 1.0, 2.0, num_components=2)),
+    "autoregressive": lambda: tabular(autoregressive_normal(1, 1, 0.0, 0.5, 4.0, 4.0, 2.0)),
     "durations": lambda: TabularHSMM(
-        2, free_durations(3, torch.tensor([1.0, 2.0, 3.0])), categorical(3, STRENGTH)
+        2, categorical(3, STRENGTH), free_durations(3, torch.tensor([1.0, 2.0, 3.0]))
     ),
     "second order": lambda: TabularSecondOrderHMM(2, categorical(3, STRENGTH)),
     "gamma": lambda: tabular(gamma(0)),
     "sticky HDP": lambda: StickyHDPHMM(3, categorical(3, 1.5), 3.0, 3.0, 3.0),
     "dense": lambda: DenseHMM(2, 3, 2),
+    "hierarchical": lambda: subjects,  # by HMC
 }
 SAMPLERS = ("gibbs", "hmc", "tempered gibbs")
 
 
+def model_of(module: Any) -> Any:
+    """The Pyro model of a module; a model as it is."""
+    return module if module is subjects else MarginalModel(module)
+
+
 def simulated(module: Any) -> tuple[dict[str, Tensor], Sequences]:
     """Parameters of the prior by name, and data of them."""
+    placeholder = Sequences(torch.zeros(len(LENGTHS), int(LENGTHS.max())), LENGTHS)
+    given, prefix = (placeholder, "") if module is subjects else (LENGTHS, "module.")
     with torch.no_grad():
-        trace = pyro.poutine.trace(module).get_trace(LENGTHS)
+        trace = pyro.poutine.trace(module).get_trace(given)
         values = trace.nodes["_RETURN"]["value"].sample()
-    truth = {f"module.{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    truth = {f"{prefix}{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+    truth = {name: value for name, value in truth.items() if name != "subjects"}
     return truth, Sequences(values, LENGTHS)
 
 
@@ -91,8 +111,17 @@ def sampled(sampler: str, module: Any, data: Sequences) -> Any:
     """One sample of each chain, and its log joint density."""
     options: dict[str, Any] = {"num_chains": CHAINS, "num_samples": 1, "progress": False}
     if sampler == "hmc":
-        start = {f"module.{n}": v.squeeze(1) for n, v in from_prior(module, data, CHAINS).items()}
-        return fit_mcmc(MarginalModel(module), data, warmup=80, start=start, **options)
+        if module is subjects:
+            with torch.no_grad(), pyro.plate("chains", CHAINS, dim=-2):
+                nodes = pyro.poutine.trace(subjects).get_trace(data).nodes
+            start = {
+                name: nodes[name]["value"] for name in ("transition", "mean", "between", "level")
+            }
+            start = {n: v if n == "level" else v.squeeze(1) for n, v in start.items()}
+        else:
+            first = from_prior(module, data, CHAINS)
+            start = {f"module.{name}": value.squeeze(1) for name, value in first.items()}
+        return fit_mcmc(model_of(module), data, warmup=80, start=start, **options)
     if sampler == "tempered gibbs":
         options["num_temperatures"] = 3
     return fit_gibbs(module, data, warmup=150, start=from_prior, **options)
@@ -112,7 +141,7 @@ def ranks_of(sampler: str, model: str, count: int) -> tuple[list[str], Tensor]:
             if samples.std() > 1e-6:  # else it is constant
                 row[site] = int((samples < value.flatten() @ weights).sum())
         draws = PosteriorDraws(
-            MarginalModel(module), {n: v[None, None].detach() for n, v in truth.items()}
+            model_of(module), {n: v[None, None].detach() for n, v in truth.items()}
         )
         evidence = draws.map(data, lambda hmm, x=data.values: hmm.log_prob(x).sum(-1).double())
         lp = evidence + draws.log_prior(data)
@@ -149,16 +178,21 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         measure("gibbs", "categorical", 2)
+        measure("hmc", "hierarchical", 2)
         return
     for sampler in options.sampler or SAMPLERS:
         for model in options.model or MODELS:
+            if model == "hierarchical" and sampler != "hmc":
+                continue
             found = measure(sampler, model, options.count)
             print(
                 {name: value for name, value in found.items() if name != "histograms"}, flush=True
             )
-            path = HERE / "calibration.json"
-            known = json.loads(path.read_text())["rows"] if path.exists() else []
-            kept = [row for row in known if (row["sampler"], row["model"]) != (sampler, model)]
+            kept = [
+                row
+                for row in earlier("calibration")
+                if (row["sampler"], row["model"]) != (sampler, model)
+            ]
             write("calibration", [*kept, found])
 
 

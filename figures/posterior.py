@@ -1,23 +1,24 @@
 """The whole posterior: effective samples a second of Gibbs sampling, HMC and NUTS, ours and others.
 
-The same model, data and starts (at the best of ten fits by EM); of each sampler the effective
-sample size of the worst parameter (the smallest of bulk sizes), for each second of processor time
-of the samples, after a warmup, of which compilation is a part; R-hat of the worst parameter. One
-thread. Each sampler is a run of its own, ``--sampler`` and ``--model``, and adds to
-``posterior.json``; those of NumPyro need it installed. Without ``--sampler`` the picture is drawn.
+The same model, data and starts (at the best of ten fits by EM, or by MAP); of each sampler the
+effective sample size of the worst parameter (the smallest of bulk sizes), for each second of
+processor time of the samples, after a warmup, of which compilation is a part; R-hat of the worst
+parameter. One thread. Each sampler is a run of its own, ``--sampler`` and ``--model``, and adds to
+``posterior.json``; those of NumPyro and blackjax need these installed. Without ``--sampler`` the
+picture is drawn.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pyro
 import torch
-from common import pyplot, write
+from common import earlier, pyplot, write
 from pyro.distributions import Dirichlet, HalfNormal, Normal
 from torch import Tensor
 
@@ -39,30 +40,34 @@ from pyrohmm import (
 from pyrohmm.infer.sampled import Chains, agreement
 
 HERE = Path(__file__).parent
-SAMPLERS = ("gibbs", "hmc", "pyro-nuts", "numpyro-nuts", "numpyro-nuts-vectorized")
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")  # one thread
 LABELS = {
     "gibbs": "pyrohmm, Gibbs",
     "hmc": "pyrohmm, HMC",
     "pyro-nuts": "Pyro, NUTS",
     "numpyro-nuts": "NumPyro, NUTS",
     "numpyro-nuts-vectorized": "NumPyro, NUTS, batched chains",
+    "blackjax-chees": "blackjax, ChEES, on dynamax",
 }
 TITLES = {"large": "20 states", "normal": "normal", "poisson": "Poisson"}
+MODELS = ("casino", "normal", "poisson", "large", "subjects")
 # chains, warmup, samples of each
 SIZES = {
     "gibbs": (64, 200, 1000),
-    "hmc": (32, 160, 60),
-    "pyro-nuts": (1, 100, 100),
-    "numpyro-nuts": (2, 200, 200),
-    "numpyro-nuts-vectorized": (8, 200, 200),
+    "hmc": (32, 200, 400),
+    "pyro-nuts": (1, 100, 200),
+    "numpyro-nuts": (2, 200, 400),
+    "numpyro-nuts-vectorized": (8, 200, 400),
+    "blackjax-chees": (32, 300, 400),
 }
-SHARE = {
-    "casino": 1.0,
-    "normal": 0.5,
-    "poisson": 1.0,
-    "large": 0.15,
-    "subjects": 0.5,
-}  # of the samples
+SPECIAL = {  # where chains mix more slowly, or a sample takes long
+    ("gibbs", "casino"): (64, 300, 8000),
+    ("gibbs", "large"): (16, 500, 1500),
+    ("hmc", "large"): (16, 100, 100),
+    ("numpyro-nuts", "large"): (1, 50, 50),
+    ("numpyro-nuts-vectorized", "large"): (4, 50, 50),
+    ("blackjax-chees", "large"): (16, 100, 100),
+}
 
 
 def problem(name: str) -> tuple[TabularHMM, Sequences]:
@@ -164,15 +169,15 @@ def by_pyro(module: Any, data: Sequences, start: Any, sizes: Any) -> Any:
     return found, times[warmup] - times[0], times[-1] - times[warmup]
 
 
-def in_numpyro(module: Any, data: Sequences) -> Any:
-    """The same model for NumPyro, filtered by ``lax.scan``."""
+def in_numpyro(module: Any, data: Sequences, evidence: Any) -> Any:
+    """The same model for NumPyro, whose states a function sums out."""
     import jax.numpy as jnp
     import numpyro
     import numpyro.distributions as dist
 
     values = jnp.array(data.values.numpy())
     if not isinstance(module, TabularHMM):
-        return _subjects_in_numpyro(values)
+        return _subjects_in_numpyro(values, evidence)
     scale_priors(module, data)
     emission, num_states = module.emission, module.num_states
 
@@ -197,12 +202,12 @@ def in_numpyro(module: Any, data: Sequences) -> Any:
         ones = jnp.ones((num_states, num_states))
         initial = numpyro.sample("module.initial", dist.Dirichlet(ones[0]))
         matrix = numpyro.sample("module.transition", dist.Dirichlet(ones).to_event(1))
-        numpyro.factor("x", _evidence(initial, matrix, likelihoods()))
+        numpyro.factor("x", evidence(initial, matrix, likelihoods()))
 
     return model
 
 
-def _subjects_in_numpyro(values: Any) -> Any:
+def _subjects_in_numpyro(values: Any, evidence: Any) -> Any:
     import jax.numpy as jnp
     import numpyro
     import numpyro.distributions as dist
@@ -215,12 +220,12 @@ def _subjects_in_numpyro(values: Any) -> Any:
         with numpyro.plate("subjects", len(values)):
             level = numpyro.sample("level", dist.Normal(mean, between).to_event(1))
         logs = dist.Normal(level[:, None], within).log_prob(values[..., None])
-        numpyro.factor("x", _evidence(jnp.full(2, 0.5), matrix, logs))
+        numpyro.factor("x", evidence(jnp.full(2, 0.5), matrix, logs))
 
     return model
 
 
-def _evidence(initial: Any, matrix: Any, logs: Any) -> Any:
+def by_scan(initial: Any, matrix: Any, logs: Any) -> Any:
     """Log evidence of log-likelihoods ``(N, T, K)``, summed."""
     import jax
     import jax.numpy as jnp
@@ -241,7 +246,7 @@ def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str
     import numpyro
 
     chains, warmup, samples = sizes
-    model = in_numpyro(module, data)
+    model = in_numpyro(module, data, by_scan)
     init = {name: jnp.array(value.numpy()) for name, value in start.start.items()}
     kernel = numpyro.infer.NUTS(model, init_strategy=numpyro.infer.init_to_value(values=init))
     sampler = numpyro.infer.MCMC(
@@ -260,6 +265,55 @@ def by_numpyro(module: Any, data: Sequences, start: Any, sizes: Any, method: str
     return samples_of, times[1] - times[0], times[2] - times[1]
 
 
+def by_blackjax(module: Any, data: Sequences, start: Any, sizes: Any) -> Any:
+    """Samples and seconds of blackjax's ChEES-HMC of the same model, filtered by dynamax."""
+    import blackjax
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from dynamax.hidden_markov_model import hmm_filter
+    from jax.flatten_util import ravel_pytree
+    from numpyro.infer import init_to_value
+    from numpyro.infer.util import initialize_model
+
+    def evidence(initial: Any, matrix: Any, logs: Any) -> Any:
+        return jax.vmap(lambda log: hmm_filter(initial, matrix, log).marginal_loglik)(logs).sum()
+
+    chains, warmup, samples = sizes
+    first_key, *keys = jax.random.split(jax.random.PRNGKey(0), 4)
+    model = in_numpyro(module, data, evidence)
+    init = {name: jnp.array(value.numpy()) for name, value in start.start.items()}
+    strategy = init_to_value(values=init)
+    (at, *_), energy, constrain, _ = initialize_model(first_key, model, init_strategy=strategy)
+    flat, unflat = ravel_pytree(at)
+    begin = flat + 0.05 * jax.random.normal(keys[0], (chains, len(flat)))
+
+    def density(place: Any) -> Any:
+        return -energy(unflat(place))
+
+    times = [time.process_time()]
+    adaptation = blackjax.chees_adaptation(density, chains, mass_matrix_estimation="diagonal")
+    (states, tuned), _ = adaptation.run(keys[1], begin, 0.1, optax.adam(0.025), warmup)
+    step = jax.vmap(blackjax.dynamic_hmc(density, **tuned).step)
+
+    @jax.jit
+    def run(key: Any, states: Any) -> Any:
+        def one(states: Any, key: Any) -> Any:
+            states, _ = step(jax.random.split(key, chains), states)
+            return states, states.position
+
+        return jax.lax.scan(one, states, jax.random.split(key, samples))[1]
+
+    jax.block_until_ready(run(keys[2], states))  # compiles
+    times.append(time.process_time())
+    places = jax.block_until_ready(run(keys[2], states))
+    times.append(time.process_time())
+    found = jax.vmap(jax.vmap(lambda place: constrain(unflat(place))))(places)
+    samples_of = {n: torch.tensor(np.array(v)).transpose(0, 1) for n, v in found.items()}
+    return samples_of, times[1] - times[0], times[2] - times[1]
+
+
 def measure(sampler: str, name: str) -> dict[str, Any]:
     """One sampler of one model."""
     module: Any
@@ -267,18 +321,20 @@ def measure(sampler: str, name: str) -> dict[str, Any]:
     if name == "subjects":
         module, data = subjects, hierarchical_data()
         pyro.set_rng_seed(1)
-        start = fit_map(subjects, data, num_iterations=300)
+        start = fit_map(subjects, data, num_iterations=300, restarts=10)  # one alone may end where
+        # some subjects number the states differently: a mode of its own
     else:
         module, data = problem(name)
         pyro.set_rng_seed(1)
         start = fit_em(module, data, restarts=10)
-    chains, warmup, samples = SIZES[sampler]
-    sizes = chains, max(50, int(warmup * SHARE[name] ** 0.5)), max(50, int(samples * SHARE[name]))
+    sizes = SPECIAL.get((sampler, name), SIZES[sampler])
     if sampler in ("gibbs", "hmc"):
-        ours(sampler, module, data, start, (chains, 1, 4))  # compiles
+        ours(sampler, module, data, start, (sizes[0], 1, 4))  # compiles
         found, first, rest = ours(sampler, module, data, start, sizes)
     elif sampler == "pyro-nuts":
         found, first, rest = by_pyro(module, data, start, sizes)
+    elif sampler == "blackjax-chees":
+        found, first, rest = by_blackjax(module, data, start, sizes)
     else:
         method = "vectorized" if sampler.endswith("vectorized") else "sequential"
         found, first, rest = by_numpyro(module, data, start, sizes, method)
@@ -298,8 +354,8 @@ def measure(sampler: str, name: str) -> dict[str, Any]:
 def main() -> None:
     """Measure one sampler of one model, or draw all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sampler", choices=SAMPLERS)
-    parser.add_argument("--model", choices=list(SHARE))
+    parser.add_argument("--sampler", choices=list(LABELS))
+    parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--quick", action="store_true", help="a few samples; nothing is written")
     options = parser.parse_args()
     if options.quick:
@@ -310,25 +366,25 @@ def main() -> None:
             ours(sampler, module, data, start, (4, 2, 4))
         return
     path = HERE / "posterior.json"
-    known = json.loads(path.read_text()).get("rows", []) if path.exists() else []
     if options.sampler:
         found = measure(options.sampler, options.model)
         print(found)
+        known = earlier("posterior")  # others may have added to it meanwhile
         known = [run for run in known if (run["sampler"], run["model"]) !=
                  (options.sampler, options.model)] + [found]  # fmt: skip
         write("posterior", known, numpyro="0.22.0")
         return
-    plt = pyplot()
+    known, plt = earlier("posterior"), pyplot()
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for i, (sampler, label) in enumerate(LABELS.items()):
         rates = {run["model"]: run["bulk a second"] for run in known
                  if run["sampler"] == sampler and run["bulk a second"] > 0}  # fmt: skip
         if not rates:
             continue
-        places = [list(SHARE).index(model) + 0.14 * (i - 2.5) for model in rates]
+        places = [MODELS.index(model) + 0.14 * (i - 2.5) for model in rates]
         axes.bar(places, list(rates.values()), 0.13, color=f"C{i}", label=label)
-    axes.set_xticks(range(len(SHARE)), [TITLES.get(name, name) for name in SHARE])
-    axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(SHARE) - 0.4))
+    axes.set_xticks(range(len(MODELS)), [TITLES.get(name, name) for name in MODELS])
+    axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(MODELS) - 0.4))
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside upper center", ncols=3)
     figure.savefig(path.with_suffix(".png"), dpi=120)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from scipy import stats
+from scipy.special import gammaln
 
 
 class Answer(NamedTuple):
@@ -102,13 +103,8 @@ def log_sum(scores: np.ndarray) -> np.ndarray:
 
 def for_each(solve: Callable[..., Answer], initial, transition, likelihood, lengths) -> Answer:
     """The answers for a batch: arguments are broadcast, then ``solve`` is asked one at a time."""
-    arrays = [np.asarray(a) for a in (initial, transition, likelihood, lengths)]
-    cores = [a.shape[a.ndim - dims :] for a, dims in zip(arrays, (1, 3, 2, 0))]
-    batch = np.broadcast_shapes(
-        *(a.shape[: a.ndim - dims] for a, dims in zip(arrays, (1, 3, 2, 0)))
-    )
-    full = [np.broadcast_to(a, batch + core) for a, core in zip(arrays, cores)]
-    answers = [solve(*(a[index] for a in full)) for index in np.ndindex(batch)]
+    batch, singles = one_by_one(initial, transition, likelihood, lengths)
+    answers = [solve(*one) for one in singles]
     return Answer(*(np.reshape(part, batch + np.shape(part[0])) for part in zip(*answers)))
 
 
@@ -244,3 +240,39 @@ def by_segments(
         paths[path] = np.logaddexp(paths.get(path, -np.inf), score)
     best = np.array(max(paths.values(), default=-np.inf))
     return SegmentAnswer(evidence, first, moves, lasted, states, best, paths)
+
+
+def log_table(counts, strength):
+    """Log marginal probability of counts of rows with Dirichlet priors, and the mean of each."""
+    total = counts + strength
+    norms = [(gammaln(part).sum(-1) - gammaln(part.sum(-1))).sum() for part in (total, strength)]
+    return norms[0] - norms[1], total / total.sum(-1, keepdims=True)
+
+
+def by_tables(data, priors):
+    """Log marginal likelihood, and posterior means of the tables of a two-state HMM of symbols.
+
+    By the sum over all paths of all sequences; ``priors`` are concentrations of the first state
+    ``(1, 2)``, of transitions ``(2, 2)``, and of symbols ``(2, V)``.
+    """
+    options = []
+    for i, length in enumerate(data.lengths.tolist()):
+        paths = itertools.product(range(2), repeat=length)
+        known = [-1] * length if data.labels is None else data.labels[i, :length].tolist()
+        options.append([p for p in paths if all(k in (-1, s) for s, k in zip(p, known))])
+    logs, means = [], []
+    for paths in itertools.product(*options):
+        first, pairs, symbols = (np.zeros(np.shape(part)) for part in priors)
+        for i, path in enumerate(paths):
+            first[0, path[0]] += 1
+            for a, b in itertools.pairwise(path):
+                pairs[a, b] += 1
+            for t, state in enumerate(path):
+                if data.observed[i, t]:
+                    symbols[state, data.values[i, t]] += 1
+        found = [log_table(c, p) for c, p in zip((first, pairs, symbols), priors)]
+        logs.append(sum(log for log, _ in found))
+        means.append([mean for _, mean in found])
+    evidence = log_sum(np.array(logs))
+    weights = np.exp(np.array(logs) - evidence)
+    return evidence, [sum(w * m[i] for w, m in zip(weights, means)) for i in range(3)]

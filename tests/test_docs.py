@@ -162,12 +162,6 @@ def test_the_page_of_a_room_names_its_public_modules(room):
     assert named == {name for name in names if not name.split(".")[-1].startswith("_")}
 
 
-def test_rooms_import_only_those_above_them():
-    for index, room in enumerate(rooms.ROOMS):
-        assert rooms.imports_of(room) <= set(rooms.ROOMS[:index])
-    assert "ops" in rooms.imports_of("distributions")
-
-
 def test_every_public_name_is_in_the_index():
     index = rooms.index()
     for name in rooms.public_names():

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,41 @@ def test_the_matrix_fits_are_at_or_below_those_of_the_paper_in_every_row():
     ]
     assert len(ours) == 12
     assert all(row["ours"] <= row["paper"] for row in ours)
+
+
+# Language models ----------------------------------------------------------------------------------
+
+
+def test_kneser_ney_is_its_formula_and_sums_to_one(monkeypatch):
+    """Of pairs, as Chen and Goodman write it; of four symbols, over all that may follow."""
+    monkeypatch.syspath_prepend(FIGURES)
+    baselines = importlib.import_module("common.baselines")
+    rng = np.random.default_rng(0)
+    text, test = (np.append(rng.geometric(0.3, size).clip(max=8), 0) for size in (99, 20))
+    pairs = Counter(itertools.pairwise([0, *text.tolist()]))
+
+    def discounted(counts):
+        ones, *more = (sum(count == k for count in counts.values()) for k in (1, 2, 3, 4))
+        share = ones / max(ones + 2 * more[0], 1)
+        cuts = [k - (k + 1) * share * n / max(m, 1)
+                for k, (m, n) in enumerate(itertools.pairwise([ones, *more]), 1)]  # fmt: skip
+        return {key: min(max(cuts[min(n, 3) - 1], 0), min(n, 3)) for key, n in counts.items()}
+
+    before = Counter(word for _, word in pairs)  # different ones
+    cut, total = discounted(before), len(pairs)
+    single = {w: (before[w] - cut[w] + sum(cut.values()) / 9) / total for w in before}
+    cut, wanted = discounted(pairs), []
+    for first, word in itertools.pairwise([0, *test.tolist()]):
+        rows = [pair for pair in pairs if pair[0] == first]
+        rest = sum(cut[pair] for pair in rows) * single[word]
+        counted = pairs[first, word] - cut.get((first, word), 0.0)
+        wanted.append((counted + rest) / sum(pairs[pair] for pair in rows))
+    found = baselines.KneserNey(text, 9, eos=0, order=2).log_probs(test)
+    np.testing.assert_allclose(np.exp(found), wanted, rtol=1e-12)
+    model = baselines.KneserNey(text, 9, eos=0, order=4)
+    for start in range(5):
+        ends = [model.log_probs(np.append(test[: start + 3], word))[-1] for word in range(9)]
+        assert np.exp(ends).sum() == pytest.approx(1.0)
 
 
 # Handwritten letters ------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
 RARE = 0.05  # share of swaps, below which neighbouring temperatures are said to be far apart
+NOTED = ("works", "diverging", "acceptance", "leapfrogs")  # kept of chains, but not judged
 FEWEST = 100  # effective samples of each chain, below which estimates are said to be rough
 
 
@@ -161,7 +162,8 @@ class SampledFit(Fit):
         chains: Latent variables by name, ``(C, S, ...)``; those of sequences ``(C, S, N, ...)``.
         stats: What else is known of each sample, ``(C, S)``, by name: ``lp``, the log joint density
             :math:`\log p(x, \theta)`, in nats; ``diverging``, whether a trajectory went astray.
-        tuning: What the warmup has found, by name.
+        tuning: What the warmup has found, by name. Of tempered chains: ``swaps``, how often the
+            neighbours do that do least, and ``round trips`` of each ladder, since the warmup.
         works: Of tempered chains, ``(C, S, 2, R - 1)``: see :class:`.tempering.Ladder`.
         inverse_temperatures: Theirs, ``(R,)``, from zero, the prior, to one.
     """
@@ -200,7 +202,9 @@ class SampledFit(Fit):
 
         Also called the evidence of the model: the parameters are integrated out. Estimated by
         Bennett's acceptance ratio between neighbouring temperatures, with the standard error among
-        the chains, which know nothing of each other.
+        the chains, which know nothing of each other. Where hardly any has come from the prior to
+        the posterior and back, which ``notes`` tell, all may miss a part of the posterior alike,
+        and the value may be off by more than its error.
 
         Raises:
             ValueError: If the chains were not tempered.
@@ -316,9 +320,9 @@ class Chains:
                 self.done += 1
                 bar.update()
                 index = self.done - self.warmup
-                if self.done % 50 == 0 and index > 8:
-                    rhat = worst_rhat({"lp": self.kept["lp"][:, : index - 1]})
-                    bar.set_postfix(rhat=f"{rhat:.3f}", refresh=False)
+                if not bar.disable and index > 8 and index % max(50, self.num_samples // 10) == 0:
+                    judged = {n: v[:, : index - 1] for n, v in self.kept.items() if n not in NOTED}
+                    bar.set_postfix(rhat=f"{worst_rhat(judged):.3f}", refresh=False)
                 if checkpoint is not None and (checkpoint.is_due() or self.done == total):
                     known = {"done": self.done, "kept": self.kept, "seconds": self.seconds}
                     known |= {"ladder": vars(self.ladder), "chains": self.state()}
@@ -351,11 +355,14 @@ class Chains:
             )
         if works is not None:
             fields["inverse_temperatures"] = self.ladder.inverse
-            fields["tuning"] = fields.get("tuning", {}) | {"swaps": self.ladder.least_swaps()}
-            if fields["tuning"]["swaps"] < RARE:
+            trips = self.ladder.trips.mean().item()
+            tuning = {"swaps": self.ladder.least_swaps(), "round trips": trips}
+            fields["tuning"] = fields.get("tuning", {}) | tuning
+            if tuning["swaps"] < RARE or trips < 1:
                 notes.append(
-                    "neighbouring temperatures hardly swap: chains do not mix, and the marginal "
-                    "likelihood is rough. Raise num_temperatures or warmup"
+                    "hardly any chain has come from the prior to the posterior and back: they do "
+                    "not mix, and the marginal likelihood may be off by more than its error. Raise "
+                    "num_temperatures, warmup or num_samples"
                 )
         return SampledFit(
             model, Point(values), -stats["lp"].mean(0), True, "it took all samples", self.seconds,

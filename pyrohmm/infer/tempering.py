@@ -48,6 +48,8 @@ class Ladder:
     Attributes:
         inverse: Inverse temperatures ``(R,)``, rising from zero to one.
         rungs: ``(C, R)`` integers, at which temperature each chain is.
+        trips: ``(C,)``, how often a chain of each ladder has come from the prior to the posterior
+            and back to the prior, since the warmup.
     """
 
     def __init__(self, num_chains: int, num_temperatures: int, warmup: int) -> None:
@@ -57,6 +59,8 @@ class Ladder:
         self.rungs = torch.arange(size).repeat(num_chains, 1)
         self.warmup, self.done = warmup, 0
         self.swaps = torch.zeros(2, size - 1, dtype=torch.float64)  # accepted, tried
+        self.trips = torch.zeros(num_chains)
+        self.outward = torch.zeros(num_chains, size)  # 1 from the prior on, 2 from the posterior on
 
     @property
     def size(self) -> int:
@@ -108,9 +112,19 @@ class Ladder:
         self.swaps[0, pairs] += shares.mean(0)
         self.swaps[1, pairs] += 1
         self.done += 1
+        self._count_trips()
         if self.done in [int(self.warmup * part) for part in SPACED] + [self.warmup]:
             self._space()
         return (self.rungs != before).flatten(), works
+
+    def _count_trips(self) -> None:
+        """Of each chain: whether it has been at the prior, and at the posterior since then."""
+        if self.done <= self.warmup:
+            return
+        hot, cold = self.rungs == 0, self.rungs == self.size - 1
+        self.trips += (hot & (self.outward == 2)).sum(-1)
+        self.outward[hot] = 1
+        self.outward[cold & (self.outward == 1)] = 2
 
     def _space(self) -> None:
         """Put temperatures where neighbours are rejected equally often, but at the last time."""

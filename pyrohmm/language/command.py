@@ -111,19 +111,15 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 def imitate(options: argparse.Namespace) -> None:
     """Distil a model of ``transformers``, and save the HMM."""
     os.makedirs(options.save, exist_ok=True)  # before anything takes time
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        sys.exit("transformers is not installed: pip install pyrohmm[transformers]")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     pyro.set_rng_seed(options.seed)
     found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
     if ProcessGroup.all().is_first and found.divergence is not None:
         to_ctrlg(found.hmm, options.save, tokenizer.eos_token_id)
-        print(f"ended after {len(found.fit.losses):,} losses: {found.fit.reason}; saved to "
-              f"{options.save}")  # fmt: skip
-        print(f"held out: {found.perplexity}")
+        print(f"ended: {found.fit.reason}; saved to {options.save}\nheld out: {found.perplexity}")
         steps = " ".join(f"{nats:.2f}" for nats in found.divergence.tolist())
         print(f"divergence by step, in nats: {steps}")
 

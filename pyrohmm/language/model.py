@@ -8,6 +8,7 @@ are made of V words in C clusters; there are K states.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from .. import _renamed as renamed
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
+from ..data.batches import batches_in_round
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
 from ..infer.results import Fit
@@ -31,7 +33,7 @@ from . import clusters, generation, scoring, text
 from .files import read_model, write_model
 from .steering import Steering
 from .text import check_ends, split_words
-from .training import DefaultDropout, fit_sentences, in_words, iterations
+from .training import DefaultDropout, fit_sentences, in_words
 
 
 class LanguageModel:
@@ -215,7 +217,10 @@ class LanguageModel:
         num_streams: int = 16,
     ) -> int:
         """The number of gradient steps of :meth:`fit` with these arguments."""
-        return iterations(data, self.contiguous, num_epochs, batch_tokens, num_streams)
+        if not self.contiguous:
+            return num_epochs * batches_in_round(data.lengths, batch_tokens)
+        steps = max(1, batch_tokens // num_streams)
+        return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)
 
     @renamed.attribute("num_iterations")
     def num_steps(self) -> Any:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from ..data.batches import batches_in_round
 from ..data.sequences import Sequences
 from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
@@ -118,7 +117,7 @@ def fit_sentences(
     pyro_model = MarginalModel(module)
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
     read, first = data, copy.deepcopy(module.state_dict())
-    num_iterations = iterations(data, model.contiguous, *sizes)
+    num_iterations = model.num_iterations(data, *sizes)
     set_default(module, data.num_observed, num_epochs, num_iterations)
     if model.contiguous:
         steps = max(1, batch_tokens // num_streams)
@@ -150,13 +149,3 @@ def _is_broken(model: Any, data: Sequences) -> bool:
     except ValueError:
         return True
     return not nats <= 10 * math.log(len(model.vocabulary))  # NaN also
-
-
-def iterations(
-    data: Sequences, contiguous: bool, num_epochs: int, batch_tokens: int, num_streams: int
-) -> int:
-    """The number of gradient steps of a fit."""
-    if not contiguous:
-        return num_epochs * batches_in_round(data.lengths, batch_tokens)
-    steps = max(1, batch_tokens // num_streams)
-    return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)

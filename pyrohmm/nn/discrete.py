@@ -96,9 +96,10 @@ class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
         """Expected number of times each state emits each symbol."""
-        size = self.concentration.size(-1)
-        counts = [add_rows(weight, values.long(), size).mT for weight in weights]
-        return {"probs": torch.stack(counts)}
+        size, batch = self.concentration.size(-1), len(weights)
+        rows = values.long() + size * torch.arange(batch, device=values.device).unsqueeze(-1)
+        counts = add_rows(weights.flatten(0, 1), rows.flatten(), batch * size)
+        return {"probs": counts.unflatten(0, (batch, size)).mT}
 
 
 class BernoulliEmission(Components, emits=torch_dist.Bernoulli):

@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from pyrohmm import (
     HMM,
-    DenseHMM,
     HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
     categorical,
     datasets,
-    dense,
     fit_em,
     fit_map,
     left_to_right,
@@ -246,14 +244,6 @@ def test_a_covariance_in_a_function_counts_the_entries_of_its_lower_half():
     assert metrics.num_parameters(model, Sequences.from_list([[0]])) == 2 * 6
 
 
-def test_criteria_by_their_formulas():
-    data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
-    fit = fit_em(TabularHMM(2, categorical(6)), data, num_iterations=3)
-    evidence = fit.hmm(data).log_prob(data.values).sum().item()
-    assert metrics.aic(fit, data) == pytest.approx(-2 * evidence + 2 * 13)
-    assert metrics.bic(fit, data) == pytest.approx(-2 * evidence + 13 * math.log(100))
-
-
 class Softmax(HMMModule):
     """Logits of everything, as one writes them first."""
 
@@ -268,32 +258,16 @@ class Softmax(HMMModule):
         return HMM(start, rows, dist.Categorical(logits=emit), lengths, observed)
 
 
-class Embedded(HMMModule):
-    """A DenseHMM whose embeddings are parameters."""
-
-    def __init__(self, module):
-        super().__init__()
-        for name in ("start", "leave", "enter", "emit", "symbol"):
-            setattr(self, name, torch.nn.Parameter(getattr(module, name).detach()))
-
-    def forward(self, lengths, observed=None):
-        logits = [self.start @ self.enter.T, self.leave @ self.enter.T, self.emit @ self.symbol.T]
-        start, rows, emit = (x.log_softmax(-1) for x in logits)
-        return HMM(start, rows, dist.Categorical(logits=emit), lengths, observed)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(
     ("module", "count"),
     [
         (Softmax(3, 5), 2 + 3 * 2 + 3 * 4),
         (Softmax(1, 2), 1),
-        (Embedded(DenseHMM(6, 9, 2)), dense.degrees_of_freedom(6, 9, 2)),
-        (Embedded(DenseHMM(4, 3, 5)), dense.degrees_of_freedom(4, 3, 5)),
     ],
 )
 def test_logits_count_by_what_they_can_change(module, count, dtype):
-    """A row of a softmax has one logit too many; of embeddings a whole rotation does nothing."""
+    """A row of a softmax has one logit too many."""
     data = Sequences.from_list([[0, 1]])
     assert metrics.num_parameters(module.to(dtype), data) == count
 

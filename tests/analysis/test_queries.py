@@ -50,9 +50,6 @@ def changing():
     return HMM(even[0, 0], even, shown, torch.tensor(3), transition_per_step=True)
 
 
-# The most probable paths -------------------------------------------------------------------------
-
-
 # Continuations -----------------------------------------------------------------------------------
 
 
@@ -178,9 +175,6 @@ def test_runs_are_those_of_groupby(shape, complete):
             expected[k, duration - 1] += 1
     found = queries.dwell_counts(states, lengths, 3, complete=complete)
     assert found.tolist() == expected.tolist()
-
-
-# Residuals ---------------------------------------------------------------------------------------
 
 
 # Emissions of two states by a parameter each: in torch, and cumulative and density by scipy

@@ -9,7 +9,6 @@ from pyro.distributions import Categorical, Dirichlet
 
 from pyrohmm import (
     HMM,
-    MarginalModel,
     NeuralHMM,
     Sequences,
     blocks,
@@ -42,14 +41,6 @@ def test_steps_in_blocks_are_those_of_the_dense_posterior(two_level):
     shares = dense.counts / dense.counts.sum()
     assert found.effective == pytest.approx(math.exp(-(shares * shares.log()).sum()), rel=1e-4)
     assert 1 < found.effective < 12
-
-
-def test_the_states_of_a_fit_are_counted_in_batches():
-    module, data = large()
-    fit = fit_map(MarginalModel(module), data, num_iterations=1, tolerance=None, progress=False)
-    whole = metrics.state_usage(fit.hmm(data), data)
-    found = metrics.state_usage(fit, data, batch_size=2)
-    torch.testing.assert_close(found.counts, whole.counts, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("two_level", [False, True])

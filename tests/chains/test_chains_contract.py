@@ -64,7 +64,13 @@ def in_blocks(*logits):
     return BlockChain(rows(3), transition, three)
 
 
+def in_blocks_of_a_matrix():
+    one = blocks.from_clusters(torch.tensor([0, 0]), 3)
+    return BlockChain(rows(3), rows(3, 3, zeros=True), one)
+
+
 CHAINS = {
+    "blocks of a matrix with zeros": in_blocks_of_a_matrix,
     "blocks on two levels": lambda: in_blocks(torch.randn(3, 2)),
     "blocks on one level": in_blocks,
     "a ring of a user's": lambda: Ring(rows(3), rows(3, 2)),

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.io import savemat
 
-from pyrohmm import TabularHMM, categorical, datasets, fit_em, readers
+from pyrohmm import TabularHMM, categorical, datasets, fit_em, metrics, readers
 from pyrohmm.data.datasets import PublicFile
 from pyrohmm.data.vocabulary import Vocabulary
 
@@ -334,15 +334,10 @@ def test_frequencies_at_the_casino_are_those_of_its_parameters():
         assert changed == pytest.approx(transition[die, 1 - die].item(), abs=0.007)
 
 
-def bhattacharyya(rows: np.ndarray) -> float:
-    """Mean over pairs of rows of -log sum sqrt(p q), by definition."""
-    distances = [-np.log(np.sqrt(p * q).sum()) for i, p in enumerate(rows) for q in rows[:i]]
-    return float(np.mean(distances))
-
-
 def test_rows_of_the_diverse_toy_are_as_far_apart_as_in_the_paper():
     transition = np.array(datasets.DIVERSE_TRANSITION)
-    assert bhattacharyya(transition) == pytest.approx(0.531, abs=5e-4)  # as it is printed
+    diversity = metrics.diversity(torch.tensor(transition)).item()
+    assert diversity == pytest.approx(0.531, abs=5e-4)  # as it is printed
     np.testing.assert_allclose(transition.sum(-1), 1)
     assert sum(datasets.DIVERSE_INITIAL) == pytest.approx(1)
 

@@ -310,46 +310,6 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
 
 
-def test_sequences_that_leave_the_range_are_redone_in_logarithms():
-    blocks = from_clusters(torch.tensor([0, 1, 1]), 2)
-    slow = torch.tensor([[0.0, -200.0, 0.0, 0.0], [-200.0, 0.0, 0.0, 0.0]])
-    scores = torch.cat([slow, torch.zeros(2, 4)]).log_softmax(-1).requires_grad_()
-    # after symbol 0 the state is 0, but only state 1 goes on to where it can emit symbol 1
-    transitions = scores.clone()
-    transitions = torch.where(
-        torch.tensor([[0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool(),
-        -150.0,
-        transitions,
-    )
-    start = torch.tensor([0.0, -180.0, -200.0, -200.0]).log_softmax(-1)
-    emission = torch.tensor([[0.0, 0.0], [-190.0, 0.0], [0.0, -190.0]])
-    values = torch.tensor([[0, 1], [0, 0]])
-    hmm = BlockHMM(start, transitions, emission, blocks, torch.tensor([2, 2]), validate_args=False)
-    exact = start[:2].double().unsqueeze(-1) + transitions[:2, 2:].double() + emission[1].double()
-    wanted = exact.flatten().logsumexp(0)
-    assert wanted < -140  # far below what a single number holds
-    torch.testing.assert_close(hmm.log_prob(values)[0].double(), wanted, rtol=1e-6, atol=0)
-    (found,) = torch.autograd.grad(hmm.log_prob(values).sum(), scores)
-    assert bool(found.isfinite().all())
-    torch.testing.assert_close(hmm.log_prob(values), hmm.dense().log_prob(values))
-
-
-def test_what_is_impossible_has_no_probability_and_no_gradient():
-    blocks = from_clusters(torch.tensor([0, 1]), 1)
-    transitions = torch.tensor(
-        [[0.0, -math.inf], [math.log(0.5), math.log(0.5)]], requires_grad=True
-    )
-    start = torch.tensor([0.5, 0.5]).log()
-    values, lengths = torch.tensor([[0, 1], [1, 0]]), torch.tensor([2, 2])
-    hmm = BlockHMM(start, transitions, torch.zeros(2, 1), blocks, lengths)
-    found = hmm.log_prob(values)
-    torch.testing.assert_close(found.exp(), torch.tensor([0.0, 0.25]))
-    (gradient,) = torch.autograd.grad(found.sum(), transitions)
-    torch.testing.assert_close(gradient, torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
-    assert hmm.viterbi(values).tolist() == [[0, 1], [1, 0]]
-    assert bool(hmm.block_posterior(values).probs.isfinite().all())
-
-
 def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
     torch.manual_seed(5)
     results = []

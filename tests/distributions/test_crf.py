@@ -2,8 +2,10 @@
 
 import numpy as np
 import oracle
+import pyro
 import pytest
 import torch
+from pyro.infer import SVI, Predictive, Trace_ELBO
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import LinearChainCRF
@@ -186,3 +188,23 @@ def test_batches_of_transitions_broadcast():
     wide = each[0].expand((5, 3))
     assert wide.batch_shape == (5, 3)
     assert torch.allclose(wide.log_prob(labels)[2], each[0].log_prob(labels))
+
+
+def test_tags_in_a_pyro_model_are_fitted_and_sampled():
+    emission, transition, _ = scores(3, 4, 2)
+
+    def model(tags=None):
+        scale = pyro.param("scale", torch.tensor(0.0))
+        with pyro.plate("sentences", 3):
+            crf = LinearChainCRF(scale * emission, transition, lengths=LENGTHS)
+            return pyro.sample("tags", crf, obs=tags)
+
+    tags = LinearChainCRF(emission, transition, lengths=LENGTHS).mode
+    svi = SVI(model, lambda tags: None, pyro.optim.Adam({"lr": 0.1}), Trace_ELBO())
+    losses = [svi.step(tags) for _ in range(30)]
+    even = LinearChainCRF(0 * emission, transition, lengths=LENGTHS)
+    assert losses[0] == pytest.approx(-even.log_prob(tags).sum().item())
+    assert losses[-1] < losses[0] - 1
+    sampled = Predictive(model, num_samples=5)()["tags"]
+    assert sampled.shape == (5, 3, 4)
+    assert not sampled[:, ~even.exists].any()

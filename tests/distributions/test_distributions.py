@@ -4,12 +4,9 @@ import math
 
 import numpy as np
 import oracle
-import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.infer.autoguide import AutoDelta
 from scipy import stats
 from torch.distributions import biject_to
 
@@ -158,30 +155,6 @@ def test_sparse_jacobian_is_finite_far_out(dtype):
         assert x.grad.isfinite().all()
 
 
-def rows_model(counts):
-    allowed = torch.tensor([[True, True, False], [False, True, False], [True, True, True]])
-    table = pyro.sample("table", SparseDirichlet(torch.full((3, 3), 2.0), allowed))
-    pyro.factor("seen", (counts[allowed] * table[allowed].log()).sum())
-
-
-COUNTS = torch.tensor([[5, 1, 0], [0, 3, 0], [1, 2, 6]])
-SHARES = [[6 / 8, 2 / 8, 0.0], [0.0, 1.0, 0.0], [2 / 12, 3 / 12, 7 / 12]]
-
-
-def fit_guide(guide, num_steps, rate):
-    svi = SVI(rows_model, guide, pyro.optim.Adam({"lr": rate}), Trace_ELBO())
-    for _ in range(num_steps):
-        svi.step(COUNTS)
-
-
-def test_a_point_of_sparse_rows_is_the_mode_and_keeps_zeros():
-    guide = AutoDelta(rows_model)
-    fit_guide(guide, 250, 0.1)
-    table = guide.median()["table"].detach()
-    torch.testing.assert_close(table, torch.tensor(SHARES), atol=1e-3, rtol=0.0)
-    assert (table == 0).tolist() == [[False, False, True], [True, False, True], [False] * 3]
-
-
 # Covariances
 
 
@@ -317,45 +290,6 @@ def test_tied_states_sample_independently_from_the_distribution_they_share():
 
 
 # What is known in part
-
-
-@pytest.mark.parametrize("name", ["normal", "full", "mixture", "streams"])
-def test_gradients_are_finite_where_components_are_missing(name):
-    leaves = {
-        "loc": torch.randn(3, 2, requires_grad=True),
-        "root": torch.randn(3, 2, 2, requires_grad=True),
-        "logits": torch.randn(3, 4, requires_grad=True),
-        "locs": torch.randn(3, 4, 2, requires_grad=True),
-    }
-    matrix = leaves["root"] @ leaves["root"].mT + torch.eye(2)
-    distributions = {
-        "normal": dist.Normal(leaves["loc"], 1.0).to_event(1),
-        "full": dist.MultivariateNormal(leaves["loc"], matrix),
-        "mixture": dist.MixtureSameFamily(
-            dist.Categorical(logits=leaves["logits"]),
-            dist.Normal(leaves["locs"], 1.0).to_event(1),
-        ),
-        "streams": Streams(
-            [dist.Categorical(logits=leaves["logits"]), dist.Poisson(leaves["loc"][:, 0].exp())]
-        ),
-    }
-    values = torch.tensor([[1.0, NAN], [NAN, 2.0], [1.0, 2.0], [NAN, NAN]])
-    log_prob_per_state(distributions[name], values).sum().backward()
-    found = [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-    assert found
-    assert all(bool(gradient.isfinite().all()) for gradient in found)
-
-
-def test_bits_have_the_gradient_of_their_formula():
-    logits = torch.randn(3, 4, requires_grad=True)
-    values = torch.randint(2, (6, 4)).double()
-    distribution = dist.Bernoulli(logits=logits).to_event(1)
-    weights = torch.rand(6, 3)
-    (found,) = torch.autograd.grad(
-        (weights * log_prob_per_state(distribution, values)).sum(), logits
-    )
-    expected = weights.T @ values - weights.sum(0).unsqueeze(-1) * logits.sigmoid()
-    torch.testing.assert_close(found, expected)
 
 
 def test_whole_numbers_and_symbols_among_floats_are_scored_as_themselves():

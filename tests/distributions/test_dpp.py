@@ -111,17 +111,6 @@ def test_gradient_is_the_right_formula(rho):
     torch.testing.assert_close(slope, right_gradient(rows.detach(), rho))
 
 
-def test_gradient_is_twice_that_of_equation_15_along_the_simplex():
-    rows = drawn(4).requires_grad_()
-    (slope,) = torch.autograd.grad(dpp.log_diversity(rows), rows)
-    inverse = torch.linalg.inv(dpp.product_kernel(rows.detach()))
-    paper = torch.zeros(4, 4)
-    for i, j in itertools.product(range(4), repeat=2):
-        paper[i, j] = 0.5 * sum(inverse[m, i] * (rows[m, j] / rows[i, j]).sqrt() for m in range(4))
-    steep = [each - each.mean(-1, keepdim=True) for each in (slope, paper.detach())]
-    torch.testing.assert_close(steep[0], 2 * steep[1])
-
-
 @pytest.mark.parametrize("shape", [(3, 3), (2, 4), (1, 1), (1, 3)])
 def test_gradient_to_second_order(shape):
     logits = torch.randn(2, *shape, requires_grad=True)

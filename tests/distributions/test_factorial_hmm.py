@@ -108,18 +108,6 @@ def test_labels_of_some_chains(hmm, values):
         hmm.restrict_chains(labels.masked_fill(labels == 1, 2))
 
 
-def test_em_finds_two_chains_that_add_up():
-    sticky = torch.tensor([[0.95, 0.05], [0.05, 0.95]]).log()
-    even = torch.full((2,), 0.5).log()
-    levels = Normal(torch.tensor([[0.0], [1.0], [4.0], [5.0]]), 0.2).to_event(1)
-    truth = FactorialHMM([even] * 2, [sticky] * 2, levels, torch.tensor([300]))
-    data = Sequences(truth.sample(), torch.tensor([300]))
-    fit = fit_em(TabularFactorialHMM((2, 2), additive_normal((2, 2), 1)), data, restarts=4)
-    sums = fit.hmm(data).emission.mean.flatten().sort().values
-    assert (sums - torch.tensor([0.0, 1.0, 4.0, 5.0])).abs().max() < 0.2
-    assert fit.parameters["module.emission.variance"].item() == pytest.approx(0.04, rel=0.3)
-
-
 def test_logits_that_add_are_fitted_by_every_method():
     data = Sequences((torch.randn(4, T, 3) > 0).double(), LENGTHS)
     module = TabularFactorialHMM((2, 2), additive_bernoulli((2, 2), 3))

@@ -1,7 +1,5 @@
 """``HMM``: conventions, sampling, forecasts, supports and errors; exactness is in ``test_fuzz``."""
 
-import itertools
-
 import numpy as np
 import oracle
 import pyro.distributions as dist
@@ -113,49 +111,7 @@ def test_the_first_state_emits(engine):
     assert hmm.log_prob(torch.tensor([1])).exp() == 0.0
 
 
-# Other people's numbers --------------------------------------------------------------------------
-
-
-def test_wikipedia_forward_backward_umbrella(engine):
-    """https://en.wikipedia.org/wiki/Forward-backward_algorithm; state 0 is rain.
-
-    From an even start it is the same to make a transition before the first emission.
-    """
-    matrix = torch.tensor([[0.7, 0.3], [0.3, 0.7]]).log()
-    emission = dist.Categorical(probs=torch.tensor([[0.9, 0.1], [0.2, 0.8]]))
-    hmm, values = HMM(even(2), matrix, emission, torch.tensor(5)), torch.tensor([0, 0, 1, 0, 0])
-    filtered = [0.8182, 0.8834, 0.1907, 0.7308, 0.8673]
-    smoothed = [0.8673, 0.8204, 0.3075, 0.8204, 0.8673]
-    assert_close(hmm.filtered(values)[:, 0], filtered, atol=5e-5)
-    assert_close(hmm.posterior(values).state_probs[:, 0], smoothed, atol=5e-5)
-    assert hmm.viterbi(values).tolist() == [0, 0, 1, 0, 0]
-
-
-def test_wikipedia_viterbi_doctor(engine):
-    """https://en.wikipedia.org/wiki/Viterbi_algorithm: healthy, healthy, fever, with 0.01512."""
-    hmm = HMM(
-        torch.tensor([0.6, 0.4]).log(),
-        torch.tensor([[0.7, 0.3], [0.4, 0.6]]).log(),
-        dist.Categorical(probs=torch.tensor([[0.5, 0.4, 0.1], [0.1, 0.3, 0.6]])),
-        torch.tensor(3),
-    )
-    values = torch.tensor([0, 1, 2])  # normal, cold, dizzy
-    path = hmm.viterbi(values)
-    assert path.tolist() == [0, 0, 1]
-    assert hmm.log_joint(values, path).exp().item() == pytest.approx(0.01512)
-
-
 # Sampling ---------------------------------------------------------------------------------------
-
-
-def test_sequences_are_sampled_as_often_as_their_probability(engine):
-    hmm = built(lengths=3, emission=dist.Categorical(logits=rows(2, 3)))
-    values, states = hmm.sample_with_states((5_000,))
-    every = torch.tensor(list(itertools.product(range(3), repeat=3)))
-    paths = torch.tensor(list(itertools.product(range(2), repeat=3)))
-    together = (values @ torch.tensor([9, 3, 1])) * 8 + states @ torch.tensor([4, 2, 1])
-    joint = hmm.log_joint(every[:, None], paths).exp().numpy()
-    assert oracle.looks_drawn_from(np.bincount(together, minlength=27 * 8), joint)
 
 
 def test_samples_of_a_batch_follow_their_own_parameters():
@@ -203,22 +159,6 @@ def test_expanding_changes_shapes_and_no_answer(per_step, engine):
     torch.testing.assert_close(wide.log_joint(values, states), joint.expand(4, 2, 3))
     with pytest.raises(ValueError, match="values must lie between 0 and V - 1"):
         wide.log_prob(values + 4)
-
-
-def test_forecast_equals_the_evidence_with_the_steps_appended(engine):
-    hmm, values = built(), torch.randint(4, (3, 3))
-    forecast = hmm.forecast(values, 2)
-    for n, length in enumerate(hmm.lengths.tolist()):
-        before = hmm.with_lengths(torch.tensor(length)).log_prob(values[n, :length])
-        seen = torch.arange(length + 2) != length  # the step between is missing
-        after = hmm.with_lengths(torch.tensor(length + 2), seen)
-        for symbol in range(4):
-            whole = torch.cat([values[n, :length], torch.tensor([0, symbol])])
-            torch.testing.assert_close(
-                forecast.probs[n, 1, symbol], (after.log_prob(whole) - before).exp()
-            )
-        next_one = torch.full((3, 2), 1)
-        assert_close(forecast.log_prob(next_one).exp(), forecast.probs[..., 1])
 
 
 @pytest.mark.parametrize("event", [(), (2,)])
@@ -291,13 +231,6 @@ def test_a_chain_with_two_ends_has_no_stationary_distribution():
 
 
 # Supports that differ by state --------------------------------------------------------------------
-
-
-def test_gradients_are_finite_where_a_state_cannot_emit():
-    low = torch.tensor([0.0, 4.0, 6.0]).requires_grad_()
-    hmm = HMM(even(3), even(3, 3), dist.Uniform(low, low + 5.0), torch.tensor([3]))
-    hmm.log_prob(torch.tensor([[4.5, 1.0, 10.5]])).backward()
-    assert bool(low.grad.isfinite().all())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

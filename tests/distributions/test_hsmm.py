@@ -3,12 +3,10 @@
 import oracle
 import pytest
 import torch
-from pyro.distributions import Categorical, Normal
+from pyro.distributions import Normal
 
 from pyrohmm import (
-    HMM,
     HSMM,
-    queries,
 )
 
 NEVER = -torch.inf
@@ -82,24 +80,6 @@ def test_a_process_seen_from_any_moment_on_is_stationary():
         probs = probs @ chain.log_transition.exp()
 
 
-@pytest.mark.parametrize("censored", [True, False])
-def test_samples_have_the_durations_asked_for(censored):
-    exact = torch.tensor([[NEVER, 0.0], [0.0, NEVER], [NEVER, 0.0]])
-    lengths = torch.tensor([7, 6])
-    initial, transition, _ = parameters()
-    hsmm = HSMM(initial, transition, exact, Categorical(torch.eye(3)), lengths,
-                censored_end=censored)  # fmt: skip
-    values, states = hsmm.sample_with_states((50,))
-    assert torch.equal(values, states)
-    wanted, cut = [2, 1, 2], False
-    for row in queries.segments(states.flatten(0, 1), lengths.repeat(50)):
-        if row.last + 1 == lengths[row.sequence % 2]:
-            cut |= row.length < wanted[row.state]
-        else:
-            assert row.length == wanted[row.state]
-    assert cut is censored
-
-
 def test_parameters_of_each_step(values):
     emission = Normal(torch.arange(3.0) + torch.arange(T).unsqueeze(-1), 1.5)
     hsmm = HSMM(*parameters(), emission, LENGTHS, emission_per_step=True)
@@ -111,14 +91,3 @@ def test_parameters_of_each_step(values):
 def test_forecasts_need_data_that_may_go_on(values):
     with pytest.raises(ValueError, match=r"replace\(censored_end=True\)"):
         model(censored_end=False).forecast(values, 1)
-
-
-def test_an_hmm_and_an_hsmm_with_the_same_chain_agree(values):
-    """Durations of one step: a chain that never stays."""
-    initial, transition, _ = parameters()
-    emission = Normal(torch.arange(3.0), 1.5)
-    one = torch.zeros(K, 1)
-    hsmm = HSMM(initial, transition, one, emission, LENGTHS)
-    hmm = HMM(initial, transition, emission, LENGTHS)
-    torch.testing.assert_close(hsmm.log_prob(values), hmm.log_prob(values))
-    assert torch.equal(hsmm.viterbi(values), hmm.viterbi(values))

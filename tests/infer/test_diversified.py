@@ -127,21 +127,6 @@ def test_labelled_sequences_are_counted_once():
     assert len(fit.losses) < 12
 
 
-def test_the_proximal_term_of_equation_8():
-    """With a heavy anchor at the counts, it stays there; with none, it leaves."""
-    data = datasets.diverse_toy(100, generator=torch.Generator().manual_seed(0))
-    data = Sequences(data.values.double(), data.lengths, labels=data.labels)
-    plain = fit_em(TabularHMM(5, normal(0)), data).hmm(data).log_transition.exp()
-    changes = []
-    for weight in (0.0, 1e3, 1e6):
-        options = {"anchor": plain, "anchor_weight": weight} if weight else {}
-        prior = DiversityPrior(20.0, **options)
-        fit = fit_em(TabularHMM(5, normal(0)), data, log_prior=prior)
-        changes.append((fit.hmm(data).log_transition.exp() - plain).abs().max().item())
-    assert changes[0] > changes[1] > changes[2]
-    assert changes[2] < 1e-3 < changes[0]
-
-
 def test_zeros_of_an_hmm_stay_and_other_entries_change():
     rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
     emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())

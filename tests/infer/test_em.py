@@ -12,7 +12,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from families import CASES, STATES
-from hmmlearn import hmm as hmmlearn_models
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from scipy import stats
 from torch.distributions import constraints
@@ -27,7 +26,6 @@ from pyrohmm import (
     categorical,
     fit_em,
     freeze,
-    from_hmmlearn,
     left_to_right,
     load_hmm,
     normal,
@@ -163,75 +161,6 @@ def test_it_ends_at_a_local_maximum(name):
     data = data_of(CASES[name], gaps=name not in ("full", "shared"))
     fit = fit_em(module_of(CASES[name]), data, num_iterations=1500, tolerance=1e-14)
     assert fit.information(data).decrement < 1e-9
-
-
-# Against hmmlearn
-
-
-def plain_data(kind, seed=0):
-    rng = np.random.default_rng(seed)
-    if kind == "categorical":
-        return rng.integers(4, size=(6, 9))
-    if kind == "poisson":
-        return rng.poisson(3.0, size=(6, 9, 2))
-    return rng.normal(size=(6, 9, 2))
-
-
-def theirs_of(kind, num_steps, **options):
-    """A model of hmmlearn, its own priors switched off, at random parameters."""
-    rng = np.random.default_rng(3)
-    common = {"n_iter": num_steps, "tol": -np.inf, "init_params": "", "implementation": "log"}
-    common |= options
-    if kind == "categorical":
-        model = hmmlearn_models.CategoricalHMM(STATES, **common)
-        model.emissionprob_ = rng.dirichlet(np.ones(4), size=STATES)
-        model.n_features = 4
-    elif kind == "poisson":
-        common = {"lambdas_prior": 0.0, "lambdas_weight": 0.0} | common
-        model = hmmlearn_models.PoissonHMM(STATES, **common)
-        model.lambdas_ = rng.uniform(1.0, 5.0, size=(STATES, 2))
-    else:
-        flat = {"means_prior": 0, "means_weight": 0, "covars_prior": 0, "min_covar": 0}
-        flat["covars_weight"] = 1.0 if kind in ("diag", "spherical") else 0.0  # it subtracts one
-        model = hmmlearn_models.GaussianHMM(STATES, kind, **(flat | common))
-        model.means_ = rng.normal(size=(STATES, 2))
-        model.n_features = 2
-        if kind in ("diag", "spherical"):
-            model.covars_ = rng.uniform(0.5, 2.0, size=(STATES, 2)[: 2 if kind == "diag" else 1])
-        else:
-            root = rng.normal(size=(STATES, 2, 2))
-            matrices = root @ root.transpose(0, 2, 1) + np.eye(2)
-            model.covars_ = matrices if kind == "full" else matrices[0]
-    model.startprob_ = rng.dirichlet(np.ones(STATES))
-    model.transmat_ = rng.dirichlet(np.ones(STATES), size=STATES)
-    return model
-
-
-@pytest.mark.parametrize("kind", ["categorical", "poisson", "diag", "full", "spherical", "tied"])
-def test_maximum_likelihood_goes_step_by_step_as_hmmlearn(kind):
-    num_steps, values, lengths = 5, plain_data(kind), [9, 4, 9, 1, 7, 2]
-    theirs = theirs_of(kind, num_steps)
-    hmm = from_hmmlearn(theirs, [1])
-    flat = np.concatenate([row[:length] for row, length in zip(values, lengths)])
-    theirs.fit(flat.reshape(len(flat), -1), lengths)
-    ours = torch.tensor(values) if kind == "categorical" else torch.tensor(values).double()
-    data = Sequences(ours, torch.tensor(lengths))
-    fit = fit_em(hmm, data, num_iterations=num_steps, tolerance=None)
-    found = fit.hmm(data)
-    close = {"rtol": 1e-8, "atol": 1e-10}
-    np.testing.assert_allclose(found.log_initial.exp(), theirs.startprob_, **close)
-    np.testing.assert_allclose(found.log_transition.exp(), theirs.transmat_, **close)
-    again = to_hmmlearn(found)
-    expected = to_hmmlearn(from_hmmlearn(theirs, [1]))  # their own covars_ repeat a variance
-    for name in ("emissionprob_", "lambdas_", "means_", "covars_"):
-        if hasattr(theirs, name):
-            np.testing.assert_allclose(getattr(again, name), getattr(expected, name), **close)
-    if hasattr(theirs, "covariance_type"):
-        assert again.covariance_type == kind
-    np.testing.assert_allclose(-fit.losses[:-1], list(theirs.monitor_.history), rtol=1e-9)
-
-
-# Restarts
 
 
 # Parts and minibatches

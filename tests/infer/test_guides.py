@@ -10,14 +10,12 @@ import pytest
 import torch
 from pyro import poutine
 from pyro.distributions import Normal
-from pyro.infer import Trace_ELBO
-from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal, init_to_value
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from scipy import stats
 
 from pyrohmm import (
     DenseHMM,
     MarginalModel,
-    PosteriorDraws,
     RotationGuide,
     Sequences,
     fit_map,
@@ -167,38 +165,6 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
     hmm = poutine.replay(model, trace=poutine.trace(fresh).get_trace(data))(data)
     wanted = point.hmm(data).log_prob(data.values)
     torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-2, atol=1e-2)
-
-
-def bound(model, guide, data, num_steps):
-    """The evidence lower bound after a fit, and its standard error."""
-    elbo = Trace_ELBO(num_particles=8, vectorize_particles=True, max_plate_nesting=1)
-    fit = fit_svi(
-        model, guide, data, num_iterations=num_steps, learning_rate=0.05, elbo=elbo, progress=False
-    )
-    some = PosteriorDraws.of(fit, num_draws=4000)
-    evidence = some.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
-    each = evidence + some.log_prior(data) - some.stats["log_guide"]
-    return fit, some, each[0]
-
-
-def build_emission(dim):
-    lengths = torch.tensor([12, 12, 9, 9, 6, 6])
-    data = Sequences(DenseHMM(2, 3, dim, scale=2.0)(lengths).sample(), lengths)
-    return data, MarginalModel(DenseHMM(2, 3, dim))
-
-
-def test_a_guide_that_is_rotated_is_nearer_to_the_posterior():
-    """In one dimension by log 2 for each of two groups, which can be turned over."""
-    data, model = build_emission(1)
-    start = fit_map(model, data, num_iterations=100, restarts=4, progress=False).start
-    plain = AutoNormal(model, init_loc_fn=init_to_value(values=start), init_scale=0.3)
-    _, _, before = bound(model, plain, data, 200)
-    _, _, after = bound(
-        model, RotationGuide(model, start, autoguide=partial(AutoNormal, init_scale=0.3)), data, 200
-    )
-    gain = after.mean() - before.mean()
-    error = (after.var() / 4000 + before.var() / 4000).sqrt()
-    assert gain - 4 * error > 0.8
 
 
 def test_a_saved_guide_knows_the_order_of_its_rows():

@@ -10,12 +10,9 @@ import oracle
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro import poutine
-from pyro.infer import Trace_ELBO, TraceEnum_ELBO
 
 from pyrohmm import (
     HMM,
-    EnumeratedModel,
     Filter,
     MarginalModel,
     Sequences,
@@ -35,7 +32,6 @@ OBSERVED = torch.tensor([[1, 0, 1, 1], [1, 0, 1, 1], [1, 1, 1, 1]]).bool()
 VALUES = torch.tensor([[0, 9, 3, 1], [2, -5, 7, 7], [1, 7, 7, 7]])  # junk where nothing is seen
 LABELS = torch.tensor([[0, -1, 2, -1], [-1, 1, 9, -9], [2, 5, -7, 5]])  # and in the padding
 TRUTH = torch.tensor([[0, 1, 2, 2], [2, 1, 0, 0], [2, 0, 0, 0]])
-UNKNOWN = torch.full((3, T), -1)
 METHODS = ["log_prob", "posterior", "expected_counts", "filtered", "viterbi", "sample_states"]
 
 
@@ -58,14 +54,6 @@ def any_sets():
     allowed = torch.rand(3, T, K) < 0.5
     allowed.scatter_(-1, TRUTH.unsqueeze(-1), True)
     return allowed
-
-
-KINDS = {
-    "some": lambda: LABELS,
-    "all": lambda: TRUTH,
-    "none": lambda: UNKNOWN,
-    "sets": any_sets,
-}
 
 
 def densities(hmm):
@@ -127,54 +115,6 @@ def test_restricting_twice_keeps_what_both_allow():
             )
     again = hmm.restrict(LABELS).restrict(sets_of(LABELS) | True)
     assert again.log_prob(VALUES).equal(hmm.restrict(LABELS).log_prob(VALUES))
-
-
-# Labelled sequences, in models and fits ----------------------------------------------------------
-
-
-def labelled(labels=LABELS):
-    return Sequences(VALUES, LENGTHS, OBSERVED, labels)
-
-
-PARAMETERS = {
-    name: torch.tensor(probs, dtype=torch.float64)
-    for name, probs in {
-        "module.initial": [0.2, 0.3, 0.5],
-        "module.transition": [[0.6, 0.3, 0.1], [0.2, 0.7, 0.1], [0.3, 0.3, 0.4]],
-        "module.emission.probs": [[0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]],
-    }.items()
-}
-
-
-def built(data):
-    """The HMM of these parameters, before labels are known."""
-    return HMM(
-        PARAMETERS["module.initial"].log(),
-        PARAMETERS["module.transition"].log(),
-        dist.Categorical(probs=PARAMETERS["module.emission.probs"]),
-        data.lengths,
-        data.observed,
-    )
-
-
-FORMS = {"marginal": (MarginalModel, Trace_ELBO), "enumerated": (EnumeratedModel, TraceEnum_ELBO)}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
-def test_labels_add_to_the_loss_of_both_forms_what_they_take_from_the_evidence(form, kind):
-    make, elbo = FORMS[form]
-    conditioned = poutine.condition(make(TabularHMM(K, categorical(V))), PARAMETERS)
-    labels = KINDS[kind]()
-    losses = [
-        elbo(max_plate_nesting=1).loss(conditioned, lambda _: None, data)
-        for data in (labelled(labels), labelled(None))
-    ]
-    evidence = [
-        sum(oracle.log_sum(scores) for _, scores in table(built(labelled()), each).values())
-        for each in (labels, UNKNOWN)
-    ]
-    assert losses[0] - losses[1] == pytest.approx(evidence[1] - evidence[0], abs=1e-9)
 
 
 # A supervised fit: with flat priors and every state known, the mode is counting

@@ -92,26 +92,6 @@ def test_gradients_of_parts_add_up(name, restarts):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("fit", [fit_em, fit_map])
-def test_a_fit_of_parts_goes_on_where_it_was(fit, tmp_path):
-    def run(num_steps, **options):
-        module = TabularHMM(3, categorical(4))
-        model = module if fit is fit_em else MarginalModel(module)
-        return results(fit, model, both_ways(SYMBOLS)[1], num_iterations=num_steps, **options)[1]
-
-    expected = run(6)
-    run(3, checkpoint=tmp_path / "x")
-    for one, other in zip(expected, run(6, checkpoint=tmp_path / "x"), strict=True):
-        assert torch.equal(one, other)
-    other = StoredSequences(SYMBOLS[::-1].copy(), LENGTHS, max_steps=60)
-    module = TabularHMM(3, categorical(4))
-    with pytest.raises(ValueError, match="data"):
-        fit(
-            module if fit is fit_em else MarginalModel(module), other, num_iterations=6,
-            checkpoint=tmp_path / "x",
-        )  # fmt: skip
-
-
 def test_priors_take_the_scale_of_all_parts():
     whole, stored = both_ways(VECTORS)
     one, other = TabularHMM(2, normal(2)), TabularHMM(2, normal(2))

@@ -60,12 +60,6 @@ def test_samples_are_those_of_importance_sampling(size, summed, monkeypatch):
     assert bool(((found.mean(0) - mean).abs() < 3 * found.std(0) / half**0.5).all())
 
 
-def test_nuts_alone_keeps_the_sign():
-    """The reason for it; were this to fail, RowPermutationNUTS would not be needed."""
-    found = sampled(NUTS(observed(2), max_tree_depth=2), 40)
-    assert len(torch.linalg.det(found).sign().unique()) == 1
-
-
 def test_trajectories_follow_the_density_of_all_orders():
     kernel, plain = RowPermutationNUTS(observed(3), "rows"), NUTS(observed(3))
     for each in (kernel, plain):

@@ -6,6 +6,7 @@ from functools import partial
 import pyro
 import pytest
 import torch
+from fits import outcome
 from pyro.distributions import Categorical, Normal
 from pyro.infer.autoguide import AutoNormal, init_to_sample
 from torch import distributed
@@ -64,106 +65,72 @@ class Network(HMMModule):
         )
 
 
-def by_sequences(directory):
-    """Eleven sequences in fives: batches that two cannot share evenly, the last of a single one."""
-    model = MarginalModel(
-        TabularHMM(2, categorical(3, 2.0), transition_concentration=3.0),
-        lambda hmm: hmm.log_transition.exp().square().sum(),
-    )
-    fit = fit_map(model, symbols(11), num_iterations=12, batch_size=5, start=init_to_sample)
-    return [fit.losses, *fit.parameters.values()]
+def informed():
+    """Under priors of all kinds."""
+    return TabularHMM(2, categorical(3, 2.0), transition_concentration=3.0)
 
 
-def by_steps(directory):
-    network = Network()
-    fit = fit_map(
-        MarginalModel(network),
-        symbols(12),
-        num_iterations=12,
-        batch_tokens=16,
+def plain():
+    return MarginalModel(TabularHMM(2, categorical(3)))
+
+
+def with_guide():
+    model = plain()
+    return model, AutoNormal(model)
+
+
+def vectors():
+    values = torch.randn(7, 9, 2, generator=torch.Generator().manual_seed(0))
+    return Sequences(values, torch.arange(7) + 3)
+
+
+def in_parts():
+    whole = symbols(11)
+    return [whole[:1], whole[1:8], whole[8:]]
+
+
+# Eleven sequences in fives: batches that two cannot share evenly, the last of a single one
+FITS = {
+    "sequences": lambda directory: fit_map(
+        MarginalModel(informed(), lambda hmm: hmm.log_transition.exp().square().sum()),
+        symbols(11), num_iterations=12, batch_size=5, start=init_to_sample,
+    ),
+    "steps": lambda directory: fit_map(
+        MarginalModel(Network()), symbols(12), num_iterations=12, batch_tokens=16,
         optimizer=partial(torch.optim.AdamW, lr=0.1),
         schedule=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0),
-        average=0.9,
-        clip_norm=0.01,
-        validation=symbols(9, seed=1),
-    )
-    return [fit.losses, torch.tensor(fit.validation), *network.parameters()]
+        average=0.9, clip_norm=0.01, validation=symbols(9, seed=1),
+    ),
+    "svi": lambda directory: fit_svi(*with_guide(), symbols(7), num_iterations=6),
+    "restarts": lambda directory: fit_map(plain(), symbols(7), num_iterations=6, restarts=3),
+    "two runs": lambda directory: [
+        fit_map(plain(), symbols(7), num_iterations=count, batch_size=3, checkpoint=directory / "x")
+        for count in (5, 12)
+    ][-1],
+    "parts": lambda directory: fit_map(plain(), in_parts(), num_iterations=6),
+    "em": lambda directory: fit_em(informed(), symbols(11), num_iterations=12),
+    "em of normals": lambda directory: fit_em(
+        TabularHMM(2, normal(2)), vectors(), num_iterations=9, restarts=2
+    ),
+    "em in minibatches": lambda directory: fit_em(
+        informed(), symbols(11), num_iterations=12, batch_size=3,
+        generator=torch.Generator().manual_seed(0),
+    ),
+    "em in parts": lambda directory: fit_em(informed(), in_parts(), num_iterations=12),
+    "em of embeddings": lambda directory: fit_em(
+        DenseHMM(3, 3, 2), symbols(7), num_iterations=2
+    ),
+    "em in two runs": lambda directory: [
+        fit_em(plain().module, symbols(7), num_iterations=count, checkpoint=directory / "em")
+        for count in (3, 12)
+    ][-1],
+}  # fmt: skip
 
 
-def by_svi(directory):
-    model = MarginalModel(TabularHMM(2, categorical(3)))
-    guide = AutoNormal(model)
-    fit = fit_svi(model, guide, symbols(7), num_iterations=6)
-    return [fit.losses, *guide.parameters()]
-
-
-def by_restarts(directory):
-    model = MarginalModel(TabularHMM(2, categorical(3)))
-    fit = fit_map(model, symbols(7), num_iterations=6, restarts=3)
-    return [fit.restarts.losses, *fit.parameters.values()]
-
-
-def in_two_parts(directory):
-    for num_steps in (5, 12):
-        model = MarginalModel(TabularHMM(2, categorical(3)))
-        options = {"batch_size": 3, "checkpoint": directory / "x"}
-        fit = fit_map(model, symbols(7), num_iterations=num_steps, **options)
-    return [fit.losses, *fit.parameters.values()]
-
-
-def by_em(directory, data=None, **options):
-    """Eleven sequences, which two processes cannot share evenly, under priors of all kinds."""
-    module = TabularHMM(2, categorical(3, 2.0), transition_concentration=3.0)
-    fit = fit_em(module, symbols(11) if data is None else data, num_iterations=12, **options)
-    return [fit.losses, *fit.parameters.values()]
-
-
-def by_em_of_normals(directory):
-    vectors = torch.randn(7, 9, 2, generator=torch.Generator().manual_seed(0))
-    data = Sequences(vectors, torch.arange(7) + 3)
-    fit = fit_em(TabularHMM(2, normal(2)), data, num_iterations=9, restarts=2)
-    return [fit.restarts.losses, *fit.parameters.values()]
-
-
-def by_em_in_minibatches(directory):
-    return by_em(directory, batch_size=3, generator=torch.Generator().manual_seed(0))
-
-
-def by_em_in_parts(directory):
-    whole = symbols(11)
-    return by_em(directory, [whole[:1], whole[1:8], whole[8:]])
-
-
-def by_em_of_embeddings(directory):
-    fit = fit_em(DenseHMM(3, 3, 2), symbols(7), num_iterations=2)
-    return [fit.losses, *fit.model.parameters()]
-
-
-def by_em_in_two_runs(directory):
-    for num_steps in (3, 12):
-        module = TabularHMM(2, categorical(3))
-        fit = fit_em(module, symbols(7), num_iterations=num_steps, checkpoint=directory / "em")
-    return [fit.losses, *fit.parameters.values()]
-
-
-def by_map_in_parts(directory):
-    whole = symbols(11)
-    parts = [whole[:1], whole[1:8], whole[8:]]
-    fit = fit_map(MarginalModel(TabularHMM(2, categorical(3))), parts, num_iterations=6)
-    return [fit.losses, *fit.parameters.values()]
-
-
-EM = [
-    by_em, by_em_of_normals, by_em_in_minibatches, by_em_in_parts, by_em_of_embeddings,
-    by_em_in_two_runs,
-]  # fmt: skip
-FITS = [by_sequences, by_steps, by_svi, by_restarts, in_two_parts, by_map_in_parts, *EM]
-
-
-def run(fit, directory):
+def run(name, directory):
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
-    return [each.detach() for each in fit(directory)]
+    return outcome(FITS[name](directory))
 
 
 def message(call):
@@ -223,7 +190,7 @@ def work(rank, directory):
     torch.set_num_threads(1)
     place = f"file://{directory / 'meeting'}"
     distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
-    found = {fit.__name__: run(fit, directory) for fit in FITS}
+    found = {name: run(name, directory) for name in FITS}
     wrong = [message(call) for call in WRONG]
     torch.save((found, wrong), directory / f"found_{rank}")
     distributed.destroy_process_group()
@@ -239,16 +206,13 @@ def found(tmp_path_factory):
     return [torch.load(directory / f"found_{rank}", weights_only=False) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("fit", FITS)
-def test_two_processes_find_what_one_finds(fit, found, tmp_path):
-    expected = run(fit, tmp_path)
+@pytest.mark.parametrize("name", FITS)
+def test_two_processes_find_what_one_finds(name, found, tmp_path):
+    expected = run(name, tmp_path)
+    exact = {"rtol": 1e-12, "atol": 1e-12} if name.startswith("em") else {}
     for results, _ in found:
-        assert len(results[fit.__name__]) == len(expected)
-        for one, other in zip(results[fit.__name__], expected):
-            exact = {"rtol": 1e-12, "atol": 1e-12} if fit in EM else {}
-            torch.testing.assert_close(one, other, **exact)
-    for one, other in zip(found[0][0][fit.__name__], found[1][0][fit.__name__]):
-        assert one.equal(other)
+        torch.testing.assert_close(results[name], expected, **exact)
+    assert all(map(torch.equal, found[0][0][name], found[1][0][name]))
 
 
 def test_processes_that_begin_differently_are_refused_in_all_of_them(found):

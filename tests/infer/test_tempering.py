@@ -1,15 +1,16 @@
 """Tempered chains: marginal likelihoods that are known exactly, modes, and what is refused."""
 
-import itertools
 import math
 
+import numpy as np
+import oracle
 import pyro
 import pytest
 import torch
 from pyro.distributions import Dirichlet
 from pyro.nn import PyroSample
 from scipy import stats
-from scipy.special import gammaln, logsumexp
+from scipy.special import gammaln
 
 from pyrohmm import (
     MarginalModel,
@@ -23,37 +24,7 @@ from pyrohmm import (
     normal_mixture,
     poisson,
 )
-from pyrohmm.infer import sampled
 from pyrohmm.infer.tempering import Ladder, marginal_likelihood
-
-
-def dirichlet_counts(counts, strength=1.0):
-    """Log marginal probability of a sequence with these counts, under a Dirichlet prior."""
-    total = [c + strength for c in counts]
-    whole = strength * len(counts)
-    return (sum(gammaln(t) - gammaln(strength) for t in total)
-            + gammaln(whole) - gammaln(sum(total)))  # fmt: skip
-
-
-def sum_over_paths(sequences, num_states, num_symbols):
-    """Exact log marginal likelihood under flat priors, by the sum over the paths of all."""
-    logs = []
-    lengths = [len(values) for values in sequences]
-    for path in itertools.product(range(num_states), repeat=sum(lengths)):
-        first = [0] * num_states
-        pairs = [[0] * num_states for _ in range(num_states)]
-        symbols = [[0] * num_symbols for _ in range(num_states)]
-        rest = list(path)
-        for values in sequences:
-            states, rest = rest[: len(values)], rest[len(values) :]
-            first[states[0]] += 1
-            for a, b in itertools.pairwise(states):
-                pairs[a][b] += 1
-            for state, value in zip(states, values):
-                symbols[state][value] += 1
-        rows = [first, *pairs, *symbols]
-        logs.append(sum(map(dirichlet_counts, rows)))
-    return logsumexp(logs)
 
 
 def close(fit, exact, widest):
@@ -79,7 +50,8 @@ def test_marginal_likelihood_is_that_of_the_sum_over_all_paths(sampler):
         if sampler == "trajectories":
             module.emission.probs = PyroSample(Dirichlet(torch.ones(2, 3)).to_event(1))
         fit = fit_gibbs(module, data, **SIZES)
-    close(fit, sum_over_paths(SEQUENCES, 2, 3), 0.1)
+    exact, _ = oracle.by_tables(data, [np.ones((1, 2)), np.ones((2, 2)), np.ones((2, 3))])
+    close(fit, exact, 0.1)
     assert fit.chains["module.transition"].shape == (8, 40, 2, 2)
     assert fit.tuning["swaps"] > 0.3
     assert (fit.inverse_temperatures[0], fit.inverse_temperatures[-1]) == (0, 1)
@@ -150,6 +122,21 @@ def test_a_ladder_swaps_by_the_works_and_spaces_temperatures():
     assert ladder.inverse[2] < 0.1  # where it was (2 / 3) ** 5
 
 
+def test_round_trips_are_counted_and_their_lack_is_noted():
+    """From the prior to the posterior and back; swaps alone may look good beside a gap."""
+    ladder = Ladder(2, 3, 0)
+    for _ in range(24):  # all swap: each of three chains is back after six swaps
+        ladder.swap(torch.full((6,), 9.0))
+    assert ladder.trips.tolist() == [9, 9]  # one at every second swap, once all have set out
+    data = Sequences.from_list(SEQUENCES)
+    options = {"num_chains": 4, "num_temperatures": 4, "warmup": 10}
+    mixed = fit_gibbs(TabularHMM(2, categorical(3)), data, num_samples=60, **options)
+    assert mixed.tuning["round trips"] > 1
+    assert not mixed.notes
+    short = fit_gibbs(TabularHMM(2, categorical(3)), data, num_samples=4, **options)
+    assert "hardly any chain has come from the prior" in short.notes[0]
+
+
 def test_bennetts_ratio_of_normal_distributions():
     """Z of exp(-x^2 / 2) and of exp(-2 x^2): half."""
     torch.manual_seed(0)
@@ -159,32 +146,6 @@ def test_bennetts_ratio_of_normal_distributions():
     assert abs(value - math.log(0.5)) < 4 * error < 0.05
     spread = torch.tensor([marginal_likelihood(part[None]).value for part in works]).std()
     assert error == pytest.approx(spread.item() / 20**0.5, rel=0.5)
-
-
-def test_a_tempered_run_that_was_resumed_has_the_same_bits(tmp_path, monkeypatch):
-    data = Sequences.from_list([[0, 1, 1, 0]])
-    module = TabularHMM(2, categorical(2))
-    module.emission.probs = PyroSample(Dirichlet(torch.ones(2, 2)).to_event(1))
-    options = {"num_samples": 8, "warmup": 6, "num_chains": 2, "num_temperatures": 3}
-    pyro.set_rng_seed(3)
-    whole = fit_gibbs(module, data, **options)
-    swap, count = Ladder.swap, itertools.count()
-
-    def broken(self, work):
-        if next(count) == 10:
-            raise KeyboardInterrupt
-        return swap(self, work)
-
-    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
-    monkeypatch.setattr(Ladder, "swap", broken)
-    path = tmp_path / "run.ckpt"
-    pyro.set_rng_seed(3)
-    with pytest.raises(KeyboardInterrupt):
-        fit_gibbs(module, data, checkpoint=path, **options)
-    resumed = fit_gibbs(module, data, checkpoint=path, **options)
-    for name, value in whole.chains.items():
-        assert torch.equal(value, resumed.chains[name]), name
-    assert whole.marginal_likelihood() == resumed.marginal_likelihood()
 
 
 def test_labels_and_chains_without_temperatures_are_refused():

@@ -1,6 +1,7 @@
 """Resumed fits end with the bits of a fit that was never killed, or raise and change nothing."""
 
 import functools
+import itertools
 import multiprocessing
 import random
 import signal
@@ -9,6 +10,7 @@ import time
 import pyro
 import pytest
 import torch
+from fits import outcome
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
@@ -19,14 +21,18 @@ from pyrohmm import (
     Sequences,
     TabularHMM,
     categorical,
+    fit_cooccurrence,
     fit_em,
+    fit_gibbs,
     fit_map,
+    fit_mcmc,
     fit_svi,
     normal,
     parametric,
     starts,
 )
-from pyrohmm.io import checkpoints as checkpoints
+from pyrohmm.infer import gibbs, mcmc, sampled, tempering
+from pyrohmm.io import checkpoints
 from pyrohmm.io.files import read_tensors, write_tensors
 
 
@@ -49,68 +55,6 @@ def cosine(optimizer):
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
 
 
-def by_svi(path, num_steps):
-    both = model()
-    guide = AutoNormal(both)
-    options = {"batch_size": 4, "generator": torch.Generator().manual_seed(5)}
-    fit = fit_svi(both, guide, symbols(), num_iterations=num_steps, checkpoint=path, **options)
-    return [fit.losses, *guide.parameters()]
-
-
-def by_map(path, num_steps):
-    options = {"batch_size": 4, "schedule": cosine, "tolerance": None}
-    fit = fit_map(model(), symbols(), num_iterations=num_steps, checkpoint=path, **options)
-    return [fit.losses, *fit.parameters.values()]
-
-
-def by_map_restarts(path, num_steps):
-    fit = fit_map(
-        model(), symbols(), num_iterations=num_steps, restarts=3, tolerance=None, checkpoint=path
-    )
-    return [fit.restarts.losses, *fit.restarts.parameters.values()]
-
-
-def by_em(path, num_steps):
-    module = TabularHMM(3, normal(2))
-    options = {"restarts": 3, "tolerance": 1e-12}
-    fit = fit_em(module, numbers(), num_iterations=num_steps, checkpoint=path, **options)
-    return [fit.restarts.losses, *fit.restarts.parameters.values()]
-
-
-def by_accelerated_em(path, num_steps):
-    options = {"tolerance": None, "restarts": 2, "acceleration": True}
-    fit = fit_em(
-        TabularHMM(2, categorical(3)),
-        symbols(),
-        num_iterations=num_steps,
-        checkpoint=path,
-        **options,
-    )
-    return [fit.restarts.losses, *fit.restarts.parameters.values()]
-
-
-def by_online_em(path, num_steps):
-    module = TabularHMM(3, categorical(3, 1.1))
-    options = {"batch_size": 2, "tolerance": None, "start": starts.from_prior}
-    fit = fit_em(module, symbols(), num_iterations=num_steps, checkpoint=path, **options)
-    return [fit.losses, *fit.parameters.values()]
-
-
-def by_em_with_gradient_steps(path, num_steps):
-    start = pyro.distributions.Laplace(torch.tensor([-1.0, 1.0]), torch.ones(2))
-    data = Sequences(numbers().values[..., 0], numbers().lengths)
-    adam = functools.partial(torch.optim.Adam, lr=0.01)
-    fit = fit_em(
-        TabularHMM(2, parametric(start)),
-        data,
-        num_iterations=num_steps,
-        tolerance=None,
-        gradient_step=GradientStep(3, adam),
-        checkpoint=path,
-    )
-    return [fit.losses, *fit.parameters.values(), *fit.model.parameters()]
-
-
 class Network(HMMModule):
     """Logits without priors, of which half are dropped at random."""
 
@@ -127,36 +71,65 @@ class Network(HMMModule):
         return HMM(transition[0], transition, emission, lengths, observed)
 
 
-def with_held_out_data(path, num_steps, **options):
+def with_guide():
+    both = model()
+    return both, AutoNormal(both)
+
+
+def seeded():
+    return torch.Generator().manual_seed(5)
+
+
+def in_parts():
+    whole = symbols()
+    return [whole[:1], whole[1:6], whole[6:]]
+
+
+def with_held_out_data(**options):
     """All that a fit to minibatches of steps may have to remember."""
     common = {
         "batch_tokens": 20,
         "validation": symbols(1),
-        "generator": torch.Generator().manual_seed(5),
+        "generator": seeded(),
         "optimizer": functools.partial(torch.optim.AdamW, lr=0.1),
         "schedule": functools.partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=1),
         "average": 0.7,
         "tolerance": None,
     }
-    network = Network()
-    return network, fit_map(
-        MarginalModel(network),
-        symbols(),
-        num_iterations=num_steps,
-        checkpoint=path,
-        **common | options,
-    )
+    return fit_map(MarginalModel(Network()), symbols(), **common | options)
 
 
-def by_held_out(path, num_steps):
-    network, fit = with_held_out_data(path, num_steps)
-    return [fit.losses, torch.tensor(fit.validation), *network.parameters()]
+def with_gradient_steps(**options):
+    start = pyro.distributions.Laplace(torch.tensor([-1.0, 1.0]), torch.ones(2))
+    data = Sequences(numbers().values[..., 0], numbers().lengths)
+    step = GradientStep(3, functools.partial(torch.optim.Adam, lr=0.01))
+    return fit_em(TabularHMM(2, parametric(start)), data, gradient_step=step, **options)
 
 
-FITS = [
-    by_svi, by_map, by_map_restarts, by_held_out, by_em, by_accelerated_em, by_online_em,
-    by_em_with_gradient_steps,
-]  # fmt: skip
+BATCHES = {"batch_size": 4, "tolerance": None}
+FITS = {
+    "svi": lambda **more: fit_svi(*with_guide(), symbols(), **BATCHES | more, generator=seeded()),
+    "map": lambda **more: fit_map(model(), symbols(), schedule=cosine, **BATCHES | more),
+    "map restarts": lambda **more: fit_map(model(), symbols(), restarts=3, **more),
+    "map in parts": lambda **more: fit_map(model(), in_parts(), **more),
+    "held out": with_held_out_data,
+    "em": lambda **more: fit_em(TabularHMM(3, normal(2)), numbers(), restarts=3, **more),
+    "accelerated em": lambda **more: fit_em(
+        model().module, symbols(), restarts=2, acceleration=True, **more
+    ),
+    "online em": lambda **more: fit_em(
+        TabularHMM(3, categorical(3, 1.1)), symbols(), start=starts.from_prior, **BATCHES | more
+    ),
+    "em in parts": lambda **more: fit_em(model().module, in_parts(), **more),
+    "em by gradient": with_gradient_steps,
+    "pairs": lambda **more: fit_cooccurrence(
+        model().module, symbols(), pairs_per_step=20, restarts=2, generator=seeded(), **more
+    ),
+}
+
+
+def run(name, path, num_steps):
+    return outcome(FITS[name](num_iterations=num_steps, checkpoint=path, tolerance=None))
 
 
 def prepare():
@@ -177,23 +150,23 @@ def often(monkeypatch):
     monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
 
 
-@pytest.mark.parametrize("fit", FITS)
-def test_a_fit_in_two_parts_ends_as_one_that_was_not_divided(fit, tmp_path, often):
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_in_two_parts_ends_as_one_that_was_not_divided(name, tmp_path, often):
     pyro.set_rng_seed(0)
-    whole = fit(None, 30)
+    whole = run(name, None, 30)
     pyro.set_rng_seed(0)
-    fit(tmp_path / "x", 11)
+    run(name, tmp_path / "x", 11)
     pyro.set_rng_seed(99)  # what comes before the file is read does not matter
     torch.rand(7)
-    assert same_bits(fit(tmp_path / "x", 30), whole)
+    assert same_bits(run(name, tmp_path / "x", 30), whole)
 
 
-@pytest.mark.parametrize("fit", [by_svi, by_map, by_em, by_held_out])
-def test_a_fit_that_has_ended_is_read_back(fit, tmp_path):
-    first = fit(tmp_path / "x", 5)
+@pytest.mark.parametrize("name", ["svi", "map", "em", "held out"])
+def test_a_fit_that_has_ended_is_read_back(name, tmp_path):
+    first = run(name, tmp_path / "x", 5)
     before = (tmp_path / "x").stat().st_mtime_ns
-    assert same_bits(fit(tmp_path / "x", 5), first)
-    if fit in (by_svi, by_map, by_held_out):
+    assert same_bits(run(name, tmp_path / "x", 5), first)
+    if name != "em":
         assert (tmp_path / "x").stat().st_mtime_ns == before
 
 
@@ -208,28 +181,32 @@ def test_a_fit_that_has_converged_is_not_gone_on_with(tmp_path):
 
 
 def test_patience_that_has_ended_is_not_gone_on_with_unless_there_is_more_of_it(tmp_path):
+    def fit(path, patience):
+        found = with_held_out_data(checkpoint=path, num_iterations=200, patience=patience)
+        return found, [*found.model.parameters()]
+
     pyro.set_rng_seed(0)
-    whole, _ = with_held_out_data(None, 200, patience=9)
+    _, whole = fit(None, 9)
     pyro.set_rng_seed(0)
-    network, fit = with_held_out_data(tmp_path / "x", 200, patience=2)
-    assert len(fit.losses) < 100
-    again, same = with_held_out_data(tmp_path / "x", 200, patience=2)
-    assert same.reason == fit.reason == "2 validations in a row were no better than the best"
-    assert same.validation == fit.validation
-    assert same_bits(list(again.parameters()), list(network.parameters()))
-    longer, fit = with_held_out_data(tmp_path / "x", 200, patience=9)
-    assert len(fit.losses) > len(same.losses)
-    assert same_bits(list(longer.parameters()), list(whole.parameters()))
+    first, points = fit(tmp_path / "x", 2)
+    assert len(first.losses) < 100
+    same, again = fit(tmp_path / "x", 2)
+    assert same.reason == first.reason == "2 validations in a row were no better than the best"
+    assert same.validation == first.validation
+    assert same_bits(again, points)
+    longer, points = fit(tmp_path / "x", 9)
+    assert len(longer.losses) > len(same.losses)
+    assert same_bits(points, whole)
 
 
-def kill_and_go_on(fit, path, num_steps, kills, longest):
+def kill_and_go_on(name, path, num_steps, kills, longest):
     """Run ``fit`` in processes that are killed at random moments, until one of them ends it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     chance, killed = random.Random(0), 0
     while True:
         receive, send = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(fit.__name__, path, num_steps, send))
+        process = context.Process(target=work, args=(name, path, num_steps, send))
         process.start()
         send.close()
         if killed < kills:
@@ -250,36 +227,36 @@ def kill_and_go_on(fit, path, num_steps, kills, longest):
 def work(name, path, num_steps, send):
     prepare()
     checkpoints.SECONDS = 0.05  # a save takes some milliseconds
-    result = globals()[name](path, num_steps)
-    send.send([each.detach().numpy() for each in result])
+    send.send([each.numpy() for each in run(name, path, num_steps)])
 
 
-def check_kills(fit, path, num_steps, kills, longest):
+def check_kills(name, path, num_steps, kills, longest):
     prepare()
-    whole = fit(None, num_steps)
-    killed, answer = kill_and_go_on(fit, path, num_steps, kills, longest)
+    whole = run(name, None, num_steps)
+    killed, answer = kill_and_go_on(name, path, num_steps, kills, longest)
     assert same_bits([torch.as_tensor(each) for each in answer], whole)
     return killed
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("fit", FITS)
-def test_a_fit_that_is_killed_twenty_times_ends_with_the_same_bits(fit, tmp_path):
-    assert check_kills(fit, tmp_path / "x", 2000, 20, 0.4) == 20
+@pytest.mark.parametrize("name", FITS)
+def test_a_fit_that_is_killed_twenty_times_ends_with_the_same_bits(name, tmp_path):
+    assert check_kills(name, tmp_path / "x", 2000, 20, 0.4) == 20
 
 
 def test_the_file_of_another_fit_or_a_damaged_one_is_refused_and_kept(tmp_path):
     path = tmp_path / "x"
-    with_held_out_data(path, 2)
+    options = {"checkpoint": path, "num_iterations": 2}
+    with_held_out_data(**options)
     whole = path.read_bytes()
     damaged = whole[: len(whole) // 2] + b"x" + whole[len(whole) // 2 + 1 :]
     others = {
-        "its average is": lambda: with_held_out_data(path, 2, average=None),
+        "its average is": lambda: with_held_out_data(**options, average=None),
         "its seed of the generator": lambda: with_held_out_data(
-            path, 2, generator=torch.Generator().manual_seed(6)
+            **options, generator=torch.Generator().manual_seed(6)
         ),
-        "its fit is": lambda: fit_em(model().module, symbols(), num_iterations=2, checkpoint=path),
+        "its fit is": lambda: fit_em(model().module, symbols(), **options),
     }
     for words, other in others.items():
         with pytest.raises(ValueError, match=f"belongs to another fit: {words}"):
@@ -287,27 +264,36 @@ def test_the_file_of_another_fit_or_a_damaged_one_is_refused_and_kept(tmp_path):
         assert path.read_bytes() == whole
     path.write_bytes(damaged)
     with pytest.raises(ValueError, match=r"damaged|not a whole file"):
-        with_held_out_data(path, 2)
+        with_held_out_data(**options)
     assert path.read_bytes() == damaged
+
+
+@pytest.mark.parametrize("fit", [lambda *x, **o: fit_map(model(), *x, **o),
+                                 lambda *x, **o: fit_em(model().module, *x, **o)])  # fmt: skip
+def test_other_parts_of_data_are_another_fit(fit, tmp_path):
+    options = {"num_iterations": 2, "checkpoint": tmp_path / "x"}
+    fit(in_parts(), **options)
+    with pytest.raises(ValueError, match=r"belongs to another fit: .*data"):
+        fit(in_parts()[::-1], **options)
 
 
 GONE = object()
 FORGED = [  # a fit; the field; what a forger puts there
-    (by_map, "losses", "much"),
-    (by_map, "losses", torch.full((4, 1), torch.nan)),
-    (by_map, "tensors", {}),
-    (by_map, "optimizer", {"state": {}, "param_groups": []}),
-    (by_map, "optimizer", GONE),
-    (by_map, "batches", {"order": torch.tensor([10**9]), "sizes": torch.ones(1), "number": 1}),
-    (by_map, "random", {"cpu": torch.zeros(3), "cuda": [], "own": []}),
-    (by_svi, "random", {"cpu": torch.get_rng_state(), "cuda": [], "own": []}),
-    (by_em, "values", ["initial"]),
-    (by_em, "losses", torch.zeros(4, 9)),
-    (by_em, "seconds", None),
-    (by_em_with_gradient_steps, "points", [torch.zeros(7)]),
-    (by_online_em, "statistics", {}),
-    (by_held_out, "averages", [torch.zeros(3)]),
-    (by_held_out, "held_out", {"trail": [[1, 2.0]], "best": [torch.zeros(3)]}),
+    ("map", "losses", "much"),
+    ("map", "losses", torch.full((4, 1), torch.nan)),
+    ("map", "tensors", {}),
+    ("map", "optimizer", {"state": {}, "param_groups": []}),
+    ("map", "optimizer", GONE),
+    ("map", "batches", {"order": torch.tensor([10**9]), "sizes": torch.ones(1), "number": 1}),
+    ("map", "random", {"cpu": torch.zeros(3), "cuda": [], "own": []}),
+    ("svi", "random", {"cpu": torch.get_rng_state(), "cuda": [], "own": []}),
+    ("em", "values", ["initial"]),
+    ("em", "losses", torch.zeros(4, 9)),
+    ("em", "seconds", None),
+    ("em by gradient", "points", [torch.zeros(7)]),
+    ("online em", "statistics", {}),
+    ("held out", "averages", [torch.zeros(3)]),
+    ("held out", "held_out", {"trail": [[1, 2.0]], "best": [torch.zeros(3)]}),
 ]
 
 
@@ -321,17 +307,17 @@ def forge(path, change):
     write_tensors(path, fresh, meta | {"state": packed})
 
 
-def check_refused(fit, path, field):
+def check_refused(name, path, field):
     before, numbers = path.read_bytes(), read_tensors(path)[0].get("state.random.cpu")
     with pytest.raises(ValueError, match=rf"checkpoint .*x holds a field {field}\b.*delete it"):
-        fit(path, 4)
+        run(name, path, 4)
     assert path.read_bytes() == before
     assert numbers is None or not torch.equal(torch.get_rng_state(), numbers)
 
 
-@pytest.mark.parametrize(("fit", "field", "value"), FORGED)
-def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_path):
-    fit(tmp_path / "x", 2)
+@pytest.mark.parametrize(("name", "field", "value"), FORGED)
+def test_a_forged_field_is_named_and_nothing_is_changed(name, field, value, tmp_path):
+    run(name, tmp_path / "x", 2)
 
     def change(state):
         if value is GONE:
@@ -340,7 +326,7 @@ def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_p
             state[field] = value
 
     forge(tmp_path / "x", change)
-    check_refused(fit, tmp_path / "x", field)
+    check_refused(name, tmp_path / "x", field)
 
 
 @pytest.mark.parametrize(
@@ -354,12 +340,12 @@ def test_a_forged_field_is_named_and_nothing_is_changed(fit, field, value, tmp_p
     ],
 )
 def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_path):
-    by_map(tmp_path / "x", 2)
+    run("map", tmp_path / "x", 2)
     tensors, meta = read_tensors(tmp_path / "x")
     forged = {name: item for name, item in meta.items() if name != entry}
     write_tensors(tmp_path / "x", tensors, forged if value is GONE else forged | {entry: value})
     with pytest.raises(ValueError, match=f"checkpoint .*{message}"):
-        by_map(tmp_path / "x", 4)
+        run("map", tmp_path / "x", 4)
 
 
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):
@@ -374,3 +360,55 @@ def test_a_fit_goes_on_under_another_tolerance(tmp_path):
     pyro.set_rng_seed(0)
     whole = fit_em(module, symbols(), tolerance=None, num_iterations=60, start=starts.from_prior)
     assert torch.equal(finer.losses, whole.losses)
+
+
+def tempered():
+    """A module, of which a prior of the user's own is moved by trajectories."""
+    module = TabularHMM(2, categorical(2))
+    prior = pyro.distributions.Dirichlet(torch.ones(2, 2)).to_event(1)
+    module.emission.probs = pyro.nn.PyroSample(prior)
+    return module
+
+
+COINS = Sequences.from_list([[0, 1, 1, 0]])
+SIZES = {"num_samples": 8, "warmup": 6, "num_chains": 2}
+SAMPLERS = {  # a fit, and what it calls in each of its steps
+    "gibbs": (
+        lambda **more: fit_gibbs(TabularHMM(2, categorical(2)), COINS, **SIZES, **more),
+        (gibbs.Gibbs, "step"),
+    ),
+    "mcmc": (
+        lambda **more: fit_mcmc(
+            MarginalModel(TabularHMM(2, categorical(2))), COINS, **SIZES, **more
+        ),
+        (mcmc.Tuning, "learn"),
+    ),
+    "tempered": (
+        lambda **more: fit_gibbs(tempered(), COINS, num_temperatures=3, **SIZES, **more),
+        (tempering.Ladder, "swap"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_run_of_a_sampler_that_was_resumed_has_the_same_bits(name, tmp_path, monkeypatch):
+    fit, (owner, method) = SAMPLERS[name]
+    pyro.set_rng_seed(3)
+    whole = fit()
+    step, count = getattr(owner, method), itertools.count()
+
+    def broken(*arguments):
+        if next(count) == 10:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
+    monkeypatch.setattr(owner, method, broken)
+    pyro.set_rng_seed(3)
+    with pytest.raises(KeyboardInterrupt):
+        fit(checkpoint=tmp_path / "x")
+    resumed = fit(checkpoint=tmp_path / "x")
+    for name, value in whole.chains.items():
+        assert torch.equal(value, resumed.chains[name]), name
+    if whole.inverse_temperatures is not None:
+        assert whole.marginal_likelihood() == resumed.marginal_likelihood()

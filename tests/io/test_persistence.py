@@ -544,6 +544,19 @@ def test_tensors_that_are_not_of_an_hmm_are_refused(tmp_path, name, value):
         load_hmm(tmp_path)
 
 
+@pytest.mark.parametrize("emission", ["categorical probs", "categorical logits", "bernoulli probs"])
+@pytest.mark.parametrize("number", [-1.5, 2.0, torch.nan])
+def test_forged_probabilities_are_refused(tmp_path, emission, number):
+    tensors, meta = persistence.describe(hmm_with(EMISSIONS[emission]()))
+    probs = [name for name in tensors if name.startswith(("emission.", "log_"))]
+    assert len(probs) == 3
+    for name in probs:
+        forged = tensors | {name: torch.full_like(tensors[name], number)}
+        write_tensors(tmp_path / FILE, forged, meta)
+        with pytest.raises(ValueError, match="does not describe an HMM"):
+            load_hmm(tmp_path)
+
+
 def block_hmm(kind, dtype=torch.float32):
     """Three blocks of 2, 1 and 3 states; sequences of lengths 4, 1 and 2, with missing steps."""
     torch.manual_seed(0)

@@ -127,13 +127,3 @@ def test_the_end_of_a_contiguous_text_is_held_out():
     assert hold_out(["a", "b", "c", "d", "e"], 0.4, contiguous=True) == (
         ["a", "b", "c"], ["d", "e"]
     )  # fmt: skip
-
-
-def test_whether_sentences_are_contiguous_is_saved(tmp_path):
-    for contiguous in (False, True):
-        model = LanguageModel(WORDS, tiny().blocks, 4, contiguous=contiguous)
-        model.save(tmp_path / "m")
-        found = LanguageModel.load(tmp_path / "m")
-        assert found.contiguous is contiguous
-        lines = ["a b", "a"]
-        assert found.score(lines).equal(model.score(lines))

@@ -223,6 +223,3 @@ def test_very_improbable_constraints_are_exact(dtype):
         if "b" in words
     ]
     assert sooner == pytest.approx(model.score(pieces).logsumexp(0).item(), rel=1e-5)
-
-
-# What is refused ----------------------------------------------------------------------------------

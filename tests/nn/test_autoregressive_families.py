@@ -183,32 +183,6 @@ def test_a_state_without_observations_keeps_its_values_without_a_prior():
 # Fits -------------------------------------------------------------------------------------------
 
 
-def switching(length=150):
-    """Two regimes: a slow rotation, and a decay to (4, 0)."""
-    turn = torch.tensor([[0.98, 0.19], [-0.19, 0.98]])
-    states = (torch.arange(length) // 25) % 2
-    x = [torch.tensor([3.0, 0.0])]
-    for k in states[1:]:
-        x.append(
-            x[-1] @ turn if k == 0 else 0.7 * (x[-1] - torch.tensor([4.0, 0])) + 4 * torch.eye(2)[0]
-        )
-        x[-1] = x[-1] + 0.05 * torch.randn(2)
-    return Sequences.from_list([torch.stack(x)]), states
-
-
-def test_em_finds_regimes_that_differ_in_dynamics_alone():
-    data, states = switching()
-    fit = fit_em(TabularHMM(2, autoregressive_normal(2)), data, restarts=3, num_iterations=25)
-    losses = fit.losses
-    assert bool((losses[1:] <= losses[:-1] + 1e-8).all())
-    hmm = fit.hmm(data)
-    path = hmm.viterbi(data.values)[0]
-    agree = (path == states).double().mean().item()
-    assert max(agree, 1 - agree) > 0.95
-    rotation = hmm.emission.weights[int(path[5]), 0].detach().numpy()
-    assert rotation == pytest.approx(np.array([[0.98, 0.19], [-0.19, 0.98]]), abs=0.03)
-
-
 def test_the_loss_of_em_is_minus_the_log_joint():
     data, lags = rows(8, 5, 2), 2
     module = TabularHMM(
@@ -259,6 +233,7 @@ def cases():
 def test_every_fit_lowers_its_loss(case):
     make, data = cases()[case]
     em = fit_em(make(), data, num_iterations=15, restarts=2)
+    assert bool((em.restarts.losses.diff() <= 1e-8).all())
     assert em.losses[-1] < em.losses[0]
     assert fit_em(make(), data, num_iterations=5, batch_size=2).losses.isfinite().all()
     model = MarginalModel(make())
@@ -340,6 +315,3 @@ def test_markov_sample_feeds_what_it_generates():
     assert ((steps[..., 1:] - steps[..., :-1]) % 3 == 1).all()
     with pyro.plate("data", 3):
         assert ((pyro.sample("y", hmm).diff() % 3) == 1).all()
-
-
-# What is refused --------------------------------------------------------------------------------

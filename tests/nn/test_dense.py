@@ -144,25 +144,6 @@ def test_by_default_inner_products_have_a_standard_deviation_of_one(dim):
     assert abs((values["leave"] @ values["enter"].mT).std().item() - 1) < 0.2
 
 
-def test_rotations_and_shifts_change_nothing():
-    data = some_symbols()
-    module = DenseHMM(3, 4, 2, symbol_dim=3)
-    values, hmm = embeddings_of(module)
-    turn, other = (torch.linalg.qr(torch.randn(d, d))[0] for d in (2, 3))
-    turned = {
-        name: value @ (other if name in ("emit", "symbol") else turn)
-        for name, value in values.items()
-    }
-    turned["symbol"] = turned["symbol"] + torch.randn(3)
-    turned["enter"] = turned["enter"] + torch.randn(2)
-    changed = poutine.condition(module, turned)(torch.tensor([3, 1]))
-    for one, two in ((hmm, changed),):
-        first, second = (each.with_lengths(data.lengths) for each in (one, two))
-        torch.testing.assert_close(
-            first.log_prob(data.values), second.log_prob(data.values), rtol=1e-10, atol=1e-10
-        )
-
-
 # What it can express
 
 

@@ -197,26 +197,6 @@ def test_lengths_of_what_a_moment_falls_into_are_not_those_of_all():
     torch.testing.assert_close(mode["probs"][0, 0], wanted / wanted.sum())
 
 
-def test_a_start_before_the_data_takes_the_bias_from_short_sequences():
-    """Many windows of a long run: durations that are cut at both ends."""
-    durations = torch.zeros(2, 8)
-    durations[0, 5], durations[1, 2] = 1.0, 1.0
-    swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
-    lengths = torch.full((200,), 10)
-    shares = torch.tensor([6 / 9, 3 / 9])
-    hsmm = HSMM(shares.log(), swap.log(), durations.log(), Normal(torch.tensor([0.0, 5.0]), 0.5),
-                lengths, censored_start=True)  # fmt: skip
-    windows = Sequences(hsmm.sample(), lengths)
-    for left_censored, short in ((True, 0.02), (False, 0.1)):
-        fit = fit_em(
-            TabularHSMM(2, normal(0), free_durations(8), censored_start=left_censored), windows
-        )
-        found = fit.hmm(windows).log_duration.exp()
-        order = found.argmax(-1).argsort(descending=True)
-        lost = 1 - (found[order] * durations.bool()).sum(-1)
-        assert (lost < short).all() if left_censored else (lost > short).any()
-
-
 def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
     counts = torch.tensor([[[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
     module = free_durations(3, 2.0)(2)

@@ -75,29 +75,6 @@ def test_the_prior_of_the_first_state_is_its_own():
     torch.testing.assert_close(found["initial"]["fn"].log_prob(value), expected)
 
 
-@pytest.mark.parametrize(
-    ("family", "event"),
-    [(categorical(4), ()), (normal(0), ()), (normal(), (1,)), (normal(3), (3,))],
-)
-@pytest.mark.parametrize("num_states", [1, 3])
-def test_a_call_builds_an_hmm_of_what_was_sampled(family, event, num_states):
-    module = TabularHMM(num_states, family)
-    trace = poutine.trace(module).get_trace(LENGTHS)
-    hmm, drawn = trace.nodes["_RETURN"]["value"], trace.nodes
-    assert hmm.batch_shape == (2,)
-    assert hmm.event_shape == (3, *event)
-    torch.testing.assert_close(hmm.log_initial.exp(), drawn["initial"]["value"])
-    torch.testing.assert_close(hmm.log_transition.exp(), drawn["transition"]["value"])
-    if "emission.probs" in drawn:
-        torch.testing.assert_close(hmm.emission.probs, drawn["emission.probs"]["value"])
-    else:
-        torch.testing.assert_close(hmm.emission.mean, drawn["emission.loc"]["value"])
-        torch.testing.assert_close(hmm.emission.variance, drawn["emission.variance"]["value"])
-
-
-# What is refused
-
-
 # Points made of an HMM
 
 EMISSIONS = {

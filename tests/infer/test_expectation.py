@@ -101,17 +101,6 @@ def test_numbers_out_of_range_go_the_other_way(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(fitted("ragged").losses, wanted.losses, rtol=1e-5, atol=1e-5)
 
 
-def test_impossible_data_are_refused() -> None:
-    """Numbers leave every range, and the E-step that builds an HMM says why."""
-    start = {
-        "initial": torch.tensor([1.0, 0.0]), "transition": torch.eye(2),
-        "emission.probs": torch.tensor([[1.0, 0.0], [0.0, 1.0]]),
-    }  # fmt: skip
-    data = Sequences.from_list([[0, 0], [0, 1]])
-    with pytest.raises(ValueError, match="sequence 1 of this batch has probability zero"):
-        fit_em(TabularHMM(2, categorical(2)), data, start=start)
-
-
 def replaced() -> TabularHMM:
     module: Any = TabularHMM(2, categorical(3))
     module.forward = MethodType(TabularHMM.forward, module)
