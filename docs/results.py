@@ -760,7 +760,7 @@ def control_table() -> str:
         [row["model"] + (f", top_k = {row['top_k']}" if row.get("top_k") else ""),
          f"{row['milliseconds_a_token'][0]:.0f}",
          f"{row['processor_milliseconds_a_token'][0]:.0f}",
-         plain(row["seconds_once"]) if "seconds_once" in row else ""]
+         plain(row["seconds_once"]) if "seconds_once" in row else "-"]
         for row in rows("control")
     ]  # fmt: skip
     return table(["model", "wall", "processor", "s for each constraint"], body)

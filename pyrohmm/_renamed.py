@@ -16,9 +16,13 @@ def _warn(old: str, new: str) -> None:
 
 
 def arguments(**names: str) -> Callable[[Function], Function]:
-    """A decorator of a function whose keyword arguments have new names: ``old="new"``."""
+    """A decorator of a function or class whose keyword arguments have new names: ``old="new"``."""
 
     def decorate(function: Function) -> Function:
+        if isinstance(function, type):  # a class, of the arguments that make one
+            function.__init__ = decorate(function.__init__)  # type: ignore[misc]
+            return function
+
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for old in names.keys() & kwargs.keys():
@@ -31,6 +35,17 @@ def arguments(**names: str) -> Callable[[Function], Function]:
         return call  # type: ignore[return-value]
 
     return decorate
+
+
+def function(old: str, new: Function) -> Function:
+    """The function ``new`` under its old name."""
+
+    @wraps(new)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        _warn(old, new.__name__)
+        return new(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 def by_name(function: Function) -> Function:

@@ -103,13 +103,8 @@ def log_sum(scores: np.ndarray) -> np.ndarray:
 
 def for_each(solve: Callable[..., Answer], initial, transition, likelihood, lengths) -> Answer:
     """The answers for a batch: arguments are broadcast, then ``solve`` is asked one at a time."""
-    arrays = [np.asarray(a) for a in (initial, transition, likelihood, lengths)]
-    cores = [a.shape[a.ndim - dims :] for a, dims in zip(arrays, (1, 3, 2, 0))]
-    batch = np.broadcast_shapes(
-        *(a.shape[: a.ndim - dims] for a, dims in zip(arrays, (1, 3, 2, 0)))
-    )
-    full = [np.broadcast_to(a, batch + core) for a, core in zip(arrays, cores)]
-    answers = [solve(*(a[index] for a in full)) for index in np.ndindex(batch)]
+    batch, singles = one_by_one(initial, transition, likelihood, lengths)
+    answers = [solve(*one) for one in singles]
     return Answer(*(np.reshape(part, batch + np.shape(part[0])) for part in zip(*answers)))
 
 

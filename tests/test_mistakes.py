@@ -22,16 +22,21 @@ from pyrohmm import (
     StickyHDPHMM,
     TabularHMM,
     automata,
+    beta,
     blocks,
     categorical,
     fit_em,
     fit_map,
     fit_svi,
+    gamma,
     metrics,
     normal,
+    parametric,
+    poisson,
     recursions,
+    to_arviz,
 )
-from pyrohmm.data import Vocabulary
+from pyrohmm.data import StoredSequences, Vocabulary
 from pyrohmm.infer.resizing import split_state
 
 PI = torch.tensor([0.6, 0.4]).log()
@@ -40,6 +45,11 @@ B = dist.Categorical(probs=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]))
 LENGTHS = torch.tensor([3, 2])
 X = torch.tensor([[0, 1, 2], [2, 1, 0]])
 VECTORS = torch.linspace(-1.0, 1.0, 12).reshape(2, 3, 2)
+
+
+SHAPES = {"module.initial": (3,), "module.transition": (3, 3), "module.emission.probs": (3, 3)}
+STORED = StoredSequences(np.array([0, 1, 2]), [2, 1])
+POISSONS = dist.Poisson(torch.ones(2))
 
 
 def hmm(initial=PI, transition=A, emission=B, lengths=LENGTHS, **options):
@@ -191,6 +201,8 @@ def test_queries(mistake, error, words):
     ("one dimension", lambda: data(X[0]), ValueError, r"values must have shape .*unsqueeze\(0\)"),
     ("NaN that is observed", lambda: data(VECTORS * math.nan, observed=BOOLEANS), ValueError,
      "values holds NaN at sequence 0, step 0"),
+    ("infinite numbers", lambda: data(VECTORS / 0), ValueError,
+     "values holds an infinite number at sequence 0, step 0.*Put NaN"),
     ("lengths as floats", lambda: data(X, LENGTHS.float()), TypeError, "lengths must hold"),
     ("lengths too long", lambda: data(X, LENGTHS + 1), ValueError, "lengths .*steps, 3; got .* 4"),
     ("length zero", lambda: data(X, LENGTHS - 2), ValueError, "lengths must lie between 1 and"),
@@ -236,6 +248,25 @@ def test_data(mistake, error, words):
     ("EM of a model", lambda: fit_em(model(), data()), TypeError, "module must be an HMMModule"),
     ("EM of symbols from 1", lambda: fit_em(module(), data(X + 1)), ValueError, "values must lie"),
     ("EM of vectors", lambda: fit_em(module(), data(VECTORS)), ValueError, "values must end in"),
+    ("zeros that gamma has not", lambda: fit_em(TabularHMM(2, gamma()), data(X.float())),
+     ValueError, r"without its ends.* 1 do not, such as 0\.0\. Exact zeros .*zero_inflated"),
+    ("ones that beta has not", lambda: fit_em(TabularHMM(2, beta()), data((X + 1) / 3)),
+     ValueError, r"values must lie in the support .*upper_bound=1.0\) without its ends"),
+    ("counts that are none", lambda: fit_em(TabularHMM(2, poisson()), data(X + 0.5)), ValueError,
+     r"values must lie in the support .* 5 do not, such as 0\.5"),
+    ("arguments swapped", lambda: to_arviz(data(), fit_em(module(), data())), TypeError,
+     "posterior must be a fit, .* got Sequences. The data come after it"),
+    ("samples of another model", lambda: to_arviz(
+        {name: torch.ones(1, 5, *shape) for name, shape in SHAPES.items()}, data(), model()),
+     ValueError, r"samples of 'module.[a-z.]+' must have shape .*= \(2, .*got \* = \(3"),
+    ("a fit of what is stored", lambda: fit_em(module(), data()).hmm(STORED), TypeError,
+     "got StoredSequences. Ask part by part"),
+    ("errors of what is stored", lambda: fit_em(module(), data()).std_errors(STORED), TypeError,
+     "got StoredSequences. Ask part by part"),
+    ("a prior of no parameter", lambda: parametric(POISSONS, scale=dist.Gamma(1.0, 1.0))(2),
+     TypeError, "entries of the parameters rate; got scale=Gamma"),
+    ("restarts of a point", lambda: fit_em(TabularHMM(2, parametric(POISSONS)), data(), restarts=2),
+     ValueError, "emission.rate_unconstrained. Give them one, as parametric"),
     ("EM of no step", lambda: fit_em(module(), data(), num_iterations=0), ValueError,
      "iterations must"),
     ("EM to no tolerance", lambda: fit_em(module(), data(), tolerance=math.nan), ValueError,

@@ -5,6 +5,7 @@ import torch
 from matplotlib import pyplot
 
 from pyrohmm import (
+    Forecast,
     GradientStep,
     MarginalModel,
     PosteriorDraws,
@@ -53,6 +54,17 @@ def test_attributes():
             assert torch.equal(found.states, found.state_probs)
 
 
+def test_arguments_and_functions_that_are_old_names():
+    hmm, probs = FIT.hmm(DATA), torch.full((3, 2), 0.5)
+    with old("values", "parameters"):
+        assert PosteriorDraws(MODEL, values={"a": torch.ones(1, 2)}).parameters["a"].shape == (1, 2)
+    with old("states", "state_probs"):
+        assert Forecast(states=probs, emission=hmm.emission).state_probs is probs
+    with old("states", "state_probs"):
+        plots.states(probs)
+    pyplot.close("all")
+
+
 def test_places():
     hmm = FIT.hmm(DATA)
     with old("an argument of durations by place", "num_steps, states, lengths, by name"):
@@ -61,7 +73,7 @@ def test_places():
     with old("an argument of emission by place", "symbols, names, by name"):
         plots.emission(hmm, list("123456"), ["fair", "loaded"])
     pyplot.close("all")
-    with pytest.raises(TypeError, match=r"normal_mixture\(\): missing .*'num_components'"):
+    with pytest.raises(TypeError, match="Give num_components by name; the dimension comes first"):
         normal_mixture(3, 2)
 
 

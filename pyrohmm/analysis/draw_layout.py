@@ -75,6 +75,13 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
     check_returns_hmm(trace.nodes["_RETURN"]["value"])
     _check_names(one, trace)
     plates = sequence_plates(model, data, trace)
+    for name in one.keys() - plates.keys():
+        found, wanted = tuple(one[name].shape), tuple(trace.nodes[name]["fn"].shape())
+        if found != wanted:
+            raise ValueError(
+                f"samples of {name!r} must have shape (C, S, *) with * = {wanted}, chains first; "
+                f"got * = {found}. Give the MCMC itself, or get_samples(group_by_chain=True)."
+            )
     inside = {}
     for name in one:
         frames = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
@@ -212,6 +219,16 @@ def marks_of_fitted(posterior: Any, model: Callable[..., Any]) -> Tensor | None:
     if data is None or not sequence_plates(model, to_model_device(model, None, data)):
         return None
     return marks_of(data)
+
+
+def samples_by_name(samples: Any) -> dict[str, Tensor]:
+    """Samples in a dict; raise if they are something else."""
+    if isinstance(samples, Mapping):
+        return dict(samples)
+    raise TypeError(
+        "posterior must be a fit, Pyro's MCMC after its run, or a dict of samples; got "
+        f"{type(samples).__name__}. The data come after it."
+    )
 
 
 def samples_of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

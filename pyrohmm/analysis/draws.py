@@ -40,6 +40,7 @@ from .draw_layout import (
     own_from_prior,
     permute_dims,
     run,
+    samples_by_name,
     samples_of_fit,
     samples_of_sampler,
 )
@@ -47,6 +48,7 @@ from .draw_layout import (
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
+@renamed.arguments(values="parameters")
 @dataclass(repr=False)
 class PosteriorDraws:
     """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
@@ -134,7 +136,7 @@ class PosteriorDraws:
             model = model or posterior.kernel.model
             values, stats = samples_of_sampler(posterior)
         else:
-            values, stats = dict(posterior), {}
+            values, stats = samples_by_name(posterior), {}
         if model is None:
             raise ValueError("model must be given: samples do not say what they are of.")
         return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))

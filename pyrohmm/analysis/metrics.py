@@ -16,7 +16,7 @@ from torch.distributions import biject_to, constraints
 
 from .._checks import check_size
 from ..data.batches import in_parts
-from ..data.sequences import Sequences
+from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.hard_zeros import log_probs
@@ -131,6 +131,7 @@ def held_out_log_evidence(
         batch_size: How many are evaluated at a time.
     """
     check_size("num_samples", num_samples)
+    check_sequences("data", data)
     with torch.no_grad(), fit.at_rest():
         return torch.cat(
             [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import _renamed as renamed
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
 
 MOST_NAMES = 10  # states or curves, above which a legend hides more than it says
 MOST_TICKS = 30  # names along an axis that can be read
+LEAST_FONT = 6.0  # points
 
 
 def axes_or_new(axes: Axes | None) -> Axes:
@@ -49,13 +49,43 @@ def colors_of(size: int) -> list[Any]:
     return [colors(k) for k in range(size)]
 
 
+def ink_on(color: Any) -> str:
+    """White or black, whichever can be read on a colour."""
+    from matplotlib.colors import to_rgb
+
+    return "white" if sum(to_rgb(color)) < 1.8 else "black"
+
+
 def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float = 1.0) -> None:
-    """Draw a matrix as shades from 0 to ``top``, with a text in each cell, if there are any."""
-    axes.imshow(matrix.numpy(), cmap="Blues", vmin=0.0, vmax=top)
+    """Draw a matrix as shades from 0 to ``top``, with a text in each cell, if they can be read."""
+    axes.imshow(matrix.numpy(), cmap="Blues", vmin=0.0, vmax=top, aspect=axes.get_aspect())
+    blocks = [text.split("\n") for row in texts for text in row]
+    longest = max(len(line) for block in blocks for line in block)
+    width, height = _room(axes)
+    size = min(10.0, width / (0.6 * longest * matrix.size(1)),
+               height / (1.4 * len(blocks[0]) * len(matrix)))  # fmt: skip
+    if size < LEAST_FONT:
+        return
     for i, row in enumerate(texts):
         for j, text in enumerate(row):
             color = "white" if matrix[i, j].item() > 0.5 * top else "black"
-            axes.text(j, i, text, ha="center", va="center", color=color)
+            axes.text(j, i, text, ha="center", va="center", color=color, fontsize=size)
+
+
+def _room(axes: Axes) -> tuple[float, float]:
+    """Width and height of the axes in points, about; a character is 6 points wide."""
+    points = 72 / axes.figure.dpi
+    width, height = axes.bbox.width * points, axes.bbox.height * points
+    return (width, height) if axes.get_aspect() == "auto" else (min(width, height),) * 2
+
+
+def name_ticks(axis: Any, labels: Sequence[str], places: Sequence[float] | None = None) -> None:
+    """Names along an axis; of many only some, evenly spaced."""
+    every = -(-len(labels) // MOST_TICKS)
+    places = range(len(labels)) if places is None else places
+    axis.set_ticks(list(places)[::every], list(labels)[::every])
+    if axis.axis_name == "x" and 6 * len(" ".join(labels[::every])) > _room(axis.axes)[0]:
+        axis.set_tick_params(rotation=90)
 
 
 def single(name: str, parameter: Tensor) -> Tensor:
@@ -73,27 +103,43 @@ def square(
     matrix: Tensor,
     texts: Sequence[Sequence[str]],
     names: Sequence[str] | None,
-    most: int,
 ) -> Axes:
-    """Draw a transition matrix as shades, with texts if there are at most ``most`` states."""
-    size = len(matrix)
-    labels = names_or_numbers(names, size)
+    """Draw a transition matrix as shades, with texts if they can be read."""
+    labels = names_or_numbers(names, len(matrix))
     axes = axes_or_new(axes)
-    table(axes, matrix, texts if size <= most else [])
-    if size <= MOST_TICKS or names is not None:
-        axes.set_xticks(range(size), labels, rotation="vertical" if size > MOST_TICKS else None)
-        axes.set_yticks(range(size), labels)
+    axes.set_aspect("equal")
+    table(axes, matrix, texts)
+    name_ticks(axes.xaxis, labels)
+    name_ticks(axes.yaxis, labels)
     axes.set(xlabel="to", ylabel="from")
     return axes
 
 
-def legend_above(axes: Axes, inside: bool = False) -> None:
-    """A legend in a row above the axes, or inside; none of more than ten entries."""
-    count = len(axes.get_legend_handles_labels()[0])
-    if count <= MOST_NAMES and inside:
-        axes.legend()
-    elif count <= MOST_NAMES:
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=6, frameon=False)
+def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
+    """A legend in rows above the axes; of more than ten states a bar of their colours beside them.
+
+    Args:
+        axes: With what is drawn.
+        labels: Names of the K states that have :func:`colors_of` K.
+    """
+    if len(labels) > MOST_NAMES:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import BoundaryNorm, ListedColormap
+
+        edges = [k - 0.5 for k in range(len(labels) + 1)]
+        scale = ScalarMappable(
+            BoundaryNorm(edges, len(labels)), ListedColormap(colors_of(len(labels)))
+        )
+        bar = axes.figure.colorbar(scale, ax=axes, pad=0.02, aspect=40)
+        name_ticks(bar.ax.yaxis, labels)
+        bar.ax.minorticks_off()
+        bar.ax.invert_yaxis()
+        return
+    names = axes.get_legend_handles_labels()[1]
+    longest = max(map(len, names), default=0) + 6  # with its line
+    columns = max(1, min(6, int(_room(axes)[0] / (6 * longest))))
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False,
+                handlelength=1.0, columnspacing=1.0)  # fmt: skip
 
 
 @renamed.by_name
@@ -117,20 +163,23 @@ def bands(
 
     Args:
         x: M numbers, the values of the covariate.
-        predicted: ``(M, K)``, or ``(M, K, K)``, of which the transitions to other states are drawn.
+        predicted: ``(M, K)``, or ``(M, K, K)``, of which the transitions to other states are drawn,
+            at most ten, those that change most.
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
     states = names_or_numbers(names, predicted.value.size(-1))
     labels, parts = states, predicted
     if predicted.value.dim() > 2:
-        others = ~torch.eye(len(states), dtype=torch.bool)
-        labels = [f"{states[i]} → {states[j]}" for i, j in others.nonzero().tolist()]
-        parts = Bands(*(part[:, others] for part in predicted))
+        change = (predicted.value.amax(0) - predicted.value.amin(0)).fill_diagonal_(-1.0)
+        most = min(MOST_NAMES, change.numel() - len(change))
+        order = change.flatten().argsort(descending=True, stable=True)[:most].sort().values
+        labels = [f"{states[i // len(states)]} → {states[i % len(states)]}" for i in order.tolist()]
+        parts = Bands(*(part.flatten(1)[:, order] for part in predicted))
     axes = axes_or_new(axes)
     curves = zip(labels, colors_of(len(labels)), *(part.mT.tolist() for part in parts))
     for label, color, value, low, high in curves:
         axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0.0)
         axes.plot(x, value, color=color, label=label)
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes

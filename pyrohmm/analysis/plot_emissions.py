@@ -17,9 +17,11 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.vector_autoregression import AutoregressiveNormal
 from .plot_axes import (
+    MOST_TICKS,
     axes_or_new,
     colors_of,
     legend_above,
+    name_ticks,
     names_or_numbers,
     table,
 )
@@ -122,17 +124,16 @@ def _contexts(
     probs = distribution.tables.probs.cpu()  # (K, V ** L, V)
     names, size = _per_column("V", symbols, probs), probs.size(1)
     rows = probs.flatten(0, 1)
-    table(axes, rows, [[f"{p:.2f}" for p in row] for row in rows] if rows.numel() <= 120 else [])
-    axes.set_aspect("auto")
+    table(axes, rows, [[f"{p:.2f}" for p in row] for row in rows])
     for edge in range(size, len(rows), size):
         axes.axhline(edge - 0.5, color="0.3", linewidth=0.8)
-    axes.set_xticks(range(len(names)), names)
+    name_ticks(axes.xaxis, names)
     axes.set(xlabel="symbol", ylabel="state and symbols before")
-    if len(rows) <= 40:
+    if len(rows) <= MOST_TICKS:
         contexts = [" ".join(context) for context in product(names, repeat=distribution.lags)]
-        axes.set_yticks(range(len(rows)), [f"{k}: {c}" for k, c in product(labels, contexts)])
+        name_ticks(axes.yaxis, [f"{k}: {c}" for k, c in product(labels, contexts)])
     else:
-        axes.set_yticks([size * k + (size - 1) / 2 for k in range(len(labels))], labels)
+        name_ticks(axes.yaxis, labels, [size * k + (size - 1) / 2 for k in range(len(labels))])
     return axes
 
 
@@ -159,8 +160,8 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
         base = size - 1 - k
         axes.bar(range(len(row)), 0.85 * row / top, bottom=base, width=0.8, color=colors[k])
         axes.axhline(base, color="0.7", linewidth=0.6)
-    axes.set_xticks(range(len(symbols)), symbols)
-    axes.set_yticks([size - 0.6 - k for k in range(size)], labels)
+    name_ticks(axes.xaxis, symbols)
+    name_ticks(axes.yaxis, labels, [size - 0.6 - k for k in range(size)])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(0, size)
     axes.set_xlabel(f"symbol (the highest bar is a probability of {top:.2f})")
@@ -193,16 +194,14 @@ def _curves(
     names = ("count", "probability") if discrete else ("observation", "density")
     axes.set(xlabel=names[0], ylabel=names[1], ylim=(0, None))
     axes.locator_params(axis="x", integer=discrete)
-    legend_above(axes, inside=True)
+    legend_above(axes, labels)
 
 
 def _means(mean: Tensor, columns: list[str], labels: list[str], axes: Axes) -> None:
-    small = mean.numel() <= 120
     texts = [[f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in row] for row in mean]
-    table(axes, mean, texts if small else [], max(mean.max().item(), 1e-30))
-    axes.set_aspect("auto")
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(labels)), labels)
+    table(axes, mean, texts, max(mean.max().item(), 1e-30))
+    name_ticks(axes.xaxis, columns)
+    name_ticks(axes.yaxis, labels)
     axes.set_xlabel("mean of each component")
 
 
@@ -219,7 +218,7 @@ def _ellipses(distribution: Any, mean: Tensor, labels: list[str], axes: Axes) ->
             patch = Ellipse(centre, long, short, angle=angle, color=color, alpha=0.3 / scale)
             axes.add_patch(patch)
     axes.autoscale_view()
-    legend_above(axes, inside=True)
+    legend_above(axes, labels)
 
 
 def _covariance(distribution: Any) -> Tensor:
@@ -246,7 +245,6 @@ def _bands(
         axes.plot(steps, mean[k].numpy(), "o-", ms=4, label=label, color=color)
         low, high = (mean[k] - deviation[k]).numpy(), (mean[k] + deviation[k]).numpy()
         axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0.0)
-    if len(columns) <= 30:
-        axes.set_xticks(range(len(columns)), columns)
+    name_ticks(axes.xaxis, columns)
     axes.set(xlabel="component", ylabel="mean and one standard deviation")
-    legend_above(axes, inside=True)
+    legend_above(axes, labels)

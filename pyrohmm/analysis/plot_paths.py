@@ -49,8 +49,11 @@ def state_probs(
     axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85,
                    colors=colors_of(len(labels)))  # fmt: skip
     axes.set(xlim=(0, max(len(probs) - 1, 1)), ylim=(0, 1), xlabel="step", ylabel="probability")
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
+
+
+states = renamed.function("states", state_probs)
 
 
 @renamed.by_name
@@ -81,8 +84,8 @@ def timeline(
     size = 1 + max((row.state for row in rows), default=0)
     if names is not None and size > len(names):
         raise ValueError(f"names must have one for state {size - 1}; got {len(names)}.")
-    labels = names_or_numbers(None if names is None else list(names)[:size], size, "state ")
-    colors = colors_of(size if names is None else len(names))
+    labels = names_or_numbers(names, size if names is None else len(names), "state ")
+    colors = colors_of(len(labels))
     axes = axes_or_new(axes)
     for state in sorted({row.state for row in rows}):
         own = [row for row in rows if row.state == state]
@@ -94,7 +97,7 @@ def timeline(
     axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
     axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
 
 
@@ -151,7 +154,7 @@ def series(
         axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=color,
                   label=labels[k])  # fmt: skip
     axes.set(xlabel="step", ylabel="observation")
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes
 
 
@@ -205,5 +208,5 @@ def track(
         middle = places[..., 1].nanmean().deg2rad().cos().item()
         axes.set(xlabel="longitude", ylabel="latitude", aspect=1 / max(middle, 0.01))
     axes.set_adjustable("datalim")
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes

@@ -23,8 +23,10 @@ from .dwell_times import (
     dwell_time_log_survival,
 )
 from .plot_axes import (
+    MOST_TICKS,
     axes_or_new,
     colors_of,
+    ink_on,
     legend_above,
     names_or_numbers,
     single,
@@ -35,6 +37,7 @@ from .plot_axes import history as history
 from .plot_emissions import emission as emission
 from .plot_paths import series as series
 from .plot_paths import state_probs as state_probs
+from .plot_paths import states as states
 from .plot_paths import timeline as timeline
 from .plot_paths import track as track
 
@@ -56,7 +59,7 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
         axes: Where to draw; new ones by default.
     """
     matrix = single("transitions", hmm.log_transition).exp()
-    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names, 12)
+    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names)
 
 
 @renamed.by_name
@@ -70,7 +73,7 @@ def graph(
     """Draw the chain as a graph: states on a circle, an arrow for each probable transition.
 
     The wider an arrow, the more probable the transition; up to twelve states how probable stands
-    beside it. Staying is written below the name of a state.
+    beside it. Up to thirty, staying is written below the name of a state.
 
     Args:
         hmm: An HMM without batch dimensions in its parameters.
@@ -94,12 +97,15 @@ def graph(
     for place in order[: MOST_ARROWS if least is None else None].tolist():
         i, j = divmod(place, size)
         if away[i, j] >= (0.01 if least is None else max(least, 1e-12)):
-            _arrow(axes, places[i], places[j], away[i, j].item(), size <= 12)
-    small = 9 if size <= 10 else 6
+            _arrow(axes, places[i], places[j], away[i, j].item(), size)
+    few = size <= MOST_TICKS
+    font = 9 if size <= 10 else 6 if few else 5
     for k, ((x, y), color) in enumerate(zip(places, colors_of(size))):
-        frame = {"boxstyle": "circle,pad=0.5", "facecolor": color, "edgecolor": "none"}
-        axes.text(x, y, f"{labels[k]}\n{matrix[k, k].item():.2f}", ha="center", va="center",
-                  color="white", fontsize=small, bbox=frame)  # fmt: skip
+        style = f"circle,pad={0.5 if few else 0.2}"
+        frame = {"boxstyle": style, "facecolor": color, "edgecolor": "none"}
+        stays = f"\n{matrix[k, k].item():.2f}" if few else ""
+        axes.text(x, y, f"{labels[k]}{stays}", ha="center", va="center", fontsize=font, bbox=frame,
+                  color=ink_on(color))  # fmt: skip
     axes.set(xlim=(-1.5, 1.5), ylim=(-1.4, 1.4), aspect="equal")
     axes.set_axis_off()
     return axes
@@ -110,13 +116,14 @@ def _arrow(
     start: tuple[float, float],
     end: tuple[float, float],
     probability: float,
-    written: bool,
+    num_states: int,
 ) -> None:
-    """A curved arrow, with its probability beside the middle if it is ``written``."""
+    """A curved arrow, with its probability beside the middle where states are few."""
+    gap = 24 if num_states <= MOST_TICKS else 8
     style = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.18", "color": "0.45",
-             "linewidth": 0.6 + 4.0 * probability, "shrinkA": 24, "shrinkB": 24}  # fmt: skip
+             "linewidth": 0.6 + 4.0 * probability, "shrinkA": gap, "shrinkB": gap}  # fmt: skip
     axes.annotate("", end, start, arrowprops=style)
-    if not written:
+    if num_states > 12:
         return
     across, up = end[0] - start[0], end[1] - start[1]
     x, y = start[0] + 0.45 * across + 0.13 * up, start[1] + 0.45 * up - 0.13 * across
@@ -185,9 +192,9 @@ def transition_posterior(
     mean = flat.mean(0)
     low, high = flat.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).to(flat), 0)
     texts = [
-        [f"{m:.2f}\n{a:.2f} to {b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
+        [f"{m:.2f}\n{a:.2f}–{b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
     ]
-    return square(axes, mean, texts, names, 8)
+    return square(axes, mean, texts, names)
 
 
 @renamed.by_name
@@ -357,5 +364,5 @@ def _lasting(
         axes.plot(steps[:shown], points, "o", color=color, markersize=3.5, alpha=0.6)
     axes.set(xlim=(0.5, curves.size(1) + 0.5), xlabel="steps in the state", ylabel=label)
     axes.set_ylim(bottom=0)
-    legend_above(axes)
+    legend_above(axes, labels)
     return axes

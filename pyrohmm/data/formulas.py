@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.interpolate import BSpline
 
 from .._checks import check_size
 
@@ -77,7 +78,8 @@ def formulas(frame: Frame, **parts: str) -> Design:
 
     Formulas are those of `formulaic <https://matthewwardrop.github.io/formulaic>`_, much as in R:
     ``"~ temperature"``, ``"~ C(sex) * age"``, ``"~ bs(age, df=5)"``, ``"~ poly(x, 2)"``. Besides,
-    ``cyclic(hour, 24, 2)`` are sines and cosines of period 24, of the first two orders. The
+    ``cyclic(hour, 24, 2)`` are sines and cosines of period 24, of the first two orders, and
+    ``smooth(age, 10)``, or ``smooth(hour, 10, period=24)``, a spline: see :func:`smooth`. The
     intercept is there unless ``- 1`` takes it away.
 
     Args:
@@ -102,9 +104,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
     specs, columns = {}, {}
     for part, text in parts.items():
         try:
-            matrix = formulaic.model_matrix(
-                text, table, context={"cyclic": cyclic}, na_action="ignore"
-            )
+            matrix = formulaic.model_matrix(text, table, context=_terms(), na_action="ignore")
         except Exception as error:
             raise ValueError(f"formula of {part}, {text!r}: {error}") from error
         specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
@@ -122,6 +122,47 @@ def cyclic(values: Any, period: float, order: int = 1) -> Any:
     return waves
 
 
+def smooth(
+    values: Any, size: int, period: float | None = None, _state: dict[str, Any] | None = None
+) -> Any:
+    r"""Columns of a cubic spline whose coefficients are independent under a random walk.
+
+    Of B-splines at even knots (Eilers and Marx, 1996) with coefficients :math:`a`, in coordinates
+    :math:`b` with :math:`|b|^2 = \sum_j (a_{j+1} - a_j)^2`: under a normal prior of b with standard
+    deviation :math:`\sigma` a is a random walk with steps of this size. Constants are left out.
+
+    Args:
+        values: ``(M,)``.
+        size: Number of B-splines, at least 4; there are ``size - 1`` columns.
+        period: Of a cyclic spline.
+    """
+    check_size("size", size, 4)
+    x = np.asarray(values, dtype=float)
+    if not np.isfinite(x).all():
+        raise ValueError("smooth is of values that are all known; here are missing values.")
+    state = {} if _state is None else _state
+    low, high = (0.0, period) if period else state.setdefault("bounds", (x.min(), x.max()))
+    if period:
+        x = x % period
+    elif (x < low).any() or (x > high).any():
+        raise ValueError(f"smooth is of values between {low:g} and {high:g}, those of the first "
+                         f"table; got {x.min():g} to {x.max():g}.")  # fmt: skip
+    intervals = size if period else size - 3
+    knots = low + (high - low) / intervals * np.arange(-3, intervals + 4)
+    basis = BSpline.design_matrix(x.clip(knots[3], knots[-4]), knots, 3).toarray()
+    basis[:, : basis.shape[1] - size] += basis[:, size:]
+    steps = np.roll(np.eye(size), 1, 1) - np.eye(size)
+    _, scale, axes = np.linalg.svd(steps if period else steps[:-1], full_matrices=False)
+    columns = basis[:, :size] @ (axes[: size - 1].T / scale[: size - 1])
+    return {f"{n + 1}": columns[:, n] for n in range(size - 1)}
+
+
+def _terms() -> dict[str, Any]:
+    """What formulas may call besides the functions of formulaic."""
+    transforms = importlib.import_module("formulaic.transforms")
+    return {"cyclic": cyclic, "smooth": transforms.stateful_transform(smooth)}
+
+
 def _pandas(frame: Frame) -> Any:
     pandas = importlib.import_module("pandas")
     if isinstance(frame, Mapping):
@@ -133,7 +174,7 @@ def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
     """Columns of one part for a table, in the way in which those of the first table were made."""
     with warnings.catch_warnings(action="error"):  # of a level that was not there
         try:
-            matrix = spec.get_model_matrix(frame, context={"cyclic": cyclic})
+            matrix = spec.get_model_matrix(frame, context=_terms())
         except Exception as error:
             raise ValueError(f"the table does not fit the formula of {part}: {error}") from error
     values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}

@@ -88,12 +88,11 @@ def movement(
 
 def _check_degrees(places: Tensor, plane: bool) -> None:
     for name, column, most in zip(("longitude", "latitude"), places.unbind(-1), (360, 90)):
-        wrong = column[column.isinf() if plane else column.abs() > most]
-        if len(wrong):
+        wrong = column[column.abs() > most]
+        if len(wrong) and not plane:
             raise ValueError(
-                f"{name} must be {'finite' if plane else f'degrees from -{most} to {most}'}; got "
-                f"{wrong[0].item():g}. The longitude comes first; coordinates in a plane need "
-                "plane=True."
+                f"{name} must be degrees from -{most} to {most}; got {wrong[0].item():g}. The "
+                "longitude comes first; coordinates in a plane need plane=True."
             )
 
 

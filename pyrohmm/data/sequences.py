@@ -486,5 +486,10 @@ class Sequences(Dataset["Sequences"]):
 
 def check_sequences(name: str, data: object) -> None:
     """Raise unless ``data`` are ``Sequences``, and say how those are made."""
-    if not isinstance(data, Sequences):
-        raise TypeError(f"{name} must be Sequences; got {type(data).__name__}. {HOW}")
+    if isinstance(data, Sequences):
+        return
+    cure = HOW
+    if not isinstance(data, list | tuple | str) and hasattr(data, "__iter__"):
+        if isinstance(next(iter(data), None), Sequences):  # such as StoredSequences
+            cure = "Ask part by part: for part in data."
+    raise TypeError(f"{name} must be Sequences; got {type(data).__name__}. {cure}")

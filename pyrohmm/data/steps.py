@@ -232,11 +232,17 @@ def check_values(values: Tensor) -> None:
 
 
 def check_observed(values: Tensor, observed: Tensor) -> None:
-    """Raise if an observed step is NaN throughout."""
+    """Raise if an observed step is NaN throughout, or holds an infinite number."""
     if place := first(_is_nan(values, 2) & observed):
         raise ValueError(
             f"values holds NaN at {place}, which is marked as observed. "
             "Set observed to False there, or build with Sequences.from_list."
+        )
+    infinite = values.isinf().flatten(2).any(-1) if values.dim() > 2 else values.isinf()
+    if place := first(infinite & observed):
+        raise ValueError(
+            f"values holds an infinite number at {place}, which no distribution emits. Put NaN "
+            "where nothing was measured; a logarithm of zero, or a ratio to it, is another cause."
         )
 
 

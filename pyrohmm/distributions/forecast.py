@@ -104,6 +104,7 @@ class Forecast(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
+    @renamed.arguments(states="state_probs")
     def __init__(self, state_probs: Tensor, emission: TorchDistribution) -> None:
         self.state_probs = state_probs
         self.emission = emission

@@ -17,7 +17,9 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import (
     Bernoulli,
+    Beta,
     Categorical,
+    Gamma,
     Independent,
     MixtureSameFamily,
     MultivariateNormal,
@@ -31,6 +33,7 @@ from ..ops.log_space import logsumexp
 from ..ops.products import look_up
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
 from .linear_emissions import component_log_prob, linear_log_prob
+from .modified import ZeroInflated
 
 
 class Streams(TorchDistribution):
@@ -341,7 +344,7 @@ def inside_support(distribution: Any, values: Tensor) -> Tensor:
     """Whether ``values`` are in the support, of the shape of ``distribution.log_prob(values)``.
 
     (The constraint of a mixture does not tell apart the entries of its batch, that of
-    :class:`Tied` those of its index.)
+    :class:`Tied` those of its index.) Ends at which the density is zero or infinite are not.
     """
     if isinstance(distribution, Streams):
         pieces = zip(distribution.parts, distribution.split(values))
@@ -355,7 +358,15 @@ def inside_support(distribution: Any, values: Tensor) -> Tensor:
     if isinstance(distribution, Independent):
         inside = inside_support(distribution.base_dist, values)
         return inside.flatten(-distribution.reinterpreted_batch_ndims).all(-1)
-    return distribution.support.check(values)
+    if isinstance(distribution, ZeroInflated):
+        return inside_support(distribution.base_dist, values) | (values == 0)
+    inside = distribution.support.check(values)
+    if isinstance(distribution, Gamma):
+        inside = inside & ((values != 0) | (distribution.concentration == 1))
+    if isinstance(distribution, Beta):
+        inside = inside & ((values != 0) | (distribution.concentration1 == 1))
+        inside = inside & ((values != 1) | (distribution.concentration0 == 1))
+    return inside
 
 
 def _log_prob(distribution: Any, values: Tensor) -> Tensor:

@@ -60,24 +60,34 @@ def check_support(
     event = emission.event_shape
     if _is_real(emission.support) and (len(event) or not bool(values.isnan().any())):
         return  # NaN is a missing component of a vector
-    values = values.unsqueeze(-1 - len(event))
+    apart = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
-        values = values.movedim(values.dim() - 2 - len(event), 0)
-    varies = support_varies(emission)
-    if len(event) and values.dtype.is_floating_point:
-        gaps = values.isnan()
+        apart = apart.movedim(apart.dim() - 2 - len(event), 0)
+    if len(event) and apart.dtype.is_floating_point:
+        gaps = apart.isnan()
         if bool(gaps.any()):
-            filler = any_value(emission) if varies else _first_value(emission, values.dtype)
-            values = torch.where(gaps, filler.to(values.dtype), values)
-    inside = inside_support(emission, values) if varies else emission.support.check(values)
-    inside = inside.any(-1)
+            varies = support_varies(emission)
+            filler = any_value(emission) if varies else _first_value(emission, apart.dtype)
+            apart = torch.where(gaps, filler.to(apart.dtype), apart)
+    inside = inside_support(emission, apart).any(-1)
+    inside = inside if emission_per_step else inside.movedim(0, -1)
     if known is not None:  # what fills a gap is of one step: it is counted there
-        inside = (inside if emission_per_step else inside.movedim(0, -1)) | ~known
+        inside = inside | ~known
     if not bool(inside.all()):
-        raise ValueError(
-            f"values must lie in the support of the emission, {emission.support}, in a "
-            f"state at least; {int((~inside).sum())} do not. Mark missing steps as not observed."
-        )
+        _refuse_outside(values.expand(*inside.shape, *event)[~inside], emission)
+
+
+def _refuse_outside(wrong: Tensor, emission: Any) -> None:
+    """Raise the error of values ``(M, *E)`` that no state emits."""
+    at_end = not emission.support.is_discrete and bool(((wrong == 0) | (wrong == 1)).any())
+    cure = "Mark missing steps as not observed."
+    if at_end:
+        cure = "Exact zeros are emitted by zero_inflated(...); or move them by half their rounding."
+    raise ValueError(
+        f"values must lie in the support of the emission, {emission.support}"
+        f"{' without its ends' if at_end else ''}, in a state at least; {len(wrong)} do not, such "
+        f"as {wrong[0].tolist()}. {cure}"
+    )
 
 
 def _refuse_symbols(values: Tensor, known: Tensor | None, size: int) -> None:

@@ -13,6 +13,7 @@ from ..distributions.hmm import HMM
 from .uncertainty import IDENTITY, LOG, LOGIT, Information, names_of, normal_quantile
 
 Function = Callable[[HMM], Tensor]
+FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
 
 
 class Bands(NamedTuple):
@@ -111,7 +112,16 @@ def lines(columns: Mapping[str, list]) -> list[str]:
     wide = max(len(name) for name in columns["parameter"])
     head = f"{'':{wide}}" + "".join(f"{name:>11}" for name in list(columns)[1:])
     rows = zip(*columns.values())
-    return [head, *(f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in rest) for name, *rest in rows)]
+    text = [head]
+    text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in rest) for name, *rest in rows]
+    ends = zip(columns["parameter"], columns["estimate"], columns["std_error"])
+    held = [name for name, x, error in ends if abs(x) > FLAT and error > abs(x)]
+    if held:
+        text.append(
+            f"at the boundary, where limits say nothing: {', '.join(held)} (a logit or a logarithm "
+            "that has run away: a probability or a rate of zero)"
+        )
+    return text
 
 
 def described(fit: Any) -> list[str]:

@@ -86,7 +86,7 @@ class LaplaceInformation(Information):
     def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
         """Nothing, and the HMM at coordinates ``u`` and the most probable effects there."""
         marginal = self.marginal
-        effects = marginal.effects(marginal.modes[0] + torch.tensordot(u, self.drift, 1))
+        effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1))
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with AtValues({**self.values_at(u), **effects}):
                 return u.sum(), self.model(self.data if data is None else data)
@@ -164,7 +164,8 @@ class LaplaceFit(Fit):
             slopes = torch.func.vmap(torch.func.jacrev(one))(b[0])
             slopes = slopes.reshape(len(b[0]), -1, b.size(-1))
             variance = torch.einsum("gei,gij,gej->ge", slopes, spread, slopes)
-            found[name] = Effect(mode.detach(), variance.sqrt().reshape(mode.shape))
+            shape = self.parameters[name].shape
+            found[name] = Effect(mode.detach().reshape(shape), variance.sqrt().reshape(shape))
         return found
 
     def aic(self, data: Sequences) -> float:
@@ -246,7 +247,8 @@ def fit_laplace(
         model: A Pyro model whose random effects are in one plate, of sequences or of groups.
             Parameters must keep dimensions to their left, as for restarts of :func:`fit_map`.
         data: The sequences.
-        random: Names of the random effects.
+        random: Names of the random effects; or of the coefficients of a smooth function, one
+            vector outside every plate.
         start: Initial values by name, such as ``fit.parameters`` of another fit; others are sampled
             from their priors, and effects start at zero in unconstrained coordinates.
         restarts: R starts, climbed as one batch; the best is kept.
@@ -351,7 +353,7 @@ def _result(
     place, row = peak.place[best : best + 1], torch.tensor([best])
     values = {name: value[0] for name, value in starts.values(place).items()}
     modes = marginal.settle(starts.wide(place), row)
-    values |= marginal.effects(modes[0])
+    values |= marginal.single(modes[0])
     values = {name: v.detach().to(torch.get_default_dtype()) for name, v in values.items()}
     with poutine.block(), pyro.get_param_store().scope():
         plates = sequence_plates(own, data)

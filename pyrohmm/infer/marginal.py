@@ -55,13 +55,15 @@ class Marginal:
         with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
             nodes = poutine.trace(model).get_trace(data).nodes
         self.random = {name: _plated_site(nodes, name) for name in random}
-        plates = {site["cond_indep_stack"][0].name for site in self.random.values()}
+        stacks = [site["cond_indep_stack"] for site in self.random.values()]
+        plates = {stack[0].name if stack else "(outside)" for stack in stacks}
         if len(plates) != 1:
             raise ValueError(
-                f"random must name variables in one plate; these are in {len(plates)}: "
+                f"random must name variables in one plate, or outside; these are in {len(plates)}: "
                 f"{', '.join(sorted(plates)) or 'none are named'}."
             )
-        self.members = next(iter(self.random.values()))["cond_indep_stack"][0].size
+        self.plated = bool(stacks[0])
+        self.members = stacks[0][0].size if self.plated else 1
         self.to = {name: biject_to(site["fn"].support) for name, site in self.random.items()}
         event = {name: site["fn"].event_shape for name, site in self.random.items()}
         self.shapes = {name: self.to[name].inverse_shape(shape) for name, shape in event.items()}
@@ -87,6 +89,11 @@ class Marginal:
             name: to(part.reshape(part.shape[:-1] + torch.Size(shape)))
             for (name, to), shape, part in parts
         }
+
+    def single(self, b: Tensor) -> Values:
+        """Random effects of one copy at coordinates ``(G, d)``, in the shapes of the model."""
+        effects = self.effects(b)
+        return effects if self.plated else {name: x.squeeze(0) for name, x in effects.items()}
 
     def joint(self, values: Values, b: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)``, of the effects in their coordinates ``(B', G, d)``."""
@@ -260,16 +267,17 @@ def _uphill(blocks: Tensor, slope: Tensor) -> Tensor:
 
 
 def _plated_site(nodes: Any, name: str) -> Any:
-    """The site of a random effect, which must be in one plate."""
+    """The site of a random effect, which must be in at most one plate."""
     site = nodes.get(name)
     latent = site is not None and site["type"] == "sample" and not site["is_observed"]
-    if not latent or len(site["cond_indep_stack"]) != 1 or len(site["fn"].batch_shape) != 1:
+    plates = len(site["cond_indep_stack"]) if latent else 0
+    if not latent or plates > 1 or len(site["fn"].batch_shape) != plates:
         known = [
             n for n, s in nodes.items()
             if s["type"] == "sample" and not s["is_observed"] and s.get("cond_indep_stack")
         ]  # fmt: skip
         raise ValueError(
-            f"random must name variables in a plate, the last batch dimension; got {name!r}. In "
-            f"plates are {', '.join(known) or 'none'}."
+            f"random must name variables in a plate, the last batch dimension, or single events "
+            f"outside; got {name!r}. In plates are {', '.join(known) or 'none'}."
         )
     return site

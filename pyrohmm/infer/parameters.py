@@ -65,7 +65,9 @@ class Parameters:
         if restarts > 1 and self.points:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "
-                f"{type(module).__name__} has parameters without one."
+                f"{type(module).__name__} has parameters without one: {', '.join(points)}. Give "
+                "them one, as parametric(distribution, loc=Normal(0.0, 10.0)) does, freeze them, "
+                "or fit once for each start."
             )
         if not self.sites and not self.points:
             raise ValueError("module has no parameters to fit: all of them are frozen.")

@@ -17,10 +17,11 @@ from torch.distributions import constraints
 from .. import _renamed as renamed
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
-from ..data.sequences import Sequences
+from ..data.sequences import Sequences, check_sequences
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
+from ..ops.backends import advise_numba
 from .effects import Bands, described, lines, predicted, table
 from .effects import name_of as name_of
 from .guides import repeatable, samples_of
@@ -30,6 +31,7 @@ from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states
 from .uncertainty import Covariance, Information
 
+SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
 
@@ -88,6 +90,11 @@ class Fit:
     plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
     fitted: Tensor | None = field(default=None, repr=False)
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        on_cpu = all(value.device.type == "cpu" for value in self.parameters.values())
+        if self.seconds > SLOW and on_cpu:
+            advise_numba()
 
     @renamed.attribute("parameters")
     def values(self) -> Any:
@@ -195,6 +202,26 @@ class Fit:
         """
         return self.hmms([data])[0]
 
+    def hmm_to_save(self) -> HMM:
+        """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of a fit.
+
+        Raises:
+            TypeError: If there is none that is that of all data.
+        """
+        reason = "its model is a function of the data"
+        if getattr(self.model, "module", None) is not None and not self.plates:
+            try:
+                hmm = self.hmm(Sequences(torch.zeros(1, 1), torch.tensor([1])))
+            except (TypeError, ValueError) as error:
+                reason = str(error).removesuffix(".")
+            else:
+                if not (hmm.transition_per_step or hmm.emission_per_step):
+                    return hmm
+        raise TypeError(
+            f"thing is a fit without one HMM for all data: {reason}. Save fit.hmm(data); or keep "
+            "fit.parameters by safetensors.torch.save_file, to begin a fit there: start=."
+        )
+
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """Fitted HMMs, one for each part of some data."""
         for part in parts:
@@ -255,6 +282,7 @@ class Fit:
                 f"the samples of {self.method} are its own picture of the posterior, and no point "
                 "of them is its maximum: ask fit.quantiles()."
             )
+        check_sequences("data", data)
         with self.at_rest():
             return Information(self.model, self.parameters, self.supports, data)
 

@@ -44,12 +44,12 @@ BUILT_FROM: set[type] = {
 }
 
 
-def save(thing: HMM | nn.Module, directory: FilePath) -> None:
-    """Save an HMM or a module to a directory, in place of what was saved there before.
+def save(thing: Any, directory: FilePath) -> None:
+    """Save an HMM, a fit or a module to a directory, in place of what was saved there before.
 
     Of a module its ``state_dict()`` is saved, not its code: :func:`load_into` puts it into a module
-    that was built in the same way. Variables that have a prior are no part of it: save the HMM that
-    a fit has found, ``fit.hmm(data)``, for other data ``load_hmm(directory).with_lengths(...)``.
+    that was built in the same way. Variables that have a prior are no part of it: save the fit. Of
+    a fit, or an estimator, the HMM is saved, for other data ``load_hmm(directory).with_lengths``.
     An HMM is saved whole: see :func:`load_hmm`. No gradient information is saved.
 
     At any moment there is the old content or the new one, whole. Two files are written:
@@ -58,13 +58,14 @@ def save(thing: HMM | nn.Module, directory: FilePath) -> None:
     Args:
         thing: An :class:`HMM`, :class:`HSMM`, :class:`FactorialHMM`, :class:`SecondOrderHMM`,
             :class:`ContinuousTimeHMM` or
-            :class:`BlockHMM`, or a ``torch.nn.Module`` such as an :class:`HMMModule`.
+            :class:`BlockHMM`; a :class:`Fit` or an estimator; or a ``torch.nn.Module`` such as an
+            :class:`HMMModule`.
         directory: A directory that does not exist, is empty, or holds what was saved before. The
             one above it must exist.
 
     Raises:
-        TypeError: If it is neither, or the emission of the HMM is of a class that is not in
-            ``BUILT_FROM``; nothing is written then.
+        TypeError: If it is none of these, a fit whose HMM depends on the data, or the emission of
+            the HMM is of a class that is not in ``BUILT_FROM``; nothing is written then.
         ValueError: If the directory holds something else.
         OSError: If the files cannot be written.
 
@@ -133,8 +134,9 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
     module.load_state_dict(tensors)
 
 
-def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of ``thing``, and what else there is to say of it."""
+    thing = thing.hmm_to_save() if hasattr(thing, "hmm_to_save") else thing
     if isinstance(thing, HMM) and _CHAINS.get(type(thing)) is type(thing.chain):
         return _describe_hmm(thing)
     if type(thing) is BlockHMM:
@@ -143,8 +145,8 @@ def describe(thing: HMM | nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]
         return dict(thing.state_dict()), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
         "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, ContinuousTimeHMM, BlockHMM or "
-        f"torch.nn.Module; got {type(thing).__name__}. Of a fit, save fit.hmm(data); of an HMM of "
-        "another class, or of HMM.of(chain), the module that builds it."
+        f"torch.nn.Module, or a fit or an estimator; got {type(thing).__name__}. Of an HMM of "
+        "another class, or of HMM.of(chain), save the module that builds it."
     )
 
 

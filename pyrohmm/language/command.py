@@ -119,9 +119,7 @@ def imitate(options: argparse.Namespace) -> None:
     found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
     if ProcessGroup.all().is_first and found.divergence is not None:
         to_ctrlg(found.hmm, options.save, tokenizer.eos_token_id)
-        print(f"ended after {len(found.fit.losses):,} losses: {found.fit.reason}; saved to "
-              f"{options.save}")  # fmt: skip
-        print(f"held out: {found.perplexity}")
+        print(f"ended: {found.fit.reason}; saved to {options.save}\nheld out: {found.perplexity}")
         steps = " ".join(f"{nats:.2f}" for nats in found.divergence.tolist())
         print(f"divergence by step, in nats: {steps}")
 

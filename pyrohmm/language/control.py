@@ -235,11 +235,6 @@ class ConstraintProcessor:
         texts = token_texts(tokenizer)
         if not constraint.classes or any(isinstance(symbol, str) for symbol in constraint.classes):
             constraint = over_tokens(constraint, texts, ignore_case)
-        if not bool(constraint.accepting.any()):
-            raise ValueError(
-                f"constraint must hold for some text; {constraint.name} does for none that can be "
-                "written with these tokens. Its words may need characters that no token has."
-            )
         if min_tokens:
             constraint = constraint & of_length(min_tokens, max_tokens)
         codes: list[Any] = [*constraint.classes, *([] if end is None else [end])]
@@ -249,7 +244,8 @@ class ConstraintProcessor:
                 f"from 0; got {min(codes)} to {max(codes)}."
             )
         classes = torch.zeros(len(texts), dtype=torch.long)
-        classes[[*constraint.classes]] = torch.tensor([*constraint.classes.values()])
+        for code, number in constraint.classes.items():
+            classes[int(code)] = number
         with torch.no_grad():
             self.lookahead = Lookahead(
                 hmm, constraint, classes, end, max_tokens, must_end and end is not None

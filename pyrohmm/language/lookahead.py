@@ -177,7 +177,8 @@ class Lookahead:
         if not len(self.alive[0]):
             raise ValueError(
                 f"constraint must hold for some text of at most {max_tokens} words or tokens; "
-                f"{constraint.name} does for none. Allow more of them, or ask for less."
+                f"{constraint.name} does for none. Allow more of them, ask for less, or look "
+                "whether its words can be written with these tokens."
             )
         if isinstance(hmm, BlockHMM):
             self.transitions = hmm.chain.transitions()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pyro.distributions import Categorical
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 
 from ..distributions.constructors import arguments_of
@@ -16,10 +16,15 @@ from ..ops.log_space import log
 from .family import FAMILIES, Emission, EmissionFamily
 
 
-def parametric(distribution: Any) -> EmissionFamily:
-    """Emission family of any distribution batched over K states: its arguments, without priors.
+def parametric(distribution: Any, **priors: TorchDistribution) -> EmissionFamily:
+    """Emission family of any distribution batched over K states, with its arguments as parameters.
 
-    They start at their values, and are fitted by maximum likelihood; EM takes gradient steps.
+    Those without a prior start at their values, and are fitted by maximum likelihood; EM takes
+    gradient steps. Restarts, and samplers, need a prior of each.
+
+    Args:
+        distribution: Of batch shape ``(K,)``.
+        **priors: Of an entry of each argument, by name: ``loc=Normal(0.0, 10.0)``.
 
     Example:
         >>> from pyro.distributions import VonMises
@@ -27,16 +32,28 @@ def parametric(distribution: Any) -> EmissionFamily:
         >>> family(2)().batch_shape
         torch.Size([2])
     """
-    return partial(_of_points, distribution=distribution)
+    return partial(_of_points, distribution=distribution, priors=priors)
 
 
-def _of_points(num_states: int, distribution: Any) -> PyroModule:
+def _of_points(
+    num_states: int, distribution: Any, priors: dict[str, TorchDistribution]
+) -> PyroModule:
     if tuple(distribution.batch_shape) != (num_states,):
         raise ValueError(
             f"distribution must have batch shape (K,) = ({num_states},); got "
             f"{tuple(distribution.batch_shape)}."
         )
-    return PointEmission(distribution)
+    module = PointEmission(distribution)
+    for name, prior in priors.items():
+        if name not in module._pyro_params or not hasattr(prior, "expand"):
+            raise TypeError(
+                "priors are distributions of entries of the parameters "
+                f"{', '.join(module._pyro_params)}; got {name}={prior!r}."
+            )
+        shape = getattr(module, name).shape
+        delattr(module, name)
+        setattr(module, name, PyroSample(prior.expand(shape).to_event(len(shape))))
+    return module
 
 
 class PointEmission(PyroModule):

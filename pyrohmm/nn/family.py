@@ -151,7 +151,11 @@ def family(
         try:
             bound = wanted.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{name}(): {error}; its arguments are {', '.join(takes)}.") from None
+            named = [part.name for part in rest if part.kind is part.KEYWORD_ONLY]
+            cure = f" Give {', '.join(named)} by name; the dimension comes first." if named else ""
+            raise TypeError(
+                f"{name}(): {error}; its arguments are {', '.join(takes)}.{cure}"
+            ) from None
         for size in least.keys() & bound.keys():
             check_size(size, bound[size], least[size])
         return partial(build, **bound)

@@ -67,7 +67,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     ``X`` is an array ``(n_samples, n_features)`` of all the sequences, one after the other, and
     ``lengths`` ``(n_sequences,)`` says how long each is; by default it is one sequence. Or ``X`` is
     a list of arrays ``(T_n, n_features)``, one for each sequence, which scikit-learn's tools of
-    selection divide by sequences.
+    selection divide by sequences. Of a list, answers for each row come as an array of N arrays.
 
     The second argument of ``fit`` and ``score`` is the target for scikit-learn, and ``lengths`` for
     hmmlearn. One with an entry for each row of ``X`` is a target, which is not read; any other is
@@ -119,6 +119,10 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         Returns:
             Nats, and ``(n_samples, n_components)``.
         """
+        score, probs = self._posterior(X, lengths)
+        return score, _as_given(probs, X)
+
+    def _posterior(self, X: Any, lengths: Any) -> tuple[float, np.ndarray]:
         hmm, data = self._ask(X, lengths)
         posterior = hmm.posterior(data.values)
         return float(posterior.log_evidence.sum()), posterior.state_probs[data.exists].numpy()
@@ -151,11 +155,12 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             ValueError: If ``algorithm`` is another.
         """
         if self._by_marginals(algorithm):
-            states = self.predict_proba(X, lengths)
-            return float(states.max(1).sum()), states.argmax(1)
+            _, probs = self._posterior(X, lengths)
+            return float(probs.max(1).sum()), _as_given(probs.argmax(1), X)
         hmm, data = self._ask(X, lengths)
         path = hmm.viterbi(data.values)
-        return float(hmm.log_joint(data.values, path).sum()), path[data.exists].numpy()
+        score = float(hmm.log_joint(data.values, path).sum())
+        return score, _as_given(path[data.exists].numpy(), X)
 
     def _by_marginals(self, algorithm: str | None = None) -> bool:
         """Whether states are those that are most probable each, not the best path."""
@@ -229,6 +234,11 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         evidence = float(hmm.log_prob(data.values).sum())
         return self._num_parameters() * np.log(data.num_observed) - 2 * evidence
 
+    def hmm_to_save(self) -> HMM:
+        """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of an estimator."""
+        check_is_fitted(self)
+        return self._hmm(torch.tensor([1]))
+
     # From tables to sequences
 
     def _ask(self, X: Any, lengths: Any, y: Any = None) -> tuple[HMM, Sequences]:
@@ -241,7 +251,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     ) -> tuple[np.ndarray, list[int]]:
         """One table of all rows, and the lengths of its sequences."""
         parts = None
-        if isinstance(X, list | tuple) and X and np.ndim(X[0]) == 2:
+        if _is_list(X):
             parts = [len(part) for part in X]
             X = np.concatenate(X)
         table = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32, np.int64])
@@ -269,6 +279,21 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def _seed(self, random_state: Any = None) -> int:
         chosen = self.random_state if random_state is None else random_state
         return int(check_random_state(chosen).randint(2**31 - 1))
+
+
+def _is_list(X: Any) -> bool:
+    """Whether ``X`` is a list of sequences."""
+    return isinstance(X, list | tuple) and len(X) > 0 and np.ndim(X[0]) == 2
+
+
+def _as_given(rows: np.ndarray, X: Any) -> np.ndarray:
+    """Answers for all rows; of a list of sequences an array of arrays, one for each sequence."""
+    if not _is_list(X):
+        return rows
+    apart = np.empty(len(X), object)
+    for n, part in enumerate(np.split(rows, np.cumsum([len(part) for part in X])[:-1])):
+        apart[n] = part
+    return apart
 
 
 def _lengths_in(second: Any, num_rows: int) -> Any:

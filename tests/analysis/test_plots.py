@@ -11,6 +11,7 @@ from pyrohmm import HMM, HSMM, plots, queries
 from pyrohmm.distributions import (
     AutoregressiveCategorical,
 )
+from pyrohmm.infer.effects import Bands
 
 matplotlib.use("Agg")
 
@@ -278,3 +279,30 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         assert dots[: len(wanted)].tolist() == wanted
         assert dots[len(wanted) :].isnan().all()
     assert texts(axes.get_legend().get_texts()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("num_states", [11, 24, 60])
+def test_many_states_have_a_bar_of_their_colours(axes, num_states):
+    probs = torch.rand(5, num_states).softmax(-1)
+    plots.state_probs(probs, axes=axes)
+    (bar,) = (each for each in axes.figure.axes if each is not axes)
+    assert axes.get_legend() is None
+    mesh = next(each for each in bar.collections if each.get_array() is not None)
+    shown = [band.get_facecolor()[0, :3].tolist() for band in axes.collections]
+    edges = torch.linspace(-0.5, num_states - 0.5, num_states + 1)
+    places = (edges[1:] + edges[:-1]) / 2
+    torch.testing.assert_close(
+        torch.as_tensor(mesh.to_rgba(places.numpy())[:, :3]), torch.tensor(shown).double()
+    )
+    every = -(-num_states // 30)
+    assert texts(bar.get_yticklabels()) == [f"state {k}" for k in range(0, num_states, every)]
+
+
+def test_of_many_transitions_the_ten_that_change_most_are_drawn(axes):
+    value = torch.rand(1, 12, 12).repeat(3, 1, 1)
+    for n in range(10):
+        value[:, n, n + 1] = torch.tensor([0.0, 0.5, 1.0 + n])
+    plots.bands([0.0, 1.0, 2.0], Bands(value, value - 0.1, value + 0.1), axes=axes)
+    wanted = [f"{n} → {n + 1}" for n in range(10)]
+    assert texts(axes.get_legend().get_texts()) == wanted
+    assert [line.get_ydata()[-1] for line in axes.lines] == [1.0 + n for n in range(10)]

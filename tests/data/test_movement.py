@@ -124,7 +124,10 @@ def test_a_fit_finds_two_kinds_of_movement():
     ("arguments", "said"),
     [
         ({"latitude": [0.0, 95.0]}, "latitude must be degrees from -90 to 90; got 95"),
-        ({"latitude": [0.0, math.inf], "plane": True}, "latitude must be finite; got inf"),
+        (
+            {"latitude": [0.0, math.inf], "plane": True},
+            "values holds an infinite number at sequence 0, step 1",
+        ),
         ({"latitude": [0.0]}, r"an entry for each location; got lengths .*'latitude': 1"),
         ({"time": [0, 0]}, "time must differ within a sequence"),
         ({"longitude": "x", "latitude": "y", "frame": {"x": [1.0]}}, "must name columns of frame"),

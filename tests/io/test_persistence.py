@@ -20,9 +20,15 @@ from pyrohmm import (
     HMM,
     BlockHMM,
     HMMModule,
+    MarginalModel,
+    RegressionHMM,
+    Sequences,
     TabularHMM,
     blocks,
     categorical,
+    datasets,
+    fit_em,
+    fit_map,
     load_hmm,
     load_into,
     normal,
@@ -721,3 +727,31 @@ def test_the_kinds_are_not_mixed_up(tmp_path):
         load_into(Point(), tmp_path / "hmm")
     with pytest.raises(TypeError, match="module must be"):
         load_into(load_hmm(tmp_path / "hmm"), tmp_path / "module")
+
+
+@pytest.mark.parametrize("method", ["EM", "MAP"])
+def test_a_fit_is_saved_as_its_hmm_for_other_data(tmp_path, method):
+    data = datasets.casino(num_sequences=3, num_steps=10).without_labels()
+    new = datasets.casino(num_sequences=2, num_steps=5)
+    module = TabularHMM(2, categorical(6))
+    if method == "EM":
+        fit = fit_em(module, data, num_iterations=3)
+    else:
+        fit = fit_map(MarginalModel(module), data, num_iterations=3)
+    save(fit, tmp_path / "fit")
+    hmm = load_hmm(tmp_path / "fit").with_lengths(new.lengths)
+    assert bits(hmm.log_prob(new.values)) == bits(fit.hmm(new).log_prob(new.values))
+
+
+def test_a_fit_without_one_hmm_is_refused_with_what_to_keep(tmp_path):
+    values = torch.randn(3, 8)
+    data = Sequences(values, torch.full((3,), 8), covariates=torch.randn(3, 8, 1))
+    fit = fit_em(RegressionHMM(2, normal(0), [0]), data, num_iterations=2)
+
+    def model(data):
+        return MarginalModel(TabularHMM(2, normal(0)))(data)
+
+    for one in (fit, fit_map(model, Sequences(values, data.lengths), num_iterations=2)):
+        with pytest.raises(TypeError, match=r"without one HMM .* Save fit.hmm\(data\); or keep"):
+            save(one, tmp_path / "fit")
+    assert not (tmp_path / "fit").exists()

@@ -235,7 +235,9 @@ def test_the_best_tokens_are_those_of_all(hmm, top_k):
 
 WRONG = {
     "constraint must be an Automaton.*got str": lambda: steering(constraint="a"),
-    "does for none that can be written with these": lambda: steering(automata.must_contain("cat")),
+    "look whether its words can be written with these tokens": lambda: steering(
+        automata.must_contain("cat")
+    ),
     "must hold for some text of at most 3": lambda: steering(automata.of_length(4)),
     "hmm must have the 5 tokens": lambda: steering(hmm=dense(num_tokens=6)),
     "hmm must have states that emit": lambda: steering(

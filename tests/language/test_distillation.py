@@ -111,8 +111,8 @@ def test_the_command_saves_what_ctrlg_reads_and_resumes(tmp_path, monkeypatch, c
     first = capsys.readouterr().out
     main([*words, "--epochs", "4"])  # goes on
     second = capsys.readouterr().out
-    assert first.startswith("ended after 7 losses")
-    assert second.startswith("ended after 13 losses")
+    assert first.startswith("ended: it took all 6 steps")
+    assert second.startswith("ended: it took all 12 steps")
     assert "held out: perplexity" in second
     assert (
         len(second.strip().splitlines()[-1].removeprefix("divergence by step, in nats:").split())

@@ -7,6 +7,7 @@ import math
 from itertools import product
 
 import numpy as np
+import pyro
 import pyro.distributions as dist
 import pytest
 import torch
@@ -27,6 +28,7 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
+    parametric,
     poisson,
     starts,
     streams,
@@ -619,3 +621,15 @@ def test_at_the_start_components_of_a_mixture_share_out_every_observation():
     found = case.family()(STATES).statistics(torch.tensor(values), torch.tensor(weights), None)
     np.testing.assert_allclose(found["counts"].sum(-1), weights.sum(1))
     assert (found["counts"] > 0).sum(-1).min() >= 1
+
+
+def test_any_distribution_with_priors_has_restarts():
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([torch.cat([torch.randn(30) - 4, torch.randn(30) + 4])])
+    start = dist.Normal(torch.zeros(2), torch.ones(2))
+    family = parametric(start, loc=dist.Normal(0.0, 5.0), scale=dist.Gamma(2.0, 1.0))
+    fit = fit_em(TabularHMM(2, family), data, restarts=3)
+    found = fit.parameters["module.emission.loc"].sort().values
+    wanted = torch.stack([part.mean() for part in data.values[0].split(30)])
+    assert found.tolist() == pytest.approx(wanted.tolist(), abs=0.1)
+    assert len(fit.restarts.final) == 3

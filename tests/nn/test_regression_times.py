@@ -30,6 +30,7 @@ from pyrohmm import (
     regression,
 )
 from pyrohmm import poisson as poisson_family
+from pyrohmm.infer.effects import lines
 
 EXACT = torch.tensor([False, False, True])
 
@@ -234,6 +235,14 @@ def test_priors_restarts_and_both_chains() -> None:
         em = fit_em(module, some, restarts=3, num_iterations=10)
         assert bool((em.losses.diff() <= 1e-4).all())
         fit_svi(model, AutoNormal(model), some, num_iterations=2)
+
+
+def test_a_logit_that_has_run_away_is_named_in_the_table():
+    columns = {"parameter": ["a", "b", "c"], "estimate": [-24.0, 0.1, 300.0],
+               "std_error": [64000.0, 0.5, 2.0]}  # fmt: skip
+    *_, last = lines(columns)
+    assert last.startswith("at the boundary, where limits say nothing: a (a logit")
+    assert len(lines({name: part[1:] for name, part in columns.items()})) == 3
 
 
 def test_mistakes_are_named():

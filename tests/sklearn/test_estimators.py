@@ -9,7 +9,7 @@ import torch
 from hmmlearn import hmm as hmmlearn
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.model_selection import GridSearchCV, KFold, cross_val_score
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import check_estimator
@@ -20,7 +20,9 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     fit_map,
+    load_hmm,
     normal,
+    save,
 )
 from pyrohmm.sklearn import GMMHMM, CategoricalHMM, GaussianHMM, HMMEstimator, PoissonHMM
 
@@ -289,6 +291,26 @@ def test_folds_of_a_list_are_of_sequences():
     assert short().fit(parts, lengths=[20] * 4).score(parts) == short().fit(parts).score(parts)
     with pytest.raises(ValueError, match="lengths must be left out"):
         short().fit(parts, lengths=[40, 40])
+
+
+@pytest.mark.parametrize("sizes", [[20, 20, 40], [40, 40]])
+def test_a_list_is_answered_by_an_array_for_each_sequence(sizes):
+    rows = vectors()
+    parts = np.split(rows, np.cumsum(sizes)[:-1])
+    model = short().fit(parts)
+    for ask in (model.predict, model.predict_proba):
+        found, whole = ask(parts), ask(rows, sizes)
+        assert found.shape == (len(sizes),)
+        np.testing.assert_array_equal(np.concatenate(list(found)), whole)
+    assert [len(states) for states in cross_val_predict(model, parts, cv=KFold(2))] == sizes
+
+
+def test_an_estimator_is_saved_as_its_hmm(tmp_path):
+    rows = vectors()
+    model = short().fit(rows)
+    save(model, tmp_path)
+    hmm = load_hmm(tmp_path).with_lengths(torch.tensor([len(rows)]))
+    assert float(hmm.log_prob(torch.as_tensor(rows)[None])) == pytest.approx(model.score(rows))
 
 
 NOT_OF_SEQUENCES = {
