@@ -92,15 +92,7 @@ def emission(
             shares = hmm.posterior(values).state_probs[hmm.known].mean(0).cpu()
             seen = values[hmm.known].cpu()
         if parts and numbers and axes is None:
-            from matplotlib import pyplot
-
-            size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}
-            row = pyplot.subplots(1, len(parts), squeeze=False, **size)[1][0]
-            titles = names_or_numbers(symbols, len(parts), "component ", "symbols must have D")
-            for i, (part, panel) in enumerate(zip(parts, row)):
-                _curves(part, labels, panel, shares, None if seen is None else seen[..., i])
-                panel.set_title(titles[i])
-            return row[0]
+            return _panels(distribution, symbols, labels, shares, seen)
         axes = axes_or_new(axes)
         if isinstance(distribution, AutoregressiveCategorical):
             return _contexts(distribution, symbols, labels, axes)
@@ -124,6 +116,24 @@ def emission(
             columns = _per_column("D", symbols, mean)
             _bands(mean.cpu(), deviation.cpu(), columns, labels, axes)
     return axes
+
+
+def _panels(
+    distribution: Any, symbols: Sequence[str] | None, labels: list[str], shares: Tensor | None,
+    values: Tensor | None,
+) -> Axes:  # fmt: skip
+    """A panel of curves for each of several streams of numbers."""
+    from matplotlib import pyplot
+
+    parts = distribution.parts
+    titles = names_or_numbers(symbols, len(parts), "component ", "symbols must have D")
+    size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}
+    row = pyplot.subplots(1, len(parts), squeeze=False, **size)[1][0]
+    for i, (part, panel) in enumerate(zip(parts, row)):
+        _curves(part, labels, panel, shares, None if values is None else values[..., i])
+        panel.set_title(titles[i])
+    first: Axes = row[0]
+    return first
 
 
 def _at_origin(distribution: Autoregressive) -> Any:
