@@ -1,8 +1,12 @@
 """Hamiltonian Monte Carlo of many chains: known moments, other samplers, and what it refuses."""
 
+import itertools
+
 import pyro
+import pytest
 import torch
 from pyro.distributions import Normal
+from pyro.infer import MCMC, NUTS
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -89,6 +93,38 @@ def test_it_agrees_with_gibbs_in_means_variances_and_tails():
     assert PosteriorDraws.of(fit).shape == (32, 120)
     converted = to_arviz(fit, data)
     assert converted["sample_stats"]["lp"].sizes["chain"] == 32
+
+
+@pytest.mark.slow
+def test_it_agrees_with_nuts_of_pyro_in_means_variances_and_tails():
+    """Which takes its own trajectories, metric and step size, one chain at a time."""
+    pyro.set_rng_seed(0)
+    data = Sequences.from_list([[0, 1, 1, 0, 2], [2, 0, 0]])
+    strength = torch.tensor([[4.0, 1.0, 1.0], [1.0, 2.0, 3.0]])
+    module = TabularHMM(2, categorical(3, strength), 1.5, torch.tensor([[3.0, 1.0], [1.0, 2.0]]))
+    model = MarginalModel(module)
+    nuts = MCMC(NUTS(model, max_tree_depth=4), 700, 150, disable_progbar=True)
+    nuts.run(data)
+    wanted = nuts.get_samples(group_by_chain=True)
+    fits = [
+        fit_mcmc(model, data, num_samples=120, warmup=120),
+        fit_gibbs(module, data, num_samples=400, warmup=50),
+    ]
+    for fit, (name, other) in itertools.product(fits, wanted.items()):
+        found = fit.chains[name]
+        ends = (found.flatten(0, 1).quantile(q, 0) for q in (0.05, 0.95))
+        statistics = [
+            lambda x: x,
+            torch.square,
+            *(lambda x, end=end: (x < end) + 0.0 for end in ends),
+        ]
+        for statistic in statistics:  # means, variances and both tails
+            ours, theirs = statistic(found).double(), statistic(other).double()
+            error = 0.0
+            for part in (ours, theirs):
+                error = error + part.flatten(0, 1).var(0) / agreement(part).bulk.nan_to_num(1.0)
+            apart = (ours.mean((0, 1)) - theirs.mean((0, 1))).abs()
+            assert bool((apart < 4.5 * error.sqrt() + 1e-6).all()), (fit.method, name)
 
 
 def test_variables_of_sequences_keep_the_dimension_of_the_data():
