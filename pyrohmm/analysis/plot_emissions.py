@@ -46,10 +46,8 @@ def emission(
     """Draw what each state emits.
 
     - Symbols: a row of bars for each state.
-    - Numbers: the density of each state; counts: their probabilities. With ``values`` each is
-      weighted by the share of its state in the smoothed posterior, over the histogram of the data;
-      what is not drawn of a density are probabilities of single numbers, such as limits.
-    - Several streams of numbers: a panel for each.
+    - Numbers: the density of each state; counts: their probabilities. With ``values`` weighted by
+      the smoothed shares of the states, over the histogram. Several streams: a panel for each.
     - Vectors of two numbers: means, with ellipses of one and of two standard deviations.
     - Vectors of more numbers: means of the components, with bands of one standard deviation.
     - Vectors of counts or of zeros and ones: a table of the mean of each component.
@@ -62,8 +60,7 @@ def emission(
         symbols: Names of the V symbols, or of the D components of a vector; numbers by default.
         names: Of the K states; numbers by default.
         values: ``(*B, T, [D])``, the data.
-        axes: Where to draw; new ones by default. On axes that are given, several streams are drawn
-            as one vector.
+        axes: Where to draw; new ones by default. Several streams are drawn there as a vector.
 
     Raises:
         ValueError: If the emission has batch dimensions, observations of two dimensions, or (of
