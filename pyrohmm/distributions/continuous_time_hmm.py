@@ -108,6 +108,11 @@ class ContinuousTimeHMM(HMM):
         return self.chain.rates
 
     @property
+    def rates_per_step(self) -> bool:
+        """Whether there are rates for each gap between two steps."""
+        return self.chain.rates_per_step
+
+    @property
     def exact_entry(self) -> Tensor | None:
         """``(K,)`` booleans, states whose time of entry is observed exactly; or None."""
         return self.chain.exact_entry
@@ -221,7 +226,8 @@ class ContinuousTimeHMM(HMM):
             (tensor([3.5000, 5.0000, 0.0000]), tensor([inf, 0., inf]))
         """
         rates, size = self.rates.double(), self.num_states
-        if not len(states) or not all(0 <= state < size for state in states):
+        states = [states] if isinstance(states, int) else [*states]
+        if not states or not all(state in range(size) for state in states):
             raise ValueError(f"states must be some of 0 to K - 1 = {size - 1}; got {states}.")
         target = torch.isin(torch.arange(size, device=rates.device), torch.as_tensor(states))
         reached = ((rates > 0) & ~target.unsqueeze(-1)) | diagonal(rates)

@@ -41,6 +41,11 @@ def token_texts(tokenizer: Any) -> list[bytes | None]:
         >>> token_texts(["a", " cat", None])
         [b'a', b' cat', None]
     """
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            "tokenizer must be one, or the texts of its tokens; got a name. Load it with "
+            f"transformers.AutoTokenizer.from_pretrained({tokenizer!r})."
+        )
     if isinstance(tokenizer, Vocabulary):
         tokenizer = [None if word[:1] == "<" else f" {word}" for word in tokenizer]
     if not hasattr(tokenizer, "get_vocab"):
