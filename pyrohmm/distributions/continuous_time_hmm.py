@@ -108,6 +108,11 @@ class ContinuousTimeHMM(HMM):
         return self.chain.rates
 
     @property
+    def rates_per_step(self) -> bool:
+        """Whether there are rates for each gap."""
+        return self.chain.rates_per_step
+
+    @property
     def exact_entry(self) -> Tensor | None:
         """``(K,)`` booleans, states whose time of entry is observed exactly; or None."""
         return self.chain.exact_entry
