@@ -306,7 +306,8 @@ class Information:
             reason = "the estimate is no maximum along"
         raise ValueError(
             f"the observed information is not positive definite: {reason} {_listed(named)}. "
-            "The data do not determine these parameters: use fewer states, a prior, or more iterations of the fit."
+            "The data do not determine these parameters: use fewer states, a prior, or more "
+            "iterations of the fit."
         )
 
     def _slopes(self, function: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor]:
