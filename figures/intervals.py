@@ -19,6 +19,10 @@ entered at a known time, the others seen at visits through misclassification; es
 limits beside those of msm, which R computes in the same run where it is installed. msm prints wider
 limits for a row of two misclassifications than its own covariance gives: that covariance is
 compared as well.
+
+``covariates``: the same patients, states as they were seen, and rates that follow the age of the
+donor, or the sex and the years since the transplant; coefficients ``(7, P)`` and standard errors of
+the slopes, by EM and by msm.
 """
 
 from __future__ import annotations
@@ -40,11 +44,14 @@ from torch.distributions import Poisson
 
 from pyrohmm import (
     HMM,
+    RegressionHMM,
     Sequences,
     TabularContinuousTimeHMM,
     TabularHMM,
     categorical,
     fit_em,
+    formulas,
+    freeze,
     normal,
     poisson,
 )
@@ -67,6 +74,22 @@ for (i in 1:4) for (j in 1:4) {{
 }}
 errors <- sqrt(diag(solve(0.5 * fit$paramdata$opt$hessian)))
 cat("log_odds_errors", errors[6:9], "\\n")
+"""
+
+
+RATES_MSM = """
+suppressMessages(library(msm))
+cav <- read.csv("{path}")
+Q <- rbind(c(0,.148,0,.0171), c(.1,0,.202,.081), c(0,.1,0,.126), c(0,0,0,0))
+spent <- system.time(fit <- msm(state ~ years, subject=PTNUM, data=cav, qmatrix=Q, deathexact=4,
+                                covariates={formula},
+                                control=list(fnscale=4000, reltol=1e-14, maxit=5000)))
+cat("seconds", spent[1] + spent[2], "\\n")
+cat("loss", sprintf("%.8f", fit$minus2loglik), "\\n")
+found <- matrix(fit$estimates, nrow=7)  # the intercepts are those of the mean covariates
+found[, 1] <- found[, 1] - found[, -1, drop=FALSE] %*% attr(fit$data$mf, "covmeans")[-1]
+cat("coefficients", sprintf("%.8f", t(found)), "\\n")
+cat("errors", sprintf("%.8f", t(matrix(sqrt(diag(fit$covmat)), nrow=7)[, -1])), "\\n")
 """
 
 
@@ -235,7 +258,7 @@ def panel(path: Path) -> list[dict[str, Any]]:
     odds = fit.information(data).of(log_odds)[1]
     rows[-1]["log_odds_errors"] = odds.tolist()
     if shutil.which("Rscript"):
-        rows.append(by_msm(path))
+        rows.append({"part": "panel", "by": "msm", **by_msm(MSM.format(path=path))})
     return rows
 
 
@@ -257,16 +280,60 @@ def named(values: dict[str, Tensor], limits: dict[str, tuple[Tensor, Tensor]]) -
     return found
 
 
-def by_msm(path: Path) -> dict[str, Any]:
-    """The same by R."""
-    command = ["Rscript", "-e", MSM.format(path=path)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    row: dict[str, Any] = {"part": "panel", "by": "msm"}
+def by_covariates(path: Path, formula: str) -> list[dict[str, Any]]:
+    """Coefficients of log rates by EM with SQUAREM, and by msm."""
+    with path.open() as lines:
+        records = list(csv.DictReader(lines))
+    names = ("PTNUM", "years", "dage", "sex", "state")
+    frame = {name: [float(record[name]) for record in records] for name in names}
+    frame["seen"] = [int(state) - 1 for state in frame["state"]]
+    design = formulas(frame, rates=formula)
+    read = Sequences.from_dataframe(design.table(frame), by="PTNUM", columns="seen", time="years",
+                                    covariates=design.names)  # fmt: skip
+    data = Sequences(read.values, read.lengths, covariates=read.covariates.double(),
+                     times=read.times.double())  # fmt: skip
+    possible = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1]]).bool()
+    size = len(design["rates"].indices)
+    module = RegressionHMM(
+        4,
+        categorical(4),
+        rates=design["rates"],
+        transition_allowed=possible,
+        exact_entry=torch.tensor([False, False, False, True]),
+    ).double()
+    freeze(module, "emission.probs", torch.eye(4).double())
+    freeze(module, "initial.coefficients", torch.full((3, 1), -40.0).double())
+    start = torch.zeros(7, size).double()
+    start[:, 0] = -2.0
+    for _ in range(2):  # the first run compiles
+        module.moves.coefficients = start.flatten().clone()
+        start_time = time.process_time()
+        fit: Any = fit_em(module, data, num_iterations=500, tolerance=1e-11, acceleration=True)
+        errors = fit.std_errors(data)["module.rates.coefficients"]
+        spent = time.process_time() - start_time
+    rows = [{
+        "part": "covariates", "formula": formula, "by": "pyrohmm", "seconds": spent,
+        "loss": 2 * float(fit.losses[-1]), "iterations": len(fit.losses),
+        "coefficients": fit.model.module.rates.coefficients.tolist(),
+        "errors": errors.reshape(7, size)[:, 1:].flatten().tolist(),
+    }]  # fmt: skip
+    if shutil.which("Rscript"):
+        script = RATES_MSM.format(path=path, formula=formula)
+        rows.append({"part": "covariates", "formula": formula, "by": "msm", **by_msm(script)})
+    return rows
+
+
+def by_msm(script: str) -> dict[str, Any]:
+    """What a script in R prints, by name."""
+    text = subprocess.run(
+        ["Rscript", "-e", script], capture_output=True, text=True, check=True
+    ).stdout
+    row: dict[str, Any] = {}
     for line in text.splitlines():
         name, *numbers = line.split()
         if name in ("rate", "seen"):
             row[f"{name} {numbers[0]} {numbers[1]}"] = [float(number) for number in numbers[2:]]
-        elif name == "log_odds_errors":
+        elif name in ("log_odds_errors", "coefficients", "errors"):
             row[name] = [float(number) for number in numbers]
         else:
             row[name] = float(numbers[0])
@@ -275,10 +342,11 @@ def by_msm(path: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Run all parts and write their results."""
-    parts = ["coverage", "replicates", "batch", "size", "panel"]
+    parts = ["coverage", "replicates", "batch", "size", "panel", "covariates"]
     options = arguments(__doc__, parts, picture=False)
     torch.set_num_threads(1)
     quick, path = options.quick, Path(os.environ.get("PYROHMM_DATA", ".")) / "cav.csv"
+    terms = ["~ dage"] if quick else ["~ dage", "~ sex + years"]
     sizes = [(2, 2)] if quick else [(3, 2), (6, 10), (10, 10)]
     shapes = [(4, 20)] if quick else [(10, 100), (100, 100), (100, 1000)]
     run: dict[str, Callable[[], list[dict[str, Any]]]] = {
@@ -287,6 +355,9 @@ def main() -> None:
         "batch": lambda: [batch(*shape) for shape in shapes],
         "size": lambda: [size(*case) for case in sizes],
         "panel": lambda: panel(path) if path.exists() else [],
+        "covariates": lambda: [
+            row for formula in terms if path.exists() for row in by_covariates(path, formula)
+        ],
     }
     found = [row for part in options.only for row in run[part]()]
     if not quick:

@@ -377,13 +377,15 @@ def main() -> None:
     known, plt = earlier("posterior"), pyplot()
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for i, (sampler, label) in enumerate(LABELS.items()):
-        rates = {run["model"]: run["bulk a second"] for run in known
-                 if run["sampler"] == sampler and run["bulk a second"] > 0}  # fmt: skip
-        if not rates:
-            continue
-        places = [MODELS.index(model) + 0.14 * (i - 2.5) for model in rates]
-        axes.bar(places, list(rates.values()), 0.13, color=f"C{i}", label=label)
+        axes.bar(0, 0, color=f"C{i}", label=label)
+        for run in known:
+            if run["sampler"] == sampler and run["bulk a second"] > 0:
+                axes.bar(
+                    MODELS.index(run["model"]) + 0.14 * (i - 2.5), run["bulk a second"], 0.13,
+                    color=f"C{i}", alpha=1.0 if run["rhat"] <= 1.01 else 0.25,
+                )  # fmt: skip
     axes.set_xticks(range(len(MODELS)), [TITLES.get(name, name) for name in MODELS])
+    axes.set_title("pale: R-hat above 1.01, not converged", fontsize=9)
     axes.set(yscale="log", ylabel="effective samples per second", xlim=(-0.6, len(MODELS) - 0.4))
     axes.grid(visible=False, axis="x")
     figure.legend(loc="outside upper center", ncols=3)

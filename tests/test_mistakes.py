@@ -278,7 +278,7 @@ def test_data(mistake, error, words):
      "posterior must be a fit, .* got Sequences. The data come after it"),
     ("samples of another model", lambda: to_arviz(
         {name: torch.ones(1, 5, *shape) for name, shape in SHAPES.items()}, data(), model()),
-     ValueError, r"samples of 'module.[a-z.]+' must have shape .*= \(2, .*got \* = \(3"),
+     ValueError, r"samples of 'module.[a-z.]+' must have shape .*= \(2,.*got \* = \(3"),
     ("a fit of what is stored", lambda: fit_em(module(), data()).hmm(STORED), TypeError,
      "got StoredSequences. Ask part by part"),
     ("errors of what is stored", lambda: fit_em(module(), data()).std_errors(STORED), TypeError,

@@ -109,7 +109,7 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def rates_per_step(self) -> bool:
-        """Whether there are rates for each gap between two steps."""
+        """Whether there are rates for each gap."""
         return self.chain.rates_per_step
 
     @property

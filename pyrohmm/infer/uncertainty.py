@@ -284,10 +284,15 @@ class Information:
 
     def _check_rank(self) -> None:
         """Raise unless the information is positive definite, naming the directions that are not."""
-        if not bool(self.matrix.isfinite().all()):
+        missing = ~self.matrix.isfinite()
+        if bool(missing.any()):
+            own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
+            where = [label for label, at in zip(self.labels, own.tolist()) if at]
             raise ValueError(
-                "the Hessian is not finite here, as where components of vectors with full "
-                "covariance are missing (NaN): leave such steps out, or sample with fit_gibbs."
+                f"the second derivative of the log joint is not finite along {_listed(where)}: of "
+                "vectors with full covariance where components are missing (NaN), or of a density "
+                "whose second derivative torch does not have at some value of the data. Leave such "
+                "steps out, freeze these parameters, or sample with fit_gibbs or NUTS."
             )
         scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
@@ -300,9 +305,9 @@ class Information:
         if bool((values < -RANK * len(values)).any()):
             reason = "the estimate is no maximum along"
         raise ValueError(
-            f"the observed information is not positive definite: {reason} {', '.join(named[:6])}"
-            f"{' and others' if len(named) > 6 else ''}. The data do not determine these "
-            "parameters: use fewer states, a prior, or more iterations of the fit."
+            f"the observed information is not positive definite: {reason} {_listed(named)}. "
+            "The data do not determine these parameters: use fewer states, a prior, or more "
+            "iterations of the fit."
         )
 
     def _slopes(self, function: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor]:
@@ -379,6 +384,11 @@ class Information:
         tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype)
         low, high = values.quantile(tails, 0)
         return {"of": (low, high)}
+
+
+def _listed(names: list[str]) -> str:
+    """The first six names."""
+    return ", ".join(names[:6]) + (" and others" if len(names) > 6 else "")
 
 
 def normal_quantile(level: float) -> float:

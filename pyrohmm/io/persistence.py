@@ -207,7 +207,7 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     for argument in _arguments(families[name]):
         name = argument.name
         if isinstance(argument.default, bool):
-            built[name] = meta[name]
+            built[name] = meta.get(name, argument.default)
         elif name in tensors:
             built[name] = tensors.pop(name)
         elif f"{name}.0" in tensors:

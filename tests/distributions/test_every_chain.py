@@ -84,6 +84,13 @@ def in_time():
     return ContinuousTimeHMM(rows(3), rates, numbers(3), LENGTHS, times, seen())
 
 
+def in_time_per_step():
+    rates = torch.rand(T - 1, 3, 3).tril(-1) + torch.rand(T - 1, 3, 3).triu(1)
+    rates, times = rates - rates.sum(-1).diag_embed(), torch.rand(3, T).cumsum(-1)
+    return ContinuousTimeHMM(rows(3), rates, numbers(3), LENGTHS, times, seen(),
+                             rates_per_step=True)  # fmt: skip
+
+
 HMMS = {
     "markov": lambda: HMM(rows(3), rows(3, 3), numbers(3), LENGTHS, seen()),
     "markov per step": lambda: HMM(rows(2), rows(T - 1, 2, 2), numbers(2), LENGTHS, seen(),
@@ -98,6 +105,7 @@ HMMS = {
     "pairs with zeros": lambda: of_pairs(3, [(0, 1)], [(0, 1, 0), (0, 1, 1)]),
     "pairs of one state": lambda: of_pairs(1),
     "times": in_time,
+    "times with rates per step": in_time_per_step,
 }  # fmt: skip
 
 
@@ -290,7 +298,7 @@ def test_what_follows_completes_the_joint_density(name):
     torch.testing.assert_close(ahead.log_prob(values[:, 3:]), wanted)
 
 
-@pytest.mark.parametrize("name", [n for n in HMMS if "end" not in n and "whole" not in n])
+@pytest.mark.parametrize("name", [n for n in HMMS if not {"end", "whole", "rates"} & {*n.split()}])
 @pytest.mark.parametrize("chunks", [[1] * T, [2, 3]])
 def test_a_stream_is_filtered_and_forecast(name, chunks):
     """In chunks, each by a filter that goes on where another one stopped."""

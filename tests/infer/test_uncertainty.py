@@ -21,6 +21,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     left_to_right,
+    normal_full,
     poisson,
 )
 from pyrohmm.infer.uncertainty import Coordinates
@@ -207,6 +208,34 @@ def test_what_the_data_do_not_determine_is_named():
     module = TabularHMM.from_hmm(HMM(even[0].log(), even.log(), Categorical(even), data.lengths))
     fit = fit_em(module, data, num_iterations=2)
     with pytest.raises(ValueError, match=r"not positive definite.*module\.(transition|initial)"):
+        fit.std_errors(data)
+
+
+@pytest.mark.parametrize("cause", ["a density with a kink", "missing components"])
+def test_where_the_second_derivative_is_not_finite_is_named(cause):
+    if cause == "missing components":
+        values = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
+        values[3, 1] = math.nan
+        data = Sequences.from_list([values])
+        fit = fit_em(TabularHMM(1, normal_full(2)), data, num_iterations=3)
+        with pytest.raises(ValueError, match=r"not finite along module\.emission\.cov.* \(NaN\)"):
+            fit.std_errors(data)
+        return
+
+    def model(data):
+        loc = pyro.param("loc", torch.zeros(1))
+        scale = pyro.param("scale", torch.ones(1), constraint=constraints.positive)
+        pyro.factor("kink", -loc.abs().pow(1.5).sum())
+        zero = torch.zeros(1, dtype=loc.dtype)
+        hmm = HMM(zero, zero.unsqueeze(0), Normal(loc, scale), data.lengths)
+        pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    data = Sequences(torch.tensor([[-1.0, 1.0]]), torch.tensor([2]))
+    fit = fit_map(model, data, num_iterations=1)
+    with pytest.raises(
+        ValueError, match=r"second derivative .* not finite along loc\[0\]: .*torch"
+    ):
         fit.std_errors(data)
 
 
