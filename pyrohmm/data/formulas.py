@@ -109,9 +109,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
         except Exception as error:
             raise ValueError(f"formula of {part}, {text!r}: {error}") from error
         if not hasattr(matrix, "columns"):
-            raise ValueError(
-                f"formula of {part} must have no left side, as '~ dose'; got {text!r}."
-            )
+            raise ValueError(f"formula of {part} must be as '~ dose', one-sided; got {text!r}.")
         specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
         _check_rank(part, _columns_of(part, matrix.model_spec, table))
     return Design(specs, columns)
@@ -120,7 +118,8 @@ def formulas(frame: Frame, **parts: str) -> Design:
 def cyclic(values: Any, period: float, order: int = 1) -> Any:
     """Sines and cosines of ``values`` over ``period``, for each order from 1 to ``order``."""
     check_size("order", order)
-    _check_period(period)
+    if not period > 0:
+        raise ValueError(f"period must be positive; got {period}.")
     angle = 2 * np.pi * np.asarray(values, dtype=float) / period
     waves = {}
     for n in range(1, order + 1):
@@ -143,8 +142,8 @@ def smooth(
         period: Of a cyclic spline.
     """
     check_size("size", size, 4)
-    if period is not None:
-        _check_period(period)
+    if period is not None and not period > 0:
+        raise ValueError(f"period must be positive; got {period}.")
     x = np.asarray(values, dtype=float)
     if not np.isfinite(x).all():
         raise ValueError("smooth is of values that are all known; here are missing values.")
@@ -163,11 +162,6 @@ def smooth(
     _, scale, axes = np.linalg.svd(steps if period else steps[:-1], full_matrices=False)
     columns = basis[:, :size] @ (axes[: size - 1].T / scale[: size - 1])
     return {f"{n + 1}": columns[:, n] for n in range(size - 1)}
-
-
-def _check_period(period: float) -> None:
-    if not period > 0:
-        raise ValueError(f"period must be positive; got {period}.")
 
 
 def _terms() -> dict[str, Any]:

@@ -35,14 +35,8 @@ from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
 
-OTHERS = (
-    "An HMM is of the sequences of its data: of others ask fit.hmm(data), or "
-    "hmm.with_lengths(lengths) with their lengths"
-)
-SYMBOLS = (
-    "Symbols that are floats, because some are missing, become integers by dtype=torch.long of "
-    "Sequences.from_concatenated or from_dataframe; others by .long()."
-)
+OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
+SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
 
 class ChainDistribution(TorchDistribution):

@@ -43,8 +43,7 @@ def token_texts(tokenizer: Any) -> list[bytes | None]:
     """
     if isinstance(tokenizer, str):
         raise TypeError(
-            "tokenizer must be one, or the texts of its tokens; got a name. Load it with "
-            f"transformers.AutoTokenizer.from_pretrained({tokenizer!r})."
+            f"tokenizer must be AutoTokenizer.from_pretrained(name); got {tokenizer!r}."
         )
     if isinstance(tokenizer, Vocabulary):
         tokenizer = [None if word[:1] == "<" else f" {word}" for word in tokenizer]

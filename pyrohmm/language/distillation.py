@@ -105,8 +105,7 @@ def distil(
         options["batch_size"] = min(batch_size, len(texts))
     if held_out is None:
         raise ValueError(
-            "held_out must be Sequences where source is an iterable of these; source is one of "
-            "codes: Sequences.from_list(texts)."
+            "held_out must be Sequences unless source is: Sequences.from_list(texts), of codes."
         )
     module = TabularHMM(num_states, categorical(num_tokens, concentration=1.01))
     module.to(held_out.values.device)
