@@ -29,7 +29,7 @@ from .objective import site_losses
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states
-from .uncertainty import Covariance, Information
+from .uncertainty import Covariance, Information, points_in
 
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
@@ -62,7 +62,8 @@ class Fit:
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
         parameters: One value of each latent variable, by name, always the same: the estimate of MAP
             and EM; the median of the guide of SVI, or one sample if the guide has no median.
-            Variables of which each sequence has one have shape ``(N, ...)``.
+            Variables of which each sequence has one have shape ``(N, ...)``. Points without a prior
+            that modules declare, such as coefficients, are among them.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
         history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
@@ -92,6 +93,7 @@ class Fit:
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        self.parameters = points_in(self.model) | self.parameters
         on_cpu = all(value.device.type == "cpu" for value in self.parameters.values())
         if self.seconds > SLOW and on_cpu:
             advise_numba()

@@ -398,6 +398,17 @@ def normal_quantile(level: float) -> float:
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
 
 
+def points_in(model: Any) -> dict[str, Tensor]:
+    """Values of the parameters without a prior that the PyroModules of ``model`` declare."""
+    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
+    return {
+        f"{path}.{name}".lstrip("."): getattr(part, name).detach().clone()
+        for path, part in parts
+        for name in getattr(part, "_pyro_params", {})
+        if getattr(part, f"{name}_unconstrained").requires_grad
+    }
+
+
 def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Values and supports of the parameters of ``model`` that have no prior."""
     with poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
