@@ -48,11 +48,11 @@ def check_real(name: str, value: object) -> None:
         raise TypeError(f"{name} must be real; got complex numbers. Take .real, or .abs().")
 
 
-def check_integers(name: str, tensor: Tensor) -> None:
+def check_integers(name: str, tensor: Tensor, cure: str = "Call .long() on it.") -> None:
     """Raise unless ``tensor`` holds integers."""
     check_tensor(name, tensor)
     if tensor.dtype not in INTEGERS:
-        raise TypeError(f"{name} must hold integers; got dtype {tensor.dtype}. Call .long() on it.")
+        raise TypeError(f"{name} must hold integers; got dtype {tensor.dtype}. {cure}")
 
 
 def check_booleans(name: str, tensor: Tensor) -> None:
@@ -96,8 +96,9 @@ def check_shape(
         )
 
 
-def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
+def check_broadcast(shapes: dict[str, torch.Size], cure: str = "") -> torch.Size:
     """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
+    cure = cure or "Insert dimensions of size 1 with unsqueeze"
     distinct = set(shapes.values()) - {torch.Size()}
     if len(distinct) <= 1:  # the usual case; torch takes its time
         return distinct.pop() if distinct else torch.Size()
@@ -106,8 +107,8 @@ def check_broadcast(shapes: dict[str, torch.Size]) -> torch.Size:
     except RuntimeError:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(
-            f"batch shapes must broadcast with each other; got {listing}{_inside_plates()}. Insert "
-            "dimensions of size 1 with unsqueeze; a plate of sequences has the size of the data."
+            f"batch shapes must broadcast with each other; got {listing}{_inside_plates()}. "
+            f"{cure}; a plate of sequences has the size of the data."
         ) from None
 
 

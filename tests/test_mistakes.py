@@ -1,6 +1,7 @@
 """Mistakes that beginners make: each has an error that names the argument, and none a number."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pyro.distributions as dist
@@ -18,6 +19,7 @@ from pyrohmm import (
     LinearChainCRF,
     MarginalModel,
     NeuralHMM,
+    RegressionHMM,
     Sequences,
     StickyHDPHMM,
     TabularHMM,
@@ -27,6 +29,7 @@ from pyrohmm import (
     categorical,
     fit_em,
     fit_map,
+    fit_mcmc,
     fit_svi,
     gamma,
     metrics,
@@ -34,6 +37,7 @@ from pyrohmm import (
     parametric,
     poisson,
     recursions,
+    regression,
     to_arviz,
 )
 from pyrohmm.data import StoredSequences, Vocabulary
@@ -48,12 +52,24 @@ VECTORS = torch.linspace(-1.0, 1.0, 12).reshape(2, 3, 2)
 
 
 SHAPES = {"module.initial": (3,), "module.transition": (3, 3), "module.emission.probs": (3, 3)}
+COUNTS = Sequences.from_list([[1.0, 4.0, 2.0]])
 STORED = StoredSequences(np.array([0, 1, 2]), [2, 1])
 POISSONS = dist.Poisson(torch.ones(2))
 
 
 def hmm(initial=PI, transition=A, emission=B, lengths=LENGTHS, **options):
     return HMM(initial, transition, emission, lengths, validate_args=True, **options)
+
+
+class Wrong(type(poisson()(2))):
+    """An emission whose M-step returns ``found``."""
+
+    def __init__(self, found, num_states):
+        super().__init__(num_states)
+        self.found = found
+
+    def m_step(self, statistics):
+        return self.found, []
 
 
 def of_vectors():
@@ -152,7 +168,7 @@ def test_distributions(mistake, error, words):
      "values must lie between 0 and V - 1 = 2; got values from 1 to 3. Are they one-based"),
     ("negative symbols", lambda: hmm().viterbi(X - 1), ValueError, "values .*from -1 to 1"),
     ("symbols as floats", lambda: hmm().log_prob(X.float()), TypeError,
-     r"values must hold integers; got dtype torch.float32. Call \.long"),
+     r"values must hold integers; got dtype torch.float32. .*dtype=torch.long"),
     ("a series of its own", lambda: hmm().viterbi(X[0]), ValueError,
      r"values must be those of the 2 sequences .*fit\.hmm\(data\), or hmm\.with_lengths"),
     ("a series of its own, in blocks", lambda: in_blocks().posterior(X[0]), ValueError,
@@ -190,6 +206,10 @@ def test_distributions(mistake, error, words):
         PI.numpy(), A[None], VECTORS, LENGTHS), TypeError, "log_initial must be a torch.Tensor"),
     ("noise negative", lambda: split_state(hmm(), 0, noise=-1.0), ValueError, "noise must be at"),
     ("words negative", lambda: automata.of_length(-1), ValueError, "low must be at least 0"),
+    ("what is stored", lambda: hmm().viterbi(STORED), TypeError, "StoredSequences. Ask part by pa"),
+    ("other sequences", lambda: hmm().log_prob(X[[0, 1, 1]]), ValueError, "others ask fit.hmm"),
+    ("probabilities for states", lambda: data().to_dataframe(probs=X), ValueError,
+     r"probs must have shape \(N, T, K\)"),
 ])  # fmt: skip
 def test_queries(mistake, error, words):
     with pytest.raises(error, match=words):
@@ -249,9 +269,9 @@ def test_data(mistake, error, words):
     ("EM of symbols from 1", lambda: fit_em(module(), data(X + 1)), ValueError, "values must lie"),
     ("EM of vectors", lambda: fit_em(module(), data(VECTORS)), ValueError, "values must end in"),
     ("zeros that gamma has not", lambda: fit_em(TabularHMM(2, gamma()), data(X.float())),
-     ValueError, r"without its ends.* 1 do not, such as 0\.0\. Exact zeros .*zero_inflated"),
+     ValueError, r"without its ends.* 1 do not, such as 0\.0\. Move .*zero_inflated"),
     ("ones that beta has not", lambda: fit_em(TabularHMM(2, beta()), data((X + 1) / 3)),
-     ValueError, r"values must lie in the support .*upper_bound=1.0\) without its ends"),
+     ValueError, r"values must .*upper_bound=1.0\) without its ends.*half their rounding\.$"),
     ("counts that are none", lambda: fit_em(TabularHMM(2, poisson()), data(X + 0.5)), ValueError,
      r"values must lie in the support .* 5 do not, such as 0\.5"),
     ("arguments swapped", lambda: to_arviz(data(), fit_em(module(), data())), TypeError,
@@ -286,6 +306,25 @@ def test_data(mistake, error, words):
     ("MAP of no step", lambda: fit_map(model(), data(), num_iterations=0), ValueError,
      "iterations must"),
     ("SVI without a guide", lambda: fit_svi(model(), None, data()), TypeError, "not callable"),
+    ("two numbers of states", lambda: RegressionHMM(2, 2, normal(0)), TypeError,
+     "transition must be numbers of columns"),
+    ("a formula for columns", lambda: RegressionHMM(2, normal(0), rates="~ x"), TypeError,
+     r"rates must be numbers of columns .* got '~ x'"),
+    ("columns for a prior", lambda: regression(dist.Normal, loc=[0], scale=[0])(2), ValueError,
+     r"scale must be the standard deviation of the prior .* got \[0\]"),
+    ("durations of no counts", lambda: RegressionHMM(
+        2, normal(0), durations=regression(dist.Normal, loc=[0]), max_duration=3),
+     TypeError, "durations must be .* of counts"),
+    ("an M-step of arrays", lambda: fit_em(TabularHMM(2, partial(Wrong, {"rate": 1.0})), COUNTS),
+     TypeError, "m_step of Wrong must return a pair: .*, tensors"),
+    ("an M-step of no parameter", lambda: fit_em(TabularHMM(2, partial(Wrong, {"b": PI})), COUNTS),
+     AttributeError, "m_step returned 'emission.b', .* has emission.rate"),
+    ("folds of what is stored", lambda: metrics.cross_validate(fit_em, STORED), TypeError,
+     "got StoredSequences. Ask part by part"),
+    ("chains from a tensor", lambda: fit_mcmc(model(), data(), start=PI), TypeError,
+     "start must be a Fit, or values by name"),
+    ("resampling by name", lambda: fit_em(module(), data(), num_iterations=200).bootstrap(
+        data(), 2, "cases"), TypeError, "parametric must be True or False"),
 ])  # fmt: skip
 def test_modules_and_fits(mistake, error, words):
     with pytest.raises(error, match=words):

@@ -292,6 +292,9 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
             f"{type(hmm).__name__} and states of shape {tuple(states.shape)}."
         )
     check_range("states", states, hmm.num_states, "K - 1", "Give the states of the model.")
+    times = torch.as_tensor(times)
+    if times.dim() != 1 or not bool((times >= 0).all()):
+        raise ValueError(f"times must be (H,) and not negative, of 0 at first steps; got {times}.")
     elapsed = hmm.times - hmm.times[:, :1]
     last = (hmm.lengths - 1).to(elapsed.device).unsqueeze(-1)
     end, final = elapsed.gather(1, last), states.gather(1, last)

@@ -409,6 +409,7 @@ def cross_validate(
         >>> found.log_evidence.shape, found.num_observed
         (torch.Size([10]), 200)
     """
+    check_sequences("data", data)
     if not 2 <= num_folds <= len(data):
         raise ValueError(
             f"num_folds must lie between 2 and the number of sequences, {len(data)}; got "

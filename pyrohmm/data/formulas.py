@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +108,8 @@ def formulas(frame: Frame, **parts: str) -> Design:
             matrix = formulaic.model_matrix(text, table, context=_terms(), na_action="ignore")
         except Exception as error:
             raise ValueError(f"formula of {part}, {text!r}: {error}") from error
+        if not hasattr(matrix, "columns"):
+            raise ValueError(f"formula of {part} must be as '~ dose', one-sided; got {text!r}.")
         specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
         _check_rank(part, _columns_of(part, matrix.model_spec, table))
     return Design(specs, columns)
@@ -115,6 +118,8 @@ def formulas(frame: Frame, **parts: str) -> Design:
 def cyclic(values: Any, period: float, order: int = 1) -> Any:
     """Sines and cosines of ``values`` over ``period``, for each order from 1 to ``order``."""
     check_size("order", order)
+    if not period > 0:
+        raise ValueError(f"period must be positive; got {period}.")
     angle = 2 * np.pi * np.asarray(values, dtype=float) / period
     waves = {}
     for n in range(1, order + 1):
@@ -137,6 +142,8 @@ def smooth(
         period: Of a cyclic spline.
     """
     check_size("size", size, 4)
+    if period is not None and not period > 0:
+        raise ValueError(f"period must be positive; got {period}.")
     x = np.asarray(values, dtype=float)
     if not np.isfinite(x).all():
         raise ValueError("smooth is of values that are all known; here are missing values.")
@@ -202,7 +209,13 @@ def as_columns(name: str, columns: Columns | Sequence[int] | None) -> Columns:
         return Columns(("Intercept",), ())
     if isinstance(columns, Columns):
         return columns
-    indices = tuple(int(index) for index in columns)
+    given: Any = columns.tolist() if hasattr(columns, "tolist") else columns
+    if not isinstance(given, Iterable) or not all(isinstance(index, Integral) for index in given):
+        raise TypeError(
+            f"{name} must be numbers of columns of the covariates, such as [0, 2], or columns of a "
+            f"design, formulas(frame, {name}='~ dose')[{name!r}]; got {columns!r}."
+        )
+    indices = tuple(int(index) for index in given)
     if not indices:
         raise ValueError(f"{name} must have columns of the covariates; got none.")
     return Columns(tuple(f"column {index}" for index in indices), indices)

@@ -73,6 +73,8 @@ def read_columns(
         steps, known = read_steps(f"{argument} {names!r}", values, vocabulary)
         return torch.zeros(len(known)) if steps is None else steps, known
     parts = [read_columns(argument, frame, name, vocabulary) for name in names]
+    for name, (part, _) in zip(names, parts):
+        check_shape(f"{argument} {name!r}", part, (len(parts[0][1]),), "(M,)")
     known = torch.stack([part for _, part in parts], -1)
     dtype = torch.float64 if bool((known.any(-1) & ~known.all(-1)).any()) else torch.bool
     for part, _ in parts:
@@ -219,7 +221,10 @@ def rows_of(
         frame = table.keys.iloc[numbers[order].numpy()].copy()
     for name, part in added.items():
         if part is not None:
-            check_shape(name, part[..., 0] if name == "p" else part, tuple(exists.shape), "(N, T)")
+            shape, meaning = tuple(exists.shape), "(N, T)"
+            if name == "p" and part.dim():
+                shape, meaning = (*shape, part.size(-1)), "(N, T, K)"
+            check_shape("probs" if name == "p" else "states", part, shape, meaning)
             values = part.detach().cpu()[exists][order].numpy()
             names = [name] if values.ndim == 1 else [f"{name}{k}" for k in range(values.shape[1])]
             frame[names] = values.reshape(len(order), -1)

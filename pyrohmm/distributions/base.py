@@ -25,7 +25,8 @@ from .._checks import (
 from .._transforms import transforming
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
-from ..data.sequences import Sequences
+from ..data.batches import StoredSequences
+from ..data.sequences import Sequences, check_sequences
 from ..ops import masks
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
@@ -33,6 +34,9 @@ from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import check_support, fill_gaps
+
+OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
+SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
 
 class ChainDistribution(TorchDistribution):
@@ -286,10 +290,10 @@ class ChainDistribution(TorchDistribution):
             )
         symbols = is_categorical(emission)
         if symbols:
-            check_integers("values", values)
+            check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
             values = values.to(self.log_initial.dtype)
-        batch = check_broadcast({"values": outer, "HMM": self.batch_shape})
+        batch = check_broadcast({"values": outer, "HMM": self.batch_shape}, OTHERS)
         self.refuse_one_series(outer)
         if len(batch) > len(outer):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
@@ -315,6 +319,8 @@ class ChainDistribution(TorchDistribution):
 
     def values_of(self, data: Any) -> Any:
         """The values of ``Sequences``, if these are those of this HMM; anything else as it is."""
+        if isinstance(data, StoredSequences):
+            check_sequences("values", data)
         if not isinstance(data, Sequences):
             return data
         fits = self.lengths.shape[-1:] == data.lengths.shape and bool(

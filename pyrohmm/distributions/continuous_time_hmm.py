@@ -226,7 +226,8 @@ class ContinuousTimeHMM(HMM):
             (tensor([3.5000, 5.0000, 0.0000]), tensor([inf, 0., inf]))
         """
         rates, size = self.rates.double(), self.num_states
-        if not len(states) or not all(0 <= state < size for state in states):
+        states = [states] if isinstance(states, int) else [*states]
+        if not states or not all(state in range(size) for state in states):
             raise ValueError(f"states must be some of 0 to K - 1 = {size - 1}; got {states}.")
         target = torch.isin(torch.arange(size, device=rates.device), torch.as_tensor(states))
         reached = ((rates > 0) & ~target.unsqueeze(-1)) | diagonal(rates)

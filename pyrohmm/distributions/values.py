@@ -82,7 +82,8 @@ def _refuse_outside(wrong: Tensor, emission: Any) -> None:
     at_end = not emission.support.is_discrete and bool(((wrong == 0) | (wrong == 1)).any())
     cure = "Mark missing steps as not observed."
     if at_end:
-        cure = "Exact zeros are emitted by zero_inflated(...); or move them by half their rounding."
+        cure = "Move them inside by half their rounding"
+        cure += "." if bool((wrong == 1).any()) else ", or emit exact zeros by zero_inflated(...)."
     raise ValueError(
         f"values must lie in the support of the emission, {emission.support}"
         f"{' without its ends' if at_end else ''}, in a state at least; {len(wrong)} do not, such "

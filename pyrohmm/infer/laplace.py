@@ -285,7 +285,7 @@ def fit_laplace(
     check_model_and_data(model, data)
     check_size("restarts", restarts)
     check_size("num_steps", num_steps)
-    random = list(random)
+    random = [random] if isinstance(random, str) else list(random)
     own, data = _doubled(model), double_of(data)
     marginal = Marginal(own, data, random)
     starts = _Starts(own, data, random, dict(start or {}), restarts)

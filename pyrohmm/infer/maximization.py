@@ -406,10 +406,11 @@ class Maximization:
 def _maximum(part: Any, statistics: Statistics) -> Maximum:
     """Checked result of the M-step of a module, perhaps a user's."""
     found = part.m_step(statistics)
-    if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], dict):
+    pair = isinstance(found, tuple) and [type(each) for each in found] == [dict, list]
+    if not pair or not all(isinstance(value, Tensor) for value in found[0].values()):
         raise TypeError(
-            f"m_step of {type(part).__name__} must return a pair: the parameters by name, and a "
-            f"list of remarks, such as ({{'loc': loc}}, []); it returned a {type(found).__name__}."
+            f"m_step of {type(part).__name__} must return a pair: the parameters by name, tensors, "
+            f"and a list of remarks, such as ({{'loc': loc}}, []); it returned {found!r:.200}."
         )
     return found
 

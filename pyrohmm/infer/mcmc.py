@@ -422,6 +422,9 @@ class HMC(Chains):
             place = ends.place[best].repeat_interleave(scores.size(1), 0)
         else:
             values = start.parameters if isinstance(start, Fit) else start
+            if not isinstance(values, Mapping):
+                kind = type(start).__name__
+                raise TypeError(f"start must be a Fit, or values by name; got {kind}.")
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):

@@ -149,7 +149,11 @@ class Parameters:
         for name, value in values.items():
             path, _, last = name.rpartition(".")
             if name not in self.fitted:
-                getattr(self.module.get_submodule(path), last)
+                if not hasattr(self.module.get_submodule(path), last):
+                    raise AttributeError(
+                        f"m_step returned {name!r}, and the module has no parameter of this name; "
+                        f"it has {', '.join(sorted(self.fitted))}."
+                    )
                 continue
             old = self.get(name)
             if value.shape != old.shape:

@@ -229,6 +229,8 @@ def bootstrap(
 ) -> Bootstrap:
     """Fit simulated or resampled data: see :meth:`Fit.bootstrap`."""
     check_size("num_samples", num_samples)
+    if not isinstance(parametric, bool):
+        raise TypeError(f"parametric must be True or False; got {parametric!r}.")
     data, hmm = information.data, information.hmm
     if num_samples < 2:
         raise ValueError(f"num_samples must be at least 2; got {num_samples}.")

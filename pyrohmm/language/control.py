@@ -41,6 +41,10 @@ def token_texts(tokenizer: Any) -> list[bytes | None]:
         >>> token_texts(["a", " cat", None])
         [b'a', b' cat', None]
     """
+    if isinstance(tokenizer, str):
+        raise TypeError(
+            f"tokenizer must be AutoTokenizer.from_pretrained(name); got {tokenizer!r}."
+        )
     if isinstance(tokenizer, Vocabulary):
         tokenizer = [None if word[:1] == "<" else f" {word}" for word in tokenizer]
     if not hasattr(tokenizer, "get_vocab"):

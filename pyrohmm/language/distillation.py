@@ -104,7 +104,9 @@ def distil(
         num_epochs *= math.ceil(len(texts) / batch_size)
         options["batch_size"] = min(batch_size, len(texts))
     if held_out is None:
-        raise ValueError("held_out must be Sequences where source is an iterable of these.")
+        raise ValueError(
+            "held_out must be Sequences unless source is: Sequences.from_list(texts), of codes."
+        )
     module = TabularHMM(num_states, categorical(num_tokens, concentration=1.01))
     module.to(held_out.values.device)
     fit = fit_em(module, texts, **{"num_iterations": num_epochs, **options})

@@ -50,6 +50,8 @@ class Emissions:
     """
 
     def __init__(self, hmm: HMM, classes: Tensor, dtype: torch.dtype | None = None) -> None:
+        if not isinstance(hmm, HMM):
+            raise TypeError(f"hmm must be an HMM, as fit.hmm(data); got {type(hmm).__name__}.")
         self.num_states, self.device = hmm.num_states, hmm.log_initial.device
         in_blocks = isinstance(hmm, BlockHMM) and hmm.blocks.disjoint
         if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):

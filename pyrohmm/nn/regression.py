@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class Linear(PyroModule):
         free: Tensor | None = None,
     ) -> None:
         super().__init__()
+        if scale is not None and not (isinstance(scale, Real) and scale > 0):
+            raise ValueError(
+                "scale must be the standard deviation of the prior of coefficients, a positive "
+                f"number, or None; got {scale}."
+            )
         self.columns, self.shape, self.scale = columns, shape, scale
         size: tuple[int, ...] = (*shape, max(len(columns.indices), 1))
         self.register_buffer("free", free)

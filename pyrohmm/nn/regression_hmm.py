@@ -110,6 +110,8 @@ class RegressionHMM(HMMModule):
             rates is None and exact_entry is not None
         ):
             raise ValueError("durations need max_duration, and exact_entry needs rates.")
+        if max_duration is not None:
+            check_size("max_duration", max_duration)
         self.num_states, self.max_duration = num_states, max_duration or 0
         shape = num_states, num_states - 1
         others = ~torch.eye(num_states, dtype=torch.bool)
@@ -146,7 +148,10 @@ class RegressionHMM(HMMModule):
         setattr(self, name, Linear(columns, shape, scale, transition_free))
         self.initial = Linear(as_columns("initial", initial), shape[1:], scale)
         self.duration: Any = None if durations is None else build_emission(durations, num_states)
-        if durations is not None and not isinstance(self.duration, RegressionEmission):
+        if durations is not None and not (
+            isinstance(self.duration, RegressionEmission)
+            and getattr(self.duration.kind.support, "is_discrete", False)
+        ):
             raise TypeError("durations must be regression(...) of counts, as of a Poisson.")
         self.emission = build_emission(emission, num_states)
 

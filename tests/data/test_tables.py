@@ -85,7 +85,7 @@ def test_states_go_back_to_the_rows_of_the_table():
     part = data[1:].to_dataframe(states=states[1:, :2])
     assert part.index.tolist() == ["y", "z"]
     assert part["state"].tolist() == [0, 0]
-    with pytest.raises(ValueError, match="state must have shape"):
+    with pytest.raises(ValueError, match="states must have shape"):
         data.to_dataframe(states=states[:1])
 
 

@@ -90,7 +90,7 @@ def test_texts_alone_and_in_parts():
     assert found.divergence is None
     assert found.perplexity.num_tokens == texts[-10:].num_observed
     parts = [texts[:100], texts[100:190]]
-    with pytest.raises(ValueError, match="held_out must be Sequences where source is an iterable"):
+    with pytest.raises(ValueError, match="held_out must be Sequences unless source is"):
         distil(parts, TOKENS, 2)
     again = distil(parts, TOKENS, 2, held_out=texts[190:], num_epochs=2)
     assert again.perplexity.num_tokens == found.perplexity.num_tokens
