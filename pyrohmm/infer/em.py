@@ -104,8 +104,7 @@ def fit_em(
         start: The first parameters: ``starts.from_prior``, ``starts.by_kmeans``,
             ``starts.sticky()``, ``starts.from_hmm(hmm)``, a function like these, or values by name,
             or another fit. By default the prior for symbols and for emissions without a
-            closed form, k-means for others; parameters without a prior start at their
-            values, or at those of a fit.
+            closed form, k-means for others; parameters without a prior start at their values.
         restarts: R, the number of batched restarts; every parameter must have a prior. After each
             20 iterations the better half goes on; with ``tolerance=None`` all do. The best is kept,
             all are in ``Fit.restarts``, as they were last.

@@ -73,10 +73,7 @@ class Parameters:
             raise ValueError("module has no parameters to fit: all of them are frozen.")
 
     def set_values(self, values: Values) -> None:
-        """Take all latent variables from ``values``: one of each, or one for each restart.
-
-        Of the points it takes those that are there.
-        """
+        """Take latent variables, one of each or one for each restart, and what points it has."""
         # those of a fit have the name of the module before their own
         values = {name.removeprefix("module."): value for name, value in values.items()}
         absent = [name for name in self.sites if name not in values]

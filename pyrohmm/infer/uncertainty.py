@@ -289,9 +289,8 @@ class Information:
             own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
             where = [label for label, at in zip(self.labels, own.tolist()) if at]
             raise ValueError(
-                f"the second derivative of the log joint is not finite along {_listed(where)}: of "
-                "vectors with full covariance where components are missing (NaN), or of a density "
-                "whose second derivative torch does not have at some value of the data. Leave such "
+                f"the second derivative of the log joint is not finite along {_listed(where)}, as "
+                "of vectors with full covariance where components are missing (NaN): leave such "
                 "steps out, freeze these parameters, or sample with fit_gibbs or NUTS."
             )
         scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
@@ -396,17 +395,6 @@ def normal_quantile(level: float) -> float:
     if not 0 < level < 1:
         raise ValueError(f"level must be between 0 and 1; got {level}.")
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
-
-
-def points_in(model: Any) -> dict[str, Tensor]:
-    """Values of the parameters without a prior that the PyroModules of ``model`` declare."""
-    parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
-    return {
-        f"{path}.{name}".lstrip("."): getattr(part, name).detach().clone()
-        for path, part in parts
-        for name in getattr(part, "_pyro_params", {})
-        if getattr(part, f"{name}_unconstrained").requires_grad
-    }
 
 
 def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
