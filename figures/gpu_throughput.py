@@ -179,9 +179,9 @@ def epochs(num_states: int, device: torch.device, quick: bool) -> list[dict[str,
     for title, precision in (("float32", None), ("bfloat16", torch.bfloat16)):
         fit = partial(fit_map, model, data, batch_tokens=tokens, progress=False, tolerance=None,
                       learning_rate=1e-3, precision=precision)  # fmt: skip
-        finished(partial(fit, num_steps=1), device)()  # the first call may compile
+        finished(partial(fit, num_iterations=1), device)()  # the first call may compile
         start = time.perf_counter()
-        finished(partial(fit, num_steps=batches), device)()
+        finished(partial(fit, num_iterations=batches), device)()
         seconds = time.perf_counter() - start
         found.append({"part": "epochs", "states": num_states, "method": title,
                       "tokens": tokens, "seconds": seconds})  # fmt: skip
