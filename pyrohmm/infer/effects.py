@@ -55,6 +55,10 @@ PARTS: Mapping[str, Function] = {
     "transition": _transition, "initial": _initial, "mean": _mean, "rates": _rates,
     "duration": _duration,
 }  # fmt: skip
+HELD_IN = {
+    "transition": "log_transition", "initial": "log_initial", "mean": "emission", "rates": "rates",
+    "duration": "log_duration",
+}  # fmt: skip
 
 
 def predicted(
@@ -68,8 +72,13 @@ def predicted(
             f"at must be (M, C) = (M, {wanted}) covariates, such as design.matrix(frame), and data "
             f"those that were fitted; got shape {tuple(rows.shape)}."
         )
-    if isinstance(of, str) and of not in PARTS:
-        raise ValueError(f"of must be a function of an HMM, or {', '.join(PARTS)}; got {of!r}.")
+    if isinstance(of, str):
+        known = [name for name in PARTS if hasattr(information.hmm, HELD_IN[name])]
+        if of not in known:
+            raise ValueError(
+                f"of must be a function of an HMM, or one of {', '.join(known)}, which this model "
+                f"has; got {of!r}."
+            )
     function = PARTS[of] if isinstance(of, str) else of
     some = example.values[example.observed][:1].unsqueeze(0)
     values = some.expand(len(rows), 2, *some.shape[2:])
