@@ -945,6 +945,28 @@ def intervals_numbers() -> dict[str, str]:
         "time_msm": plain(theirs["seconds"]),
         "odds": ", ".join(f"{error:.3f}" for error in ours["log_odds_errors"]),
         "odds_msm": ", ".join(f"{error:.3f}" for error in theirs["log_odds_errors"]),
+        **_rates_numbers(),
+    }
+
+
+def _rates_numbers() -> dict[str, str]:
+    """Rates by covariates, here and by msm."""
+    ours, theirs = (rows("intervals", part="covariates", by=who) for who in ("pyrohmm", "msm"))
+    pairs = list(zip(ours, theirs))
+    gaps, shares = (
+        max(abs(a - b) / (abs(b) if relative else 1)
+            for one, two in pairs for a, b in zip(one[name], two[name]))
+        for name, relative in (("coefficients", False), ("errors", True))
+    )  # fmt: skip
+    return {
+        "coefficients": f"{math.ceil(gaps * 1e5) / 1e5:.5f}",
+        "slopes": f"{math.ceil(shares * 1e4) / 1e2:.2f}",
+        "age": f"{ours[0]['loss']:.3f}",
+        "age_msm": f"{theirs[0]['loss']:.3f}",
+        "years": f"{ours[1]['loss']:.3f}",
+        "years_msm": f"{theirs[1]['loss']:.3f}",
+        "rates_time": " and ".join(plain(row["seconds"]) for row in ours),
+        "rates_time_msm": " and ".join(plain(row["seconds"]) for row in theirs),
     }
 
 

@@ -202,7 +202,7 @@ def samples_of_fit(
     if isinstance(fit, SampledFit):
         return fit.chains, fit.stats
     if fit.method != "SVI":
-        return {name: value[None, None] for name, value in fit.parameters.items()}, {}
+        return {name: fit.parameters[name][None, None] for name in fit.names}, {}
     with torch.no_grad(), fit.at_rest():
         values, scores = samples_of(fit.guide, fit.names, num_draws, data)
     stats = {"log_guide": scores.double()[None]}

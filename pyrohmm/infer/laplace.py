@@ -50,7 +50,9 @@ class Effect(NamedTuple):
     """Predicted random effects.
 
     Attributes:
-        mode: ``(G, ...)``, the most probable values given the data and the estimates.
+        mode: ``(G, ...)``, the most probable values given the data and the estimates; of a single
+            number of each sequence, which is integrated by quadrature, the posterior mean (of a
+            positive one, that of its logarithm).
         std_error: ``(G, ...)``; it counts the uncertainty of the estimates.
     """
 
@@ -353,6 +355,11 @@ def _result(
     place, row = peak.place[best : best + 1], torch.tensor([best])
     values = {name: value[0] for name, value in starts.values(place).items()}
     modes = marginal.settle(starts.wide(place), row)
+    if not marginal.resolved:
+        raise ValueError(
+            f"the posterior of {random[0]!r} is too wide, or has modes too narrow, for the nodes "
+            "that integrate it. Scale it by its spread, or sample with fit_mcmc."
+        )
     values |= marginal.single(modes[0])
     values = {name: v.detach().to(torch.get_default_dtype()) for name, v in values.items()}
     with poutine.block(), pyro.get_param_store().scope():

@@ -23,9 +23,13 @@ from .objective import is_likelihood
 from .replicates import CELLS, Densities
 
 NEWTON = 60  # steps to the most probable effects
-NODES = 31  # of quadrature
+NODES = 31  # of quadrature, the fewest
+FIRST_NODES = 241  # where nothing is known, so that narrow modes are seen
+MOST_NODES = 961
+CLOSE = 1e-6  # nats of a member by which twice the nodes may differ
 REACH = 6.5  # standard deviations from the mean to the last node
-MOVES = 30  # of the nodes, at most
+EDGE = 1e-8  # share of the posterior at a node, above which nodes reach beyond it
+MOVES = 40  # of the nodes, at most
 Values = dict[str, Tensor]
 
 
@@ -41,7 +45,10 @@ class Marginal:
     Attributes:
         modes: ``(B, G, d)``, where the search for the most probable effects starts, or where the
             nodes are, in unconstrained coordinates.
-        widths: ``(B, G, 1)``, distances between nodes; None without quadrature.
+        widths: ``(B, G, 1)``, posterior standard deviations, or more where tails are heavy or modes
+            are apart; None without quadrature.
+        nodes: Number of nodes, of quadrature.
+        resolved: Whether nodes were as many and as wide as the last :meth:`settle` asked for.
     """
 
     def __init__(
@@ -78,9 +85,14 @@ class Marginal:
         self.widths: Any = (
             torch.ones_like(self.modes) if sum(self.sizes) == 1 and all(inside) else None
         )
-        passes = 1 + sum(self.sizes) if self.widths is None else NODES
-        states = nodes["_RETURN"]["value"].num_states
-        self.room = max(1, CELLS // (len(data) * data.num_steps * states * passes))
+        self.nodes, self.resolved = FIRST_NODES, True
+        self.cells = len(data) * data.num_steps * nodes["_RETURN"]["value"].num_states
+
+    @property
+    def room(self) -> int:
+        """Number of copies to be evaluated at once."""
+        passes = 1 + sum(self.sizes) if self.widths is None else self.nodes
+        return max(1, CELLS // (self.cells * passes))
 
     def effects(self, b: Tensor) -> Values:
         """Random effects ``(*, G, ...)`` at coordinates ``(*, G, d)``."""
@@ -187,7 +199,8 @@ class Marginal:
         """
         if self.widths is not None:
             with torch.enable_grad():
-                total, mean, variance = self._by_nodes(values, rows)
+                each, rest, mean, variance, _ = self._by_nodes(values, rows, self.nodes)
+                total = each.sum(-1) + rest
                 (gradient,) = torch.autograd.grad(total.sum(), leaf)
             return total.detach(), gradient, mean, 1 / variance.unsqueeze(-1)
         b = self.climb_inside(values, self.modes[rows], rows).requires_grad_()
@@ -207,33 +220,62 @@ class Marginal:
         total = total.detach().masked_fill((wrong > 0).any(-1), -torch.inf)
         return total, gradient, b.detach(), blocks.detach()
 
-    def _by_nodes(self, values: Values, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Log marginals ``(B',)``, and posterior means and variances ``(B', G, 1)``."""
-        z = torch.linspace(-REACH, REACH, NODES, dtype=torch.double)
-        wide = {name: value.repeat_interleave(NODES, 0) for name, value in values.items()}
-        b = self.modes[rows].unsqueeze(1) + self.widths[rows].unsqueeze(1) * z[:, None, None]
-        own, rest = self.terms(wide, b.flatten(0, 1), rows.repeat_interleave(NODES))
-        logs = own.unflatten(0, (-1, NODES))
+    def _by_nodes(self, values: Values, rows: Tensor, count: int) -> tuple[Tensor, ...]:
+        """Log marginals of members ``(B', G)``, all outside their plate ``(B')``, and posteriors.
+
+        Returns:
+            These two; and of the posterior of each member the mean, the variance, and how far from
+            the mean it extends, infinite if beyond the last nodes, ``(B', G, 1)``.
+        """
+        z = torch.linspace(-REACH, REACH, count, dtype=torch.double)[:, None, None]
+        parts = []
+        for some in z.split(max(1, CELLS // (self.cells * len(rows)))):
+            b = self.modes[rows].unsqueeze(1) + self.widths[rows].unsqueeze(1) * some
+            wide = {name: value.repeat_interleave(len(some), 0) for name, value in values.items()}
+            copies = rows.repeat_interleave(len(some))
+            own, rest = self.terms(wide, b.flatten(0, 1), copies)
+            parts.append((b, own.unflatten(0, (-1, len(some))), rest[:: len(some)]))
+        b, logs = (torch.cat([part[i] for part in parts], 1) for i in range(2))
         share = logs.detach().softmax(1).unsqueeze(-1)
         mean = (share * b).sum(1)
-        variance = (share * (b - mean.unsqueeze(1)).square()).sum(1)
-        each = logs.logsumexp(1) + self.widths[rows].squeeze(-1).log() + (z[1] - z[0]).log()
-        return each.sum(-1) + rest[::NODES], mean, variance
+        apart = (b - mean.unsqueeze(1)).abs()
+        extent = torch.where(share > EDGE, apart, 0.0).amax(1)
+        extent = torch.where(share[:, [0, -1]].amax(1) > EDGE, torch.inf, extent)
+        step = 2 * REACH / (count - 1) * self.widths[rows].squeeze(-1)
+        variance = (share * apart.square()).sum(1)
+        return logs.logsumexp(1) + step.log(), parts[0][2], mean, variance, extent
 
     @torch.no_grad()
     def settle(self, values: Values, rows: Tensor) -> Tensor:
-        """Move nodes, or modes, to the posterior of the effects; returns their centres."""
+        """Move nodes, or modes, to the posterior of the effects; returns their centres.
+
+        Nodes are as many as leave the integral as it is if there are twice as many.
+        """
         if self.widths is None:
             self.modes[rows] = self.climb_inside(values, self.modes[rows], rows)
-        for _ in range(MOVES if self.widths is not None else 0):
-            _, mean, variance = self._by_nodes(values, rows)
-            old = self.widths[rows]
-            width = variance.sqrt().maximum(old / 2)  # few nodes see nothing of a narrow posterior
-            moved = ((mean - self.modes[rows]).abs() / width + (width / old).log().abs()).amax()
+            return self.modes[rows]
+        edge = self._move(values, rows)
+        self.nodes = NODES
+        here = self._by_nodes(values, rows, NODES)[0]
+        while True:
+            finer = self._by_nodes(values, rows, 2 * self.nodes - 1)[0]
+            self.resolved = edge and bool(((finer - here).abs() < CLOSE).all())
+            if self.resolved or not edge or self.nodes >= MOST_NODES:
+                return self.modes[rows]
+            self.nodes, here = 2 * self.nodes - 1, finer
+
+    def _move(self, values: Values, rows: Tensor) -> bool:
+        """Move nodes to where the posteriors are; returns whether nothing is left outside."""
+        for _ in range(MOVES):
+            _, _, mean, variance, extent = self._by_nodes(values, rows, self.nodes)
+            old, centre, outside = self.widths[rows], self.modes[rows], extent.isinf()
+            # few nodes see nothing of a narrow posterior; all that there is must stay inside
+            inner = variance.sqrt().maximum(old / 2).maximum(1.2 * extent / REACH)
+            width = torch.where(outside, 2 * old, inner)
             self.modes[rows], self.widths[rows] = mean, width
-            if moved < 1e-6:
+            if bool(((mean - centre).abs() / width + (width / old).log().abs() < 0.1).all()):
                 break
-        return self.modes[rows]
+        return not bool(outside.any())
 
     def widen(self, copies: int) -> None:
         """Make ``copies`` of the first centres."""

@@ -52,9 +52,9 @@ def build(module: HMMModule, data: Sequences) -> HMM:
         known = inspect.signature(module.forward).parameters
         if "covariates" in further and "covariates" not in known:
             raise TypeError(
-                f"data has covariates, which {type(module).__name__} does not take. Write an "
-                "HMMModule whose forward takes (lengths, observed, covariates), or build data "
-                "without them."
+                f"data has covariates, which {type(module).__name__} does not take. Take "
+                "RegressionHMM, or an HMMModule whose forward takes (lengths, observed, "
+                "covariates); or build data without them."
             )
         further = {name: value for name, value in further.items() if name in known}
     return module(data.lengths, data.observed if data.has_gaps else None, **further)

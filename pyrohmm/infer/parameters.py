@@ -73,13 +73,15 @@ class Parameters:
             raise ValueError("module has no parameters to fit: all of them are frozen.")
 
     def set_values(self, values: Values) -> None:
-        """Take all latent variables from ``values``: one of each, or one for each restart."""
+        """Take latent variables, one of each or one for each restart, and what points it has."""
         # those of a fit have the name of the module before their own
         values = {name.removeprefix("module."): value for name, value in values.items()}
         absent = [name for name in self.sites if name not in values]
         if absent:
             raise ValueError(f"start has no value for {', '.join(absent)}; it has "
                              f"{', '.join(values) or 'none'}.")  # fmt: skip
+        for name in (self.fitted - self.sites.keys()) & values.keys():
+            self.update({name: values[name].unsqueeze(0)})
         for name, site in self.sites.items():
             value, event = values[name].detach(), site.event_shape
             if value.shape == (self.restarts, *event) and self.restarts > 1:

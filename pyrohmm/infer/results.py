@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import pyro
@@ -31,6 +32,7 @@ from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states
 from .uncertainty import Covariance, Information
 
+POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
 
@@ -62,7 +64,7 @@ class Fit:
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
         parameters: One value of each latent variable, by name, always the same: the estimate of MAP
             and EM; the median of the guide of SVI, or one sample if the guide has no median.
-            Variables of which each sequence has one have shape ``(N, ...)``.
+            Variables of which each sequence has one have shape ``(N, ...)``. And PyroParams.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
         history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
@@ -92,6 +94,10 @@ class Fit:
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
+        named = self.model.named_parameters() if isinstance(self.model, torch.nn.Module) else ()
+        own = [n.removesuffix(POINT) for n, p in named if n.endswith(POINT) and p.requires_grad]
+        points = {name: attrgetter(name)(self.model).detach().clone() for name in own}
+        self.parameters = points | self.parameters
         on_cpu = all(value.device.type == "cpu" for value in self.parameters.values())
         if self.seconds > SLOW and on_cpu:
             advise_numba()

@@ -289,9 +289,8 @@ class Information:
             own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
             where = [label for label, at in zip(self.labels, own.tolist()) if at]
             raise ValueError(
-                f"the second derivative of the log joint is not finite along {_listed(where)}: of "
-                "vectors with full covariance where components are missing (NaN), or of a density "
-                "whose second derivative torch does not have at some value of the data. Leave such "
+                f"the second derivative of the log joint is not finite along {_listed(where)}, as "
+                "of vectors with full covariance where components are missing (NaN): leave such "
                 "steps out, freeze these parameters, or sample with fit_gibbs or NUTS."
             )
         scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()

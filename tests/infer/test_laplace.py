@@ -118,6 +118,35 @@ def test_gradients_are_those_of_differences(by_nodes):
         torch.testing.assert_close(slope[:, j], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("level", "width"), [(0.0, 1.0), (0.0, 0.1), (170.0, 0.5)])
+def test_effects_far_from_zero_and_modes_far_apart_are_integrated(level, width):
+    """Against ten thousand nodes: of a subject that stays in one state its effect is not known."""
+    pyro.set_rng_seed(0)
+    count, steps, shift = 6, 5, torch.tensor([0.0, 3.0]).double()
+    matrix = torch.tensor([[0.95, 0.05], [0.05, 0.95]]).double().log()
+    first = torch.full((2,), 0.5).double().log()
+    values = level + torch.randn(count, 1) + 3 * (torch.rand(count, 1) < 0.5)
+    values = (values + width * torch.randn(count, steps)).double()
+    data = Sequences(values, torch.full((count,), steps))
+
+    def hmm_of(own):
+        return HMM(first, matrix, Normal(own.unsqueeze(-1) + shift, width), data.lengths[:1])
+
+    def model(data):
+        mean = pyro.param("mean", torch.tensor(float(level)))
+        with pyro.plate("subjects", len(data)):
+            hmm = hmm_of(pyro.sample("own", Normal(mean, 2.0)))
+            pyro.sample("x", hmm.with_lengths(data.lengths), obs=data.values)
+        return hmm.with_lengths(data.lengths)
+
+    fit = fit_laplace(model, data, ["own"], tolerance=1e-10)
+    mean = fit.parameters["mean"].double()
+    grid = torch.linspace(-12, 12, 10_001).double() + mean
+    logs = hmm_of(grid).log_prob(values.unsqueeze(1)) + Normal(mean, 2.0).log_prob(grid)
+    wanted = (logs.logsumexp(-1) + math.log(24 / 10_000)).sum()
+    assert fit.log_marginal == pytest.approx(float(wanted), abs=1e-5)
+
+
 @pytest.mark.parametrize("by_nodes", [False, True])
 def test_the_marginal_likelihood_is_that_of_quadrature(by_nodes):
     """With nodes that are the same for all subjects, of their prior."""

@@ -233,9 +233,7 @@ def test_where_the_second_derivative_is_not_finite_is_named(cause):
 
     data = Sequences(torch.tensor([[-1.0, 1.0]]), torch.tensor([2]))
     fit = fit_map(model, data, num_iterations=1)
-    with pytest.raises(
-        ValueError, match=r"second derivative .* not finite along loc\[0\]: .*torch"
-    ):
+    with pytest.raises(ValueError, match=r"second derivative .* not finite along loc\[0\], as of"):
         fit.std_errors(data)
 
 

@@ -21,10 +21,12 @@ from pyrohmm import (
     fit_svi,
     formulas,
     freeze,
+    load_hmm,
     normal,
     plots,
     poisson,
     regression,
+    save,
 )
 
 
@@ -93,6 +95,37 @@ def test_the_maximum_is_that_of_a_likelihood_written_in_numpy():
     found = minimize(numpy_loss, ours.numpy(), (x, y), method="BFGS")
     assert -found.fun - evidence < 0.05  # of some 800 nats; the first state's logit is unbounded
     np.testing.assert_allclose(ours[:8], found.x[:8], atol=0.05)
+
+
+@pytest.mark.parametrize("by", ["EM", "MAP"])
+def test_coefficients_are_parameters_of_the_fit(by, tmp_path):
+    _, design, data, _ = fitted()
+    module = RegressionHMM(2, regression(Poisson, rate=design["rate"]), design["transition"])
+    freeze(module, "initial.coefficients", torch.tensor([[-9.0]]))
+    model = MarginalModel(module)
+    fit = fit_em(module, data, tolerance=1e-9) if by == "EM" else (
+        fit_map(model, data, num_iterations=400, learning_rate=0.03))  # fmt: skip
+    held = fit.model.module
+    own = {f"module.{part}.coefficients": held.get_submodule(part).coefficients
+           for part in ("transition", "emission.rate")}  # fmt: skip
+    assert fit.parameters.keys() == fit.start.keys() == own.keys()
+    assert not any(value.requires_grad for value in fit.parameters.values())
+    for name, value in own.items():
+        torch.testing.assert_close(fit.parameters[name], value.detach())
+    table = fit.table(data)
+    numbers = torch.cat([value.flatten() for value in fit.parameters.values()])
+    assert sorted(table["estimate"]) == pytest.approx(sorted(numbers.tolist()))
+    assert len(set(table["parameter"])) == 8
+    again = fit_em(module, data, num_iterations=1, start=fit)  # goes on where the fit ended
+    evidence = fit.hmm(data).log_prob(data.values).sum()
+    assert again.losses[0].item() == pytest.approx(-evidence.item(), abs=1e-3)
+    with torch.no_grad():
+        held.transition.coefficients = 0 * held.transition.coefficients
+    torch.testing.assert_close(fit.hmm(data).log_prob(data.values).sum(), evidence)
+    save(fit.hmm(data), tmp_path / "hmm")
+    torch.testing.assert_close(load_hmm(tmp_path / "hmm").log_prob(data.values).sum(), evidence)
+    with pytest.raises(TypeError, match="without one HMM for all data"):
+        save(fit, tmp_path / "fit")
 
 
 def test_coefficients_have_intervals_and_predictions_bands():
