@@ -285,6 +285,8 @@ def test_data(mistake, error, words):
      "got StoredSequences. Ask part by part"),
     ("a prior of no parameter", lambda: parametric(POISSONS, scale=dist.Gamma(1.0, 1.0))(2),
      TypeError, "entries of the parameters rate; got scale=Gamma"),
+    ("a class for a distribution", lambda: parametric(dist.Gamma), TypeError,
+     r"of batch shape \(K,\), such as parametric\(Gamma\(torch.ones\(2\).* got the class Gamma"),
     ("restarts of a point", lambda: fit_em(TabularHMM(2, parametric(POISSONS)), data(), restarts=2),
      ValueError, "emission.rate_unconstrained. Give them one, as parametric"),
     ("EM of no step", lambda: fit_em(module(), data(), num_iterations=0), ValueError,

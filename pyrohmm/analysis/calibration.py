@@ -13,8 +13,6 @@ from torch import Tensor
 from .._checks import check_size
 from ..data.sequences import Sequences
 
-CONSTANT = 1e-6  # standard deviation of what is no variable, such as the probability of one outcome
-
 
 class Calibration(NamedTuple):
     """Ranks of the truth among samples of its posterior, by the name of each variable.
@@ -61,6 +59,7 @@ def calibrate(
     the posterior is right, the rank of the truth among S independent samples is uniform on 0 to S.
     The statistic of a variable is a weighted sum of its entries. Ranks of samples that lie too
     close together are piled up at both ends. Priors must be those of the module, not of the data.
+    Variables that their prior fixes, such as the probability of one outcome, have no ranks.
 
     Args:
         module: Called with ``lengths``, it samples its parameters and returns an HMM.
@@ -71,7 +70,8 @@ def calibrate(
         num_data_sets: R.
 
     Raises:
-        ValueError: If numbers of samples differ, or a variable is none of the module.
+        ValueError: If numbers of samples or variables differ between data sets, samples are not
+            finite or of another shape than their variable, or a variable is none of the module.
 
     References:
         Talts, Betancourt, Simpson, Vehtari and Gelman (2018), Validating Bayesian inference
@@ -88,6 +88,7 @@ def calibrate(
     """
     check_size("num_data_sets", num_data_sets)
     ranks: dict[str, list[int]] = {}
+    truths: dict[str, set[float]] = {}
     sizes = set()
     for _ in range(num_data_sets):
         own = copy.deepcopy(module)
@@ -103,10 +104,26 @@ def calibrate(
                 )
             truth = trace.nodes[name]["value"].double().flatten()
             weights = torch.arange(1.0, 1 + len(truth), dtype=torch.double).cos()
-            numbers = samples.detach().double().reshape(len(samples), -1) @ weights
-            if len(numbers) < 2 or numbers.std() > CONSTANT:
-                sizes.add(len(numbers))
-                ranks.setdefault(name, []).append(int((numbers < truth @ weights).sum()))
+            numbers = _flat(name, samples, len(truth)) @ weights
+            sizes.add(len(numbers))
+            truths.setdefault(name, set()).add(float(truth @ weights))
+            ranks.setdefault(name, []).append(int((numbers < truth @ weights).sum()))
     if len(sizes) != 1:
         raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
-    return Calibration({name: torch.tensor(row) for name, row in ranks.items()}, sizes.pop())
+    found = {name: len(row) for name, row in ranks.items()}
+    if set(found.values()) != {num_data_sets}:
+        raise ValueError(f"sample must return the same variables for all data sets; got {found}.")
+    varied = {n: torch.tensor(r) for n, r in ranks.items() if len(truths[n]) > 1 or len(r) == 1}
+    return Calibration(varied, sizes.pop())
+
+
+def _flat(name: str, samples: Tensor, size: int) -> Tensor:
+    """Samples ``(S, size)`` of a variable, checked."""
+    if samples.dim() == 0 or samples.numel() != len(samples) * size:
+        raise ValueError(
+            f"sample must return {name!r} as (S, ...), with {size} entries each; got shape "
+            f"{tuple(samples.shape)}."
+        )
+    if not bool(samples.isfinite().all()):
+        raise ValueError(f"samples of {name!r} must be finite; there are NaN or infinite ones.")
+    return samples.detach().double().reshape(len(samples), size)

@@ -267,8 +267,13 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
 
     Args:
         hmm: The model, with the lengths and times of N sequences.
-        states: ``(N, T)`` integers, such as observations without errors, or ``hmm.viterbi(data)``.
+        states: ``(N, T)`` integers, such as observations without errors, or ``hmm.viterbi(data)``;
+            padding may be anything.
         times: ``(H,)``, not negative.
+
+    Raises:
+        ValueError: If shapes disagree, times or states are out of range, or rates change with the
+            step or differ between sequences.
 
     References:
         Gentleman, Lawless, Lindsey and Yan (1994), Multi-state Markov models for analysing
@@ -286,11 +291,17 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
                 [0.7358, 1.2642],
                 [0.0498, 0.9502]]))
     """
-    if not isinstance(hmm, ContinuousTimeHMM) or states.shape != hmm.times.shape:
+    wrong = not isinstance(hmm, ContinuousTimeHMM) or states.shape != hmm.times.shape
+    if wrong or states.dim() != 2:
         raise ValueError(
             "hmm must be a ContinuousTimeHMM, and states (N, T) as its times; got "
             f"{type(hmm).__name__} and states of shape {tuple(states.shape)}."
         )
+    hmm.chain.check_rates("prevalence")
+    check_shape(
+        "rates", hmm.rates, (hmm.num_states,) * 2, "(K, K)", "Take sequences of equal rates."
+    )
+    states = states.masked_fill(~hmm.exists.to(states.device), 0)
     check_range("states", states, hmm.num_states, "K - 1", "Give the states of the model.")
     times = torch.as_tensor(times)
     if times.dim() != 1 or not bool((times >= 0).all()):

@@ -238,7 +238,9 @@ class RateChain(MarkovRecursions):
         if self.rates_per_step:
             raise ValueError(
                 f"{purpose} needs rates that do not change with the step; here they depend on "
-                "covariates. Mark steps to come, with covariates of theirs, as not observed."
+                "covariates. Mark steps to come, with covariates of theirs, as not observed; or "
+                "take those of one gap t: hmm.replace(rates=hmm.rates[..., t, :, :], "
+                "rates_per_step=False)."
             )
 
     def check_samples(self, purpose: str) -> None:

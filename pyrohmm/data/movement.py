@@ -13,6 +13,7 @@ from .sequences import Sequences
 from .tables import Gaps
 
 RADIUS = 6371.0088  # of the earth, in kilometres: the mean one
+STILL = 1e-9  # kilometres, above the rounding of places that are the same
 
 
 def movement(
@@ -31,7 +32,8 @@ def movement(
     The step at t goes from location t to location t + 1 along a great circle, in kilometres. Its
     turning angle is that between the step before and this one, in radians from :math:`-\pi` to
     :math:`\pi`, positive to the left. Both are NaN where they are not known: at the last location,
-    before and after a missing one; angles also at the first, and beside a step of length zero.
+    before and after a missing one; angles also at the first, and beside a step of length zero. On
+    the globe what is below a micrometre is zero, as from 180 to -180 degrees east.
 
     Args:
         longitude: ``(M,)`` degrees east, NaN or None where missing; with ``frame`` a column's name.
@@ -113,5 +115,6 @@ def _steps(places: Tensor, plane: bool) -> tuple[Tensor, Tensor]:
         up = points[:, 1:-1]
     before, after = headings[:, :-1], headings[:, 1:]
     turns = torch.atan2((up * torch.linalg.cross(before, after)).sum(-1), (before * after).sum(-1))
-    still = lengths == 0
-    return lengths, turns.masked_fill(still[:, :-1] | still[:, 1:], torch.nan)
+    still = lengths <= (0 if plane else STILL)
+    beside = still[:, :-1] | still[:, 1:]
+    return lengths.masked_fill(still, 0.0), turns.masked_fill(beside, torch.nan)

@@ -57,7 +57,8 @@ class Sequences(Dataset["Sequences"]):
             ``(N, T, K)`` booleans, True for the states that may be. Fits use them.
         total: Number of sequences in the whole set these are a part of; N by default.
             Models scale the likelihood by ``total / N``, and priors not. It need not be whole.
-        covariates: ``(N, T, C)`` finite floating point, handed to the module that builds the HMM.
+        covariates: ``(N, T, C)`` finite floating point, handed to the module that builds the HMM;
+            padding may hold anything, and becomes 0.
         indices: ``(N,)`` integers, the number of each sequence in the whole set, by which variables
             that each sequence has one of are found; 0, 1, ... by default.
         copy: False shares memory with ``values``, which must not change then.
@@ -132,6 +133,8 @@ class Sequences(Dataset["Sequences"]):
         part = from_numpy(name, part)
         CHECKS[name](part, exists)
         part = part[:, : self.num_steps].to(exists.device).clone()
+        if name == "covariates":  # padding may be NaN, which times zero is not zero
+            part[~exists[:, : self.num_steps]] = 0.0
         return part.double() if name == "times" else part
 
     @classmethod

@@ -9,6 +9,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from .._checks import (
+    INTEGERS,
     check_broadcast,
     check_real,
 )
@@ -52,7 +53,9 @@ class ContinuousTimeHMM(HMM):
             of time, in place of a probability. The observation must tell these states from
             others, and at a step that is not observed nothing was entered. Then ``log_transition``
             holds such densities, and there are no samples at given times.
-        rates_per_step: Whether ``rates`` are ``(T-1, K, K)``, of each gap between two steps.
+        rates_per_step: Whether ``rates`` are ``(T-1, K, K)``, of each gap between two steps. Then
+            ``sojourn_times``, ``next_state_probs``, ``transition_at`` and ``occupancy_times`` are
+            those of the rates of each gap, with a dimension ``T-1`` before the others.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -215,7 +218,7 @@ class ContinuousTimeHMM(HMM):
             states: One or several of 0 to K - 1.
 
         Raises:
-            ValueError: If there is none, or one is not a state.
+            ValueError: If there is none, one is not a state, or rates change with the step.
 
         Example:
             >>> even = torch.zeros(3).log_softmax(-1)
@@ -226,10 +229,13 @@ class ContinuousTimeHMM(HMM):
             (tensor([3.5000, 5.0000, 0.0000]), tensor([inf, 0., inf]))
         """
         rates, size = self.rates.double(), self.num_states
-        states = [states] if isinstance(states, int) else [*states]
-        if not states or not all(state in range(size) for state in states):
-            raise ValueError(f"states must be some of 0 to K - 1 = {size - 1}; got {states}.")
-        target = torch.isin(torch.arange(size, device=rates.device), torch.as_tensor(states))
+        self.chain.check_rates("passage_times")
+        wanted, every = torch.as_tensor(states).cpu().reshape(-1), torch.arange(size)
+        if wanted.dtype not in INTEGERS or not len(wanted) or not torch.isin(wanted, every).all():
+            raise ValueError(
+                f"states must be some of 0 to K - 1 = {size - 1}; got {wanted.tolist()}."
+            )
+        target = torch.isin(every, wanted).to(rates.device)
         reached = ((rates > 0) & ~target.unsqueeze(-1)) | diagonal(rates)
         for _ in range(size.bit_length()):  # by paths of 2, 4, ... transitions
             reached = (reached.double() @ reached.double()) > 0

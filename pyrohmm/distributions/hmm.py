@@ -386,8 +386,11 @@ class HMM(ChainDistribution):
             num_steps: H.
 
         Raises:
-            ValueError: If (with ``validate_args``) a sequence has probability zero.
+            ValueError: If transitions change with the step and H is not 0, or (with
+                ``validate_args``) a sequence has probability zero.
         """
+        if num_steps:
+            self.chain.check_constant("state_probs_ahead")
         seen, further = self._read(values, check=True), 0
         if num_steps and not self.chain.is_markov:  # it filters on, over steps not observed
             further = num_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,31 +31,18 @@ class Bands(NamedTuple):
     upper: Tensor
 
 
-def _transition(hmm: HMM) -> Tensor:
-    return hmm.log_transition[..., 0, :, :].exp()
+PARTS: Mapping[str, tuple[str, Callable[[Any], Tensor]]] = {  # of an attribute of the HMM
+    "transition": ("log_transition", lambda logs: logs[..., 0, :, :].exp()),
+    "initial": ("log_initial", torch.exp),
+    "mean": ("emission", lambda emission: emission.mean[..., 0, :]),
+    "rates": ("rates", lambda q: q[..., 0, :, :].tril(-1) + q[..., 0, :, :].triu(1)),
+    "duration": ("log_duration", lambda d: d.exp() @ torch.arange(1, d.size(-1) + 1).to(d)),
+}
 
 
-def _initial(hmm: HMM) -> Tensor:
-    return hmm.log_initial.exp()
-
-
-def _mean(hmm: HMM) -> Tensor:
-    return hmm.emission.mean[..., 0, :]
-
-
-def _rates(hmm: Any) -> Tensor:
-    return hmm.rates[..., 0, :, :].tril(-1) + hmm.rates[..., 0, :, :].triu(1)
-
-
-def _duration(hmm: Any) -> Tensor:
-    lasts = hmm.log_duration.exp()
-    return lasts @ torch.arange(1, lasts.size(-1) + 1).to(lasts)
-
-
-PARTS: Mapping[str, Function] = {
-    "transition": _transition, "initial": _initial, "mean": _mean, "rates": _rates,
-    "duration": _duration,
-}  # fmt: skip
+def _part(hmm: HMM, name: str) -> Tensor:
+    attribute, function = PARTS[name]
+    return function(getattr(hmm, attribute))
 
 
 def predicted(
@@ -68,9 +56,12 @@ def predicted(
             f"at must be (M, C) = (M, {wanted}) covariates, such as design.matrix(frame), and data "
             f"those that were fitted; got shape {tuple(rows.shape)}."
         )
-    if isinstance(of, str) and of not in PARTS:
-        raise ValueError(f"of must be a function of an HMM, or {', '.join(PARTS)}; got {of!r}.")
-    function = PARTS[of] if isinstance(of, str) else of
+    hmm = information.hmm
+    if isinstance(of, str) and not (of in PARTS and hasattr(hmm, PARTS[of][0])):
+        known = [name for name, (attribute, _) in PARTS.items() if hasattr(hmm, attribute)]
+        raise ValueError(f"of must be a function of an HMM, or what this model has, "
+                         f"{' or '.join(known)}; got {of!r}.")  # fmt: skip
+    function = partial(_part, name=of) if isinstance(of, str) else of
     some = example.values[example.observed][:1].unsqueeze(0)
     values = some.expand(len(rows), 2, *some.shape[2:])
     there = torch.full((len(rows),), 2)

@@ -404,7 +404,8 @@ class Fit:
             level: Of confidence.
 
         Raises:
-            ValueError: If ``at`` has other columns than the covariates of ``data``.
+            ValueError: If ``at`` has other columns than the covariates of ``data``, or ``of`` is
+                what the model has not.
         """
         with self.at_rest():
             return predicted(self.information(data), at, of, level, data)

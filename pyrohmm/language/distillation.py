@@ -76,7 +76,8 @@ def distil(
             resumes after the same seed. Under ``torchrun`` each rank must have the same texts.
 
     Raises:
-        ValueError: If ``held_out`` is lacking for an iterable.
+        ValueError: If ``held_out`` is lacking for an iterable, or the ``eos_token_id`` of the
+            tokenizer for a model.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -88,7 +89,12 @@ def distil(
     check_size("num_texts", num_texts, max_tokens)
     num_tokens, model, start = len(token_texts(tokenizer)), None, 0
     if hasattr(source, "generate"):
-        model, end = source, tokenizer.eos_token_id
+        model, end = source, getattr(tokenizer, "eos_token_id", None)
+        if end is None:
+            raise ValueError(
+                "tokenizer must have eos_token_id, the token that ends the texts of the model "
+                f"source; that of {type(tokenizer).__name__} is missing or None. Set it."
+            )
         begin = getattr(tokenizer, "bos_token_id", None)
         start = end if begin is None else begin
         count = num_texts + (math.ceil(HELD_OUT * num_texts) if held_out is None else 0)

@@ -26,12 +26,20 @@ def parametric(distribution: Any, **priors: TorchDistribution) -> EmissionFamily
         distribution: Of batch shape ``(K,)``.
         **priors: Of an entry of each argument, by name: ``loc=Normal(0.0, 10.0)``.
 
+    Raises:
+        TypeError: If ``distribution`` is a class.
+
     Example:
         >>> from pyro.distributions import VonMises
         >>> family = parametric(VonMises(torch.tensor([0.0, 1.0]), torch.ones(2)))
         >>> family(2)().batch_shape
         torch.Size([2])
     """
+    if isinstance(distribution, type):
+        raise TypeError(
+            "distribution must be one of batch shape (K,), such as parametric(Gamma(torch.ones(2), "
+            f"1.0)) for two states; got the class {distribution.__name__}."
+        )
     return partial(_of_points, distribution=distribution, priors=priors)
 
 

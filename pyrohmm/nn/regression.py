@@ -56,6 +56,7 @@ class Linear(PyroModule):
         self.columns, self.shape, self.scale = columns, shape, scale
         size: tuple[int, ...] = (*shape, max(len(columns.indices), 1))
         self.register_buffer("free", free)
+        self.register_buffer("prior_loc", torch.zeros(()), persistent=False)  # for its dtype
         if free is not None:
             size = (int(free.sum()),)
         if scale is None:
@@ -146,7 +147,7 @@ def after_zero(logits: Tensor) -> Tensor:
 
 
 def _normal(module: Linear, scale: float, shape: tuple[int, ...]) -> TorchDistribution:
-    return Normal(0.0, scale).expand(shape).to_event(len(shape))
+    return Normal(module.prior_loc, scale).expand(shape).to_event(len(shape))
 
 
 class RegressionEmission(PyroModule):

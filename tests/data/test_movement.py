@@ -67,6 +67,21 @@ def test_short_steps_are_those_in_the_tangent_plane():
     torch.testing.assert_close(found, flat, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize(
+    ("east", "north"),
+    [
+        ([179.0, 180, -180, -179], [0.0] * 4),
+        ([359.0, 360, 0, 1], [10.0] * 4),
+        ([0.0, 0, 50, 100], [89.0, 90, 90, 89]),
+    ],
+)
+def test_one_place_in_other_numbers_is_rest(east, north):
+    found = movement(east, north).values[0]
+    first, last = (haversine(*list(zip(east, north))[part]) for part in (slice(2), slice(2, 4)))
+    assert found[:3, 0].tolist() == [pytest.approx(first), 0.0, pytest.approx(last)]
+    assert found[:, 1].isnan().all()
+
+
 def test_angles_are_positive_to_the_left_and_unknown_at_rest():
     # the definition of moveHMM's turnAngle: atan2 after, less atan2 before
     found = movement([0.0, 3, 3, 3, 0], [0.0, 0, 4, 4, 4], plane=True).values[0]

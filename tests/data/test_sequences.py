@@ -173,6 +173,11 @@ def test_padding_and_missing_steps_are_not_observed():
     assert data.observed.tolist() == [[True, False, False], [True, True, True]]
     assert data.num_observed == 4
     assert observed[0, 2]  # the caller's own is left as it was
+    covariates = torch.ones(2, 3, 1)
+    covariates[0, 2] = torch.nan
+    data = Sequences(torch.zeros(2, 3), torch.tensor([2, 3]), covariates=covariates)
+    assert data.covariates[..., 0].tolist() == [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0]]
+    assert covariates[0, 2].isnan()
 
 
 def test_steps_that_no_sequence_has_are_dropped():

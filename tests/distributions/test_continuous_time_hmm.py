@@ -1,6 +1,7 @@
 """``ContinuousTimeHMM`` against sums over all paths with SciPy's exponential of a matrix."""
 
 import math
+import re
 from functools import partial
 
 import numpy as np
@@ -330,10 +331,30 @@ def test_passage_times_are_infinite_where_the_states_may_never_be_entered():
     first, second = hmm.passage_times([2])
     assert first.tolist() == [torch.inf, 2.0, 0.0, torch.inf]
     assert second.tolist() == [torch.inf, torch.inf, 0.0, pytest.approx(0.5)]
-    with pytest.raises(ValueError, match=r"states must be some of 0 to K - 1 = 3; got \[4\]"):
-        hmm.passage_times([4])
-    with pytest.raises(ValueError, match="got \\[\\]"):
-        hmm.passage_times([])
+    for same in (2, torch.tensor([2]), np.array([2])):
+        assert torch.equal(hmm.passage_times(same)[0], first)
+    for wrong in ([4], [-1], [], [0.5], [True]):
+        said = f"states must be some of 0 to K - 1 = 3; got {wrong}."
+        with pytest.raises(ValueError, match=re.escape(said)):
+            hmm.passage_times(wrong)
+
+
+def test_what_needs_constant_rates_or_equal_distances_says_so():
+    times, half = double([0.0, 1.0, 3.0]), double([0.5, 0.5]).log()
+    rates = double([[[-1.0, 1.0], [0.5, -0.5]], [[-2.0, 2.0], [0.0, 0.0]]])
+    each = ContinuousTimeHMM(half, rates, Normal(double([0.0, 1.0]), 1.0), torch.tensor(3), times,
+                             rates_per_step=True)  # fmt: skip
+    with pytest.raises(ValueError, match=r"passage_times needs rates .*rates_per_step=False"):
+        each.passage_times([1])
+    one = each.replace(rates=each.rates[..., 1, :, :], rates_per_step=False)
+    assert one.passage_times([1]).tolist() == [0.5, 0.0]
+    assert each.sojourn_times.tolist() == [[1.0, 2.0], [0.5, math.inf]]
+    for tables in (each.transition_at, each.occupancy_times):
+        gap = double(0.7)
+        alone = [getattr(one.replace(rates=rates[t]), tables.__name__)(gap) for t in range(2)]
+        torch.testing.assert_close(tables(gap), torch.stack(alone))
+    with pytest.raises(ValueError, match=r"state_probs_ahead needs .* forecast\(values, times\)"):
+        one.state_probs_ahead(torch.zeros(3).double(), 2)
 
 
 def test_occupancy_times_are_the_integral_of_the_transition_matrices():

@@ -94,6 +94,39 @@ def test_exact_samples_are_calibrated_and_too_narrow_ones_are_not():
         right.p_values(5)
 
 
+def given(samples):
+    """Ranks of the same samples of a rate for each data set."""
+    module = TabularHMM(1, poisson(0, 2.0, 1.0))
+    return calibrate(module, lambda module, data: {"emission.rate": samples}, COUNTS, 20)
+
+
+def test_ranks_count_the_samples_below_the_truth():
+    far = torch.tensor([-1.0] * 3 + [1e30] * 12).unsqueeze(-1)
+    assert given(far).ranks["emission.rate"].tolist() == [3] * 20
+
+
+def test_a_sampler_that_is_stuck_is_found_and_wrong_samples_are_named():
+    assert given(torch.full((15, 1), 9.0)).p_values()["emission.rate"] < 1e-6
+    with pytest.raises(ValueError, match=r"'emission.rate' must be finite"):
+        given(torch.full((15, 1), torch.nan))
+    with pytest.raises(ValueError, match=r"with 1 entries each; got shape \(15, 2\)"):
+        given(torch.ones(15, 2))
+    kinds = iter([{"initial": torch.ones(15, 1)}, {"emission.rate": torch.ones(15, 1)}])
+    with pytest.raises(ValueError, match="the same variables for all data sets"):
+        calibrate(TabularHMM(1, poisson(0, 2.0, 1.0)), lambda *_: next(kinds), COUNTS, 2)
+
+
+def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():
+    def exact(module, data):
+        rate = torch.distributions.Gamma(2.0 + data.values[data.observed].sum(), 1e8 + 4.0)
+        return {"emission.rate": rate.sample((15, 1)), "initial": torch.ones(15, 1)}
+
+    pyro.set_rng_seed(4)
+    found = calibrate(TabularHMM(1, poisson(0, 2.0, 1e8)), exact, COUNTS, 80).p_values()
+    assert found.keys() == {"emission.rate"}
+    assert found["emission.rate"] > 1e-3
+
+
 def test_what_is_no_variable_is_named():
     module = TabularHMM(1, poisson(0, 2.0, 1.0))
     with pytest.raises(ValueError, match=r"sample must return variables of the module, .* 'rate'"):

@@ -136,5 +136,7 @@ def test_mistakes_are_named():
         design.matrix({"x": [0.5, 2.0]})
     with pytest.raises(ValueError, match="size must be at least 4"):
         formulas({"x": x}, loc="~ smooth(x, 3)")
+    with pytest.raises(ValueError, match="period must be positive; got -1"):
+        formulas({"x": x}, loc="~ smooth(x, 5, period=-1)")
     with pytest.raises(ValueError, match="missing values"):
         formulas({"x": [0.0, np.nan, 1.0, 0.5]}, loc="~ smooth(x, 4)")

@@ -92,6 +92,8 @@ def test_texts_alone_and_in_parts():
     parts = [texts[:100], texts[100:190]]
     with pytest.raises(ValueError, match="held_out must be Sequences unless source is"):
         distil(parts, TOKENS, 2)
+    with pytest.raises(ValueError, match=r"tokenizer must have eos_token_id.* that of list is"):
+        distil(Bigram(SKEWED), TOKENS, 2)
     again = distil(parts, TOKENS, 2, held_out=texts[190:], num_epochs=2)
     assert again.perplexity.num_tokens == found.perplexity.num_tokens
 

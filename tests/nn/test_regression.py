@@ -166,8 +166,30 @@ def test_coefficients_have_intervals_and_predictions_bands():
     assert [line.get_label() for line in axes.get_lines()] == ["0 → 1", "1 → 0"]
     with pytest.raises(ValueError, match=r"at must be \(M, C\) = \(M, 2\)"):
         fit.predict(data, [[1.0]])
-    with pytest.raises(ValueError, match="transition, initial, mean"):
+    with pytest.raises(ValueError, match="transition or initial or mean"):
         fit.predict(data, grid, "means")
+    for lacking in ("rates", "duration"):
+        with pytest.raises(ValueError, match=f"transition or initial or mean; got '{lacking}'"):
+            fit.predict(data, grid, lacking)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2.0, None), (None, 2.0), (2.0, 2.0)])
+def test_priors_of_coefficients_leave_errors_in_single_precision(first, second):
+    """Computed in double precision, whatever the dtype of the covariates."""
+    pyro.set_rng_seed(0)
+    covariates = torch.randn(20, 10, 2)
+    covariates[..., 0] = 1.0
+    values = torch.poisson(torch.tensor([1.0, 6.0])[(covariates[..., 1] > 0).long()])
+    errors = []
+    for dtype in (torch.float32, torch.float64):
+        data = Sequences(values.to(dtype), torch.full((20,), 10), covariates=covariates.to(dtype))
+        pyro.set_rng_seed(0)
+        module = RegressionHMM(2, regression(Poisson, rate=[0, 1], scale=first), [0], scale=second)
+        fit = fit_em(module.to(dtype), data, num_iterations=30)
+        errors.append(fit.std_errors(data))
+        assert fit.predict(data, covariates[0]).value.isfinite().all()
+    for name, error in errors[0].items():
+        torch.testing.assert_close(error.double(), errors[1][name].double(), rtol=0.02, atol=1e-3)
 
 
 def test_one_state_is_a_generalized_linear_model():
