@@ -430,7 +430,7 @@ class Fit:
         return "\n".join(text)
 
 
-@dataclass
+@dataclass(repr=False)
 class Restarts:
     """Batched restarts: fits of one model from R initial values.
 
@@ -451,8 +451,15 @@ class Restarts:
     parameters: dict[str, Tensor]
     best: int
     plated: frozenset[str] = frozenset()
-    plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
-    fitted: Tensor | None = field(default=None, repr=False)
+    plates: dict[str, SequencePlate] = field(default_factory=dict)
+    fitted: Tensor | None = None
+
+    def __repr__(self) -> str:
+        losses, name = self.final, name_of(getattr(self.model, "module", self.model))
+        return (
+            f"Restarts({len(losses)} of {name}; losses {losses.min().item():,.4f} to "
+            f"{losses.max().item():,.4f} nats, the least is that of {self.best})"
+        )
 
     @renamed.attribute("parameters")
     def values(self) -> Any:
