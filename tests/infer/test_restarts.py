@@ -73,7 +73,7 @@ def test_the_best_is_kept_and_all_are_reported(fit):
     torch.testing.assert_close(
         every.log_prob(DATA.values)[found.restarts.best], found.hmm(DATA).log_prob(DATA.values)
     )
-    assert f"the least is that of {fit.restarts.best})" in repr(fit.restarts)
+    assert f"the least is that of {found.restarts.best})" in repr(found.restarts)
 
 
 def test_states_that_are_only_renamed_are_matched():
