@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +10,9 @@ from torch.nn.functional import one_hot
 
 from .._checks import check_size
 from ..chains.paths import normalised
-from ..distributions.hard_zeros import exact_log_prob
+from ..distributions.autoregressive import Autoregressive
 from ..distributions.hmm import HMM
-from ..distributions.observation import Tied, support_varies
+from ..distributions.quantiles import cdf
 from ..ops import recursions
 from ..ops.blocks import queries as block_queries
 from .dwell_times import Segment as Segment
@@ -24,7 +23,7 @@ from .dwell_times import dwell_time_log_survival as dwell_time_log_survival
 from .dwell_times import dwell_time_mean as dwell_time_mean
 from .dwell_times import prevalence as prevalence
 from .dwell_times import segments as segments
-from .prediction import chain_factors, in_blocks
+from .prediction import chain_factors, in_blocks, refuse_autoregressive
 from .prediction import continuation as continuation
 from .prediction import impute as impute
 from .prediction import observation_marginals as observation_marginals
@@ -138,12 +137,12 @@ class PseudoResiduals(NamedTuple):
     r"""Cumulative probability of each observation given the other observations.
 
     If the model is true, a number drawn uniformly from ``lower`` to ``upper`` is uniform on [0, 1].
-    The two are equal when observations are continuous. Steps that are padded or not observed have
-    the limits 0 and 1.
+    The two are equal when observations are continuous. Steps that are padded or not observed, and
+    missing components, have the limits 0 and 1.
 
     Attributes:
-        lower: ``(*B, T)``, :math:`P(X_t < x_t | \cdot)`.
-        upper: ``(*B, T)``, :math:`P(X_t \le x_t | \cdot)`.
+        lower: ``(*B, T, *E)``, :math:`P(X_t < x_t | \cdot)`.
+        upper: ``(*B, T, *E)``, :math:`P(X_t \le x_t | \cdot)`.
     """
 
     lower: Tensor
@@ -154,11 +153,11 @@ class PseudoResiduals(NamedTuple):
         return PseudoResiduals(torch.special.ndtri(self.lower), torch.special.ndtri(self.upper))
 
     def middle(self) -> Tensor:
-        """Normal quantile ``(*B, T)`` of the midpoint; 0 at padded and missing steps."""
+        """Normal quantile ``(*B, T, *E)`` of the midpoint; 0 at padded and missing steps."""
         return torch.special.ndtri((self.lower + self.upper) / 2)
 
     def sample(self) -> Tensor:
-        """Sample randomised residuals ``(*B, T)``: standard normal, if the model is true."""
+        """Sample randomised residuals ``(*B, T, *E)``: standard normal, if the model is true."""
         share = torch.rand_like(self.lower)
         return torch.special.ndtri(torch.lerp(self.lower, self.upper, share))
 
@@ -172,18 +171,19 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
     model is true; the ordinary ones, given all other observations, are not.
 
     Args:
-        hmm: The model, of scalar observations: symbols, counts, or any continuous distribution that
-            has a ``cdf``.
-        values: ``(*B, T)``, observations.
+        hmm: The model, of symbols, counts, or any distribution that has a ``cdf``, also one of your
+            own; vectors of such have residuals of each component, whose conditional distribution
+            is the marginal one.
+        values: ``(*B, T, *E)``, observations.
         forecast: Whether to condition on the past alone.
 
     Returns:
-        Limits ``(*B, T)`` of uniform pseudo-residuals. They are 0 and 1 also where the observations
-        conditioned on are impossible.
+        Limits ``(*B, T, *E)`` of uniform pseudo-residuals. They are 0 and 1 also where the
+        observations conditioned on are impossible.
 
     Raises:
-        ValueError: If an observation is not a scalar, or its cumulative probabilities are not
-            known.
+        ValueError: If cumulative probabilities are not known, or observations depend on those
+            before and ``forecast`` is not set.
 
     References:
         Hidden Markov Models for Time Series, 2nd edition, section 6.2 (Zucchini, MacDonald and
@@ -197,62 +197,33 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         >>> residuals.upper
         tensor([0.2500, 0.4500, 0.9000], dtype=torch.float64)
     """
-    if len(hmm.event_shape) > 1:
-        raise ValueError(
-            "hmm must have scalar observations, for only those can be ordered; got event shape "
-            f"{tuple(hmm.event_shape[1:])} of the emission. Build an HMM of one coordinate."
-        )
     hmm.chain.check_samples("pseudo_residuals")
+    if not forecast:
+        refuse_autoregressive(hmm, "pseudo_residuals without forecast=True")
     with torch.no_grad():
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
         unknown = ~hmm.known | log_probs.isneginf().all(-1)
         probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
-        lower, upper = (
-            (probs * limit).sum(-1).clamp(0.0, 1.0)
-            for limit in _limits(hmm, hmm.prepare_values(values)[0], hmm.emission)
-        )
+        seen, events = hmm.prepare_values(values)[0], len(hmm.event_shape) - 1
+        wide = (..., *(None,) * events)
+        unknown = unknown[wide] | seen.isnan()
+        limits = _in_each_state(hmm, seen.nan_to_num(0.0).double())
+        lower, upper = ((probs[wide] * limit).sum(-1 - events).clamp(0.0, 1.0) for limit in limits)
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
 
 
-def _limits(hmm: HMM, seen: Tensor, emission: Any) -> tuple[Tensor, Tensor]:
-    """Probability in each state of less than each value, and of at most it, ``(*B, T, K)``."""
-    if isinstance(emission, Tied):
-        lower, upper = _limits(hmm, seen, emission.base)
-        return lower.index_select(-1, emission.index), upper.index_select(-1, emission.index)
-    if emission.support.is_discrete:
-        counts = torch.arange(int(seen.max()) + 1).to(seen)
-        counts = counts.reshape(-1, *(1,) * len(emission.batch_shape))
-        masses = exact_log_prob(emission, counts).double().exp().movedim(0, -1)  # (*b, [T,] K, V)
-        upto = torch.nn.functional.pad(masses.cumsum(-1), (1, 0))
-        upto = upto if hmm.emission_per_step else upto.unsqueeze(-3)
-        index = seen.long()[..., None, None]  # (*B, T, 1, 1)
-        shape = torch.broadcast_shapes(upto.shape[:-1], index.shape[:-1])
-        upto, index = upto.expand(*shape, upto.size(-1)), index.expand(*shape, 1)
-        return upto.gather(-1, index).squeeze(-1), upto.gather(-1, index + 1).squeeze(-1)
-    if support_varies(emission):  # outside of it the probability is 0 or 1
-        emission = emission.expand(emission.batch_shape)
-        emission._validate_args = False
-
-    def cdf(value: Tensor) -> Tensor:
-        return emission.cdf(value.double()).clamp(0.0, 1.0)
-
-    try:
-        upper = _in_each_state(hmm, cdf, seen)
-        below = getattr(emission, "cdf_below", None)  # of a distribution with atoms
-        lower = upper if below is None else _in_each_state(hmm, lambda x: below(x.double()), seen)
-    except NotImplementedError:
-        raise ValueError(
-            "hmm must have an emission whose cumulative probabilities are known: symbols, counts, "
-            f"or a continuous distribution with a cdf; got {type(emission).__name__}. Write a "
-            "subclass that has a cdf."
-        ) from None
-    return lower, upper
-
-
-def _in_each_state(hmm: HMM, function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply what broadcasts with the emission's batch to ``values`` ``(*B, T)``: ``(*B, T, K)``."""
+def _in_each_state(hmm: HMM, values: Tensor) -> list[Tensor]:
+    """Probability in each state of less than each value, and of at most it, ``(*B, T, K, *E)``."""
+    emission, at = hmm.emission, -len(hmm.event_shape)
     if hmm.emission_per_step:
-        return function(values.unsqueeze(-1))
-    return function(values.movedim(-1, 0).unsqueeze(-1)).movedim(0, -2)
+        return [cdf(emission, values.unsqueeze(at), below) for below in (True, False)]
+    parts = [(emission, values.movedim(at, 0))]  # time first: the batch of the emission is last
+    if isinstance(emission, Autoregressive):
+        windows, first = emission.windows(values).movedim(at - 1, 0), emission.num_first
+        now, context = windows.select(at, -1), windows.narrow(at, 0, emission.lags)[first:]
+        parts = [(emission.initial, now[:first]), (emission.given(context), now[first:])]
+    pairs = [[cdf(part, each.unsqueeze(at), below) for part, each in parts if len(each)]
+             for below in (True, False)]  # fmt: skip
+    return [torch.cat(pair).movedim(0, at - 1) for pair in pairs]

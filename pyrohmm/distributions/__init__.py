@@ -7,6 +7,7 @@ Its modules; each imports only those above it:
 ``sparse``                 Dirichlet rows, and Gamma variables, with exact zeros
 ``units``                  priors of data in any unit
 ``hard_zeros``             log-probabilities in which zeros are exact
+``cumulative``             cumulative probabilities of counts; inversion by bisection
 ``constructors``           the arguments that a distribution is built from
 ``modified``               wrapped Cauchy; zero-inflated, censored, truncated distributions
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
@@ -15,7 +16,7 @@ Its modules; each imports only those above it:
 ``autoregressive``         emissions that depend on the observations before: their base
 ``vector_autoregression``  vectors that depend linearly on those before
 ``context_tables``         symbols that depend on those before
-``quantiles``              quantiles of mixtures of emissions
+``quantiles``              cumulative probabilities, and quantiles of mixtures of emissions
 ``forecast``               sampling given states; ``Forecast``: observations at future steps
 ``labels``                 which states are allowed at each step
 ``base``                   ``ChainDistribution``: parameters, masks and data joined

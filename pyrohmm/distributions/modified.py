@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
 
-from ..ops.log_space import log
+from ..ops.log_space import finite_or_zero, log
+from .cumulative import REACH, bounds, cdf_of_counts, first_reaching
 
-MOST_TRIES = 10_000  # rejected samples of a truncated distribution, after which it is hopeless
+MOST_TRIES = 100  # rejected samples of a truncated distribution, before the cdf is inverted
+POINTS = 201  # of a quadrature, on each side of the middle
 
 
 class StudentTWithCdf(dist.StudentT):
@@ -184,50 +186,102 @@ class _Between(TorchDistribution):
         validate_args: Any = None,
     ) -> None:
         self.base, self.lower, self.upper = base, lower, upper
+        self.low = -math.inf if lower is None else lower
+        self.high = math.inf if upper is None else upper
         super().__init__(base.batch_shape, validate_args=validate_args)
 
     @property
     def support(self) -> Any:
         """Numbers between the limits."""
-        if self.base.support.is_discrete:
-            return self.base.support
-        ends = getattr(self.base.support, "lower_bound", -math.inf), math.inf
-        low = ends[0] if self.lower is None else max(self.lower, ends[0])
-        high = getattr(self.base.support, "upper_bound", math.inf)
-        return constraints.interval(low, high if self.upper is None else min(self.upper, high))
+        low, high = bounds(self.base)
+        whole = self.base.support.is_discrete
+        kind: Any = constraints.integer_interval if whole else constraints.interval
+        return kind(low.clamp(min=self.low), high.clamp(max=self.high))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Any:
         """Expand to a larger batch."""
         return type(self)(self.base.expand(batch_shape), self.lower, self.upper, False)
 
-    def _log_below(self, limit: float) -> Tensor:
+    @property
+    def mean(self) -> Tensor:
+        """Mean of what is recorded."""
+        return self._moments()[0]
+
+    @property
+    def variance(self) -> Tensor:
+        """Variance of what is recorded."""
+        return self._moments()[1]
+
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            points, weights = self._points()
+        mass = weights * self.log_prob(points).exp()
+        mean = (mass * points).sum(0)
+        variance = (mass * (points - mean).square()).sum(0)
+        return mean.to(self.base.mean), variance.to(self.base.mean)
+
+    def _points(self) -> tuple[Tensor, Tensor]:
+        """Points ``(J, *B)`` between the limits, and the weights with which sums are integrals.
+
+        They are all counts, or those of a double exponential rule on both sides of the middle:
+        near it in units of the standard deviation, and ever denser towards the ends.
+        """
+        unit = self.base.stddev.double().nan_to_num(1.0, posinf=1.0)
+        low, high = (end.to(unit) for end in bounds(self))
+        middle = self.base.mean.double().nan_to_num(0.0).maximum(low).minimum(high)
+        if self.base.support.is_discrete:
+            last = (middle + REACH * unit + REACH).minimum(high).max()
+            counts = torch.arange(int(low), int(last) + 1).to(unit)
+            return counts.reshape(-1, *(1,) * unit.dim()), torch.ones_like(unit)
+        time = torch.linspace(-4.0, 4.0, POINTS).to(unit).reshape(-1, *(1,) * unit.dim())
+        apart = unit * (math.pi * time.sinh()).exp()
+        points, weights = [], []
+        for end, sign in ((low, -1.0), (high, 1.0)):
+            room = (end - middle).abs()
+            share = apart / room
+            near, far = middle + sign * apart / (1 + share), end - sign * room / (1 + share)
+            points.append(torch.where(share < 1, near, far))
+            weights.append(
+                apart / (1 + share).square() * time.cosh() * (8 * math.pi / (POINTS - 1))
+            )
+        return torch.cat(points), torch.cat(weights)
+
+    def _log_below(self, limit: float | Tensor) -> Tensor:
         """Log-probability of at most ``limit``."""
         return self._tail(limit, 1.0)
 
-    def _log_above(self, limit: float) -> Tensor:
+    def _log_above(self, limit: float | Tensor) -> Tensor:
         """Log-probability of at least ``limit``: for counts too."""
         if self.base.support.is_discrete:
             limit = math.ceil(limit) - 1
         return self._tail(limit, -1.0)
 
-    def _tail(self, limit: float, sign: float) -> Tensor:
+    def _tail(self, limit: float | Tensor, sign: float) -> Tensor:
         base = self.base
+        limit = limit if isinstance(limit, Tensor) else base.mean.new_tensor(limit)
+        least = torch.finfo(limit.dtype).tiny
         if isinstance(base, torch.distributions.Normal):
             return torch.special.log_ndtr(sign * (limit - base.loc) / base.scale)
-        if isinstance(base, torch.distributions.LogNormal) and limit > 0:
-            return torch.special.log_ndtr(sign * (math.log(limit) - base.loc) / base.scale)
-        if isinstance(base, torch.distributions.Weibull) and limit > 0:
-            beyond = -(limit / base.scale).pow(base.concentration)
+        if isinstance(base, torch.distributions.LogNormal):
+            logs = limit.clamp(min=least).log()
+            return torch.special.log_ndtr(sign * (logs - base.loc) / base.scale)
+        if isinstance(base, torch.distributions.Weibull):
+            beyond = -(limit.clamp(min=least) / base.scale).pow(base.concentration)
             return beyond if sign < 0 else log(-beyond.expm1())
-        if sign < 0 and isinstance(base, dist.Poisson | dist.NegativeBinomial):
+        if sign < 0 and isinstance(
+            base, torch.distributions.Poisson | torch.distributions.NegativeBinomial
+        ):
             return _log_beyond(base, limit)
-        upto = _cdf(base, limit).double()
+        low, high = (end.to(limit) for end in bounds(base))
+        inside = limit.maximum(low).minimum(high)
+        discrete = base.support.is_discrete
+        upto = cdf_of_counts(base, limit.floor()) if discrete else base.cdf(inside).double()
         return log(upto if sign > 0 else 1 - upto).to(base.mean)
 
 
-def _log_beyond(base: Any, limit: float) -> Tensor:
+def _log_beyond(base: Any, limit: Tensor) -> Tensor:
     """Log-probability of counts above ``limit``: the sum of these, or one minus all others."""
-    upto, wide = _cdf(base, limit).double(), base.stddev.detach()
+    upto, wide = cdf_of_counts(base, limit), base.stddev.detach()
     few = (upto < 0.5) | ~(wide < 2500)
     most = int(50 + 40 * wide.masked_fill(few, 0.0).max())  # so far beyond the median none is left
     first = max(int(limit), -1) + 1
@@ -235,18 +289,6 @@ def _log_beyond(base: Any, limit: float) -> Tensor:
     counts = counts.reshape(-1, *(1,) * len(base.batch_shape))
     tail = base.log_prob(counts).logsumexp(0)
     return torch.where(few, log(1 - torch.where(few, upto, 0.0)).to(tail), tail)
-
-
-def _cdf(base: Any, limit: float) -> Tensor:
-    """Probability of at most ``limit``, with a gradient."""
-    if base.support.is_discrete:
-        if limit < 0:
-            return torch.zeros(base.batch_shape).to(base.mean)
-        counts = torch.arange(int(limit) + 1).to(base.mean)
-        counts = counts.reshape(-1, *(1,) * len(base.batch_shape))
-        return base.log_prob(counts).exp().sum(0)
-    found: Tensor = base.cdf(base.mean.new_tensor(limit))
-    return found
 
 
 class Censored(_Between):
@@ -276,15 +318,23 @@ class Censored(_Between):
 
     def cdf(self, value: Tensor) -> Tensor:
         """Probability of at most each value."""
-        found = self.cdf_below(value)
-        if self.lower is not None:
-            found = torch.where(value == self.lower, self.base.cdf(value), found)
-        return found if self.upper is None else found.masked_fill(value >= self.upper, 1.0)
+        found = self._log_below(value).exp().masked_fill(value < self.low, 0.0)
+        return found.masked_fill(value >= self.high, 1.0)
 
     def cdf_below(self, value: Tensor) -> Tensor:
         """Probability of less than each value."""
-        found = self.base.cdf(value)
-        return found if self.lower is None else found.masked_fill(value <= self.lower, 0.0)
+        found = self._log_below(value).exp().masked_fill(value <= self.low, 0.0)
+        return found.masked_fill(value > self.high, 1.0)
+
+    def _points(self) -> tuple[Tensor, Tensor]:
+        points, weights = super()._points()
+        if self.base.support.is_discrete:
+            return points, weights
+        atoms = zip(bounds(self), (self.lower, self.upper))
+        limits = [limit for end, limit in atoms if limit is not None and bool((end == limit).any())]
+        ends = points.new_tensor(limits).reshape(-1, *(1,) * (points.dim() - 1))
+        ends = ends.expand(-1, *points.shape[1:])
+        return torch.cat([points, ends]), torch.cat([weights, torch.ones_like(ends)])
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Sample, and put what is outside at the limits."""
@@ -306,12 +356,12 @@ class Truncated(_Between):
         tensor([0.0000, 0.5820])
     """
 
-    @property
-    def _log_mass(self) -> Tensor:
-        low, high = self.lower, self.upper
-        if low is None:
-            return self._log_below(math.inf if high is None else high)
-        if high is None:
+    def _log_upto(self, high: float | Tensor) -> Tensor:
+        """Log-probability, without limits, of what is between the lower one and ``high``."""
+        low = self.low
+        if low == -math.inf:
+            return self._log_below(high)
+        if isinstance(high, float) and high == math.inf:
             return self._log_above(low)
         discrete = self.base.support.is_discrete
         below, above = self._log_below(high), self._log_above(low)
@@ -319,33 +369,35 @@ class Truncated(_Between):
         over = self._log_above(high + 1 if discrete else high)
         most = torch.minimum(below, above)  # from the side of the smaller tail, lest all cancels
         less = torch.where(below < above, under, over)
-        return most + (-(less - most).exp()).log1p()
+        return most + (-(less - finite_or_zero(most)).exp()).log1p()
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density; -inf outside of the limits."""
-        low = -math.inf if self.lower is None else self.lower
-        high = math.inf if self.upper is None else self.upper
-        found = self.base.log_prob(value) - self._log_mass
-        return torch.where((value >= low) & (value <= high), found, -torch.inf)
+        found = self.base.log_prob(value) - self._log_upto(self.high)
+        return torch.where((value >= self.low) & (value <= self.high), found, -torch.inf)
 
     def cdf(self, value: Tensor) -> Tensor:
         """Probability of at most each value."""
-        below = 0.0 if self.lower is None else self.base.cdf(torch.full_like(value, self.lower))
-        return ((self.base.cdf(value) - below) / self._log_mass.exp()).clamp(0.0, 1.0)
+        if self.base.support.is_discrete:
+            return cdf_of_counts(self, value.floor())
+        inside = value.clamp(self.low, self.high)
+        return (self._log_upto(inside) - self._log_upto(self.high)).exp()
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Sample by rejection.
-
-        Raises:
-            ValueError: If next to no sample lies between the limits.
-        """
+        """Sample by rejection; what that does not find, by bisection of the cdf."""
         found = self.base.sample(torch.Size(sample_shape))
         for _ in range(MOST_TRIES):
-            outside = found.clamp(self.lower, self.upper) != found
+            outside = found.clamp(self.low, self.high) != found
             if not bool(outside.any()):
                 return found
             found = torch.where(outside, self.base.sample(torch.Size(sample_shape)), found)
-        raise ValueError(
-            f"next to no sample of {type(self.base).__name__} lies between {self.lower} and "
-            f"{self.upper}."
+        probs, (low, high) = torch.rand(found.shape).to(found), bounds(self)
+        whole = int(self.base.support.is_discrete)
+        mean, reach = self.mean, REACH * self.stddev + whole
+        low = low.to(found).maximum(mean - reach) - whole
+        high = high.to(found).minimum(mean + reach)
+        inverse = first_reaching(
+            lambda value: self.cdf(value) >= probs, low.expand_as(found), high.expand_as(found)
         )
+        inverse = inverse.round() if whole else inverse
+        return torch.where(outside, inverse, found)

@@ -1,4 +1,4 @@
-"""Quantiles of mixtures of the emissions of the states, component by component of vectors."""
+"""Cumulative probabilities, and quantiles of mixtures of the states, component by component."""
 
 from __future__ import annotations
 
@@ -8,19 +8,70 @@ from typing import Any
 import torch
 from pyro.distributions import Normal
 from torch import Tensor
-from torch.distributions import (
-    Independent,
-    MixtureSameFamily,
-    MultivariateNormal,
-    constraints,
-)
+from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal
 
-from .hard_zeros import exact_log_prob
-from .observation import Tied, is_categorical
+from .cumulative import REACH, bounds, cdf_of_counts, first_reaching
+from .observation import Streams, Tied, is_categorical
 
-COUNTS = (constraints.boolean, constraints.nonnegative_integer)
-BISECTIONS = 60  # of an interval: what is left is below the rounding of its ends
-REACH = 40.0  # standard deviations of a state within which quantiles are sought
+
+def cdf(distribution: Any, values: Tensor, below: bool = False) -> Tensor:
+    """Probability ``(*A, K, *E)`` of at most each component of ``values``, in each state.
+
+    A distribution takes part by its method ``cdf(values)``; one with atoms also by
+    ``cdf_below(values)``, the probability of less. Counts without a ``cdf`` have the sum of their
+    probabilities, vectors the marginals of their components.
+
+    Args:
+        distribution: Of batch shape ``(*b, K)``.
+        values: ``(*A, 1, *E)``; they may lie outside of the support.
+        below: Whether it is the probability of less than each value.
+
+    Raises:
+        ValueError: If it is not known.
+
+    Example:
+        >>> cdf(Poisson(torch.tensor([1.0])), torch.tensor([[0.0], [1.0]])).float()
+        tensor([[0.3679],
+                [0.7358]])
+    """
+    at = -1 - len(distribution.event_shape)
+    if isinstance(distribution, Tied):
+        return cdf(distribution.base, values, below).index_select(at, distribution.index)
+    if isinstance(distribution, Streams):
+        pieces = zip(distribution.parts, distribution.split(values))
+        return distribution.join([cdf(part, piece, below) for part, piece in pieces])
+    if isinstance(distribution, Independent):
+        return cdf(distribution.base_dist, values, below)
+    if isinstance(distribution, MixtureSameFamily):
+        weights = distribution.mixture_distribution.probs
+        parts = cdf(distribution.component_distribution, values.unsqueeze(at), below)
+        return (parts * weights.reshape(weights.shape + (1,) * (-1 - at))).sum(at)
+    if isinstance(distribution, MultivariateNormal):
+        distribution = Normal(distribution.mean, distribution.stddev)
+    return _own_cdf(distribution, values, below)
+
+
+def _own_cdf(distribution: Any, values: Tensor, below: bool) -> Tensor:
+    """:func:`cdf` of a distribution of numbers."""
+    distribution = copy.copy(distribution)
+    distribution._validate_args = False
+    discrete, atoms = distribution.support.is_discrete, hasattr(distribution, "cdf_below")
+    if discrete:
+        values = values.ceil() - 1 if below else values.floor()
+    elif not atoms:
+        low, high = (end.to(values) for end in bounds(distribution))
+        values = values.maximum(low).minimum(high)
+    try:
+        own = distribution.cdf_below if below and atoms and not discrete else distribution.cdf
+        return own(values).clamp(0.0, 1.0)
+    except NotImplementedError:
+        if not discrete or distribution.event_shape:
+            raise ValueError(
+                "cumulative probabilities are known of symbols, counts, and distributions with a "
+                f"cdf; {type(distribution).__name__} has none. Write a subclass with the method "
+                "cdf(values)."
+            ) from None
+    return cdf_of_counts(distribution, values)
 
 
 def mixture_quantiles(weights: Tensor, emission: Any, probs: Tensor) -> Tensor | None:
@@ -38,14 +89,21 @@ def mixture_quantiles(weights: Tensor, emission: Any, probs: Tensor) -> Tensor |
         )
     if is_categorical(emission):
         return symbol_quantiles(weights @ emission.probs, probs)
-    margins = _margins(emission)
-    if margins is None:
+    if isinstance(emission, Streams):
+        found: list[Any] = [mixture_quantiles(weights, part, probs) for part in emission.parts]
+        return emission.join(found) if all(part is not None for part in found) else None
+    try:
+        cdf(emission, emission.mean)
+        reach = REACH * emission.stddev
+    except (ValueError, NotImplementedError, AttributeError):
+        return None
+    if not bool(reach.isfinite().all()):
         return None
     events = len(emission.event_shape)
     # steps to the left, so that the rest of the dimensions are those of the parameters
     weights = weights.movedim(-2, 0).unflatten(-1, (-1,) + (1,) * events)  # (H, *B, K, *1)
-    kind = _of_counts if margins.support in COUNTS else _by_bisection
-    return kind(weights, margins, -1 - events, probs).movedim(1, -1 - events)
+    kind = _of_counts if emission.support.is_discrete else _by_bisection
+    return kind(weights, emission, -1 - events, probs).movedim(1, -1 - events)
 
 
 def symbol_quantiles(symbols: Tensor, probs: Tensor) -> Tensor:
@@ -55,73 +113,51 @@ def symbol_quantiles(symbols: Tensor, probs: Tensor) -> Tensor:
         symbols: ``(*B, V)``, their probabilities.
         probs: ``(Q,)``, between 0 and 1.
     """
-    return _first_reaching(symbols.movedim(-1, 0), probs)
+    return _first_to_sum_to(symbols.movedim(-1, 0).cumsum(0), probs)
 
 
-def _margins(emission: Any) -> Any:
-    """The distributions ``(*b, K, *E)`` of the components, if they are known."""
-    if isinstance(emission, Independent):
-        return _margins(emission.base_dist)
-    if isinstance(emission, MultivariateNormal):
-        return Normal(emission.mean, emission.variance.sqrt(), validate_args=False)
-    if emission.event_shape:
-        return None
-    if emission.support in COUNTS:
-        return emission
-    emission = copy.copy(emission)
-    emission._validate_args = False  # what bisection asks for may lie outside of the support
-    try:
-        emission.cdf(emission.mean)
-        return emission if bool(emission.variance.isfinite().all()) else None
-    except (NotImplementedError, AttributeError):
-        return None
-
-
-def _first_reaching(masses: Tensor, probs: Tensor) -> Tensor:
-    """The first of n outcomes with which ``(n, *)`` masses add to each of ``probs``, ``(Q, *)``.
+def _first_to_sum_to(upto: Tensor, probs: Tensor) -> Tensor:
+    """The first of n outcomes at which the sums ``(n, *)`` reach each of ``probs``, ``(Q, *)``.
 
     That of 0 is the first that has a mass, that of 1 the last.
     """
-    limits = torch.finfo(masses.dtype)
-    probs = probs.to(masses).reshape(-1, *(1,) * masses.dim())
+    limits = torch.finfo(upto.dtype)
+    probs = probs.to(upto).reshape(-1, *(1,) * upto.dim())
     wanted = (probs * (1 - 8 * limits.eps)).clamp(min=limits.tiny)
-    first = (masses.cumsum(0) < wanted).sum(1).clamp(max=len(masses) - 1)
-    number = torch.arange(len(masses), device=masses.device)
-    last = (number.reshape(-1, *(1,) * (masses.dim() - 1)) * (masses > 0)).amax(0)
-    return torch.where(probs.squeeze(1) == 1, last, first)
+    wanted = torch.where(probs == 1, upto[-1:], wanted)
+    return (upto < wanted).sum(1).clamp(max=len(upto) - 1)
 
 
-def _of_counts(weights: Tensor, margins: Any, state: int, probs: Tensor) -> Tensor:
+def _of_counts(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
     """Quantiles ``(Q, H, *B, *E)`` of counts, by adding probabilities from zero upwards."""
-    last, whole = 1, margins.support is constraints.boolean
-    if not whole:
-        last = int((margins.mean + REACH * margins.variance.sqrt()).max()) + 20
-    counts = torch.arange(last + 1).to(margins.mean)
-    masses = exact_log_prob(margins, counts.reshape(-1, *(1,) * weights.dim())).exp()
-    found = _first_reaching((weights * masses).sum(state), probs).to(margins.mean)
-    above = (probs.to(found) == 1) & (not whole)
-    return found.masked_fill(above.reshape(-1, *(1,) * (found.dim() - 1)), torch.inf)
+    _, most = _ends(weights, emission, state)
+    last = (emission.mean + REACH * emission.stddev + 20).amax(state).minimum(most).max()
+    counts = torch.arange(int(last) + 1).to(weights).reshape(-1, *(1,) * weights.dim())
+    upto = (weights * cdf(emission, counts)).sum(state)
+    found = _first_to_sum_to(upto, probs).to(weights)
+    above = (probs.to(found) == 1).reshape(-1, *(1,) * most.dim()) & most.isposinf()
+    return found.masked_fill(above, torch.inf)
 
 
-def _by_bisection(weights: Tensor, margins: Any, state: int, probs: Tensor) -> Tensor:
+def _by_bisection(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
     """Quantiles ``(Q, H, *B, *E)`` of continuous components, from distribution functions."""
-    least, most = _ends(weights, margins, state)
-    reach = REACH * margins.variance.sqrt()
-    low = (margins.mean - reach).amin(state).maximum(least)
-    high = (margins.mean + reach).amax(state).minimum(most)
+    least, most = _ends(weights, emission, state)
+    reach = REACH * emission.stddev
+    low = (emission.mean - reach).amin(state).maximum(least)
+    high = (emission.mean + reach).amax(state).minimum(most)
     probs = probs.to(weights).reshape(-1, *(1,) * (weights.dim() - 1))
     shape = torch.broadcast_shapes(probs.shape, weights.sum(state).shape, low.shape)
-    low, high = low.expand(shape), high.expand(shape)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        reached = (weights * margins.cdf(middle.unsqueeze(state))).sum(state) >= probs
-        low, high = torch.where(reached, low, middle), torch.where(reached, middle, high)
-    return torch.where(probs == 0, least, torch.where(probs == 1, most, high))
+
+    def reached(value: Tensor) -> Tensor:
+        return (weights * cdf(emission, value.unsqueeze(state))).sum(state) >= probs
+
+    found = first_reaching(reached, low.expand(shape), high.expand(shape))
+    return torch.where(probs == 0, least, torch.where(probs == 1, most, found))
 
 
-def _ends(weights: Tensor, margins: Any, state: int) -> tuple[Tensor, Tensor]:
+def _ends(weights: Tensor, emission: Any, state: int) -> tuple[Tensor, Tensor]:
     """Ends ``(H, *B, *E)`` of the union of the supports of the states that have a weight."""
-    low, high = (end.expand(margins.batch_shape).to(weights) for end in _bounds(margins))
+    low, high = (end.to(weights) for end in _bounds(emission))
     possible = weights > 0
     return (
         torch.where(possible, low, torch.inf).amin(state),
@@ -129,11 +165,14 @@ def _ends(weights: Tensor, margins: Any, state: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _bounds(margins: Any) -> tuple[Tensor, Tensor]:
-    """Ends of the support of each component, which broadcast with ``(*b, K, *E)``."""
-    if isinstance(margins, MixtureSameFamily):
-        low, high = _bounds(margins.component_distribution)
-        return low.amin(-1), high.amax(-1)
-    ends = ("lower_bound", -torch.inf), ("upper_bound", torch.inf)
-    low, high = (torch.as_tensor(getattr(margins.support, name, end)) for name, end in ends)
+def _bounds(emission: Any) -> tuple[Tensor, Tensor]:
+    """Ends of the support of each component, ``(*b, K, *E)``."""
+    if isinstance(emission, MixtureSameFamily):
+        low, high = _bounds(emission.component_distribution)
+        at = -1 - len(emission.event_shape)
+        return low.amin(at), high.amax(at)
+    base = emission
+    while isinstance(base, Independent):
+        base = base.base_dist
+    low, high = (end.expand(emission.batch_shape + emission.event_shape) for end in bounds(base))
     return low, high

@@ -17,7 +17,6 @@ from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
-from torch.distributions import Independent, MixtureSameFamily
 
 from .. import _renamed as renamed
 from ..data.pair_counts import binned as binned
@@ -28,6 +27,7 @@ from ..data.pair_counts import quantile_edges as quantile_edges
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
+from ..distributions.quantiles import cdf
 from ..nn.base import HMMModule, OwnParameters
 from ..ops.pair_losses import cross_entropy as cross_entropy
 from ..ops.pair_losses import relative_distance as relative_distance
@@ -55,7 +55,8 @@ def bin_probs(emission: TorchDistribution, edges: Tensor) -> Tensor:
         edges: ``(V - 1,)``, rising.
 
     Raises:
-        TypeError: If the observations are larger, or the distribution has no ``cdf``.
+        TypeError: If the observations are larger.
+        ValueError: If the distribution has no ``cdf``.
 
     Example:
         >>> bin_probs(Normal(torch.tensor([0.0, 9.0]), 1.0), torch.tensor([0.0, 9.0]))
@@ -69,28 +70,10 @@ def bin_probs(emission: TorchDistribution, edges: Tensor) -> Tensor:
             f"{tuple(emission.event_shape)}."
         )
     points = edges.double().reshape(-1, *(1,) * len(emission.batch_shape + emission.event_shape))
-    below = _cdf(emission, points).reshape(len(edges), *emission.batch_shape).movedim(0, -1)
+    below = cdf(emission, points).reshape(len(edges), *emission.batch_shape).movedim(0, -1)
     ends = [torch.full_like(below[..., :1], end) for end in (0.0, 1.0)]
     probs = torch.cat([ends[0], below, ends[1]], -1).diff(dim=-1)
     return probs.clamp(min=0.0).to(edges.dtype)
-
-
-def _cdf(distribution: Any, points: Tensor) -> Tensor:
-    """Cumulative probability at each of ``points``, which broadcast with one observation."""
-    if isinstance(distribution, Independent):  # of one component
-        return _cdf(distribution.base_dist, points)
-    if isinstance(distribution, MixtureSameFamily):
-        at = -1 - len(distribution.event_shape)
-        parts = _cdf(distribution.component_distribution, points.unsqueeze(at))
-        weights = distribution.mixture_distribution.probs
-        return (parts * weights.reshape(weights.shape + (1,) * (-1 - at))).sum(at)
-    try:
-        return distribution.cdf(points)
-    except NotImplementedError:
-        raise TypeError(
-            f"bins need an emission with a cdf, such as Normal; {type(distribution).__name__} has "
-            "none."
-        ) from None
 
 
 class CooccurrenceModel(OwnParameters):

@@ -261,12 +261,12 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             f"classes of pyro.distributions can: {', '.join(sorted(_classes()))}. Add yours to "
             "pyrohmm.io.persistence.BUILT_FROM, or save the module that builds the HMM."
         )
-    options: dict[str, int] = {}
+    options: dict[str, float | None] = {}
     parts: list[Any] = []
     for name, value in arguments_of(part).items():
         if isinstance(value, Tensor):
             tensors[f"{path}.{name}"] = value
-        elif isinstance(value, int):
+        elif isinstance(value, float | int | None):
             options[name] = value
         else:
             inner = f"{path}.{ATTRIBUTES.get(name, name)}"

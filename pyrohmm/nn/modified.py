@@ -36,6 +36,18 @@ class _Modified(NewtonComponents):
         super().__init__(num_states, part.dim, **priors)
         self.part = part
 
+    @classmethod
+    def of(cls, distribution: Any, base: Any) -> Emission | None:
+        """The module of a distribution whose part has independent components; None else."""
+        inner = getattr(base, "base_dist", None) or base.base
+        part = from_distribution(inner.to_event(len(distribution.event_shape)))
+        return cls.around(part, base) if isinstance(part, Components) else None
+
+    @classmethod
+    def around(cls, part: Any, base: Any) -> Emission:
+        """The module of the distribution ``base``, whose parameters are those of ``part``."""
+        raise NotImplementedError
+
     def spaces(self) -> dict[str, constraints.Constraint]:
         """Supports of all parameters."""
         inner = self.part.spaces() if hasattr(self.part, "spaces") else self.part.supports
@@ -90,13 +102,10 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
         super().__init__(num_states, inner, gate=gate)
 
     @classmethod
-    def of(cls, distribution: Any, base: Any) -> Emission | None:
-        """The module of a distribution of numbers, if its base has independent components."""
-        part = from_distribution(base.base_dist)
-        if not isinstance(part, Components) or distribution.event_shape:
-            return None
-        module = cls(len(base.gate), lambda _: part, Beta(1.0, 1.0))
-        module.set_points(gate=base.gate)
+    def around(cls, part: Any, base: Any) -> Emission:
+        """The module with the gates of ``base``."""
+        module = cls(base.batch_shape[0], lambda _: part, Beta(1.0, 1.0))
+        module.set_points(gate=base.gate.expand(base.batch_shape))
         return module
 
     def components(self) -> TorchDistribution:
@@ -178,7 +187,7 @@ def _check_limits(lower: float | None, upper: float | None) -> None:
         raise ValueError(f"lower must be less than upper, one may be None; got {lower}, {upper}.")
 
 
-class _LimitedEmission(_Modified):
+class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated)):
     """A family with limits: see :func:`censored` and :func:`truncated`."""
 
     def __init__(self, num_states: int, inner: EmissionFamily, build: Any, limits: Any) -> None:
@@ -195,6 +204,11 @@ class _LimitedEmission(_Modified):
                 f"{type(self.part).__name__} have none. normal, log_normal, weibull and families "
                 "of counts have them."
             ) from error
+
+    @classmethod
+    def around(cls, part: Any, base: Any) -> Emission:
+        """The module with the limits of ``base``."""
+        return cls(base.batch_shape[0], lambda _: part, type(base), (base.lower, base.upper))
 
     def components(self) -> TorchDistribution:
         """The distribution of the components."""

@@ -21,6 +21,7 @@ from pyrohmm import (
     categorical,
     queries,
 )
+from pyrohmm.distributions import AutoregressiveNormal, Streams
 
 NEVER = -np.inf
 
@@ -177,6 +178,12 @@ def test_runs_are_those_of_groupby(shape, complete):
     assert found.tolist() == expected.tolist()
 
 
+class OfTwoDegrees(dist.StudentT):
+    def cdf(self, value):
+        apart = value - self.loc
+        return 0.5 + apart / (2 * (2 + apart.square()).sqrt())
+
+
 # Emissions of two states by a parameter each: in torch, and cumulative and density by scipy
 FAMILIES = {
     "symbols": (
@@ -209,10 +216,10 @@ FAMILIES = {
         lambda p, x: stats.norm.cdf(x, 3 * p, p),
         lambda p, x: stats.norm.pdf(x, 3 * p, p),
     ),
-    "durations": (
-        lambda p: dist.LogNormal(p, torch.ones(())),
-        lambda p, x: stats.lognorm.cdf(x, 1.0, scale=np.exp(p)),
-        lambda p, x: stats.lognorm.pdf(x, 1.0, scale=np.exp(p)),
+    "a user's own": (
+        lambda p: OfTwoDegrees(2.0, p, torch.ones(())),
+        lambda p, x: stats.t.cdf(x - p, 2),
+        lambda p, x: stats.t.pdf(x - p, 2),
     ),
     "waits": (
         lambda p: dist.Gamma(2 * torch.ones(()), p),
@@ -262,6 +269,40 @@ def test_residuals_are_the_sum_over_paths(kind, forecast):
             less = sum(probs[k] * cdf(own[t, k], below) for k in range(2))
             assert_close(upper[index][t], at_most, kind)
             assert_close(lower[index][t], less, kind)
+
+
+def vectors(kind):
+    """An emission of vectors, and each component's cumulative probability, given those before."""
+    rates, means = torch.tensor([0.2, 0.9]), torch.tensor([[0.0, 1.0], [3.0, 2.0]])
+    plane = dist.MultivariateNormal(means, torch.eye(2) + 1.0)
+    if kind == "autoregression":
+        emission = AutoregressiveNormal(plane, plane, torch.full((2, 1, 2, 2), 0.3))
+        return emission, lambda d, k, x, past: stats.norm.cdf(x, means[k, d] + 0.3 * past, 2**0.5)
+    pairs = [FAMILIES["symbols"], FAMILIES["counts"]]
+
+    def cumulative(d, k, x, past):
+        return stats.norm.cdf(x, means[k, d - 2], 2**0.5) if d > 1 else pairs[d][1](rates[k], x)
+
+    return Streams([*(make(rates) for make, _, _ in pairs), plane]), cumulative
+
+
+@pytest.mark.parametrize("kind", ["streams", "autoregression"])
+def test_residuals_of_vectors_are_those_of_each_component(kind):
+    emission, cumulative = vectors(kind)
+    transition, lengths = torch.tensor([[0.9, 0.1], [0.3, 0.7]]), torch.tensor([6, 4])
+    hmm = HMM(torch.tensor([0.6, 0.4]).log(), transition.log(), emission, lengths)
+    values = hmm.sample()
+    if kind == "streams":
+        values[0, 2, 1] = torch.nan
+    lower, upper = queries.pseudo_residuals(hmm, values, forecast=True)
+    first, ahead = torch.tensor([0.6, 0.4]), hmm.filtered(values) @ transition
+    probs = torch.cat([first.expand(2, 1, 2), ahead[:, :-1]], 1)
+    for n, t, d in np.ndindex(*values.shape):
+        past = values[n, t - 1].sum() if t else 0.0
+        counts = kind == "streams" and d < 2
+        for found, x in ((upper, values[n, t, d]), (lower, values[n, t, d] - int(counts))):
+            wanted = sum(probs[n, t, k] * cumulative(d, k, x, past) for k in range(2))
+            assert_close(found[n, t, d], wanted if t < lengths[n] and x == x else found is upper)
 
 
 def test_residuals_where_states_differ_in_support():

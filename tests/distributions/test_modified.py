@@ -1,14 +1,15 @@
-"""Censored and truncated distributions in their tails, against SciPy."""
+"""Censored and truncated distributions, their tails and their moments, against SciPy."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from pyro.distributions import LogNormal, NegativeBinomial, Normal, Poisson, Weibull
+from pyro.distributions import Gamma, LogNormal, NegativeBinomial, Normal, Poisson, Weibull
 from scipy import stats
 
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy
+from pyrohmm.distributions.quantiles import cdf
 
 
 def number(value):
@@ -73,3 +74,48 @@ def test_angles_of_no_direction_are_uniform():
     assert bool((found.abs() <= math.pi + 1e-6).all())
     assert abs(found.cos().mean()) < 0.03
     assert abs(found.sin().mean()) < 0.03
+
+
+BASES = {
+    "normal": (lambda: Normal(torch.ones(2), 2.0), stats.norm(1, 2)),
+    "sizes": (lambda: LogNormal(torch.zeros(2), 0.5), stats.lognorm(0.5)),
+    "waits": (lambda: Weibull(torch.ones(2), 0.7), stats.weibull_min(0.7)),
+    "gamma": (lambda: Gamma(torch.ones(2) / 2, 1.0), stats.gamma(0.5)),
+    "counts": (lambda: Poisson(3 * torch.ones(2)), stats.poisson(3)),
+    "spread": (lambda: NegativeBinomial(2.0, 0.6 * torch.ones(2)), stats.nbinom(2, 0.4)),
+}
+
+
+@pytest.mark.parametrize("limits", [(1, None), (None, 2), (1, 3), (-2, 500)])
+@pytest.mark.parametrize("name", BASES)
+def test_moments_and_cumulative_probabilities(name, limits):
+    """Of what is recorded, which is a function of many quantiles of the base."""
+    make, base = BASES[name]
+    low, high = limits[0] or -np.inf, limits[1] or np.inf
+    quantiles = base.ppf((np.arange(400_000) + 0.5) / 400_000)
+    recorded = {
+        Censored: quantiles.clip(low, high),
+        Truncated: quantiles[(quantiles >= low) & (quantiles <= high)],
+    }
+    for kind, values in recorded.items():
+        found = kind(make(), *limits)
+        for moment, wanted in ((found.mean, values.mean()), (found.variance, values.var())):
+            assert moment.tolist() == pytest.approx([wanted] * 2, rel=1e-3), kind
+        for point in (0.5, 1.0, 2.0, 3.0):
+            at = number(point)
+            assert found.cdf(at)[0].item() == pytest.approx((values <= point).mean(), abs=1e-5)
+            below = cdf(found, at, below=True)[0].item()
+            assert below == pytest.approx((values < point).mean(), abs=1e-5)
+
+
+def test_what_is_left_of_a_normal_far_in_its_tail():
+    found, wanted = Truncated(Normal(number(-30.0), 1.0), lower=0.0), stats.truncnorm(30, 99, -30)
+    mean, variance = (float(moment) for moment in wanted.stats("mv"))
+    assert found.mean.item() == pytest.approx(mean, rel=1e-9)
+    assert found.variance.item() == pytest.approx(variance, rel=1e-7)
+    torch.manual_seed(0)
+    samples = found.sample((2000,))
+    assert stats.kstest(samples.numpy(), wanted.cdf).pvalue > 1e-3
+    few = Truncated(Poisson(number(0.01)), lower=2).sample((2000,))
+    assert (few == 2).double().mean().item() == pytest.approx(0.9967, abs=0.01)
+    assert bool((few >= 2).all())

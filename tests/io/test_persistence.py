@@ -37,7 +37,9 @@ from pyrohmm import (
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.modified import (
     BetaWithCdf,
+    Censored,
     StudentTWithCdf,
+    Truncated,
     WrappedCauchy,
     ZeroInflated,
 )
@@ -308,6 +310,8 @@ EMISSIONS = {
     "zero-inflated": lambda: ZeroInflated(dist.Poisson(positive(K)), gate=torch.rand(K)),
     "student with a cdf": lambda: StudentTWithCdf(positive(K), torch.randn(K), positive(K)),
     "beta with a cdf": lambda: BetaWithCdf(positive(K), positive(K)),
+    "censored": lambda: Censored(dist.Normal(torch.randn(K), positive(K)), lower=-0.3),
+    "truncated": lambda: Truncated(dist.Poisson(positive(K, 2)), 1, 9.5).to_event(1),
     "angles": lambda: Angle(torch.randn(K), positive(K)),
 }
 
@@ -354,6 +358,8 @@ def classes(emission):
         Streams: lambda: emission.parts,
         Tied: lambda: [emission.base],
         ZeroInflated: lambda: [emission.base_dist],
+        Censored: lambda: [emission.base],
+        Truncated: lambda: [emission.base],
     }.get(type(emission), list)()  # fmt: skip
     return {type(emission)}.union(*(classes(part) for part in parts))
 
