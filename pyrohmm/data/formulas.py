@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -26,6 +28,12 @@ class Columns(NamedTuple):
 
     names: tuple[str, ...]
     indices: tuple[int, ...]
+
+    @property
+    def smooths(self) -> list[str]:
+        """The smooth term of each column, empty for the others."""
+        terms = [re.sub(r"(\bsmooth\([^\[]*\))\[\d+\]", r"\1", name) for name in self.names]
+        return [term if term != name else "" for term, name in zip(terms, self.names)]
 
 
 class Design:
@@ -81,7 +89,8 @@ def formulas(frame: Frame, **parts: str) -> Design:
     ``"~ temperature"``, ``"~ C(sex) * age"``, ``"~ bs(age, df=5)"``, ``"~ poly(x, 2)"``. Besides,
     ``cyclic(hour, 24, 2)`` are sines and cosines of period 24, of the first two orders, and
     ``smooth(age, 10)``, or ``smooth(hour, 10, period=24)``, a spline: see :func:`smooth`. The
-    intercept is there unless ``- 1`` takes it away.
+    coefficient of ``offset(log(hours))`` is one. The intercept is there unless ``- 1`` takes it
+    away.
 
     Args:
         frame: A DataFrame, or a dict of columns.
@@ -105,6 +114,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
     specs, columns = {}, {}
     for part, text in parts.items():
         try:
+            _check_times(text, table)
             matrix = formulaic.model_matrix(text, table, context=_terms(), na_action="ignore")
         except Exception as error:
             raise ValueError(f"formula of {part}, {text!r}: {error}") from error
@@ -113,6 +123,17 @@ def formulas(frame: Frame, **parts: str) -> Design:
         specs[part], columns[part] = matrix.model_spec, list(matrix.columns)
         _check_rank(part, _columns_of(part, matrix.model_spec, table))
     return Design(specs, columns)
+
+
+def _check_times(text: str, table: Any) -> None:
+    """Raise if a formula reads a column of dates or durations as it is."""
+    for name in table.columns:
+        named = re.search(rf"\b{re.escape(str(name))}\b(?!\.)", text)
+        if named and table[name].dtype.kind in "mM":
+            raise ValueError(
+                f"column {name!r} holds times: make a number of it, such as "
+                f"frame[{name!r}].dt.hour, or the hours since the first."
+            )
 
 
 def cyclic(values: Any, period: float, order: int = 1) -> Any:
@@ -167,14 +188,20 @@ def smooth(
 def _terms() -> dict[str, Any]:
     """What formulas may call besides the functions of formulaic."""
     transforms = importlib.import_module("formulaic.transforms")
-    return {"cyclic": cyclic, "smooth": transforms.stateful_transform(smooth)}
+    smooths = transforms.stateful_transform(smooth)
+    return {"cyclic": cyclic, "smooth": smooths, "offset": partial(np.asarray, dtype=float)}
 
 
 def _pandas(frame: Frame) -> Any:
     pandas = importlib.import_module("pandas")
     if isinstance(frame, Mapping):
         return pandas.DataFrame({name: np.asarray(column) for name, column in frame.items()})
-    return frame.to_pandas() if hasattr(frame, "to_pandas") else frame
+    if hasattr(frame, "to_pandas"):
+        try:
+            return frame.to_pandas()
+        except ImportError:  # polars needs pyarrow
+            return pandas.DataFrame({name: frame[name].to_numpy() for name in frame.columns})
+    return frame
 
 
 def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
@@ -187,13 +214,28 @@ def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
     values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}
     lost = [name for name, column in values.items() if not np.isfinite(column).all()]
     if lost or len(matrix) != len(frame):
-        raise ValueError(f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}.")
+        raise ValueError(
+            f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}. Fill them in."
+        )
     return values
 
 
 def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:
-    """Raise if a column is a combination of those before it."""
-    values = np.stack(list(columns.values()), -1)
+    """Raise if a column is a combination of those before it, unless of a smooth term or offset."""
+    if not columns:
+        raise ValueError(f"the formula of {part} has no columns: ask for an intercept by '~ 1'.")
+    smooths = Columns(tuple(columns), ()).smooths
+    columns = {
+        name: column for (name, column), term in zip(columns.items(), smooths)
+        if not term and not name.startswith("offset(")
+    }  # fmt: skip
+    for name, column in columns.items():
+        if not column.any():
+            raise ValueError(
+                f"column {name!r} of {part} is zero in all rows. Leave it out; of a level that "
+                "does not occur, by frame[name].cat.remove_unused_categories()."
+            )
+    values = np.stack(list(columns.values()) or [np.ones(1)], -1)
     scaled = values / np.maximum(np.abs(values).max(0), 1e-300)
     for last in range(1, scaled.shape[1] + 1):
         if np.linalg.matrix_rank(scaled[:, :last], tol=1e-9 * len(scaled) ** 0.5) < last:

@@ -85,7 +85,7 @@ def _refuse_outside(wrong: Tensor, emission: Any) -> None:
         cure = "Move them inside by half their rounding"
         cure += "." if bool((wrong == 1).any()) else ", or emit exact zeros by zero_inflated(...)."
     raise ValueError(
-        f"values must lie in the support of the emission, {emission.support}"
+        f"values must lie in the support of the emission, {emission.support!s:.80}"
         f"{' without its ends' if at_end else ''}, in a state at least; {len(wrong)} do not, such "
         f"as {wrong[0].tolist()}. {cure}"
     )

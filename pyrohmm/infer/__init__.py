@@ -28,6 +28,7 @@ Its modules; each imports only those above it:
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
 ``expectation``   the E-step, batched by length
+``smoothing``     weights of smooth terms by marginal likelihood
 ``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
 ``tempering``     ``Ladder``: parallel tempering, and the marginal likelihood it gives

@@ -49,12 +49,14 @@ def predicted(
     information: Information, at: Any, of: str | Function, level: float, example: Sequences
 ) -> Bands:
     """Predictions at covariates ``at`` ``(M, C)``: see :meth:`Fit.predict`."""
-    rows = torch.as_tensor(at, dtype=torch.float64)
+    is_table = hasattr(at, "columns") or isinstance(at, dict)
+    rows = torch.zeros(0) if is_table else torch.as_tensor(at, dtype=torch.float64)
     wanted = 0 if example.covariates is None else example.covariates.size(-1)
     if not wanted or rows.dim() != 2 or rows.size(1) != wanted:
         raise ValueError(
             f"at must be (M, C) = (M, {wanted}) covariates, such as design.matrix(frame), and data "
-            f"those that were fitted; got shape {tuple(rows.shape)}."
+            "those that were fitted; got "
+            f"{'a table' if is_table else f'shape {tuple(rows.shape)}'}."
         )
     hmm = information.hmm
     if isinstance(of, str) and not (of in PARTS and hasattr(hmm, PARTS[of][0])):

@@ -44,6 +44,7 @@ from .options import FREE, names_checked
 from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
+from .smoothing import fit_smooth, unweighted
 from .starts import Start, Values, build_once, by_kmeans, from_prior
 
 
@@ -159,6 +160,11 @@ def fit_em(
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
         module = module_of(module)
+    if unweighted(module):
+        if checkpoint is not None or not isinstance(data, Sequences):
+            raise ValueError("smooth terms need data in memory, and have no checkpoint.")
+        rest = {n: x for n, x in arguments.items() if n not in ("module", "start", "restarts")}
+        return fit_smooth(partial(fit_em, **rest), module, data, start, restarts)
     _check(
         module, log_prior, transition_step, num_iterations=num_iterations, restarts=restarts,
         batch_size=batch_size, tolerance=tolerance, decay=decay,

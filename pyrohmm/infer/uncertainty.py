@@ -211,6 +211,7 @@ class Information:
         unit = 1.0
         if data.values.dtype.is_floating_point:
             unit = float(data.values[data.observed].nan_to_num().std()) or 1.0
+        self.unit = unit  # of coordinates that are real numbers
         self.coordinates = [
             Coordinates.of(name, value, spaces.get(name, constraints.real), unit)
             for name, value in {**points, **values}.items()

@@ -23,20 +23,29 @@ from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
 from ..distributions.observation import Tied
 from ..ops import newton
+from .base import OwnParameters
 from .closed_form import Prior, Statistics
 from .family import EmissionFamily
+
+UNBOUNDED = "total_count", "df"  # whose limit is the Poisson, or the normal distribution,
+LARGEST = 1e3  # and log-densities lose their digits beyond
 
 
 class Linear(PyroModule):
     r"""Linear predictors :math:`x^\top \beta`, a vector of coefficients for each output.
 
     Site or parameter: ``coefficients`` ``(*shape, P)``: points without a prior, near zero at first,
-    or normal with ``scale``. With ``free`` they are ``(F,)``, those that are not zero.
+    or normal with ``prior_scale``. With ``free`` they are ``(F,)``, those that are not zero.
+    That of an offset is one. Columns of smooth terms come last, and have ``smooth``
+    ``(*shape, Q)``, normal with the standard deviation of their term.
+
+    Attributes:
+        spread: ``(*shape, S)``, standard deviations of the smooth terms, NaN until they are known.
 
     Args:
         columns: P columns of the covariates; None for an intercept alone.
         shape: Of the outputs.
-        scale: Standard deviation of the normal prior; None for no prior.
+        prior_scale: Standard deviation of the normal prior; None for no prior.
         free: ``(*shape, P)`` booleans, False where a coefficient is zero; all are free by default.
     """
 
@@ -44,25 +53,43 @@ class Linear(PyroModule):
         self,
         columns: Columns,
         shape: tuple[int, ...],
-        scale: float | None,
+        prior_scale: float | None,
         free: Tensor | None = None,
     ) -> None:
         super().__init__()
-        if scale is not None and not (isinstance(scale, Real) and scale > 0):
+        if prior_scale is not None and not (isinstance(prior_scale, Real) and prior_scale > 0):
             raise ValueError(
-                "scale must be the standard deviation of the prior of coefficients, a positive "
-                f"number, or None; got {scale}."
+                "prior_scale must be the standard deviation of the prior of coefficients, a "
+                f"positive number, or None; got {prior_scale}."
             )
-        self.columns, self.shape, self.scale = columns, shape, scale
-        size: tuple[int, ...] = (*shape, max(len(columns.indices), 1))
+        terms = columns.smooths
+        order = sorted(range(len(terms)), key=lambda i: bool(terms[i]))
+        if any(terms):
+            names = tuple(columns.names[i] for i in order)
+            columns = Columns(names, tuple(columns.indices[i] for i in order))
+            free = None if free is None else free[..., order]
+        curves = list(dict.fromkeys(filter(None, terms)))
+        self.terms = [curves.index(terms[i]) for i in order if terms[i]]  # of each column of theirs
+        self.columns, self.shape, self.prior_scale = columns, shape, prior_scale
+        self.width = len(terms) - len(self.terms)
+        size: tuple[int, ...] = (*shape, self.width)
+        offset = torch.tensor([name.startswith("offset(") for name in columns.names])
+        one = None
+        if bool(offset.any()):
+            possible = torch.ones(*shape, len(terms), dtype=torch.bool) if free is None else free
+            free, one = possible & ~offset, possible & offset
         self.register_buffer("free", free)
+        self.register_buffer("one", one)
         self.register_buffer("prior_loc", torch.zeros(()), persistent=False)  # for its dtype
         if free is not None:
-            size = (int(free.sum()),)
-        if scale is None:
+            size = (int(free[..., : self.width].sum()),)
+        if self.terms:
+            self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
+            self.smooth = PyroSample(Prior(_curves))
+        if prior_scale is None:
             self.coefficients = PyroParam(0.1 * torch.randn(size), constraints.real)
         else:
-            self.coefficients = PyroSample(Prior(partial(_normal, scale=scale, shape=size)))
+            self.coefficients = PyroSample(Prior(partial(_normal, scale=prior_scale, shape=size)))
 
     def design(self, covariates: Tensor) -> Tensor:
         """Columns ``(*B, P)`` of ``covariates`` ``(*B, C)``."""
@@ -75,13 +102,29 @@ class Linear(PyroModule):
             )
         return covariates[..., self.columns.indices]
 
-    def table(self, coefficients: Tensor) -> Tensor:
-        """All coefficients ``(*, *shape, P)``, zeros included."""
-        if self.free is None:
+    def table(self, coefficients: Tensor, smooth: Tensor | None = None) -> Tensor:
+        """All coefficients ``(*, *shape, P)``, zeros, and ones of offsets, included."""
+        if self.free is not None:
+            free = self.free[..., : self.width]
+            held = torch.zeros_like(free) if self.one is None else self.one[..., : self.width]
+            held = held.to(coefficients).flatten().expand(*coefficients.shape[:-1], -1)
+            coefficients = held.index_copy(-1, free.flatten().nonzero().squeeze(-1), coefficients)
+            coefficients = coefficients.unflatten(-1, free.shape)
+            if smooth is not None:
+                smooth = smooth * self.free[..., self.width :]
+        if smooth is None:
             return coefficients
-        zeros = coefficients.new_zeros(*coefficients.shape[:-1], self.free.numel())
-        full = zeros.index_copy(-1, self.free.flatten().nonzero().squeeze(-1), coefficients)
-        return full.unflatten(-1, self.free.shape)
+        lead = torch.broadcast_shapes(coefficients.shape[:-1], smooth.shape[:-1])
+        return torch.cat([x.expand(*lead, x.size(-1)) for x in (coefficients, smooth)], -1)
+
+    @property
+    def precision(self) -> Tensor:
+        """Inverse variances ``(*shape, P)`` of the priors, zero without one."""
+        own = 0.0 if self.prior_scale is None else self.prior_scale**-2
+        plain = self.prior_loc.new_full((*self.shape, self.width), own)
+        if not self.terms:
+            return plain
+        return torch.cat([plain, self.spread[..., self.terms] ** -2], -1)
 
     def forward(self, covariates: Tensor) -> Tensor:
         """Predictors ``(*B, *shape)`` of ``covariates`` ``(*B, C)``.
@@ -90,7 +133,7 @@ class Linear(PyroModule):
         many of the first dimensions of the covariates, or are before them.
         """
         x = self.design(covariates)
-        table = self.table(self.coefficients)
+        table = self.table(self.coefficients, self.smooth if self.terms else None)
         if table.dim() == len(self.shape) + 1:
             predicted = torch.nn.functional.linear(x, table.flatten(0, -2))
         else:  # (R, 1, *shape, P), with (N, P) or (N, T, P)
@@ -119,26 +162,35 @@ def mode_of(
         covariates: ``(M, C)``.
         value: From predictors ``(B, M, Q)`` to terms ``(B, M)``.
     """
-    tables, free, designs, precision = [], [], [], []
+    tables: list[Tensor] = []
+    free: list[Tensor] = []
+    precision: list[Tensor] = []
+    designs: list[Tensor] = []
     for name, part in parts.items():
-        table = part.table(current[name].double()).flatten(0, rows)  # (B, *outputs, P)
+        curves = current[_smooth(name)].double() if part.terms else None
+        table = part.table(current[name].double(), curves).flatten(0, rows)  # (B, *outputs, P)
         open_to = torch.full(part.shape + table.shape[-1:], part.fitted, device=table.device)
         open_to = open_to if part.free is None else open_to & part.free
-        open_to = open_to.flatten(0, rows - 1) if rows else open_to.unsqueeze(0)
         tables.append(table.flatten(1))
-        free.append(open_to.flatten(1).repeat(len(table) // len(open_to), 1))
-        outputs = tables[-1].size(1) // table.size(-1)
-        designs += [part.design(covariates)] * outputs
-        square = torch.zeros(table.size(-1)).to(table) if part.scale is None else (
-            torch.full((table.size(-1),), part.scale**-2).to(table))  # fmt: skip
-        precision += [square] * outputs
-    functions = newton.of_predictors(value, designs, torch.cat(precision).diag())
+        for rest, found in ((open_to, free), (part.precision.double(), precision)):
+            rest = rest.flatten(0, rows - 1) if rows else rest.unsqueeze(0)
+            found.append(rest.flatten(1).repeat(len(table) // len(rest), 1))
+        designs += [part.design(covariates)] * (tables[-1].size(1) // table.size(-1))
+    functions = newton.of_predictors(value, designs, torch.cat(precision, 1))
     best = newton.maximized(*functions, torch.cat(tables, 1), torch.cat(free, 1))
-    found = {}
+    modes = {}
     for (name, part), piece in zip(parts.items(), best.split([t.size(1) for t in tables], 1)):
         table = piece.reshape(len(current[name]), *part.shape, -1)
-        found[name] = table if part.free is None else table[:, part.free]
-    return found
+        plain = table[..., : part.width]
+        modes[name] = plain if part.free is None else plain[:, part.free[..., : part.width]]
+        if part.terms:
+            modes[_smooth(name)] = table[..., part.width :]
+    return modes
+
+
+def _smooth(name: str) -> str:
+    """The name of the coefficients of smooth terms, from that of the others."""
+    return f"{name.removesuffix('coefficients')}smooth"
 
 
 def after_zero(logits: Tensor) -> Tensor:
@@ -150,7 +202,18 @@ def _normal(module: Linear, scale: float, shape: tuple[int, ...]) -> TorchDistri
     return Normal(module.prior_loc, scale).expand(shape).to_event(len(shape))
 
 
-class RegressionEmission(PyroModule):
+def _curves(module: Linear) -> TorchDistribution:
+    if bool(module.spread.isnan().any()):
+        raise ValueError(
+            "the weights of smooth terms are not known. fit_em estimates them; others need its "
+            "fit.model, or values of your own in the buffers spread of the module's parts."
+        )
+    return Normal(module.prior_loc, module.spread[..., module.terms]).to_event(
+        len(module.shape) + 1
+    )
+
+
+class RegressionEmission(OwnParameters):
     """Emissions whose parameters are linked to linear predictors: see :func:`regression`."""
 
     def __init__(
@@ -158,7 +221,7 @@ class RegressionEmission(PyroModule):
         num_states: int,
         kind: type[TorchDistribution],
         parameters: dict[str, Columns],
-        scale: float | None,
+        prior_scale: float | None,
         num_symbols: int | None = None,
     ) -> None:
         super().__init__()
@@ -167,7 +230,7 @@ class RegressionEmission(PyroModule):
         if num_symbols is not None:
             self.shape = num_states, num_symbols - 1
         for name, columns in parameters.items():
-            setattr(self, name, Linear(columns, self.shape, scale))
+            setattr(self, name, Linear(columns, self.shape, prior_scale))
 
     def forward(self, covariates: Tensor) -> TorchDistribution:
         """The distribution ``(*B, T, K)`` of each step."""
@@ -180,7 +243,8 @@ class RegressionEmission(PyroModule):
             if len(self.shape) > 1:  # logits of symbols against the first
                 found[name] = after_zero(predictor)
             else:
-                found[name] = transform_to(self.kind.arg_constraints[name])(predictor)
+                value = transform_to(self.kind.arg_constraints[name])(predictor)
+                found[name] = value.clamp(max=LARGEST) if name in UNBOUNDED else value
         return self.kind(**found, validate_args=False)
 
     def predictors_of(self, emission: Any) -> dict[str, Tensor]:
@@ -230,7 +294,7 @@ class RegressionEmission(PyroModule):
 def regression(
     kind: type[TorchDistribution],
     *,
-    scale: float | None = None,
+    prior_scale: float | None = None,
     num_symbols: int | None = None,
     **parameters: Columns | Sequence[int] | None,
 ) -> EmissionFamily:
@@ -246,7 +310,7 @@ def regression(
 
     Args:
         kind: A class of distributions, such as ``pyro.distributions.Poisson``.
-        scale: Standard deviation of a normal prior of all coefficients; None for no prior.
+        prior_scale: Standard deviation of a normal prior of all coefficients; None for no prior.
         num_symbols: V, of a ``Categorical``.
         **parameters: Columns of the covariates for each parameter of ``kind``, from
             :func:`pyrohmm.formulas` or as numbers; None for an intercept alone, as have those that
@@ -261,11 +325,17 @@ def regression(
         >>> sorted(dict(family(3).named_parameters()))
         ['rate.coefficients_unconstrained']
     """
+    if not isinstance(kind, type) or not issubclass(kind, torch.distributions.Distribution):
+        raise TypeError(
+            "kind must be a class of distributions, such as pyro.distributions.Normal; got "
+            f"{getattr(kind, '__name__', kind)}."
+        )
     known = set(getattr(kind, "arg_constraints", ()))
-    if not parameters or not set(parameters) <= known:
+    if not parameters or not set(parameters) <= known or isinstance(parameters.get("scale"), Real):
         raise ValueError(
-            f"parameters must be those of {getattr(kind, '__name__', kind)}, "
-            f"{', '.join(sorted(known))}; got {', '.join(parameters) or 'none'}."
+            f"parameters must be those of {kind.__name__}, "
+            f"{', '.join(sorted(known))}; got {', '.join(parameters) or 'none'}. The standard "
+            "deviation of a prior is prior_scale=."
         )
     if (kind is Categorical) != (num_symbols is not None) or (
         num_symbols is not None and set(parameters) != {"logits"}
@@ -276,6 +346,8 @@ def regression(
         )
     if num_symbols is not None:
         check_size("num_symbols", num_symbols, 2)
+    if {"probs", "logits"} <= known and not {"probs", "logits"} & set(parameters):
+        parameters["logits"] = None
     needed = inspect.signature(kind.__init__).parameters.values()
     every: dict[str, Any] = {
         part.name: None for part in needed if part.name in known and part.default is part.empty
@@ -283,5 +355,9 @@ def regression(
     every |= parameters
     columns = {name: as_columns(name, part) for name, part in every.items()}
     return partial(
-        RegressionEmission, kind=kind, parameters=columns, scale=scale, num_symbols=num_symbols
+        RegressionEmission,
+        kind=kind,
+        parameters=columns,
+        prior_scale=prior_scale,
+        num_symbols=num_symbols,
     )

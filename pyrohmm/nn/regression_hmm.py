@@ -13,6 +13,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .. import _renamed as renamed
 from .._checks import check_booleans, check_shape, check_size
 from .._transforms import transforming
 from ..chains.rates import diagonal
@@ -31,6 +32,7 @@ from .regression import Linear, RegressionEmission, after_zero, mode_of
 from .tabular_times import given_times
 
 
+@renamed.arguments(scale="prior_scale")
 class RegressionHMM(HMMModule):
     r"""HMM of any chain whose transitions, first states and emissions depend on covariates.
 
@@ -51,7 +53,7 @@ class RegressionHMM(HMMModule):
     row i for the transitions from i to the other states in their order; ``initial.coefficients``
     ``(K - 1, P)``, of logits against the first state; ``duration.NAME.coefficients`` ``(K, P)``;
     and those of ``emission``. They are points without priors, and fits are
-    of maximum likelihood; with ``scale`` they have normal priors.
+    of maximum likelihood; with ``prior_scale`` they have normal priors.
 
     Args:
         num_states: K.
@@ -59,7 +61,7 @@ class RegressionHMM(HMMModule):
         transition: Columns of the covariates, from :func:`pyrohmm.formulas` or as numbers; None
             for an intercept alone.
         initial: The same, for the first state; read at the first step.
-        scale: Standard deviation of a normal prior of these coefficients; None for no prior.
+        prior_scale: Standard deviation of a normal prior of these coefficients; None for no prior.
         rates: Columns of log rates, in place of ``transition``; data must have times.
         durations: Distribution of d - 1, such as ``regression(Poisson, rate=...)``.
         max_duration: D of ``durations``; what is longer has no probability.
@@ -93,7 +95,7 @@ class RegressionHMM(HMMModule):
         emission: EmissionFamily,
         transition: Columns | Sequence[int] | None = None,
         initial: Columns | Sequence[int] | None = None,
-        scale: float | None = None,
+        prior_scale: float | None = None,
         *,
         rates: Columns | Sequence[int] | None = None,
         durations: EmissionFamily | None = None,
@@ -145,8 +147,8 @@ class RegressionHMM(HMMModule):
             )
         self.register_buffer("barred", None if bool(allowed.all()) else ~allowed)
         self.moved_by = name
-        setattr(self, name, Linear(columns, shape, scale, transition_free))
-        self.initial = Linear(as_columns("initial", initial), shape[1:], scale)
+        setattr(self, name, Linear(columns, shape, prior_scale, transition_free))
+        self.initial = Linear(as_columns("initial", initial), shape[1:], prior_scale)
         self.duration: Any = None if durations is None else build_emission(durations, num_states)
         if durations is not None and not (
             isinstance(self.duration, RegressionEmission)
@@ -225,7 +227,8 @@ class RegressionHMM(HMMModule):
         own = {n: part for n, part in self.named_modules() if isinstance(part, Linear)}
         if not all(isinstance(p, Prior) for x in own.values() for p in x._pyro_samples.values()):
             return []
-        return [f"{name}.coefficients" for name in own]
+        parts = ["coefficients", "smooth"]
+        return [f"{name}.{x}" for name, part in own.items() for x in parts[: 1 + bool(part.terms)]]
 
     def entry_names(self) -> dict[str, list[str]]:
         """Names of the coefficients for tables: ``"transition 0 → 1: dose"``, by parameter."""
@@ -233,17 +236,18 @@ class RegressionHMM(HMMModule):
         for name, part in self.named_modules():
             if not isinstance(part, Linear):
                 continue
-            free = (
-                torch.ones(*part.shape, len(part.columns.names)) if part.free is None else part.free
-            )
-            own = found[f"{name}.coefficients"] = []
+            free = torch.ones(*part.shape, len(part.columns.names), dtype=torch.bool)
+            if part.free is not None:
+                free[..., : part.width] = part.free[..., : part.width]
+            own = {column: f"{name}.coefficients" for column in range(part.width)}
             for *place, column in free.nonzero().tolist():
+                key = own.get(column, f"{name}.smooth")
                 if part is self.moves:  # by the states entered, not their order
                     place[1] += place[1] >= place[0]
                 elif part is self.initial:
                     place[0] += 1
                 where = " → ".join(map(str, place))
-                own.append(f"{name} {where}: {part.columns.names[column]}")
+                found.setdefault(key, []).append(f"{name} {where}: {part.columns.names[column]}")
         return found
 
     def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
@@ -342,9 +346,14 @@ class RegressionHMM(HMMModule):
         return dict(zip(names, best.unbind(-1)))
 
     def _set(self, part: Linear, intercepts: Tensor) -> None:
-        value = torch.zeros(*part.shape, max(len(part.columns.indices), 1)).to(part.coefficients)
+        if not part.columns.names[0].startswith(("Intercept", "column ")):
+            raise ValueError(
+                f"begin_at needs parts whose first column is the intercept; here is one with "
+                f"{', '.join(part.columns.names)}."
+            )
+        value = torch.zeros(*part.shape, part.width).to(part.coefficients)
         value[..., 0] = intercepts
-        part.coefficients = value if part.free is None else value[part.free]
+        part.coefficients = value if part.free is None else value[part.free[..., : part.width]]
 
 
 def _of_rows(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:

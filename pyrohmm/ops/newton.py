@@ -104,7 +104,7 @@ def of_function(value: Value) -> Derivatives:
 
 
 def of_predictors(
-    value: Value, designs: list[Tensor], penalty: Tensor | None = None
+    value: Value, designs: list[Tensor], precision: Tensor | None = None
 ) -> tuple[Value, Derivatives]:
     r"""Functions of linear predictors :math:`\eta_q = X_q x_q`, and their derivatives.
 
@@ -113,7 +113,7 @@ def of_predictors(
     Args:
         value: From predictors ``(B, M, Q)`` to terms ``(B, M)``, of each observation its own.
         designs: Q matrices ``(M, P_q)``; x is the vector of all coefficients, in this order.
-        penalty: ``(P, P)``, S of a further term :math:`-x^\top S x / 2`.
+        precision: ``(P,)`` or ``(B, P)``, w of a further term :math:`-\sum_i w_i x_i^2 / 2`.
     """
     sizes = [design.size(1) for design in designs]
 
@@ -123,8 +123,8 @@ def of_predictors(
 
     def total(point: Tensor) -> Tensor:
         found = value(predictors(point)).sum(-1)
-        if penalty is not None:
-            found = found - ((point @ penalty) * point).sum(-1) / 2
+        if precision is not None:
+            found = found - (precision * point.square()).sum(-1) / 2
         return found
 
     def derivatives(point: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,8 +139,8 @@ def of_predictors(
             for q, left in enumerate(designs)
         ]  # fmt: skip
         curvature = torch.cat(rows, -2)
-        if penalty is not None:
-            found, curvature = found - point @ penalty, curvature - penalty
+        if precision is not None:
+            found, curvature = found - precision * point, curvature - precision.diag_embed()
         return found, curvature
 
     return total, derivatives

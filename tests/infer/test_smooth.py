@@ -1,5 +1,7 @@
 """Smooth terms: a penalised regression, and its marginal likelihood in closed form."""
 
+import copy
+
 import numpy as np
 import pyro
 import pytest
@@ -10,7 +12,18 @@ from scipy.optimize import minimize
 from scipy.stats import multivariate_normal
 from torch.distributions import constraints
 
-from pyrohmm import HMM, Sequences, fit_laplace, formulas
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    RegressionHMM,
+    Sequences,
+    fit_em,
+    fit_laplace,
+    fit_map,
+    formulas,
+    freeze,
+    regression,
+)
 
 
 def splines(x, size, period):
@@ -123,6 +136,68 @@ def test_two_states_share_a_cyclic_curve():
         wanted = height * np.cos(2 * np.pi * np.arange(24) / 24)
         np.testing.assert_allclose(curve - curve.mean(), wanted, atol=0.25)
     assert ends[0] < ends[1] / 3
+
+
+@pytest.mark.parametrize("slope", [0.0, 2.0])
+def test_em_finds_the_weight_of_the_restricted_likelihood(slope):
+    """One state and a known scale: the likelihood of all contrasts, in closed form."""
+    generator = np.random.default_rng(2)
+    x = generator.uniform(size=80)
+    y = 3.0 + slope * np.sin(6 * x) + generator.normal(size=80)
+    design = formulas({"x": x}, loc="~ smooth(x, 9)")
+    data = Sequences(torch.as_tensor(y)[None], torch.tensor([80]),
+                     covariates=torch.as_tensor(design.matrix({"x": x}))[None])  # fmt: skip
+    module = RegressionHMM(1, regression(Normal, loc=design["loc"])).double()
+    freeze(module, "emission.scale.coefficients", torch.zeros(1, 1))
+    fit = fit_em(module, data, tolerance=1e-12)
+    basis, differences = splines(x, 9, None)
+    flat = basis @ np.linalg.pinv(differences.T @ differences) @ basis.T
+    contrasts = np.linalg.svd(np.ones((1, 80)))[2][1:]
+
+    def loss(spread):
+        cover = contrasts @ (spread**2 * flat + np.eye(80)) @ contrasts.T
+        return -multivariate_normal(np.zeros(79), cover).logpdf(contrasts @ y)
+
+    spread = fit.model.module.emission.loc.spread.item()
+    grid = np.geomspace(1e-3, 10.0, 4000)
+    best = grid[np.argmin([loss(value) for value in grid])]
+    assert spread == pytest.approx(best, rel=0.02) if slope else spread < 0.05 > best
+    assert fit.notes[-1].startswith("smooth terms have ")
+
+
+def test_weights_of_all_parts_have_the_largest_marginal_likelihood():
+    """Of transitions, first states, rates of counts; more knots than values, and a line beside."""
+    generator = np.random.default_rng(1)
+    x, hour = np.repeat(generator.uniform(-2.0, 2.0, 12), 40), np.tile(np.arange(40) % 8, 12)
+    moves = generator.random(480) < 0.1 + 0.2 * (hour > 3)
+    counts = generator.poisson(np.exp(1 + 1.5 * (moves.reshape(12, 40).cumsum(1).ravel() % 2)))
+    frame = {"id": np.repeat(np.arange(12), 40), "x": x, "hour": hour, "y": counts}
+    design = formulas(frame, transition="~ smooth(hour, 12, period=8)", rate="~ x + smooth(x, 40)",
+                      initial="~ smooth(x, 5)")  # fmt: skip
+    data = Sequences.from_dataframe(
+        design.table(frame), by="id", columns="y", covariates=design.names
+    )
+    family = regression(Poisson, rate=design["rate"], prior_scale=3.0)
+    module = RegressionHMM(2, family, design["transition"], design["initial"], prior_scale=3.0)
+    with pytest.raises(ValueError, match="weights of smooth terms are not known"):
+        fit_map(MarginalModel(module), data)
+    pyro.set_rng_seed(0)
+    fit = fit_em(module.double(), data, tolerance=1e-10, restarts=3)
+    table = fit.table(data)
+    assert {"transition 0 → 1: smooth(hour, 12, period=8)[3]", "initial 1: smooth(x, 5)[2]",
+            "emission.rate 1: x"} < set(table["parameter"])  # fmt: skip
+
+    def marginal(fit):
+        return -fit.losses[-1] - torch.linalg.slogdet(fit.information(data).matrix)[1] / 2
+
+    best = marginal(fit)
+    for part in ("transition", "initial", "emission.rate"):
+        for factor in (0.5, 2.0):
+            other = copy.deepcopy(fit.model.module)
+            other.get_submodule(part).spread.mul_(factor)
+            again = fit_em(other, data, tolerance=1e-12, start=fit)
+            # of first states, which twelve sequences hardly tell, the approximation is coarse
+            assert marginal(again) < best + (0.5 if part == "initial" else 0.0)
 
 
 def test_mistakes_are_named():

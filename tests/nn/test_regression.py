@@ -6,7 +6,16 @@ import pyro
 import pytest
 import torch
 from pyro import poutine
-from pyro.distributions import Bernoulli, Categorical, Normal, Poisson
+from pyro.distributions import (
+    Bernoulli,
+    Beta,
+    Categorical,
+    Gamma,
+    NegativeBinomial,
+    Normal,
+    Poisson,
+    VonMises,
+)
 from pyro.infer.autoguide import AutoNormal
 from scipy.optimize import minimize
 
@@ -166,6 +175,8 @@ def test_coefficients_have_intervals_and_predictions_bands():
     assert [line.get_label() for line in axes.get_lines()] == ["0 → 1", "1 → 0"]
     with pytest.raises(ValueError, match=r"at must be \(M, C\) = \(M, 2\)"):
         fit.predict(data, [[1.0]])
+    with pytest.raises(ValueError, match=r"design.matrix\(frame\), .* got a table"):
+        fit.predict(data, {"x": [1.0]})
     with pytest.raises(ValueError, match="transition or initial or mean"):
         fit.predict(data, grid, "means")
     for lacking in ("rates", "duration"):
@@ -184,7 +195,9 @@ def test_priors_of_coefficients_leave_errors_in_single_precision(first, second):
     for dtype in (torch.float32, torch.float64):
         data = Sequences(values.to(dtype), torch.full((20,), 10), covariates=covariates.to(dtype))
         pyro.set_rng_seed(0)
-        module = RegressionHMM(2, regression(Poisson, rate=[0, 1], scale=first), [0], scale=second)
+        module = RegressionHMM(
+            2, regression(Poisson, rate=[0, 1], prior_scale=first), [0], prior_scale=second
+        )
         fit = fit_em(module.to(dtype), data, num_iterations=30)
         errors.append(fit.std_errors(data))
         assert fit.predict(data, covariates[0]).value.isfinite().all()
@@ -220,10 +233,10 @@ def test_gaps_ragged_sequences_priors_and_both_parameters(length):
     observed[0, length // 2] = length == 1
     covariates = torch.randn(2, length, 2)
     data = Sequences(torch.randn(2, length), lengths, observed, covariates=covariates)
-    emission = regression(Normal, loc=[1], scale=None)
+    emission = regression(Normal, loc=[1])
     with pytest.raises(ValueError, match="parameters must be those of Normal"):
         regression(Normal, mean=[1])
-    module = RegressionHMM(2, emission, transition=[0, 1], initial=[0], scale=1.0)
+    module = RegressionHMM(2, emission, transition=[0, 1], initial=[0], prior_scale=1.0)
     hmm = module(data.lengths, data.observed, data.covariates)
     assert hmm.log_prob(data.values).shape == (2,)
     torch.testing.assert_close(hmm.log_transition.exp().sum(-1), torch.ones(2, length - 1, 2))
@@ -254,6 +267,63 @@ def test_formulas_and_their_mistakes():
         design.matrix({"hour": [1], "dose": [1.0], "sex": ["x"]})
     with pytest.raises(KeyError, match="c"):
         design["c"]
+    table["level"] = pd.Categorical(table["sex"], ["f", "m", "x"])
+    table["when"] = pd.to_datetime(table["hour"], unit="h")
+    for text, words in (
+        ("~ level", r"column 'level\[T.x\]' of a is zero in all rows.*remove_unused_categories"),
+        ("~ dose + when", r"column 'when' holds times: .*frame\['when'\].dt.hour"),
+        ("~ 0", "the formula of a has no columns"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            formulas(table, a=text)
+
+
+def test_an_offset_has_a_coefficient_of_one():
+    """Of one state: the rate is the number of events for each unit of exposure."""
+    hours, counts = np.array([1.0, 2.0, 5.0, 0.5, 3.0]), np.array([2, 3, 14, 0, 8])
+    frame = {"hours": hours, "dose": [0, 0, 1, 1, 1], "y": counts}
+    design = formulas(frame, rate="~ offset(log(hours)) + dose")
+    data = Sequences.from_dataframe(design.table(frame), columns="y", covariates=design.names)
+    module = RegressionHMM(1, regression(Poisson, rate=design["rate"]))
+    fit = fit_em(module.double(), data, tolerance=1e-12)
+    rates = [counts[:2].sum() / 3.0, counts[2:].sum() / 8.5]
+    found = fit.model.module.emission.rate.coefficients.detach().numpy()
+    np.testing.assert_allclose(found, [np.log(rates[0]), np.log(rates[1] / rates[0])], atol=1e-6)
+    at = design.matrix({"hours": [1.0, 10.0], "dose": [0, 1]})
+    np.testing.assert_allclose(fit.predict(data, at, "mean").value[:, 0], [rates[0], 10 * rates[1]])
+
+
+NATURAL = {  # of the two states: intercepts, and slopes of x, or of the group
+    Gamma: {"concentration": [[0.5, 0.5], [3.0, 0.0]], "rate": [[0.0, 0.5], [0.5, -0.5]]},
+    NegativeBinomial: {"total_count": [[1.0, 0.5], [3.0, 0.0]], "probs": [[-1.0, 0.5], [1.0, 0.5]]},
+    Beta: {"concentration1": [[0.0, 0.5], [2.0, 0.0]], "concentration0": [[2.0, 0.5], [0.0, 0.5]]},
+    VonMises: {"loc": [[0.0, 0.5], [2.5, 0.0]], "concentration": [[1.0, 1.0], [2.0, 0.5]]},
+    Normal: {"loc": [[0.0, 1.0], [4.0, 0.5]], "scale": [[-0.5, 0.7], [0.0, -0.5]]},
+}
+
+
+@pytest.mark.parametrize("kind", NATURAL)
+def test_every_natural_parameter_has_a_formula(kind):
+    """States are known; the truth lies within four standard errors."""
+    pyro.set_rng_seed(0)
+    truth = NATURAL[kind]
+    frame = {"x": torch.randn(900).tolist(), "group": ["b" if n % 3 else "a" for n in range(900)]}
+    first, second = truth
+    design = formulas(frame, **{first: "~ x", second: "~ 1 + group"})
+    module = RegressionHMM(2, regression(kind, **{n: design[n] for n in truth})).double()
+    for part, table in truth.items():
+        module.emission.get_submodule(part).coefficients = torch.tensor(table).double()
+    covariates = torch.as_tensor(design.matrix(frame))
+    states = (torch.arange(900) // 20 % 2).reshape(1, -1)
+    values = module.emission(covariates).sample().gather(-1, states.mT).mT
+    data = Sequences(values, torch.tensor([900]), covariates=covariates[None], labels=states)
+    freeze(module, "initial.coefficients")
+    fit = fit_em(module, data, tolerance=1e-10)
+    errors = fit.std_errors(data)
+    for part, table in truth.items():
+        key = f"module.emission.{part}.coefficients"
+        assert bool(((fit.parameters[key] - torch.tensor(table)).abs() < 4 * errors[key]).all())
+        assert bool((errors[key] < 0.5).all())
 
 
 def test_coefficients_with_priors_have_chains_and_restarts() -> None:
@@ -261,8 +331,8 @@ def test_coefficients_with_priors_have_chains_and_restarts() -> None:
     x = torch.stack([torch.ones(2, 60), torch.randn(2, 60)], -1)
     counts = torch.poisson((1 + 0.5 * x[..., 1]).exp())
     data = Sequences(counts, torch.tensor([60, 40]), covariates=x)
-    family = regression(Poisson, scale=1.0, rate=[0, 1])
-    model = MarginalModel(RegressionHMM(2, family, transition=[0, 1], scale=1.0))
+    family = regression(Poisson, prior_scale=1.0, rate=[0, 1])
+    model = MarginalModel(RegressionHMM(2, family, transition=[0, 1], prior_scale=1.0))
     fit = fit_mcmc(model, data, num_samples=3, num_chains=3, warmup=2)
     last = fit_map(model, data, restarts=3, num_iterations=3)
     assert last.restarts.hmm(data).log_transition.shape == (3, 2, 59, 2, 2)
@@ -370,7 +440,7 @@ def test_estimates_are_those_of_statsmodels():
         torch.as_tensor(np.concatenate([none, y]))[None], torch.tensor([302]),
         torch.arange(302)[None] > 1, covariates=torch.as_tensor(np.stack(columns, -1))[None],
     )  # fmt: skip
-    family = regression(Normal, loc=[0, 1], scale=None)
+    family = regression(Normal, loc=[0, 1])
     module = RegressionHMM(2, family, transition=[0, 2]).double()
     module.emission.loc.coefficients = torch.tensor([[1.0, 0.0], [-1.0, 0.0]]).double()
     module.initial.coefficients = torch.zeros(1, 1).double()
@@ -402,8 +472,8 @@ def test_em_ends_at_the_maximum_of_the_log_joint(kind):
         free = torch.tensor([[[1, 0], [1, 1]]]).bool().expand(3, 2, 2)
         options = {"transition_allowed": allowed, "transition_free": free}
     size = 3 if kind == "parts" else 2
-    family = regression(Poisson, rate=[0, 1], scale=2.0)
-    module = RegressionHMM(size, family, [0, 1], [0], scale=1.0, **options).double()
+    family = regression(Poisson, rate=[0, 1], prior_scale=2.0)
+    module = RegressionHMM(size, family, [0, 1], [0], prior_scale=1.0, **options).double()
     restarts = 3 if kind == "restarts" else 1
     fit = fit_em(module, data, tolerance=1e-13, restarts=restarts)
     assert not any("rose" in note for note in fit.notes)
@@ -424,7 +494,9 @@ def test_closed_forms_of_emissions_stay():
     pyro.set_rng_seed(0)
     x = torch.randn(4, 30, 1)
     data = Sequences(torch.randn(4, 30) + 4 * (x[..., 0] > 0), torch.full((4,), 30), covariates=x)
-    fit = fit_em(RegressionHMM(2, normal(0), transition=[0], scale=1.0), data, tolerance=1e-10)
+    fit = fit_em(
+        RegressionHMM(2, normal(0), transition=[0], prior_scale=1.0), data, tolerance=1e-10
+    )
     assert bool((fit.losses.diff() <= 1e-4).all())
     means = fit.hmm(data).emission.mean.sort().values
     np.testing.assert_allclose(means, [0.0, 4.0], atol=0.4)

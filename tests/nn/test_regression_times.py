@@ -225,9 +225,9 @@ def test_durations_are_fitted_by_em_and_by_gradients():
 def test_priors_restarts_and_both_chains() -> None:
     pyro.set_rng_seed(0)
     data, lasting = visits(count=8), seasons()[:4]
-    timed = RegressionHMM(2, categorical(3), rates=[0, 1], scale=1.0).double()
-    family = regression(Poisson, rate=[0, 1], scale=1.0)
-    slow = RegressionHMM(2, normal(0), durations=family, max_duration=6, scale=1.0).double()
+    timed = RegressionHMM(2, categorical(3), rates=[0, 1], prior_scale=1.0).double()
+    family = regression(Poisson, rate=[0, 1], prior_scale=1.0)
+    slow = RegressionHMM(2, normal(0), durations=family, max_duration=6, prior_scale=1.0).double()
     for module, some, chain in ((timed, data, "rates"), (slow, lasting, "log_duration")):
         model = MarginalModel(module)
         fit = fit_map(model, some, restarts=3, num_iterations=3)
