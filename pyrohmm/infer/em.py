@@ -156,7 +156,9 @@ def fit_em(
         >>> fit.hmm(data).log_prob(data.values).sum().round(decimals=1)  # 2 log 1/2
         tensor(-1.4000)
     """
-    data, start = in_parts(data), start.parameters if isinstance(start, Fit) else start
+    data = in_parts(data)
+    if isinstance(start, Fit):
+        start = start.start | start.parameters  # which may be zero
     arguments = dict(locals())  # all of them, for checkpoints
     if isinstance(module, HMM):
         module = module_of(module)

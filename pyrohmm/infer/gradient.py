@@ -11,10 +11,11 @@ import pyro
 import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
+from torch import nn
 
 from .. import _renamed as renamed
 from .._checks import check_size
-from ..data.batches import first_sequence, in_parts
+from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..nn.sticky_hdp import SharedRows
@@ -22,8 +23,8 @@ from .guides import Point
 from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
-from .results import WINDOW, Fit, Restarts
-from .starts import Values
+from .results import POINT, WINDOW, Fit, Restarts
+from .starts import Values, set_point
 from .training import check_model_and_data, train
 
 
@@ -162,8 +163,9 @@ def fit_map(
     check_size("restarts", restarts)
     data, init_loc_fn = in_parts(data), partial(_interior_value, _init_function(start))
     if restarts == 1:
+        params = _begin_points(model, start, data)
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)
-        return train(model, guide, data, settings, "MAP")
+        return train(model, guide, data, settings, "MAP", params=params)
     for name in ("validation", "elbo"):
         if settings[name] is not None:
             raise ValueError(
@@ -185,6 +187,29 @@ def fit_map(
 
     guide = AutoDelta(batched, init_loc_fn=init_loc_fn)
     return _best(train(batched, guide, data, settings, "MAP", restarts), model)
+
+
+def _begin_points(
+    model: Callable[..., Any], start: Callable[..., Any] | Values | Fit, data: Sequences | Parts
+) -> dict[str, Any] | None:
+    """Set parameters without a prior to values of ``start``; a state of the store for functions."""
+    values = start.start if isinstance(start, Fit) else start
+    if not isinstance(values, Mapping):
+        return None
+    if isinstance(model, nn.Module):
+        for name, point in model.named_parameters():
+            if point.requires_grad and (name := name.removesuffix(POINT)) in values:
+                set_point(model, name, values[name])
+        return None
+    store = pyro.get_param_store()
+    with store.scope() as state, poutine.block(), torch.no_grad():
+        model(data if isinstance(data, Sequences) else first_sequence(data))
+        for name in list(store):
+            if name in values:
+                store[name] = values[name].clone()
+            else:
+                del store[name]
+    return state
 
 
 def _init_function(start: Callable[..., Any] | Values | Fit) -> Callable[..., Any]:

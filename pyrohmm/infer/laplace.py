@@ -35,9 +35,8 @@ from ..distributions.hmm import HMM
 from .ascent import Peak, climb
 from .guides import Point
 from .marginal import Marginal, Values
-from .objective import latent_sites
+from .objective import APART, check_copies, latent_sites
 from .plates import AtValues, marks_of, sequence_plates
-from .replicates import check_copies
 from .results import Fit
 from .training import check_model_and_data
 from .uncertainty import FAR, Information, double_of, points_of
@@ -294,12 +293,10 @@ def fit_laplace(
     if not starts.place.size(-1):
         raise ValueError("model has no parameters but random effects: there is nothing to fit.")
     marginal.widen(restarts)
+    places, b = starts.place[0] + APART, torch.zeros(3, *marginal.modes.shape[1:]).double()
     check_copies(
-        lambda place: marginal.joint(
-            starts.wide(place), torch.zeros(len(place), *marginal.modes.shape[1:]).double(),
-            torch.zeros(len(place)).long(),
-        ),
-        starts.place[0],
+        lambda u: marginal.joint(starts.wide(u), b[: len(u)], torch.zeros(len(u)).long()),
+        places, {**starts.wide(places), **marginal.effects(b)},
     )  # fmt: skip
     marginal.check_independent(starts.wide(starts.place))
 

@@ -23,9 +23,10 @@ from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
-from .guides import RotationGuide
+from .guides import RotationGuide, repeatable
 from .plates import AtValues, PlatesOfBatch, sequence_plates
 
+APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
 WHEN_IMPOSSIBLE = (
     "a sequence has probability zero: check for symbols or transitions that no path allows"
 )
@@ -58,7 +59,7 @@ class Objective:
             with poutine.trace(param_only=True) as of_model:
                 trace = poutine.trace(model).get_trace(probe)
             self.supports, enumerated = latent_sites(trace)
-            asked = inspect.unwrap(model) if batched else model
+            asked = inspect.unwrap(model)
             self.plates = sequence_plates(asked, probe, None if batched else trace)
             with poutine.trace(param_only=True) as of_guide:
                 guide(probe)
@@ -68,6 +69,7 @@ class Objective:
         read = parameters_read(model, of_model) + parameters_read(guide, of_guide)
         distinct = {id(each): each for each in [*self.module.parameters(), *read]}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
+        self.read = [] if isinstance(asked, nn.Module) else list(of_model.trace.nodes)
         self.cost = step_cost(_hmms_in(trace), self.parameters, model, guide)
         if not self.parameters:
             raise ValueError(
@@ -80,6 +82,12 @@ class Objective:
         """Log-likelihood and log-prior of the last loss, ``(2,)`` or ``(2, R)``, if it is known."""
         holder = self.module if isinstance(self.module, RestartLosses) else self.elbo
         return getattr(holder, "parts", None)
+
+    def points(self) -> dict[str, Tensor]:
+        """Values of the ``pyro.param`` statements of a model that is a function, by name."""
+        store = pyro.get_param_store()
+        names = [name for name in self.read if name in store and "$$$" not in name]
+        return {name: store[name].detach().clone() for name in names}
 
     def check_finite(self, loss: Tensor, step: int, batch: Sequences) -> None:
         """Raise FloatingPointError, with the likely cause, if the ``loss`` is not finite."""
@@ -204,6 +212,37 @@ class LogJoint(AtValues):
             self.prior = self.prior + total
 
 
+def check_copies(
+    joint: Callable[[Tensor], Tensor], places: Tensor, values: Mapping[str, Tensor]
+) -> None:
+    """Raise unless log joints ``(3,)`` of copies at ``places`` ``(3, *)`` are those of each alone.
+
+    Args:
+        joint: From some of the places to log joint densities.
+        places: Of three copies that differ.
+        values: The parameters there, as copies of the model read them.
+    """
+    cause, close = None, False
+    try:
+        with torch.no_grad(), poutine.block():
+            alone = torch.cat([joint(place.unsqueeze(0)) for place in places])
+            together = joint(places)
+        near = torch.finfo(alone.dtype).eps ** 0.5
+        close = torch.allclose(together, alone, near, near, equal_nan=True)
+    except (RuntimeError, ValueError, IndexError) as error:
+        cause = error
+    if not close:
+        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in values.items())
+        raise ValueError(
+            "many copies of the model are run as one batch, and this model gives a copy another "
+            "density than it gives it alone, or none. Parameters have a dimension of copies first "
+            f"there; of three copies they are {shapes}. Those that meet a plate must be scalars or "
+            "lie in it, and beside further dimensions need as many: r.unsqueeze(-1) * "
+            "own.unsqueeze(-1). Count dimensions from the right: write matrix[..., 0, :], not "
+            "matrix[0]."
+        ) from cause
+
+
 class RestartLosses(nn.Module):
     """Minus the log joint density of each of R batched restarts, ``(R,)``."""
 
@@ -293,7 +332,7 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences) -> poutine.Tr
     """Trace of a model of which many restarts or chains can be run as one batch.
 
     Raises:
-        ValueError: If it enumerates states, or has parameters without a prior.
+        ValueError: If it enumerates states, has parameters without a prior, or mixes copies.
     """
     with poutine.block(), torch.no_grad():
         with poutine.trace(param_only=True) as read:
@@ -310,6 +349,22 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences) -> poutine.Tr
             "restarts and chains need a model whose states are summed out, such as MarginalModel; "
             "this one enumerates them."
         )
+    sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
+
+    def joint(rows: Tensor) -> Tensor:
+        with repeatable(), pyro.plate("copies", 3, dim=-2):
+            wide = poutine.trace(model).get_trace(data)
+        values = {name: wide.nodes[name]["value"][rows] for name in sites}
+        with repeatable(), LogJoint(values, len(rows)) as joint:
+            with pyro.plate("copies", len(rows), dim=-2):
+                model(data)
+        return joint.likelihood + joint.prior
+
+    check_copies(joint, torch.arange(3), {
+        name: site["value"].expand(3, *site["value"].shape if site["cond_indep_stack"] else
+                                   (1, *site["value"].shape))
+        for name, site in sites.items()
+    })  # fmt: skip
     return trace
 
 

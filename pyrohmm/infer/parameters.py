@@ -19,7 +19,7 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, scale_priors, to_model_device
 from .objective import check_events, step_cost
-from .starts import Values
+from .starts import Values, set_point
 
 
 class Parameters:
@@ -162,11 +162,7 @@ class Parameters:
             if name in self.values:
                 self.values[name] = value.unsqueeze(1) if self.restarts > 1 else value[0]
                 continue
-            part = self.module.get_submodule(path)
-            if last in part._parameters:
-                part._parameters[last].data.copy_(value[0])
-            else:
-                setattr(part, last, value[0])
+            set_point(self.module, name, value[0])
 
     def check_supports(self) -> None:
         """Raise unless the latent variables lie in their supports."""

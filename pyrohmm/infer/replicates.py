@@ -20,7 +20,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from .ascent import Peak, climb
-from .objective import LogJoint
+from .objective import APART, LogJoint, check_copies
 from .uncertainty import Information, names_of, normal_quantile
 
 CELLS = 1 << 22  # copies x sequences x steps x states of one pass
@@ -58,9 +58,11 @@ class Copies:
         self.root = torch.linalg.cholesky(information.matrix)
         size = len(data) * data.num_steps * information.hmm.num_states
         self.room = max(1, CELLS // size)
-        plain = torch.zeros(len(self.root), dtype=torch.double)
         if values is None and weights is None:
-            check_copies(lambda u: self.run(u, torch.zeros(len(u)).long())[0], plain)
+            u = APART * torch.ones(len(self.root), dtype=torch.double)
+            check_copies(
+                lambda u: self.run(u, torch.zeros(len(u)).long())[0], u, information.values_at(u)
+            )
 
     def at(self, place: Tensor) -> Tensor:
         """Free coordinates ``(B, P)`` of the places."""
@@ -126,21 +128,6 @@ class Densities(LogJoint):
             least = torch.finfo(message["value"].dtype).tiny
             message = {**message, "value": message["value"].clamp(min=least)}
         super()._pyro_post_sample(message)
-
-
-def check_copies(joint: Callable[[Tensor], Tensor], place: Tensor) -> None:
-    """Raise unless log joints ``(B,)`` at coordinates ``(B, P)`` are those of each row alone."""
-    places = place + 0.01 * torch.arange(3, dtype=torch.double).unsqueeze(-1)
-    with torch.no_grad():
-        alone = torch.cat([joint(row.unsqueeze(0)) for row in places])
-        together = joint(places)
-    if together.shape != alone.shape or not torch.allclose(together, alone, equal_nan=True):
-        raise ValueError(
-            "many copies of the model are run as one batch, to the left of the dimensions of its "
-            "parameters, and this model gives a copy another density than it gives it alone. "
-            "Parameters that meet a plate must be scalars or have its dimension; count dimensions "
-            "from the right: write matrix[..., 0, :], not matrix[0]."
-        )
 
 
 @dataclass

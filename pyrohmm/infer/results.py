@@ -64,7 +64,8 @@ class Fit:
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
         parameters: One value of each latent variable, by name, always the same: the estimate of MAP
             and EM; the median of the guide of SVI, or one sample if the guide has no median.
-            Variables of which each sequence has one have shape ``(N, ...)``. And PyroParams.
+            Variables of which each sequence has one have shape ``(N, ...)``. And PyroParams, and
+            ``pyro.param`` statements of a function.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
         history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
@@ -117,12 +118,14 @@ class Fit:
 
     @property
     def start(self) -> dict[str, Tensor]:
-        """Initial values for another fit: ``parameters``, moved inside their supports.
+        """Initial values for another fit: weights, and ``parameters`` inside their supports.
 
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
-        return {
+        named = self.model.named_parameters() if isinstance(self.model, torch.nn.Module) else ()
+        weights = {n: p.detach() for n, p in named if p.requires_grad and not n.endswith(POINT)}
+        return weights | {
             name: interior(self.supports[name], value) if name in self.supports else value
             for name, value in self.parameters.items()
         }

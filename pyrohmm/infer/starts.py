@@ -137,6 +137,16 @@ def from_hmm(hmm: HMM) -> Start:
     return start
 
 
+def set_point(module: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter of a module that has no prior, in place."""
+    path, _, last = name.rpartition(".")
+    part = module.get_submodule(path)
+    if last in part._parameters:
+        part._parameters[last].data.copy_(value)  # type: ignore[union-attr]
+    else:
+        setattr(part, last, value.clone())  # which is trained in place
+
+
 def build_once(module: HMMModule, data: Sequences) -> HMM:
     """One HMM from the module, with samples of its priors."""
     with torch.no_grad(), poutine.block():

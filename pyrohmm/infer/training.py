@@ -48,6 +48,7 @@ def train(
     settings: Settings,
     method: str,
     restarts: int = 1,
+    params: dict[str, Any] | None = None,
 ) -> Fit:
     """Minimise the loss of ``model`` and ``guide`` on ``data`` by gradient steps.
 
@@ -58,19 +59,20 @@ def train(
         settings: All else that fits take.
         method: "MAP" or "SVI".
         restarts: R, of which each has a loss.
+        params: State of the parameter store at the start.
     """
     check_model_and_data(model, data)
     if isinstance(guide, AutoGuide):
         _rename(guide)
     module = getattr(inspect.unwrap(model), "module", None)
     with (
-        pyro.get_param_store().scope() as store,
+        pyro.get_param_store().scope(params) as store,
         in_mode(True, model, guide),
         _scaled_priors(module, data) as units,
     ):
         training = Training(model, guide, data, settings, restarts, units)
         losses = training.run()
-        values = training.values()
+        values = training.objective.points() | training.values()
     plates, supports = training.objective.plates, training.objective.supports
     return Fit(
         model, guide, losses, training.reason is not None, training.reason or training.ended,
@@ -391,7 +393,8 @@ def why_converged(losses: list[Tensor], tolerance: float | None, units: float = 
         return None
     mean = torch.stack(losses[-WINDOW:]).mean(0)
     before = torch.stack(losses[-2 * WINDOW : -WINDOW]).mean(0)
-    if bool((before - mean >= tolerance * (mean - units).abs()).any()):  # in any restart
+    change = (before - mean).abs()  # where it rises steps are too long
+    if bool((change >= tolerance * (mean - units).abs()).any()):  # in any restart
         return None
     return f"over {WINDOW} steps the loss fell by less than {tolerance:g} of itself"
 

@@ -1,12 +1,18 @@
 """Batched restarts: they are what they would be one by one."""
 
+import copy
+
 import pyro
 import pytest
 import torch
+from pyro.distributions import Beta, Categorical, Normal
 from pyro.infer.autoguide import AutoNormal, init_to_value
+from torch.distributions import constraints
 
 from pyrohmm import (
+    HMM,
     DenseHMM,
+    HMMModule,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -14,6 +20,7 @@ from pyrohmm import (
     datasets,
     fit_em,
     fit_map,
+    fit_mcmc,
     fit_svi,
     normal,
     plots,
@@ -76,6 +83,24 @@ def test_the_best_is_kept_and_all_are_reported(fit):
     assert f"the least is that of {found.restarts.best})" in repr(found.restarts)
 
 
+@pytest.mark.parametrize("own", [lambda level: level[..., :1], lambda level: level[0]])
+@pytest.mark.parametrize("fit", [fit_map, fit_mcmc])
+def test_models_that_mix_copies_are_refused(fit, own):
+    """A vector of size one beside a plate; dimensions that are counted from the left."""
+
+    def model(data):
+        level = own(pyro.sample("level", Normal(0.0, 9.0).expand([2]).to_event(1)))
+        loc = (level + torch.zeros(len(data))).unsqueeze(-1)
+        hmm = HMM(torch.zeros(1), torch.zeros(1, 1), Normal(loc, 1.0), data.lengths)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    several = {"num_samples": 2, "warmup": 2} if fit is fit_mcmc else {"restarts": 2}
+    with pytest.raises(ValueError, match=r"they are level \(3, 1, 2\). Those .* must be scalars"):
+        fit(model, numbers(), **several)
+
+
 def test_states_that_are_only_renamed_are_matched():
     data = Sequences(
         torch.randn(5, 20, 1) + 4.0 * torch.randint(3, (5, 20, 1)), torch.full((5,), 20)
@@ -93,10 +118,13 @@ def test_states_that_are_only_renamed_are_matched():
 
 def test_a_restart_that_fails_does_not_stop_the_others():
     def barred(hmm):
-        return torch.tensor([[0.0], [-torch.inf]])
+        return torch.where(hmm.log_initial.diff()[..., 0] < 0, 0.0, -torch.inf)
 
     flat = MarginalModel(TabularHMM(2, categorical(6)), barred)
-    fit = fit_map(flat, DATA, restarts=2, num_iterations=20)
+    start = tables(2)
+    start["module.initial"] = torch.tensor([[0.9, 0.1], [0.1, 0.9]])
+    start = {name: value.unsqueeze(1) for name, value in start.items()}
+    fit = fit_map(flat, DATA, start=start, restarts=2, num_iterations=20)
     assert fit.restarts.best == 0
     assert fit.losses.isfinite().all()
     assert "1 of 2 restarts ended at infinity" in fit.notes
@@ -129,10 +157,50 @@ def test_gradient_fits_may_begin_where_em_ended_at_zeros(restarts):
     assert fit.parameters["module.transition"][1, 0] == 0
 
 
+class Weights(HMMModule):
+    """Logits that are weights, without a prior."""
+
+    def __init__(self):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, lengths, observed=None):
+        even = torch.full((2, 2), 0.5).log()
+        return HMM(even[0], even, Categorical(logits=self.logits), lengths, observed)
+
+
+def statements(data):
+    stay = pyro.sample("stay", Beta(2.0, 2.0))
+    probs = pyro.param("probs", torch.rand(2, 6).softmax(-1), constraint=constraints.simplex)
+    matrix = torch.stack([torch.stack([stay, 1 - stay]), torch.stack([1 - stay, stay])]).log()
+    hmm = HMM(torch.full((2,), 0.5).log(), matrix, Categorical(probs), data.lengths)
+    with pyro.plate("sequences", len(data)):
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+STARTS = {
+    "priors": lambda: MarginalModel(module()),
+    "points": lambda: MarginalModel(TabularHMM.from_hmm(module()(torch.tensor([1])))),
+    "weights": lambda: MarginalModel(Weights()),
+    "statements": lambda: statements,
+}
+
+
+@pytest.mark.parametrize("make", STARTS.values(), ids=STARTS)
+def test_a_fit_begins_where_another_has_ended(make):
+    fit = fit_map(make(), DATA, num_iterations=30)
+    end, before = sum(fit.parts(DATA).values()), copy.deepcopy(fit.parameters)
+    again = fit_map(make(), DATA, num_iterations=2, start=fit)
+    torch.testing.assert_close(again.losses[0], end)
+    assert again.parameters.keys() == before.keys()
+    assert all(torch.equal(fit.parameters[name], value) for name, value in before.items())
+    if make() is not statements:
+        by_em = fit_em(make().module, DATA, num_iterations=1, start=fit)
+        torch.testing.assert_close(by_em.losses[0], end)
+
+
 def test_values_of_a_fit_may_be_where_em_begins():
-    first = fit_em(module(), DATA, num_iterations=5, tolerance=None)
-    whole = fit_em(module(), DATA, num_iterations=3, tolerance=None, start=first.parameters)
-    torch.testing.assert_close(whole.losses[0], first.losses[-1])
     with pytest.raises(ValueError, match=r"start has no value for transition, emission.probs"):
         fit_em(module(), DATA, start={"initial": torch.ones(2) / 2})
 
