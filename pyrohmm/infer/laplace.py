@@ -36,7 +36,7 @@ from .ascent import Peak, climb
 from .guides import Point
 from .marginal import Marginal, Values
 from .objective import APART, check_copies, latent_sites
-from .plates import AtValues, marks_of, sequence_plates
+from .plates import AtValues, in_plate, marks_of, sequence_plates
 from .results import Fit
 from .training import check_model_and_data
 from .uncertainty import FAR, Information, double_of, points_of
@@ -193,7 +193,8 @@ class _Starts:
         start: Mapping[str, Tensor],
         restarts: int,
     ) -> None:
-        points, spaces = points_of(model, data)
+        with pyro.get_param_store().scope():
+            points, spaces = points_of(model, data)
         self.supports: dict[str, Any] = {n: spaces[n] or constraints.real for n in points}
         samples = []
         with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
@@ -202,7 +203,7 @@ class _Starts:
                 found, _ = latent_sites(trace)
                 self.supports |= {n: space for n, space in found.items() if n not in random}
                 samples.append({n: trace.nodes[n]["value"] for n in found if n not in random})
-        self.plated = {n for n in samples[0] if trace.nodes[n]["cond_indep_stack"]}
+        self.plated = {name for name in self.supports if in_plate(trace.nodes[name])}
         if unknown := sorted(set(start) - set(self.supports) - set(random)):
             known = ", ".join(self.supports) or "no parameters"
             raise ValueError(f"start has {unknown[0]!r}, which the model has not; it has {known}.")

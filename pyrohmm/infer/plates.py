@@ -88,6 +88,17 @@ def _plates_of_size(trace: poutine.Trace, data: Sequences) -> dict[str, Sequence
     return found
 
 
+def in_plate(site: Any) -> bool:
+    """Whether the value of a site has the dimension of a plate.
+
+    A parameter without a prior may be read inside a plate, and be shared by all its members.
+    """
+    value, frames = site["value"], site["cond_indep_stack"]
+    if site["type"] != "param":
+        return bool(frames)
+    return any(value.dim() >= -f.dim and value.size(f.dim) == f.size for f in frames if f.dim)
+
+
 class AtValues(Messenger):
     """Runs a model at values of its variables, which stay latent, and of ``pyro.param`` statements.
 

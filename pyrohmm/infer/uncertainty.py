@@ -24,7 +24,7 @@ from torch.distributions.transforms import (
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .models import EnumeratedModel, MarginalModel
-from .plates import AtValues, detached
+from .plates import AtValues, detached, in_plate
 
 BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
@@ -235,10 +235,7 @@ class Information:
             trace = poutine.trace(self.model).get_trace(self.data)
         self.hmm: HMM = detached(trace.nodes["_RETURN"]["value"])
         # inside a plate values have the dimension of a batch already
-        self.plated = {
-            name for name in at_estimate
-            if len(trace.nodes.get(name, {}).get("cond_indep_stack", ()))
-        }  # fmt: skip
+        self.plated = {n for n in at_estimate if n in trace and in_plate(trace.nodes[n])}
         self._compute()
 
     def values_at(self, u: Tensor) -> dict[str, Tensor]:

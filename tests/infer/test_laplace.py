@@ -7,6 +7,7 @@ import pyro
 import pytest
 import torch
 from pyro.distributions import Gamma, Normal, Poisson
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch.distributions import constraints
 
 from pyrohmm import HMM, Sequences, fit_laplace
@@ -26,6 +27,23 @@ def linear(data):
         hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
         pyro.sample("x", hmm, obs=data.values)
     return hmm
+
+
+class Linear(PyroModule):
+    """The same, whose parameters are read inside the plate."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = PyroParam(torch.tensor(0.0))
+        self.spread = PyroParam(torch.tensor(1.0), constraint=constraints.positive)
+        self.own = PyroSample(lambda self: Normal(0.0, self.spread))
+
+    def forward(self, data):
+        with pyro.plate("subjects", len(data)):
+            loc = (self.mean + self.own).unsqueeze(-1)
+            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
 
 
 def levels(seed=0):
@@ -59,9 +77,11 @@ def counted(count=12, steps=15, seed=1):
     return Sequences(values, torch.tensor([steps] * (count - 1) + [1]))
 
 
-def test_a_linear_model_has_the_estimates_of_textbooks():
+@pytest.mark.parametrize("make", [lambda: linear, Linear])
+def test_a_linear_model_has_the_estimates_of_textbooks(make):
     data = levels()
-    fit = fit_laplace(linear, data, ["own"], tolerance=1e-14)
+    fit = fit_laplace(make(), data, ["own"], tolerance=1e-14)
+    assert not pyro.get_param_store()
     means = data.values.mean(-1)
     total = means.var(correction=0)
     spread = (total - 1 / EACH).sqrt()
@@ -230,16 +250,19 @@ def test_what_cannot_be_integrated_is_refused():
     with pytest.raises(ValueError, match="must be independent"):
         fit_laplace(neighbours, data, ["own"])
 
-    def vector(data):
-        loc = pyro.param("loc", torch.zeros(1))  # meets the plate, of whose size it is not
-        with pyro.plate("subjects", len(data)):
-            own = pyro.sample("own", Normal(0.0, 1.0))
-            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal((loc + own).unsqueeze(-1), 1.0), data.lengths)
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
+    for size in ((1,), ()):  # meets the plate, of whose size it is not; lacks a dimension
 
-    with pytest.raises(ValueError, match="must be scalars"):
-        fit_laplace(vector, data, ["own"])
+        def shaped(data, size=size):
+            loc = pyro.param("loc", torch.zeros(size))
+            with pyro.plate("subjects", len(data)):
+                own = pyro.sample("own", Normal(0.0, 1.0))
+                loc = (loc + own).unsqueeze(-1) if size else loc + own.unsqueeze(-1)
+                hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+                pyro.sample("x", hmm, obs=data.values)
+            return hmm
+
+        with pytest.raises(ValueError, match=r"loc \(3, 1.*, own \(3, 30\).* must be scalars"):
+            fit_laplace(shaped, data, ["own"])
     fit = fit_laplace(linear, data, ["own"])
     with pytest.raises(ValueError, match="fit_laplace integrates it out"):
         fit.bootstrap(data)
