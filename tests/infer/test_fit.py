@@ -32,6 +32,7 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.infer.options import Validation
+from pyrohmm.infer.training import why_converged
 
 QUICK = {"num_iterations": 30, "progress": False}
 TO_THE_END = {
@@ -711,3 +712,9 @@ def test_a_fit_leaves_the_priors_that_it_was_given(fit):
     assert before.keys() == dict(model.named_buffers()).keys()
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize(("ends", "found"), [(2.0, True), (1.5, False), (2.5, False)])
+def test_a_loss_that_falls_or_rises_has_not_converged(ends, found):
+    losses = [torch.tensor(2.0)] * 25 + [torch.tensor(ends)] * 25
+    assert (why_converged(losses, 1e-5) is not None) == found
