@@ -24,7 +24,7 @@ from .models import exclusive, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
 from .results import POINT, WINDOW, Fit, Restarts
-from .starts import Values, set_point
+from .starts import Values, fitted_in, set_point
 from .training import check_model_and_data, train
 
 
@@ -197,8 +197,8 @@ def _begin_points(
     if not isinstance(values, Mapping):
         return None
     if isinstance(model, nn.Module):
-        for name, point in model.named_parameters():
-            if point.requires_grad and (name := name.removesuffix(POINT)) in values:
+        for name in (name.removesuffix(POINT) for name, _ in fitted_in(model)):
+            if name in values:
                 set_point(model, name, values[name])
         return None
     store = pyro.get_param_store()

@@ -30,6 +30,7 @@ from .objective import site_losses
 from .options import Validation
 from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states
+from .starts import fitted_in
 from .uncertainty import Covariance, Information
 
 POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
@@ -64,8 +65,7 @@ class Fit:
         unit: What ``num_observed`` counts: "observed step", or "pair" of adjacent symbols.
         parameters: One value of each latent variable, by name, always the same: the estimate of MAP
             and EM; the median of the guide of SVI, or one sample if the guide has no median.
-            Variables of which each sequence has one have shape ``(N, ...)``. And PyroParams, and
-            ``pyro.param`` statements of a function.
+            Variables of which each sequence has one have shape ``(N, ...)``. And points.
         plates: Of these variables, by name.
         fitted: Marks by which the sequences are recognised, if there are such variables.
         history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
@@ -95,8 +95,7 @@ class Fit:
     history: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        named = self.model.named_parameters() if isinstance(self.model, torch.nn.Module) else ()
-        own = [n.removesuffix(POINT) for n, p in named if n.endswith(POINT) and p.requires_grad]
+        own = [n.removesuffix(POINT) for n, _ in fitted_in(self.model) if n.endswith(POINT)]
         points = {name: attrgetter(name)(self.model).detach().clone() for name in own}
         self.parameters = points | self.parameters
         on_cpu = all(value.device.type == "cpu" for value in self.parameters.values())
@@ -123,8 +122,7 @@ class Fit:
         EM may end at probabilities of zero, where gradient steps cannot start:
         ``AutoNormal(model, init_loc_fn=init_to_value(values=fit.start))``.
         """
-        named = self.model.named_parameters() if isinstance(self.model, torch.nn.Module) else ()
-        weights = {n: p.detach() for n, p in named if p.requires_grad and not n.endswith(POINT)}
+        weights = {n: p.detach() for n, p in fitted_in(self.model) if not n.endswith(POINT)}
         return weights | {
             name: interior(self.supports[name], value) if name in self.supports else value
             for name, value in self.parameters.items()

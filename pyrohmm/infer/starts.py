@@ -6,7 +6,7 @@ M-step reads: see :class:`Start`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyro
 import torch
@@ -135,6 +135,12 @@ def from_hmm(hmm: HMM) -> Start:
         )
 
     return start
+
+
+def fitted_in(model: Any) -> list[tuple[str, Tensor]]:
+    """The parameters without a prior of a module, by name; none of a function."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    return [(name, point) for name, point in named if point.requires_grad]
 
 
 def set_point(module: nn.Module, name: str, value: Tensor) -> None:
