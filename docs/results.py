@@ -994,6 +994,21 @@ def laplace_numbers() -> dict[str, str]:
     }
 
 
+def published_numbers() -> dict[str, str]:
+    """Log-likelihoods that other packages have published, and ours."""
+    speed = rows("published", part="speed")
+    classes, moves = one("published", part="balance"), one("published", part="elk", doubled=True)
+    return {
+        "speed": ", ".join(f"{row['log_likelihood']:.3f}" for row in speed),
+        "speed_there": ", ".join(str(row["published"]) for row in speed),
+        "balance": f"{classes['log_likelihood']:.2f}",
+        "balance_there": str(classes["published"]),
+        "elk": f"{moves['log_likelihood']:.5f}",
+        "elk_there": f"{moves['published']:.5f}",
+        "elk_once": f"{one('published', part='elk', doubled=False)['log_likelihood']:.2f}",
+    }
+
+
 def speed_numbers() -> dict[str, str]:
     """What the page of benchmarks says beside its tables."""
     (large,) = (row for row in rows("throughput", method="sgemm 2048") if row[SHAPE][2] >= 1024)
@@ -1206,4 +1221,5 @@ def substitutions() -> dict[str, Any]:
         "switch": switch_numbers(),
         "intervals": intervals_numbers(),
         "laplace": laplace_numbers(),
+        "published": published_numbers(),
     }
