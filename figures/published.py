@@ -11,9 +11,9 @@ latent classes whose probabilities follow the age (same vignette).
 
 ``elk``: steps and angles of four elk, of ``models.RData`` beside the vignettes of moveHMM, which
 holds its fit ``m`` as well: ``write.csv(m$data, "elk.csv")``; two states and transitions that
-follow the distance to water. That fit is of 2015, and counted the first step of the second and later
-tracks twice, with a transition between; it is compared on tracks that begin so. Covariates of a
-transition are those of the step that is entered there.
+follow the distance to water. That fit is of 2015, and counted the first step of the second and
+later tracks twice, with a transition between; it is compared on tracks that begin so. Covariates of
+a transition are those of the step that is entered there.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class RegressionHMM(HMMModule):
               {\sum_k \exp(x_t^\top \beta_{ik})}, \quad \beta_{ii} = 0
 
     a multinomial logit against staying, with the covariates of the step that is left, as in
-    depmixS4 and momentuHMM. With ``rates`` it is a chain in continuous time
+    depmixS4 and hmmTMB. With ``rates`` it is a chain in continuous time
     (:class:`ContinuousTimeHMM`) of log-linear rates, constant between observations, as in msm:
 
     .. math:: q_{ij}(t) = \exp(x_t^\top \beta_{ij}), \quad i \ne j
