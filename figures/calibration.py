@@ -13,44 +13,56 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
 import torch
 from common import earlier, write
-from pyro.distributions import Dirichlet, Gamma, Normal
-from scipy import stats
+from pyro.distributions import Dirichlet, Gamma, Normal, Poisson
+from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
 from torch import Tensor
 
 from pyrohmm import (
     HMM,
     DenseHMM,
     MarginalModel,
-    PosteriorDraws,
+    RegressionHMM,
     Sequences,
     StickyHDPHMM,
+    TabularContinuousTimeHMM,
+    TabularFactorialHMM,
     TabularHMM,
     TabularHSMM,
     TabularSecondOrderHMM,
     autoregressive_normal,
     bernoulli,
+    calibrate,
     categorical,
+    fit_em,
     fit_gibbs,
     fit_mcmc,
+    fit_svi,
     free_durations,
     gamma,
     normal,
     normal_full,
     normal_mixture,
     poisson,
+    regression,
     sticky,
+    streams,
 )
 from pyrohmm.infer.starts import from_prior
+from pyrohmm.nn.base import HMMModule
 
 CHAINS, BINS = 15, 8
 LENGTHS = torch.tensor([12, 7, 1])
+LEVELS = torch.tensor([2.0, 8.0])
 STRENGTH = torch.tensor([[4.0, 1.0, 1.0], [1.0, 1.0, 3.0]])
+STEPS = torch.arange(12.0).expand(3, 12)
+TIMES = Sequences(STEPS, LENGTHS, times=STEPS.square() / 10)
+REGRESSORS = Sequences(STEPS, LENGTHS, covariates=torch.stack([STEPS.sin(), STEPS.cos()], -1))
 
 
 def tabular(family: Any) -> Any:
@@ -70,102 +82,87 @@ def subjects(data: Sequences) -> HMM:
     return hmm
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "categorical": lambda: tabular(categorical(3, STRENGTH)),
-    "bernoulli": lambda: tabular(bernoulli(2, 1.5, 2.0)),
-    "poisson": lambda: tabular(poisson(0, torch.tensor([2.0, 8.0]), 1.0)),
-    "normal": lambda: tabular(normal(0, torch.tensor([-1.0, 1.0]), 0.5, 3.0, 1.0)),
-    "full covariance": lambda: tabular(normal_full(2, 0.5, 1.0, 6.0, 2.0)),
-    "mixture": lambda: tabular(normal_mixture(1, 0.0, 0.5, 3.0, 1.0, 2.0, num_components=2)),
-    "autoregressive": lambda: tabular(autoregressive_normal(1, 1, 0.0, 0.5, 4.0, 4.0, 2.0)),
-    "durations": lambda: TabularHSMM(
+MODELS: dict[str, Any] = {
+    "categorical": tabular(categorical(3, STRENGTH)),
+    "bernoulli": tabular(bernoulli(2, 1.5, 2.0)),
+    "poisson": tabular(poisson(0, LEVELS, 1.0)),
+    "normal": tabular(normal(0, torch.tensor([-1.0, 1.0]), 0.5, 3.0, 1.0)),
+    "full covariance": tabular(normal_full(2, 0.5, 1.0, 6.0, 2.0)),
+    "mixture": tabular(normal_mixture(1, 0.0, 0.5, 3.0, 1.0, 2.0, num_components=2)),
+    "autoregressive": tabular(autoregressive_normal(1, 1, 0.0, 0.5, 4.0, 4.0, 2.0)),
+    "streams": tabular(streams(poisson(0, LEVELS, 1.0), normal(0, 0.0, 0.5, 3.0, 1.0))),
+    "durations": TabularHSMM(
         2, categorical(3, STRENGTH), free_durations(3, torch.tensor([1.0, 2.0, 3.0]))
     ),
-    "second order": lambda: TabularSecondOrderHMM(2, categorical(3, STRENGTH)),
-    "gamma": lambda: tabular(gamma(0)),
-    "sticky HDP": lambda: StickyHDPHMM(3, categorical(3, 1.5), 3.0, 3.0, 3.0),
-    "dense": lambda: DenseHMM(2, 3, 2),
-    "hierarchical": lambda: subjects,  # by HMC
+    "second order": TabularSecondOrderHMM(2, categorical(3, STRENGTH)),
+    "factorial": TabularFactorialHMM((2, 2), categorical(3, 1.5)),
+    "continuous time": TabularContinuousTimeHMM(2, categorical(3, STRENGTH), 1.5, 2.0, 2.0),
+    "gamma": tabular(gamma(0)),
+    "sticky HDP": StickyHDPHMM(3, categorical(3, 1.5), 3.0, 3.0, 3.0),
+    "dense": DenseHMM(2, 3, 2),
+    "regression": RegressionHMM(2, regression(Poisson, scale=1.0, rate=[0, 1]), [0, 1], scale=1.0),
+    "hierarchical": subjects,
 }
-SAMPLERS = ("gibbs", "hmc", "tempered gibbs")
+
+# One sample of each chain, all of which begin at samples of the prior
+ONE: dict[str, Any] = {
+    "num_chains": CHAINS, "num_samples": 1, "start": from_prior, "progress": False
+}  # fmt: skip
 
 
-def model_of(module: Any) -> Any:
-    """The Pyro model of a module; a model as it is."""
-    return module if module is subjects else MarginalModel(module)
+def by_gibbs(module: Any, data: Sequences, **options: Any) -> dict[str, Tensor]:
+    """Gibbs sampling."""
+    return fit_gibbs(module, data, warmup=150, **ONE, **options).samples()
 
 
-def simulated(module: Any) -> tuple[dict[str, Tensor], Sequences]:
-    """Parameters of the prior by name, and data of them."""
-    placeholder = Sequences(torch.zeros(len(LENGTHS), int(LENGTHS.max())), LENGTHS)
-    given, prefix = (placeholder, "") if module is subjects else (LENGTHS, "module.")
-    with torch.no_grad():
-        trace = pyro.poutine.trace(module).get_trace(given)
-        values = trace.nodes["_RETURN"]["value"].sample()
-    truth = {f"{prefix}{name}": trace.nodes[name]["value"] for name in trace.stochastic_nodes}
-    truth = {name: value for name, value in truth.items() if name != "subjects"}
-    return truth, Sequences(values, LENGTHS)
+def by_hmc(model: Any, data: Sequences) -> dict[str, Tensor]:
+    """Hamiltonian Monte Carlo."""
+    model = MarginalModel(model) if isinstance(model, HMMModule) else model
+    return fit_mcmc(model, data, warmup=80, **ONE).samples()
 
 
-def sampled(sampler: str, module: Any, data: Sequences) -> Any:
-    """One sample of each chain, and its log joint density."""
-    options: dict[str, Any] = {"num_chains": CHAINS, "num_samples": 1, "progress": False}
-    if sampler == "hmc":
-        if module is subjects:
-            with torch.no_grad(), pyro.plate("chains", CHAINS, dim=-2):
-                nodes = pyro.poutine.trace(subjects).get_trace(data).nodes
-            start = {
-                name: nodes[name]["value"] for name in ("transition", "mean", "between", "level")
-            }
-            start = {n: v if n == "level" else v.squeeze(1) for n, v in start.items()}
-        else:
-            first = from_prior(module, data, CHAINS)
-            start = {f"module.{name}": value.squeeze(1) for name, value in first.items()}
-        return fit_mcmc(model_of(module), data, warmup=80, start=start, **options)
-    if sampler == "tempered gibbs":
-        options["num_temperatures"] = 3
-    return fit_gibbs(module, data, warmup=150, start=from_prior, **options)
+def by_svi(module: Any, data: Sequences, guide: Any) -> dict[str, Tensor]:
+    """A normal guide in unconstrained coordinates."""
+    model = MarginalModel(module)
+    options: dict[str, Any] = {"num_iterations": 500, "learning_rate": 0.05, "progress": False}
+    return fit_svi(model, guide(model), data, **options).samples(CHAINS)
 
 
-def ranks_of(sampler: str, model: str, count: int) -> tuple[list[str], Tensor]:
-    """Names of statistics, and ranks ``(count, statistics)`` of the truth among samples."""
-    rows = []
-    with torch.random.fork_rng():  # what the prior fixes has no rank; a sampler that is stuck has
-        first, second = (simulated(MODELS[model]())[0] for _ in range(2))
-    free = [site for site in first if not torch.equal(first[site], second[site])]
-    for _ in range(count):
-        module = MODELS[model]()
-        truth, data = simulated(module)
-        fit = sampled(sampler, module, data)
-        row = {}
-        for site in free:
-            weights = torch.arange(1.0, 1 + truth[site].numel()).cos()
-            samples = fit.chains[site].reshape(CHAINS, -1) @ weights
-            row[site] = int((samples < truth[site].flatten() @ weights).sum())
-        draws = PosteriorDraws(
-            model_of(module), {n: v[None, None].detach() for n, v in truth.items()}
-        )
-        evidence = draws.map(data, lambda hmm, x=data.values: hmm.log_prob(x).sum(-1).double())
-        lp = evidence + draws.log_prior(data)
-        row["lp"] = int((fit.stats["lp"].flatten() < lp.flatten()).sum())
-        rows.append(row)
-    names = list(rows[0])
-    return names, torch.tensor([[row[name] for name in names] for row in rows])
+def by_laplace(module: Any, data: Sequences) -> dict[str, Tensor]:
+    """The normal approximation at the maximum of the joint density of parameters and data."""
+    information = fit_em(module, data, restarts=4, progress=False).information(data)
+    root = torch.linalg.cholesky(information.matrix)
+    u = torch.linalg.solve_triangular(root.mT, torch.randn(len(root), CHAINS).double(), upper=True)
+    return {name: value.detach() for name, value in information.values_at(u.mT).items()}
 
 
-def measure(sampler: str, model: str, count: int) -> dict[str, Any]:
+SAMPLERS: dict[str, tuple[Any, list[str]]] = {
+    "gibbs": (by_gibbs, [name for name in MODELS if MODELS[name] is not subjects]),
+    "hmc": (by_hmc, list(MODELS)),
+    "tempered gibbs": (
+        partial(by_gibbs, num_temperatures=3),
+        ["poisson", "mixture", "categorical"],
+    ),
+    "svi, independent": (partial(by_svi, guide=AutoNormal), ["poisson", "categorical"]),
+    "svi, full": (partial(by_svi, guide=AutoMultivariateNormal), ["poisson", "categorical"]),
+    "laplace": (by_laplace, ["poisson", "categorical"]),
+}
+
+
+def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, Any]:
     """One sampler of one model."""
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(seed)
     begin = time.process_time()
-    names, ranks = ranks_of(sampler, model, count)
-    histograms = {
-        name: torch.bincount(column * BINS // (CHAINS + 1), minlength=BINS).tolist()
-        for name, column in zip(names, ranks.T)
-    }
-    least = min(stats.chisquare(each).pvalue for each in histograms.values())
+    like = REGRESSORS if model == "regression" else TIMES
+    found = calibrate(MODELS[model], SAMPLERS[sampler][0], like, count)
+    values = found.p_values(BINS)
     return {
-        "sampler": sampler, "model": model, "data_sets": count,
-        "p": round(min(1.0, float(least) * len(names)), 4), "histograms": histograms,
+        "sampler": sampler, "model": model, "data_sets": count, "seed": seed,
+        "p": round(min(1.0, min(values.values()) * len(values)), 4),
+        "histograms": {
+            name: (ranks * BINS // (CHAINS + 1)).bincount(minlength=BINS).tolist()
+            for name, ranks in found.ranks.items()
+        },
         "seconds": round(time.process_time() - begin, 1),
     }  # fmt: skip
 
@@ -173,9 +170,10 @@ def measure(sampler: str, model: str, count: int) -> dict[str, Any]:
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sampler", choices=SAMPLERS, action="append")
+    parser.add_argument("--sampler", choices=list(SAMPLERS), action="append")
     parser.add_argument("--model", choices=list(MODELS), action="append")
     parser.add_argument("--count", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="two data sets; nothing is written")
     options = parser.parse_args()
     if options.quick:
@@ -183,18 +181,11 @@ def main() -> None:
         measure("hmc", "hierarchical", 2)
         return
     for sampler in options.sampler or SAMPLERS:
-        for model in options.model or MODELS:
-            if model == "hierarchical" and sampler != "hmc":
-                continue
-            found = measure(sampler, model, options.count)
-            print(
-                {name: value for name, value in found.items() if name != "histograms"}, flush=True
-            )
-            kept = [
-                row
-                for row in earlier("calibration")
-                if (row["sampler"], row["model"]) != (sampler, model)
-            ]
+        for model in options.model or SAMPLERS[sampler][1]:
+            found = measure(sampler, model, options.count, options.seed)
+            print({name: part for name, part in found.items() if name != "histograms"}, flush=True)
+            key = sampler, model
+            kept = [row for row in earlier("calibration") if (row["sampler"], row["model"]) != key]
             write("calibration", [*kept, found])
 
 

@@ -6,12 +6,16 @@ import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
 
 from .._checks import check_size
 from ..data.sequences import Sequences
+from ..infer.models import MarginalModel
+from ..infer.objective import latent_sites
+from ..nn.base import HMMModule
 
 
 class Calibration(NamedTuple):
@@ -48,30 +52,33 @@ class Calibration(NamedTuple):
 
 
 def calibrate(
-    module: Any,
+    model: Any,
     sample: Callable[[Any, Sequences], Mapping[str, Tensor]],
-    lengths: Tensor,
+    like: Tensor | Sequences,
     num_data_sets: int = 100,
 ) -> Calibration:
     """Simulation-based calibration: ranks of parameters of the prior among posterior samples.
 
     For each data set, parameters are sampled from the prior and data from them. If what samples
     the posterior is right, the rank of the truth among S independent samples is uniform on 0 to S.
-    The statistic of a variable is a weighted sum of its entries. Ranks of samples that lie too
-    close together are piled up at both ends. Priors must be those of the module, not of the data.
-    Variables that their prior fixes, such as the probability of one outcome, have no ranks.
+    The statistic of a variable is a weighted sum of its entries. If all variables are sampled, "lp"
+    is a further one: the log joint density, which sees the data as well (Modrák et al., 2023).
+    Ranks of samples that lie too close together are piled up at both ends. Priors must be those of
+    the model, not of the data. Variables that their prior fixes, such as the probability of one
+    outcome, have no ranks.
 
     Args:
-        module: Called with ``lengths``, it samples its parameters and returns an HMM.
-        sample: Called with a copy of the module and data, returns S independent samples
-            ``(S, ...)`` of some variables by their names in the module: of SVI and of Laplace's
-            approximation those of the guide, of chains the last one of each.
-        lengths: ``(N,)`` integers, the steps of the simulated sequences.
+        model: A Pyro model that returns an HMM, or a module, whose :class:`MarginalModel` is meant.
+        sample: Called with a copy of the model or module and data, returns S independent samples
+            ``(S, ...)`` of some variables by their names: ``fit.samples()`` of a guide, or of
+            chains of one sample each.
+        like: ``(N,)`` integers, the steps of the simulated sequences; or sequences, whose lengths,
+            missing steps, covariates and times they have.
         num_data_sets: R.
 
     Raises:
         ValueError: If numbers of samples or variables differ between data sets, samples are not
-            finite or of another shape than their variable, or a variable is none of the module.
+            finite or of another shape than their variable, or a variable is none of the model.
 
     References:
         Talts, Betancourt, Simpson, Vehtari and Gelman (2018), Validating Bayesian inference
@@ -87,29 +94,40 @@ def calibrate(
         True
     """
     check_size("num_data_sets", num_data_sets)
+    if isinstance(like, Tensor):
+        like = Sequences(torch.zeros(len(like), int(like.max())), like)
     ranks: dict[str, list[int]] = {}
     truths: dict[str, set[float]] = {}
     sizes = set()
     for _ in range(num_data_sets):
-        own = copy.deepcopy(module)
+        own = copy.deepcopy(model)
+        joint, prefix = (MarginalModel(own), "module.") if isinstance(own, HMMModule) else (own, "")
         with torch.no_grad():
-            trace = poutine.trace(own).get_trace(lengths)
-            data = Sequences(trace.nodes["_RETURN"]["value"].sample(), lengths)
-        for path, samples in sample(own, data).items():
-            name = path.removeprefix("module.")
-            if name not in trace.stochastic_nodes:
+            trace = poutine.trace(joint).get_trace(like)
+            values = trace.nodes["_RETURN"]["value"].sample()
+        data = Sequences(
+            values, like.lengths, like.observed, covariates=like.covariates, times=like.times
+        )
+        truth = {n.removeprefix(prefix): trace.nodes[n]["value"] for n in latent_sites(trace)[0]}
+        samples = {name.removeprefix(prefix): v for name, v in sample(own, data).items()}
+        numbers = {}
+        for name, value in samples.items():
+            if name not in truth:
                 raise ValueError(
-                    f"sample must return variables of the module, {trace.stochastic_nodes}; got "
-                    f"{name!r}."
+                    f"sample must return variables of the model, {list(truth)}; got {name!r}."
                 )
-            truth = trace.nodes[name]["value"].double().flatten()
-            weights = torch.arange(1.0, 1 + len(truth), dtype=torch.double).cos()
-            numbers = _flat(name, samples, len(truth)) @ weights
-            sizes.add(len(numbers))
-            truths.setdefault(name, set()).add(float(truth @ weights))
-            ranks.setdefault(name, []).append(int((numbers < truth @ weights).sum()))
-    if len(sizes) != 1:
-        raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
+            weights = torch.arange(1.0, 1 + truth[name].numel(), dtype=torch.double).cos()
+            both = torch.cat([truth[name].unsqueeze(0), _shaped(name, value, truth[name])])
+            samples[name], numbers[name] = both, both.double().flatten(1) @ weights
+            sizes.add(len(value))
+        if len(sizes) != 1:
+            raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
+        if samples.keys() == truth.keys():
+            each = ({prefix + n: v[s] for n, v in samples.items()} for s in range(max(sizes) + 1))
+            numbers["lp"] = torch.stack([_log_joint(joint, values, data) for values in each])
+        for name, row in numbers.items():
+            truths.setdefault(name, set()).add(float(row[0]))
+            ranks.setdefault(name, []).append(int((row[1:] < row[0]).sum()))
     found = {name: len(row) for name, row in ranks.items()}
     if set(found.values()) != {num_data_sets}:
         raise ValueError(f"sample must return the same variables for all data sets; got {found}.")
@@ -117,8 +135,16 @@ def calibrate(
     return Calibration(varied, sizes.pop())
 
 
-def _flat(name: str, samples: Tensor, size: int) -> Tensor:
-    """Samples ``(S, size)`` of a variable, checked."""
+def _log_joint(model: Any, values: Mapping[str, Tensor], data: Sequences) -> Tensor:
+    """Log joint density of variables and data."""
+    with torch.no_grad(), pyro.validation_enabled(False):
+        trace = poutine.trace(poutine.condition(model, dict(values))).get_trace(data)
+        return torch.as_tensor(trace.log_prob_sum())
+
+
+def _shaped(name: str, samples: Tensor, truth: Tensor) -> Tensor:
+    """Samples of a variable, ``(S, ...)`` of the shape of its true value, checked."""
+    size = truth.numel()
     if samples.dim() == 0 or samples.numel() != len(samples) * size:
         raise ValueError(
             f"sample must return {name!r} as (S, ...), with {size} entries each; got shape "
@@ -126,4 +152,4 @@ def _flat(name: str, samples: Tensor, size: int) -> Tensor:
         )
     if not bool(samples.isfinite().all()):
         raise ValueError(f"samples of {name!r} must be finite; there are NaN or infinite ones.")
-    return samples.detach().double().reshape(len(samples), size)
+    return samples.detach().to(truth.dtype).reshape(len(samples), *truth.shape)

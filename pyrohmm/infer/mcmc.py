@@ -30,7 +30,7 @@ from .options import names_checked
 from .plates import marks_of, sequence_plates
 from .results import Fit
 from .sampled import Chains, SampledFit
-from .starts import Values
+from .starts import Start, Values, from_prior
 from .tempering import Ladder
 from .training import check_model_and_data
 
@@ -294,7 +294,7 @@ def fit_mcmc(
     num_samples: int = 500,
     num_chains: int = 32,
     warmup: int = 500,
-    start: Fit | Values | None = None,
+    start: Fit | Values | Start | None = None,
     target_accept: float = TARGET,
     num_temperatures: int = 1,
     progress: bool | None = None,
@@ -315,9 +315,9 @@ def fit_mcmc(
         num_chains: C.
         warmup: Trajectories before the first sample, which tune.
         start: A :class:`Fit`, near whose ``values`` all chains begin; or values by name, of that
-            shape, or one for each chain, ``(C, ...)``. By default gradient ascent from a sample of
-            the prior for each chain, and all begin near the best of their ends. Where modes matter
-            begin chains at several.
+            shape, or one for each chain, ``(C, ...)``; or ``starts.from_prior``, a sample of the
+            prior for each chain. By default gradient ascent from such samples, and all begin near
+            the best of their ends. Where modes matter begin chains at several.
         target_accept: The acceptance that the step size aims at; raise it where trajectories
             diverge.
         num_temperatures: R: see :func:`fit_gibbs`. Here the likelihood has the power b.
@@ -411,7 +411,7 @@ class HMC(Chains):
         joint = self._joint(values)
         return self.inverse * joint.likelihood + joint.prior
 
-    def begin(self, start: Fit | Values | None) -> None:
+    def begin(self, start: Fit | Values | Start | None) -> None:
         """Put the chains where they start."""
         hamiltonian = self.hamiltonian
         if start is None:
@@ -422,6 +422,7 @@ class HMC(Chains):
             place = ends.place[best].repeat_interleave(scores.size(1), 0)
         else:
             values = start.parameters if isinstance(start, Fit) else start
+            values = self.prior if start is from_prior else values
             if not isinstance(values, Mapping):
                 kind = type(start).__name__
                 raise TypeError(f"start must be a Fit, or values by name; got {kind}.")
