@@ -110,9 +110,10 @@ ONE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def by_gibbs(module: Any, data: Sequences, **options: Any) -> dict[str, Tensor]:
+def by_gibbs(module: Any, data: Sequences, values: Tensor, **options: Any) -> dict[str, Tensor]:
     """Gibbs sampling."""
-    return fit_gibbs(module, data, warmup=150, **ONE, **options).samples()
+    options |= ONE | {"num_chains": CHAINS * len(values), "values": values}
+    return fit_gibbs(module, data, warmup=150, **options).samples()
 
 
 def by_hmc(model: Any, data: Sequences) -> dict[str, Tensor]:
@@ -154,7 +155,8 @@ def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, An
     pyro.set_rng_seed(seed)
     begin = time.process_time()
     like = REGRESSORS if model == "regression" else TIMES
-    found = calibrate(MODELS[model], SAMPLERS[sampler][0], like, count)
+    together = 10 if "gibbs" in sampler else 1
+    found = calibrate(MODELS[model], SAMPLERS[sampler][0], like, count, together)
     values = found.p_values(BINS)
     return {
         "sampler": sampler, "model": model, "data_sets": count, "seed": seed,

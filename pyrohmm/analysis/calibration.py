@@ -53,9 +53,10 @@ class Calibration(NamedTuple):
 
 def calibrate(
     model: Any,
-    sample: Callable[[Any, Sequences], Mapping[str, Tensor]],
+    sample: Callable[..., Mapping[str, Tensor]],
     like: Tensor | Sequences,
     num_data_sets: int = 100,
+    together: int = 1,
 ) -> Calibration:
     """Simulation-based calibration: ranks of parameters of the prior among posterior samples.
 
@@ -75,6 +76,9 @@ def calibrate(
         like: ``(N,)`` integers, the steps of the simulated sequences; or sequences, whose lengths,
             missing steps, covariates and times they have.
         num_data_sets: R.
+        together: How many data sets ``sample`` is called for at once. If not for one, its third
+            argument are the observations of all of them, ``(D, N, T, *E)``, and it returns
+            samples of the first, then those of the second, and so on, as ``fit_gibbs(values=)``.
 
     Raises:
         ValueError: If numbers of samples or variables differ between data sets, samples are not
@@ -94,40 +98,31 @@ def calibrate(
         True
     """
     check_size("num_data_sets", num_data_sets)
+    check_size("together", together)
     if isinstance(like, Tensor):
         like = Sequences(torch.zeros(len(like), int(like.max())), like)
     ranks: dict[str, list[int]] = {}
     truths: dict[str, set[float]] = {}
     sizes = set()
-    for _ in range(num_data_sets):
+    for first in range(0, num_data_sets, together):
         own = copy.deepcopy(model)
         joint, prefix = (MarginalModel(own), "module.") if isinstance(own, HMMModule) else (own, "")
-        with torch.no_grad():
-            trace = poutine.trace(joint).get_trace(like)
-            values = trace.nodes["_RETURN"]["value"].sample()
-        data = Sequences(
-            values, like.lengths, like.observed, covariates=like.covariates, times=like.times
-        )
-        truth = {n.removeprefix(prefix): trace.nodes[n]["value"] for n in latent_sites(trace)[0]}
-        samples = {name.removeprefix(prefix): v for name, v in sample(own, data).items()}
-        numbers = {}
-        for name, value in samples.items():
-            if name not in truth:
-                raise ValueError(
-                    f"sample must return variables of the model, {list(truth)}; got {name!r}."
-                )
-            weights = torch.arange(1.0, 1 + truth[name].numel(), dtype=torch.double).cos()
-            both = torch.cat([truth[name].unsqueeze(0), _shaped(name, value, truth[name])])
-            samples[name], numbers[name] = both, both.double().flatten(1) @ weights
-            sizes.add(len(value))
-        if len(sizes) != 1:
-            raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
-        if samples.keys() == truth.keys():
-            each = ({prefix + n: v[s] for n, v in samples.items()} for s in range(max(sizes) + 1))
-            numbers["lp"] = torch.stack([_log_joint(joint, values, data) for values in each])
-        for name, row in numbers.items():
-            truths.setdefault(name, set()).add(float(row[0]))
-            ranks.setdefault(name, []).append(int((row[1:] < row[0]).sum()))
+        sets = [_simulated(joint, like) for _ in range(min(together, num_data_sets - first))]
+        several = () if together == 1 else (torch.stack([data.values for _, data in sets]),)
+        samples = sample(own, sets[0][1], *several)
+        for number, (truth, data) in enumerate(sets):
+            some = {
+                prefix + name.removeprefix(prefix): value.chunk(len(sets))[number]
+                for name, value in samples.items()
+            }
+            numbers = _statistics(joint, truth, some, data)
+            for name, row in numbers.items():
+                name = name.removeprefix(prefix)
+                truths.setdefault(name, set()).add(float(row[0]))
+                ranks.setdefault(name, []).append(int((row[1:] < row[0]).sum()))
+                sizes.add(len(row) - 1)
+    if len(sizes) != 1:
+        raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
     found = {name: len(row) for name, row in ranks.items()}
     if set(found.values()) != {num_data_sets}:
         raise ValueError(f"sample must return the same variables for all data sets; got {found}.")
@@ -135,10 +130,42 @@ def calibrate(
     return Calibration(varied, sizes.pop())
 
 
-def _log_joint(model: Any, values: Mapping[str, Tensor], data: Sequences) -> Tensor:
+def _simulated(model: Any, like: Sequences) -> tuple[dict[str, Tensor], Sequences]:
+    """Parameters of the prior by name, and data of them."""
+    with torch.no_grad():
+        trace = poutine.trace(model).get_trace(like)
+        values = trace.nodes["_RETURN"]["value"].sample()
+    truth = {name: trace.nodes[name]["value"] for name in latent_sites(trace)[0]}
+    return truth, Sequences(
+        values, like.lengths, like.observed, covariates=like.covariates, times=like.times
+    )
+
+
+def _statistics(
+    model: Any, truth: dict[str, Tensor], samples: dict[str, Tensor], data: Sequences
+) -> dict[str, Tensor]:
+    """Numbers ``(1 + S,)`` of the truth and of samples, by the name of the variable."""
+    found = {}
+    for name, value in samples.items():
+        if name not in truth:
+            raise ValueError(
+                f"sample must return variables of the model, {list(truth)}; got {name!r}."
+            )
+        true = truth[name]
+        weights = torch.arange(1.0, 1 + true.numel(), dtype=torch.double).cos()
+        samples[name] = torch.cat([true.unsqueeze(0), _shaped(name, value, true)])
+        found[name] = samples[name].double().reshape(-1, true.numel()) @ weights
+    if samples.keys() == truth.keys() and len({len(value) for value in found.values()}) == 1:
+        each = zip(*samples.values())
+        scores = [_log_joint(model, dict(zip(samples, values)), data) for values in each]
+        found["lp"] = torch.stack(scores)
+    return found
+
+
+def _log_joint(model: Any, values: dict[str, Tensor], data: Sequences) -> Tensor:
     """Log joint density of variables and data."""
     with torch.no_grad(), pyro.validation_enabled(False):
-        trace = poutine.trace(poutine.condition(model, dict(values))).get_trace(data)
+        trace = poutine.trace(poutine.condition(model, values)).get_trace(data)
         return torch.as_tensor(trace.log_prob_sum())
 
 

@@ -51,6 +51,7 @@ def fit_gibbs(
     warmup: int = 500,
     start: Start | Values | Fit | None = None,
     num_temperatures: int = 1,
+    values: Tensor | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
     name: str | None = None,
@@ -74,6 +75,8 @@ def fit_gibbs(
             emissions have powers b of their densities, from zero, where parameters are samples of
             the prior, to one; neighbours swap places, so that the coldest visits all modes, and
             :meth:`SampledFit.marginal_likelihood` is known. A sweep takes R times as long or more.
+        values: ``(D, N, T, *E)``, observations of D data sets that differ from ``data`` in nothing
+            else, such as simulated ones: the first C / D chains are of the first of them, and so on.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have.
@@ -97,6 +100,11 @@ def fit_gibbs(
     check_size("num_temperatures", num_temperatures)
     if num_temperatures > 1 and data.labels is not None:
         raise ValueError("data must have no labels if num_temperatures > 1: use without_labels().")
+    if values is not None and (values.shape[1:] != data.values.shape or num_chains % len(values)):
+        raise ValueError(
+            f"values must be (D, N, T, *E) with {tuple(data.values.shape)} after D, a divisor of "
+            f"num_chains = {num_chains}; got shape {tuple(values.shape)}."
+        )
     copies = num_chains * num_temperatures
     parameters = Parameters(copy.deepcopy(module), data, copies, None)
     if parameters.points:
@@ -104,7 +112,7 @@ def fit_gibbs(
             f"every parameter must have a prior, and some of {type(module).__name__} have none. "
             "Give them one by PyroSample, or freeze them."
         )
-    sampler = Gibbs(parameters, num_samples, warmup, num_temperatures)
+    sampler = Gibbs(parameters, num_samples, warmup, num_temperatures, values)
     cost = parameters.cost * data.lengths.sum().item()
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
@@ -121,16 +129,22 @@ class Gibbs(Chains):
         num_samples: How many sweeps are kept.
         warmup: How many before are not.
         num_temperatures: R.
+        values: Observations of several data sets, ``(D, N, T, *E)``.
     """
 
     def __init__(
-        self, parameters: Parameters, num_samples: int, warmup: int, num_temperatures: int
-    ) -> None:
+        self, parameters: Parameters, num_samples: int, warmup: int, num_temperatures: int,
+        values: Tensor | None = None,
+    ) -> None:  # fmt: skip
         num_chains = parameters.restarts // num_temperatures
         super().__init__(num_samples, warmup, num_chains, num_temperatures)
         self.parameters = parameters
         module = parameters.module
         self.data = cast(Sequences, parameters.data)
+        self.num_sets = 1 if values is None else len(values)
+        if values is not None:
+            self.data = self.data.with_total(self.data.total)
+            self.data.values = values.repeat_interleave(self.copies // len(values), 0)
         emission: Any = module.emission_module()
         conjugate = isinstance(emission, ConjugateSampler)
         conjugate = conjugate and not has_foreign_priors(cast(Any, emission))
@@ -226,7 +240,7 @@ class Gibbs(Chains):
         batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
         if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
             if not chain.per_step:
-                factors = hmm.symbol_factors(values)
+                factors = hmm.symbol_factors(values) if self.num_sets == 1 else None
                 if factors is not None:
                     _, _, table, rows, _, known = factors
                     table = table.mT
@@ -299,20 +313,24 @@ class Gibbs(Chains):
 
     def _emission_statistics(self, hmm: HMM, states: Tensor) -> Statistics:
         """Sufficient statistics of the observations, each with weight one in its state."""
-        values, emission = self.data.values, hmm.emission
+        values, emission, sets = self.data.values, hmm.emission, self.num_sets
         if isinstance(emission, Autoregressive):
             values = emission.windows(values)
-        values, flat = values.flatten(0, 1), states.flatten(1)
+        values = values.unsqueeze(0) if sets == 1 else values[:: self.copies // sets]
+        values, flat = values.flatten(1, 2), states.flatten(1)  # (D, N T, *E), (C R, N T)
         if not (values.dtype.is_floating_point or is_categorical(emission)):
             values = values.to(hmm.log_initial.dtype)
         if self.observed is not None:
-            values = values.index_select(0, self.observed)
+            values = values.index_select(1, self.observed)
             flat = flat.index_select(1, self.observed)
         weights = hmm.log_initial.new_zeros(*flat.shape, hmm.num_states)
         weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
         if self.ladder.size > 1:
             weights *= self.ladder.own.to(weights)[:, None, None]
-        return self.emission.statistics(values, weights, emission)
+        if sets > 1:  # zero for the data sets of other chains
+            own = torch.eye(sets).to(weights).repeat_interleave(self.copies // sets, 0)
+            weights = torch.einsum("rmk,rd->rdmk", weights, own).flatten(1, 2)
+        return self.emission.statistics(values.flatten(0, 1), weights, emission)
 
     def state(self) -> dict[str, Any]:
         """The parameters, for checkpoints."""
