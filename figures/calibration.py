@@ -116,10 +116,13 @@ def by_gibbs(module: Any, data: Sequences, values: Tensor, **options: Any) -> di
     return fit_gibbs(module, data, warmup=150, **options).samples()
 
 
-def by_hmc(model: Any, data: Sequences) -> dict[str, Tensor]:
-    """Hamiltonian Monte Carlo."""
-    model = MarginalModel(model) if isinstance(model, HMMModule) else model
-    return fit_mcmc(model, data, warmup=80, **ONE).samples()
+def by_hmc(model: Any, data: Sequences, values: Tensor) -> dict[str, Tensor]:
+    """Hamiltonian Monte Carlo, whose tuning is common to all data sets of a batch."""
+    joint = MarginalModel(model) if isinstance(model, HMMModule) else model
+    wide = data.with_total(data.total)
+    wide.values = values.repeat_interleave(CHAINS, 0)
+    options = ONE | {"num_chains": CHAINS * len(values)}
+    return fit_mcmc(lambda _: joint(wide), data, warmup=80, **options).samples()
 
 
 def by_svi(module: Any, data: Sequences, guide: Any) -> dict[str, Tensor]:
@@ -137,17 +140,17 @@ def by_laplace(module: Any, data: Sequences) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in information.values_at(u.mT).items()}
 
 
+APPROXIMATED = ["poisson", "categorical"]
 SAMPLERS: dict[str, tuple[Any, list[str]]] = {
     "gibbs": (by_gibbs, [name for name in MODELS if MODELS[name] is not subjects]),
     "hmc": (by_hmc, list(MODELS)),
     "tempered gibbs": (
-        partial(by_gibbs, num_temperatures=3),
-        ["poisson", "mixture", "categorical"],
+        partial(by_gibbs, num_temperatures=3), ["poisson", "mixture", "categorical"]
     ),
-    "svi, independent": (partial(by_svi, guide=AutoNormal), ["poisson", "categorical"]),
-    "svi, full": (partial(by_svi, guide=AutoMultivariateNormal), ["poisson", "categorical"]),
-    "laplace": (by_laplace, ["poisson", "categorical"]),
-}
+    "svi, independent": (partial(by_svi, guide=AutoNormal), APPROXIMATED),
+    "svi, full": (partial(by_svi, guide=AutoMultivariateNormal), APPROXIMATED),
+    "laplace": (by_laplace, APPROXIMATED),
+}  # fmt: skip
 
 
 def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, Any]:
@@ -155,7 +158,7 @@ def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, An
     pyro.set_rng_seed(seed)
     begin = time.process_time()
     like = REGRESSORS if model == "regression" else TIMES
-    together = 10 if "gibbs" in sampler else 1
+    together = 1 if SAMPLERS[sampler][1] is APPROXIMATED else 10
     found = calibrate(MODELS[model], SAMPLERS[sampler][0], like, count, together)
     values = found.p_values(BINS)
     return {

@@ -271,7 +271,9 @@ class _VectorToCovariance(Transform):
 
     def _call(self, x: Tensor) -> Tensor:
         root = self._root(x) * self.unit.to(x).unsqueeze(-1)
-        return root @ root.mT
+        matrix = root @ root.mT
+        rounding = 4 * root.size(-1) * torch.finfo(root.dtype).eps  # which could make it singular
+        return matrix + torch.diag_embed(rounding * matrix.diagonal(dim1=-2, dim2=-1))
 
     def _inverse(self, y: Tensor) -> Tensor:
         root = torch.linalg.cholesky(y) / self.unit.to(y).unsqueeze(-1)
