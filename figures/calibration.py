@@ -128,7 +128,7 @@ def by_hmc(model: Any, data: Sequences, values: Tensor) -> dict[str, Tensor]:
 def by_svi(module: Any, data: Sequences, guide: Any) -> dict[str, Tensor]:
     """A normal guide in unconstrained coordinates."""
     model = MarginalModel(module)
-    options: dict[str, Any] = {"num_iterations": 500, "learning_rate": 0.05, "progress": False}
+    options: dict[str, Any] = {"num_iterations": 300, "learning_rate": 0.05, "progress": False}
     return fit_svi(model, guide(model), data, **options).samples(CHAINS)
 
 
@@ -158,7 +158,7 @@ def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, An
     pyro.set_rng_seed(seed)
     begin = time.process_time()
     like = REGRESSORS if model == "regression" else TIMES
-    together = 1 if SAMPLERS[sampler][1] is APPROXIMATED else 10
+    together = 1 if SAMPLERS[sampler][1] is APPROXIMATED else 25
     found = calibrate(MODELS[model], SAMPLERS[sampler][0], like, count, together)
     values = found.p_values(BINS)
     return {

@@ -76,7 +76,7 @@ def fit_gibbs(
             the prior, to one; neighbours swap places, so that the coldest visits all modes, and
             :meth:`SampledFit.marginal_likelihood` is known. A sweep takes R times as long or more.
         values: ``(D, N, T, *E)``, observations of D data sets that differ from ``data`` in nothing
-            else, such as simulated ones: the first C / D chains are of the first of them, and so on.
+            else, such as simulated ones: the first C / D chains are of the first, and so on.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have.
@@ -144,7 +144,8 @@ class Gibbs(Chains):
         self.num_sets = 1 if values is None else len(values)
         if values is not None:
             self.data = self.data.with_total(self.data.total)
-            self.data.values = values.repeat_interleave(self.copies // len(values), 0)
+            copies = self.copies // len(values)
+            self.data.values = values.repeat_interleave(copies, 0) if len(values) > 1 else values[0]
         emission: Any = module.emission_module()
         conjugate = isinstance(emission, ConjugateSampler)
         conjugate = conjugate and not has_foreign_priors(cast(Any, emission))

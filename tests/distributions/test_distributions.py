@@ -220,6 +220,8 @@ def test_the_bijection_to_covariances_has_an_inverse_and_its_jacobian(dim):
     for one, value in zip(x, found):
         jacobian = torch.autograd.functional.jacobian(lambda x: transform(x)[rows, columns], one)
         torch.testing.assert_close(value, torch.linalg.slogdet(jacobian).logabsdet)
+    far = transform(8 * torch.randn(200, x.size(-1)).float())  # singular but for rounding
+    assert torch.linalg.cholesky(far).isfinite().all()
 
 
 # Several observations at once

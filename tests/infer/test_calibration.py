@@ -9,10 +9,13 @@ from functools import partial
 import pyro
 import pytest
 import torch
+from pyro.distributions import Normal
 from scipy import stats
 
 from pyrohmm import (
+    HMM,
     MarginalModel,
+    Sequences,
     TabularHMM,
     calibrate,
     categorical,
@@ -34,38 +37,65 @@ CHAINS = 15
 LENGTHS = torch.tensor([7, 3, 1])
 
 
-def by_gibbs(module, data):
-    options = {"num_chains": CHAINS, "num_samples": 1, "warmup": 30, "start": from_prior}
-    return last_of_each(fit_gibbs(module, data, **options))
+ONE = {"num_samples": 1, "start": from_prior}  # of each chain
+
+
+def by_gibbs(module, data, values):
+    options = ONE | {"num_chains": CHAINS * len(values), "values": values}
+    return fit_gibbs(module, data, warmup=30, **options).samples()
 
 
 def by_hmc(module, data):
-    start = {f"module.{n}": v.squeeze(1) for n, v in from_prior(module, data, CHAINS).items()}
-    options = {"num_chains": CHAINS, "num_samples": 1, "warmup": 40, "start": start}
-    return last_of_each(fit_mcmc(MarginalModel(module), data, **options))
+    return fit_mcmc(MarginalModel(module), data, warmup=40, num_chains=CHAINS, **ONE).samples()
 
 
-def last_of_each(fit):
-    return {name: samples[:, -1] for name, samples in fit.chains.items()}
-
-
-def least(name, sampler, count):
-    """The smallest p-value of the variables."""
+def least(name, sampler, *numbers):
+    """The smallest p-value of the variables, and of their joint density."""
     module = TabularHMM(2, EMISSIONS[name](), 1.5, sticky(2, 3.0))
-    return min(calibrate(module, sampler, LENGTHS, count).p_values().values())
+    values = calibrate(module, sampler, LENGTHS, *numbers).p_values()
+    assert len(values) == (5 if name == "normal" else 4)
+    return min(values.values())
 
 
 def test_ranks_are_uniform_under_gibbs():
+    """Of chains of several data sets in one batch; the last one has another number of them."""
     pyro.set_rng_seed(0)
-    assert least("categorical", by_gibbs, 60) > 1e-4
+    assert least("categorical", by_gibbs, 61, 20) > 1e-4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EMISSIONS)
-@pytest.mark.parametrize("sampler", [by_gibbs, by_hmc])
-def test_ranks_of_many_data_sets_are_uniform(name, sampler):
+@pytest.mark.parametrize(("sampler", "together"), [(by_gibbs, 25), (by_hmc, 1)])
+def test_ranks_of_many_data_sets_are_uniform(name, sampler, together):
     pyro.set_rng_seed(1)
-    assert least(name, sampler, 400) > 1e-4
+    assert least(name, sampler, 400, together) > 1e-4
+
+
+def test_a_pyro_model_with_covariates_whose_joint_density_finds_samples_of_the_prior():
+    """The prior is a posterior that no parameter's rank can tell from the right one."""
+
+    def model(data):
+        slope = pyro.sample("slope", Normal(0.0, 1.0))
+        zero, emission = torch.zeros(1), Normal(slope * data.covariates, 1.0)  # (N, T, K)
+        hmm = HMM(zero, zero[None], emission, data.lengths, data.observed, emission_per_step=True)
+        pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    def exact(model, data):
+        x = data.covariates.squeeze(-1)[data.observed]
+        variance = 1 / (1 + x.square().sum())
+        mean = variance * (x * data.values[data.observed]).sum()
+        return {"slope": mean + variance.sqrt() * torch.randn(15)}
+
+    pyro.set_rng_seed(5)
+    x, observed = torch.randn(2, 4, 1), torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]]).bool()
+    like = Sequences(torch.zeros(2, 4), torch.tensor([4, 2]), observed, covariates=x)
+    found = calibrate(model, exact, like, 60).p_values()
+    assert found.keys() == {"slope", "lp"}
+    assert min(found.values()) > 1e-3
+    of_prior = calibrate(model, lambda *_: {"slope": torch.randn(15)}, like, 40).p_values()
+    assert of_prior["slope"] > 1e-3
+    assert of_prior["lp"] < 1e-6
 
 
 COUNTS = torch.tensor([3, 1])
@@ -107,7 +137,7 @@ def test_ranks_count_the_samples_below_the_truth():
 
 def test_a_sampler_that_is_stuck_is_found_and_wrong_samples_are_named():
     assert given(torch.full((15, 1), 9.0)).p_values()["emission.rate"] < 1e-6
-    with pytest.raises(ValueError, match=r"'emission.rate' must be finite"):
+    with pytest.raises(ValueError, match=r"'module.emission.rate' must be finite"):
         given(torch.full((15, 1), torch.nan))
     with pytest.raises(ValueError, match=r"with 1 entries each; got shape \(15, 2\)"):
         given(torch.ones(15, 2))
@@ -129,7 +159,9 @@ def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():
 
 def test_what_is_no_variable_is_named():
     module = TabularHMM(1, poisson(0, 2.0, 1.0))
-    with pytest.raises(ValueError, match=r"sample must return variables of the module, .* 'rate'"):
+    with pytest.raises(
+        ValueError, match=r"sample must return variables of the model, .* 'module.rate'"
+    ):
         calibrate(module, lambda module, data: {"rate": torch.ones(15, 1)}, COUNTS, 1)
 
 

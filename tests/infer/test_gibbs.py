@@ -218,3 +218,25 @@ def times(factor, theta):
 
 def expand_right(vector, like):
     return vector.reshape(-1, *(1,) * (like.dim() - 1))
+
+
+@pytest.mark.parametrize("temperatures", [1, 2])
+def test_chains_of_several_data_sets_have_posteriors_of_their_own(temperatures):
+    """Counts of one state, in closed form, with a gap; and their log joint densities."""
+    pyro.set_rng_seed(0)
+    lengths, observed = torch.tensor([3, 2]), torch.tensor([[1, 0, 1], [1, 1, 0]]).bool()
+    values = torch.tensor([[[0.0, 9, 0], [1, 0, 9]], [[30, 9, 40], [20, 30, 9]]])
+    data = Sequences(values[0], lengths, observed)
+    options = {"num_samples": 400, "num_chains": 6, "num_temperatures": temperatures}
+    module = TabularHMM(1, poisson(0, 2.0, 1.0))
+    fit = fit_gibbs(module, data, values=values, warmup=50, **options)
+    rates = fit.chains["module.emission.rate"]
+    for chains, total, each in ((slice(3), 1, values[0]), (slice(3, 6), 120, values[1])):
+        close_to(rates[chains], (2.0 + total) / 5)
+        known = Sequences(each, lengths, observed)
+        draws = PosteriorDraws(fit.model, {n: v[chains] for n, v in fit.chains.items()})
+        evidence = draws.map(known, lambda hmm, x=each: hmm.log_prob(x).sum(-1))
+        wanted = evidence + draws.log_prior(known)
+        torch.testing.assert_close(fit.stats["lp"][chains], wanted, check_dtype=False)
+    with pytest.raises(ValueError, match=r"values must be .* divisor of num_chains = 6; got shape"):
+        fit_gibbs(module, data, values=values[:, :1], **options)
