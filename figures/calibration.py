@@ -5,8 +5,11 @@ the prior, data from the parameters, and from the posterior of these data one sa
 fifteen independent chains that begin at samples of the prior. If the sampler is right, the rank of
 the truth among them is uniform on 0 to 15. The p-value is that of a chi-square test in eight bins,
 the smallest one over the statistics times their number (Bonferroni). The statistic of each
-parameter is a weighted sum of its entries, and the log joint density is a further one.
-``--sampler`` and ``--model`` run one of them and add to ``calibration.json``.
+parameter is a weighted sum of its entries, and the log joint density is a further one. Normal
+approximations, of which fifteen samples are taken, are shown beside the samplers.
+
+Chains of 25 data sets are one batch; those of HMC, and what is not conjugate under Gibbs sampling,
+are tuned together. ``--sampler`` and ``--model`` run some and add to ``calibration.json``.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from typing import Any
 
 import pyro
 import torch
-from common import earlier, write
+from common import FOLDER, earlier, pyplot, write
 from pyro.distributions import Dirichlet, Gamma, Normal, Poisson
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from scipy import stats
 from torch import Tensor
 
 from pyrohmm import (
@@ -172,6 +176,33 @@ def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, An
     }  # fmt: skip
 
 
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Ranks of the worst statistic of each sampler of each model, and where 99 % of bars are."""
+    plt, columns = pyplot(), 8
+    groups = [[row for row in rows if row["sampler"] == sampler] for sampler in SAMPLERS]
+    lines = [group[i : i + columns] for group in groups for i in range(0, len(group), columns)]
+    _, axes = plt.subplots(
+        len(lines), columns, figsize=(10, 1.35 * len(lines)), sharex=True, sharey=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
+    for line, panels in zip(lines, axes):
+        for panel in panels[len(line) :]:
+            panel.set_axis_off()
+        panels[0].set_ylabel(line[0]["sampler"].replace(" ", "\n"))
+        for row, panel in zip(line, panels):
+            name, counts = min(
+                row["histograms"].items(), key=lambda item: stats.chisquare(item[1]).pvalue
+            )
+            expected = row["data_sets"] / BINS
+            low, high = stats.binom.interval(0.99, row["data_sets"], 1 / BINS)
+            panel.axhspan(low / expected, high / expected, color="lightgray", zorder=0)
+            colour = "tab:red" if row["p"] < 0.01 else "tab:blue"
+            panel.bar(range(BINS), [count / expected for count in counts], 0.9, color=colour)
+            panel.set_title(f"{row['model']}\n{name.split('.')[-1]}", fontsize=8)
+            panel.set(xticks=[], yticks=[0, 1, 2], ylim=(0, 2.8))
+    plt.savefig(FOLDER / "calibration.png", dpi=150)
+
+
 def main() -> None:
     """Measure what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -180,18 +211,20 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="two data sets; nothing is written")
+    parser.add_argument("--draw", action="store_true", help="only redraw the written results")
     options = parser.parse_args()
     if options.quick:
         measure("gibbs", "categorical", 2)
         measure("hmc", "hierarchical", 2)
         return
-    for sampler in options.sampler or SAMPLERS:
+    for sampler in [] if options.draw else options.sampler or SAMPLERS:
         for model in options.model or SAMPLERS[sampler][1]:
             found = measure(sampler, model, options.count, options.seed)
             print({name: part for name, part in found.items() if name != "histograms"}, flush=True)
             key = sampler, model
             kept = [row for row in earlier("calibration") if (row["sampler"], row["model"]) != key]
             write("calibration", [*kept, found])
+    draw(earlier("calibration"))
 
 
 if __name__ == "__main__":
