@@ -172,7 +172,7 @@ def _log_joint(model: Any, values: dict[str, Tensor], data: Sequences) -> Tensor
 def _shaped(name: str, samples: Tensor, truth: Tensor) -> Tensor:
     """Samples of a variable, ``(S, ...)`` of the shape of its true value, checked."""
     size = truth.numel()
-    if samples.dim() == 0 or samples.numel() != len(samples) * size:
+    if samples.numel() != len(samples) * size:
         raise ValueError(
             f"sample must return {name!r} as (S, ...), with {size} entries each; got shape "
             f"{tuple(samples.shape)}."
