@@ -315,9 +315,9 @@ def fit_mcmc(
         num_chains: C.
         warmup: Trajectories before the first sample, which tune.
         start: A :class:`Fit`, near whose ``values`` all chains begin; or values by name, of that
-            shape, or one for each chain, ``(C, ...)``; or ``starts.from_prior``, a sample of the
-            prior for each chain. By default gradient ascent from such samples, and all begin near
-            the best of their ends. Where modes matter begin chains at several.
+            shape, or one for each chain, ``(C, ...)``; or ``starts.from_prior``. By default
+            gradient ascent from samples of the prior, and all begin near the best of their ends.
+            Where modes matter begin chains at several.
         target_accept: The acceptance that the step size aims at; raise it where trajectories
             diverge.
         num_temperatures: R: see :func:`fit_gibbs`. Here the likelihood has the power b.
@@ -424,8 +424,7 @@ class HMC(Chains):
             values = start.parameters if isinstance(start, Fit) else start
             values = self.prior if start is from_prior else values
             if not isinstance(values, Mapping):
-                kind = type(start).__name__
-                raise TypeError(f"start must be a Fit, or values by name; got {kind}.")
+                raise TypeError(f"start must be a Fit, or values by name; got {type(start)}.")
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):
