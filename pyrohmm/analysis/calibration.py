@@ -76,9 +76,9 @@ def calibrate(
         like: ``(N,)`` integers, the steps of the simulated sequences; or sequences, whose lengths,
             missing steps, covariates and times they have.
         num_data_sets: R.
-        together: How many data sets ``sample`` is called for at once. If not for one, its third
-            argument are the observations of all of them, ``(D, N, T, *E)``, and it returns
-            samples of the first, then those of the second, and so on, as ``fit_gibbs(values=)``.
+        together: D, how many data sets ``sample`` is called for at once. If not for one, its third
+            argument are the observations of all, ``(D, N, T, *E)``, and it returns ``(D S, ...)``,
+            first those of the first, as ``fit_gibbs(values=)`` does.
 
     Raises:
         ValueError: If numbers of samples or variables differ between data sets, samples are not
@@ -98,47 +98,39 @@ def calibrate(
         True
     """
     check_size("num_data_sets", num_data_sets)
-    check_size("together", together)
     if isinstance(like, Tensor):
         like = Sequences(torch.zeros(len(like), int(like.max())), like)
-    ranks: dict[str, list[int]] = {}
-    truths: dict[str, set[float]] = {}
-    sizes = set()
+    rows: dict[str, list[Tensor]] = {}
     for first in range(0, num_data_sets, together):
         own = copy.deepcopy(model)
         joint, prefix = (MarginalModel(own), "module.") if isinstance(own, HMMModule) else (own, "")
         sets = [_simulated(joint, like) for _ in range(min(together, num_data_sets - first))]
         several = () if together == 1 else (torch.stack([data.values for _, data in sets]),)
         samples = sample(own, sets[0][1], *several)
+        parts = {prefix + n.removeprefix(prefix): v.chunk(len(sets)) for n, v in samples.items()}
         for number, (truth, data) in enumerate(sets):
-            some = {
-                prefix + name.removeprefix(prefix): value.chunk(len(sets))[number]
-                for name, value in samples.items()
-            }
-            numbers = _statistics(joint, truth, some, data)
-            for name, row in numbers.items():
-                name = name.removeprefix(prefix)
-                truths.setdefault(name, set()).add(float(row[0]))
-                ranks.setdefault(name, []).append(int((row[1:] < row[0]).sum()))
-                sizes.add(len(row) - 1)
+            some = {name: part[number] for name, part in parts.items()}
+            for name, row in _statistics(joint, truth, some, data).items():
+                rows.setdefault(name.removeprefix(prefix), []).append(row)
+    sizes = {len(row) - 1 for each in rows.values() for row in each}
     if len(sizes) != 1:
         raise ValueError(f"sample must return S samples of each variable; got {sorted(sizes)}.")
-    found = {name: len(row) for name, row in ranks.items()}
+    found = {name: len(each) for name, each in rows.items()}
     if set(found.values()) != {num_data_sets}:
         raise ValueError(f"sample must return the same variables for all data sets; got {found}.")
-    varied = {n: torch.tensor(r) for n, r in ranks.items() if len(truths[n]) > 1 or len(r) == 1}
-    return Calibration(varied, sizes.pop())
+    tables = {name: torch.stack(each) for name, each in rows.items()}  # (R, 1 + S)
+    varied = {n for n, t in tables.items() if len(t) == 1 or bool((t[:, 0] != t[0, 0]).any())}
+    ranks = {n: (t[:, 1:] < t[:, :1]).sum(1) for n, t in tables.items() if n in varied}
+    return Calibration(ranks, sizes.pop())
 
 
 def _simulated(model: Any, like: Sequences) -> tuple[dict[str, Tensor], Sequences]:
     """Parameters of the prior by name, and data of them."""
+    data = like.with_total(like.total)
     with torch.no_grad():
-        trace = poutine.trace(model).get_trace(like)
-        values = trace.nodes["_RETURN"]["value"].sample()
-    truth = {name: trace.nodes[name]["value"] for name in latent_sites(trace)[0]}
-    return truth, Sequences(
-        values, like.lengths, like.observed, covariates=like.covariates, times=like.times
-    )
+        trace = poutine.trace(model).get_trace(data)
+        data.values = trace.nodes["_RETURN"]["value"].sample()
+    return {name: trace.nodes[name]["value"] for name in latent_sites(trace)[0]}, data
 
 
 def _statistics(
@@ -148,35 +140,24 @@ def _statistics(
     found = {}
     for name, value in samples.items():
         if name not in truth:
+            raise ValueError(f"sample must return variables, {list(truth)}; got {name!r}.")
+        true, size = truth[name], truth[name].numel()
+        if value.numel() != len(value) * size:
             raise ValueError(
-                f"sample must return variables of the model, {list(truth)}; got {name!r}."
+                f"sample must return {name!r} as (S, ...), with {size} entries each; got shape "
+                f"{tuple(value.shape)}."
             )
-        true = truth[name]
-        weights = torch.arange(1.0, 1 + true.numel(), dtype=torch.double).cos()
-        samples[name] = torch.cat([true.unsqueeze(0), _shaped(name, value, true)])
-        found[name] = samples[name].double().reshape(-1, true.numel()) @ weights
-    if samples.keys() == truth.keys() and len({len(value) for value in found.values()}) == 1:
-        each = zip(*samples.values())
-        scores = [_log_joint(model, dict(zip(samples, values)), data) for values in each]
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"samples of {name!r} must be finite; there are NaN or infinite ones.")
+        shaped = value.detach().to(true.dtype).reshape(len(value), *true.shape)
+        samples[name] = both = torch.cat([true.unsqueeze(0), shaped])
+        weights = torch.arange(1.0, 1 + size, dtype=torch.double).cos()
+        found[name] = both.double().reshape(-1, size) @ weights
+    if samples.keys() == truth.keys() and len(set(map(len, found.values()))) == 1:
+        scores = []
+        for values in zip(*samples.values()):
+            known = poutine.condition(model, dict(zip(samples, values)))
+            with torch.no_grad(), pyro.validation_enabled(False):
+                scores.append(poutine.trace(known).get_trace(data).log_prob_sum())
         found["lp"] = torch.stack(scores)
     return found
-
-
-def _log_joint(model: Any, values: dict[str, Tensor], data: Sequences) -> Tensor:
-    """Log joint density of variables and data."""
-    with torch.no_grad(), pyro.validation_enabled(False):
-        trace = poutine.trace(poutine.condition(model, values)).get_trace(data)
-        return torch.as_tensor(trace.log_prob_sum())
-
-
-def _shaped(name: str, samples: Tensor, truth: Tensor) -> Tensor:
-    """Samples of a variable, ``(S, ...)`` of the shape of its true value, checked."""
-    size = truth.numel()
-    if samples.numel() != len(samples) * size:
-        raise ValueError(
-            f"sample must return {name!r} as (S, ...), with {size} entries each; got shape "
-            f"{tuple(samples.shape)}."
-        )
-    if not bool(samples.isfinite().all()):
-        raise ValueError(f"samples of {name!r} must be finite; there are NaN or infinite ones.")
-    return samples.detach().to(truth.dtype).reshape(len(samples), *truth.shape)

@@ -101,10 +101,8 @@ def fit_gibbs(
     if num_temperatures > 1 and data.labels is not None:
         raise ValueError("data must have no labels if num_temperatures > 1: use without_labels().")
     if values is not None and (values.shape[1:] != data.values.shape or num_chains % len(values)):
-        raise ValueError(
-            f"values must be (D, N, T, *E) with {tuple(data.values.shape)} after D, a divisor of "
-            f"num_chains = {num_chains}; got shape {tuple(values.shape)}."
-        )
+        raise ValueError(f"values must be (D, N, T, *E), with D a divisor of {num_chains} chains "
+                         f"and the rest as in data; got shape {tuple(values.shape)}.")  # fmt: skip
     copies = num_chains * num_temperatures
     parameters = Parameters(copy.deepcopy(module), data, copies, None)
     if parameters.points:
@@ -144,8 +142,8 @@ class Gibbs(Chains):
         self.num_sets = 1 if values is None else len(values)
         if values is not None:
             self.data = self.data.with_total(self.data.total)
-            copies = self.copies // len(values)
-            self.data.values = values.repeat_interleave(copies, 0) if len(values) > 1 else values[0]
+            several = values.repeat_interleave(self.copies // self.num_sets, 0)
+            self.data.values = several if self.num_sets > 1 else values[0]
         emission: Any = module.emission_module()
         conjugate = isinstance(emission, ConjugateSampler)
         conjugate = conjugate and not has_foreign_priors(cast(Any, emission))

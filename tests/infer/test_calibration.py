@@ -159,9 +159,7 @@ def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():
 
 def test_what_is_no_variable_is_named():
     module = TabularHMM(1, poisson(0, 2.0, 1.0))
-    with pytest.raises(
-        ValueError, match=r"sample must return variables of the model, .* 'module.rate'"
-    ):
+    with pytest.raises(ValueError, match=r"sample must return variables, .* 'module.rate'"):
         calibrate(module, lambda module, data: {"rate": torch.ones(15, 1)}, COUNTS, 1)
 
 

@@ -238,5 +238,5 @@ def test_chains_of_several_data_sets_have_posteriors_of_their_own(temperatures):
         evidence = draws.map(known, lambda hmm, x=each: hmm.log_prob(x).sum(-1))
         wanted = evidence + draws.log_prior(known)
         torch.testing.assert_close(fit.stats["lp"][chains], wanted, check_dtype=False)
-    with pytest.raises(ValueError, match=r"values must be .* divisor of num_chains = 6; got shape"):
+    with pytest.raises(ValueError, match=r"values must be .* divisor of 6 chains"):
         fit_gibbs(module, data, values=values[:, :1], **options)
