@@ -29,6 +29,8 @@ from .plates import AtValues, detached, in_plate
 BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
 CHUNK = 16  # columns of the Hessian that are computed as one batch
+SMALL = 1e-3  # share of the largest rate, below which one is at the boundary that counts
+VANISHING = 0.01  # nats or less where it is zero: transitions that are expected, or observations
 LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
 RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
 AT_LEAST = constraints.greater_than_eq
@@ -270,8 +272,13 @@ class Information:
     def _compute(self) -> None:
         slope, hessian = self.slopes()
         self.matrix = -(hessian + hessian.mT).detach() / 2
+        lost = self._vanishing()
+        self.held += [label for label, at in zip(self.labels, lost.tolist()) if at]
+        self.matrix = self.matrix.masked_fill(lost | lost.unsqueeze(-1), 0.0)
+        self.matrix[lost, lost] = 1.0
         self._check_rank()
-        self.covariance, slope = torch.linalg.inv(self.matrix), slope.detach()
+        self.covariance = torch.linalg.inv(self.matrix)
+        self.covariance[lost, lost], slope = 0.0, slope.detach().masked_fill(lost, 0.0)
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
             raise ValueError(
@@ -279,6 +286,15 @@ class Information:
                 "errors would not show that: fit on, with more steps or a smaller tolerance; and "
                 "give the data that were fitted."
             )
+
+    def _vanishing(self) -> Tensor:
+        """Which numbers ``(P,)`` are on their way to zero, where the log joint is the same."""
+        small: list[bool] = []
+        for part in self.coordinates:
+            values = dict(zip(names_of(part.name, part.estimate), part.estimate.flatten().tolist()))
+            least = SMALL * max(values.values()) if part.scale is LOG else -math.inf
+            small += [values.get(label, math.inf) < least for label in part.labels]
+        return torch.tensor(small) & (self.matrix.diagonal().abs() < VANISHING)
 
     def _check_rank(self) -> None:
         """Raise unless the information is positive definite, naming the directions that are not."""
@@ -311,6 +327,7 @@ class Information:
         """Slopes of a function of the coordinates ``own``, and its standard errors."""
         origin = torch.zeros(len(own), dtype=torch.double)
         slopes: Any = torch.autograd.functional.jacobian(function, origin)
+        slopes = slopes.masked_fill(self.covariance.diagonal()[own] == 0, 0.0)
         variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance[own][:, own], slopes)
         return slopes, variance.clamp(min=0.0).sqrt()
 

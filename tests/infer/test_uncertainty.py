@@ -11,10 +11,12 @@ from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
+    ContinuousTimeHMM,
     EnumeratedModel,
     HMMModule,
     MarginalModel,
     Sequences,
+    TabularContinuousTimeHMM,
     TabularHMM,
     bernoulli,
     categorical,
@@ -182,6 +184,27 @@ def test_what_falls_to_zero_is_held(family):
     assert error[0].isnan()
     assert any(label.startswith(name) for label in information.held)
     torch.testing.assert_close(error[1], wanted.sqrt())
+
+
+def test_a_rate_on_its_way_to_zero_is_held():
+    """Errors of the others are those of a model without this transition."""
+    pyro.set_rng_seed(0)
+    rates = torch.tensor([[-0.5, 0.5, 0.0], [0.0, -0.3, 0.3], [0.2, 0.0, -0.2]])
+    lengths, times = torch.full((60,), 8), torch.rand(60, 8).cumsum(-1) * 2
+    names = Categorical(torch.eye(3))
+    hmm = ContinuousTimeHMM(torch.full((3,), 1 / 3).log(), rates, names, lengths, times)
+    data = Sequences(hmm.sample(), lengths, times=times)
+    errors = []
+    for allowed in (rates > 0, (rates > 0) | (torch.arange(9).reshape(3, 3) == 7)):
+        module = TabularContinuousTimeHMM(
+            3, categorical(3), rate_time=1e-9, transition_allowed=allowed
+        )
+        start = {"initial": torch.ones(3) / 3, "emission.probs": torch.eye(3)}
+        fit = fit_em(module, data, start=start | {"rates": 0.1 * allowed}, tolerance=1e-9)
+        errors.append(fit.std_errors(data)["module.rates"])
+        assert "module.rates[2, 1]" in fit.information(data).held
+    torch.testing.assert_close(errors[1], errors[0], rtol=1e-3, atol=0, equal_nan=True)
+    assert errors[0].isfinite().sum() == 3
 
 
 def test_parameters_of_plain_torch_modules_are_named():
