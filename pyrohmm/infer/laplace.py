@@ -72,6 +72,7 @@ class LaplaceInformation(Information):
 
     Attributes:
         drift: ``(P, G, d)``, derivatives of the most probable effects by the coordinates.
+        blocks: ``(G, d, d)``, inverse covariances of the effects given the estimates.
     """
 
     def __init__(
@@ -84,13 +85,34 @@ class LaplaceInformation(Information):
         self.marginal = marginal
         super().__init__(marginal.model, values, supports, marginal.data, effects)
 
-    def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
-        """Nothing, and the HMM at coordinates ``u`` and the most probable effects there."""
+    def run(
+        self, u: Tensor, data: Sequences | None = None, away: Tensor | float = 0.0
+    ) -> tuple[Tensor, HMM]:
+        """Nothing, and the HMM at coordinates ``u`` and ``away`` from the most probable effects."""
         marginal = self.marginal
-        effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1))
+        effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1) + away)
         with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with AtValues({**self.values_at(u), **effects}):
                 return u.sum(), self.model(self.data if data is None else data)
+
+    def of(
+        self, function: Callable[[HMM], Tensor], data: Sequences | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Value and standard error of a function of the HMM, that of the effects included."""
+        value, error = super().of(function, data)
+        data = None if data is None else double_of(data)
+        here = torch.zeros(len(self.labels), dtype=torch.double)
+        slopes: Any = torch.autograd.functional.jacobian(
+            lambda b: function(self.run(here, data, b)[1]), torch.zeros_like(self.marginal.modes[0])
+        )
+        own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
+        return value, (error.square() + own).sqrt()
+
+    def sampled(self, u: Tensor) -> HMM:
+        """The HMM at sampled coordinates, with sampled effects."""
+        spread = torch.linalg.cholesky(torch.linalg.inv(self.blocks))
+        away = spread @ torch.randn(*spread.shape[:-1], 1, dtype=torch.double)
+        return self.run(u, None, away.squeeze(-1))[1]
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient and Hessian of the log marginal likelihood at the estimates."""
@@ -101,11 +123,11 @@ class LaplaceInformation(Information):
         for u in torch.cat([step, -step, step[:1] * 0]).split(marginal.room):
             marginal.widen(len(u))
             leaf = u.clone().requires_grad_()
-            _, slope, b, _ = marginal(self.values_at(leaf), leaf, torch.arange(len(u)))
+            _, slope, b, blocks = marginal(self.values_at(leaf), leaf, torch.arange(len(u)))
             gradients.append(slope)
             modes.append(b)
         slope, b = torch.cat(gradients), torch.cat(modes)
-        marginal.modes = b[-1:]
+        marginal.modes, self.blocks = b[-1:], blocks[-1]
         self.drift = (b[:size] - b[size:-1]) / (2 * STEP)
         return slope[-1], (slope[:size] - slope[size:-1]) / (2 * STEP)
 
@@ -150,12 +172,9 @@ class LaplaceFit(Fit):
         """
         information = self.information(data)
         marginal, covariance = information.marginal, information.covariance
-        with self.at_rest():
-            leaf = torch.zeros(1, len(information.labels), dtype=torch.double).requires_grad_()
-            _, _, b, blocks = marginal(information.values_at(leaf), leaf, torch.zeros(1).long())
-        drift = information.drift
+        drift, b = information.drift, marginal.modes
         spread = torch.einsum("pgi,pq,qgj->gij", drift, covariance, drift)
-        spread = spread + torch.linalg.inv(blocks[0])
+        spread = spread + torch.linalg.inv(information.blocks)
         found = {}
         for name, mode in marginal.effects(b[0]).items():
 

@@ -80,7 +80,9 @@ def fit_smooth(
         if bool(((now - before).abs() < CLOSE).all()):
             break
         before = now
-    fit.notes.append(f"smooth terms have {', '.join(f'{e:.1f}' for e in now)} degrees of freedom")
+    fit.notes.append(
+        f"smooth terms have {', '.join(f'{e:.1f}' for e in now.clamp(min=0))} degrees of freedom"
+    )
     return fit
 
 

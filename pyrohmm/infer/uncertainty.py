@@ -261,6 +261,10 @@ class Information:
                     site["value"] = site["value"].clamp(min=torch.finfo(u.dtype).tiny)
             return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
 
+    def sampled(self, u: Tensor) -> HMM:
+        """The HMM at sampled coordinates ``u``."""
+        return self.run(u)[1]
+
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
         u = torch.zeros(len(self.labels), dtype=torch.double)
@@ -394,7 +398,7 @@ class Information:
         zeros = torch.zeros(len(self.labels), dtype=torch.double)
         normal = torch.distributions.MultivariateNormal(zeros, self.covariance)
         with torch.no_grad():
-            values = torch.stack([of(self.run(u)[1]) for u in normal.sample((num_samples,))])
+            values = torch.stack([of(self.sampled(u)) for u in normal.sample((num_samples,))])
         tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype)
         low, high = values.quantile(tails, 0)
         return {"of": (low, high)}

@@ -100,6 +100,16 @@ def test_the_weight_of_the_penalty_is_that_of_a_closed_form(period):
     assert effect.mode.shape == effect.std_error.shape == (7,)
     assert bool((effect.std_error > 0).all())
     assert fit.hmm(data).emission.loc.shape == (120, 1, 1)
+    # its standard errors, those of known weights and a little for their uncertainty
+    known = np.linalg.inv(whole.T @ whole + penalty) * noise**2
+    wide = np.sqrt(np.einsum("ti,ij,tj->t", whole, known, whole))
+    information = fit.information(data)
+    _, error = information.of(lambda hmm: hmm.emission.loc.flatten())
+    assert bool((error.numpy() > 0.999 * wide).all())
+    np.testing.assert_allclose(error, wide, rtol=0.03)
+    limits = information.intervals(of=lambda hmm: hmm.emission.loc.flatten(), num_samples=400)
+    low, high = limits["of"]
+    np.testing.assert_allclose((high - low).mean(), 2 * 1.96 * wide.mean(), rtol=0.05)
 
 
 def test_two_states_share_a_cyclic_curve():
