@@ -24,6 +24,7 @@ import torch
 from common import FOLDER, earlier, pyplot, write
 from pyro.distributions import Dirichlet, Gamma, Normal, Poisson
 from pyro.infer.autoguide import AutoMultivariateNormal, AutoNormal
+from pyro.poutine.messenger import Messenger
 from scipy import stats
 from torch import Tensor
 
@@ -104,7 +105,9 @@ MODELS: dict[str, Any] = {
     "gamma": tabular(gamma(0)),
     "sticky HDP": StickyHDPHMM(3, categorical(3, 1.5), 3.0, 3.0, 3.0),
     "dense": DenseHMM(2, 3, 2),
-    "regression": RegressionHMM(2, regression(Poisson, scale=1.0, rate=[0, 1]), [0, 1], scale=1.0),
+    "regression": RegressionHMM(
+        2, regression(Poisson, prior_scale=1.0, rate=[0, 1]), [0, 1], prior_scale=1.0
+    ),
     "hierarchical": subjects,
 }
 
@@ -120,13 +123,24 @@ def by_gibbs(module: Any, data: Sequences, values: Tensor, **options: Any) -> di
     return fit_gibbs(module, data, warmup=150, **options).samples()
 
 
+class OfChains(Messenger):
+    """Observations ``(C, N, T, *E)`` for C chains, which differ between these."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, message: Any) -> None:
+        if message["name"] == "x" and message["fn"].batch_shape[0] == len(self.values):
+            message["value"] = self.values
+
+
 def by_hmc(model: Any, data: Sequences, values: Tensor) -> dict[str, Tensor]:
     """Hamiltonian Monte Carlo, whose tuning is common to all data sets of a batch."""
     joint = MarginalModel(model) if isinstance(model, HMMModule) else model
-    wide = data.with_total(data.total)
-    wide.values = values.repeat_interleave(CHAINS, 0)
+    joint = OfChains(values.repeat_interleave(CHAINS, 0))(joint)
     options = ONE | {"num_chains": CHAINS * len(values)}
-    return fit_mcmc(lambda _: joint(wide), data, warmup=80, **options).samples()
+    return fit_mcmc(joint, data, warmup=80, **options).samples()
 
 
 def by_svi(module: Any, data: Sequences, guide: Any) -> dict[str, Tensor]:
