@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pyro.ops.stats import quantile
 from torch import Tensor
 
 from .._checks import check_size
+from .._version import __version__
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..infer.effects import name_of
+from ..infer.laplace import LaplaceFit
 from ..infer.results import Fit
+from ..infer.sampled import SampledFit
+from ..infer.uncertainty import names_of
 from . import metrics, plots
 from .draws import PosteriorDraws
-from .plot_axes import axes_or_new
+from .plot_axes import axes_or_new, square
 from .queries import pseudo_residuals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Statistic = Callable[[Sequences], Tensor]
+MOST_COMPONENTS = 8  # of vectors, whose residuals are drawn
 
 
 def quantiles(data: Sequences) -> Tensor:
@@ -78,14 +87,13 @@ class ModelCheck:
         return found
 
     def __str__(self) -> str:
-        lines = [f"{'statistic':<24}{'data':>12}{'5 %':>12}{'95 %':>12}{'p':>8}"]
+        lines = [f"{'':<24}{'data':>12}{'simulated, 5 % to 95 %':>24}{'p':>8}"]
         tails = torch.tensor([0.05, 0.95], dtype=torch.double)
         for name, observed in self.observed.items():
             low, high = self.simulated[name].nanquantile(tails, 0)
             columns = (observed, low, high, self.p_values[name])
-            rows = zip(*(column.flatten().tolist() for column in columns))
-            for number, (value, least, most, p) in enumerate(rows):
-                label = f"{name}[{number}]" if observed.dim() else name
+            rows = zip(names_of(name, observed), *(column.flatten().tolist() for column in columns))
+            for label, value, least, most, p in rows:
                 lines.append(f"{label:<24}{value:>12.4g}{least:>12.4g}{most:>12.4g}{p:>8.3f}")
         return "\n".join(lines)
 
@@ -161,40 +169,49 @@ def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:
     """Draw forecast pseudo-residuals: normal quantiles, histogram and autocorrelation.
 
     If the model is true they are independent and standard normal. Discrete observations have
-    randomised residuals.
+    randomised residuals. Vectors and streams have a row of pictures for each component.
 
     Args:
-        hmm: The model, of scalar observations: see :func:`pyrohmm.queries.pseudo_residuals`.
-        values: ``(*B, T)``, observations.
+        hmm: The model: see :func:`pyrohmm.queries.pseudo_residuals`.
+        values: ``(*B, T, *E)``, observations.
         max_lag: The largest lag of the autocorrelation.
 
     Returns:
-        The three axes.
+        The three axes of each row, of at most eight components.
     """
     from matplotlib import pyplot
 
     limits = pseudo_residuals(hmm, values, forecast=True)
     known = (limits.upper - limits.lower) < 1
     residuals = limits.sample().masked_fill(~known, torch.nan)
-    flat = residuals[known].clamp(-8, 8).sort().values
-    expected = torch.special.ndtri((torch.arange(len(flat)).double() + 0.5) / len(flat))
-    _, (left, middle, right) = pyplot.subplots(1, 3, figsize=(10, 3), layout="constrained")
-    left.plot(expected.numpy(), flat.numpy(), ".", markersize=3)
-    left.axline((0, 0), slope=1, color="gray", linewidth=1)
-    left.set(xlabel="normal quantile", ylabel="residual")
-    middle.hist(flat.numpy(), bins=40, density=True, color="lightsteelblue")
-    grid = torch.linspace(-4, 4, 100)
-    middle.plot(grid.numpy(), (-grid.square() / 2).exp().numpy() / (2 * torch.pi) ** 0.5, "k-")
-    middle.set(xlabel="residual", ylabel="density")
-    rows = residuals.reshape(-1, residuals.size(-1))
-    whole = Sequences(rows.nan_to_num(), hmm.lengths.expand(hmm.batch_shape).reshape(-1),
-                      ~rows.isnan())  # fmt: skip
+    rows = residuals.reshape(-1, hmm.num_steps, hmm.event_shape[1:].numel()).cpu()
+    lengths = hmm.lengths.expand(hmm.batch_shape).reshape(-1).cpu()
+    whole = Sequences(rows, lengths, ~rows.isnan().all(-1))
     lags = range(1, min(max_lag, hmm.num_steps - 1) + 1)
-    right.stem(list(lags), [autocorrelation(whole, lag).item() for lag in lags], basefmt="k-")
-    band = 1.96 / max(len(flat), 1) ** 0.5
-    right.axhspan(-band, band, color="lightgray", zorder=0)
-    right.set(xlabel="lag", ylabel="autocorrelation")
-    return [left, middle, right]
+    correlations = [autocorrelation(whole, lag) for lag in lags]
+    count = min(rows.size(-1), MOST_COMPONENTS)
+    size = {"figsize": (10, 3 * count), "layout": "constrained", "squeeze": False}
+    axes = pyplot.subplots(count, 3, **size)[1]
+    for d, (left, middle, right) in enumerate(axes):
+        flat = rows[..., d][~rows[..., d].isnan()].clamp(-8, 8).sort().values
+        expected = torch.special.ndtri((torch.arange(len(flat)).double() + 0.5) / len(flat))
+        left.plot(expected.numpy(), flat.numpy(), ".", markersize=3)
+        left.axline((0, 0), slope=1, color="gray", linewidth=1)
+        label = f"residual of component {d}" if rows.size(-1) > 1 else "residual"
+        left.set(xlabel="standard normal quantile", ylabel=label)
+        middle.hist(flat.numpy(), bins="auto", density=True, color="lightsteelblue")
+        grid = torch.linspace(-4, 4, 100)
+        middle.plot(grid.numpy(), (-grid.square() / 2).exp().numpy() / (2 * torch.pi) ** 0.5, "k-")
+        middle.set(xlabel=label, ylabel="density")
+        heights = [each[d].item() for each in correlations]
+        right.vlines(lags, 0.0, heights)
+        right.plot(lags, heights, "o", markersize=4)
+        band = 1.96 / max(len(flat), 1) ** 0.5
+        right.axhspan(-band, band, color="lightgray", zorder=0)
+        right.axhline(0.0, color="k", linewidth=0.8)
+        right.set(xlabel="lag, steps", ylabel="autocorrelation")
+        right.locator_params(axis="x", integer=True)
+    return [*axes.flat]
 
 
 # A page about a fit -------------------------------------------------------------------------------
@@ -207,22 +224,39 @@ table {{ border-collapse: collapse; }}
 td, th {{ padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ddd; }}
 td:first-child, th:first-child {{ text-align: left; }}
 img {{ max-width: 100%; }}
+pre {{ white-space: pre-wrap; }}
 </style></head><body>
 <h1>{title}</h1>
+<p>{date}, pyrohmm {version}</p>
 {body}
 </body></html>
 """
+CRITERIA = {"AIC": metrics.aic, "BIC": metrics.bic}
+SIMULATIONS = (
+    "<p>Quantiles 0.05, 0.25, 0.5, 0.75 and 0.95 of each component, and the correlation of "
+    "neighbouring steps: of the data, and the range of nine of ten simulated data sets. Where p is "
+    "small, the model does not produce such data.</p>"
+)
+RESIDUALS = (
+    "<p>Each observation given those before it, as a normal quantile. If the model is true, points "
+    "lie on the line, the histogram follows the curve, and nineteen of twenty autocorrelations lie "
+    "in the grey band.</p>"
+)
 MOST_ROWS = 200  # of the table of parameters
+MOST_DRAWS = 4000  # samples of a posterior whose states are put in one order
+SIMULATED = 200  # of these, from each of which a data set is simulated
 
 
 def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     """Write an HTML page about a fit: summary, parameters with intervals, checks and pictures.
 
-    What does not exist for a model (intervals that the data do not determine, residuals of vectors,
-    one transition matrix) is named with the reason in its place.
+    Of samples of a posterior the table has their means and quantiles, states in one order; each
+    simulated data set is of another sample, and pictures are at ``fit.parameters``. What does not
+    exist for a model (intervals that the data do not determine, a ``cdf`` for residuals) is named
+    with the reason in its place.
 
     Args:
-        fit: A fit by EM or MAP.
+        fit: A fit of any method.
         data: The sequences that were fitted.
         path: Of the file.
 
@@ -230,27 +264,27 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
         The path.
     """
     hmm = fit.hmm(data)
-    first = fit.hmm(data[:1]) if not fit.plates else hmm
+    draws = None
+    if isinstance(fit, SampledFit) or fit.method == "SVI":
+        draws = PosteriorDraws.of(fit, data=data)
+        draws = draws.thin(-(-MOST_DRAWS // draws.shape[0]))
     parts = [
-        ("Fit", lambda: f"<pre>{escape(fit.summary())}</pre>"),
-        ("Criteria", lambda: _criteria(fit, data)),
-        ("Parameters, with 95 % intervals", lambda: _parameters(fit, data)),
+        ("Fit", lambda: f"<pre>{escape(_summary(fit))}</pre>"),
+        ("Data and criteria", lambda: _criteria(fit, data)),
+        ("Parameters", lambda: _parameters(fit, data, draws)),
         ("Loss", lambda: _picture(plots.losses(fit))),
-        ("Transitions", lambda: _picture(plots.transition(hmm))),
+        ("Transitions", lambda: _transitions(hmm, data)),
         ("Emissions", lambda: _picture(plots.emission(hmm, values=data.values))),
-        (
-            "States of the first sequence",
-            lambda: _picture(plots.state_probs(first.posterior(data.values[:1]).state_probs[0])),
-        ),
-        (
-            "Simulated data beside the data",
-            lambda: f"<pre>{escape(str(check_model(fit, data)))}</pre>",
-        ),
-        ("Residuals", lambda: _picture(residual_plots(hmm, data.values)[0])),
+        ("States of the longest sequence", lambda: _states(hmm, data)),
+        ("Simulated data beside the data", lambda: _simulated(fit, data, draws)),
+        ("Residuals", lambda: RESIDUALS + _picture(residual_plots(hmm, data.values)[0])),
     ]
     body = "\n".join(f"<h2>{escape(title)}</h2>\n{_or_reason(make)}" for title, make in parts)
     path = Path(path)
-    path.write_text(PAGE.format(title=escape(repr(fit).partition(";")[0] + ")"), body=body))
+    model = name_of(getattr(fit.model, "module", fit.model))
+    title = escape(f"{model}, fitted by {fit.method}")
+    page = PAGE.format(title=title, body=body, date=date.today().isoformat(), version=__version__)
+    path.write_text(page)
     return path
 
 
@@ -263,28 +297,96 @@ def _or_reason(make: Callable[[], str]) -> str:
 
 
 def _criteria(fit: Fit, data: Sequences) -> str:
-    evidence = metrics.log_evidence(fit, data).double().sum().item()
+    """Size of the data, and what there is of log-likelihood, AIC and BIC."""
+    steps = int(data.lengths.sum())
     rows = [
-        ["log evidence, nats", f"{evidence:.2f}"],
-        ["AIC", f"{metrics.aic(fit, data):.2f}"],
-        ["BIC", f"{metrics.bic(fit, data):.2f}"],
+        ["sequences", f"{len(data):,}"],
+        ["steps", f"{steps:,}"],
+        ["steps without an observation", f"{steps - data.num_observed:,}"],
+        ["log-likelihood, nats", f"{metrics.log_evidence(fit, data).double().sum().item():.2f}"],
     ]
+    if isinstance(fit, LaplaceFit):
+        rows += [["log marginal likelihood, nats", f"{fit.log_marginal:.2f}"]]
+    elif fit.method in ("EM", "MAP"):
+        rows += [[name, f"{criterion(fit, data):.2f}"] for name, criterion in CRITERIA.items()]
     return _table(["", ""], rows)
 
 
-def _parameters(fit: Fit, data: Sequences) -> str:
-    information = fit.information(data)
-    limits, errors = information.intervals(), information.std_errors()
-    rows = []
-    for part in information.coordinates:
-        columns = (part.estimate, errors[part.name], *limits[part.name])
-        for place in part.estimate.isfinite().nonzero().tolist():
-            numbers = [f"{column[tuple(place)].item():.4g}" for column in columns]
-            numbers = [number.replace("nan", "held") for number in numbers]
-            rows.append([f"{part.name}{place or ''}", *numbers])
+def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
+    """Estimates with what is known of their errors."""
+    text = ""
+    if draws is not None:
+        columns, text = _posterior(draws, data)
+    else:
+        try:
+            columns = fit.table(data)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            text = f"<p>Without intervals: {escape(str(error))}</p>"
+            columns = {"parameter": [], "estimate": []}
+            for name, value in fit.parameters.items():
+                columns["parameter"] += names_of(name, value)
+                columns["estimate"] += value.flatten().tolist()
+    heads = {"std_error": "standard error", "lower": "2.5 %", "upper": "97.5 %"}
+    rows = [
+        [name.removeprefix("module."), *(f"{x:.4g}".replace("nan", "fixed") for x in numbers)]
+        for name, *numbers in zip(*columns.values())
+        if math.isfinite(numbers[0])
+    ]
     more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
-    header = ["parameter", "estimate", "standard error", "2.5 %", "97.5 %"]
-    return _table(header, rows[:MOST_ROWS]) + more
+    return text + _table([heads.get(name, name) for name in columns], rows[:MOST_ROWS]) + more
+
+
+def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[Any]], str]:
+    """Columns of a table of a posterior, and whether its chains agree once states are in order."""
+    try:
+        draws, text = draws.aligned(data), ""
+    except (ValueError, TypeError) as error:
+        text = f"<p>States as each sample numbers them: {escape(str(error))}</p>"
+    if draws.shape[0] > 1 and draws.shape[1] > 3:
+        text += f"<pre>{escape(draws.summary())}</pre>"
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("parameter", "mean", "standard deviation", "lower", "upper")
+    }
+    for name, value in draws.parameters.items():
+        flat = value.double().flatten(0, 1)
+        low, high = quantile(flat, [0.025, 0.975])
+        columns["parameter"] += names_of(name, flat[0])
+        for column, part in zip(list(columns)[1:], (flat.mean(0), flat.std(0), low, high)):
+            columns[column] += part.flatten().tolist()
+    return columns, text
+
+
+def _transitions(hmm: HMM, data: Sequences) -> str:
+    """The matrix of transitions, or averages over the data where there is more than one."""
+    matrix, text = hmm.log_transition.exp(), ""
+    if matrix.dim() != 2:
+        counts = hmm.posterior(data.values).transitions.flatten(0, -3).sum(0)
+        matrix = counts / counts.sum(-1, keepdim=True).clamp(min=1e-30)
+        text = "<p>Expected shares in the data, for no one matrix holds at every step.</p>"
+    matrix = matrix.detach().cpu()
+    return text + _picture(
+        square(None, matrix, [[f"{p:.2f}" for p in row] for row in matrix], None)
+    )
+
+
+def _summary(fit: Fit) -> str:
+    """The fit in words; whether chains agree is said of their states in one order."""
+    if isinstance(fit, SampledFit):
+        return "\n".join([repr(fit), *fit.notes])
+    return fit.summary()
+
+
+def _simulated(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
+    """:func:`check_model` at the estimates, or over samples of the posterior."""
+    some = draws and draws.thin(-(-SIMULATED // draws.shape[0]))
+    return SIMULATIONS + f"<pre>{escape(str(check_model(some or fit, data)))}</pre>"
+
+
+def _states(hmm: HMM, data: Sequences) -> str:
+    """Smoothed marginals of the longest sequence."""
+    longest = int(data.lengths.argmax())
+    probs = hmm.posterior(data.values).state_probs[longest, : int(data.lengths[longest])]
+    return f"<p>Sequence {longest}.</p>" + _picture(plots.state_probs(probs))
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -83,12 +83,11 @@ def emission(
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
         parts = getattr(distribution, "parts", ())
-        numbers = all(part.event_shape.numel() == 1 and not is_categorical(part) for part in parts)
         shares = seen = None
         if values is not None and (len(distribution.event_shape) == 0 or parts):
             shares = hmm.posterior(values).state_probs[hmm.known].mean(0).cpu()
             seen = values[hmm.known].cpu()
-        if parts and numbers and axes is None:
+        if parts and axes is None:
             return _panels(distribution, symbols, labels, shares, seen)
         axes = axes_or_new(axes)
         if isinstance(distribution, AutoregressiveCategorical):
@@ -96,22 +95,30 @@ def emission(
         if isinstance(distribution, Autoregressive):
             distribution = _at_origin(distribution)
             axes.set_title("earlier observations at the origin", fontsize="medium")
-        if is_categorical(distribution):
-            return _bars(distribution.probs.cpu(), _per_column("V", symbols, distribution.probs),
-                         labels, axes)  # fmt: skip
-        if distribution.event_shape.numel() == 1:
-            _curves(distribution, labels, axes, shares, seen)
-            return axes
-        mean, deviation = _moments(distribution)
-        if distribution.support.is_discrete:
-            _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
-        elif mean.size(1) == 2:
-            _ellipses(distribution, mean.cpu(), labels, axes)
-            columns = ["component 0", "component 1"] if symbols is None else symbols
-            axes.set(**dict(zip(("xlabel", "ylabel"), _per_column("D", columns, mean))))
-        else:
-            columns = _per_column("D", symbols, mean)
-            _bands(mean.cpu(), deviation.cpu(), columns, labels, axes)
+        return _single(distribution, symbols, labels, axes, shares, seen)
+
+
+def _single(
+    distribution: Any, symbols: Sequence[str] | None, labels: list[str], axes: Axes,
+    shares: Tensor | None, values: Tensor | None,
+) -> Axes:  # fmt: skip
+    """Draw symbols, numbers or vectors, which depend on the state alone."""
+    if is_categorical(distribution):
+        probs = distribution.probs.cpu()
+        return _bars(probs, _per_column("V", symbols, probs), labels, axes)
+    if distribution.event_shape.numel() == 1:
+        _curves(distribution, labels, axes, shares, values)
+        return axes
+    mean, deviation = _moments(distribution)
+    if distribution.support.is_discrete:
+        _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
+    elif mean.size(1) == 2:
+        _ellipses(distribution, mean.cpu(), labels, axes)
+        columns = ["component 0", "component 1"] if symbols is None else symbols
+        axes.set(**dict(zip(("xlabel", "ylabel"), _per_column("D", columns, mean))))
+    else:
+        columns = _per_column("D", symbols, mean)
+        _bands(mean.cpu(), deviation.cpu(), columns, labels, axes)
     return axes
 
 
@@ -119,16 +126,17 @@ def _panels(
     distribution: Any, symbols: Sequence[str] | None, labels: list[str], shares: Tensor | None,
     values: Tensor | None,
 ) -> Axes:  # fmt: skip
-    """A panel of curves for each of several streams of numbers."""
+    """A panel for each of several streams."""
     from matplotlib import pyplot
 
     parts = distribution.parts
-    titles = names_or_numbers(symbols, len(parts), "component ", "symbols must have D")
+    titles = names_or_numbers(symbols, len(parts), "stream ", "symbols must have D")
     size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}
     row = pyplot.subplots(1, len(parts), squeeze=False, **size)[1][0]
-    for i, (part, panel) in enumerate(zip(parts, row)):
-        _curves(part, labels, panel, shares, None if values is None else values[..., i])
-        panel.set_title(titles[i])
+    pieces = [None] * len(parts) if values is None else distribution.split(values)
+    for part, title, panel, piece in zip(parts, titles, row, pieces):
+        _single(part, None, labels, panel, shares, piece)
+        panel.set_title(title, pad=24)  # above the legend
     first: Axes = row[0]
     return first
 
