@@ -33,6 +33,7 @@ Its modules; each imports only those above it:
 ``em``            ``fit_em``
 ``tempering``     ``Ladder``: parallel tempering, and the marginal likelihood it gives
 ``sampled``       ``SampledFit``: chains of samples of a posterior, and whether they agree
+``coordinates``   those of Hamiltonian trajectories, and their metric
 ``mcmc``          ``fit_mcmc``: Hamiltonian Monte Carlo of many chains in one batch
 ``gibbs``         ``fit_gibbs``
 """

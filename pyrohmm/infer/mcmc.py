@@ -1,9 +1,11 @@
 r"""``fit_mcmc``: samples of the posterior by Hamiltonian Monte Carlo, all chains as one batch.
 
-Chains have one step size :math:`\epsilon`, one diagonal metric and one trajectory length, tuned by
-all of them together, so that a leapfrog step of all is one gradient of a batch: ChEES-HMC (Hoffman,
+Chains have one step size :math:`\epsilon`, one metric and one trajectory length, tuned by all of
+them together, so that a leapfrog step of all is one gradient of a batch, as in ChEES-HMC (Hoffman,
 Radul and Sountsov, 2021, An adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian
-Monte Carlo). Coordinates are ``(C, D)``, D of each of C chains.
+Monte Carlo). The length is that of the largest expected squared jump for its cost (Pasarica and
+Gelman, 2010): ChEES, the change of the square, follows the longest tail. Coordinates are
+``(C, D)``, D of each of C chains.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
-from torch.distributions import biject_to, constraints
+from torch.distributions import constraints
 
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
+from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
 from .models import exclusive, scale_priors, to_model_device
 from .objective import LogJoint, latent_sites, trace_of_batchable
 from .options import names_checked
@@ -35,7 +38,8 @@ from .tempering import Ladder
 from .training import check_model_and_data
 
 ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
-TARGET = 0.651  # acceptance that is best for trajectories whose length is tuned
+TARGET = 0.8  # acceptance that the step size aims at
+COST = 0.6  # power of the length of trajectories by which their jumps are divided
 LONGEST = 256  # leapfrog steps of a trajectory
 WINDOWS = (0.05, 0.15, 0.35)  # of the warmup, at whose ends the metric is renewed
 
@@ -67,16 +71,16 @@ class Tuning:
     """Step size, trajectory length and metric of all chains, and how the warmup finds them.
 
     Attributes:
-        scale: ``(R, D)``, square root of the diagonal of the inverse mass matrix, at each
-            temperature.
+        root: ``(R, D, D)``, square root of the inverse mass matrix at each temperature; or of its
+            diagonal, ``(R, D)``.
         warmup: Number of trajectories that tune.
         target: Acceptance that the step size aims at.
         done: Trajectories so far.
-        log_step: Logarithm of the step size, in units of the scale.
+        log_step: Logarithm of the step size, in units of the root.
         log_length: That of the longest trajectory.
     """
 
-    scale: Tensor
+    root: Tensor
     warmup: int
     target: float = TARGET
     done: int = 0
@@ -88,6 +92,7 @@ class Tuning:
     averages: list[float] = field(default_factory=lambda: [math.log(0.1), 0.0])
     square: float = 0.0
     sums: Any = 0.0
+    products: Any = 0.0
     count: int = 0
 
     def steps(self) -> tuple[float, int]:
@@ -116,21 +121,18 @@ class Tuning:
         self._learn_metric(after, chains)
 
     def _learn_step(self, accepted: Tensor) -> None:
-        """Dual averaging of the harmonic mean over chains (Nesterov, 2009)."""
-        mean = 1 / (1 / accepted.double().clamp(min=1e-3)).mean().item()
+        """Dual averaging of the mean over chains (Nesterov, 2009)."""
+        mean = accepted.double().mean().item()
         self.error += self.target - mean
         self.log_step = self.centre - math.sqrt(self.since) / 0.05 * self.error / (self.since + 10)
 
     def _learn_length(self, before: State, moved: Moved, cold: Tensor) -> None:
-        """A step of Adam up the slope of the change in the estimator of the expected square."""
-        accepted, scale = moved.accepted[cold], self.scale[-1]
-        weights = accepted / accepted.sum().clamp(min=1e-6)
-        here = before.place[cold] / scale
-        there = torch.where(accepted.unsqueeze(-1) > 0, moved.place[cold] / scale, here)
-        away = there - (weights.unsqueeze(-1) * there).sum(0)
-        change = away.square().sum(-1) - (here - here.mean(0)).square().sum(-1)
-        slope = moved.time * change * (away * moved.momentum[cold]).sum(-1)
-        total = (weights * slope).double().nansum().item()
+        """A step of Adam up the slope of the logarithm of the jump for its cost."""
+        away, root = moved.place[cold] - before.place[cold], self.root[-1]
+        away = away / root if root.dim() == 1 else torch.linalg.solve(root, away.mT).mT
+        slope = moved.time * (away * moved.momentum[cold]).sum(-1)
+        slope = slope - 0.5 * COST * away.square().sum(-1)
+        total = (moved.accepted[cold] * slope).double().nansum().item()
         if not math.isfinite(total):
             return
         self.square = 0.95 * self.square + 0.05 * total**2
@@ -140,24 +142,21 @@ class Tuning:
         self.log_length = min(max(self.log_length, shortest), shortest + math.log(LONGEST))
 
     def _learn_metric(self, state: State, chains: Tensor) -> None:
-        r"""Renew the metric at the end of a window, from places and gradients within chains.
-
-        :math:`\sqrt{\mathrm{var}(q) / \mathrm{var}(\nabla \log p)}`, which is the variance of a
-        normal distribution, and near it long before the chains have spread.
-        """
+        """Renew the metric at the end of a window, from places and gradients within chains."""
         bounds = [int(self.warmup * part) for part in WINDOWS]
         if self.done > bounds[-1]:
             return
         now = torch.stack([state.place[chains], state.gradient[chains]]).double()  # (2, C, R, D)
-        self.sums, self.count = self.sums + torch.stack([now, now.square()]), self.count + 1
+        self.sums, self.count = self.sums + now, self.count + 1
+        self.products = self.products + second_moments(now, self.root)
         if self.done not in bounds or self.count < 10:
             return
-        mean, square = self.sums / self.count
-        places, gradients = (square - mean.square()).mean(1).clamp(min=0)  # (R, D)
-        new = (places / gradients).pow(0.25)
-        new = torch.where(new.isfinite() & (new > 0), new, self.scale.double())
-        self.scale = new.to(self.scale)
-        self.sums, self.count = 0.0, 0
+        freedom = len(chains) * (self.count - 1)
+        within = self.products - second_moments(self.sums, self.root) / self.count
+        places, gradients = within / freedom
+        new = metric_root(places, gradients, freedom)
+        self.root = torch.where(new.isfinite() & (new != 0), new, self.root.double()).to(self.root)
+        self.sums, self.products, self.count = 0.0, 0.0, 0
         if self.done < bounds[-1]:  # what has been learnt in other units is void
             self.log_length = self.averages[1] = math.log(1.5)
         self.centre, self.error, self.since, self.square = self.averages[0] + 1.0, 0.0, 0, 0.0
@@ -198,13 +197,15 @@ class Hamiltonian:
         target: float = TARGET,
     ) -> None:
         self.ladder = ladder
-        self.transforms: Any = {name: biject_to(supports[name]) for name in values}
+        self.transforms: Any = {name: coordinates(supports[name]) for name in values}
         free = {name: self.transforms[name].inv(value) for name, value in values.items()}
         self.shapes = {name: value.shape[1:] for name, value in free.items()}
         self.log_density = log_density
         place = self.free(values)
         self.state = State(place, place.new_empty(0), place)
-        self.tuning = Tuning(torch.ones_like(place[: ladder.size]), ladder.warmup, target)
+        root = torch.ones_like(place[: ladder.size])
+        root = root.diag_embed() if place.size(1) <= WIDEST else root
+        self.tuning = Tuning(root, ladder.warmup, target)
 
     def free(self, values: Mapping[str, Tensor]) -> Tensor:
         """Coordinates of values, off the boundary of their spaces."""
@@ -245,16 +246,16 @@ class Hamiltonian:
 
     def trajectory(self, step: float, num_steps: int) -> tuple[State, Moved]:
         """One trajectory of every chain, which ends where it began if it is not accepted."""
-        begin, scale = self.state, self.tuning.scale[self.ladder.rungs.flatten()]
+        begin, root = self.state, self.tuning.root[self.ladder.rungs.flatten()]
         momentum = torch.randn_like(begin.place)
         energy = start = begin.log_density - 0.5 * momentum.square().sum(-1)
         now, lost = begin, torch.zeros_like(start, dtype=torch.bool)
-        momentum = momentum + 0.5 * step * scale * now.gradient
+        momentum = momentum + 0.5 * step * times(root, now.gradient)
         for i in range(num_steps):
-            place = now.place + step * scale * momentum
+            place = now.place + step * times(root, momentum)
             now = self.at(torch.where(lost.unsqueeze(-1), begin.place, place))
             kick = step if i < num_steps - 1 else 0.5 * step
-            momentum = momentum + kick * scale * now.gradient
+            momentum = momentum + kick * times(root, now.gradient)
             energy = now.log_density - 0.5 * momentum.square().sum(-1)
             lost = lost | ~(start - energy < ASTRAY)
             momentum = momentum.masked_fill(lost.unsqueeze(-1), 0.0)
@@ -304,7 +305,7 @@ def fit_mcmc(
     r"""Sample the posterior :math:`p(\theta \mid x)` by Hamiltonian Monte Carlo of many chains.
 
     All chains are one batch, in a plate around the model, and tune one step size, trajectory length
-    and diagonal metric: see :class:`Tuning`. Torch's global source of randomness is used.
+    and metric: see :class:`Tuning`. Torch's global source of randomness is used.
 
     Args:
         model: A Pyro model whose states are summed out, such as :class:`MarginalModel`, and all of

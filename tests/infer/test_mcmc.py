@@ -22,6 +22,7 @@ from pyrohmm import (
     to_arviz,
 )
 from pyrohmm.infer import mcmc
+from pyrohmm.infer.coordinates import coordinates
 from pyrohmm.infer.sampled import agreement
 from pyrohmm.infer.tempering import Ladder
 
@@ -66,14 +67,34 @@ def test_moments_and_tails_of_a_normal_distribution_in_unequal_units():
     for _ in range(600):
         chains.step()
         places.append(chains.state.place)
-    scale = chains.tuning.scale / units
+    found = chains.tuning.root[0] @ chains.tuning.root[0]
+    torch.testing.assert_close(
+        found / units.outer(units), matrix / units.outer(units), rtol=0, atol=0.1
+    )
     samples = (torch.stack(places[300:], 1) - mean) / units
-    assert 0.3 < scale.min() <= scale.max() < 1.5
     for power, wanted in ((1, 0.0), (2, 1.0), (4, 3.0)):
         found = agreement(samples**power)
         assert found.rhat.max() < 1.02
         error = (samples**power).flatten(0, 1).std(0) / found.bulk.sqrt()
         assert bool(((samples**power).mean((0, 1)) - wanted).abs().lt(5 * error).all())
+
+
+def test_coordinates_of_rows_of_probabilities_have_their_volume_and_an_inverse():
+    """Those of an even stick are normal; shares near one are not rounded."""
+    torch.manual_seed(0)
+    to = coordinates(constraints.independent(constraints.simplex, 1))
+    free = 2 * torch.randn(7, 3, 4, dtype=torch.float64)
+    rows = to(free)
+    torch.testing.assert_close(to.inv(rows), free)
+    for one, row, found in zip(free, rows, to.log_abs_det_jacobian(free, rows)):
+        slope = torch.autograd.functional.jacobian(lambda x: to(x)[:, :-1].flatten(), one)
+        wanted = torch.linalg.slogdet(slope.reshape(12, 12))[1]
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(row.sum(-1), torch.ones_like(row[:, 0]))
+    x = torch.tensor([[[-5.0], [0.3], [5.0]]])
+    torch.testing.assert_close(to.inv(to(x)), x, rtol=1e-4, atol=0)
+    wanted = Normal(0.0, 1.0).log_prob(x).sum()
+    torch.testing.assert_close(to.log_abs_det_jacobian(x, to(x)).sum(), wanted)
 
 
 def test_it_agrees_with_gibbs_in_means_variances_and_tails():
