@@ -3,9 +3,8 @@ r"""``fit_mcmc``: samples of the posterior by Hamiltonian Monte Carlo, all chain
 Chains have one step size :math:`\epsilon`, one metric and one trajectory length, tuned by all of
 them together, so that a leapfrog step of all is one gradient of a batch, as in ChEES-HMC (Hoffman,
 Radul and Sountsov, 2021, An adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian
-Monte Carlo). The length is that of the largest expected squared jump for its cost (Pasarica and
-Gelman, 2010): ChEES, the change of the square, follows the longest tail. Coordinates are
-``(C, D)``, D of each of C chains.
+Monte Carlo). The length is that of the largest squared jump for its cost (Pasarica and Gelman,
+2010): ChEES follows the longest tail. Coordinates are ``(C, D)``, D of each of C chains.
 """
 
 from __future__ import annotations
