@@ -1,8 +1,4 @@
-r"""Unconstrained coordinates in which posteriors are near to normal, and their metric.
-
-Hamiltonian trajectories take long steps where the density is that of a normal distribution in all
-directions alike: coordinates are chosen for its tails, the metric for its covariance matrix.
-"""
+r"""Unconstrained coordinates in which posteriors are near to normal, and their metric."""
 
 from __future__ import annotations
 
@@ -12,22 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints
-from torch.distributions.transforms import IndependentTransform, Transform
+from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
 from torch.nn.functional import pad
 
 WIDEST = 128  # coordinates, for more of which the metric is diagonal
 
 
-class ProbitSticks(Transform):
+class ProbitSticks(StickBreakingTransform):
     r"""Breaks a stick, of whose rest entry k takes the share :math:`\Phi(x_k)`.
 
     Where counts are few the posterior of probabilities reaches down to zero. The tail there is that
     of a normal distribution; with logistic shares it is exponential, and much longer.
     """
-
-    domain = constraints.real_vector
-    codomain = constraints.simplex
-    bijective = True
 
     def _call(self, x: Tensor) -> Tensor:
         taken, left = torch.special.log_ndtr(torch.stack([x, -x]))
@@ -45,23 +37,14 @@ class ProbitSticks(Transform):
         rest = y[..., 1:].flip(-1).cumsum(-1)[..., 1:].log().sum(-1)
         return rest - 0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)
 
-    def forward_shape(self, shape: Any) -> torch.Size:
-        """``(*, K)`` of ``(*, K - 1)``."""
-        return torch.Size([*shape[:-1], shape[-1] + 1])
-
-    def inverse_shape(self, shape: Any) -> torch.Size:
-        """``(*, K - 1)`` of ``(*, K)``."""
-        return torch.Size([*shape[:-1], shape[-1] - 1])
-
 
 def coordinates(support: constraints.Constraint) -> Any:
     """The map from unconstrained coordinates to the space of a variable."""
     base: Any = support
-    more = 0
     while isinstance(base, constraints.independent):
-        base, more = base.base_constraint, more + base.reinterpreted_batch_ndims
+        base = base.base_constraint
     if isinstance(base, type(constraints.simplex)):
-        return IndependentTransform(ProbitSticks(), more)
+        return IndependentTransform(ProbitSticks(), support.event_dim - 1)
     return biject_to(support)
 
 
@@ -74,16 +57,15 @@ def times(root: Tensor, vectors: Tensor) -> Tensor:
 
 def second_moments(vectors: Tensor, like: Tensor) -> Tensor:
     """Sums over C of products of vectors ``(2, C, R, D)``, or of squares: of a metric ``like``."""
-    if like.dim() == 2:
-        return vectors.square().sum(1)
-    return torch.einsum("pcri,pcrj->prij", vectors, vectors)
+    form = "pcri,pcri->pri" if like.dim() == 2 else "pcri,pcrj->prij"
+    return torch.einsum(form, vectors, vectors)
 
 
 def metric_root(places: Tensor, gradients: Tensor, freedom: int) -> Tensor:
     r"""Symmetric square root of the inverse mass matrix M for which M cov(gradients) M = cov(q).
 
     For a normal distribution that is its covariance matrix, of any places at all. Correlations are
-    shrunk, the more the fewer samples there are of each coordinate.
+    shrunk, the more the fewer degrees of freedom there are.
 
     Args:
         places: Covariance matrices ``(R, D, D)``, or variances ``(R, D)``, of coordinates.
@@ -93,16 +75,16 @@ def metric_root(places: Tensor, gradients: Tensor, freedom: int) -> Tensor:
     if places.dim() == 2:
         return (places / gradients).pow(0.25)
     first, second = (part.diagonal(dim1=-2, dim2=-1) for part in (places, gradients))
-    unit, size = (first / second).pow(0.25), places.size(-1)
-    units = unit.unsqueeze(-1) * unit.unsqueeze(-2)
-    share = freedom / (freedom + size) + (1 - freedom / (freedom + size)) * torch.eye(size).to(unit)
+    unit = (first / second).pow(0.25).unsqueeze(-1)
+    units, eye = unit * unit.mT, torch.eye(unit.size(-2)).to(unit)
+    share = eye + (1 - eye) * freedom / (freedom + len(eye))
     inner, outer = places / units * share, gradients * units * share
     root, inverse = _power(outer, 0.5), _power(outer, -0.5)
     return _power(inverse @ _power(root @ inner @ root, 0.5) @ inverse * units, 0.5)
 
 
 def _power(matrix: Tensor, power: float) -> Tensor:
-    """Powers of positive definite matrices."""
+    """Powers of positive definite matrices; NaN if one is not finite."""
     if not bool(matrix.isfinite().all()):
         return torch.full_like(matrix, torch.nan)
     values, vectors = torch.linalg.eigh(matrix)
