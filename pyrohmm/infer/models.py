@@ -33,6 +33,7 @@ from ..distributions.observation import log_prob_per_state
 from ..nn.base import PYRO, HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
 from ..nn.normals import merged, moments_of, scale_prior
+from ..nn.regression import Linear
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
@@ -88,6 +89,19 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     with torch.no_grad():
         moments = [moments_of(part.values[part.observed]) for part in parts_of(data)]
         return scale_prior(emission, reduce(merged, moments))
+
+
+def in_units(module: Any, data: Sequences | Parts | None) -> None:
+    """Give coefficients the coordinates of covariates in units of ``data``, or their own again."""
+    rows = None
+    if data is not None:
+        part = next(iter(parts_of(data)))
+        if part.covariates is None:
+            return
+        rows = part.covariates[part.exists]
+    for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
+        if isinstance(linear, Linear):
+            linear.in_units(rows)
 
 
 def check_returns_hmm(hmm: Any) -> HMM:

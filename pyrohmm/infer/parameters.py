@@ -17,7 +17,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
-from .models import LogPrior, build, scale_priors, to_model_device
+from .models import LogPrior, build, in_units, scale_priors, to_model_device
 from .objective import check_events, step_cost
 from .starts import Values, set_point
 
@@ -52,6 +52,8 @@ class Parameters:
         self.restarts, self.log_prior = restarts, log_prior
         self.data = to_model_device(module, None, data)
         self.units = scale_priors(module, self.data)
+        for chosen in (self.data, None):  # a start in units of the data
+            in_units(module, chosen)
         with torch.no_grad(), poutine.block():
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}

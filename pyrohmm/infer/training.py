@@ -31,7 +31,7 @@ from ..io.checkpoints import Checkpoint, Fields, describe, fingerprint
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, copy_values, describe_schedule
 from .guides import point_of
-from .models import scale_priors, to_model_device
+from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
 from .options import FREE, Settings
 from .plates import marks_of
@@ -90,9 +90,11 @@ def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
     emission = module.emission_module() if isinstance(module, HMMModule) else None
     parts = list(emission.modules()) if isinstance(emission, PyroModule) else []
     kept = [dict(part._buffers) for part in parts]
+    in_units(module, data)
     try:
         yield 0.0 if emission is None else scale_priors(module, data)
     finally:
+        in_units(module, None)
         for part, buffers in zip(parts, kept):
             part._buffers.update(buffers)
 

@@ -16,7 +16,8 @@ from pyro.distributions import Categorical, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
-from torch.distributions import constraints, transform_to
+from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import Transform
 
 from .._checks import check_size
 from ..data.formulas import Columns, as_columns
@@ -29,6 +30,53 @@ from .family import EmissionFamily
 
 UNBOUNDED = "total_count", "df"  # whose limit is the Poisson, or the normal distribution,
 LARGEST = 1e3  # and log-densities lose their digits beyond
+
+
+class Units(Transform):
+    """Coefficients ``(*, P)`` from those of columns with mean 0 and spread 1.
+
+    Args:
+        mean: ``(P,)``, of the columns; zero where they are not centred.
+        spread: ``(P,)``, of the columns.
+        level: ``(P,)``, the inverse of the constant column in its place; zero elsewhere.
+    """
+
+    domain = codomain = constraints.real_vector
+    bijective = True
+
+    def __init__(self, mean: Tensor, spread: Tensor, level: Tensor) -> None:
+        super().__init__()
+        self.mean, self.spread, self.level = mean, spread, level
+
+    def _call(self, x: Tensor) -> Tensor:
+        x = x / self.spread
+        return x - (x @ self.mean).unsqueeze(-1) * self.level
+
+    def _inverse(self, y: Tensor) -> Tensor:
+        return (y + (y @ self.mean).unsqueeze(-1) * self.level) * self.spread
+
+    def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
+        """Minus the sum of the logarithms of the spreads."""
+        return -self.spread.log().sum().expand(x.shape[:-1])
+
+
+class InUnits(constraints.Constraint):
+    """Real coefficients, with the coordinates of :class:`Units`."""
+
+    event_dim = 1
+
+    def __init__(self, units: Units) -> None:
+        self.units = units
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether they are real."""
+        return (value == value).all(-1)
+
+
+@transform_to.register(InUnits)
+@biject_to.register(InUnits)
+def _units_of(space: InUnits) -> Units:
+    return space.units
 
 
 class Linear(PyroModule):
@@ -87,7 +135,9 @@ class Linear(PyroModule):
             self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
             self.smooth = PyroSample(Prior(_curves))
         if prior_scale is None:
-            self.coefficients = PyroParam(0.1 * torch.randn(size), constraints.real)
+            first = 0.1 * torch.randn(size)
+            self.first = (first.clone().requires_grad_(),)  # neither a parameter nor an identity
+            self.coefficients = PyroParam(first, constraints.real)
         else:
             self.coefficients = PyroSample(Prior(partial(_normal, scale=prior_scale, shape=size)))
 
@@ -101,6 +151,42 @@ class Linear(PyroModule):
                 f"covariates of the data; got {', '.join(map(str, self.columns.indices))}."
             )
         return covariates[..., self.columns.indices]
+
+    def in_units(self, covariates: Tensor | None) -> None:
+        """Give points the coordinates of columns ``(M, C)`` with spread 1, or their own again.
+
+        Values with which the module was made are coordinates.
+        """
+        point = getattr(self, "coefficients_unconstrained", None)
+        if point is None or not self.columns.indices:
+            return
+        with torch.no_grad():
+            value: Tensor = self.coefficients.clone()
+            space: constraints.Constraint = constraints.real
+            if covariates is not None:
+                units = self._units(self.design(covariates)[..., : self.width].to(value))
+                space = InUnits(units)
+                if torch.equal(value, self.first[0].to(value)):
+                    value = units(value)
+            self._pyro_params["coefficients"] = space, self._pyro_params["coefficients"][1]
+            self.coefficients = value
+
+    def _units(self, columns: Tensor) -> Units:
+        """Those of columns ``(M, P)``, centred if one of them is constant."""
+        mean, square = columns.mean(0), columns.square().mean(0).sqrt()
+        spread = columns.std(0, correction=0)
+        constant = (spread <= 1e-5 * square) & (square > 0)
+        if self.free is not None:
+            square = square.expand(self.free.shape)[..., : self.width][self.free[..., : self.width]]
+        if self.free is not None or not bool(constant.any()):
+            zeros = torch.zeros_like(square)
+            return Units(zeros, torch.where(square > 0, square, 1.0), zeros)
+        level = torch.zeros_like(mean)
+        first = int(constant.byte().argmax())
+        level[first] = 1 / mean[first]
+        others = ~constant
+        spread = torch.where(others & (spread > 0), spread, torch.where(constant, square, 1.0))
+        return Units(mean * others, spread, level)
 
     def table(self, coefficients: Tensor, smooth: Tensor | None = None) -> Tensor:
         """All coefficients ``(*, *shape, P)``, zeros, and ones of offsets, included."""

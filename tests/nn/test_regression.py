@@ -205,6 +205,30 @@ def test_priors_of_coefficients_leave_errors_in_single_precision(first, second):
         torch.testing.assert_close(error.double(), errors[1][name].double(), rtol=0.02, atol=1e-3)
 
 
+@pytest.mark.parametrize("by", ["EM", "MAP"])
+def test_units_of_covariates_change_coefficients_alone(by):
+    pyro.set_rng_seed(0)
+    x, states = torch.randn(10, 40), (torch.rand(10, 40) < 0.2).long().cumsum(-1) % 2
+    values = torch.poisson((torch.tensor([0.0, 2.0])[states] + 0.4 * x).exp())
+    found = []
+    for mean, spread in ((0.0, 1.0), (0.0, 1e5), (1953.0, 30.0)):
+        covariates = torch.stack([torch.ones(10, 40), mean + spread * x], -1)
+        data = Sequences(values, torch.full((10,), 40), covariates=covariates)
+        pyro.set_rng_seed(1)
+        module = RegressionHMM(2, regression(Poisson, rate=[0, 1]), [0, 1])
+        fit = fit_em(module, data) if by == "EM" else fit_map(MarginalModel(module), data)
+        parts = (fit.parameters, fit.std_errors(data))
+        slopes = [spread * part["module.emission.rate.coefficients"][:, 1] for part in parts]
+        evidence = fit.hmm(data).log_prob(data.values).sum().reshape(1)
+        found.append(torch.cat([evidence, fit.losses[:1], *slopes]))
+        again = RegressionHMM(2, regression(Poisson, rate=[0, 1]), [0, 1])
+        again.load_state_dict(fit.model.module.state_dict())
+        hmm = again(data.lengths, covariates=data.covariates)
+        torch.testing.assert_close(hmm.log_prob(values).sum().reshape(1), evidence)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-4)
+
+
 def test_one_state_is_a_generalized_linear_model():
     """Logistic regression, by Newton's method as in every textbook."""
     generator = np.random.default_rng(1)
