@@ -68,7 +68,8 @@ class Parameters:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "
                 f"{type(module).__name__} has parameters without one: {', '.join(points)}. Give "
-                "them one, as parametric(distribution, loc=Normal(0.0, 10.0)) does, freeze them, "
+                "them one, as parametric(distribution, loc=Normal(0.0, 10.0)) and prior_scale= of "
+                "RegressionHMM and regression do, freeze them, "
                 "or fit once for each start."
             )
         if not self.sites and not self.points:
