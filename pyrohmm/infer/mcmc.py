@@ -3,7 +3,7 @@ r"""``fit_mcmc``: samples of the posterior by Hamiltonian Monte Carlo, all chain
 Chains have one step size :math:`\epsilon`, one metric and one trajectory length, tuned by all of
 them together, so that a leapfrog step of all is one gradient of a batch, as in ChEES-HMC (Hoffman,
 Radul and Sountsov, 2021, An adaptive-MCMC scheme for setting trajectory lengths in Hamiltonian
-Monte Carlo). The length is that of the largest squared jump for its cost (Pasarica and Gelman,
+Monte Carlo). The length is that of the largest squared jump for its time (Pasarica and Gelman,
 2010): ChEES follows the longest tail. Coordinates are ``(C, D)``, D of each of C chains.
 """
 
@@ -38,7 +38,6 @@ from .training import check_model_and_data
 
 ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
 TARGET = 0.8  # acceptance that the step size aims at
-COST = 0.6  # power of the length of trajectories by which their jumps are divided
 LONGEST = 256  # leapfrog steps of a trajectory
 WINDOWS = (0.05, 0.15, 0.35)  # of the warmup, at whose ends the metric is renewed
 
@@ -126,11 +125,11 @@ class Tuning:
         self.log_step = self.centre - math.sqrt(self.since) / 0.05 * self.error / (self.since + 10)
 
     def _learn_length(self, before: State, moved: Moved, cold: Tensor) -> None:
-        """A step of Adam up the slope of the logarithm of the jump for its cost."""
+        """A step of Adam up the slope of the logarithm of the squared jump for its time."""
         away, root = moved.place[cold] - before.place[cold], self.root[-1]
         away = away / root if root.dim() == 1 else torch.linalg.solve(root, away.mT).mT
         slope = moved.time * (away * moved.momentum[cold]).sum(-1)
-        slope = slope - 0.5 * COST * away.square().sum(-1)
+        slope = slope - 0.5 * away.square().sum(-1)
         total = (moved.accepted[cold] * slope).double().nansum().item()
         if not math.isfinite(total):
             return
