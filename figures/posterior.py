@@ -65,7 +65,7 @@ SIZES = {
 SPECIAL = {  # where chains mix more slowly, or a sample takes long
     ("gibbs", "casino"): (64, 300, 8000),
     ("gibbs", "large"): (16, 300, 1500),
-    ("hmc", "large"): (16, 200, 200),
+    ("hmc", "large"): (16, 200, 500),
     ("numpyro-nuts", "large"): (1, 50, 50),
     ("numpyro-nuts-vectorized", "large"): (4, 100, 100),
     ("blackjax-chees", "large"): (16, 200, 200),
