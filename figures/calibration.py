@@ -8,8 +8,9 @@ the smallest one over the statistics times their number (Bonferroni). The statis
 parameter is a weighted sum of its entries, and the log joint density is a further one. Normal
 approximations, of which fifteen samples are taken, are shown beside the samplers.
 
-Chains of 25 data sets are one batch; those of HMC, and what is not conjugate under Gibbs sampling,
-are tuned together. ``--sampler`` and ``--model`` run some and add to ``calibration.json``.
+Chains of several data sets, ``together``, are one batch; those of HMC, and of what is not conjugate
+under Gibbs sampling, are tuned together. ``--sampler`` and ``--model`` run some and add to
+``calibration.json``.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ def measure(sampler: str, model: str, count: int, seed: int = 0) -> dict[str, An
     values = found.p_values(BINS)
     return {
         "sampler": sampler, "model": model, "data_sets": count, "seed": seed,
+        "together": together,
         "p": round(min(1.0, min(values.values()) * len(values)), 4),
         "histograms": {
             name: (ranks * BINS // (CHAINS + 1)).bincount(minlength=BINS).tolist()
