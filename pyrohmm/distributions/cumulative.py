@@ -47,8 +47,9 @@ def cdf_of_counts(distribution: Any, values: Tensor) -> Tensor:
 
 def first_reaching(reached: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
     """The least value between ``low`` and ``high`` that has ``reached``, by bisection."""
+    first = low
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
         enough = reached(middle)
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    return high
+    return torch.where(reached(first), first, high)

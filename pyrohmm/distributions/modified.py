@@ -164,13 +164,14 @@ class ZeroInflated(dist.ZeroInflatedDistribution):
 
     def cdf(self, value: Tensor) -> Tensor:
         """Cumulative probabilities."""
-        return torch.where(value == 0, self.gate, self.cdf_below(value))
+        inside = value >= 0 if self._of_counts else value > 0
+        base = self.base_dist.cdf(torch.where(inside, value, 1.0))
+        found = self.gate + (1 - self.gate) * base.where(inside, 0.0)
+        return found.where(value >= 0, 0.0)
 
     def cdf_below(self, value: Tensor) -> Tensor:
-        """Probability of less than each value."""
-        inside = torch.where(value > 0, value, 1.0)
-        found = self.gate + (1 - self.gate) * self.base_dist.cdf(inside)
-        return torch.where(value > 0, found, 0.0)
+        """Probability of less than each of positive numbers."""
+        return self.cdf(value).where(value > 0, 0.0)
 
 
 class _Between(TorchDistribution):
@@ -215,7 +216,7 @@ class _Between(TorchDistribution):
     def _moments(self) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             points, weights = self._points()
-        mass = weights * self.log_prob(points).exp()
+        mass = (weights.log() + self.log_prob(points)).softmax(0)  # its sum is one but for rounding
         mean = (mass * points).sum(0)
         variance = (mass * (points - mean).square()).sum(0)
         return mean.to(self.base.mean), variance.to(self.base.mean)
@@ -233,7 +234,8 @@ class _Between(TorchDistribution):
             last = (middle + REACH * unit + REACH).minimum(high).max()
             counts = torch.arange(int(low), int(last) + 1).to(unit)
             return counts.reshape(-1, *(1,) * unit.dim()), torch.ones_like(unit)
-        time = torch.linspace(-4.0, 4.0, POINTS).to(unit).reshape(-1, *(1,) * unit.dim())
+        time = torch.linspace(-4.0, 4.0, POINTS, dtype=unit.dtype, device=unit.device)
+        time = time.reshape(-1, *(1,) * unit.dim())
         apart = unit * (math.pi * time.sinh()).exp()
         points, weights = [], []
         for end, sign in ((low, -1.0), (high, 1.0)):

@@ -85,10 +85,9 @@ class AutoregressiveNormal(Autoregressive):
 
     def given(self, context: Tensor) -> TorchDistribution:
         """Normal vectors ``(*A, K)``."""
-        moved = torch.einsum("...li,...klij->...kj", self._shift(context), self.weights)
-        return PyroNormal(
-            self.base.loc + moved, scale_tril=self.base.scale_tril, validate_args=False
-        )
+        past = self._shift(context)
+        loc = self.base.loc + torch.einsum("...li,...klij->...kj", past, self.weights.to(past))
+        return PyroNormal(loc, scale_tril=self.base.scale_tril.to(loc), validate_args=False)
 
     def permuted(self, order: Tensor) -> AutoregressiveNormal:
         """Emissions in which state k emits as ``order[k]`` did, ``(K,)`` integers."""

@@ -21,7 +21,7 @@ from pyrohmm import (
     categorical,
     queries,
 )
-from pyrohmm.distributions import AutoregressiveNormal, Streams
+from pyrohmm.distributions import AutoregressiveNormal, Streams, Truncated, ZeroInflated
 
 NEVER = -np.inf
 
@@ -184,6 +184,11 @@ class OfTwoDegrees(dist.StudentT):
         return 0.5 + apart / (2 * (2 + apart.square()).sqrt())
 
 
+def few_counts(p, x):
+    seen = stats.poisson.pmf(x, 4 * p) / stats.poisson.cdf(5, 4 * p)
+    return (x == 0) * p / 2 + (1 - p / 2) * seen
+
+
 # Emissions of two states by a parameter each: in torch, and cumulative and density by scipy
 FAMILIES = {
     "symbols": (
@@ -226,8 +231,13 @@ FAMILIES = {
         lambda p, x: stats.gamma.cdf(x, 2.0, scale=1 / p),
         lambda p, x: stats.gamma.pdf(x, 2.0, scale=1 / p),
     ),
+    "few counts with further zeros": (
+        lambda p: ZeroInflated(Truncated(dist.Poisson(4 * p), upper=5.0), gate=p / 2),
+        lambda p, x: sum(few_counts(p, each) for each in range(int(x) + 1)),
+        lambda p, x: few_counts(p, x),
+    ),
 }
-DISCRETE = ("symbols", "coins", "binomials", "counts", "failures")
+DISCRETE = ("symbols", "coins", "binomials", "counts", "failures", "few counts with further zeros")
 
 
 @pytest.mark.parametrize("forecast", [False, True])
@@ -276,8 +286,9 @@ def vectors(kind):
     rates, means = torch.tensor([0.2, 0.9]), torch.tensor([[0.0, 1.0], [3.0, 2.0]])
     plane = dist.MultivariateNormal(means, torch.eye(2) + 1.0)
     if kind == "autoregression":
-        emission = AutoregressiveNormal(plane, plane, torch.full((2, 1, 2, 2), 0.3))
-        return emission, lambda d, k, x, past: stats.norm.cdf(x, means[k, d] + 0.3 * past, 2**0.5)
+        weights = torch.full((2, 2, 2, 2), 0.25, dtype=torch.float32)  # two lags
+        emission = AutoregressiveNormal(plane, plane, weights)
+        return emission, lambda d, k, x, past: stats.norm.cdf(x, means[k, d] + past / 4, 2**0.5)
     pairs = [FAMILIES["symbols"], FAMILIES["counts"]]
 
     def cumulative(d, k, x, past):
@@ -298,7 +309,7 @@ def test_residuals_of_vectors_are_those_of_each_component(kind):
     first, ahead = torch.tensor([0.6, 0.4]), hmm.filtered(values) @ transition
     probs = torch.cat([first.expand(2, 1, 2), ahead[:, :-1]], 1)
     for n, t, d in np.ndindex(*values.shape):
-        past = values[n, t - 1].sum() if t else 0.0
+        past = values[n, t - 2 : t].sum() if t > 1 else 0.0
         counts = kind == "streams" and d < 2
         for found, x in ((upper, values[n, t, d]), (lower, values[n, t, d] - int(counts))):
             wanted = sum(probs[n, t, k] * cumulative(d, k, x, past) for k in range(2))

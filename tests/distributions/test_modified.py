@@ -108,8 +108,14 @@ def test_moments_and_cumulative_probabilities(name, limits):
             assert below == pytest.approx((values < point).mean(), abs=1e-5)
 
 
-def test_what_is_left_of_a_normal_far_in_its_tail():
-    found, wanted = Truncated(Normal(number(-30.0), 1.0), lower=0.0), stats.truncnorm(30, 99, -30)
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+def test_what_is_left_of_a_normal_far_in_its_tail(default):
+    torch.set_default_dtype(default)
+    far = Truncated(Normal(torch.zeros(()), 1.0), lower=1000.0)  # 1 / 1000 - 2 / 1000³ above it
+    assert far.mean.item() == pytest.approx(1000.000999998, rel=torch.finfo(default).eps)
+    assert far.variance.item() == pytest.approx(0.999994e-6, rel=1e-6)
+    found = Truncated(Normal(number(-30.0).double(), 1.0), lower=0.0)
+    wanted = stats.truncnorm(30, 99, -30)
     mean, variance = (float(moment) for moment in wanted.stats("mv"))
     assert found.mean.item() == pytest.approx(mean, rel=1e-9)
     assert found.variance.item() == pytest.approx(variance, rel=1e-7)

@@ -16,6 +16,7 @@ from pyro.distributions import (
 
 from pyrohmm import HMM, Forecast, plots, queries
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal, Tied
+from pyrohmm.distributions.modified import ZeroInflated
 
 PROBS = [0.1, 0.5, 0.9]
 STATES = (
@@ -124,6 +125,13 @@ def test_at_zero_and_one_they_are_the_ends_of_the_support(emission, low, high):
 def test_a_state_without_weight_does_not_widen_the_support():
     forecast = Forecast(torch.tensor([[0.0, 1.0]]), Uniform(torch.tensor([0.0, 2.0]), 3.0))
     assert forecast.quantiles([0.0, 0.5, 1.0]).flatten().tolist() == [2.0, 2.5, 3.0]
+
+
+def test_an_end_of_the_support_that_has_the_probability_is_the_quantile():
+    rain = ZeroInflated(Gamma(torch.ones(3), 1.0), gate=torch.tensor([0.3, 0.4, 0.5]))
+    low, high = Forecast(STATES, rain).quantiles([0.2, 0.6])
+    assert (low == 0).all()
+    assert (high > 0).all()
 
 
 def test_ends_that_samples_do_not_show_are_refused():
