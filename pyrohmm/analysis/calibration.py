@@ -98,6 +98,7 @@ def calibrate(
         True
     """
     check_size("num_data_sets", num_data_sets)
+    check_size("together", together)
     if isinstance(like, Tensor):
         like = Sequences(torch.zeros(len(like), int(like.max())), like)
     rows: dict[str, list[Tensor]] = {}
@@ -107,6 +108,9 @@ def calibrate(
         sets = [_simulated(joint, like) for _ in range(min(together, num_data_sets - first))]
         several = () if together == 1 else (torch.stack([data.values for _, data in sets]),)
         samples = sample(own, sets[0][1], *several)
+        if any(value.dim() and len(value) % len(sets) for value in samples.values()):
+            got = {name: tuple(value.shape) for name, value in samples.items()}
+            raise ValueError(f"sample must return (D S, ...), of {len(sets)} data sets; got {got}.")
         parts = {prefix + n.removeprefix(prefix): v.chunk(len(sets)) for n, v in samples.items()}
         for number, (truth, data) in enumerate(sets):
             some = {name: part[number] for name, part in parts.items()}

@@ -100,15 +100,22 @@ def fit_gibbs(
     check_size("num_temperatures", num_temperatures)
     if num_temperatures > 1 and data.labels is not None:
         raise ValueError("data must have no labels if num_temperatures > 1: use without_labels().")
-    if values is not None and (values.shape[1:] != data.values.shape or num_chains % len(values)):
-        raise ValueError(f"values must be (D, N, T, *E), with D a divisor of {num_chains} chains "
-                         f"and the rest as in data; got shape {tuple(values.shape)}.")  # fmt: skip
+    if values is not None and (values.shape[1:] != data.values.shape or num_chains % len(values)
+                               or bool((values.isnan() != data.values.isnan()).any())):  # fmt: skip
+        raise ValueError(f"values must be (D, N, T, *E), with D a divisor of {num_chains} chains, "
+                         "and the rest, what is NaN included, as in data; got shape "
+                         f"{tuple(values.shape)}.")  # fmt: skip
     copies = num_chains * num_temperatures
     parameters = Parameters(copy.deepcopy(module), data, copies, None)
     if parameters.points:
         raise ValueError(
             f"every parameter must have a prior, and some of {type(module).__name__} have none. "
             "Give them one by PyroSample, or freeze them."
+        )
+    if values is not None and parameters.units:
+        raise ValueError(
+            "priors of module must have numbers of their own where values are those of several "
+            "data sets: these are in the unit of data. Give the emission its prior's arguments."
         )
     sampler = Gibbs(parameters, num_samples, warmup, num_temperatures, values)
     cost = parameters.cost * data.lengths.sum().item()

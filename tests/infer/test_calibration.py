@@ -144,6 +144,9 @@ def test_a_sampler_that_is_stuck_is_found_and_wrong_samples_are_named():
     kinds = iter([{"initial": torch.ones(15, 1)}, {"emission.rate": torch.ones(15, 1)}])
     with pytest.raises(ValueError, match="the same variables for all data sets"):
         calibrate(TabularHMM(1, poisson(0, 2.0, 1.0)), lambda *_: next(kinds), COUNTS, 2)
+    one = {"emission.rate": torch.ones(15, 1)}
+    with pytest.raises(ValueError, match=r"must return \(D S, ...\), of 2 data sets; got"):
+        calibrate(TabularHMM(1, poisson(0, 2.0, 1.0)), lambda *_: one, COUNTS, 20, together=2)
 
 
 def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():
