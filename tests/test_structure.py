@@ -55,7 +55,7 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 # Of the whole package half is code, a quarter docstrings and the rest imports, decorators and
 # space. It may grow by what it can do, never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 48_400}
+MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 48_600}
 
 
 def name_of(path):
