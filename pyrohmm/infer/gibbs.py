@@ -100,11 +100,6 @@ def fit_gibbs(
     check_size("num_temperatures", num_temperatures)
     if num_temperatures > 1 and data.labels is not None:
         raise ValueError("data must have no labels if num_temperatures > 1: use without_labels().")
-    if values is not None and (values.shape[1:] != data.values.shape or num_chains % len(values)
-                               or bool((values.isnan() != data.values.isnan()).any())):  # fmt: skip
-        raise ValueError(f"values must be (D, N, T, *E), with D a divisor of {num_chains} chains, "
-                         "and the rest, what is NaN included, as in data; got shape "
-                         f"{tuple(values.shape)}.")  # fmt: skip
     copies = num_chains * num_temperatures
     parameters = Parameters(copy.deepcopy(module), data, copies, None)
     if parameters.points:
@@ -112,11 +107,8 @@ def fit_gibbs(
             f"every parameter must have a prior, and some of {type(module).__name__} have none. "
             "Give them one by PyroSample, or freeze them."
         )
-    if values is not None and parameters.units:
-        raise ValueError(
-            "priors of module must have numbers of their own where values are those of several "
-            "data sets: these are in the unit of data. Give the emission its prior's arguments."
-        )
+    if values is not None:
+        _check_sets(values, data, num_chains, parameters.units)
     sampler = Gibbs(parameters, num_samples, warmup, num_temperatures, values)
     cost = parameters.cost * data.lengths.sum().item()
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
@@ -124,6 +116,21 @@ def fit_gibbs(
     sampler.impute(False)
     supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
     return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
+
+
+def _check_sets(values: Tensor, data: Sequences, num_chains: int, units: float) -> None:
+    """Raise unless observations of several data sets go with data, chains and priors."""
+    same = values.shape[1:] == data.values.shape and not num_chains % len(values)
+    if not same or bool((values.isnan() != data.values.isnan()).any()):
+        raise ValueError(
+            f"values must be (D, N, T, *E), with D a divisor of {num_chains} chains, and the rest, "
+            f"what is NaN included, as in data; got shape {tuple(values.shape)}."
+        )
+    if units:
+        raise ValueError(
+            "priors of module must have numbers of their own where values are those of several "
+            "data sets: these are in the unit of data. Give the emission its prior's arguments."
+        )
 
 
 class Gibbs(Chains):
