@@ -27,6 +27,7 @@ CELLS = 1 << 22  # copies x sequences x steps x states of one pass
 FAR = 4.0  # standard errors over which a profile is first looked at, on either side
 GRID = 12  # points of a profile on either side
 HOLD = 30.0  # curvature, in units of that of the fit, that holds a parameter near a value
+TIE = 1e-3  # standard deviations from the estimate that are rounding of a replicate's fit
 ROUNDS = 4  # times that a profile is looked at farther away, or nearer
 
 
@@ -197,9 +198,11 @@ class Bootstrap:
 def _corrected(values: Tensor, centre: Tensor, level: float) -> tuple[Tensor, Tensor]:
     """Quantiles of ``(B, ...)`` values, at probabilities moved by the bias of their median."""
     z, count = normal_quantile(level), len(values)
-    below = (values < centre).double().mean(0) + (values == centre).double().mean(0) / 2
+    values, centre = values.double(), centre.double()
+    tied = (values - centre).abs() <= TIE * values.std(0)
+    below = torch.where(tied, 0.5, (values < centre).double()).mean(0)
     bias = torch.special.ndtri(below.clamp(0.5 / count, 1 - 0.5 / count))
-    ordered = values.double().sort(0).values
+    ordered = values.sort(0).values
 
     def quantile(shift: float) -> Tensor:
         rank = torch.special.ndtr(2 * bias + shift) * (count + 1) - 1

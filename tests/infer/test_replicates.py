@@ -245,7 +245,7 @@ def test_what_makes_no_sense_is_refused():
         fit_em(module, seen, start=probs).bootstrap(seen, 5)
 
 
-def test_the_covariance_is_that_of_proportions():
+def test_proportions_have_their_covariance_and_intervals_that_are_complements():
     data = Sequences.from_list([[0, 1, 1, 2, 0, 1]])
     names, matrix = fit_em(TabularHMM(1, categorical(4)), data).covariance(data)
     p = torch.tensor([2.0, 3.0, 1.0]).double() / 6
@@ -253,3 +253,9 @@ def test_the_covariance_is_that_of_proportions():
     chosen = [names.index(f"module.emission.probs[0, {k}]") for k in range(3)]
     torch.testing.assert_close(matrix[chosen][:, chosen], wanted)
     assert matrix[names.index("module.emission.probs[0, 3]")].isnan().all()
+    coin = Sequences.from_list([[1] + [0] * 19])  # of 200 replicates, some 80 are as the estimate
+    fit = fit_em(TabularHMM(1, categorical(2)), coin)
+    low, high = fit.bootstrap(coin).intervals()["module.emission.probs"]
+    torch.testing.assert_close(low, 1 - high.flip(-1))
+    assert bool((low < (probs := fit.parameters["module.emission.probs"])).all())
+    assert bool((probs < high - 1e-3).all())
