@@ -354,7 +354,8 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences) -> poutine.Tr
     def joint(rows: Tensor) -> Tensor:
         with repeatable(), pyro.plate("copies", 3, dim=-2):
             wide = poutine.trace(model).get_trace(data)
-        values = {name: wide.nodes[name]["value"][rows] for name in sites}
+        every = {name: wide.nodes[name]["value"] for name in sites}
+        values = {name: value[rows.to(value.device)] for name, value in every.items()}
         with repeatable(), LogJoint(values, len(rows)) as joint:
             with pyro.plate("copies", len(rows), dim=-2):
                 model(data)
