@@ -14,6 +14,7 @@ from ..distributions.hmm import HMM
 from .uncertainty import IDENTITY, LOG, LOGIT, Information, names_of, normal_quantile
 
 Function = Callable[[HMM], Tensor]
+NONE = 1e-6  # limits this near to zero and one say nothing
 FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
 
 
@@ -113,6 +114,13 @@ def lines(columns: Mapping[str, list]) -> list[str]:
         text.append(
             f"at the boundary, where limits say nothing: {', '.join(held)} (a logit or a logarithm "
             "that has run away: a probability or a rate of zero)"
+        )
+    ends = zip(columns["parameter"], columns["lower"], columns["upper"])
+    loose = [name for name, low, high in ends if 0 <= low < NONE and high > 1 - NONE]
+    if loose:
+        text.append(
+            f"not determined by the data, with limits of all of the range: {', '.join(loose)} "
+            "(fewer states, or a prior)"
         )
     return text
 

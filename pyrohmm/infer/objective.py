@@ -232,12 +232,15 @@ def check_copies(
     except (RuntimeError, ValueError, IndexError) as error:
         cause = error
     if not close:
-        shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in values.items())
+        shapes = ", ".join(
+            f"{name} {tuple(value.shape[1 + (value.size(1) == 1):])} and {tuple(value.shape)}"
+            for name, value in values.items()
+        )  # fmt: skip
         raise ValueError(
             "many copies of the model are run as one batch, and this model gives a copy another "
             "density than it gives it alone, or none. Parameters have a dimension of copies first "
-            f"there; of three copies they are {shapes}. Those that meet a plate must be scalars or "
-            "lie in it, and beside further dimensions need as many: r.unsqueeze(-1) * "
+            f"there. Shapes alone and of three copies: {shapes}. Those that meet a plate must be "
+            "scalars or lie in it, and beside further dimensions need as many: r.unsqueeze(-1) * "
             "own.unsqueeze(-1). Count dimensions from the right: write matrix[..., 0, :], not "
             "matrix[0]."
         ) from cause

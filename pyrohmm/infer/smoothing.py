@@ -80,6 +80,10 @@ def fit_smooth(
         if bool(((now - before).abs() < CLOSE).all()):
             break
         before = now
+    else:
+        fit.converged = False
+        fit.reason = f"weights of smooth terms still changed in the last of {ROUNDS} fits"
+        fit.notes.append(fit.reason)
     fit.notes.append(
         f"smooth terms have {', '.join(f'{e:.1f}' for e in now.clamp(min=0))} degrees of freedom"
     )

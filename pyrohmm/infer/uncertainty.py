@@ -222,6 +222,12 @@ class Information:
         self.sizes = [len(part.labels) for part in self.coordinates]
         self.labels = [label for part in self.coordinates for label in part.labels]
         self.held = [label for part in self.coordinates for label in part.held]
+        if self.held and not self.labels:
+            raise ValueError(
+                "all parameters are at the boundary of their space, where standard errors and "
+                f"intervals do not exist: {_listed(self.held)}. A prior keeps estimates "
+                "inside, such as a Dirichlet with concentrations above 1."
+            )
         if not 0 < len(self.labels) <= MOST_PARAMETERS:
             raise ValueError(
                 f"standard errors need 1 to {MOST_PARAMETERS:,} free parameters; this model has "

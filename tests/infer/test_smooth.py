@@ -24,6 +24,7 @@ from pyrohmm import (
     freeze,
     regression,
 )
+from pyrohmm.infer import smoothing
 
 
 def splines(x, size, period):
@@ -149,7 +150,7 @@ def test_two_states_share_a_cyclic_curve():
 
 
 @pytest.mark.parametrize("slope", [0.0, 2.0])
-def test_em_finds_the_weight_of_the_restricted_likelihood(slope):
+def test_em_finds_the_weight_of_the_restricted_likelihood(slope, monkeypatch):
     """One state and a known scale: the likelihood of all contrasts, in closed form."""
     generator = np.random.default_rng(2)
     x = generator.uniform(size=80)
@@ -173,6 +174,10 @@ def test_em_finds_the_weight_of_the_restricted_likelihood(slope):
     best = grid[np.argmin([loss(value) for value in grid])]
     assert spread == pytest.approx(best, rel=0.02) if slope else spread < 0.05 > best
     assert fit.notes[-1].startswith("smooth terms have ")
+    monkeypatch.setattr(smoothing, "ROUNDS", 2)
+    short = fit_em(module, data)
+    assert [fit.converged, short.converged] == [True, False]
+    assert "still changed in the last of 2 fits" in short.notes[-2]
 
 
 def test_weights_of_all_parts_have_the_largest_marginal_likelihood():

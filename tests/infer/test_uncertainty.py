@@ -184,6 +184,9 @@ def test_what_falls_to_zero_is_held(family):
     assert error[0].isnan()
     assert any(label.startswith(name) for label in information.held)
     torch.testing.assert_close(error[1], wanted.sqrt())
+    nothing = Sequences(0 * values[:, :4], torch.tensor([4]))
+    with pytest.raises(ValueError, match=f"at the boundary .* exist: {name}.* A prior keeps"):
+        fit_em(TabularHMM(1, emission), nothing).std_errors(nothing)
 
 
 def test_a_rate_on_its_way_to_zero_is_held():

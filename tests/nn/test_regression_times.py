@@ -237,11 +237,14 @@ def test_priors_restarts_and_both_chains() -> None:
         fit_svi(model, AutoNormal(model), some, num_iterations=2)
 
 
-def test_a_logit_that_has_run_away_is_named_in_the_table():
+def test_what_limits_say_nothing_about_is_named_in_the_table():
     columns = {"parameter": ["a", "b", "c"], "estimate": [-24.0, 0.1, 300.0],
-               "std_error": [64000.0, 0.5, 2.0]}  # fmt: skip
-    *_, last = lines(columns)
-    assert last.startswith("at the boundary, where limits say nothing: a (a logit")
+               "std_error": [64000.0, 0.5, 2.0], "lower": [-1e5, 1e-162, 296.0],
+               "upper": [1e5, 1.0, 304.0]}  # fmt: skip
+    *_, away, last = lines(columns)
+    assert away.startswith("at the boundary, where limits say nothing: a (a logit")
+    assert last.startswith("not determined by the data, with limits of all of the range: b (fewer")
+    columns["lower"][1] = 2e-6
     assert len(lines({name: part[1:] for name, part in columns.items()})) == 3
 
 
