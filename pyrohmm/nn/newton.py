@@ -26,6 +26,7 @@ from .family import Components, family
 from .normals import ROUNDING
 
 DIRECTED = 0.9999  # largest mean resultant length of angles: they are known to 1e-4 radians
+LARGEST = 1e3  # df or total_count, by which t is normal and small counts Poisson to all digits
 EXAMPLE = 0.5  # in the support of all families, to stand for what is missing
 
 
@@ -128,8 +129,15 @@ class NewtonComponents(Components):
                 link = list(links.values())[i]
                 start[i] = link.inv(getattr(owner, name).detach().double()).expand_as(start[i])
 
+        points = torch.stack(start, -1).flatten(0, -2)
+        mean = (weights * values).sum(1, keepdim=True) / weights.sum(1, keepdim=True)
+        ends = {"total_count": (100 * mean.nan_to_num()).clamp(min=LARGEST)}
+        ends["df"], never = torch.full_like(mean, LARGEST), torch.full_like(mean, torch.inf)
+        largest = torch.stack([ends.get(name, never) for _, name in owners.values()], -1).log()
+        most = (points + 1e-6).maximum(largest.flatten(0, -2))  # the start itself has slopes
+
         def log_joint(point: Tensor) -> Tensor:
-            parts = point.reshape(*lead, -1).unbind(-1)
+            parts = point.minimum(most).reshape(*lead, -1).unbind(-1)
             found = {name: link(part) for (name, link), part in zip(links.items(), parts)}
             module = self.at(found)
             logs = module.components().log_prob(values)
@@ -144,9 +152,8 @@ class NewtonComponents(Components):
         known = (weights > 0).any(1)
         with pyro.validation_enabled(False):
             best = newton.maximized(
-                log_joint, newton.of_function(log_joint),
-                torch.stack(start, -1).flatten(0, -2), free.to(values.device),
-            )  # fmt: skip
+                log_joint, newton.of_function(log_joint), points, free.to(values.device)
+            ).minimum(most)
         mode = {}
         for (name, link), part in zip(links.items(), best.reshape(*lead, -1).squeeze(1).unbind(-1)):
             owner, last = owners[name]

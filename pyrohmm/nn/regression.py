@@ -27,9 +27,9 @@ from ..ops import newton
 from .base import OwnParameters
 from .closed_form import Prior, Statistics
 from .family import EmissionFamily
+from .newton import LARGEST
 
-UNBOUNDED = "total_count", "df"  # whose limit is the Poisson, or the normal distribution,
-LARGEST = 1e3  # and log-densities lose their digits beyond
+UNBOUNDED = "total_count", "df"  # at most LARGEST
 
 
 class Units(Transform):

@@ -10,7 +10,7 @@ import torch
 from scipy import integrate, optimize, stats
 
 import pyrohmm
-from pyrohmm import Sequences, TabularHMM, fit_em
+from pyrohmm import HMM, Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
 from pyrohmm.distributions.modified import BetaWithCdf, StudentTWithCdf, von_mises_cdf
 from pyrohmm.nn.waits_and_angles import Angle
@@ -143,6 +143,23 @@ def test_points_and_frozen_parameters_stay_what_they_are():
     hmm = fit.hmm(waits)
     again = fit_em(hmm, waits, tolerance=1e-12)  # maximum likelihood from a fitted HMM
     assert again.losses[-1] <= -hmm.log_prob(waits.values).sum()
+
+
+@pytest.mark.parametrize(("level", "upper"), [(5, 5.0), (20_000, 1e6)])
+def test_counts_that_vary_as_poisson_ones_have_their_likelihood(level, upper):
+    """Without priors ``total_count`` then has no maximum, and log-densities lose their digits."""
+    counts = stats.poisson.ppf((np.arange(40) + 0.5) / 40, level).clip(max=upper)
+
+    def loss(rate):
+        beyond = stats.poisson.logsf(upper - 1, rate)
+        return -np.where(counts == upper, beyond, stats.poisson.logpmf(counts, rate)).sum()
+
+    wanted = optimize.minimize_scalar(loss, bounds=(0.9 * level, 1.1 * level)).fun
+    probs = torch.tensor([level / (level + 400.0)])
+    emission = Censored(dist.NegativeBinomial(torch.tensor([400.0]), probs=probs), upper=upper)
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission, torch.tensor([40]))
+    fit = fit_em(hmm, Sequences.from_list([torch.tensor(counts)]), num_iterations=20)
+    assert fit.losses[-1].item() == pytest.approx(wanted, abs=0.05)
 
 
 @pytest.mark.parametrize(
