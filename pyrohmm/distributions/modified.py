@@ -393,7 +393,7 @@ class Truncated(_Between):
             if not bool(outside.any()):
                 return found
             found = torch.where(outside, self.base.sample(torch.Size(sample_shape)), found)
-        probs, (low, high) = torch.rand(found.shape).to(found), bounds(self)
+        probs, (low, high) = 1 - torch.rand(found.shape).to(found), bounds(self)
         whole = int(self.base.support.is_discrete)
         mean, reach = self.mean, REACH * self.stddev + whole
         low = low.to(found).maximum(mean - reach) - whole
