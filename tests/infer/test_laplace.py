@@ -261,7 +261,9 @@ def test_what_cannot_be_integrated_is_refused():
                 pyro.sample("x", hmm, obs=data.values)
             return hmm
 
-        with pytest.raises(ValueError, match=r"and \(3, 1.*, own .* and \(3, 30\).* must be scalars"):
+        with pytest.raises(
+            ValueError, match=r"and \(3, 1.*, own .* and \(3, 30\).* must be scalars"
+        ):
             fit_laplace(shaped, data, ["own"])
     fit = fit_laplace(linear, data, ["own"])
     with pytest.raises(ValueError, match="fit_laplace integrates it out"):
