@@ -35,7 +35,7 @@ from ..distributions.hmm import HMM
 from .ascent import Peak, climb
 from .guides import Point
 from .marginal import Marginal, Values
-from .objective import APART, check_copies, latent_sites
+from .objective import APART, check_copies, each_alone, latent_sites
 from .plates import AtValues, in_plate, marks_of, sequence_plates
 from .results import Fit
 from .training import check_model_and_data
@@ -314,10 +314,12 @@ def fit_laplace(
         raise ValueError("model has no parameters but random effects: there is nothing to fit.")
     marginal.widen(restarts)
     places, b = starts.place[0] + APART, torch.zeros(3, *marginal.modes.shape[1:]).double()
-    check_copies(
-        lambda u: marginal.joint(starts.wide(u), b[: len(u)], torch.zeros(len(u)).long()),
-        places, {**starts.wide(places), **marginal.effects(b)},
-    )  # fmt: skip
+
+    def joint(u: Tensor) -> Tensor:
+        return marginal.joint(starts.wide(u), b[: len(u)], torch.zeros(len(u)).long())
+
+    wide = {**starts.wide(places), **marginal.effects(b)}
+    check_copies(lambda: each_alone(joint, places), wide)
     marginal.check_independent(starts.wide(starts.place))
 
     ascent = _climbed(marginal, starts, num_steps, tolerance)

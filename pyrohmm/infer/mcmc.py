@@ -379,7 +379,7 @@ class HMC(Chains):
     ) -> None:
         super().__init__(num_samples, warmup, num_chains, num_temperatures)
         self.model, self.data = model, data
-        trace = trace_of_batchable(model, data)
+        trace = trace_of_batchable(model, data, self.copies)
         with torch.no_grad(), poutine.block():
             self.plates = sequence_plates(model, data, trace)
         wide = self._simulated()

@@ -212,23 +212,24 @@ class LogJoint(AtValues):
             self.prior = self.prior + total
 
 
-def check_copies(
-    joint: Callable[[Tensor], Tensor], places: Tensor, values: Mapping[str, Tensor]
-) -> None:
-    """Raise unless log joints ``(3,)`` of copies at ``places`` ``(3, *)`` are those of each alone.
+def each_alone(joint: Callable[[Tensor], Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
+    """Log joint densities of copies at ``places`` ``(R, *)``: each by itself, and all at once."""
+    return torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)
+
+
+def check_copies(pair: Callable[[], tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
+    """Raise unless log joint densities of copies that must be equal are.
 
     Args:
-        joint: From some of the places to log joint densities.
-        places: Of three copies that differ.
+        pair: Returns them, as computed in two ways.
         values: The parameters there, as copies of the model read them.
     """
     cause, close = None, False
     try:
         with torch.no_grad(), poutine.block():
-            alone = torch.cat([joint(place.unsqueeze(0)) for place in places])
-            together = joint(places)
-        near = torch.finfo(alone.dtype).eps ** 0.5
-        close = torch.allclose(together, alone, near, near, equal_nan=True)
+            one, other = pair()
+        near = torch.finfo(one.dtype).eps ** 0.5
+        close = torch.allclose(other, one, near, near, equal_nan=True)
     except (RuntimeError, ValueError, IndexError) as error:
         cause = error
     if not close:
@@ -239,7 +240,7 @@ def check_copies(
         raise ValueError(
             "many copies of the model are run as one batch, and this model gives a copy another "
             "density than it gives it alone, or none. Parameters have a dimension of copies first "
-            f"there. Shapes alone and of three copies: {shapes}. Those that meet a plate must be "
+            f"there. Shapes alone and of copies: {shapes}. Those that meet a plate must be "
             "scalars or lie in it, and beside further dimensions need as many: r.unsqueeze(-1) * "
             "own.unsqueeze(-1). Count dimensions from the right: write matrix[..., 0, :], not "
             "matrix[0]."
@@ -331,11 +332,12 @@ def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint
     return supports, any(is_enumerated(site) for site in hidden)
 
 
-def trace_of_batchable(model: Callable[..., Any], data: Sequences) -> poutine.Trace:
-    """Trace of a model of which many restarts or chains can be run as one batch.
+def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) -> poutine.Trace:
+    """Trace of a model of which so many restarts or chains can be run as one batch.
 
     Raises:
-        ValueError: If it enumerates states, has parameters without a prior, or mixes copies.
+        ValueError: If it enumerates states, has parameters without a prior, or mixes copies: if
+            others change with the first one.
     """
     with poutine.block(), torch.no_grad():
         with poutine.trace(param_only=True) as read:
@@ -352,24 +354,23 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences) -> poutine.Tr
             "restarts and chains need a model whose states are summed out, such as MarginalModel; "
             "this one enumerates them."
         )
-    sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
+    if copies == 1 or getattr(model, "generator", None) is not None:  # whose calls all differ
+        return trace
 
-    def joint(rows: Tensor) -> Tensor:
-        with repeatable(), pyro.plate("copies", 3, dim=-2):
-            wide = poutine.trace(model).get_trace(data)
-        every = {name: wide.nodes[name]["value"] for name in sites}
-        values = {name: value[rows.to(value.device)] for name, value in every.items()}
-        with repeatable(), LogJoint(values, len(rows)) as joint:
-            with pyro.plate("copies", len(rows), dim=-2):
-                model(data)
-        return joint.likelihood + joint.prior
+    def plated() -> Any:
+        return pyro.plate("copies", copies, dim=-2)
 
-    if getattr(model, "generator", None) is None:  # else two calls differ
-        check_copies(joint, torch.arange(3), {
-            name: site["value"].expand(3, *site["value"].shape if site["cond_indep_stack"] else
-                                       (1, *site["value"].shape))
-            for name, site in sites.items()
-        })  # fmt: skip
+    with poutine.block(), torch.no_grad(), repeatable(), plated():
+        wide = poutine.trace(model).get_trace(data)
+    values = {name: wide.nodes[name]["value"] for name in latent_sites(trace)[0]}
+
+    def others(values: dict[str, Tensor]) -> Tensor:
+        with repeatable(), LogJoint(values, copies) as joint, plated():
+            model(data)
+        return (joint.likelihood + joint.prior)[1:]
+
+    moved = {name: torch.cat([value[1:2], value[1:]]) for name, value in values.items()}
+    check_copies(lambda: (others(values), others(moved)), values)
     return trace
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from .ascent import Peak, climb
-from .objective import APART, LogJoint, check_copies
+from .objective import APART, LogJoint, check_copies, each_alone
 from .uncertainty import Information, names_of, normal_quantile
 
 CELLS = 1 << 22  # copies x sequences x steps x states of one pass
@@ -62,7 +62,8 @@ class Copies:
         if values is None and weights is None:
             u = APART * torch.ones(len(self.root), dtype=torch.double)
             check_copies(
-                lambda u: self.run(u, torch.zeros(len(u)).long())[0], u, information.values_at(u)
+                lambda: each_alone(lambda u: self.run(u, torch.zeros(len(u)).long())[0], u),
+                information.values_at(u),
             )
 
     def at(self, place: Tensor) -> Tensor:
