@@ -360,17 +360,25 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
     def plated() -> Any:
         return pyro.plate("copies", copies, dim=-2)
 
-    with poutine.block(), torch.no_grad(), repeatable(), plated():
-        wide = poutine.trace(model).get_trace(data)
-    values = {name: wide.nodes[name]["value"] for name in latent_sites(trace)[0]}
-
     def others(values: dict[str, Tensor]) -> Tensor:
         with repeatable(), LogJoint(values, copies) as joint, plated():
             model(data)
         return (joint.likelihood + joint.prior)[1:]
 
-    moved = {name: torch.cat([value[1:2], value[1:]]) for name, value in values.items()}
-    check_copies(lambda: (others(values), others(moved)), values)
+    sites = {name: trace.nodes[name] for name in latent_sites(trace)[0]}
+
+    def pair() -> tuple[Tensor, Tensor]:
+        with repeatable(), plated():
+            wide = poutine.trace(model).get_trace(data)
+        values = {name: wide.nodes[name]["value"] for name in sites}
+        moved = {name: torch.cat([value[1:2], value[1:]]) for name, value in values.items()}
+        return others(values), others(moved)
+
+    check_copies(pair, {
+        name: site["value"].expand(copies, *site["value"].shape if site["cond_indep_stack"] else
+                                   (1, *site["value"].shape))
+        for name, site in sites.items()
+    })  # fmt: skip
     return trace
 
 
