@@ -226,11 +226,14 @@ class Hamiltonian:
         return values, total
 
     def at(self, place: Tensor) -> State:
-        """The state of chains at coordinates ``(C, D)``."""
+        """The state of chains at coordinates ``(C, D)``; impossible if a matrix has no root."""
         with torch.enable_grad():
             free = place.detach().requires_grad_()
             values, slope = self.constrain(free)
-            total = self.log_density(values) + slope
+            try:  # else the trajectories of all are given up
+                total = self.log_density(values) + slope
+            except torch.linalg.LinAlgError:
+                total = 0 * free.sum(-1) - torch.inf
             (gradient,) = torch.autograd.grad(total.sum(), free)
         return State(place.detach(), total.detach(), gradient)
 
@@ -347,10 +350,9 @@ def fit_mcmc(
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
         sampler = HMC(model, data, num_samples, warmup, num_chains, num_temperatures, target_accept)
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
-    plates = sampler.plates
     return sampler.fit(
-        model, data, sampler.supports, method="HMC", plates=plates, tuning=sampler.tuned(),
-        fitted=marks_of(data) if plates else None,
+        model, data, sampler.supports, method="HMC", plates=sampler.plates, tuning=sampler.tuned(),
+        fitted=marks_of(data) if sampler.plates else None,
     )  # fmt: skip
 
 
@@ -459,8 +461,8 @@ class HMC(Chains):
             "lp": (state.log_density - slope).double(), "diverging": moved.diverged,
             "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, num_steps),
         }  # fmt: skip
-        coldest = self.ladder.coldest
-        self.keep(self.done - self.warmup, {n: v[coldest] for n, v in now.items()} | works)
+        now = {name: value[self.ladder.coldest] for name, value in now.items()} | works
+        self.keep(self.done - self.warmup, now)
 
     def _swap(self) -> Values:
         """Swap temperatures; chains at that of the prior begin at new samples of it."""
@@ -468,8 +470,7 @@ class HMC(Chains):
         place = hamiltonian.state.place
         with torch.no_grad():
             likelihood = self._joint(hamiltonian.constrain(place)[0]).likelihood
-        work = (ladder.others.to(place) - ladder.own.to(place)) * likelihood
-        _, works = ladder.swap(work)
+        _, works = ladder.swap((ladder.others.to(place) - ladder.own.to(place)) * likelihood)
         self.inverse = ladder.own.to(place)
         if self.refreshes:
             nodes = self._simulated().nodes

@@ -79,6 +79,23 @@ def test_moments_and_tails_of_a_normal_distribution_in_unequal_units():
         assert bool(((samples**power).mean((0, 1)) - wanted).abs().lt(5 * error).all())
 
 
+def test_a_matrix_without_a_root_ends_trajectories_and_not_the_run():
+    """The density 1 - x^2 up to its edge, beyond which Cholesky's decomposition fails."""
+    pyro.set_rng_seed(0)
+    start = torch.zeros(3, 1, dtype=torch.float64)
+    chains = following(
+        lambda values: (
+            2 * torch.linalg.cholesky(1 - values["x"].square()[..., None])[:, 0, 0].log()
+        ),
+        start,
+    )
+    chains.state, found = chains.at(start), []
+    for _ in range(1500):
+        chains.state, _ = chains.trajectory(0.4, 3)
+        found.append(chains.state.place)
+    torch.testing.assert_close(torch.stack(found).square().mean().item(), 0.2, rtol=0, atol=0.02)
+
+
 def test_coordinates_of_rows_of_probabilities_have_their_volume_and_an_inverse():
     """Those of an even stick are normal; shares near one are not rounded."""
     torch.manual_seed(0)
