@@ -43,7 +43,9 @@ ENTRIES = {"train_lm", "testing", "language.__main__"}
 COMMANDS = {"language.command"}
 
 # Larger than is comfortable, each with the reason.
-LONG_MODULES: dict[str, str] = {}
+LONG_MODULES: dict[str, str] = {
+    "ops.segments._numba": "loops over scalars, in which every array has a line",
+}
 LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",
     "data.sequences.Sequences": "four ways to make sequences, whose arguments take half of it",
@@ -53,9 +55,9 @@ LONG_FUNCTIONS: dict[str, str] = {
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
     "infer.cooccurrence.fit_cooccurrence": "explains the arguments of its model as well",
 }
-# Of the whole package half is code, a quarter docstrings and the rest imports, decorators and
-# space. It may grow by what it can do, never by the way.
-MOST_LINES = {"module": 500, "class": 350, "function": 80, "package": 48_600}
+# Of modules lines of code count, so that none is split for the sake of its docstrings. Of the whole
+# package half is code, a quarter docstrings and the rest imports, decorators and space.
+MOST_LINES = {"module": 350, "class": 350, "function": 80, "package": 49_900}
 
 
 def name_of(path):
@@ -147,10 +149,22 @@ def sizes(kind, nodes):
     }
 
 
+def code_lines(name):
+    """Lines of a module that are neither docstrings, imports, comments nor blank."""
+    tree, other = tree_of(name), set()
+    for node in ast.walk(tree):
+        docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        first = node.body[0] if docstring and ast.get_docstring(node) is not None else node
+        if first is not node or isinstance(node, ast.Import | ast.ImportFrom):
+            other |= set(range(first.lineno, first.end_lineno + 1))
+    lines = enumerate(path_of(name).read_text().splitlines(), 1)
+    return sum(n not in other and line.strip()[:1] not in {"", "#"} for n, line in lines)
+
+
 def test_nothing_is_longer_than_it_should_be():
     """But what is listed above; and what is listed is still that long."""
     lines = {name: len(path_of(name).read_text().splitlines()) for name in MODULES}
-    long = {name for name, count in lines.items() if count > MOST_LINES["module"]}
+    long = {name for name in MODULES if code_lines(name) > MOST_LINES["module"]}
     assert long == set(LONG_MODULES)
     assert set(sizes("class", ast.ClassDef)) == set(LONG_CLASSES)
     assert set(sizes("function", ast.FunctionDef)) == set(LONG_FUNCTIONS)
