@@ -171,8 +171,10 @@ class ConstraintProcessor:
 
     ``model.generate(..., max_new_tokens=max_tokens, logits_processor=[processor])``, with samples
     or beams, a batch of any prompts, padded on the left. The constraint is of the tokens after the
-    prompt. It holds for each text that has ended, or has ``max_tokens`` tokens. The backward pass
-    over states of the HMM and of the automaton is computed here, once for any number of texts.
+    prompt. It holds for each text that has ended, or has ``max_tokens`` tokens. Special tokens that
+    it does not name are never written, but for ``end``. Assisted generation is refused: tokens that
+    it rejects look like other prompts. The backward pass over states of the HMM and of the
+    automaton is computed here, once for any number of texts.
 
     Args:
         hmm: An HMM of the same tokens, whose states emit symbols; such as one that is fitted to
@@ -248,6 +250,10 @@ class ConstraintProcessor:
                 f"from 0; got {min(codes)} to {max(codes)}."
             )
         classes = torch.zeros(len(texts), dtype=torch.long)
+        special = {n for n, text in enumerate(texts) if text is None} - {end, *constraint.classes}
+        if special:  # whatever was complemented, or is over codes
+            no_special = Automaton([0, 1], [dict.fromkeys(sorted(special), 1), {}], [0])
+            constraint = (constraint & no_special)._named(constraint.name)
         for code, number in constraint.classes.items():
             classes[int(code)] = number
         with torch.no_grad():
@@ -259,7 +265,7 @@ class ConstraintProcessor:
 
     def reset(self) -> None:
         """Forget the texts: the next call begins with prompts, whatever their length."""
-        self._ids: Tensor | None = None
+        self._texts: list[tuple[Tensor, int]] = []  # of the last two prompts, and their lengths
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores of the next tokens ``(n, V)`` with the log-probability of the constraint added.
@@ -269,8 +275,9 @@ class ConstraintProcessor:
             scores: ``(n, V)``, logits or log-probabilities.
 
         Raises:
-            ValueError: If there are fewer scores than tokens or texts, or a text is longer than
-                ``max_tokens``, or one that cannot satisfy the constraint any more.
+            ValueError: If there are fewer scores than tokens or texts, a text is longer than
+                ``max_tokens``, or one cannot satisfy the constraint any more, with the tokens that
+                have scores; or if tokens have been taken back.
         """
         count = self.lookahead.emissions.num_tokens
         if scores.size(-1) < count or len(scores) != len(input_ids):
@@ -286,7 +293,13 @@ class ConstraintProcessor:
                 return scores
             ahead = self._ahead(running, scores[running.to(scores.device), :count]).to(scores)
             ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
-            return scores.index_add(0, running.to(scores.device), ahead)
+            found = scores.index_add(0, running.to(scores.device), ahead)
+        if not bool((found.amax(-1)[running.to(found.device)] > -inf).all()):  # NaN also
+            raise ValueError(
+                f"scores must leave a token after which {self.lookahead.constraint.name} can hold; all of these are "
+                "-inf, or NaN. Look at the language model, and at other processors before this one."
+            )
+        return found
 
     def log_prob(self, tokens: Tensor) -> Tensor:
         """Log-probability of the constraint before each token of a text and after it, by the HMM.
@@ -335,6 +348,7 @@ class ConstraintProcessor:
                 )
             self._probs, self._num_tokens = probs, 0
             self._states = torch.zeros(len(ids), dtype=torch.long)
+            self._texts = [(ids, ids.size(1)), *self._texts[:1]]
         else:
             tokens, states = ids[:, -1], self._states[parents]
             ended = (states < 0) | (tokens == (-1 if ahead.end is None else ahead.end))
@@ -342,14 +356,26 @@ class ConstraintProcessor:
             self._states = known[states, ahead.classes[tokens]].masked_fill(ended, -1)
             self._probs = self._step(self._probs[parents.to(self._probs.device)], tokens)
             self._num_tokens += 1
-        self._ids = ids
+            self._texts[0] = (ids, self._texts[0][1])
 
     def _parents(self, ids: Tensor) -> Tensor | None:
-        """Which of the texts of the last call each one continues; None if they are others."""
-        if self._ids is None or ids.size(1) != self._ids.size(1) + 1:
-            return None
-        same = (ids[:, None, :-1] == self._ids).all(-1)
-        return same.byte().argmax(1) if bool(same.any(1).all()) else None
+        """Which of the texts of the last call each one continues; None if they are prompts."""
+        length = ids.size(1)
+        for number, (texts, begin) in enumerate(self._texts):
+            if not begin < length <= texts.size(1) + 1:
+                continue
+            same = (ids[:, None, :-1] == texts[:, : length - 1]).all(-1)
+            if not bool(same.any(1).all()):
+                continue
+            if number or length <= texts.size(1):
+                raise ValueError(
+                    "input_ids must be prompts, or one token longer than those of the last call; "
+                    "these go on from an earlier one. Generate without assistant_model, "
+                    "prompt_lookup_num_tokens and assistant_early_exit, which reject tokens that "
+                    "they have tried; call reset() before other prompts."
+                )
+            return same.byte().argmax(1)
+        return None
 
     def _step(self, probs: Tensor, tokens: Tensor) -> Tensor:
         """Probabilities of the next state after tokens ``(n,)``, from those of their own."""

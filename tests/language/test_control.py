@@ -9,7 +9,7 @@ import torch
 from pyro.distributions import Categorical
 
 from pyrohmm import HMM, BlockHMM, TabularHMM, automata, blocks, normal
-from pyrohmm.language import ConstraintProcessor
+from pyrohmm.language import ConstraintProcessor, matching, over_tokens
 from pyrohmm.language.control import token_texts
 
 TOKENS = ["a", "b", " a", ".", None]  # the last ends a text
@@ -333,26 +333,129 @@ def test_the_constraint_holds_for_what_is_written_however_it_is_divided(tokenize
     assert len(pieces) == 40
 
 
-def test_generate_of_transformers_keeps_the_constraint(tokenizer):
-    """Samples and beams of a random GPT-2, prompts padded on the left."""
+def small_gpt2(tokenizer, seed=0):
+    """A GPT-2 of random parameters."""
     transformers = pytest.importorskip("transformers")
-    end, count = tokenizer.token_to_id("<end>"), tokenizer.get_vocab_size()
-    torch.manual_seed(0)
+    end = tokenizer.token_to_id("<end>")
+    torch.manual_seed(seed)
     config = transformers.GPT2Config(
-        vocab_size=count, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=end,
-        eos_token_id=end, pad_token_id=end,
+        vocab_size=tokenizer.get_vocab_size(), n_positions=64, n_embd=16, n_layer=1, n_head=2,
+        bos_token_id=end, eos_token_id=end, pad_token_id=end,
     )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config).eval()
-    wanted = automata.must_contain("mat") & automata.of_length(3, 7)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("options", [
+    {"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}, {},
+    {"num_beams": 4, "num_return_sequences": 4, "do_sample": True},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("wanted", [
+    automata.must_contain("mat") & automata.of_length(3, 7), automata.template("the", "cat"),
+], ids=["any of many", "one text"])  # fmt: skip
+def test_generate_of_transformers_keeps_the_constraint(tokenizer, wanted, options):
+    """Samples and beams of a random GPT-2, prompts padded on the left."""
+    model = small_gpt2(tokenizer)
+    end, count = tokenizer.token_to_id("<end>"), tokenizer.get_vocab_size()
     processor = ConstraintProcessor(
         dense(4, count), wanted, tokenizer, 12, end=end, padding=end, must_end=True
     )
     short, long = tokenizer.encode("the").ids, tokenizer.encode("the cat sat").ids
     ids = torch.tensor([[end] * (len(long) - len(short)) + short, long])
     mask = (torch.arange(len(long)) >= torch.tensor([[len(long) - len(short)], [0]])).long()
-    for options in ({"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}):
-        written = model.generate(
-            ids, attention_mask=mask, max_new_tokens=13, logits_processor=[processor], **options
-        )
-        for row in written[:, len(long) :].tolist():
+    written = model.generate(
+        ids, attention_mask=mask, max_new_tokens=13, logits_processor=[processor], **options
+    )
+    for row in written[:, len(long) :].tolist():
+        assert wanted.accepts(words_of(tokenizer, row[: row.index(end)]))
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("kind", ["another model", "the prompt"])
+def test_assisted_generation_keeps_the_constraint_or_is_refused(tokenizer, kind, do_sample):
+    """Where no token of the assistant is rejected, or with an error that says what to leave out."""
+    model, end = small_gpt2(tokenizer), tokenizer.token_to_id("<end>")
+    ids = torch.tensor([tokenizer.encode("the cat sat on the").ids])
+    options = {
+        "another model": {"assistant_model": small_gpt2(tokenizer, 1)},
+        "the prompt": {"prompt_lookup_num_tokens": 3},
+    }[kind]
+    wanted = automata.must_contain("mat") & automata.of_length(3, 7)
+    processor = ConstraintProcessor(
+        dense(4, tokenizer.get_vocab_size()), wanted, tokenizer, 12, end=end, must_end=True
+    )
+    refused = 0
+    for seed in range(4):
+        torch.manual_seed(seed)
+        processor.reset()
+        try:
+            written = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=do_sample, max_new_tokens=13,
+                logits_processor=[processor], **options,
+            )  # fmt: skip
+        except ValueError as error:
+            assert "without assistant_model, prompt_lookup_num_tokens" in str(error)  # noqa: PT017
+            refused += 1
+        else:
+            row = written[0, ids.size(1) :].tolist()
             assert wanted.accepts(words_of(tokenizer, row[: row.index(end)]))
+    assert refused > 0
+
+
+def test_an_assistant_of_other_tokens_is_refused():
+    """Its texts and those of the model come by turns."""
+    processor = steering(automata.must_contain("a"))
+    scores = torch.zeros(1, 5)
+    for row in ([0, 1], [3, 3, 3], [3, 3, 3, 1], [0, 1, 2]):
+        if row == [0, 1, 2]:
+            with pytest.raises(
+                ValueError, match=r"these go on from an earlier one.*call reset\(\)"
+            ):
+                processor(torch.tensor([row]), scores)
+        else:
+            processor(torch.tensor([row]), scores)
+    processor.reset()
+    first = processor(torch.tensor([[0, 1, 2]]), scores)
+    torch.testing.assert_close(
+        first, steering(automata.must_contain("a"))(torch.tensor([[0, 1, 2]]), scores)
+    )
+
+
+def test_no_token_left_by_another_processor_is_an_error(tokenizer):
+    model, end = small_gpt2(tokenizer), tokenizer.token_to_id("<end>")
+    processor = ConstraintProcessor(
+        dense(4, tokenizer.get_vocab_size()), automata.template("a"), tokenizer, 1, end=end
+    )
+    ids = torch.tensor([tokenizer.encode("the").ids])
+    options = {"max_new_tokens": 2, "logits_processor": [processor]}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    forbidden = written[0, ids.size(1)].item()
+    only = ConstraintProcessor(
+        dense(4, tokenizer.get_vocab_size()), automata.must_contain(forbidden), tokenizer, 1, end=end
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="scores must leave a token after which must_contain"):
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, logits_processor=[only],
+            suppress_tokens=[forbidden],
+        )  # fmt: skip
+
+
+EXTRA = ["a", "b", " a", ".", None, None, None]  # the end, and two more special tokens
+OVER = over_tokens(automata.must_contain("a"), EXTRA)
+
+
+@pytest.mark.parametrize("wanted", [
+    OVER, ~OVER, OVER | ~OVER, OVER & ~automata.must_contain(3), OVER | automata.must_contain(3),
+    automata.must_not_contain(3), automata.must_contain("a") | automata.of_length(2),
+    ~matching("a+", EXTRA), ~~OVER & ~matching("a+", EXTRA),
+], ids=lambda wanted: wanted.name)  # fmt: skip
+def test_special_tokens_are_never_written(wanted):
+    """Unless the constraint names them: after what has been complemented or joined, too."""
+    hmm = dense(3, 7)
+    scores = torch.zeros(1, 7, dtype=torch.float64)
+    for longest in (1, 4):
+        processor = ConstraintProcessor(hmm, wanted, EXTRA, longest, end=END)
+        found = processor(torch.tensor([[0]]), scores)
+        assert found[0, 5:].tolist() == [-math.inf] * 2
+        assert found[0, :4].isfinite().any()
+    named = ConstraintProcessor(hmm, automata.must_contain(5) & ~OVER, EXTRA, 1, end=END)
+    assert named(torch.tensor([[0]]), scores).isfinite().nonzero()[:, 1].tolist() == [5]
