@@ -296,8 +296,9 @@ class ConstraintProcessor:
             found = scores.index_add(0, running.to(scores.device), ahead)
         if not bool((found.amax(-1)[running.to(found.device)] > -inf).all()):  # NaN also
             raise ValueError(
-                f"scores must leave a token after which {self.lookahead.constraint.name} can hold; all of these are "
-                "-inf, or NaN. Look at the language model, and at other processors before this one."
+                f"scores must leave a token after which {self.lookahead.constraint.name} can hold; "
+                "all of these are -inf, or NaN. Look at the language model, and at processors "
+                "before this one."
             )
         return found
 

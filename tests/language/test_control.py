@@ -430,7 +430,8 @@ def test_no_token_left_by_another_processor_is_an_error(tokenizer):
     written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
     forbidden = written[0, ids.size(1)].item()
     only = ConstraintProcessor(
-        dense(4, tokenizer.get_vocab_size()), automata.must_contain(forbidden), tokenizer, 1, end=end
+        dense(4, tokenizer.get_vocab_size()), automata.must_contain(forbidden), tokenizer, 1,
+        end=end,
     )  # fmt: skip
     with pytest.raises(ValueError, match="scores must leave a token after which must_contain"):
         model.generate(
