@@ -12,7 +12,9 @@ arrays; any iterable of ``Sequences`` that can be passed over again will do.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,7 +61,8 @@ class Parts:
     Attributes:
         first: The first sequence, which stands for all where an example is wanted.
         lengths: ``(N,)``, of all sequences.
-        num_parts: Number of parts.
+        sizes: Number of sequences of each part.
+        total: Of all parts.
         num_observed: Number of observed steps in all.
         num_labelled: Number of steps whose state is known.
 
@@ -80,21 +83,23 @@ class Parts:
                 "begins anew."
             )
         self.parts, self.change = parts, change
+        self._held: tuple[int, Sequences] | None = None  # the part that was read last
         self.first: Sequences
-        self.num_parts = self.num_observed = self.num_labelled = 0
+        self.total = self.num_observed = self.num_labelled = 0
         lengths = []
         for part in self:
-            if self.num_parts == 0:
+            if not lengths:
                 self.first = part[:1]
-            self.num_parts += 1
+            self.total += part.total
             self.num_observed += part.num_observed
             self.num_labelled += part.num_labelled
             lengths.append(part.lengths)
         if not lengths:
             raise ValueError("data is empty; wanted at least one Sequences in it.")
-        self.lengths = torch.cat(lengths)
+        self.lengths, self.sizes = torch.cat(lengths), [len(part) for part in lengths]
 
     def __iter__(self) -> Iterator[Sequences]:
+        self._held = None
         for part in self.parts:
             check_sequences("each part of data", part)
             yield self.change(part)
@@ -111,6 +116,25 @@ class Parts:
         """Device of the parts."""
         return self.first.device
 
+    @property
+    def num_parts(self) -> int:
+        """Number of parts."""
+        return len(self.sizes)
+
+    def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
+        """Sequences ``chosen`` (integers) of one part, as :meth:`Sequences.batch`.
+
+        Parts are read in their order, from the first again where an earlier one is wanted.
+        """
+        begins = [*accumulate([0, *self.sizes])]
+        number = bisect_right(begins, int(chosen[0])) - 1
+        if self._held is None or number < self._held[0]:
+            self._held, self._rest = None, enumerate(self)
+        while self._held is None or self._held[0] < number:
+            self._held = None  # one at a time
+            self._held = next(self._rest)
+        return self._held[1].batch(chosen - begins[number], self.total if total is None else total)
+
     def scaled(self) -> Iterator[Sequences]:
         """The parts, with totals such that the mean of their losses is the loss of all."""
         for part in self:
@@ -122,6 +146,7 @@ class Parts:
         before = self.change
         vars(new).update(vars(self))
         new.change, new.first = lambda part: change(before(part)), change(self.first)
+        new._held = None
         return new
 
     def to(self, device: torch.device | str) -> Parts:
@@ -257,7 +282,8 @@ class Batches:
 
     Args:
         data: The sequences; or :class:`Parts`, of which each batch is the whole set.
-        batch_size: Number of sequences in a batch.
+        batch_size: Number of sequences in a batch; of :class:`Parts`, which come in their order,
+            of each in turn.
         generator: Source of randomness on the CPU; torch's global one by default.
         batch_tokens: Largest number of steps in a batch, padding included. Sequences of similar
             length share a batch, others in each round; a longer sequence is a batch alone.
@@ -285,8 +311,8 @@ class Batches:
         shard: Callable[[Any], Any] = lambda batch: batch,
         agree: Callable[[Tensor], Tensor] = lambda order: order,
     ) -> None:
-        if isinstance(data, Parts) and (batch_size or batch_tokens or windows):
-            raise ValueError("an iterable of Sequences is taken whole in each step; give no size.")
+        if isinstance(data, Parts) and (batch_tokens or windows):
+            raise ValueError("an iterable of Sequences has no batch_tokens and no windows.")
         if windows is not None and (data.has_gaps or data.labels is not None):
             raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
@@ -340,8 +366,12 @@ class Batches:
             self.sizes = torch.full((-(-length // steps),), streams)
             self.ends = lengths[self.order].cumsum(0)
         elif self.batch_tokens is None:
-            self.order = self.agree(torch.randperm(len(lengths), generator=self.generator))
-            self.sizes = torch.tensor([len(part) for part in self.order.split(self.batch_size)])
+            each = self.data.sizes if isinstance(self.data, Parts) else [len(lengths)]
+            orders = [torch.randperm(size, generator=self.generator) for size in each]
+            begins = accumulate([0, *each])
+            self.order = self.agree(torch.cat([b + order for b, order in zip(begins, orders)]))
+            batches = [batch for order in orders for batch in order.split(self.batch_size)]
+            self.sizes = torch.tensor([len(batch) for batch in batches])
         else:
             order = self.agree(_similar(lengths, self.generator))
             parts = cut_by_steps(lengths, order, self.batch_tokens)

@@ -98,7 +98,8 @@ def fit_em(
             is a start without priors: the fit is one of maximum likelihood.
         data: The sequences. Labels restrict the states. Or an iterable of ``Sequences``, such as
             :class:`pyrohmm.data.StoredSequences`, of data larger than memory: each iteration passes
-            over it once, and adds what the parts contribute. A ``start`` sees the first part alone.
+            over it once, and adds what the parts contribute, or takes a minibatch of the next part.
+            A ``start`` sees the first part alone.
         num_iterations: Largest number of iterations.
         tolerance: End when the loss would fall by less than this share of itself until
             convergence, by Aitken's estimate, in every restart. None runs all steps as they are.

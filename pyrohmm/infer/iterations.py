@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 from tqdm import tqdm
 
-from ..data.batches import Batches
+from ..data.batches import Batches, Parts
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields
 from ..nn.closed_form import Statistics
@@ -275,6 +275,8 @@ class Loop:
     def whole_set(self) -> tuple[Tensor, Statistics]:
         """The loss and the statistics of all the data, in minibatches."""
         data, seen, total = self.batches.data, 0, torch.zeros(())
+        if isinstance(data, Parts):
+            return self._expect(self.batches.shard(data))
         average: Statistics = {}
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen

@@ -251,8 +251,6 @@ class Maximization:
                 f"{taken[0]} needs a module whose M-step needs nothing but sums over observations; "
                 f"that of {type(self.parameters.module).__name__} needs all of them. Use fit_map."
             )
-        if stored and batch_size is not None:
-            raise ValueError("batch_size is of Sequences; of an iterable each iteration takes all.")
 
     def gather(
         self,

@@ -132,6 +132,8 @@ class Training:
         self.num_observed = max(data.num_observed, 1)
         if settings["windows"] is not None and self.group.size > 1:
             raise ValueError("windows continue each other, and cannot be shared by processes.")
+        if isinstance(data, Parts) and settings["batch_size"] is not None:
+            raise ValueError("batch_size must be None where all parts of data make each step.")
         self.batches = Batches(
             data, settings["batch_size"], settings["generator"], windows=settings["windows"],
             batch_tokens=settings["batch_tokens"], shard=self.group.share,

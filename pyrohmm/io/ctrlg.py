@@ -19,6 +19,7 @@ from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
+from .files import check_regular
 
 TENSORS, CONFIG = "model.safetensors", "config.json"
 
@@ -43,6 +44,7 @@ def from_ctrlg(directory: str | Path) -> HMM:
         tensor([[0.9000, 0.1000],
                 [0.2000, 0.8000]])
     """
+    check_regular(Path(directory) / TENSORS)
     tensors = safetensors.torch.load_file(Path(directory) / TENSORS)
     if "gamma_exp" in tensors:
         tensors["gamma"] = tensors.pop("gamma_exp").log()

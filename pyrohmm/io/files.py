@@ -41,7 +41,7 @@ def write_tensors(path: FilePath, tensors: dict[str, Tensor], meta: dict[str, An
     """Write tensors and plain data to one file; an old file is there until the new one is whole.
 
     Args:
-        path: The file. Its directory must exist.
+        path: The file. Its directory must exist. A link stays a link, to the new file.
         tensors: Tensors of any shape, on any device; views and shared memory are written out.
         meta: What JSON can say exactly: dictionaries with string keys, lists, strings, integers,
             finite floats, booleans, None.
@@ -57,7 +57,7 @@ def write_tensors(path: FilePath, tensors: dict[str, Tensor], meta: dict[str, An
         >>> read_tensors(path)
         ({'weights': tensor([1., 1.])}, {'step': 3})
     """
-    _replace(Path(path), _to_bytes(tensors, meta))
+    _replace(Path(os.path.realpath(path)), _to_bytes(tensors, meta))
 
 
 def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -67,8 +67,10 @@ def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file is damaged, was not written by this package, or by a newer version.
+        ValueError: If the file is damaged, was not written by this package, or by a newer version;
+            or if it is a pipe, a device or a directory.
     """
+    check_regular(path)
     data = Path(path).read_bytes()
     try:
         tensors = safetensors.torch.load(data)
@@ -92,6 +94,12 @@ def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "for an earlier copy."
         )
     return tensors, meta
+
+
+def check_regular(path: FilePath) -> None:
+    """Raise where there is something other than a file that ends, such as a pipe."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} must be a regular file; it is a pipe, a device or a directory.")
 
 
 def kinds(tensors: Mapping[Any, Tensor]) -> dict[Any, str]:
@@ -126,7 +134,6 @@ def _checksum(tensors: dict[str, Tensor], meta: dict[str, Any]) -> str:
 
 def _replace(path: Path, data: bytes) -> None:
     """Write ``data`` beside ``path``, wait until it is on the disk, and rename it to ``path``."""
-    path = Path(os.path.realpath(path))  # a link stays a link
     temporary = path.with_name(f".{FORMAT}-{secrets.token_hex(8)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -152,9 +159,11 @@ def _replace(path: Path, data: bytes) -> None:
 def write_directory(directory: FilePath, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
     """Write tensors and plain data to a directory, in place of what was saved there before.
 
+    Links in it are replaced, and what they point to stays as it is.
+
     Args:
         directory: One that does not exist, is empty, or holds what was saved before. The one above
-            it must exist.
+            it must exist. A link to one stays a link.
         tensors: As for :func:`write_tensors`.
         meta: The same; its entry ``kind`` is one of ``KINDS``.
 

@@ -52,7 +52,8 @@ def save(thing: Any, directory: FilePath) -> None:
     a fit, or an estimator, the HMM is saved, for other data ``load_hmm(directory).with_lengths``.
     An HMM is saved whole: see :func:`load_hmm`. No gradient information is saved.
 
-    At any moment there is the old content or the new one, whole. Two files are written:
+    At any moment there is the old content or the new one, whole. Links to files in the directory
+    are replaced, not followed. Two files are written:
     ``tensors.safetensors``, and ``pyrohmm.json``, a copy of its description to be read by people.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.functional import pad
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..analysis.prediction import predictive_log_prob
+from ..data.batches import Parts, in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.em import fit_em
@@ -70,8 +70,8 @@ def distil(
         held_out: Further texts, for the perplexity; by default samples, or a twentieth of the
             sequences.
         num_epochs: How often each text is read.
-        batch_size: Number of texts in a minibatch; None for all. Parts of an iterable are always
-            read together.
+        batch_size: Number of texts in a minibatch; None for all. The texts of a minibatch come
+            from one part of an iterable: the smaller the parts, the better they should be mixed.
         **options: Of :func:`pyrohmm.fit_em`, such as ``checkpoint``, with which the same call
             resumes after the same seed. Under ``torchrun`` each rank must have the same texts.
 
@@ -99,20 +99,21 @@ def distil(
         start = end if begin is None else begin
         count = num_texts + (math.ceil(HELD_OUT * num_texts) if held_out is None else 0)
         source = sample_texts(model, count, max_tokens, start, end)
-    texts: Sequences | Iterable[Sequences] = source
-    if isinstance(texts, Sequences):
-        if held_out is None:
-            check_size("the number of texts in source", len(texts), 2)
-            count = math.ceil(HELD_OUT * len(texts))
-            texts, held_out = texts[:-count], texts[-count:]
-        batch_size = len(texts) if batch_size is None else batch_size
-        check_size("batch_size", batch_size)
-        num_epochs *= math.ceil(len(texts) / batch_size)
-        options["batch_size"] = min(batch_size, len(texts))
     if held_out is None:
-        raise ValueError(
-            "held_out must be Sequences unless source is: Sequences.from_list(texts), of codes."
-        )
+        if not isinstance(source, Sequences):
+            raise ValueError(
+                "held_out must be Sequences unless source is: Sequences.from_list(texts), of codes."
+            )
+        check_size("the number of texts in source", len(source), 2)
+        count = math.ceil(HELD_OUT * len(source))
+        source, held_out = source[:-count], source[-count:]
+    texts = in_parts(source)
+    batch_size = len(texts) if batch_size is None else batch_size
+    check_size("batch_size", batch_size)
+    if batch_size < len(texts):
+        sizes = texts.sizes if isinstance(texts, Parts) else [len(texts)]
+        num_epochs *= sum(math.ceil(size / batch_size) for size in sizes)
+        options["batch_size"] = batch_size
     module = TabularHMM(num_states, categorical(num_tokens, concentration=1.01))
     module.to(held_out.values.device)
     fit = fit_em(module, texts, **{"num_iterations": num_epochs, **options})

@@ -23,6 +23,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.data import StoredSequences
+from pyrohmm.data.batches import Batches, in_parts
 
 LENGTHS = torch.randint(1, 20, (30,), generator=torch.Generator().manual_seed(0))
 M = int(LENGTHS.sum())
@@ -64,6 +65,36 @@ def test_em_over_parts_is_em_over_all(name):
     near = 1e-9 if name == "embeddings" else 1e-12  # gradient steps spread what rounding does
     for one, other in zip(whole[1], stored[1], strict=True):
         torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("name", ["symbols", "vectors"])
+def test_minibatches_of_one_part_are_those_of_all(name):
+    make, values = MODULES[name]
+    options = {"num_iterations": 9, "start": starts.from_prior, "batch_size": 3}
+    whole, _ = both_ways(values)
+    one, other = (results(fit_em, make(), data, **options)[1] for data in (whole, [whole]))
+    for here, there in zip(one, other, strict=True):
+        torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
+
+
+def test_minibatches_of_parts_have_each_sequence_once_a_round():
+    whole, stored = both_ways(SYMBOLS)
+    parts, batches = list(stored), Batches(in_parts(stored), 2)
+
+    def rows_of(data):
+        return [values[:n].tolist() for values, n in zip(data.values, data.lengths)]
+
+    for _ in range(3):
+        taken = []
+        while not taken or not batches.at_end_of_round:
+            batch = batches.take()
+            assert len(batch) <= 2
+            assert batch.total == len(whole)
+            assert any(all(row in rows_of(part) for row in rows_of(batch)) for part in parts)
+            taken += rows_of(batch)
+        assert sorted(taken) == sorted(rows_of(whole))
+    with pytest.raises(ValueError, match="batch_size must be None where all parts of data"):
+        fit_map(MarginalModel(MODULES["symbols"][0]()), stored, batch_size=2)
 
 
 def test_em_over_parts_with_labels_restarts_and_a_prior_of_transitions():

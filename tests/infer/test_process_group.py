@@ -117,6 +117,9 @@ FITS = {
         generator=torch.Generator().manual_seed(0),
     ),
     "em in parts": lambda directory: fit_em(informed(), in_parts(), num_iterations=12),
+    "em in minibatches of parts": lambda directory: fit_em(
+        informed(), in_parts(), num_iterations=12, batch_size=3
+    ),
     "em of embeddings": lambda directory: fit_em(
         DenseHMM(3, 3, 2), symbols(7), num_iterations=2
     ),

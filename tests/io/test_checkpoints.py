@@ -121,6 +121,9 @@ FITS = {
         TabularHMM(3, categorical(3, 1.1)), symbols(), start=starts.from_prior, **BATCHES | more
     ),
     "em in parts": lambda **more: fit_em(model().module, in_parts(), **more),
+    "online em in parts": lambda **more: fit_em(
+        TabularHMM(3, categorical(3, 1.1)), in_parts(), **BATCHES | more
+    ),
     "em by gradient": with_gradient_steps,
     "pairs": lambda **more: fit_cooccurrence(
         model().module, symbols(), pairs_per_step=20, restarts=2, generator=seeded(), **more

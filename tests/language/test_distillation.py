@@ -98,6 +98,19 @@ def test_texts_alone_and_in_parts():
     assert again.perplexity.num_tokens == found.perplexity.num_tokens
 
 
+def test_texts_in_parts_take_as_many_steps_as_those_in_memory():
+    """And imitate the model as well."""
+    pyro.set_rng_seed(0)
+    texts, held_out = (sample_texts(Bigram(SKEWED), n, 6, END, END) for n in (3000, 300))
+    parts = [texts[first : first + 500] for first in range(0, 3000, 500)]
+    found = []
+    for source in (texts, parts):
+        pyro.set_rng_seed(1)
+        found.append(distil(source, TOKENS, 6, held_out=held_out, num_epochs=5, batch_size=100))
+    assert [len(each.fit.losses) for each in found] == [151, 151]
+    assert found[1].perplexity.value == pytest.approx(found[0].perplexity.value, rel=0.01)
+
+
 def test_the_command_saves_what_ctrlg_reads_and_resumes(tmp_path, monkeypatch, capsys):
     model, tokenizer = Bigram(SKEWED), Tokenizer(TOKENS)
     model.to = lambda device: SimpleNamespace(eval=lambda: model)
