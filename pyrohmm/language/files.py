@@ -16,6 +16,7 @@ from ..nn.dropout import LinearDropout
 from ..ops.blocks.states import from_clusters
 from .training import DefaultDropout
 
+PADDED = 64  # largest number of states, those of all blocks padded, for each number in a file
 CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
 
 
@@ -50,8 +51,10 @@ def _model_of(tensors: dict[str, Tensor], meta: dict[str, Any], build: Callable[
     unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
     symbol_block, sizes = tensors.pop("symbol_block"), tensors.pop("block_sizes")
     state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    if len(state["start_vectors.state"]) != int(sizes.sum()):  # before any memory is taken
-        raise ValueError(f"{int(sizes.sum())} states are claimed, and there are not so many")
+    count, there = int(sizes.sum()), sum(tensor.numel() for tensor in tensors.values())
+    padded = len(sizes) * int(sizes.max())  # before any memory is taken
+    if state["start_vectors.state"].size(0) != count or max(count, padded / PADDED) > there:
+        raise ValueError(f"{count} states in {len(sizes)} blocks are claimed; the file has no room")
     blocks, dropout = from_clusters(symbol_block, sizes), meta["dropout"]
     with torch.device("meta"):  # until shapes have been compared
         model = build(

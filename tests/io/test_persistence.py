@@ -20,6 +20,7 @@ from pyrohmm import (
     HMM,
     BlockHMM,
     HMMModule,
+    LanguageModel,
     MarginalModel,
     RegressionHMM,
     Sequences,
@@ -29,6 +30,7 @@ from pyrohmm import (
     datasets,
     fit_em,
     fit_map,
+    from_ctrlg,
     load_hmm,
     load_into,
     normal,
@@ -45,6 +47,7 @@ from pyrohmm.distributions.modified import (
 )
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
+from pyrohmm.io.checkpoints import Checkpoint
 from pyrohmm.io.files import read_tensors, write_tensors
 from pyrohmm.nn.waits_and_angles import Angle
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
@@ -612,6 +615,44 @@ def test_a_directory_that_was_not_saved_is_left_alone(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [FILE, "thesis.tex"]
     with pytest.raises(ValueError, match="must hold one of kind hmm; it is of kind checkpoint"):
         load_hmm(tmp_path)
+
+
+@pytest.mark.parametrize("name", [FILE, "pyrohmm.json"])
+def test_links_in_a_directory_are_replaced_and_not_followed(tmp_path, name):
+    """A link to the directory, and one that is named as the file itself, stay links."""
+    other, target, link = tmp_path / "other", tmp_path / "m", tmp_path / "link"
+    save(hmm_with(dist.Poisson(torch.ones(K))), target)
+    other.write_bytes((target / name).read_bytes())
+    before = other.read_bytes()
+    (target / name).unlink()
+    (target / name).symlink_to(other)
+    link.symlink_to(target, target_is_directory=True)
+    save(hmm_with(dist.Poisson(positive(K))), link)
+    assert link.is_symlink()
+    assert other.read_bytes() == before
+    assert not (target / name).is_symlink()
+    assert load_hmm(link).emission.rate.shape == (K,)
+    named = tmp_path / "named"
+    named.symlink_to(tmp_path / "tensors")
+    write_tensors(named, {"x": torch.ones(1)}, {})
+    assert named.is_symlink()
+    assert read_tensors(tmp_path / "tensors")[0]["x"].item() == 1.0
+
+
+@pytest.mark.parametrize("read", [
+    lambda path: load_hmm(path.parent), lambda path: LanguageModel.load(path.parent), read_tensors,
+    lambda path: Checkpoint(path, {}).resume(lambda fields: None, []),
+], ids=["hmm", "language model", "tensors", "checkpoint"])  # fmt: skip
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, read):
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(ValueError, match="must be a regular file"):
+        read(tmp_path / FILE)
+
+
+def test_a_pipe_of_ctrlg_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="must be a regular file"):
+        from_ctrlg(tmp_path)
 
 
 @pytest.mark.parametrize("existing", [False, True])

@@ -128,14 +128,20 @@ def test_a_vocabulary_with_classes_of_rare_words_is_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("sizes", "changes", "message"),
-    [(10**9, {}, "states are claimed"), (None, {"hidden_dim": 10**6}, "size mismatch")],
+    [
+        (10**9, {}, "blocks are claimed"),
+        ([10**6, 1, 1, 1], {}, "blocks are claimed"),
+        (None, {"hidden_dim": 10**6}, "size mismatch"),
+    ],
 )
 def test_a_file_that_claims_more_than_it_has_takes_no_memory(tmp_path, sizes, changes, message):
     model = LanguageModel.from_data(*prepared(text(30)), 12, 4, 8)
     model.save(tmp_path / "m")
     tensors, meta = read_directory(tmp_path / "m", "language model")
     if sizes is not None:
-        tensors["block_sizes"] = torch.full_like(tensors["block_sizes"], sizes)
+        tensors["block_sizes"] = torch.tensor(sizes).expand(4).clone()
+    if isinstance(sizes, list):  # which take no room
+        tensors["module.start_vectors.state"] = torch.zeros(sum(sizes), 0)
     write_directory(tmp_path / "m", tensors, meta | changes)
     with pytest.raises(ValueError, match=f"(?s)does not describe a language model: .*{message}"):
         LanguageModel.load(tmp_path / "m")
