@@ -19,7 +19,7 @@ from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from .files import check_regular
+from .files import check_regular, replace_file
 
 TENSORS, CONFIG = "model.safetensors", "config.json"
 
@@ -93,5 +93,5 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     ready = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
-    safetensors.torch.save_file(ready, folder / TENSORS)
-    (folder / CONFIG).write_text(json.dumps(config))
+    replace_file(folder / TENSORS, safetensors.torch.save(ready))
+    replace_file(folder / CONFIG, json.dumps(config).encode())

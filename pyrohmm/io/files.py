@@ -57,7 +57,7 @@ def write_tensors(path: FilePath, tensors: dict[str, Tensor], meta: dict[str, An
         >>> read_tensors(path)
         ({'weights': tensor([1., 1.])}, {'step': 3})
     """
-    _replace(Path(os.path.realpath(path)), _to_bytes(tensors, meta))
+    replace_file(Path(os.path.realpath(path)), _to_bytes(tensors, meta))
 
 
 def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -132,7 +132,7 @@ def _checksum(tensors: dict[str, Tensor], meta: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def _replace(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes) -> None:
     """Write ``data`` beside ``path``, wait until it is on the disk, and rename it to ``path``."""
     temporary = path.with_name(f".{FORMAT}-{secrets.token_hex(8)}.tmp")
     try:
@@ -141,8 +141,10 @@ def _replace(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # such as of a full disk
+            error.filename = str(path)
         raise
     if os.name == "nt":
         return  # a directory cannot be opened there
@@ -176,7 +178,7 @@ def write_directory(directory: FilePath, tensors: dict[str, Tensor], meta: dict[
     target.mkdir(exist_ok=True)
     _check_replaceable(target)
     for name, data in files.items():
-        _replace(target / name, data)  # the first is all that is ever read
+        replace_file(target / name, data)  # the first is all that is ever read
 
 
 def check_directory(directory: FilePath) -> None:

@@ -9,7 +9,8 @@
 
 Files have one sentence a line, its words separated by white space; they may be gzipped, and blank
 lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. In several
-processes it is the same command after ``torchrun --nproc-per-node 2 -m``.
+processes it is the same command after ``torchrun --nproc-per-node 2 -m``. Ctrl-C and SIGTERM end a
+training and save the model as it is.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import inspect
 import math
 import os
 import re
+import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from typing import Any
 
@@ -34,9 +37,9 @@ from tqdm import tqdm
 from ..data.readers import read_lines
 from ..infer.options import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
+from ..io import ctrlg
 from ..io.checkpoints import Checkpoint
-from ..io.ctrlg import to_ctrlg
-from ..io.files import check_directory
+from ..io.files import TENSORS, check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain
 from .distillation import distil
 from .model import LanguageModel
@@ -77,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With what is wrong, if something is.
     """
+    if arguments is None:  # the process is this command's own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     words = sys.argv[1:] if arguments is None else [*arguments]
     distils = words[:1] == ["distil"]
     parser = _distil_parser() if distils else _parser()
@@ -93,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, FloatingPointError) as error:
         sys.exit(f"{parser.prog}: {error}")
     except KeyboardInterrupt:
-        print("interrupted before training; nothing was saved", file=sys.stderr)
+        print("interrupted, and not in training; nothing more was saved", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
@@ -108,8 +113,40 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--{flag} belongs to a new model, without --load")
 
 
+def _check_free(options: argparse.Namespace, file: str) -> None:
+    """Raise if a model would be replaced by one that does not go on from it."""
+    loaded = getattr(options, "load", None) or ""
+    goes_on = os.path.realpath(loaded) == os.path.realpath(options.save)
+    goes_on |= os.path.exists(getattr(options, "checkpoint", ""))
+    if os.path.exists(os.path.join(options.save, file)) and not goes_on:
+        raise ValueError(
+            f"--save {options.save} holds a model already. Name another directory, or remove it; "
+            "to train that model on, name it with --load, too."
+        )
+
+
+def _keep(save: Callable[[str], None], options: argparse.Namespace) -> None:
+    """Save what has been trained: where it should be, or beside the checkpoint, or anywhere.
+
+    Raises:
+        OSError: If it is not where it should be; it says where it is.
+    """
+    places = [os.path.dirname(getattr(options, "checkpoint", "")) or ".", tempfile.gettempdir()]
+    try:
+        return save(options.save)
+    except (OSError, ValueError) as error:
+        for place in places:
+            with suppress(OSError):
+                save(other := tempfile.mkdtemp(prefix="pyrohmm-", dir=place))
+                raise ValueError(
+                    f"not saved to {options.save} ({error}), but to {other}"
+                ) from error
+        raise
+
+
 def imitate(options: argparse.Namespace) -> None:
     """Distil a model of ``transformers``, and save the HMM."""
+    _check_free(options, ctrlg.TENSORS)
     os.makedirs(options.save, exist_ok=True)  # before anything takes time
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -118,7 +155,7 @@ def imitate(options: argparse.Namespace) -> None:
     pyro.set_rng_seed(options.seed)
     found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
     if ProcessGroup.all().is_first and found.divergence is not None:
-        to_ctrlg(found.hmm, options.save, tokenizer.eos_token_id)
+        _keep(lambda folder: ctrlg.to_ctrlg(found.hmm, folder, tokenizer.eos_token_id), options)
         print(f"ended: {found.fit.reason}; saved to {options.save}\nheld out: {found.perplexity}")
         steps = " ".join(f"{nats:.2f}" for nats in found.divergence.tolist())
         print(f"divergence by step, in nats: {steps}")
@@ -155,6 +192,7 @@ def constraint(options: argparse.Namespace) -> Automaton | None:
 def train(options: argparse.Namespace) -> LanguageModel:
     """Train a model on the files and save it."""
     check_directory(options.save)
+    _check_free(options, TENSORS)
     of_fit = _given(options, OF_FIT)
     checkpoint = of_fit.get("checkpoint")
     if checkpoint:
@@ -196,15 +234,15 @@ def train(options: argparse.Namespace) -> LanguageModel:
     generator = torch.Generator().manual_seed(options.seed or 0)
     try:
         fit = model.fit(data, validation, generator=generator, report=tell, **of_fit)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, OSError) as error:  # the latter of the checkpoint
         if processes.is_first:
-            model.save(options.save)
-            print(f"interrupted; the model as it is now was saved to {options.save}. Give it with "
-                  "--load to train on, or the same command if it has a --checkpoint.",
+            _keep(model.save, options)
+            print(f"{str(error) or 'interrupted'}; the model as it is now was saved to {options.save}. "
+                  "Give it with --load to train on, or the same command if it has a --checkpoint.",
                   file=sys.stderr)  # fmt: skip
-        sys.exit(INTERRUPTED)
+        sys.exit(1 if isinstance(error, OSError) else INTERRUPTED)
     if processes.is_first:
-        model.save(options.save)
+        _keep(model.save, options)
         print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {options.save}")
         print(f"held out: {model.perplexity(validation)}, {END} included")
     return model

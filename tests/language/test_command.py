@@ -1,12 +1,15 @@
 """The language model and its command: scores, sentences, files, data-parallel ranks."""
 
+import errno
 import itertools
 import math
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pyro
@@ -126,6 +129,80 @@ def test_a_training_that_was_stopped_ends_with_the_same_bits(here, monkeypatch, 
     assert len(steps) == 5  # the second was not saved before the stop
     files = [Path(each, "tensors.safetensors").read_bytes() for each in ("whole", "parts")]
     assert files[0] == files[1]
+
+
+def test_a_model_is_not_replaced_unasked(here, capsys):
+    """But by one that goes on from it, or from the checkpoint of the same training."""
+    tiny().save("m")
+    before = Path("m", "tensors.safetensors").read_bytes()
+    arguments = ["train.txt", *SMALL, "--epochs", "1", "--save", "m"]
+    with pytest.raises(SystemExit, match=r"--save m holds a model already\. Name another"):
+        main(arguments)
+    assert Path("m", "tensors.safetensors").read_bytes() == before
+    assert capsys.readouterr().out == ""
+    main(["train.txt", "--load", "m/../m", "--epochs", "1", "--save", "m"])
+    after = Path("m", "tensors.safetensors").read_bytes()
+    assert after != before
+    Path("other").mkdir()
+    main(["train.txt", *SMALL, "--epochs", "1", "--save", "other", "--checkpoint", "c"])
+    main(["train.txt", *SMALL, "--epochs", "2", "--save", "other", "--checkpoint", "c"])
+
+
+def full(monkeypatch, *names):
+    """No file of these names can be written."""
+    replace = os.replace
+
+    def fail(source, target):
+        if {*names} & {*Path(target).parts}:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+
+
+@pytest.mark.parametrize("place", ["work", "tmp"])
+def test_a_model_that_cannot_be_saved_is_saved_elsewhere(here, monkeypatch, place):
+    """Beside the checkpoint; or among temporary files, where that disk is full, too."""
+    for name in ("work", "tmp"):
+        Path(name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(here / "tmp"))
+    monkeypatch.setattr(checkpoints, "SECONDS", 1e9)
+    arguments = ["train.txt", *SMALL, "--epochs", "1", "--save", "m", "--checkpoint", "work/c"]
+    main(arguments)
+    full(monkeypatch, "m", *({"work"} - {place}))
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    found = re.search(
+        r"not saved to m \(.*No space.*m/tensors.*\), but to (\S+)", stopped.value.code
+    )
+    assert Path(found[1]).resolve().is_relative_to(here / place)
+    assert LanguageModel.load(found[1]).perplexity(text(20, 1)).value < 20
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(here, monkeypatch, capsys):
+    full(monkeypatch, "c")
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train.txt", *SMALL, "--save", "m", "--checkpoint", "c"])
+    assert stopped.value.code == 1
+    assert re.search(r"No space left.*c'.*now was saved to m", capsys.readouterr().err)
+    LanguageModel.load("m")
+
+
+def test_sigterm_saves_the_model(here):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pyrohmm.language", "train.txt", *SMALL, "--epochs", "100000",
+         "--save", "m", "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while "step" not in (line := process.stdout.readline()):
+        assert line
+    process.send_signal(signal.SIGTERM)
+    errors = process.communicate(timeout=200)[1]
+    assert process.returncode == 130
+    assert "interrupted; the model as it is now was saved to m" in errors
+    LanguageModel.load("m")
 
 
 @pytest.mark.parametrize("contiguous", [False, True])

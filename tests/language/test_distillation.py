@@ -135,7 +135,10 @@ def test_the_command_saves_what_ctrlg_reads_and_resumes(tmp_path, monkeypatch, c
     )
     resumed = from_ctrlg(tmp_path / "hmm")
     (tmp_path / "fit").unlink()
+    with pytest.raises(SystemExit, match="holds a model already"):
+        main([*words, "--epochs", "4"])
+    words[words.index("--save") + 1] = str(tmp_path / "whole")
     main([*words, "--epochs", "4"])  # never stopped
-    whole = from_ctrlg(tmp_path / "hmm")
+    whole = from_ctrlg(tmp_path / "whole")
     assert resumed.emission.probs.equal(whole.emission.probs)
     assert resumed.log_transition.equal(whole.log_transition)
