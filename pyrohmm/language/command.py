@@ -115,9 +115,9 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 def _check_free(options: argparse.Namespace, file: str) -> None:
     """Raise if a model would be replaced by one that does not go on from it."""
-    loaded = getattr(options, "load", None) or ""
-    goes_on = os.path.realpath(loaded) == os.path.realpath(options.save)
-    goes_on |= os.path.exists(getattr(options, "checkpoint", ""))
+    goes_on = os.path.exists(getattr(options, "checkpoint", ""))
+    if loaded := getattr(options, "load", None):
+        goes_on |= os.path.realpath(loaded) == os.path.realpath(options.save)
     if os.path.exists(os.path.join(options.save, file)) and not goes_on:
         raise ValueError(
             f"--save {options.save} holds a model already. Name another directory, or remove it; "
@@ -129,7 +129,8 @@ def _keep(save: Callable[[str], None], options: argparse.Namespace) -> None:
     """Save what has been trained: where it should be, or beside the checkpoint, or anywhere.
 
     Raises:
-        OSError: If it is not where it should be; it says where it is.
+        SystemExit: If it is not where it should be; it says where it is.
+        OSError: If it is nowhere.
     """
     places = [os.path.dirname(getattr(options, "checkpoint", "")) or ".", tempfile.gettempdir()]
     try:
@@ -138,9 +139,7 @@ def _keep(save: Callable[[str], None], options: argparse.Namespace) -> None:
         for place in places:
             with suppress(OSError):
                 save(other := tempfile.mkdtemp(prefix="pyrohmm-", dir=place))
-                raise ValueError(
-                    f"not saved to {options.save} ({error}), but to {other}"
-                ) from error
+                sys.exit(f"not saved to {options.save} ({error}), but to {other}")
         raise
 
 
@@ -237,8 +236,8 @@ def train(options: argparse.Namespace) -> LanguageModel:
     except (KeyboardInterrupt, OSError) as error:  # the latter of the checkpoint
         if processes.is_first:
             _keep(model.save, options)
-            print(f"{str(error) or 'interrupted'}; the model as it is now was saved to {options.save}. "
-                  "Give it with --load to train on, or the same command if it has a --checkpoint.",
+            print(f"{str(error) or 'interrupted'}; the model as it is now was saved to "
+                  f"{options.save}. Give it with --load to train on, or the same command if it has a --checkpoint.",
                   file=sys.stderr)  # fmt: skip
         sys.exit(1 if isinstance(error, OSError) else INTERRUPTED)
     if processes.is_first:

@@ -297,8 +297,7 @@ class ConstraintProcessor:
         if not bool((found.amax(-1)[running.to(found.device)] > -inf).all()):  # NaN also
             raise ValueError(
                 f"scores must leave a token after which {self.lookahead.constraint.name} can hold; "
-                "all of these are -inf, or NaN. Look at the language model, and at processors "
-                "before this one."
+                "all are -inf, or NaN. Look at the model, and at processors before this one."
             )
         return found
 
@@ -370,10 +369,9 @@ class ConstraintProcessor:
                 continue
             if number or length <= texts.size(1):
                 raise ValueError(
-                    "input_ids must be prompts, or one token longer than those of the last call; "
-                    "these go on from an earlier one. Generate without assistant_model, "
-                    "prompt_lookup_num_tokens and assistant_early_exit, which reject tokens that "
-                    "they have tried; call reset() before other prompts."
+                    "input_ids must be prompts, or one token longer than in the last call; these "
+                    "go on from an earlier one. Generate without assistant_model, "
+                    "prompt_lookup_num_tokens and the like; call reset() before other prompts."
                 )
             return same.byte().argmax(1)
         return None
