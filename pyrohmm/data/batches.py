@@ -85,8 +85,8 @@ class Parts:
         self.parts, self.change = parts, change
         self._held: tuple[int, Sequences] | None = None  # the part that was read last
         self.first: Sequences
-        self.total = self.num_observed = self.num_labelled = 0
-        lengths = []
+        self.total, self.num_observed, self.num_labelled = 0.0, 0, 0
+        lengths: list[Tensor] = []
         for part in self:
             if not lengths:
                 self.first = part[:1]

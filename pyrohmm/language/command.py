@@ -237,8 +237,8 @@ def train(options: argparse.Namespace) -> LanguageModel:
         if processes.is_first:
             _keep(model.save, options)
             print(f"{str(error) or 'interrupted'}; the model as it is now was saved to "
-                  f"{options.save}. Give it with --load to train on, or the same command if it has a --checkpoint.",
-                  file=sys.stderr)  # fmt: skip
+                  f"{options.save}. Give it with --load to train on, or the same command if it has "
+                  "a --checkpoint.", file=sys.stderr)  # fmt: skip
         sys.exit(1 if isinstance(error, OSError) else INTERRUPTED)
     if processes.is_first:
         _keep(model.save, options)

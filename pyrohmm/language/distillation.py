@@ -101,19 +101,15 @@ def distil(
         source = sample_texts(model, count, max_tokens, start, end)
     if held_out is None:
         if not isinstance(source, Sequences):
-            raise ValueError(
-                "held_out must be Sequences unless source is: Sequences.from_list(texts), of codes."
-            )
+            raise ValueError("held_out must be Sequences unless source is.")
         check_size("the number of texts in source", len(source), 2)
         count = math.ceil(HELD_OUT * len(source))
         source, held_out = source[:-count], source[-count:]
     texts = in_parts(source)
     batch_size = len(texts) if batch_size is None else batch_size
     check_size("batch_size", batch_size)
-    if batch_size < len(texts):
-        sizes = texts.sizes if isinstance(texts, Parts) else [len(texts)]
-        num_epochs *= sum(math.ceil(size / batch_size) for size in sizes)
-        options["batch_size"] = batch_size
+    num_epochs *= _batches_in_round(texts, batch_size)
+    options["batch_size"] = batch_size
     module = TabularHMM(num_states, categorical(num_tokens, concentration=1.01))
     module.to(held_out.values.device)
     fit = fit_em(module, texts, **{"num_iterations": num_epochs, **options})
@@ -125,6 +121,12 @@ def distil(
         excess = _log_probs(model, held_out, start) - logs
         divergence = excess.where(held_out.exists, 0.0).sum(0) / held_out.exists.sum(0)
     return Distilled(hmm.with_lengths(torch.tensor(1)), fit, perplexity, divergence)
+
+
+def _batches_in_round(texts: Sequences | Parts, batch_size: int) -> int:
+    """Number of minibatches of so many texts in which each text is once."""
+    sizes = texts.sizes if isinstance(texts, Parts) and batch_size < len(texts) else [len(texts)]
+    return sum(math.ceil(size / batch_size) for size in sizes)
 
 
 @torch.no_grad()
