@@ -8,9 +8,10 @@ from functools import wraps
 from typing import Any
 
 import torch
+from pyro.ops.provenance import ProvenanceTensor
 from torch import Tensor
 
-from ._transforms import transforming
+from ._transforms import NOTHING, transforming, with_provenance
 
 _AS_IT_IS = nullcontext()
 
@@ -89,7 +90,8 @@ def with_gradient(forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor
     """
     if transforming():
         return twin(*inputs)
-    return _WithGradient.apply(forward, twin, *inputs)
+    tracked = NOTHING.union(*(x._provenance for x in inputs if type(x) is ProvenanceTensor))
+    return with_provenance(tracked, _WithGradient.apply, forward, twin, *inputs)
 
 
 class _WithGradient(torch.autograd.Function):

@@ -1,30 +1,74 @@
-"""Transforms of ``torch.func``, and ``torch.compile``: they take only operations of torch."""
+"""What sees operations of torch alone: ``torch.func``, ``torch.compile``, Pyro's provenance."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
+from pyro.ops.provenance import ProvenanceTensor, track_provenance
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+NOTHING: frozenset[Any] = frozenset()
 
 
-def uncompiled(function: Function) -> Function:
-    """Decorator: ``torch.compile`` leaves ``function``, which reads values, as it is.
+def opaque(function: Function) -> Function:
+    """Decorator of what users call: others see it as one operation.
 
-    As ``torch.compiler.disable``, which loads the compiler, but only where something is compiled.
+    ``torch.compile`` leaves it as it is, for it reads values (as ``torch.compiler.disable``, which
+    loads the compiler, but only where something is compiled). And its result has the provenance of
+    the distribution and of all arguments: see :class:`pyro.ops.provenance.ProvenanceTensor`, by
+    which Pyro finds what a site depends on, and which neither functions of autograd nor compiled
+    loops pass on.
     """
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
+        owner, *given = args
+        tracked = owner.__dict__.get("provenance")
+        if tracked is None:  # it is being made
+            tracked = owner.provenance = provenance_of(given, kwargs)
+        for part in given:
+            if type(part) is ProvenanceTensor:
+                tracked |= part._provenance
+        return with_provenance(tracked, function, *args, **kwargs)
 
     return cast(Function, call)
+
+
+def with_provenance(
+    tracked: frozenset[Any], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``function(*args, **kwargs)``, which sees plain tensors; its result has this provenance."""
+    if not tracked:
+        return function(*args, **kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        found = function(*args, **kwargs)
+    return track_provenance(found, tracked)
+
+
+def provenance_of(*parts: Any) -> frozenset[Any]:
+    """Provenance of all tensors that ``parts`` hold."""
+    tensors = tensors_of(parts, set())
+    return NOTHING.union(*(x._provenance for x in tensors if type(x) is ProvenanceTensor))
+
+
+def tensors_of(part: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that ``part`` holds, those of objects within it included."""
+    if id(part) in seen or isinstance(part, type):
+        return
+    seen.add(id(part))
+    if isinstance(part, Tensor):
+        yield part
+        return
+    if not isinstance(part, list | tuple):
+        part = (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
+    for inner in part:
+        yield from tensors_of(inner, seen)
 
 
 def transforming() -> bool:

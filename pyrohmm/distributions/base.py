@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from .._checks import (
     check_real,
     check_same_device,
 )
-from .._transforms import transforming
+from .._transforms import opaque, tensors_of, transforming
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
@@ -46,6 +45,7 @@ class ChainDistribution(TorchDistribution):
     _validate_args = PyroValidation()
     chain: Any  # a Chain
 
+    @opaque
     def _compose(
         self,
         chain: Chain,
@@ -109,13 +109,13 @@ class ChainDistribution(TorchDistribution):
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes without Pyro's weak references, which cannot be pickled; it makes new ones."""
-        for tensor in _tensors(self.__dict__, set()):
+        for tensor in tensors_of(self.__dict__, set()):
             tensor.__dict__.pop("unconstrained", None)
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy whose tensors are leaves of a graph of their own, as a pickle's are."""
-        for tensor in _tensors(self.__dict__, set()):
+        for tensor in tensors_of(self.__dict__, set()):
             if not tensor.is_leaf:
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo).requires_grad_()
         new = copy.copy(self)
@@ -357,20 +357,6 @@ def check_likelihood(likelihood: Tensor) -> None:
         likelihood,
         "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
     )
-
-
-def _tensors(part: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors that ``part`` holds, those of objects within it included."""
-    if id(part) in seen or isinstance(part, type):
-        return
-    seen.add(id(part))
-    if isinstance(part, Tensor):
-        yield part
-        return
-    if not isinstance(part, list | tuple):
-        part = (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
-    for inner in part:
-        yield from _tensors(inner, seen)
 
 
 def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:

@@ -13,7 +13,7 @@ from .._checks import (
     check_broadcast,
     check_real,
 )
-from .._transforms import transforming, uncompiled
+from .._transforms import opaque, transforming
 from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
 from .forecast import Forecast
@@ -81,7 +81,7 @@ class ContinuousTimeHMM(HMM):
         tensor([10.,  2.])
     """
 
-    @uncompiled
+    @opaque
     def __init__(
         self,
         log_initial: Tensor,

@@ -27,7 +27,7 @@ from .._checks import (
 )
 from .._precision import at_least_single, full_precision
 from .._sync import exceeds, with_one_wait
-from .._transforms import transforming, uncompiled
+from .._transforms import opaque, transforming
 from ..chains.base import Core
 from ..chains.markov import MarkovRecursions
 from ..chains.paths import PathFactors
@@ -144,7 +144,7 @@ class LinearChainCRF(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
 
-    @uncompiled
+    @opaque
     def __init__(
         self,
         emission_scores: Tensor,
@@ -279,7 +279,7 @@ class LinearChainCRF(TorchDistribution):
         total = emitted.masked_fill(~self.exists, 0.0).sum(-1)
         return total + self.chain.log_prob(labels, self.exists)
 
-    @uncompiled
+    @opaque
     def log_prob(self, labels: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(y_{1:T})`, ``(*B)``, in nats, differentiable by scores.
 

@@ -18,7 +18,7 @@ from .._checks import (
 )
 from .._precision import full_precision
 from .._sync import with_one_wait
-from .._transforms import transforming, uncompiled
+from .._transforms import opaque, transforming
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
@@ -87,7 +87,7 @@ class HMM(ChainDistribution):
         tensor([0.4057, 0.7000])
     """
 
-    @uncompiled
+    @opaque
     def __init__(
         self,
         log_initial: Tensor,
@@ -269,7 +269,7 @@ class HMM(ChainDistribution):
 
     # Queries given values (*B, T, *E)
 
-    @uncompiled
+    @opaque
     def log_prob(self, values: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats; states are summed out exactly.
 
@@ -308,7 +308,7 @@ class HMM(ChainDistribution):
         emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~exists, 0.0)
         return self.chain.log_prob(states, exists) + emitted.sum(-1)
 
-    @uncompiled
+    @opaque
     def posterior(self, values: Tensor) -> Any:
         r"""Smoothed posterior: :math:`p(z_t \mid x_{1:T})`, ``(*B, T, K)``, zero at padded steps.
 
@@ -320,7 +320,7 @@ class HMM(ChainDistribution):
         self._check_evidence(found.log_evidence, values)
         return found
 
-    @uncompiled
+    @opaque
     def expected_counts(self, values: Tensor) -> ExpectedCounts:
         """Expected counts given ``values``, by parameter of the chain: the E-step."""
 
@@ -331,19 +331,19 @@ class HMM(ChainDistribution):
         self._check_evidence(counts.log_evidence, values)
         return counts
 
-    @uncompiled
+    @opaque
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
         return self.chain.filtered(self._read(values, check=True), self.lengths).exp()
 
-    @uncompiled
+    @opaque
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         likelihood = self._read(values, check=True)
         self.chain.refuse_nan(likelihood)
         return self.chain.viterbi(likelihood, self.lengths)
 
-    @uncompiled
+    @opaque
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
         r"""Sample paths from :math:`p(z_{1:T} \mid x_{1:T})`, ``(*S, *B, T)``; 0 where padded."""
         shape = torch.Size(sample_shape)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_integers, check_range, check_trailing
-from .._transforms import uncompiled
+from .._transforms import opaque
 from ..chains.product import FactorialPosterior as FactorialPosterior
 from ..chains.product import ProductChain
 from ..chains.second_order import SecondOrderChain
@@ -76,7 +76,7 @@ class HSMM(HMM):
         [2, 1, 1]
     """
 
-    @uncompiled
+    @opaque
     def __init__(
         self,
         log_initial: Tensor,
@@ -205,7 +205,7 @@ class FactorialHMM(HMM):
         tensor([0., 0., 1., 1.])
     """
 
-    @uncompiled
+    @opaque
     def __init__(
         self,
         log_initials: Sequence[Tensor],
@@ -328,7 +328,7 @@ class SecondOrderHMM(HMM):
         6
     """
 
-    @uncompiled
+    @opaque
     def __init__(
         self,
         log_initial: Tensor,
