@@ -1,5 +1,6 @@
 """An HMM as a site of a Pyro model: what Pyro's own distributions do there, of every module."""
 
+import copy
 import math
 
 import pyro
@@ -7,7 +8,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from families import CASES, STATES
-from pyro.infer import TraceGraph_ELBO
+from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
 from pyro.infer.inspect import get_dependencies
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
 
@@ -109,31 +110,46 @@ def rows(*shape):
     return torch.randn(shape).log_softmax(-1)
 
 
-def lasting(loc):
+def markov(loc, lengths=LENGTHS, **options):
+    return HMM(rows(3), rows(3, 3), numbers(loc), lengths, **options)
+
+
+def per_step(loc, lengths=LENGTHS, **options):
+    matrices = rows(4, 3, 3)
+    return HMM(rows(3), matrices, numbers(loc), lengths, transition_per_step=True, **options)
+
+
+def transitions(loc, lengths=LENGTHS, **options):
+    matrix = (loc * torch.arange(9.0).reshape(3, 3)).log_softmax(-1)
+    return HMM(rows(3), matrix, numbers(loc), lengths, **options)
+
+
+def lasting(loc, lengths=LENGTHS, **options):
     swap = torch.full((3, 3), 0.5).fill_diagonal_(0.0).log()
-    return HSMM(rows(3), swap, rows(3, 2), numbers(loc), LENGTHS)
+    return HSMM(rows(3), swap, rows(3, 2), numbers(loc), lengths, **options)
 
 
-def in_time(loc):
-    rates = torch.full((3, 3), 0.5).fill_diagonal_(-1.0)
-    return ContinuousTimeHMM(rows(3), rates, numbers(loc), LENGTHS, TIMES)
+def of_pairs(loc, lengths=LENGTHS, **options):
+    tables = rows(3), rows(3, 3), rows(3, 3, 3)
+    return SecondOrderHMM(*tables, numbers(loc), lengths, **options)
+
+
+def several(loc, lengths=LENGTHS, **options):
+    return FactorialHMM([rows(3)], [rows(3, 3)], numbers(loc), lengths, **options)
+
+
+def in_time(loc, lengths=LENGTHS):
+    rates, times = torch.full((3, 3), 0.5).fill_diagonal_(-1.0), TIMES[0].expand(len(lengths), 5)
+    return ContinuousTimeHMM(rows(3), rates, numbers(loc), lengths, times)
 
 
 CHAINS = {
-    "markov": lambda loc: HMM(rows(3), rows(3, 3), numbers(loc), LENGTHS),
-    "markov per step": lambda loc: HMM(
-        rows(3), rows(4, 3, 3), numbers(loc), LENGTHS, transition_per_step=True
-    ),
-    "transitions": lambda loc: HMM(
-        rows(3), (loc * torch.arange(9.0).reshape(3, 3)).log_softmax(-1), numbers(loc), LENGTHS
-    ),
+    "markov": markov,
+    "markov per step": per_step,
+    "transitions": transitions,
     "durations": lasting,
-    "two before": lambda loc: SecondOrderHMM(
-        rows(3), rows(3, 3), rows(3, 3, 3), numbers(loc), LENGTHS
-    ),
-    "one chain of several": lambda loc: FactorialHMM(
-        [rows(3)], [rows(3, 3)], numbers(loc), LENGTHS
-    ),
+    "two before": of_pairs,
+    "several": several,
     "continuous time": in_time,
 }
 
@@ -202,3 +218,118 @@ def test_a_latent_variable_upstream_learns_from_the_sequences():
     error = slopes.std() / math.sqrt(len(slopes))
     assert abs(slopes.mean() - wanted) < 4 * error
     assert error < abs(wanted) / 4  # else the test could not tell
+
+
+# Minibatches
+
+
+def seeded(build, *args, **options):
+    """The same parameters each time."""
+    torch.manual_seed(1)
+    return build(torch.tensor(0.5), *args, **options)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_minibatch_need_not_hold_the_longest_sequence(name):
+    """Steps after the longest one of a minibatch are padding."""
+    values = torch.randn(3, 5)
+    whole = seeded(CHAINS[name]).log_prob(values)
+
+    def model():
+        with pyro.plate("sequences", 3, subsample_size=2) as chosen:
+            pyro.sample("x", seeded(CHAINS[name], LENGTHS[chosen]), obs=values[chosen])
+        return chosen
+
+    for _ in range(8):
+        trace = pyro.poutine.trace(model).get_trace()
+        trace.compute_log_prob()
+        chosen = trace.nodes["_RETURN"]["value"]
+        torch.testing.assert_close(trace.nodes["x"]["log_prob"], 1.5 * whole[chosen])
+
+
+@pytest.mark.parametrize("name", sorted({*CHAINS} - {"continuous time"}))
+def test_the_number_of_steps_can_be_given(name):
+    """And lengths be one integer, or left out where all are of all steps."""
+    values, short = torch.randn(2, 5), torch.tensor([3, 2])
+    free = seeded(CHAINS[name], short)
+    given = seeded(CHAINS[name], short, num_steps=5)
+    assert given.event_shape == given.expand([4, 2]).event_shape == (5,)
+    assert given.replace(emission=given.emission).event_shape == (5,)
+    torch.testing.assert_close(given.log_prob(values), free.log_prob(values))
+    every = seeded(CHAINS[name], torch.tensor([5, 5]))
+    for other in (seeded(CHAINS[name], 5), seeded(CHAINS[name], None, num_steps=5)):
+        assert other.batch_shape == ()
+        torch.testing.assert_close(other.log_prob(values), every.log_prob(values))
+    with pytest.raises(ValueError, match="2 of num_steps"):
+        seeded(CHAINS[name], short, num_steps=2)
+
+
+def test_without_lengths_something_must_say_how_many_steps_there_are():
+    with pytest.raises(ValueError, match="lengths must be given, or num_steps"):
+        markov(torch.tensor(0.0), None)
+
+
+@pytest.mark.parametrize("values", [torch.randn(3, 4, 2), torch.randn(3, 5, 1), torch.randn(4)])
+def test_what_is_shorter_or_of_another_kind_is_refused(values):
+    with pytest.raises(ValueError, match="values must end in shape"):
+        markov(torch.tensor(0.0)).log_prob(values)
+
+
+# The parameter store
+
+
+def two_words():
+    return Sequences(torch.randint(3, (4, 6)), torch.full((4,), 6))
+
+
+def no_guide(data):
+    """Of a model without latent variables."""
+
+
+def trained(model, data, num_steps=2):
+    """The optimizer after some steps, and the names it has asked for learning rates of."""
+    asked = []
+
+    def options(name):
+        asked.append(name)
+        return {"lr": 0.01}
+
+    optimizer = pyro.optim.Adam(options)
+    svi = SVI(model, no_guide, optimizer, Trace_ELBO())
+    for _ in range(num_steps):
+        svi.step(data)
+    return optimizer, asked
+
+
+def test_the_optimizer_knows_point_parameters_by_name():
+    """As of any PyroModule: learning rates by name, the state of the optimizer, the store."""
+    model = MarginalModel(NeuralHMM(4, 3, 8))
+    optimizer, asked = trained(model, two_words())
+    names = {*pyro.get_param_store().keys()}
+    assert {*asked} == {*optimizer.get_state()} == names
+    assert len(asked) == len(names) == len({id(part) for part in model.parameters()})
+
+
+def test_another_model_of_the_same_names_keeps_its_parameters():
+    """Pyro would give it those of the first."""
+    data, first = two_words(), MarginalModel(NeuralHMM(4, 3, 8))
+    trained(first, data)
+    other = MarginalModel(NeuralHMM(4, 3, 8))
+    for model in (other, first, other):
+        before = [part.detach().clone() for part in model.parameters()]
+        model(data)
+        assert all(map(torch.equal, before, model.parameters()))
+        stored = [part for _, part in pyro.get_param_store().named_parameters()]
+        assert {*map(id, stored)} == {*map(id, model.parameters())}
+
+
+def test_parameters_that_were_loaded_are_those_of_the_model():
+    data, first = two_words(), MarginalModel(NeuralHMM(4, 3, 8))
+    trained(first, data)
+    saved = copy.deepcopy(pyro.get_param_store().get_state())
+    wanted = [part.detach().clone() for part in first.parameters()]
+    pyro.clear_param_store()
+    pyro.get_param_store().set_state(saved)
+    other = MarginalModel(NeuralHMM(4, 3, 8))
+    other(data)
+    assert all(map(torch.equal, wanted, other.parameters()))

@@ -49,8 +49,8 @@ class Sequences(Dataset["Sequences"]):
     Args:
         values: ``(N, T, *E)``, what was observed; padding and missing steps may hold anything.
             Steps that no sequence has are dropped. Half precision becomes float32.
-        lengths: ``(N,)`` integers from 1 to T, the number of steps of each sequence. They are
-            kept on the CPU, wherever the values are.
+        lengths: ``(N,)`` integers from 1 to T, the number of steps of each sequence; all have T by
+            default. They are kept on the CPU, wherever the values are.
         observed: ``(N, T)`` booleans, False where a step is missing; all that exist by default.
             Vectors of which single components are NaN are known in part.
         labels: ``(N, T)`` integers, the known state of each step, -1 where it is not known; or
@@ -85,11 +85,10 @@ class Sequences(Dataset["Sequences"]):
         copy: bool = True,
         times: Tensor | None = None,
     ) -> None:
-        if lengths is None:
-            raise TypeError(f"lengths must be a torch.Tensor of integers (N,); got none. {HOW}")
         values, lengths = from_numpy("values", values), from_numpy("lengths", lengths)
         check_values(values)
         values = regular("values", values)
+        lengths = torch.full(values.shape[:1], values.size(1)) if lengths is None else lengths
         check_integers("lengths", lengths)
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()

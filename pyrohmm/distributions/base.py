@@ -20,6 +20,7 @@ from .._checks import (
     check_no_nan,
     check_real,
     check_same_device,
+    check_size,
 )
 from .._transforms import opaque, tensors_of, transforming
 from ..chains.base import Chain, refuse_steps
@@ -50,22 +51,21 @@ class ChainDistribution(TorchDistribution):
         self,
         chain: Chain,
         emission: Any,
-        lengths: Tensor,
+        lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        num_steps: int | None = None,
     ) -> None:
         """Join ``chain`` with the emission and what is known of the sequences."""
         chain.check_shapes()
         _check_emission(emission, chain.num_states, emission_per_step)
-        lengths = from_numpy("lengths", lengths)
-        check_integers("lengths", lengths)
-        self.chain, self._emission, self.lengths = chain, emission, lengths.cpu().long()
+        self.chain, self._emission, self._num_steps = chain, emission, num_steps
         self.observed = from_numpy("observed", observed)
         self.allowed = from_numpy("allowed", allowed)
         self.emission_per_step = emission_per_step
-        batch_shape, num_steps = self._check_sequences()
+        batch_shape, num_steps = self._check_sequences(lengths)
         super().__init__(
             batch_shape,
             torch.Size((num_steps,)) + emission.event_shape,
@@ -74,12 +74,14 @@ class ChainDistribution(TorchDistribution):
         if self._validate_args:
             chain.check_values()
 
-    def _check_sequences(self) -> tuple[torch.Size, int]:
+    def _check_sequences(self, lengths: Tensor | int | None) -> tuple[torch.Size, int]:
         """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
         chain, emission = self.chain, self._emission
         steps, shapes = chain.steps, chain.batches  # by the argument that says so
         shapes["emission"] = emission.batch_shape[: -2 if self.emission_per_step else -1]
-        shapes["lengths"] = self.lengths.shape
+        if self._num_steps is not None:
+            check_size("num_steps", self._num_steps)
+            steps["num_steps"] = self._num_steps
         if self.emission_per_step:
             steps["emission"] = emission.batch_shape[-2]
         for name, core in (("observed", ("T",)), ("allowed", ("T", "K"))):
@@ -92,6 +94,13 @@ class ChainDistribution(TorchDistribution):
                     f"{name} must have shape (*B, {', '.join(core)}); got {tuple(mask.shape)}."
                 )
             steps[name], shapes[name] = mask.size(-len(core)), mask.shape[: -len(core)]
+        if lengths is None and not steps:
+            raise ValueError("lengths must be given, or num_steps: T, if all have T steps.")
+        lengths = min(steps.values()) if lengths is None else lengths
+        lengths = from_numpy("lengths", torch.tensor(lengths) if type(lengths) is int else lengths)
+        check_integers("lengths", lengths)
+        self.lengths = lengths.cpu().long()
+        self.may_be_longer, shapes["lengths"] = not steps, self.lengths.shape
         if not self.lengths.numel():
             raise ValueError("lengths is empty; wanted at least one sequence.")
         self._shortest, self._longest = (int(end) for end in torch.aminmax(self.lengths))
@@ -264,6 +273,7 @@ class ChainDistribution(TorchDistribution):
 
         Args:
             values: ``(*B, T, *E)``, observations; what is padded or not observed may be anything.
+                Where the longest length says what T is, steps after it are padding.
 
         Returns:
             Values of the support, with as many batch dimensions as the parameters have, so that
@@ -281,6 +291,8 @@ class ChainDistribution(TorchDistribution):
         whole = self.emission
         emission = whole.initial if isinstance(whole, Autoregressive) else whole
         outer = values.shape[: max(values.dim() - len(self.event_shape), 0)]
+        if self.may_be_longer and values.shape[len(outer) + 1 :] == self.event_shape[1:]:
+            values = values.narrow(len(outer), 0, min(values.size(len(outer)), self.num_steps))
         if values.shape[len(outer) :] != self.event_shape:
             raise ValueError(
                 f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "

@@ -145,7 +145,7 @@ class BlockHMM(HMM):
     def replace(self, **changes: Any) -> HMM:
         """A copy with some arguments changed; dense where blocks cannot represent it."""
         lengths = changes.get("lengths", self.lengths)
-        if set(changes) - {"lengths", "observed", "allowed"} or (
+        if set(changes) - {"lengths", "observed", "allowed", "num_steps"} or (
             self.carried is not None and lengths.shape != self.lengths.shape
         ):
             return self.dense().replace(**changes)

@@ -34,7 +34,7 @@ from .forecast import (
 from .labels import allowed_states
 from .observation import Tied, permuted
 
-_PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed"
+_PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed", "num_steps"
 
 
 class HMM(ChainDistribution):
@@ -60,7 +60,8 @@ class HMM(ChainDistribution):
             With ``transition_per_step``, ``(T-1, K, K)``: one matrix for each transition.
         emission: Distribution of an observation, batched over the K states; with
             ``emission_per_step`` over ``(T, K)``.
-        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        lengths: ``(*B)`` integers, the number of steps of each sequence, or one integer; None for
+            all steps, where another argument says what T is. They are kept on the CPU.
         observed: ``(*B, T)`` booleans, True where a step is observed. A step that is not adds
             nothing, whatever ``values`` hold there. Single components of a vector are missing where
             ``values`` are NaN: see :func:`pyrohmm.distributions.marginal_log_prob`.
@@ -70,6 +71,8 @@ class HMM(ChainDistribution):
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be; see
             :meth:`restrict`, which takes labels.
+        num_steps: T, where it shall not be the longest length: shapes that do not change with the
+            minibatch.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -93,28 +96,32 @@ class HMM(ChainDistribution):
         log_initial: Tensor,
         log_transition: Tensor,
         emission: TorchDistribution,
-        lengths: Tensor,
+        lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         *,
         transition_per_step: bool = False,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        num_steps: int | None = None,
     ) -> None:
         chain = MarkovChain(log_initial, log_transition, transition_per_step)
-        self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+        self._compose(
+            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
+        )  # fmt: skip
 
     @classmethod
     def of(
         cls,
         chain: Chain,
         emission: TorchDistribution,
-        lengths: Tensor,
+        lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         *,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        num_steps: int | None = None,
     ) -> HMM:
         """The HMM of any :class:`~pyrohmm.chains.Chain`, such as one of your own.
 
@@ -126,6 +133,7 @@ class HMM(ChainDistribution):
             validate_args: As of :class:`HMM`.
             emission_per_step: As of :class:`HMM`.
             allowed: As of :class:`HMM`.
+            num_steps: As of :class:`HMM`.
 
         Example:
             >>> from pyro.distributions import Categorical
@@ -136,7 +144,9 @@ class HMM(ChainDistribution):
             HMM(2 states; Categorical of event shape (); batch shape (), up to 3 steps)
         """
         hmm = object.__new__(cls)
-        hmm._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+        hmm._compose(
+            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
+        )  # fmt: skip
         return hmm
 
     def __repr__(self) -> str:
@@ -167,7 +177,8 @@ class HMM(ChainDistribution):
     def _copied(self, **parts: Any) -> HMM:
         """A copy with other parts, which checks values as this one does."""
         own = {"chain": self.chain, "emission": self._emission}
-        own |= {name: getattr(self, name) for name in _PARTS[1:]} | parts
+        own |= {name: getattr(self, name) for name in _PARTS[1:-1]}
+        own |= {"num_steps": None if "lengths" in parts else self._num_steps} | parts
         kind = HMM if type(own["chain"]) is MarkovChain else type(self)
         return self._validated_alike(kind.of(**own, validate_args=False))
 
@@ -209,7 +220,9 @@ class HMM(ChainDistribution):
                 f"{tuple(shape)}."
             )
         observed, allowed = self.observed, self.allowed
+        steps = {} if self._num_steps is None else {"num_steps": self._num_steps}
         return self.replace(
+            **steps,
             lengths=self.lengths.expand(shape),
             observed=None if observed is None else observed.expand(*shape, observed.size(-1)),
             allowed=None if allowed is None else allowed.expand(*shape, *allowed.shape[-2:]),

@@ -46,7 +46,7 @@ class HSMM(HMM):
         log_duration: ``(K, D)``, log-probabilities of durations of 1 to D steps.
         emission: Distribution of an observation, batched over the K states; with
             ``emission_per_step`` over ``(T, K)``.
-        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        lengths: As of :class:`HMM`.
         observed: ``(*B, T)`` booleans, True where a step is observed.
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
         censored_end: Whether the last segment may go on after the data, True by default. If not,
@@ -56,6 +56,7 @@ class HSMM(HMM):
             states at any moment.
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be.
+        num_steps: As of :class:`HMM`.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -83,7 +84,7 @@ class HSMM(HMM):
         log_transition: Tensor,
         log_duration: Tensor,
         emission: TorchDistribution,
-        lengths: Tensor,
+        lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         *,
@@ -91,11 +92,14 @@ class HSMM(HMM):
         censored_start: bool = False,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        num_steps: int | None = None,
     ) -> None:
         chain = SemiMarkovChain(
             log_initial, log_transition, log_duration, censored_end, censored_start
         )
-        self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+        self._compose(
+            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
+        )
 
     @property
     def log_duration(self) -> Tensor:
@@ -178,12 +182,13 @@ class FactorialHMM(HMM):
         log_transitions: M of ``(K_m, K_m)``, of its next state; row = from, column = to.
         emission: Distribution of an observation, batched over the K product states; with
             ``emission_per_step`` over ``(T, K)``.
-        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        lengths: As of :class:`HMM`.
         observed: ``(*B, T)`` booleans, True where a step is observed.
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a product state is known not to be; see
             :meth:`restrict_chains`.
+        num_steps: As of :class:`HMM`.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -211,12 +216,13 @@ class FactorialHMM(HMM):
         log_initials: Sequence[Tensor],
         log_transitions: Sequence[Tensor],
         emission: TorchDistribution,
-        lengths: Tensor,
+        lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         *,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        num_steps: int | None = None,
     ) -> None:
         initials = tuple(from_numpy("log_initials", part) for part in log_initials)
         transitions = tuple(from_numpy("log_transitions", part) for part in log_transitions)
@@ -227,7 +233,7 @@ class FactorialHMM(HMM):
             )
         self._compose(
             ProductChain(initials, transitions), emission, lengths, observed, validate_args,
-            emission_per_step, allowed,
+            emission_per_step, allowed, num_steps,
         )  # fmt: skip
 
     @property
@@ -306,11 +312,12 @@ class SecondOrderHMM(HMM):
             first: [i, j, k] is that of k after i, j.
         emission: Distribution of an observation, batched over the K states; with
             ``emission_per_step`` over ``(T, K)``.
-        lengths: ``(*B)`` integers, the number of steps of each sequence. They are kept on the CPU.
+        lengths: As of :class:`HMM`.
         observed: ``(*B, T)`` booleans, True where a step is observed.
         validate_args: Whether to read values in order to check them; Pyro's setting by default.
         emission_per_step: Whether ``emission`` has a dimension of steps.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be.
+        num_steps: As of :class:`HMM`.
 
     Raises:
         TypeError: If an argument is of the wrong type or dtype.
@@ -335,15 +342,18 @@ class SecondOrderHMM(HMM):
         log_second: Tensor,
         log_transition: Tensor,
         emission: TorchDistribution,
-        lengths: Tensor,
+        lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         *,
         emission_per_step: bool = False,
         allowed: Tensor | None = None,
+        num_steps: int | None = None,
     ) -> None:
         chain = SecondOrderChain(log_initial, log_second, log_transition)
-        self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+        self._compose(
+            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
+        )
 
     @property
     def log_second(self) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from pyro import poutine
 from pyro.nn import PyroModule
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._checks import check_tensor
 from ..distributions.hmm import HMM
@@ -21,13 +22,18 @@ from ..distributions.hmm import HMM
 PYRO = threading.RLock()
 
 
-class OwnParameters(PyroModule):
-    """A ``PyroModule`` that keeps its parameters to itself; ``state_dict()`` saves them.
+# parameters that modules of this package have put into Pyro's store
+_placed: Any = WeakTensorKeyDictionary()
 
-    Pyro names the parameters of a module after its attributes, keeps them in a global store, and
+
+class OwnParameters(PyroModule):
+    """A ``PyroModule`` whose parameters are its own, whatever Pyro's store holds of their names.
+
+    Pyro names the parameters of a module after its attributes, puts them into a global store, and
     where it meets a name again it replaces the parameter of the module by that in the store: of
-    two models with an attribute ``module``, the second would silently become the first. Here they
-    leave the store when the call ends. Effect handlers see them as usual.
+    two models with an attribute ``module``, the second would silently become the first. Here the
+    parameters of the first leave the store when the second is called. Those that were loaded into
+    the store replace the module's, as in Pyro.
 
     A module that has run may still become a part of another one.
     """
@@ -35,20 +41,32 @@ class OwnParameters(PyroModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``forward``; threads wait for each other."""
         with PYRO:
-            store, context = pyro.get_param_store(), self._pyro_context
-            known = {} if context.active else dict(store.named_parameters())
+            context = self._pyro_context
+            if context.active:
+                return super().__call__(*args, **kwargs)
+            own = {id(parameter) for parameter in self.parameters()}
+            names = {
+                name.removesuffix("_unconstrained")
+                for name, _ in self.named_parameters(remove_duplicate=False)
+            }
+            store, others = pyro.get_param_store(), {}  # names of others, such as of pyro.module
+            for name, parameter in list(store.named_parameters()):
+                if (name in names) == (id(parameter) in own):
+                    continue
+                if parameter in _placed:
+                    del store[name]
+                elif id(parameter) in own:
+                    others[id(parameter)] = name
             try:
                 return super().__call__(*args, **kwargs)
             finally:
-                if not context.active:
-                    parameters = {id(parameter) for parameter in self.parameters()}
-                    for name, parameter in list(store.named_parameters()):
-                        if id(parameter) in parameters and name not in known:
-                            del store[name]
-                    for name, parameter in known.items():  # named by pyro.module, say
-                        if id(parameter) in parameters:
-                            store._param_to_name[parameter] = name
-                    context.used = False
+                for name, parameter in list(store.named_parameters()):
+                    if name in names and id(parameter) in others:
+                        del store[name]
+                        store._param_to_name[parameter] = others[id(parameter)]
+                    elif name in names:
+                        _placed[parameter] = True
+                context.used = False
 
 
 class HMMModule(OwnParameters):
