@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import CASES, STATES
 from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoNormal
 from pyro.infer.inspect import get_dependencies
 from pyro.nn import PyroParam
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
@@ -345,3 +346,63 @@ def test_parameters_that_were_loaded_replace_those_of_the_model():
     pyro.get_param_store().set_state(saved)
     other = MarginalModel(Levels(5.0))
     assert other(data).emission.rate == other.module.rate == torch.tensor([2.0])
+
+
+# The support
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_support_holds_what_has_a_density(name):
+    """Whatever padding and missing steps hold, and where components of vectors are missing."""
+    module = MODULES[name]()
+    data = sample_of(module)
+    needs_context = name.endswith("before") and name != "two before"
+    gap = torch.arange(5) == (4 if needs_context else 1)
+    further = {"covariates": data.covariates, "times": data.times}
+    seen = Sequences(data.values, data.lengths, data.exists & ~gap, **further)
+    hmm = build(module, seen)
+    values = seen.values.masked_fill(~pad(seen.observed, seen.values), -7)
+    assert hmm.support.check(values).tolist() == [True] * 3
+    assert hmm.log_prob(values).isfinite().all()
+    if values.dim() > 2 and values.is_floating_point() and not needs_context:
+        values[0, 0, 0] = torch.nan
+        assert hmm.support.check(values).all() == hmm.log_prob(values).isfinite().all()
+    if not torch.is_floating_point(values):
+        values[0, 0] = 99
+        assert hmm.support.check(values).tolist() == [False, True, True]
+
+
+def pad(mask, values):
+    return mask.reshape(mask.shape + (1,) * (values.dim() - 2))
+
+
+def test_mixtures_of_ragged_hmms_take_them():
+    values = torch.randn(3, 5).masked_fill(torch.arange(5) >= LENGTHS.unsqueeze(-1), torch.nan)
+    first, second = markov(torch.tensor(0.0)), markov(torch.tensor(2.0))
+    scores = torch.stack([first.log_prob(values), second.log_prob(values)], -1)
+    both = HMM(
+        torch.stack([first.log_initial, second.log_initial]),
+        torch.stack([first.log_transition, second.log_transition]),
+        dist.Normal(torch.stack([first.emission.loc, second.emission.loc]), 1.0),
+        LENGTHS.unsqueeze(-1).expand(3, 2),
+    )
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), both, validate_args=True)
+    torch.testing.assert_close(mixture.log_prob(values), scores.logsumexp(-1) - math.log(2))
+    chosen = torch.tensor([True, False, True])
+    masked = dist.MaskedMixture(chosen, first, second, validate_args=True)
+    wanted = torch.where(chosen, scores[:, 1], scores[:, 0])
+    torch.testing.assert_close(masked.log_prob(values), wanted)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoDelta])
+def test_latent_sequences_have_no_padding(guide):
+    def model(lengths):
+        with pyro.plate("sequences", 3):
+            emission = dist.Normal(torch.zeros(1), 1.0)
+            x = pyro.sample("x", HMM(torch.zeros(1), torch.zeros(1, 1), emission, lengths))
+            pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.ones(3))
+
+    with pytest.raises(NotImplementedError, match="no padding"):
+        guide(model)(LENGTHS)
+    whole = torch.full((3,), 5)
+    assert math.isfinite(Trace_ELBO().loss(model, guide(model), whole))

@@ -33,7 +33,7 @@ from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
-from .values import check_support, fill_gaps
+from .values import SequencesOf, check_support, fill_gaps
 
 OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
@@ -182,8 +182,12 @@ class ChainDistribution(TorchDistribution):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Sequences of what the emission can emit."""
-        return constraints.independent(self._emission.support, 1)
+        """Sequences of what the emission can emit; anything where a step is not observed.
+
+        A ``TransformedDistribution`` of an HMM counts the Jacobian of padded steps as well, where
+        there are such: transform the emission instead.
+        """
+        return SequencesOf(self)
 
     def check_markov(self, purpose: str) -> None:
         """Raise unless the next state depends on the state alone, as ``purpose`` needs."""

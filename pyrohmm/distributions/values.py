@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import biject_to, constraints, transform_to
 
 from .._checks import check_range
 from .._sync import exceeds
@@ -60,6 +60,16 @@ def check_support(
     event = emission.event_shape
     if _is_real(emission.support) and (len(event) or not bool(values.isnan().any())):
         return  # NaN is a missing component of a vector
+    inside = _emitted(values, known, emission, emission_per_step)
+    if not bool(inside.all()):
+        _refuse_outside(values.expand(*inside.shape, *event)[~inside], emission)
+
+
+def _emitted(
+    values: Tensor, known: Tensor | None, emission: Any, emission_per_step: bool
+) -> Tensor:
+    """Whether a state emits values ``(*B, T, *E)``, ``(*B, T)``; True where they are not known."""
+    event = emission.event_shape
     apart = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
         apart = apart.movedim(apart.dim() - 2 - len(event), 0)
@@ -71,10 +81,41 @@ def check_support(
             apart = torch.where(gaps, filler.to(apart.dtype), apart)
     inside = inside_support(emission, apart).any(-1)
     inside = inside if emission_per_step else inside.movedim(0, -1)
-    if known is not None:  # what fills a gap is of one step: it is counted there
-        inside = inside | ~known
-    if not bool(inside.all()):
-        _refuse_outside(values.expand(*inside.shape, *event)[~inside], emission)
+    return inside if known is None else inside | ~known  # what fills a gap is of one step
+
+
+class SequencesOf(constraints.Constraint):
+    """Sequences ``(T, *E)`` of what the states of an HMM emit; anything where nothing is seen.
+
+    Args:
+        hmm: Its lengths and masks say which steps exist and are observed.
+    """
+
+    def __init__(self, hmm: Any) -> None:
+        self.hmm, self.each = hmm, constraints.independent(hmm._emission.support, 1)
+        self.event_dim, self.is_discrete = self.each.event_dim, self.each.is_discrete
+        super().__init__()
+
+    def check(self, value: Tensor) -> Tensor:
+        """Whether sequences ``(*B, T, *E)`` can be observed, ``(*B)``."""
+        known, emission = self.hmm.known, self.hmm.emission
+        filled = fill_gaps(value, known, emission)
+        return _emitted(filled, known, emission, self.hmm.emission_per_step).all(-1)
+
+    def __repr__(self) -> str:
+        return f"SequencesOf({self.each!r})"
+
+
+@biject_to.register(SequencesOf)
+@transform_to.register(SequencesOf)
+def _coordinates(constraint: Any) -> Any:
+    """Coordinates of latent sequences, all of whose steps count."""
+    if not bool(constraint.hmm.known.all()):
+        raise NotImplementedError(
+            "a latent HMM must have no padding and no missing steps: they have no density, so that "
+            "a guide could spread them without end. Give a site to the sequences of each length."
+        )
+    return biject_to(constraint.each)
 
 
 def _refuse_outside(wrong: Tensor, emission: Any) -> None:
