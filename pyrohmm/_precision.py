@@ -14,6 +14,7 @@ from torch import Tensor
 from ._transforms import NOTHING, transforming, with_provenance
 
 _AS_IT_IS = nullcontext()
+BATCHED = torch._C._dispatch_key_parse("Batched")  # weights in jacobian(vectorize=True)
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
@@ -105,6 +106,7 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # the gradient will itself be differentiated
+        again = torch.is_grad_enabled()  # the gradient will itself be differentiated
+        if again or transforming() or torch._C._dispatch_keys(weights).has(BATCHED):
             return None, None, *differentiable_gradient(ctx.twin, ctx.saved_tensors, weights)
         return None, None, *ctx.gradient(weights)

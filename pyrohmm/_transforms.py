@@ -11,6 +11,7 @@ from pyro.ops.provenance import ProvenanceTensor, track_provenance
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # of torch 2.7
 NOTHING: frozenset[Any] = frozenset()
 
 
@@ -26,7 +27,7 @@ def opaque(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not exporting():
             return torch.compiler.disable(function)(*args, **kwargs)
         owner, *given = args
         tracked = owner.__dict__.get("provenance")
@@ -72,12 +73,18 @@ def tensors_of(part: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def transforming() -> bool:
-    """Whether ``torch.func.grad``, ``vmap``, ``jvp`` or what is made of them is at work.
+    """Whether ``torch.func.grad``, ``vmap``, ``jvp``, what is made of them, or a tracer is at work.
 
     They take neither functions of autograd with a backward of their own nor compiled loops, and
-    within ``vmap`` values cannot be read: not to check them, and not to choose the way.
+    within ``vmap`` values cannot be read: not to check them, and not to choose the way. Nor can
+    they by ``torch.jit.trace``, ``make_fx`` and ``torch.export``, whose graph is for other values.
     """
-    return bool(torch._C._are_functorch_transforms_active())
+    return bool(
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or exporting()
+    )
 
 
 BROADCAST = "In place of vmap, give parameters or lengths batch dimensions, which broadcast."

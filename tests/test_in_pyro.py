@@ -2,17 +2,19 @@
 
 import copy
 import math
+from functools import partial
 
 import pyro
 import pyro.distributions as dist
 import pytest
 import torch
 from families import CASES, STATES
-from pyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
+from pyro.infer import SVI, JitTrace_ELBO, JitTraceEnum_ELBO, Trace_ELBO, TraceGraph_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from pyro.infer.inspect import get_dependencies
 from pyro.nn import PyroParam
 from pyro.ops.provenance import ProvenanceTensor, detach_provenance, get_provenance
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyrohmm import (
     HMM,
@@ -406,3 +408,88 @@ def test_latent_sequences_have_no_padding(guide):
         guide(model)(LENGTHS)
     whole = torch.full((3,), 5)
     assert math.isfinite(Trace_ELBO().loss(model, guide(model), whole))
+
+
+# Tracers
+
+
+def by_loc(name):
+    """The log-probability of values as a function of one parameter."""
+    values, hmm = torch.randn(3, 5), CHAINS[name](torch.tensor(0.5))
+    return lambda loc: hmm.replace(emission=numbers(loc)).log_prob(values)
+
+
+def traced(function, loc):
+    return torch.jit.trace(function, (loc,), check_trace=False)
+
+
+def traced_by_fx(function, loc):
+    return make_fx(function)(loc)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*deprecated")
+@pytest.mark.parametrize("tracer", [traced, traced_by_fx])
+@pytest.mark.parametrize("name", sorted({*CHAINS} - {"continuous time"}))
+def test_a_trace_is_right_for_other_parameters(name, tracer):
+    """Value checks read numbers, which a tracer does not have."""
+    if tracer is traced_by_fx and name in {"several", "two before"}:
+        pytest.skip("its recursions sort sequences by their lengths, which they read")
+    function = by_loc(name)
+    with pyro.validation_enabled(False):
+        trace = tracer(function, torch.tensor(0.5))
+        other = torch.tensor(1.5, requires_grad=True)
+        found, wanted = trace(other), function(other)
+        torch.testing.assert_close(found, wanted)
+        slopes = (torch.autograd.grad(each.sum(), other) for each in (found, wanted))
+        torch.testing.assert_close(*slopes)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_jacobians_of_many_rows_at_once(name):
+    function, loc = by_loc(name), torch.tensor(0.5)
+    found = torch.autograd.functional.jacobian(function, loc, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(function, loc))
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:TraceEnum_ELBO found no sample sites")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("elbo", [JitTrace_ELBO, JitTraceEnum_ELBO])
+def test_traced_bounds_are_those_of_plain_ones(elbo):
+    values, hmm = torch.randn(3, 5), markov(torch.tensor(0.5))
+
+    def model(values):
+        loc = pyro.sample("loc", dist.Normal(0.0, 1.0))
+        with pyro.plate("sequences", 3):
+            pyro.sample("x", hmm.replace(emission=numbers(loc)), obs=values)
+
+    guide = AutoDelta(model)
+    guide(values)
+    plain = Trace_ELBO().loss(model, guide, values)
+    bound = elbo(ignore_jit_warnings=True, max_plate_nesting=1)
+    assert bound.loss_and_grads(model, guide, values) == pytest.approx(plain)
+
+
+def test_lengths_may_be_mapped_over():
+    values, hmm = torch.randn(3, 5), markov(torch.tensor(0.5))
+
+    def log_prob(length, row, **options):
+        return hmm.replace(lengths=length, **options).log_prob(row)
+
+    found = torch.func.vmap(partial(log_prob, num_steps=5))(LENGTHS, values)
+    torch.testing.assert_close(found, hmm.log_prob(values))
+    with pytest.raises(ValueError, match="num_steps must be given within vmap"):
+        torch.func.vmap(log_prob)(LENGTHS, values)
+
+
+@pytest.mark.slow
+def test_an_exported_program_is_right_for_other_parameters():
+    values, hmm = torch.randn(3, 5), markov(torch.tensor(0.5))
+
+    class Program(torch.nn.Module):
+        def forward(self, loc):
+            return hmm.replace(emission=numbers(loc), num_steps=5).log_prob(values)
+
+    with pyro.validation_enabled(False):
+        program = torch.export.export(Program(), (torch.tensor(0.5),)).module()
+        other = torch.tensor(1.5)
+        torch.testing.assert_close(program(other), Program()(other))

@@ -22,7 +22,7 @@ from .._checks import (
     check_same_device,
     check_size,
 )
-from .._transforms import opaque, tensors_of, transforming
+from .._transforms import exporting, opaque, tensors_of, transforming
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
@@ -99,11 +99,13 @@ class ChainDistribution(TorchDistribution):
         lengths = min(steps.values()) if lengths is None else lengths
         lengths = from_numpy("lengths", torch.tensor(lengths) if type(lengths) is int else lengths)
         check_integers("lengths", lengths)
-        self.lengths = lengths.cpu().long()
+        if lengths.device.type != "cpu" or lengths.dtype != torch.long:
+            lengths = lengths.cpu().long()  # which a tracer would note, also where it does nothing
+        self.lengths = lengths
         self.may_be_longer, shapes["lengths"] = not steps, self.lengths.shape
         if not self.lengths.numel():
             raise ValueError("lengths is empty; wanted at least one sequence.")
-        self._shortest, self._longest = (int(end) for end in torch.aminmax(self.lengths))
+        self._shortest, self._longest = _ends(self.lengths, self._num_steps)
         num_steps = min(steps.values(), default=self._longest)
         if self._shortest < 1 or self._longest > num_steps:
             of = ", ".join(f"{count} of {name}" for name, count in steps.items()) or num_steps
@@ -326,7 +328,7 @@ class ChainDistribution(TorchDistribution):
 
     def refuse_one_series(self, batch: torch.Size) -> None:
         """Raise if values of one series, of this batch shape, are given for several lengths."""
-        if self._shortest < self._longest and math.prod(batch) == 1:
+        if self._shortest < self._longest and math.prod(batch) == 1 and not transforming():
             raise ValueError(
                 f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
                 f"lengths differ; got one, of batch shape {tuple(batch)}. Of other data ask "
@@ -373,6 +375,19 @@ def check_likelihood(likelihood: Tensor) -> None:
         likelihood,
         "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
     )
+
+
+def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
+    """The smallest and the largest length; those that may be, where they cannot be read."""
+    if torch._C._functorch.is_batchedtensor(lengths) or exporting():
+        if num_steps is None:
+            raise ValueError(
+                "num_steps must be given within vmap over lengths, and within torch.export: there "
+                "lengths are not read."
+            )
+        return 1, num_steps
+    numbers = lengths.numpy()  # of which no tracer knows
+    return int(numbers.min()), int(numbers.max())
 
 
 def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .._transforms import transforming
+
 Made = TypeVar("Made")
 
 _entries: Any = WeakTensorKeyDictionary()
@@ -22,7 +24,7 @@ def cached(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
 
     The others are the same objects, or equal bytes.
     """
-    if source.is_inference():  # whether it is written to is not known
+    if source.is_inference() or transforming():  # whether it is written to is not known
         return make()
     version, entries = source._version, _entries.setdefault(source, [])
     for known, parts, made in entries:
