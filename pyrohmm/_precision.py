@@ -8,10 +8,9 @@ from functools import wraps
 from typing import Any
 
 import torch
-from pyro.ops.provenance import ProvenanceTensor
 from torch import Tensor
 
-from ._transforms import NOTHING, transforming, with_provenance
+from ._transforms import provenance_of, transforming, with_provenance
 
 _AS_IT_IS = nullcontext()
 BATCHED = torch._C._dispatch_key_parse("Batched")  # weights in jacobian(vectorize=True)
@@ -91,8 +90,7 @@ def with_gradient(forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor
     """
     if transforming():
         return twin(*inputs)
-    tracked = NOTHING.union(*(x._provenance for x in inputs if type(x) is ProvenanceTensor))
-    return with_provenance(tracked, _WithGradient.apply, forward, twin, *inputs)
+    return with_provenance(provenance_of(inputs), _WithGradient.apply, forward, twin, *inputs)
 
 
 class _WithGradient(torch.autograd.Function):

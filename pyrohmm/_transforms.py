@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -30,12 +30,9 @@ def opaque(function: Function) -> Function:
         if torch.compiler.is_compiling() and not exporting():
             return torch.compiler.disable(function)(*args, **kwargs)
         owner, *given = args
-        tracked = owner.__dict__.get("provenance")
-        if tracked is None:  # it is being made
-            tracked = owner.provenance = provenance_of(given, kwargs)
-        for part in given:
-            if type(part) is ProvenanceTensor:
-                tracked |= part._provenance
+        if "provenance" not in owner.__dict__:  # it is being made
+            owner.provenance = provenance_of(tensors_of((given, kwargs), set()))
+        tracked = owner.provenance | provenance_of(given)
         return with_provenance(tracked, function, *args, **kwargs)
 
     return cast(Function, call)
@@ -52,9 +49,8 @@ def with_provenance(
     return track_provenance(found, tracked)
 
 
-def provenance_of(*parts: Any) -> frozenset[Any]:
-    """Provenance of all tensors that ``parts`` hold."""
-    tensors = tensors_of(parts, set())
+def provenance_of(tensors: Iterable[Any]) -> frozenset[Any]:
+    """What Pyro says that tensors depend on, all together."""
     return NOTHING.union(*(x._provenance for x in tensors if type(x) is ProvenanceTensor))
 
 

@@ -45,6 +45,7 @@ class ChainDistribution(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
     chain: Any  # a Chain
+    lengths: Tensor
 
     @opaque
     def _compose(
@@ -97,11 +98,11 @@ class ChainDistribution(TorchDistribution):
         if lengths is None and not steps:
             raise ValueError("lengths must be given, or num_steps: T, if all have T steps.")
         lengths = min(steps.values()) if lengths is None else lengths
-        lengths = from_numpy("lengths", torch.tensor(lengths) if type(lengths) is int else lengths)
-        check_integers("lengths", lengths)
-        if lengths.device.type != "cpu" or lengths.dtype != torch.long:
-            lengths = lengths.cpu().long()  # which a tracer would note, also where it does nothing
-        self.lengths = lengths
+        given: Any = torch.tensor(lengths) if type(lengths) is int else lengths
+        self.lengths = from_numpy("lengths", given)
+        check_integers("lengths", self.lengths)
+        if self.lengths.device.type != "cpu" or self.lengths.dtype != torch.long:
+            self.lengths = self.lengths.cpu().long()  # noted by tracers also where it does nothing
         self.may_be_longer, shapes["lengths"] = not steps, self.lengths.shape
         if not self.lengths.numel():
             raise ValueError("lengths is empty; wanted at least one sequence.")
