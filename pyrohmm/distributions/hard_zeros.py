@@ -1,22 +1,34 @@
-"""Log-probabilities in which a probability of zero is exact.
+"""Log-probabilities in which a probability of zero is exact, and digits do not cancel.
 
 torch computes logarithms of probabilities that it clamps: ``Categorical(probs=...).log_prob`` of
-what never happens is -15.9 in float32, and not -inf.
+what never happens is -15.9 in float32, and not -inf. Its terms of the density of Gamma(1e5, 1e3)
+are of the size of 1e6, and leave two digits of their sum: here such terms are in float64.
 """
 
 from __future__ import annotations
 
+import copy
+from functools import reduce
 from typing import Any
 
 import torch
+from pyro import distributions as pyro_dist
 from torch import Tensor
 from torch.distributions import (
     Bernoulli,
+    Beta,
     Binomial,
     Categorical,
+    Distribution,
+    Gamma,
+    LogNormal,
     Multinomial,
     NegativeBinomial,
     OneHotCategorical,
+    Poisson,
+    StudentT,
+    VonMises,
+    Weibull,
 )
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid
@@ -25,6 +37,11 @@ from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import finite_or_zero, log
 from ..ops.products import product
+
+WIDE = (
+    Beta, Binomial, Gamma, LogNormal, NegativeBinomial, Poisson, StudentT, VonMises, Weibull,
+    pyro_dist.BetaBinomial, pyro_dist.GammaPoisson,
+)  # fmt: skip  # whose terms may be much larger than their sum
 
 
 def built_from(distribution: Any) -> str:
@@ -71,8 +88,44 @@ def _weighted(counts: Tensor, logs: Tensor) -> Tensor:
     return torch.where(counts == 0, 0.0, logs) * counts
 
 
+def _in_double(part: Any, dtypes: set[torch.dtype]) -> Any:
+    """A copy whose numbers are in float64; their dtypes are added to ``dtypes``."""
+    if isinstance(part, Tensor) and part.dtype.is_floating_point:
+        dtypes.add(part.dtype)
+        return part.double()
+    if not isinstance(part, Distribution):
+        return part
+    wide, fields = copy.copy(part), dict(vars(part))
+    if {"probs", "logits"} <= fields.keys():  # one was computed from the other
+        del fields["logits" if built_from(part) == "probs" else "probs"]
+    wide.__dict__ = {name: _in_double(value, dtypes) for name, value in fields.items()}
+    return wide
+
+
+def poisson_log_prob(distribution: Any, values: Tensor) -> Tensor:
+    """Log-probabilities of counts, with gradients also where a rate is zero."""
+    rate = distribution.rate
+    return _weighted(values, log(rate)) - rate - (values + 1).lgamma()
+
+
+def _weibull_log_prob(distribution: Any, values: Tensor) -> Tensor:
+    """Log-density, without powers that leave the range of numbers."""
+    shape, logs = distribution.concentration, values.log()
+    power = shape * (logs - distribution.scale.log())
+    return shape.log() + power - logs - power.exp()
+
+
+FORMULAS: dict[type, Any] = {  # where those of torch have no gradients, or overflow
+    kind: formula
+    for room in (pyro_dist, torch.distributions)
+    for kind, formula in ((room.Poisson, poisson_log_prob), (room.Weibull, _weibull_log_prob))
+}
+
+
 def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
     """Log-density of ``values``, -inf where a probability is exactly zero.
+
+    Terms that may cancel are in float64; the result is of the dtype of the numbers.
 
     Example:
         >>> from pyro.distributions import Categorical
@@ -92,6 +145,17 @@ def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
         ones, zeros = log_probs_of_bits(distribution)
         values = values.to(torch.promote_types(values.dtype, ones.dtype))
         return _weighted(values, ones) + _weighted(1 - values, zeros)
+    if isinstance(distribution, WIDE):
+        dtypes = {values.dtype}
+        wide = _in_double(distribution, dtypes)
+        if dtypes != {torch.float64}:
+            scores = exact_log_prob(wide, values.double())
+            return scores.to(reduce(torch.promote_types, dtypes))
+    formula = FORMULAS.get(type(distribution))
+    if formula is not None:
+        if distribution._validate_args:
+            distribution._validate_sample(values)
+        return formula(distribution, values)
     scores = distribution.log_prob(values)
     if isinstance(distribution, OneHotCategorical | Multinomial):
         never = (log_probs(distribution._categorical).isneginf() & (values > 0)).any(-1)

@@ -30,6 +30,7 @@ from .._sync import exceeds, is_guessing
 from .._threads import threads_for
 from .._transforms import transforming
 from ..ops.products import product, squared_norms
+from .hard_zeros import exact_log_prob
 
 # Largest relative error of log-densities, by the dtype they are wanted in.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -207,8 +208,7 @@ class _Poisson(_Components):
     """``rate``."""
 
     def formula(self, values: Tensor) -> Tensor:
-        (rate,) = self.parameters
-        return values.xlogy(rate) - rate - (values + 1).lgamma()
+        return exact_log_prob(dist.Poisson(*self.parameters, validate_args=False), values)
 
     def condition(self, largest: Tensor) -> tuple[Tensor, Tensor]:
         (rate,) = self.parameters

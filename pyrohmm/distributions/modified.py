@@ -16,6 +16,7 @@ from torch.distributions.utils import broadcast_all
 
 from ..ops.log_space import finite_or_zero, log
 from .cumulative import REACH, bounds, cdf_of_counts, first_reaching
+from .hard_zeros import exact_log_prob
 
 MOST_TRIES = 100  # rejected samples of a truncated distribution, before the cdf is inverted
 POINTS = 201  # of a quadrature, on each side of the middle
@@ -158,7 +159,7 @@ class ZeroInflated(dist.ZeroInflatedDistribution):
         gate, value = broadcast_all(self.gate, value)
         zero = value == 0
         seen = value if self._of_counts else torch.where(zero, 1.0, value)
-        other = (-gate).log1p() + self.base_dist.log_prob(seen)
+        other = (-gate).log1p() + exact_log_prob(self.base_dist, seen)
         at_zero = torch.logaddexp(gate.log(), other) if self._of_counts else gate.log()
         return torch.where(zero, at_zero, other)
 
@@ -289,7 +290,7 @@ def _log_beyond(base: Any, limit: Tensor) -> Tensor:
     first = max(int(limit), -1) + 1
     counts = torch.arange(first, first + most).to(base.mean)
     counts = counts.reshape(-1, *(1,) * len(base.batch_shape))
-    tail = base.log_prob(counts).logsumexp(0)
+    tail = exact_log_prob(base, counts).logsumexp(0)
     return torch.where(few, log(1 - torch.where(few, upto, 0.0)).to(tail), tail)
 
 
@@ -311,7 +312,7 @@ class Censored(_Between):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density between the limits, log-probability at them."""
-        found = self.base.log_prob(value)
+        found = exact_log_prob(self.base, value)
         if self.lower is not None:
             found = torch.where(value <= self.lower, self._log_below(self.lower), found)
         if self.upper is not None:
@@ -375,7 +376,7 @@ class Truncated(_Between):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density; -inf outside of the limits."""
-        found = self.base.log_prob(value) - self._log_upto(self.high)
+        found = exact_log_prob(self.base, value) - self._log_upto(self.high)
         return torch.where((value >= self.low) & (value <= self.high), found, -torch.inf)
 
     def cdf(self, value: Tensor) -> Tensor:

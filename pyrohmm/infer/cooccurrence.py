@@ -189,6 +189,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     start: Callable[..., Any] | Values | Fit = init_to_sample,
     restarts: int = 1,
     validation: Sequences | None = None,
+    priors: bool = True,
     **options: Unpack[FitOptions],
 ) -> Fit:
     r"""Fit the joint distribution of symbols some steps apart: MAP of :class:`CooccurrenceModel`.
@@ -255,7 +256,8 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     total = targets[0].total if isinstance(targets[0], Pairs) else 0
     fit = fit_map(
         model, _PlaceholderData(total), num_iterations=num_iterations, learning_rate=learning_rate,
-        tolerance=tolerance, start=start, restarts=restarts, validation=validation, **options,
+        tolerance=tolerance, start=start, restarts=restarts, validation=validation,
+        priors=priors, **options,
     )  # fmt: skip
     return replace(fit, notes=fit.notes + notes, unit="pair")
 

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import biject_to, constraints
 
 from ..data.sequences import Sequences
+from ..distributions.cumulative import bounds
 from ..distributions.hmm import HMM
 from .uncertainty import IDENTITY, LOG, LOGIT, Information, names_of, normal_quantile
 
@@ -75,6 +77,9 @@ def predicted(
     never_below = bool((example.values[example.observed] >= 0).all())
     if of in ("rates", "duration") or (of == "mean" and never_below and bool((value > 0).all())):
         scale = LOG
+    low, high = (end.to(value) for end in bounds(hmm.emission))
+    if of == "mean" and bool(high.isfinite().all()):
+        scale = biject_to(constraints.interval(low, high)).inv
     point = scale(value)
     width = normal_quantile(level) * error * scale.log_abs_det_jacobian(value, point).exp()
     held = (error == 0) | ~point.isfinite()

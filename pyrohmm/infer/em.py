@@ -31,7 +31,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint, describe, digits
 from ..nn.base import HMMModule
-from ..nn.closed_form import TransitionCounts
+from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
 from .expectation import uniform_counts
 from .guides import Point
@@ -83,6 +83,7 @@ def fit_em(
     gradient_step: GradientStep | None = None,
     acceleration: bool | None = None,
     bounds: bool = False,
+    priors: bool = True,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     checkpoint: str | Path | None = None,
@@ -133,6 +134,8 @@ def fit_em(
             where iterations have become slow, if there is a ``tolerance``.
         bounds: Whether ``Fit.history`` holds the lower bound of the log joint density after each
             M-step, at about the cost of another E-step.
+        priors: False for maximum likelihood: densities of priors are left out, and variances have a
+            floor. All modules and fits that have this argument mean the same.
         generator: Source of randomness for minibatches; torch's global one by default.
         progress: Whether to show a progress bar on stderr; by default if that is a terminal.
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
@@ -178,7 +181,8 @@ def fit_em(
         labelled = known and first.num_labelled == int(first.lengths.sum())
         transition_step = default_step(log_prior, labelled)
     gradient_step = gradient_step or GradientStep()
-    parameters = Parameters(copy.deepcopy(module), data, restarts, log_prior)
+    module = with_priors(copy.deepcopy(module), priors)
+    parameters = Parameters(module, data, restarts, log_prior)
     maximize = Maximization(parameters, transition_step, gradient_step)
     group = ProcessGroup.all()
     loop = Loop(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
@@ -18,6 +19,7 @@ from .._checks import check_size
 from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
+from ..nn.closed_form import with_priors
 from ..nn.sticky_hdp import SharedRows
 from .guides import Point
 from .models import exclusive, to_model_device
@@ -118,6 +120,7 @@ def fit_map(
     restarts: int = 1,
     batch_size: int | None = None,
     validation: Sequences | None = None,
+    priors: bool = True,
     **options: Unpack[FitOptions],
 ) -> Fit:
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
@@ -141,6 +144,7 @@ def fit_map(
             models of this package do. The best is returned, all are in ``Fit.restarts``.
         batch_size: Number of sequences in a minibatch; all of them by default.
         validation: Held-out sequences: see :func:`fit_svi`.
+        priors: False for maximum likelihood: see :func:`fit_em`. The model, a module, is copied.
         **options: Further arguments: :class:`FitOptions` explains them.
 
     Raises:
@@ -161,6 +165,7 @@ def fit_map(
         batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
     check_size("restarts", restarts)
+    model = model if priors else with_priors(copy.deepcopy(model), priors)
     data, init_loc_fn = in_parts(data), partial(_interior_value, _init_function(start))
     if restarts == 1:
         params = _begin_points(model, start, data)

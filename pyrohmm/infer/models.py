@@ -62,7 +62,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
 
 
 def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
-    """Give priors of normal emissions the location and scale of ``data``; in place.
+    """Give default priors the location and scale of ``data``, and the unit of times; in place.
 
     Fits do so themselves. Priors with hyperparameters of their own stay: see :func:`normal`.
 
@@ -83,7 +83,11 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         >>> module.emission.prior_loc, module.emission.rate
         (tensor([2000., 2000.]), tensor([1000000., 1000000.]))
     """
-    emission = module.emission_module()
+    emission, first = module.emission_module(), next(iter(parts_of(data)))
+    if hasattr(module, "set_times") and first.times is not None:
+        gaps = first.times.diff(dim=-1)[first.exists[:, 1:]]
+        if bool((gaps > 0).any()):
+            module.set_times(float(gaps[gaps > 0].median()))
     if not hasattr(emission, "scale_prior"):
         return 0.0
     with torch.no_grad():

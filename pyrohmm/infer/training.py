@@ -89,10 +89,11 @@ def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
     """Priors in the units of ``data``, which are those of before again at the end."""
     emission = module.emission_module() if isinstance(module, HMMModule) else None
     parts = list(emission.modules()) if isinstance(emission, PyroModule) else []
+    parts += [module] if hasattr(module, "set_times") else []
     kept = [dict(part._buffers) for part in parts]
     in_units(module, data)
     try:
-        yield 0.0 if emission is None else scale_priors(module, data)
+        yield scale_priors(module, data) if isinstance(module, HMMModule) else 0.0
     finally:
         in_units(module, None)
         for part, buffers in zip(parts, kept):

@@ -131,6 +131,30 @@ class Prior(partial):
     """A prior that the M-step of its module accounts for."""
 
 
+class Penalty(Prior):
+    """One whose scale is estimated, and which no fit leaves out."""
+
+
+class Flat(Prior):
+    """In place of a prior: density one wherever that is a distribution."""
+
+
+def with_priors(module: Any, priors: bool) -> Any:
+    """``module``, whose priors are :class:`Flat` from now on if ``priors`` is False."""
+    if not priors:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"priors=False needs a module; got {type(module).__name__}.")
+        for part in module.modules():
+            samples = getattr(part, "_pyro_samples", {})
+            chosen = {n: x for n, x in samples.items() if not isinstance(x, Flat | Penalty)}
+            samples.update({n: Flat(_unweighted, prior=x) for n, x in chosen.items()})
+    return module
+
+
+def _unweighted(module: Any, prior: Any) -> TorchDistribution:
+    return (prior if hasattr(prior, "sample") else prior(module)).mask(False)
+
+
 class Family(PyroModule):
     """Parameters that have priors, are points, or are frozen by :func:`pyrohmm.freeze`.
 
@@ -173,8 +197,8 @@ class Family(PyroModule):
         return name in self._pyro_samples
 
     def has_prior(self, name: str) -> bool:
-        """Whether the parameter ``name`` has a prior."""
-        return name in self._pyro_samples
+        """Whether the parameter ``name`` has a prior that counts."""
+        return not isinstance(self._pyro_samples.get(name), Flat | None)
 
     def prior(self, name: str) -> Any:
         """The prior of a parameter, given those that it depends on."""

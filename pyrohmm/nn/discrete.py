@@ -163,27 +163,30 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
 class PoissonEmission(Components, emits=torch_dist.Poisson):
     """Emission family of counts, Poisson in each state, each rate with a Gamma prior.
 
-    The default prior is weak for counts of the order of ten.
-
     Site: ``emission.rate``, ``(K, D)``, or ``(K,)`` for scalars.
 
     Args:
         num_states: K.
         dim: D, the number of independent components; with zero, observations are scalars.
         concentration: Of the prior; a number or ``(D,)``.
-        rate: Of the prior, how many observations it is worth; a number or ``(D,)``.
+        rate: Of the prior, how many observations it is worth; a number or ``(D,)``. By default
+            0.1, and less for large counts: a fit divides it by their root mean square, if that is
+            above one.
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.nonnegative}
+    of_moments: ClassVar = {"weight": lambda mean, _, sd: 0.1 / mean.hypot(sd).clamp(min=1.0)}
 
     def __init__(
         self,
         num_states: int,
         dim: int = 0,
         concentration: float | Tensor = 1.0,
-        rate: float | Tensor = 0.1,
+        rate: float | Tensor | None = None,
     ) -> None:
         super().__init__(num_states, dim)
+        self.of_data = rate is None
+        rate = 0.1 if rate is None else rate
         self.register_buffer("concentration", positive("concentration", concentration, self.shape))
         self.register_buffer("weight", positive("rate", rate, self.shape))
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributions import constraints, transform_to
 
 from .._checks import check_size
+from ..distributions.hard_zeros import exact_log_prob
 from ..ops.log_space import log
 from . import emissions
 from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
@@ -77,7 +78,7 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
     shape = (max_duration,) + (1,) * len(distribution.batch_shape)
     counts = torch.arange(max_duration).to(distribution.mean).reshape(shape)
     possible = distribution.support.check(counts)
-    scores = distribution.log_prob(counts.masked_fill(~possible, 0.0))
+    scores = exact_log_prob(distribution, counts.masked_fill(~possible, 0.0))
     return scores.masked_fill(~possible, -torch.inf).movedim(0, -1).log_softmax(-1)
 
 
@@ -275,7 +276,7 @@ class PoissonDurations(Durations):
         num_states: K.
         max_duration: D; choose it beyond any duration: what is longer has no probability.
         concentration: Of the prior; a number or ``(K,)``.
-        rate: Of the prior; a number or ``(K,)``. By default it has a mean of ten steps.
+        rate: Of the prior; a number or ``(K,)``; by default 1 / D, and 0.1 for a D below ten.
 
     Example:
         >>> poisson_durations(4)(2)().shape
@@ -289,8 +290,9 @@ class PoissonDurations(Durations):
         num_states: int,
         max_duration: int,
         concentration: float | Tensor = 1.0,
-        rate: float | Tensor = 0.1,
+        rate: float | Tensor | None = None,
     ) -> None:
+        rate = 1 / max(max_duration, 10) if rate is None else rate
         super().__init__(num_states, max_duration, concentration=concentration, prior_rate=rate)
 
     def rate_prior(self) -> TorchDistribution:
@@ -319,9 +321,10 @@ class NegativeBinomialDurations(Durations):
         num_states: K.
         max_duration: D; choose it beyond any duration: what is longer has no probability.
         concentration: Of the prior of the mean; a number or ``(K,)``.
-        rate: Of the prior of the mean; a number or ``(K,)``.
+        rate: Of the prior of the mean; a number or ``(K,)``; by default as of Poisson durations.
         shape_concentration: Of the prior of the shape; a number or ``(K,)``.
-        shape_rate: Of the prior of the shape; a number or ``(K,)``.
+        shape_rate: Of the prior of the shape; a number or ``(K,)``. By default all but
+            constant.
 
     Example:
         >>> negative_binomial_durations(4)(2)().shape
@@ -338,10 +341,11 @@ class NegativeBinomialDurations(Durations):
         num_states: int,
         max_duration: int,
         concentration: float | Tensor = 1.0,
-        rate: float | Tensor = 0.1,
-        shape_concentration: float | Tensor = 2.0,
-        shape_rate: float | Tensor = 0.5,
+        rate: float | Tensor | None = None,
+        shape_concentration: float | Tensor = 1.0,
+        shape_rate: float | Tensor = 1e-6,
     ) -> None:
+        rate = 1 / max(max_duration, 10) if rate is None else rate
         priors = {"concentration": concentration, "rate": rate}
         priors |= {"shape_concentration": shape_concentration, "shape_rate": shape_rate}
         super().__init__(num_states, max_duration, **priors)

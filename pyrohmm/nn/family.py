@@ -88,7 +88,17 @@ class Components(Emission):
     Args:
         num_states: K.
         dim: D; zero for scalars.
+
+    Attributes:
+        of_data: Whether priors take their unit from the data.
+        of_moments: Buffers of such priors, by name, as functions of the mean of the data, its
+            absolute value and their standard deviation, ``([D])``; the last two are positive.
+        power: Of the unit in the product of the parameters of a state; None where there is no unit.
     """
+
+    of_data = False
+    of_moments: ClassVar[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
+    power: ClassVar[int | None] = None
 
     def __init__(self, num_states: int, dim: int = 0) -> None:
         super().__init__()
@@ -115,6 +125,21 @@ class Components(Emission):
     def features(self, values: Tensor) -> dict[str, Tensor]:
         """Functions of the values whose weighted sums are sufficient statistics."""
         return {"sums": values}
+
+    def scale_prior(self, moments: Tensor) -> float:
+        """Give default priors the unit of data; returns what that adds to the loss, in nats."""
+        if not self.of_data or moments.shape[1:] != self.shape[1:]:
+            return 0.0
+        known, mean, deviation = moments[0], moments[1].nan_to_num(1.0), moments[2].sqrt()
+        deviation = torch.where(deviation > 1e-14 * mean.abs(), deviation, 1.0)  # not rounding
+        size = torch.where(mean == 0, 1.0, mean.abs())
+        for name, function in self.of_moments.items():
+            buffer = getattr(self, name)
+            found = function(mean, size, deviation).to(buffer)
+            setattr(self, name, found.expand(buffer.shape).clone())
+        if self.power is None:
+            return 0.0
+        return float(((known + self.power * self.shape[0]) * deviation.log()).sum())
 
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
@@ -167,8 +192,8 @@ def family(
 
 
 def falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Root in [1e-9, 1e6] of a falling function of positive numbers, by bisection."""
-    low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e6))
+    """Root in [1e-9, 1e9] of a falling function of positive numbers, by bisection."""
+    low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e9))
     for _ in range(60):
         middle = (low + high) / 2
         rises = slope(middle.exp()) > 0

@@ -17,6 +17,7 @@ from .closed_form import Statistics, under
 from .emissions import from_distribution
 from .family import Components, Emission, EmissionFamily
 from .newton import EXAMPLE, NewtonComponents
+from .normals import scale_prior
 
 
 class _Modified(NewtonComponents):
@@ -52,6 +53,10 @@ class _Modified(NewtonComponents):
         """Supports of all parameters."""
         inner = self.part.spaces() if hasattr(self.part, "spaces") else self.part.supports
         return {f"part.{name}": space for name, space in inner.items()} | self.supports
+
+    def scale_prior(self, moments: Tensor) -> float:
+        """Scale the prior of the part: see :func:`.normals.scale_prior`."""
+        return scale_prior(self.part, moments)
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
         """The maximum of the part, as if it were not modified."""

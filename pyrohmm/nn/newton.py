@@ -11,7 +11,16 @@ from typing import Any, ClassVar
 
 import pyro
 import torch
-from pyro.distributions import Beta, Gamma, LogNormal, NegativeBinomial, Normal, VonMises, Weibull
+from pyro.distributions import (
+    Beta,
+    Exponential,
+    LogNormal,
+    NegativeBinomial,
+    Normal,
+    Uniform,
+    VonMises,
+    Weibull,
+)
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch import distributions as torch_dist
@@ -19,14 +28,14 @@ from torch.distributions import constraints, transform_to
 
 from ..distributions import modified
 from ..distributions.constructors import arguments_of
-from ..distributions.units import InverseGamma
+from ..distributions.hard_zeros import exact_log_prob
 from ..ops import newton
 from .closed_form import Maximum, Statistics
 from .family import Components, family
-from .normals import ROUNDING
 
 DIRECTED = 0.9999  # largest mean resultant length of angles: they are known to 1e-4 radians
 LARGEST = 1e3  # df or total_count, by which t is normal and small counts Poisson to all digits
+NARROW = 1e-4  # of a unit, the least scale under default priors
 EXAMPLE = 0.5  # in the support of all families, to stand for what is missing
 
 
@@ -95,8 +104,12 @@ class NewtonComponents(Components):
         return {name: getattr(distribution, name) for name in self.supports}
 
     def spaces(self) -> dict[str, constraints.Constraint]:
-        """Supports of all parameters, with dots for those of parts."""
-        return dict(self.supports)
+        """Supports of all parameters, with dots for those of parts; those of bounded scales."""
+        found = dict(self.supports)
+        if "scale_low" in self._buffers:
+            ends = self.scale_low.double(), self.scale_high.double()
+            found["scale"] = constraints.interval(*ends)
+        return found
 
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
@@ -140,7 +153,7 @@ class NewtonComponents(Components):
             parts = point.minimum(most).reshape(*lead, -1).unbind(-1)
             found = {name: link(part) for (name, link), part in zip(links.items(), parts)}
             module = self.at(found)
-            logs = module.components().log_prob(values)
+            logs = exact_log_prob(module.components(), values)
             total = torch.where(weights > 0, logs * weights, 0.0).sum(1, keepdim=True)
             for name, (owner, last) in owners.items():
                 if owner.has_prior(last):
@@ -173,8 +186,13 @@ def _wide(module: NewtonComponents, name: str) -> TorchDistribution:
 
 
 def _not_zero(unit: Tensor) -> TorchDistribution:
-    """Prior of scales that keeps that of equal numbers from zero."""
-    return InverseGamma(torch.ones_like(unit), unit / 10)
+    """Prior of scales that keeps that of equal numbers from zero, and is constant elsewhere."""
+    return Uniform(NARROW * unit, 10 * unit)
+
+
+def _even(num: float, dim: int = 0) -> TorchDistribution:
+    """Prior next to a constant for numbers far below ``1 / num``, and proper."""
+    return Exponential(torch.full((dim,) if dim else (), num))
 
 
 class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
@@ -186,12 +204,15 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        loc: Prior of the means of logarithms; by default normal with a deviation of 10.
-        scale: Prior of their standard deviations; by default inverse gamma (1, 0.1), so that that
-            of equal numbers is not zero.
+        loc: Prior of the means of logarithms; by default normal with a deviation of 30, about the
+            logarithm of the mean of the data that are fitted.
+        scale: Prior of their standard deviations; by default uniform between 1e-4 and 10, so
+            that that of equal numbers is not zero.
     """
 
     kind = LogNormal
+    of_moments: ClassVar = {"loc_loc": lambda _, size, sd: size.log()}
+    power = 0
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "loc": constraints.real,
         "scale": constraints.positive,
@@ -201,9 +222,11 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
         self,
         num_states: int,
         dim: int = 0,
-        loc: TorchDistribution = Normal(0.0, 10.0),  # noqa: B008
+        loc: TorchDistribution | None = None,
         scale: TorchDistribution | None = None,
     ) -> None:
+        self.of_data, wide = loc is None, torch.ones((dim,) if dim else ())
+        loc = Normal(0 * wide, 30.0) if loc is None else loc
         scale = _not_zero(torch.ones(())) if scale is None else scale
         super().__init__(num_states, dim, loc=loc, scale=scale)
 
@@ -222,8 +245,9 @@ class WeibullEmission(NewtonComponents, emits=torch_dist.Weibull):
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        scale: Prior, in the unit of the data; by default log-normal with a deviation of 10.
-        concentration: Prior of the shapes; by default Gamma(2, 0.5).
+        scale: Prior, in the unit of the data; by default exponential, with a mean of a hundred
+            times that of the data that are fitted.
+        concentration: Prior of the shapes; by default exponential with a mean of 1000.
 
     Example:
         >>> waits = Sequences.from_list([[0.1, 0.2, 0.3, 0.1]])
@@ -237,15 +261,19 @@ class WeibullEmission(NewtonComponents, emits=torch_dist.Weibull):
         "scale": constraints.positive,
         "concentration": constraints.positive,
     }
+    of_moments: ClassVar = {"scale_rate": lambda _, size, sd: 0.01 / size}
+    power = 1
 
     def __init__(
         self,
         num_states: int,
         dim: int = 0,
-        scale: TorchDistribution = LogNormal(0.0, 10.0),  # noqa: B008
-        concentration: TorchDistribution = Gamma(2.0, 0.5),  # noqa: B008
+        scale: TorchDistribution | None = None,
+        concentration: TorchDistribution | None = None,
     ) -> None:
-        super().__init__(num_states, dim, scale=scale, concentration=concentration)
+        self.of_data = scale is None
+        priors = {"scale": scale or _even(0.01, dim), "concentration": concentration or _even(1e-3)}
+        super().__init__(num_states, dim, **priors)
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
         """By the power of the coefficient of variation."""
@@ -262,7 +290,7 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCd
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        concentration1: Prior; by default Gamma(1.5, 0.1).
+        concentration1: Prior; by default exponential with a mean of 1e6.
         concentration0: Prior; by default the same.
     """
 
@@ -276,8 +304,8 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCd
         self,
         num_states: int,
         dim: int = 0,
-        concentration1: TorchDistribution = Gamma(1.5, 0.1),  # noqa: B008
-        concentration0: TorchDistribution = Gamma(1.5, 0.1),  # noqa: B008
+        concentration1: TorchDistribution = Exponential(1e-6),  # noqa: B008
+        concentration0: TorchDistribution = Exponential(1e-6),  # noqa: B008
     ) -> None:
         priors = {"concentration1": concentration1, "concentration0": concentration0}
         super().__init__(num_states, dim, **priors)
@@ -297,18 +325,24 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        df: Prior of the degrees of freedom; by default Gamma(2, 0.1) (Juárez and Steel, 2010).
+        df: Prior of the degrees of freedom; by default exponential with a mean of 1e5, which leaves
+            a mode where the likelihood has it. The posterior of few observations is then one of
+            normal distributions: sample it with Gamma(2, 0.1) (Juárez and Steel, 2010).
         loc: Prior of the locations; by default, with ``scale``, normal about the mean m of the
             data, with a deviation of ten of their standard deviations s.
-        scale: Prior of the scales; by default inverse gamma (1, s / 10), so that that of equal
-            numbers is not zero. Until a fit sets them, and if one of the two priors is given, m is
-            0 and s is 1.
+        scale: Prior of the scales; by default uniform between s / 1e4 and 10 s, so that that of
+            equal numbers is not zero. Until a fit sets them, and if one of the two priors is given,
+            m is 0 and s is 1.
     """
 
     kind = modified.StudentTWithCdf
-    loc_loc: Tensor
-    loc_scale: Tensor
-    scale_rate: Tensor
+    of_moments: ClassVar = {
+        "loc_loc": lambda mean, *_: mean,
+        "loc_scale": lambda *moments: 10 * moments[2],
+        "scale_low": lambda *moments: NARROW * moments[2],
+        "scale_high": lambda *moments: 10 * moments[2],
+    }
+    power = 2
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "df": constraints.positive,
         "loc": constraints.real,
@@ -319,7 +353,7 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
         self,
         num_states: int,
         dim: int = 0,
-        df: TorchDistribution = Gamma(2.0, 0.1),  # noqa: B008
+        df: TorchDistribution = Exponential(1e-5),  # noqa: B008
         loc: TorchDistribution | None = None,
         scale: TorchDistribution | None = None,
     ) -> None:
@@ -329,17 +363,6 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
             "scale": _not_zero(wide) if scale is None else scale,
         }
         super().__init__(num_states, dim, df=df, **priors)
-
-    def scale_prior(self, moments: Tensor) -> float:
-        """Give the default priors location and scale of data; returns what that adds, in nats."""
-        if not self.of_data or moments.shape[1:] != self.shape[1:]:
-            return 0.0
-        known, mean, variance = moments
-        unit = variance.sqrt()
-        unit = torch.where(unit > ROUNDING * mean.abs(), unit, 1.0)
-        self.loc_loc, self.loc_scale = (part.to(self.loc_loc) for part in (mean, 10 * unit))
-        self.scale_rate = (unit / 10).to(self.scale_rate)
-        return float(((known + 2 * self.shape[0]) * unit.log()).sum())
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
         """Those of ten degrees of freedom."""
@@ -355,11 +378,13 @@ class NegativeBinomialEmission(NewtonComponents, emits=torch_dist.NegativeBinomi
     Args:
         num_states: K.
         dim: D; zero for one count a step. Components are independent; NaN ones are missing.
-        total_count: Prior; by default Gamma(2, 0.1).
+        total_count: Prior; by default exponential, with a mean of 1e4 times that of the data that
+            are fitted, if this is above 10.
         probs: Prior; by default Beta(1, 1).
     """
 
     kind = NegativeBinomial
+    of_moments: ClassVar = {"total_count_rate": lambda mean, *_: 1e-4 / mean.clamp(min=10.0)}
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "total_count": constraints.positive,
         "probs": constraints.unit_interval,
@@ -369,10 +394,12 @@ class NegativeBinomialEmission(NewtonComponents, emits=torch_dist.NegativeBinomi
         self,
         num_states: int,
         dim: int = 0,
-        total_count: TorchDistribution = Gamma(2.0, 0.1),  # noqa: B008
+        total_count: TorchDistribution | None = None,
         probs: TorchDistribution = Beta(1.0, 1.0),  # noqa: B008
     ) -> None:
-        super().__init__(num_states, dim, total_count=total_count, probs=probs)
+        self.of_data = total_count is None
+        priors = {"total_count": total_count or _even(1e-5, dim), "probs": probs}
+        super().__init__(num_states, dim, **priors)
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
         """Those of the negative binomial with this mean, and this variance if it is larger."""
@@ -390,8 +417,8 @@ class WrappedCauchyEmission(NewtonComponents, emits=modified.WrappedCauchy):
     Args:
         num_states: K.
         dim: D; zero for one angle a step. Components are independent; NaN ones are missing.
-        loc: Prior; by default von Mises of concentration 0.01.
-        concentration: Prior; by default Beta(1.1, 1.1).
+        loc: Prior; by default von Mises of concentration 0.001.
+        concentration: Prior; by default Beta(1, 1.1).
     """
 
     kind = modified.WrappedCauchy
@@ -404,8 +431,8 @@ class WrappedCauchyEmission(NewtonComponents, emits=modified.WrappedCauchy):
         self,
         num_states: int,
         dim: int = 0,
-        loc: TorchDistribution = VonMises(0.0, 0.01),  # noqa: B008
-        concentration: TorchDistribution = Beta(1.1, 1.1),  # noqa: B008
+        loc: TorchDistribution = VonMises(0.0, 0.001),  # noqa: B008
+        concentration: TorchDistribution = Beta(1.0, 1.1),  # noqa: B008
     ) -> None:
         super().__init__(num_states, dim, loc=loc, concentration=concentration)
 

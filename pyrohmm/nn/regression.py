@@ -6,6 +6,7 @@ r"""Linear predictors of covariates, and emissions that depend on them.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
@@ -22,14 +23,15 @@ from torch.distributions.transforms import Transform
 from .._checks import check_size
 from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
+from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.observation import Tied
 from ..ops import newton
 from .base import OwnParameters
-from .closed_form import Prior, Statistics
+from .closed_form import Flat, Penalty, Prior, Statistics
 from .family import EmissionFamily
 from .newton import LARGEST
 
-UNBOUNDED = "total_count", "df"  # at most LARGEST
+BOUNDS = {"total_count": 1e6, "df": LARGEST}  # by which counts are Poisson, and t is normal
 
 
 class Units(Transform):
@@ -133,7 +135,7 @@ class Linear(PyroModule):
             size = (int(free[..., : self.width].sum()),)
         if self.terms:
             self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
-            self.smooth = PyroSample(Prior(_curves))
+            self.smooth = PyroSample(Penalty(_curves))
         if prior_scale is None:
             first = 0.1 * torch.randn(size)
             self.first = (first.clone().requires_grad_(),)  # neither a parameter nor an identity
@@ -206,7 +208,8 @@ class Linear(PyroModule):
     @property
     def precision(self) -> Tensor:
         """Inverse variances ``(*shape, P)`` of the priors, zero without one."""
-        own = 0.0 if self.prior_scale is None else self.prior_scale**-2
+        flat = isinstance(self._pyro_samples.get("coefficients"), Flat | None)
+        own = 0.0 if flat else self.prior_scale**-2
         plain = self.prior_loc.new_full((*self.shape, self.width), own)
         if not self.terms:
             return plain
@@ -330,7 +333,7 @@ class RegressionEmission(OwnParameters):
                 found[name] = after_zero(predictor)
             else:
                 value = transform_to(self.kind.arg_constraints[name])(predictor)
-                found[name] = value.clamp(max=LARGEST) if name in UNBOUNDED else value
+                found[name] = value.clamp(max=BOUNDS.get(name, math.inf))
         return self.kind(**found, validate_args=False)
 
     def predictors_of(self, emission: Any) -> dict[str, Tensor]:
@@ -354,7 +357,7 @@ class RegressionEmission(OwnParameters):
         weights = states[:, seen].mT.flatten(0, 1).double()  # (R K, M)
 
         def terms(emission: TorchDistribution) -> Tensor:
-            return torch.where(weights > 0, emission.log_prob(values) * weights, 0.0)
+            return torch.where(weights > 0, exact_log_prob(emission, values) * weights, 0.0)
 
         return self.mode(data.covariates[seen].double(), terms, current)
 

@@ -19,7 +19,15 @@ from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
 from ..ops.stationary import stationary
 from .base import HMMModule
-from .closed_form import Family, Maximum, Statistics, row_mode, sample_rows, with_prior
+from .closed_form import (
+    Family,
+    Maximum,
+    Statistics,
+    row_mode,
+    sample_rows,
+    with_prior,
+    with_priors,
+)
 from .emissions import from_distribution
 from .family import EmissionFamily, build_emission, positive
 
@@ -137,7 +145,7 @@ class ChainTables(HMMModule, Family):
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:
         """Counts with the pseudo-counts of the prior."""
-        if name not in self._pyro_samples:
+        if not self.has_prior(name):
             return counts
         prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
         if allowed is not None:  # ones say nothing where nothing is allowed
@@ -187,6 +195,7 @@ class TabularHMM(ChainTables, builds=HMM):
         initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
         transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
             The others are exactly zero: see :func:`left_to_right`, :func:`banded`.
+        priors: False for maximum likelihood: see :func:`fit_em`.
 
     Raises:
         ValueError: If ``num_states`` is less than one, or a concentration is not positive or has
@@ -209,6 +218,7 @@ class TabularHMM(ChainTables, builds=HMM):
         *,
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
+        priors: bool = True,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -217,6 +227,7 @@ class TabularHMM(ChainTables, builds=HMM):
         square = num_states, num_states
         self.add_rows("transition", transition_concentration, square, transition_allowed)
         self.emission = build_emission(emission, num_states)
+        with_priors(self, priors)
 
     def _take_values(self, hmm: HMM) -> None:
         hmm.check_constant(type(self).__name__)
@@ -245,6 +256,7 @@ class TabularSecondOrderHMM(ChainTables, builds=SecondOrderHMM):
             or ``(K, K)``.
         transition_concentration: Of the priors of the next state given the two before it; a number
             or what broadcasts to ``(K, K, K)``, so that ``(K, K)`` is the same after all z_{t-2}.
+        priors: False for maximum likelihood: see :func:`fit_em`.
 
     Raises:
         ValueError: If ``num_states`` is less than one, or a concentration is not positive or has
@@ -264,6 +276,8 @@ class TabularSecondOrderHMM(ChainTables, builds=SecondOrderHMM):
         initial_concentration: float | Tensor = 1.0,
         second_concentration: float | Tensor = 1.0,
         transition_concentration: float | Tensor = 1.0,
+        *,
+        priors: bool = True,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -272,6 +286,7 @@ class TabularSecondOrderHMM(ChainTables, builds=SecondOrderHMM):
         self.add_rows("second", second_concentration, (num_states,) * 2)
         self.add_rows("transition", transition_concentration, (num_states,) * 3)
         self.emission = build_emission(emission, num_states)
+        with_priors(self, priors)
 
 
 class StationaryHMM(ChainTables):
@@ -288,6 +303,7 @@ class StationaryHMM(ChainTables):
         emission: An emission family.
         transition_concentration: As of :class:`TabularHMM`.
         transition_allowed: ``(K, K)`` booleans, which transitions are possible; all by default.
+        priors: False for maximum likelihood: see :func:`fit_em`.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -305,6 +321,7 @@ class StationaryHMM(ChainTables):
         transition_concentration: float | Tensor = 1.0,
         *,
         transition_allowed: Tensor | None = None,
+        priors: bool = True,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -312,6 +329,7 @@ class StationaryHMM(ChainTables):
         square = num_states, num_states
         self.add_rows("transition", transition_concentration, square, transition_allowed)
         self.emission = build_emission(emission, num_states)
+        with_priors(self, priors)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""

@@ -15,7 +15,15 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import SparseGamma, SparsePositive
 from ..distributions.structured_hmm import HSMM
 from ..ops.log_space import log
-from .closed_form import Maximum, Statistics, check_mode, mode_of_part, sample_of_part, under
+from .closed_form import (
+    Maximum,
+    Statistics,
+    check_mode,
+    mode_of_part,
+    sample_of_part,
+    under,
+    with_priors,
+)
 from .durations import (
     DurationFamily,
     DurationMStep,
@@ -54,6 +62,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
             possible; all by default.
         censored_end: Whether the last segment may go on after the data: see :class:`HSMM`.
         censored_start: Whether the first segment was there before the data: see :class:`HSMM`.
+        priors: False for maximum likelihood: see :func:`fit_em`.
 
     Raises:
         ValueError: If ``num_states`` is less than two, or a concentration is not positive or has
@@ -80,6 +89,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         transition_allowed: Tensor | None = None,
         censored_end: bool = True,
         censored_start: bool = False,
+        priors: bool = True,
     ) -> None:
         check_size("num_states", num_states, 2)
         if _makes_durations(emission):
@@ -105,6 +115,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
                 f"durations must be {kind}; got that of a {type(self.duration).__name__}."
             )
         self.censored_end, self.censored_start = censored_end, censored_start
+        with_priors(self, priors)
 
     @classmethod
     def _like(cls, hmm: Any, emission: Any) -> ChainTables:
@@ -190,14 +201,15 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         rate_concentration: a, a number, ``(K,)`` or ``(K, K)``. With one and a small ``rate_time``
             the prior is all but flat.
         rate_time: b, likewise, in the unit of the times: the time without transitions that the
-            prior is worth. The mean of a rate is a / b: choose b of the order of the time between
-            transitions.
+            prior is worth. The mean of a rate is a / b. By default it is one until a fit makes it a
+            tenth of the median time between observations.
         initial_allowed: ``(K,)`` booleans, in which states a sequence may begin; all by default.
         transition_allowed: ``(K, K)`` booleans, from which states which others are entered
             directly; all by default. The diagonal is not read, and a state from which none is
             entered is never left. See :func:`left_to_right`.
         exact_entry: ``(K,)`` booleans, which of the states that are never left are entered at
             observed times, such as death: see :class:`ContinuousTimeHMM`.
+        priors: False for maximum likelihood: see :func:`fit_em`.
 
     Raises:
         ValueError: If ``num_states`` is less than one, or a number is not positive or has the wrong
@@ -225,11 +237,12 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         emission: EmissionFamily,
         initial_concentration: float | Tensor = 1.0,
         rate_concentration: float | Tensor = 1.0,
-        rate_time: float | Tensor = 1.0,
+        rate_time: float | Tensor | None = None,
         *,
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
+        priors: bool = True,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -240,11 +253,9 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
             check_booleans("transition_allowed", transition_allowed)
             check_shape("transition_allowed", transition_allowed, square, "(K, K)")
             others = others.to(transition_allowed.device) & transition_allowed
-        for name, value, shape in (
-            ("rate_concentration", rate_concentration, square),
-            ("rate_time", rate_time, square),
-        ):
-            self.register_buffer(name, positive(name, value, shape))
+        self.of_data, rate_time = rate_time is None, 1.0 if rate_time is None else rate_time
+        for name, value in (("rate_concentration", rate_concentration), ("rate_time", rate_time)):
+            self.register_buffer(name, positive(name, value, square))
         self.add_rows("initial", initial_concentration, (num_states,), initial_allowed)
         self.register_buffer("transition_allowed", others)
         self.register_buffer("exact_entry", exact_entry)
@@ -262,6 +273,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         else:  # there is nothing to fit
             self.register_buffer("rates", torch.zeros(square))
         self.emission = build_emission(emission, num_states)
+        with_priors(self, priors)
 
     @classmethod
     def _like(cls, hmm: Any, emission: Any) -> TabularContinuousTimeHMM:
@@ -275,6 +287,11 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         super()._take_values(hmm)
         if "rates" in self._pyro_samples:
             self.set_points(rates=hmm.chain.rates.masked_fill(~hmm.chain.possible, 0.0))
+
+    def set_times(self, median: float) -> None:
+        """Give the default prior the unit of times, by the median between observations."""
+        if self.of_data:
+            self.rate_time = torch.full_like(self.rate_time, median / 10)
 
     def rates_prior(self) -> SparseGamma:
         """Gamma rates."""
@@ -299,7 +316,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         if "rates" in statistics:
             number = statistics["rates"].double()
             time = number.diagonal(dim1=-2, dim2=-1).unsqueeze(-1).expand_as(number)
-            if "rates" in self._pyro_samples:
+            if self.has_prior("rates"):
                 check_mode("rate_concentration", self.rate_concentration)
                 number, time = number + self.rate_concentration - 1, time + self.rate_time
             found["rates"] = (number / time).masked_fill(~self.transition_allowed, 0.0)

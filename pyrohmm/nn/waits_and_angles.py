@@ -14,7 +14,14 @@ from torch.distributions import constraints
 
 from ..distributions.modified import von_mises_cdf
 from .closed_form import Maximum, Statistics, check_mode
-from .family import Components, check_strengths, falling_root, family, positive, spread
+from .family import (
+    Components,
+    check_strengths,
+    falling_root,
+    family,
+    positive,
+    spread,
+)
 
 
 class GammaEmission(Components, emits=torch_dist.Gamma):
@@ -32,7 +39,8 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
         concentration: a and b.
-        rate: c and d, in the unit of the data: a small d is weak.
+        rate: c and d, in the unit of the data: a small d is weak. By default c is 1.01, and d
+            1e-7 times the mean of the data that are fitted.
 
     Example:
         >>> waits = Sequences.from_list([[0.1, 0.2, 0.3, 0.1]])
@@ -45,17 +53,23 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
         "concentration": constraints.positive,
         "rate": constraints.positive,
     }
+    of_moments: ClassVar = {
+        "rate_gamma": lambda _, size, sd: torch.stack([0 * size + 1.01, 1e-7 * size])
+    }
+    power = -1
 
     def __init__(
         self,
         num_states: int,
         dim: int = 0,
-        concentration: tuple[float, float] = (2.0, 0.5),
-        rate: tuple[float, float] = (1.0, 0.01),
+        concentration: tuple[float, float] = (1.01, 1e-6),
+        rate: tuple[float, float] | None = None,
     ) -> None:
         super().__init__(num_states, dim)
-        for name, pair in (("concentration", concentration), ("rate", rate)):
-            self.register_buffer(f"{name}_gamma", positive(name, torch.tensor(pair), (2,)))
+        self.of_data = rate is None
+        for name, pair in (("concentration", concentration), ("rate", rate or (1.01, 1e-7))):
+            wide = torch.tensor(pair).reshape(2, *(1,) * bool(dim))
+            self.register_buffer(f"{name}_gamma", positive(name, wide, (2, *self.shape[1:])))
 
     def concentration_prior(self) -> TorchDistribution:
         """Gamma concentrations."""
@@ -140,7 +154,7 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
         num_states: K.
         dim: D; zero for one angle a step. Components are independent; NaN ones are missing.
         loc: m, a number or ``(D,)``.
-        weight: w, how many observations the prior direction is worth.
+        weight: w, how many observations the prior direction is worth; hardly any by default.
         concentration: a, at least one for EM; a number, ``(D,)`` or ``(K, D)``.
         rate: b, of the same shapes.
 
@@ -161,9 +175,9 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
         num_states: int,
         dim: int,
         loc: float | Tensor = 0.0,
-        weight: float = 0.01,
+        weight: float = 1e-7,
         concentration: float | Tensor = 1.0,
-        rate: float | Tensor = 0.1,
+        rate: float | Tensor = 1e-6,
     ) -> None:
         super().__init__(num_states, dim)
         check_strengths(weight, 1.0)
@@ -216,7 +230,7 @@ von_mises = family("von_mises", VonMisesEmission, dim=0)
 
 
 def _concentration_mode(length: Tensor, power: Tensor, known: Tensor, weight: float) -> Tensor:
-    r"""The κ in [1e-9, 1e6] that maximises a concave function, by bisection on its slope.
+    r"""The κ in [1e-9, 1e9] that maximises a concave function, by bisection on its slope.
 
     .. math:: \kappa R + a \log \kappa - n \log I_0(\kappa) - \log I_0(w \kappa)
 
