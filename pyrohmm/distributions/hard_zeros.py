@@ -102,7 +102,7 @@ def _in_double(part: Any, dtypes: set[torch.dtype]) -> Any:
     return wide
 
 
-def poisson_log_prob(distribution: Any, values: Tensor) -> Tensor:
+def _poisson_log_prob(distribution: Any, values: Tensor) -> Tensor:
     """Log-probabilities of counts, with gradients also where a rate is zero."""
     rate = distribution.rate
     return _weighted(values, log(rate)) - rate - (values + 1).lgamma()
@@ -113,13 +113,6 @@ def _weibull_log_prob(distribution: Any, values: Tensor) -> Tensor:
     shape, logs = distribution.concentration, values.log()
     power = shape * (logs - distribution.scale.log())
     return shape.log() + power - logs - power.exp()
-
-
-FORMULAS: dict[type, Any] = {  # where those of torch have no gradients, or overflow
-    kind: formula
-    for room in (pyro_dist, torch.distributions)
-    for kind, formula in ((room.Poisson, poisson_log_prob), (room.Weibull, _weibull_log_prob))
-}
 
 
 def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
@@ -151,11 +144,11 @@ def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
         if dtypes != {torch.float64}:
             scores = exact_log_prob(wide, values.double())
             return scores.to(reduce(torch.promote_types, dtypes))
-    formula = FORMULAS.get(type(distribution))
-    if formula is not None:
+    if isinstance(distribution, Poisson | Weibull):
         if distribution._validate_args:
             distribution._validate_sample(values)
-        return formula(distribution, values)
+        known = isinstance(distribution, Weibull)
+        return (_weibull_log_prob if known else _poisson_log_prob)(distribution, values)
     scores = distribution.log_prob(values)
     if isinstance(distribution, OneHotCategorical | Multinomial):
         never = (log_probs(distribution._categorical).isneginf() & (values > 0)).any(-1)

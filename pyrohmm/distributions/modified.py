@@ -39,6 +39,14 @@ class BetaWithCdf(dist.Beta):
         return _by_scipy(special.betainc, *parts)
 
 
+class StableWeibull(dist.Weibull):
+    """Weibull, whose density holds where powers of torch's leave the range of numbers."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density."""
+        return exact_log_prob(self, value)
+
+
 def von_mises_cdf(value: Tensor, loc: Tensor, concentration: Tensor) -> Tensor:
     """Probability that an angle lies between -π and ``value``, both in one turn; no gradient."""
     from scipy import stats  # a third of a second, which few need

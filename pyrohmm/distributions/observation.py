@@ -33,7 +33,7 @@ from ..ops.log_space import logsumexp
 from ..ops.products import look_up
 from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
 from .linear_emissions import component_log_prob, linear_log_prob
-from .modified import ZeroInflated
+from .modified import Censored, Truncated, ZeroInflated
 
 
 class Streams(TorchDistribution):
@@ -367,6 +367,10 @@ def inside_support(distribution: Any, values: Tensor) -> Tensor:
     if isinstance(distribution, ZeroInflated):
         return inside_support(distribution.base_dist, values) | (values == 0)
     inside = distribution.support.check(values)
+    if isinstance(distribution, Censored | Truncated):
+        at_limit = (values == distribution.lower) | (values == distribution.upper)
+        inner = inside_support(distribution.base, values)
+        return inside & (inner | at_limit if isinstance(distribution, Censored) else inner)
     if isinstance(distribution, Gamma):
         inside = inside & ((values != 0) | (distribution.concentration == 1))
     if isinstance(distribution, Beta):

@@ -289,9 +289,10 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
         return []  # a floor may raise the loss, and has been noted
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
-    # parts of a loss may cancel: each observation adds some nats
-    slack = (1e-6 if single else 1e-10) * (
-        1 + history.abs().amax().item() + parameters.data.num_observed
+    # parts of a loss may cancel: each observation adds some nats, as terms that may be of 1e8 nats
+    slack = 1e-6 if single else 1e-10
+    slack *= (
+        1 + history.abs().amax().item() + (1.0 if single else 500) * parameters.data.num_observed
     )
     alive = history[history.isfinite().all(1)]  # a restart that has failed has no losses
     rise = alive.diff(dim=1).max().item() if alive.numel() > len(alive) else 0.0

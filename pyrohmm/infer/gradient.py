@@ -19,14 +19,14 @@ from .._checks import check_size
 from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
-from ..nn.closed_form import with_priors
+from ..nn.closed_form import EmissionMStep, under, with_priors
 from ..nn.sticky_hdp import SharedRows
 from .guides import Point
-from .models import exclusive, to_model_device
+from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
 from .results import POINT, WINDOW, Fit, Restarts
-from .starts import Values, fitted_in, set_point
+from .starts import Values, by_kmeans, fitted_in, set_point
 from .training import check_model_and_data, train
 
 
@@ -137,8 +137,8 @@ def fit_map(
             since these gradients have no noise but that of minibatches.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
         start: Initial values: an ``init_to_*`` function of Pyro's autoguides, values by name, or
-            another fit. The default samples them from the prior, so that states differ from each
-            other, as they must.
+            another fit. The default samples them from the prior, or from clusters of observations
+            where it is all but flat, so that states differ from each other, as they must.
         restarts: R, the number of initial values, fitted as one batch in a plate around the model,
             which must accept dimensions ``(R, 1)`` on the left of every latent variable, as all
             models of this package do. The best is returned, all are in ``Fit.restarts``.
@@ -166,7 +166,10 @@ def fit_map(
     )  # fmt: skip
     check_size("restarts", restarts)
     model = model if priors else with_priors(copy.deepcopy(model), priors)
-    data, init_loc_fn = in_parts(data), partial(_interior_value, _init_function(start))
+    data, init_loc_fn = (
+        in_parts(data),
+        partial(_interior_value, _init_function(start, model, data, restarts)),
+    )
     if restarts == 1:
         params = _begin_points(model, start, data)
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)
@@ -194,6 +197,30 @@ def fit_map(
     return _best(train(batched, guide, data, settings, "MAP", restarts), model)
 
 
+def near_data(model: Any, data: Sequences | Parts, count: int) -> Values:
+    """Parameters ``(count, ...)`` of emissions whose priors are diffuse, by name, for starts.
+
+    They are the modes given clusters of the observations; none of other emissions.
+    """
+    if not isinstance(model, MarginalModel | EnumeratedModel):
+        return {}
+    module = copy.deepcopy(model.module)
+    emission: Any = module.emission_module()
+    parts = list(emission.modules()) if isinstance(emission, EmissionMStep) else []
+    if not any(getattr(part, "diffuse", False) for part in parts):
+        return {}
+    data = data if isinstance(data, Sequences) else first_sequence(data)
+    with torch.no_grad():
+        scale_priors(module, data)
+        weights, values = by_kmeans(module, data, count)[:, data.observed], data.values
+        like = values if values.dtype.is_floating_point else values.new_empty(0).to(torch.float32)
+        mode, _ = emission.m_step(
+            emission.statistics(values[data.observed].to(like), weights.to(like.device), None)
+        )
+    known = {n: x.to(like) for n, x in mode.items() if not bool(x.isnan().any())}
+    return under("module.emission.", known)
+
+
 def _begin_points(
     model: Callable[..., Any], start: Callable[..., Any] | Values | Fit, data: Sequences | Parts
 ) -> dict[str, Any] | None:
@@ -217,9 +244,15 @@ def _begin_points(
     return state
 
 
-def _init_function(start: Callable[..., Any] | Values | Fit) -> Callable[..., Any]:
+def _init_function(
+    start: Callable[..., Any] | Values | Fit, model: Any, data: Sequences | Parts, restarts: int
+) -> Callable[..., Any]:
     """The function of Pyro's autoguides that initialises at ``start``."""
     values = start.start if isinstance(start, Fit) else start
+    if start is init_to_sample:
+        found = near_data(model, data, restarts)
+        wide = {n: x.unsqueeze(1) if restarts > 1 else x[0] for n, x in found.items()}
+        return init_to_value(values=wide, fallback=init_to_sample)
     if callable(values):
         return values
     if not isinstance(values, Mapping):

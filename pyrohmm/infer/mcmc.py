@@ -26,6 +26,7 @@ from ..distributions.sparse import interior
 from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
 from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
+from .gradient import near_data
 from .models import exclusive, scale_priors, to_model_device
 from .objective import LogJoint, latent_sites, trace_of_batchable
 from .options import names_checked
@@ -416,7 +417,11 @@ class HMC(Chains):
         """Put the chains where they start."""
         hamiltonian = self.hamiltonian
         if start is None:
-            ends = hamiltonian.climb(hamiltonian.free(self.prior), CLIMB)
+            found = near_data(self.model, self.data, len(next(iter(self.prior.values()))))
+            wide = {
+                n: x.unsqueeze(1).to(self.prior[n]) for n, x in found.items() if n in self.prior
+            }
+            ends = hamiltonian.climb(hamiltonian.free(self.prior | wide), CLIMB)
             ladders = self.ladder.rungs.shape if self.ladder.size > 1 else (1, -1)
             scores = ends.log_density.nan_to_num(-torch.inf).reshape(ladders)
             best = scores.argmax(1) + scores.size(1) * torch.arange(len(scores))

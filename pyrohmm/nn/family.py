@@ -90,13 +90,14 @@ class Components(Emission):
         dim: D; zero for scalars.
 
     Attributes:
+        diffuse: Whether samples of the default priors are far from any data.
         of_data: Whether priors take their unit from the data.
         of_moments: Buffers of such priors, by name, as functions of the mean of the data, its
             absolute value and their standard deviation, ``([D])``; the last two are positive.
         power: Of the unit in the product of the parameters of a state; None where there is no unit.
     """
 
-    of_data = False
+    diffuse = of_data = False
     of_moments: ClassVar[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
     power: ClassVar[int | None] = None
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from ..distributions import modified
+from ..distributions.observation import inside_support
 from .closed_form import Statistics, under
 from .emissions import from_distribution
 from .family import Components, Emission, EmissionFamily
@@ -198,11 +199,19 @@ class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated))
     def __init__(self, num_states: int, inner: EmissionFamily, build: Any, limits: Any) -> None:
         super().__init__(num_states, inner)
         self.build, self.limits = build, limits
-        limit = next(float(limit) for limit in limits if limit is not None)
         leaves = {n: torch.full(self.shape, EXAMPLE, requires_grad=True) for n in self.spaces()}
+        found = self.at(leaves).components()
+        ends = torch.tensor([float(limit) for limit in limits if limit is not None])
+        ends = ends.reshape(-1, *(1,) * len(self.shape))
+        if not bool(inside_support(found.base, ends).all()):
+            raise ValueError(
+                f"lower and upper must lie inside the support of the family, "
+                f"{found.base.support!s:.80}; got {limits[0]}, {limits[1]}. Exact zeros among "
+                "positive numbers are those of zero_inflated(...)."
+            )
         try:
             with torch.enable_grad():
-                self.at(leaves).components().log_prob(torch.tensor(limit)).sum().backward()
+                found.log_prob(ends).sum().backward()
         except (NotImplementedError, RuntimeError) as error:
             raise TypeError(
                 f"family must have cumulative probabilities with derivatives; those of "

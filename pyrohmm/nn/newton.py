@@ -13,13 +13,12 @@ import pyro
 import torch
 from pyro.distributions import (
     Beta,
-    Exponential,
+    Gamma,
     LogNormal,
     NegativeBinomial,
     Normal,
     Uniform,
     VonMises,
-    Weibull,
 )
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
@@ -49,7 +48,7 @@ class NewtonComponents(Components):
     """
 
     kind: ClassVar[Any]
-    summed = False
+    summed, diffuse = False, True
 
     def __init__(self, num_states: int, dim: int, **priors: TorchDistribution) -> None:
         super().__init__(num_states, dim)
@@ -191,8 +190,8 @@ def _not_zero(unit: Tensor) -> TorchDistribution:
 
 
 def _even(num: float, dim: int = 0) -> TorchDistribution:
-    """Prior next to a constant for numbers far below ``1 / num``, and proper."""
-    return Exponential(torch.full((dim,) if dim else (), num))
+    """Prior next to a constant for numbers far below ``1 / num``; proper, and zero at zero."""
+    return Gamma(1.01, torch.full((dim,) if dim else (), num))
 
 
 class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
@@ -236,7 +235,7 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
         return {"loc": mean.log() - spread / 2, "scale": spread.sqrt()}
 
 
-class WeibullEmission(NewtonComponents, emits=torch_dist.Weibull):
+class WeibullEmission(NewtonComponents, emits=(torch_dist.Weibull, modified.StableWeibull)):
     """Emission family of positive numbers: waits whose hazard rises or falls with time.
 
     Sites: ``emission.scale``, ``emission.concentration``, each ``(K, D)``, or ``(K,)`` for
@@ -245,9 +244,9 @@ class WeibullEmission(NewtonComponents, emits=torch_dist.Weibull):
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        scale: Prior, in the unit of the data; by default exponential, with a mean of a hundred
-            times that of the data that are fitted.
-        concentration: Prior of the shapes; by default exponential with a mean of 1000.
+        scale: Prior, in the unit of the data; by default all but constant up to a hundred times
+            the mean of the data that are fitted.
+        concentration: Prior of the shapes; by default all but constant up to 1000.
 
     Example:
         >>> waits = Sequences.from_list([[0.1, 0.2, 0.3, 0.1]])
@@ -256,7 +255,7 @@ class WeibullEmission(NewtonComponents, emits=torch_dist.Weibull):
         True
     """
 
-    kind = Weibull
+    kind = modified.StableWeibull
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "scale": constraints.positive,
         "concentration": constraints.positive,
@@ -290,7 +289,7 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCd
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        concentration1: Prior; by default exponential with a mean of 1e6.
+        concentration1: Prior; by default Gamma(1.01, 1e-6), all but constant.
         concentration0: Prior; by default the same.
     """
 
@@ -304,8 +303,8 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCd
         self,
         num_states: int,
         dim: int = 0,
-        concentration1: TorchDistribution = Exponential(1e-6),  # noqa: B008
-        concentration0: TorchDistribution = Exponential(1e-6),  # noqa: B008
+        concentration1: TorchDistribution = Gamma(1.01, 1e-6),  # noqa: B008
+        concentration0: TorchDistribution = Gamma(1.01, 1e-6),  # noqa: B008
     ) -> None:
         priors = {"concentration1": concentration1, "concentration0": concentration0}
         super().__init__(num_states, dim, **priors)
@@ -325,7 +324,7 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
     Args:
         num_states: K.
         dim: D; zero for one number a step. Components are independent; NaN ones are missing.
-        df: Prior of the degrees of freedom; by default exponential with a mean of 1e5, which leaves
+        df: Prior of the degrees of freedom; by default all but constant up to 1e5, which leaves
             a mode where the likelihood has it. The posterior of few observations is then one of
             normal distributions: sample it with Gamma(2, 0.1) (Juárez and Steel, 2010).
         loc: Prior of the locations; by default, with ``scale``, normal about the mean m of the
@@ -353,7 +352,7 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
         self,
         num_states: int,
         dim: int = 0,
-        df: TorchDistribution = Exponential(1e-5),  # noqa: B008
+        df: TorchDistribution = Gamma(1.01, 1e-5),  # noqa: B008
         loc: TorchDistribution | None = None,
         scale: TorchDistribution | None = None,
     ) -> None:
@@ -378,7 +377,7 @@ class NegativeBinomialEmission(NewtonComponents, emits=torch_dist.NegativeBinomi
     Args:
         num_states: K.
         dim: D; zero for one count a step. Components are independent; NaN ones are missing.
-        total_count: Prior; by default exponential, with a mean of 1e4 times that of the data that
+        total_count: Prior; by default all but constant up to 1e4 times the mean of the data that
             are fitted, if this is above 10.
         probs: Prior; by default Beta(1, 1).
     """
