@@ -125,23 +125,19 @@ def fit_map(
 ) -> Fit:
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
 
-    The maximum is that of the density in the constrained space (of the probabilities themselves,
-    not of their logits). Parameters without a prior, such as the weights of a network, are fitted
-    by maximum likelihood at the same time.
+    The maximum is that of the density of the probabilities themselves, not of their logits.
+    Parameters without a prior are fitted by maximum likelihood at the same time.
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
         data: The sequences; or an iterable of such, whose gradients are added at each step.
         num_iterations: Largest number of gradient steps.
-        learning_rate: Of Adam, if there is no ``optimizer``; larger than that of :func:`fit_svi`,
-            since these gradients have no noise but that of minibatches.
+        learning_rate: Of Adam, if there is no ``optimizer``.
         tolerance: Least relative fall of the loss over 25 steps; None takes all steps.
         start: Initial values: an ``init_to_*`` function of Pyro's autoguides, values by name, or
-            another fit. The default samples them from the prior, or from clusters of observations
-            where it is all but flat, so that states differ from each other, as they must.
-        restarts: R, the number of initial values, fitted as one batch in a plate around the model,
-            which must accept dimensions ``(R, 1)`` on the left of every latent variable, as all
-            models of this package do. The best is returned, all are in ``Fit.restarts``.
+            another fit. By default samples of the prior; modes given clusters where it is flat.
+        restarts: R, the number of initial values, fitted as one batch: the model must accept
+            ``(R, 1)`` on the left of every latent variable. The best is returned.
         batch_size: Number of sequences in a minibatch; all of them by default.
         validation: Held-out sequences: see :func:`fit_svi`.
         priors: False for maximum likelihood: see :func:`fit_em`. The model, a module, is copied.
@@ -149,7 +145,7 @@ def fit_map(
 
     Raises:
         FloatingPointError: If the loss becomes infinite or NaN.
-        TypeError, ValueError: As :func:`fit_svi`; or for a :class:`StickyHDPHMM`; or if restarts
+        TypeError, ValueError: As :func:`fit_svi`; for a :class:`StickyHDPHMM`; or if restarts
             would share a parameter, have enumerated states, ``validation`` or ``elbo``.
 
     Example:
@@ -166,10 +162,8 @@ def fit_map(
     )  # fmt: skip
     check_size("restarts", restarts)
     model = model if priors else with_priors(copy.deepcopy(model), priors)
-    data, init_loc_fn = (
-        in_parts(data),
-        partial(_interior_value, _init_function(start, model, data, restarts)),
-    )
+    data = in_parts(data)
+    init_loc_fn = partial(_interior_value, _init_function(start, model, data, restarts))
     if restarts == 1:
         params = _begin_points(model, start, data)
         guide = AutoDelta(poutine.block(model, hide_fn=is_enumerated), init_loc_fn=init_loc_fn)

@@ -1,0 +1,267 @@
+"""Default priors: weak in any unit and at any size, and yet no state runs away.
+
+That the log-likelihood at the estimates is within 0.005 nats of its maximum means that no estimate
+is a tenth of its standard error away: along each direction it falls by half of that square.
+"""
+
+import math
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from scipy import optimize, stats
+
+import pyrohmm
+from pyrohmm import MarginalModel, Sequences, TabularHMM, fit_em, fit_map
+
+SIZE = 100
+
+
+def exp(theta):
+    return np.exp(np.clip(theta, -600, 600))
+
+
+# a family, a sampler, the log-density by unconstrained numbers, and those of the truth
+def gamma_case(shape, unit):
+    return (
+        pyrohmm.gamma(), stats.gamma(shape, scale=unit / shape),
+        lambda p, x: stats.gamma.logpdf(x, exp(p[0]), scale=exp(p[1] - p[0])),
+        [math.log(shape), math.log(unit)],
+    )  # fmt: skip
+
+
+def weibull_case(shape, unit):
+    return (
+        pyrohmm.weibull(), stats.weibull_min(shape, scale=unit),
+        lambda p, x: stats.weibull_min.logpdf(x, exp(p[0]), scale=exp(p[1])),
+        [math.log(shape), math.log(unit)],
+    )  # fmt: skip
+
+
+def log_normal_case(spread, unit):
+    return (
+        pyrohmm.log_normal(), stats.lognorm(spread, scale=unit),
+        lambda p, x: stats.lognorm.logpdf(x, exp(p[0]), scale=exp(p[1])),
+        [math.log(spread), math.log(unit)],
+    )  # fmt: skip
+
+
+def student_case(df, unit):
+    return (
+        pyrohmm.student_t(), stats.t(df, 3 * unit, unit),
+        # at 1000, the most that a fit looks at, it is normal to three digits
+        lambda p, x: stats.t.logpdf(x, min(exp(p[0]), 1e3), unit * p[1], exp(p[2])),
+        [math.log(df), 3.0, math.log(unit)],
+    )  # fmt: skip
+
+
+def beta_case(size, _):
+    return (
+        pyrohmm.beta(), stats.beta(0.6 * size, 0.4 * size),
+        lambda p, x: stats.beta.logpdf(x, exp(p[0]), exp(p[1])),
+        [math.log(0.6 * size), math.log(0.4 * size)],
+    )  # fmt: skip
+
+
+def angle_case(concentration, _):
+    return (
+        pyrohmm.von_mises(0), stats.vonmises(concentration, 1.0),
+        lambda p, x: stats.vonmises.logpdf(x, exp(p[0]), p[1]),
+        [math.log(concentration), 1.0],
+    )  # fmt: skip
+
+
+def poisson_case(rate, _):
+    return (
+        pyrohmm.poisson(), stats.poisson(rate),
+        lambda p, x: stats.poisson.logpmf(x, exp(p[0])), [math.log(rate)],
+    )  # fmt: skip
+
+
+def _nbinom(x, size, mean):
+    return stats.nbinom.logpmf(x, size, size / (size + mean))
+
+
+def negative_binomial_case(size, mean):
+    return (
+        pyrohmm.negative_binomial(), stats.nbinom(size, size / (size + mean)),
+        lambda p, x: _nbinom(x, min(exp(p[0]), max(1e3, 100 * mean)), exp(p[1])),
+        [math.log(size), math.log(mean)],
+    )  # fmt: skip
+
+
+CASES = [
+    *((gamma_case, shape, unit) for shape in (0.1, 3.0, 400.0, 1e5) for unit in (1e-6, 1e6)),
+    *((weibull_case, shape, unit) for shape in (0.2, 2.0, 500.0) for unit in (1e-6, 1e6)),
+    *((log_normal_case, spread, unit) for spread in (1e-3, 0.3, 5.0) for unit in (1e-6, 1e6)),
+    *((student_case, df, unit) for df in (1.0, 4.0, 1e4) for unit in (1e-6, 1e6)),
+    *((beta_case, size, 1) for size in (1.0, 30.0, 5000.0)),
+    *((angle_case, concentration, 1) for concentration in (0.5, 35.0, 2000.0)),
+    *((poisson_case, rate, 1) for rate in (0.1, 3.0, 500.0, 1e6)),
+    *((negative_binomial_case, r, mean) for r in (0.5, 20.0) for mean in (1.0, 5000.0)),
+]
+
+
+@pytest.mark.parametrize(("case", "size", "unit"), CASES)
+def test_no_estimate_moves_by_a_tenth_of_its_standard_error(case, size, unit):
+    family, law, log_density, truth = case(size, unit)
+    values = law.rvs(SIZE, random_state=7)
+    data = Sequences.from_list([torch.as_tensor(values).double()])
+    fit = fit_em(TabularHMM(1, family).double(), data, tolerance=None, num_iterations=5)
+    found = fit.hmm(data).log_prob(data.values).sum().item()
+    best = optimize.minimize(
+        lambda p: -np.sum(log_density(p, values)), truth, method="Nelder-Mead",
+        options={"xatol": 1e-9, "fatol": 1e-6, "maxiter": 4000, "maxfev": 8000},
+    )  # fmt: skip
+    assert -best.fun - found < 0.005
+
+
+def test_poisson_counts_that_vary_less_than_chance_stay_so():
+    """No shape is best there; the variance of a fit is that of its mean, but for a hundredth."""
+    values = torch.as_tensor(stats.poisson(500).rvs(SIZE, random_state=3)).double()
+    data = Sequences.from_list([values])
+    fit = fit_em(TabularHMM(1, pyrohmm.negative_binomial()).double(), data)
+    emission = fit.hmm(data).emission
+    limit = max(values.var(correction=0).item(), 1.011 * values.mean().item())
+    assert emission.variance.item() < 1.03 * limit
+
+
+FAMILIES = {
+    "gamma": (pyrohmm.gamma(), dist.Gamma(3.0, 2.0)),
+    "weibull": (pyrohmm.weibull(), dist.Weibull(3.0, 2.0)),
+    "log-normal": (pyrohmm.log_normal(), dist.LogNormal(3.0, 0.2)),
+    "student t": (pyrohmm.student_t(), dist.StudentT(3.0, 10.0, 1.0)),
+    "beta": (pyrohmm.beta(), dist.Beta(3.0, 2.0)),
+    "negative binomial": (pyrohmm.negative_binomial(), dist.NegativeBinomial(3.0, 0.7)),
+    "poisson": (pyrohmm.poisson(), dist.Poisson(9.0)),
+    "von mises": (pyrohmm.von_mises(0), dist.VonMises(1.0, 3.0)),
+    "wrapped Cauchy": (pyrohmm.wrapped_cauchy(), dist.VonMises(1.0, 3.0)),
+    "zero-inflated": (pyrohmm.zero_inflated(pyrohmm.gamma()), dist.Gamma(3.0, 2.0)),
+    "censored": (pyrohmm.censored(pyrohmm.weibull(), upper=1e4), dist.Weibull(3.0, 2.0)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_state_runs_away(name, dtype):
+    """One observation, ties, an outlier: all stays finite, and samples of it do."""
+    torch.set_default_dtype(dtype)
+    family, law = FAMILIES[name]
+    pyro.set_rng_seed(2)
+    values = law.sample((12,)).to(dtype)
+    ties, outlier = values[:1].repeat(12), values.clone()
+    if name not in ("beta", "von mises", "wrapped Cauchy"):
+        outlier[5] *= 1000
+    for part in (values[:1], ties, torch.cat([ties, values]), outlier):
+        data = Sequences.from_list([part])
+        for num_states in (1, 2):
+            fit = fit_em(TabularHMM(num_states, family), data, num_iterations=30)
+            assert bool(fit.losses.isfinite().all())
+            assert all(bool(value.isfinite().all()) for value in fit.parameters.values())
+            assert not any("EM must not do" in note for note in fit.notes)
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1e6])
+@pytest.mark.parametrize("name", ["gamma", "weibull", "log-normal", "student t"])
+def test_the_unit_does_not_matter(name, unit):
+    family, law = FAMILIES[name]
+    pyro.set_rng_seed(3)
+    values = torch.cat([law.sample((40,)), 5 * law.sample((40,))])
+    losses, paths = [], []
+    for scale in (1.0, unit):
+        pyro.set_rng_seed(4)
+        data = Sequences.from_list([scale * values])
+        fit = fit_em(TabularHMM(2, family), data, num_iterations=20, tolerance=None)
+        hmm = fit.hmm(data)
+        losses.append(hmm.log_prob(data.values).item() + len(values) * math.log(scale))
+        paths.append(hmm.viterbi(data.values))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert torch.equal(*paths)
+
+
+@pytest.mark.parametrize("name", ["gamma", "weibull", "student t", "beta", "negative binomial"])
+def test_gradient_fits_find_what_em_does(name):
+    """Samples of priors that are all but flat would be no start."""
+    family, law = FAMILIES[name]
+    pyro.set_rng_seed(5)
+    first = law.sample((150,))
+    data = Sequences.from_list([torch.cat([first, (1 - first) ** 3 if name == "beta" else
+                                           9 * law.sample((150,))])])  # fmt: skip
+    em = fit_em(TabularHMM(2, family), data)
+    fit = fit_map(MarginalModel(TabularHMM(2, family)), data, num_iterations=600)
+    ends = [each.hmm(data).log_prob(data.values).sum().item() for each in (em, fit)]
+    assert ends[1] > ends[0] - 0.5
+
+
+def test_default_priors_of_rates_have_the_unit_of_times():
+    pyro.set_rng_seed(6)
+    symbols = (torch.arange(400) // 8 % 2).tolist()
+    found = []
+    for unit in (1e-6, 1.0, 1e6):
+        times = unit * torch.arange(400.0).double()
+        data = Sequences.from_list([symbols], times=[times])
+        module = pyrohmm.TabularContinuousTimeHMM(2, pyrohmm.categorical(2)).double()
+        start = {"initial": torch.tensor([0.5, 0.5]),
+                 "rates": torch.tensor([[0, 0.1], [0.1, 0]]) / unit,
+                 "emission.probs": torch.tensor([[0.9, 0.1], [0.1, 0.9]])}  # fmt: skip
+        start = {name: value.double() for name, value in start.items()}
+        fit = fit_em(module, data, start=start, tolerance=1e-10)
+        found.append(fit.parameters["module.rates"] * unit)
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[2], found[1])
+
+
+# Maximum likelihood
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_without_priors_it_is_maximum_likelihood(name):
+    """However strong they are: the priors of the chain, and of the emission, have no part."""
+    family, law = FAMILIES[name]
+    pyro.set_rng_seed(8)
+    values = torch.cat([law.sample((60,)), law.sample((60,))])
+    data = Sequences.from_list([values])
+    module = TabularHMM(1, family, priors=False)
+    fit = fit_em(module, data, tolerance=1e-12)
+    asked = fit_em(TabularHMM(1, family), data, tolerance=1e-12, priors=False)
+    assert bool((fit.history["log_prior"] == 0).all())
+    torch.testing.assert_close(fit.losses[-1], asked.losses[-1])
+    again = fit_em(fit.hmm(data), data, tolerance=1e-12)  # points, which have no priors
+    assert again.losses[-1].item() == pytest.approx(fit.losses[-1].item(), abs=1e-6)
+
+
+def test_strong_priors_count_unless_they_are_left_out():
+    data = Sequences.from_list([[1.0, 2.0, 3.0]])
+    module = TabularHMM(
+        1, pyrohmm.poisson(concentration=50.0, rate=1.0), transition_concentration=9.0
+    )
+    assert fit_em(module, data).parameters["module.emission.rate"].item() > 5
+    for fit in (
+        fit_em(module, data, priors=False),
+        fit_map(MarginalModel(module), data, priors=False, tolerance=1e-9),
+    ):
+        assert fit.parameters["module.emission.rate"].item() == pytest.approx(2.0, rel=1e-3)
+    nodes = poutine.trace(module).get_trace(torch.tensor([3])).nodes  # is what it was
+    assert not isinstance(nodes["emission.rate"]["fn"], dist.MaskedDistribution)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda f: TabularHMM(2, f, transition_concentration=20.0, priors=False),
+        lambda f: pyrohmm.TabularSecondOrderHMM(2, f, transition_concentration=20.0, priors=False),
+        lambda f: pyrohmm.TabularHSMM(
+            2, f, pyrohmm.poisson_durations(20, 300.0), priors=False, transition_concentration=20.0
+        ),
+        lambda f: pyrohmm.StationaryHMM(2, f, transition_concentration=20.0, priors=False),
+    ],
+)
+def test_modules_without_priors_have_none(build):
+    pyro.set_rng_seed(1)
+    data = Sequences.from_list([[0, 0, 1, 1, 1, 0, 0, 0, 1, 1] * 8])
+    fit = fit_em(build(pyrohmm.categorical(2, 30.0)), data, restarts=3, num_iterations=50)
+    assert bool((fit.history["log_prior"] == 0).all())
+    assert bool((fit.losses.diff() <= 1e-6).all())
