@@ -19,7 +19,7 @@ from .._checks import check_size
 from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
-from ..nn.closed_form import EmissionMStep, under, with_priors
+from ..nn.closed_form import under, with_priors
 from ..nn.sticky_hdp import SharedRows
 from .guides import Point
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
@@ -200,8 +200,10 @@ def near_data(model: Any, data: Sequences | Parts, count: int) -> Values:
         return {}
     module = copy.deepcopy(model.module)
     emission: Any = module.emission_module()
-    parts = list(emission.modules()) if isinstance(emission, EmissionMStep) else []
-    if not any(getattr(part, "diffuse", False) for part in parts):
+    parts = emission.modules() if isinstance(emission, nn.Module) else ()
+    if not any(getattr(part, "diffuse", False) for part in parts) or not hasattr(
+        emission, "m_step"
+    ):
         return {}
     data = data if isinstance(data, Sequences) else first_sequence(data)
     with torch.no_grad():

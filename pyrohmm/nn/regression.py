@@ -208,8 +208,8 @@ class Linear(PyroModule):
     @property
     def precision(self) -> Tensor:
         """Inverse variances ``(*shape, P)`` of the priors, zero without one."""
-        flat = isinstance(self._pyro_samples.get("coefficients"), Flat | None)
-        own = 0.0 if flat else self.prior_scale**-2
+        flat = isinstance(self._pyro_samples.get("coefficients"), Flat)
+        own = 0.0 if flat or self.prior_scale is None else self.prior_scale**-2
         plain = self.prior_loc.new_full((*self.shape, self.width), own)
         if not self.terms:
             return plain

@@ -231,6 +231,8 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         True
     """
 
+    rate_time: Tensor
+
     def __init__(
         self,
         num_states: int,

@@ -304,3 +304,32 @@ def test_newton_steps_of_families_are_not_halved_by_rounding(monkeypatch):
     fit = fit_em(TabularHMM(2, pyrohmm.student_t()), Sequences.from_list([x]), num_iterations=10)
     double = sum(dtype == torch.float64 for dtype in calls)
     assert double < 30 * len(fit.losses)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        (pyrohmm.censored(pyrohmm.weibull(), upper=2.0), [1.0, 0.0, 2.0]),
+        (pyrohmm.truncated(pyrohmm.log_normal(), upper=5.0), [1.0, 0.0, 2.0]),
+        (pyrohmm.censored(pyrohmm.weibull(), upper=2.0), [1.0, -1.0, 2.0]),
+        (pyrohmm.truncated(pyrohmm.poisson(), lower=1), [1.0, 1.5, 2.0]),
+        (pyrohmm.zero_inflated(pyrohmm.poisson()), [0.0, 0.5, 2.0]),
+        (pyrohmm.zero_inflated(pyrohmm.gamma()), [0.0, -1.0, 2.0]),
+        (pyrohmm.gamma(), [0.0, 1.0, 2.0]),
+    ],
+)
+def test_values_outside_the_support_of_the_part_are_named(family, values):
+    with pytest.raises(ValueError, match="values must lie in the support of the emission"):
+        fit_em(TabularHMM(1, family), Sequences.from_list([values]))
+
+
+@pytest.mark.parametrize("build", [pyrohmm.censored, pyrohmm.truncated])
+def test_limits_outside_the_support_of_the_part_are_named(build):
+    with pytest.raises(ValueError, match=r"lower and upper must lie inside .*zero_inflated"):
+        build(pyrohmm.weibull(), lower=0.0)(1)
+
+
+def test_exact_zeros_among_positive_numbers():
+    data = Sequences.from_list([[0.0, 0.0, 1.0, 2.0, 0.0, 3.0]])
+    fit = fit_em(TabularHMM(1, pyrohmm.zero_inflated(pyrohmm.gamma())), data)
+    assert fit.parameters["module.emission.gate"].item() == pytest.approx(0.5)

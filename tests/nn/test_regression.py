@@ -1,8 +1,11 @@
 """Covariates: against a likelihood written in NumPy, and the textbook's logistic regression."""
 
+import math
+
 import numpy as np
 import pandas as pd
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro import poutine
@@ -533,3 +536,29 @@ def test_mistakes_of_parts_are_named():
         RegressionHMM(3, normal(0), transition_free=torch.ones(3, 3, 1).bool())
     with pytest.raises(ValueError, match="True on its diagonal"):
         RegressionHMM(2, normal(0), transition_allowed=torch.zeros(2, 2).bool())
+
+
+@pytest.mark.parametrize(("kind", "name"), [(dist.Bernoulli, "logits"), (dist.Poisson, "rate")])
+def test_limits_of_means_lie_in_their_support(kind, name):
+    pyro.set_rng_seed(0)
+    x = torch.linspace(-2.0, 4.0, 40).double()
+    covariates = torch.stack([torch.ones(40).double(), x], -1).unsqueeze(0)
+    values = (x > 0.4 * torch.randn(40)).double().unsqueeze(0)
+    data = Sequences(values, torch.tensor([40]), covariates=covariates)
+    module = RegressionHMM(1, regression(kind, **{name: [0, 1]})).double()
+    bands = fit_em(module, data).predict(data, covariates[0], of="mean")
+    assert bool((bands.lower >= 0).all())
+    assert bool((bands.lower <= bands.value).all())
+    assert bool((bands.upper >= bands.value).all())
+    if kind is dist.Bernoulli:
+        assert bool((bands.upper <= 1).all())
+
+
+def test_counts_of_thousands_may_vary_by_hardly_more_than_chance():
+    pyro.set_rng_seed(0)
+    size, mean = 20_000.0, 5000.0
+    values = dist.NegativeBinomial(size, logits=math.log(mean / size)).sample((1, 4000)).double()
+    data = Sequences(values, torch.tensor([4000]), covariates=torch.ones(1, 4000, 1).double())
+    family = regression(dist.NegativeBinomial, total_count=None, logits=None)
+    emission = fit_em(RegressionHMM(1, family).double(), data).hmm(data).emission
+    assert emission.total_count.flatten()[0].item() == pytest.approx(size, rel=0.3)
