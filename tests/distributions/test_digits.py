@@ -66,7 +66,7 @@ def test_the_gradient_at_a_rate_of_zero():
     hmm = HMM(even[0], even, dist.Poisson(rate), torch.tensor([3]))
     hmm.log_prob(torch.tensor([[0.0, 0.0, 0.0]])).backward()
     assert rate.grad[0].item() == pytest.approx(
-        -hmm.posterior(torch.tensor([[0.0, 0.0, 0.0]])).states[..., 0].sum().item(), rel=1e-5
+        -hmm.posterior(torch.tensor([[0.0, 0.0, 0.0]])).state_probs[..., 0].sum().item(), rel=1e-5
     )
     rate.grad = None
     hmm.log_prob(torch.tensor([[0.0, 3.0, 0.0]])).backward()

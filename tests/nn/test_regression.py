@@ -543,7 +543,7 @@ def test_limits_of_means_lie_in_their_support(kind, name):
     pyro.set_rng_seed(0)
     x = torch.linspace(-2.0, 4.0, 40).double()
     covariates = torch.stack([torch.ones(40).double(), x], -1).unsqueeze(0)
-    values = (x > 0.4 * torch.randn(40)).double().unsqueeze(0)
+    values = (x > 2 * torch.randn(40)).double().unsqueeze(0)
     data = Sequences(values, torch.tensor([40]), covariates=covariates)
     module = RegressionHMM(1, regression(kind, **{name: [0, 1]})).double()
     bands = fit_em(module, data).predict(data, covariates[0], of="mean")
