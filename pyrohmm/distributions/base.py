@@ -387,8 +387,11 @@ def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
                 "lengths are not read."
             )
         return 1, num_steps
-    numbers = lengths.numpy()  # of which no tracer knows
-    return int(numbers.min()), int(numbers.max())
+    if torch._C._are_functorch_transforms_active():
+        low, high = torch.aminmax(lengths)
+    else:  # as an array, of which no tracer knows
+        low, high = lengths.numpy().min(), lengths.numpy().max()
+    return int(low), int(high)
 
 
 def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
