@@ -17,6 +17,7 @@ from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
+from ._imports import imported
 from ._transforms import transforming
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -102,6 +103,7 @@ def check_broadcast(shapes: dict[str, torch.Size], cure: str = "") -> torch.Size
     distinct = set(shapes.values()) - {torch.Size()}
     if len(distinct) <= 1:  # the usual case; torch takes its time
         return distinct.pop() if distinct else torch.Size()
+    imported("torch.fx.experimental.symbolic_shapes")  # torch would, with signals
     try:
         return torch.broadcast_shapes(*distinct)
     except RuntimeError:

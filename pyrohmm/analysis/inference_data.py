@@ -24,6 +24,7 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
+from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -158,8 +159,7 @@ def summary(converted: Any, **options: Any) -> Any:
     Returns:
         A ``pandas.DataFrame``.
     """
-    import arviz
-
+    arviz = imported("arviz")
     known = [name for name in INVARIANTS if name in converted["posterior"].data_vars]
     with numpy.errstate(invalid="ignore", divide="ignore"):  # of one state, what is constant
         return arviz.summary(converted, var_names=known, **options)
@@ -175,17 +175,14 @@ def _blank(values: Tensor, data: Sequences) -> Tensor:
 
 
 def _dataset(group: Variables) -> xr.Dataset:
-    import xarray
-
+    xarray = imported("xarray")
     variables = {name: (dims, value.cpu().numpy()) for name, (dims, value) in group.items()}
     sizes = {name: size for dims, value in group.values() for name, size in zip(dims, value.shape)}
     return xarray.Dataset(variables, {name: range(size) for name, size in sizes.items()})
 
 
 def _container(groups: dict[str, xr.Dataset]) -> Any:
-    import arviz
-    import xarray
-
+    arviz, xarray = imported("arviz"), imported("xarray")
     if int(arviz.__version__.split(".")[0]) >= 1:
         return xarray.DataTree.from_dict(groups)
     container: Any = arviz.InferenceData

@@ -17,6 +17,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 
 from .._checks import check_size
+from .._imports import imported
 from .._version import __version__
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -179,8 +180,7 @@ def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:
     Returns:
         The three axes of each row, of at most eight components.
     """
-    from matplotlib import pyplot
-
+    pyplot = imported("matplotlib.pyplot")
     limits = pseudo_residuals(hmm, values, forecast=True)
     known = (limits.upper - limits.lower) < 1
     residuals = limits.sample().masked_fill(~known, torch.nan)
@@ -399,8 +399,7 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def _picture(axes: Any) -> str:
     """The figure of ``axes`` as an image within the page."""
-    from matplotlib import pyplot
-
+    pyplot = imported("matplotlib.pyplot")
     stream = io.BytesIO()
     axes.figure.savefig(stream, format="png", dpi=120)
     pyplot.close(axes.figure)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .. import _renamed as renamed
+from .._imports import imported
 from ..infer.effects import Bands
 from ..infer.results import Fit
 
@@ -23,9 +24,7 @@ def axes_or_new(axes: Axes | None) -> Axes:
     """The axes given, or those of a new figure."""
     if axes is not None:
         return axes
-    from matplotlib import pyplot
-
-    return pyplot.subplots(layout="constrained")[1]
+    return imported("matplotlib.pyplot").subplots(layout="constrained")[1]
 
 
 def names_or_numbers(
@@ -43,9 +42,11 @@ def colors_of(size: int) -> list[Any]:
     """A colour for each of K states, no two alike: matplotlib's ten, twenty, or a rainbow."""
     if size <= 10:
         return [f"C{k}" for k in range(size)]
-    import matplotlib
-
-    colors = matplotlib.colormaps["tab20" if size <= 20 else "turbo"].resampled(max(size, 20))
+    colors = (
+        imported("matplotlib")
+        .colormaps["tab20" if size <= 20 else "turbo"]
+        .resampled(max(size, 20))
+    )
     return [colors(k) for k in range(size)]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _renamed as renamed
+from .._imports import imported
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.context_tables import AutoregressiveCategorical
 from ..distributions.hmm import HMM
@@ -127,8 +128,7 @@ def _panels(
     values: Tensor | None,
 ) -> Axes:  # fmt: skip
     """A panel for each of several streams."""
-    from matplotlib import pyplot
-
+    pyplot = imported("matplotlib.pyplot")
     parts = distribution.parts
     titles = names_or_numbers(symbols, len(parts), "stream ", "symbols must have D")
     size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}

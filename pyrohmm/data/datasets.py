@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import gzip
 import hashlib
-import importlib
 import os
 import re
 import sys
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._imports import imported
 from ..ops.sampling import sample_path
 from ..ops.stationary import stationary
 from .readers import BROKEN, Corpus, Entry, corpus_of, plain, read_characters
@@ -144,7 +144,7 @@ def _downloaded(name: str, file: PublicFile, target: Path) -> Path:
     try:
         if file.url is None:
             raise FileNotFoundError(f"{name} cannot be downloaded: it was made from {file.derived}")
-        pooch = importlib.import_module("pooch")  # optional
+        pooch = imported("pooch")  # optional
         checksum, shown = f"sha256:{file.sha256}", sys.stderr.isatty()
         # the file is renamed into place only when its checksum is right
         pooch.retrieve(file.url, checksum, target.name, target.parent, progressbar=shown)

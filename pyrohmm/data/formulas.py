@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 from scipy.interpolate import BSpline
 
 from .._checks import check_size
+from .._imports import imported
 
 Frame = Any  # a DataFrame of pandas or polars, or a dict of columns
 
@@ -109,7 +109,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
         >>> design["loc"].indices
         (0, 3)
     """
-    formulaic = importlib.import_module("formulaic")  # pip install 'pyrohmm[formulas]'
+    formulaic = imported("formulaic")  # pip install 'pyrohmm[formulas]'
     table = _pandas(frame)
     specs, columns = {}, {}
     for part, text in parts.items():
@@ -187,13 +187,13 @@ def smooth(
 
 def _terms() -> dict[str, Any]:
     """What formulas may call besides the functions of formulaic."""
-    transforms = importlib.import_module("formulaic.transforms")
+    transforms = imported("formulaic.transforms")
     smooths = transforms.stateful_transform(smooth)
     return {"cyclic": cyclic, "smooth": smooths, "offset": partial(np.asarray, dtype=float)}
 
 
 def _pandas(frame: Frame) -> Any:
-    pandas = importlib.import_module("pandas")
+    pandas = imported("pandas")
     if isinstance(frame, Mapping):
         return pandas.DataFrame({name: np.asarray(column) for name, column in frame.items()})
     if hasattr(frame, "to_pandas"):

@@ -21,6 +21,7 @@ from .._checks import (
     check_tensor,
     check_times,
 )
+from .._imports import imported
 from .vocabulary import Vocabulary
 
 NO_CODE = -1  # of a symbol that is missing, and of a label that is not known
@@ -121,8 +122,7 @@ def read_times(values: Any, name: str = "times") -> Tensor:
     if array.dtype.kind == "O":
         items = [getattr(item, "start_time", item) for item in array.flat]  # of periods
         if all(isinstance(item, date | timedelta) for item in items):
-            import pandas
-
+            pandas = imported("pandas")
             if isinstance(items[0], timedelta):
                 array = pandas.to_timedelta(items).to_numpy()
             else:

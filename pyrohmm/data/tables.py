@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .._arrays import is_missing, to_numpy
 from .._checks import check_shape
+from .._imports import imported
 from .steps import NO_CODE, encoded, read_part, read_steps, read_times
 from .vocabulary import Vocabulary
 
@@ -116,8 +117,7 @@ class Table(NamedTuple):
         Raises:
             ValueError: If a name or a time is missing, or a time occurs twice in a sequence.
         """
-        import pandas
-
+        pandas = imported("pandas")
         names = [] if by is None else [by] if isinstance(by, str) else list(by)
         columns = {name: column("by", frame, name) for name in names}
         if time is not None:
@@ -208,8 +208,7 @@ def rows_of(
         exists: ``(N, T)``.
         added: Columns by name; K of them are numbered.
     """
-    import pandas
-
+    pandas = imported("pandas")
     exists = exists.cpu()
     if table is None or rows is None:
         sequence, step = exists.nonzero().unbind(-1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.distributions.utils import broadcast_all
 
+from .._imports import imported
 from ..ops.log_space import finite_or_zero, log
 from .cumulative import REACH, bounds, cdf_of_counts, first_reaching
 from .hard_zeros import exact_log_prob
@@ -49,8 +50,7 @@ class StableWeibull(dist.Weibull):
 
 def von_mises_cdf(value: Tensor, loc: Tensor, concentration: Tensor) -> Tensor:
     """Probability that an angle lies between -π and ``value``, both in one turn; no gradient."""
-    from scipy import stats  # a third of a second, which few need
-
+    stats = imported("scipy.stats")  # a third of a second, which few need
     value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
     upto = _by_scipy(stats.vonmises.cdf, value, concentration, loc)
     return upto - _by_scipy(stats.vonmises.cdf, torch.full_like(upto, -math.pi), concentration, loc)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..io.checkpoints import Fields, describe
@@ -29,6 +30,7 @@ class Descent:
         self, parameters: list[nn.Parameter], settings: Settings, num_observed: int
     ) -> None:
         self.parameters = parameters
+        imported("torch._dynamo")  # an optimizer would, with signals
         adam = partial(torch.optim.Adam, lr=settings["learning_rate"])
         self.optimizer = (settings.get("optimizer") or adam)(parameters)
         make, clip_norm = settings.get("schedule"), settings.get("clip_norm")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import transform_to
 
+from .._imports import imported
 from .._sync import with_one_wait
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
@@ -147,6 +148,7 @@ class GradientSteps:
             name: leaf.to(device).requires_grad_() for name, leaf in state["leaves"].items()
         }
         if state["stepper"] is not None and self.step.optimizer is not None:
+            imported("torch._dynamo")  # an optimizer would, with signals
             self.step._stepper = self.step.optimizer([*self.leaves.values(), *self.points])
             self.step._stepper.load_state_dict(state["stepper"])
 

@@ -21,6 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..io.checkpoints import Fields
@@ -268,6 +269,7 @@ class Hamiltonian:
     def climb(self, place: Tensor, count: int) -> State:
         """Steps of Adam up the log-density: the best place that each chain has met."""
         leaf = place.clone()
+        imported("torch._dynamo")  # an optimizer would, with signals
         adam = torch.optim.Adam([leaf], lr=0.1)
         best = self.at(place)
         for _ in range(count):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import _renamed as renamed
 from .._checks import check_size
+from .._imports import imported
 from .._sync import read_with_one_wait
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
@@ -80,6 +81,7 @@ class GradientStep:
                 leaf.grad = gradient.contiguous()  # optimizers may take views
             return value
 
+        imported("torch._dynamo")  # an optimizer would, with signals
         if self.optimizer is None:
             _minimize(evaluate, parameters, sizes, self.num_iterations)
         else:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .._checks import check_shape, check_size
+from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM
@@ -141,6 +142,7 @@ class NGramMixture(HMMModule):
     def _maximize(self, fitted: list[nn.Parameter], words: Words, slopes: list[Tensor]) -> None:
         """Find the weights of one round, given the slopes of the evidence by the old ones."""
         old = [each.detach().sigmoid() for each in _at_words(self.weights(), words)]
+        imported("torch._dynamo")  # an optimizer would, with signals
         optimizer = torch.optim.LBFGS(fitted, max_iter=60, line_search_fn="strong_wolfe")
 
         def loss() -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ._numba_math import call as call
 from ._numba_math import kernel
 
 

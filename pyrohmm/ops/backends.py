@@ -9,18 +9,16 @@ Example:
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import Enum
 from functools import cache
-from importlib import import_module
-from types import FrameType, ModuleType
-from typing import Any
+from types import ModuleType
 
 import torch
+
+from .._imports import imported
 
 
 class Backend(Enum):
@@ -44,7 +42,8 @@ def pick(device: torch.device, fits: bool = True) -> Backend:
 @cache
 def compiled(folder: str) -> ModuleType:
     """The compiled loops of a folder of this room."""
-    return import_module(f".{folder}._numba", __package__)
+    module: ModuleType = imported(f".{folder}._numba", __package__)
+    return module
 
 
 backend_for = pick
@@ -73,8 +72,7 @@ def use(backend: Backend) -> Iterator[None]:
 def has_numba() -> bool:
     """Whether Numba can be imported; the first call imports it."""
     try:
-        with _signals_delayed():
-            import_module("._numba_math", __package__)
+        imported("._numba_math", __package__)
     except ImportError:
         return False
     return True
@@ -88,29 +86,3 @@ def advise_numba() -> None:
             "Numba is not installed: with pip install 'pyrohmm[compiled]', fits of up to 128 "
             "states are several times faster on a CPU."
         )
-
-
-@contextmanager
-def _signals_delayed() -> Iterator[None]:
-    """A context at whose end signals are handled, such as Ctrl-C: half of Numba is of no use.
-
-    An import that is broken off leaves some of its modules behind, on which a second one fails.
-    Only the main thread handles signals.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    for known in signal.valid_signals():
-        if callable(handler := signal.getsignal(known)):
-            handlers[int(known)] = handler
-    arrived: list[tuple[int, FrameType | None]] = []
-    for number in handlers:
-        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)

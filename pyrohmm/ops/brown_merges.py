@@ -7,14 +7,14 @@ are in it, so in nats times N.
 from __future__ import annotations
 
 import math
-from importlib import import_module
-from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
 from scipy.special import xlogy
 from tqdm import tqdm
+
+from .._imports import imported
 
 LISTED = 1 << 22  # numbers whose f is tabulated; above, it is computed each time
 TIE = 1e-12  # nats of average mutual information; differences below it are none
@@ -94,10 +94,10 @@ class Tables(NamedTuple):
     rank: np.ndarray
 
 
-def _loops() -> ModuleType:
+def _loops() -> Any:
     """The compiled loops, without which clustering would take hours."""
     try:
-        return import_module("._numba_clusters", __package__)
+        return imported("._numba_clusters", __package__)
     except ImportError as error:
         raise ImportError(
             "Brown clusters need Numba. Install it with pip install 'pyrohmm[compiled]'; "
@@ -122,15 +122,18 @@ class Window:
         for way in (0, 1):
             self.tables.counts[way, slot] = beside[way]
             self.tables.counts[way, :, slot] = beside[1 - way]
-        self._loops.enter_cluster(*self.tables, self.terms.table, self.terms.steps, slot)
+        loops, terms = self._loops, self.terms
+        loops.call(loops.enter_cluster, *self.tables, terms.table, terms.steps, slot)
 
     def merge(self, keep: int, gone: int) -> None:
         """Merge a cluster into one of lower rank."""
-        self._loops.merge_clusters(*self.tables, self.terms.table, self.terms.steps, keep, gone)
+        loops, terms = self._loops, self.terms
+        loops.call(loops.merge_clusters, *self.tables, terms.table, terms.steps, keep, gone)
 
     def best(self) -> tuple[int, int]:
         """The two clusters whose merge loses least, that with the more frequent word first."""
-        best: tuple[int, int] = self._loops.best_merge(*self.tables[3:], self.terms.tie)
+        loops = self._loops
+        best: tuple[int, int] = loops.call(loops.best_merge, *self.tables[3:], self.terms.tie)
         return best
 
 
@@ -170,9 +173,9 @@ def exchange(
     counts = np.stack([table, table.T])
     marginals, sizes = counts.sum(2), np.bincount(labels)
     for _ in tqdm(range(num_sweeps), "sweeps", disable=disable, leave=False):
-        changed = loops.sweep_clusters(
-            labels, counts, marginals, sizes, words.starts, words.others, words.numbers,
-            terms.table, terms.steps, terms.tie,
+        changed = loops.call(
+            loops.sweep_clusters, labels, counts, marginals, sizes, words.starts, words.others,
+            words.numbers, terms.table, terms.steps, terms.tie,
         )  # fmt: skip
         if not changed:
             break

@@ -16,12 +16,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN
+from .._imports import imported
 from .._precision import full_precision, with_gradient
 from .._threads import threads_for
 from .backends import NUMBA, pick
@@ -76,7 +76,7 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     def twin(table: Tensor) -> Tensor:
         return table.double()[flat].to(table.dtype)  # so that sums of gradients are in float64
 
-    return with_gradient(taken, twin, table).reshape(*rows.shape, table.size(-1))
+    return with_gradient(taken, twin, table, also=[flat]).reshape(*rows.shape, table.size(-1))
 
 
 def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
@@ -87,7 +87,7 @@ def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
     values = values.detach()
     out = values.new_zeros(size, values.size(1), dtype=torch.float64)
     if pick(values.device, values.numel() >= ADDED) is NUMBA:
-        loops = import_module("._numba_math", __package__)
+        loops = imported("._numba_math", __package__)
         work = values.numel() // max(size, 1)
         loops.run(loops.add_rows, size, work, rows, values.contiguous(), out)
         return out
@@ -115,7 +115,7 @@ def accumulated(weights: Tensor, rows: Tensor, cancels: bool = True) -> Tensor:
     height, width = weights.size(-1), rows.size(-1)
     fits = weights.dim() == 2 and min(height, width) <= THIN and len(rows) * height >= ADDED
     if pick(rows.device, fits and not torch.is_grad_enabled()) is NUMBA:
-        loops = import_module("._numba_math", __package__)
+        loops = imported("._numba_math", __package__)
         weights, rows = (part.detach().resolve_neg() for part in (weights, rows))
         if width <= height:
             return loops.sum_products(rows, weights).mT

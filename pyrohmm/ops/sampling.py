@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from .._imports import imported
 from .._transforms import transforming
 from .backends import NUMBA, backend_for
 from .log_space import finite_or_zero
@@ -99,7 +99,7 @@ def sample_paths(
         uniform = torch.rand(groups, *rows.shape, dtype=torch.float64)
         states = torch.zeros(uniform.shape, dtype=torch.long)
         evidence = uniform.new_zeros(uniform.shape[:2])
-        kernels = import_module("._numba_math", __package__)
+        kernels = imported("._numba_math", __package__)
         kernels.run(
             kernels.sample_paths, groups, 8 * rows.numel() * num_states**2,
             first.contiguous(), matrix.contiguous(), matrix.mT.contiguous(),

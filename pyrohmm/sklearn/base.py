@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
+from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 
 try:
+    imported("sklearn.utils.validation")
     from sklearn.base import BaseEstimator, DensityMixin
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.utils import check_random_state

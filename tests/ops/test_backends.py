@@ -44,6 +44,7 @@ INTERRUPTED = """
 import os, signal, sys
 import torch
 import pyrohmm
+from pyrohmm._imports import imported
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, pick, has_numba
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it

@@ -20,7 +20,6 @@ that is more than rounding, the sequence is computed in logarithms, too.
 from __future__ import annotations
 
 import math
-from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..._precision import with_gradient
-from ..backends import NUMBA, backend_for
+from ..backends import NUMBA, backend_for, compiled
 from ..log_space import finite_or_zero
 from ..tensor_cache import cached, cached_on
 from .messages import LogChain
@@ -225,4 +224,4 @@ def _kernels(chain: PlannedChain) -> ModuleType | None:
         return None
     if bool((chain.plan.block == len(chain.states.sizes)).any()):
         return None
-    return import_module("._numba", __package__)
+    return compiled("blocks")

@@ -1,0 +1,54 @@
+"""Imports of what is heavy, or may be missing, where it is first needed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import resolve_name
+from types import FrameType
+from typing import Any
+
+
+def imported(name: str, package: str | None = None) -> Any:
+    """The module ``name``, imported with signals delayed.
+
+    An import that is broken off, as by Ctrl-C, leaves some of its modules behind, on which every
+    later one fails.
+
+    Raises:
+        ImportError: If there is no such module.
+
+    Example:
+        >>> imported("math").floor(2.5)
+        2
+    """
+    if resolve_name(name, package) in sys.modules:
+        return import_module(name, package)
+    with _signals_delayed():
+        return import_module(name, package)
+
+
+@contextmanager
+def _signals_delayed() -> Iterator[None]:
+    """A context at whose end signals are handled. Only the main thread handles signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    for known in signal.valid_signals():
+        if callable(handler := signal.getsignal(known)):
+            handlers[int(known)] = handler
+    arrived: list[tuple[int, FrameType | None]] = []
+    for number in handlers:
+        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in arrived:
+            handlers[number](number, frame)
