@@ -22,6 +22,7 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from .._choices import WORTH
+from .._threads import flushed
 
 FAST = {"contract", "reassoc", "nsz"}
 kernel = njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=FAST)
@@ -72,6 +73,24 @@ def threads_of(count: int, work: int) -> int:
     return min(torch.get_num_threads(), count, 1 + work // WORTH)
 
 
+def call(loop: Callable[..., Any], *arguments: Any) -> Any:
+    """``loop(*arguments)``: the one place where compiled loops are called.
+
+    Arguments and results are arrays, numbers and tuples of them: a ``NamedTuple`` is made by
+    Python, which then raises what a signal asks for, such as Ctrl-C, and Numba does not look.
+    Subnormal numbers are zero meanwhile.
+
+    Raises:
+        BaseException: What a signal raised, where Numba calls it an error of its own.
+    """
+    try:
+        return flushed(loop, *arguments)
+    except SystemError as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
+
+
 def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> None:
     """Run ``loop(first, last, *arguments)`` over ``count`` sequences on torch's threads.
 
@@ -87,7 +106,7 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
     threads = threads_of(count, count * work)
 
     def run_part(part: int) -> None:
-        loop(count * part // threads, count * (part + 1) // threads, *passed)
+        call(loop, count * part // threads, count * (part + 1) // threads, *passed)
 
     share(run_part, threads)
 
@@ -121,7 +140,7 @@ def sum_products(rows: Tensor, weights: Tensor) -> Tensor:
     threads = threads_of(count, rows.numel() * weights.size(1))
     ends = [count * part // threads for part in range(threads + 1)]
     arrays, sums = (rows.numpy(), weights.numpy()), np.zeros((threads, *shape))
-    share(lambda part: _add_products(*ends[part : part + 2], *arrays, sums[part]), threads)
+    share(lambda part: call(_add_products, *ends[part : part + 2], *arrays, sums[part]), threads)
     return torch.from_numpy(sums.sum(0))
 
 

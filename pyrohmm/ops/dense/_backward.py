@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .._numba_math import inner, kernel, u64
+from ._forward import Messages
 from ._lanes import (
     _LANES,
     LANES,
@@ -26,7 +27,7 @@ from ._lanes import (
     store,
     sum_products,
 )
-from ._steps import begin_step, read, read_row, tile_of
+from ._steps import Data, begin_step, read, read_row, tile_of
 
 STEPS = 8  # whose transitions are added up together
 _STEPS = u64(STEPS)
@@ -103,61 +104,34 @@ class Counts(NamedTuple):
     symbols: np.ndarray
 
 
-@kernel
-def begin_back(data, exact, weights, after):
+def begin_back(data: Data, exact: np.ndarray, weights: np.ndarray, after: np.ndarray) -> Back:
     """Arguments of a backward pass, and results that are not yet written."""
-    (count, size), real, matrices = data.initial.shape, data.initial.dtype, data.matrices
-    transposed = np.empty_like(matrices)
-    steps, groups, height, _ = matrices.shape
-    for s in range(steps):
-        for g in range(groups):
-            for j in range(height):
-                for k in range(height):
-                    transposed[s, g, k, j] = matrices[s, g, j, k]
-    rows = count * data.steps if data.likelihood.shape[0] else 0
+    (count, size), real = data.initial.shape, data.initial.dtype
+    rows = count * data.steps if len(data.likelihood) else 0
     return Back(
-        transposed, weights, after, exact.copy(), 0.0, np.zeros((count, size), real),
-        np.zeros((rows, size), real),
+        np.ascontiguousarray(data.matrices.swapaxes(2, 3)), weights, after, exact.copy(), 0.0,
+        np.zeros((count, size), real), np.zeros((rows, size), real),
     )  # fmt: skip
 
 
 @kernel
-def backward_of_tiles(data, found, weights, after, tiles):
-    """Backward pass in one thread: see :func:`finish`; and how many sequences were lost."""
-    (steps, groups, height, _), lost = data.matrices.shape, 0
-    counts, emitted = np.zeros((steps, groups, height, height)), np.zeros(data.tables.shape)
-    back = begin_back(data, found.exact, weights, after)
-    for tile in range(tiles):
-        lost += _backward_tile(tile, data, found, back, counts, emitted)
-    return back.starts, back.gamma, counts, emitted, lost
-
-
-@kernel
-def backward_of_rows(data, found, weights, after, owners):
-    """Backward pass over sequences one after the other: see :func:`backward_of_tiles`.
-
-    Expected transitions are of each of the ``owners``, the sequences or the groups.
-    """
-    (steps, _, height, _), rows = data.matrices.shape, len(data.lengths)
-    counts, emitted = np.zeros((steps, owners, height, height)), np.zeros(data.tables.shape)
-    back = begin_back(data, found.exact, weights, after)
-    lost = backward_rows(0, rows, data, found, back, counts, emitted)
-    return back.starts, back.gamma, counts, emitted, lost
-
-
-@kernel
-def finish(counts, emitted, matrices, size):
-    """Expected transitions, from those over their probabilities, and counts of symbols.
+def finish(counts, emitted, matrices, pairs, symbols):
+    """Write expected transitions, from those over their probabilities, and counts of symbols.
 
     Transitions to what cannot be reached are none: messages to it may be huge.
 
+    Args:
+        counts: ``(S, G|N, height, height)``.
+        emitted: ``(G, V + 1, height)``; no rows without symbols.
+        matrices: ``(S, G, height, height)``.
+        pairs: ``(S, G|N, K, K)``, written.
+        symbols: ``(G, K, V)``, written.
+
     Returns:
-        ``(S, G|N, K, K)``, ``(G, K, V)``, and whether all are finite.
+        Whether all are finite.
     """
-    real, (steps, owners), (groups, rows) = matrices.dtype, counts.shape[:2], emitted.shape[:2]
-    share, finite = owners // matrices.shape[1], True
-    pairs = np.empty((steps, owners, size, size), real)
-    symbols = np.empty((groups, size, max(rows - 1, 0)), real)
+    (steps, owners, size, _), finite = pairs.shape, True
+    share = owners // matrices.shape[1]
     for s in range(steps):
         for n in range(owners):
             for j in range(size):
@@ -166,11 +140,11 @@ def finish(counts, emitted, matrices, size):
                     value = counts[s, n, j, k] * prob if prob > 0 else 0.0
                     finite &= abs(value) < np.inf
                     pairs[s, n, j, k] = value
-    for g in range(groups):
-        for v in range(rows - 1):
+    for g in range(symbols.shape[0]):
+        for v in range(symbols.shape[2]):
             for k in range(size):
                 symbols[g, k, v] = emitted[g, v, k]
-    return pairs, symbols, finite
+    return finite
 
 
 @kernel
@@ -180,7 +154,7 @@ def backward_tiles(first, last, data, found, back, counts, emitted):
     Adds to ``counts``, of the shape of the matrices, expected transitions over their probabilities,
     and to ``emitted``, of the shape of the tables, those of symbols.
     """
-    lost = 0
+    data, found, back, lost = Data(*data), Messages(*found), Back(*back), 0
     for tile in range(first, last):
         lost += _backward_tile(tile, data, found, back, counts, emitted)
     return lost
@@ -305,7 +279,8 @@ def backward_rows(first, last, data, found, back, counts, emitted):
 
     ``counts`` may be of each sequence, ``(S, N, height, height)``.
     """
-    lost, real, height = 0, data.matrices.dtype, data.matrices.shape[2]
+    data, found, back, lost = Data(*data), Messages(*found), Back(*back), 0
+    real, height = data.matrices.dtype, data.matrices.shape[2]
     stride = min(data.steps, STEPS * LANES) + 16  # between rows: no power of two, for the cache
     before, after = np.zeros(height * stride, real), np.zeros(height * stride, real)
     for row in range(first, last):

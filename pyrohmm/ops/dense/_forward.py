@@ -17,7 +17,7 @@ import numpy as np
 
 from .._numba_math import inner, kernel, u64
 from ._lanes import _LANES, LANES, _0, multiply, multiply_row, scale_lanes, scratch, sum_products
-from ._steps import accumulate, begin_step, read, read_row, take, tile_of, watch
+from ._steps import Data, accumulate, begin_step, read, read_row, take, tile_of, watch
 
 
 class Messages(NamedTuple):
@@ -41,8 +41,7 @@ class Messages(NamedTuple):
     total: np.ndarray
 
 
-@kernel
-def messages(data, tiles, lanes, kept):
+def messages(data: Data, tiles: int, lanes: int, kept: bool) -> Messages:
     """Messages, not yet written, of so many tiles of ``lanes`` sequences."""
     (count, size), real = data.initial.shape, data.initial.dtype
     length = tiles * data.steps * lanes if kept else 0
@@ -53,29 +52,9 @@ def messages(data, tiles, lanes, kept):
 
 
 @kernel
-def forward_of_tiles(data, tiles, kept):
-    """Forward pass over all tiles in one thread: messages, and :func:`doubts` of them.
-
-    Its loop is not that of :func:`forward_tiles`, so that this is not compiled too.
-    """
-    found = messages(data, tiles, LANES, kept)
-    for tile in range(tiles):
-        _forward_tile(tile, data, kept, found)
-    return found, doubts(found)
-
-
-@kernel
-def forward_of_rows(data, rows, kept):
-    """Forward pass over sequences one after the other, in one thread."""
-    found = messages(data, rows, 1, kept)
-    for row in range(rows):
-        _forward_row(row, data, kept, found)
-    return found, doubts(found)
-
-
-@kernel
 def forward_tiles(first, last, data, kept, found):
     """Forward pass of several tiles of sequences; messages are written if ``kept``."""
+    data, found = Data(*data), Messages(*found)
     for tile in range(first, last):
         _forward_tile(tile, data, kept, found)
 
@@ -152,6 +131,7 @@ def _forward_tile(tile, data, kept, found):
 @kernel
 def forward_rows(first, last, data, kept, found):
     """Forward pass over sequences one after the other."""
+    data, found = Data(*data), Messages(*found)
     for row in range(first, last):
         _forward_row(row, data, kept, found)
 
@@ -211,10 +191,10 @@ def _forward_row(row, data, kept, found):
 
 
 @kernel
-def doubts(found):
+def doubts(exact, sure):
     """Numbers of sequences that left the range of numbers, and of others that are not sure."""
     lost = unsure = 0
-    for row in range(found.exact.shape[0]):
-        lost += not found.exact[row]
-        unsure += found.exact[row] and not found.sure[row]
+    for row in range(exact.shape[0]):
+        lost += not exact[row]
+        unsure += exact[row] and not sure[row]
     return lost, unsure

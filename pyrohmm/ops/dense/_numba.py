@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._choices import MILLISECOND, PIECES, SIDE_BY_SIDE
-from .._numba_math import run, share
+from .._numba_math import call, run, share
 from ..log_space import largest
 from ..masks import exists
 from . import _backward, _forward, _paths
@@ -21,9 +21,11 @@ from ._steps import Data, prepare, starts_of, symbol_range
 from .chain import Chain, Gradient, cast
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
-    np.dtype(real): (np.log(np.finfo(real).tiny), np.log(np.finfo(real).max), np.finfo(real).eps)
-    for real in ("float32", "float64")
-}
+    np.dtype(number.dtype): (  # rounded up: its exponential must not be subnormal
+        np.log(number.tiny * number.dtype.type(1.001)), np.log(number.max), number.eps,
+    )
+    for number in (np.finfo(np.float32), np.finfo(np.float64))
+}  # fmt: skip
 _NO_SYMBOLS = np.zeros(0, np.int64)
 
 
@@ -77,13 +79,17 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
     else:
         table, likelihood = np.ascontiguousarray(logs.numpy()), starts[0, :0]
         symbols, first, along = _symbols(chain)
-    prepared = prepare(
-        np.ascontiguousarray(starts), np.ascontiguousarray(transition.numpy()), table,
-        *LIMITS[starts.dtype],
+    height, count = -(-num_states // 4) * 4, table.shape[-1]
+    probs, rows = np.empty_like(starts), count + 1 if count else 0
+    matrices = np.zeros((*transition.shape[:2], height, height), starts.dtype)
+    tables = np.zeros((groups, rows, height), starts.dtype)
+    peaks = np.zeros((groups, count + 1), starts.dtype)
+    limits = call(
+        prepare, np.ascontiguousarray(starts), np.ascontiguousarray(transition.numpy()), table,
+        *LIMITS[starts.dtype], probs, matrices, tables, peaks,
     )  # fmt: skip
-    initial_probs, matrices, tables, peaks, limits = prepared
     return Data(
-        initial_probs, matrices, symbols, tables, peaks, likelihood, first, along,
+        probs, matrices, symbols, tables, peaks, likelihood, first, along,
         chain.lengths.reshape(-1).numpy(), chain.num_steps, limits,
     )  # fmt: skip
 
@@ -93,7 +99,7 @@ def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
     assert chain.symbols is not None
     codes, count = cast(chain.symbols, torch.long), chain.logs.size(-1)
     symbols, first, along = _flat(codes)
-    low, high = symbol_range(symbols, first, along, chain.num_steps)
+    low, high = call(symbol_range, symbols, first, along, chain.num_steps)
     if low < 0 or high >= count:
         raise ValueError(
             f"symbols must lie between 0 and V - 1 = {count - 1}, with V that of log_symbols; got "
@@ -112,7 +118,7 @@ def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
     else:
         length = 1 + sum((n - 1) * stride for n, stride in zip(shape, tensor.stride()))
         flat = tensor.as_strided((length,), (1,))
-    return flat.numpy(), starts_of(shape[0], shape[1], over_groups, over), along
+    return flat.numpy(), call(starts_of, *shape[:2], over_groups, over), along
 
 
 class _Passes:
@@ -142,15 +148,11 @@ class _Passes:
 
         Also how many sequences left the range of numbers, and how many others may have lost mass.
         """
-        if len(self.bounds) == 1:
-            alone = self.lanes == 1
-            loop = _forward.forward_of_rows if alone else _forward.forward_of_tiles
-            found, doubts = loop(self.data, self.tiles, kept)
-            return found, *doubts
-        written = _forward.messages(self.data, self.tiles, self.lanes, kept)
+        found = _forward.messages(self.data, self.tiles, self.lanes, kept)
         loop = _forward.forward_rows if self.lanes == 1 else _forward.forward_tiles
-        share(lambda part: loop(*self.bounds[part], self.data, kept, written), len(self.bounds))
-        return written, *_forward.doubts(written)
+        arrays = tuple(self.data), kept, tuple(found)
+        share(lambda part: call(loop, *self.bounds[part], *arrays), len(self.bounds))
+        return found, *call(_forward.doubts, found.exact, found.sure)
 
     def view(self, alpha: np.ndarray) -> Tensor:
         """Messages as ``(G, n, T, K)``."""
@@ -174,14 +176,16 @@ class _Passes:
         counts = np.zeros((sums, len(self.data.matrices), self.owners, height, height))
         emitted = np.zeros((sums, *self.data.tables.shape))
         loop = _backward.backward_rows if self.lanes == 1 else _backward.backward_tiles
+        arrays = tuple(self.data), tuple(found), tuple(back)
 
         def run_part(part: int) -> int:
             ends, place = self.bounds[part], part % sums
-            lost: int = loop(*ends, self.data, found, back, counts[place], emitted[place])
+            lost: int = call(loop, *ends, *arrays, counts[place], emitted[place])
             return lost
 
         lost = sum(share(run_part, len(self.bounds)))
-        return counts.sum(0), emitted.sum(0), lost
+        whole = (part[0] if len(part) == 1 else part.sum(0) for part in (counts, emitted))
+        return *whole, lost
 
     def backward(
         self, found: Messages, weight: Tensor, after: np.ndarray | None = None
@@ -189,13 +193,6 @@ class _Passes:
         """Expected counts, each sequence with its weight; None if numbers left their range."""
         weights = cast(weight, torch.float64).reshape(-1).numpy()
         after = found.ends[:0] if after is None else after
-        if len(self.bounds) == 1:
-            if self.lanes == 1:
-                loop, number = _backward.backward_of_rows, self.owners
-            else:
-                loop, number = _backward.backward_of_tiles, self.tiles
-            *counts, lost = loop(self.data, found, weights, after, number)
-            return None if lost else Counts(*counts)
         back = _backward.begin_back(self.data, found.exact, weights, after)
         pairs, symbols, lost = self._run_back(found, back)
         return None if lost else Counts(back.starts, back.gamma, pairs, symbols)
@@ -206,13 +203,15 @@ def _gradient(chain: Chain, counts: Counts | None, data: Data) -> tuple[Tensor, 
     if counts is None:
         return None
     (groups, count), size = chain.lengths.shape, data.initial.shape[1]
-    pairs, logs, finite = _backward.finish(counts.pairs, counts.symbols, data.matrices, size)
-    if not finite:
+    real, (steps, owners) = data.matrices.dtype, counts.pairs.shape[:2]
+    pairs = np.empty((steps, owners, size, size), real)
+    symbols = np.empty((len(data.tables), size, max(data.tables.shape[1] - 1, 0)), real)
+    if not call(_backward.finish, counts.pairs, counts.symbols, data.matrices, pairs, symbols):
         return None
     if chain.symbols is None:
-        logs = counts.states.reshape(groups, count, -1, size)[:, :, : chain.num_steps]
+        symbols = counts.states.reshape(groups, count, -1, size)[:, :, : chain.num_steps]
     starts = counts.starts.reshape(groups, count, size)
-    return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(logs)
+    return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(symbols)
 
 
 # One long sequence ------------------------------------------------------------------------------

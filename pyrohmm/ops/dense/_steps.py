@@ -44,8 +44,8 @@ class Data(NamedTuple):
 
 
 @kernel
-def prepare(initial, transition, logs, low, high, eps):
-    """Probabilities from their logarithms, and how closely steps must be watched.
+def prepare(initial, transition, logs, low, high, eps, starts, matrices, tables, peaks):
+    """Write probabilities from their logarithms, and say how closely steps must be watched.
 
     Args:
         initial: ``(N, K)``.
@@ -54,13 +54,15 @@ def prepare(initial, transition, logs, low, high, eps):
         low: Logarithm of the smallest normal number.
         high: Logarithm of the largest number.
         eps: Relative precision.
+        starts: ``initial`` of :class:`Data`, written.
+        matrices: And these, zeros before.
+        tables: And these, zeros before.
+        peaks: And these, zeros before.
 
     Returns:
-        ``initial``, ``matrices``, ``tables``, ``peaks`` and ``limits`` of :class:`Data`.
+        ``limits`` of :class:`Data`.
     """
     real, (steps, groups, size) = initial.dtype, transition.shape[:3]
-    height = (size + 3) // 4 * 4
-    starts, matrices = np.empty_like(initial), np.zeros((steps, groups, height, height), real)
     least, most, zeros = real.type(0), real.type(1), False
     for row in range(len(initial)):
         least, most, zeros = _exponentials(starts[row], initial[row], low, high, least, most, zeros)
@@ -71,12 +73,11 @@ def prepare(initial, transition, logs, low, high, eps):
                 least, most, zeros = _exponentials(
                     out, transition[s, g, j], low, high, least, most, zeros
                 )
-    tables, peaks = _scaled_tables(logs, height, low)
+    _scale_tables(logs, low, tables, peaks)
     tiny, smallest = np.exp(low) * most, np.exp(least)
     slack = tiny * size / eps
     watched = zeros or not smallest * smallest >= slack
-    limits = (smallest if watched else -1.0, np.float64(low), 2 * tiny, slack)
-    return starts, matrices, tables, peaks, limits
+    return smallest if watched else -1.0, np.float64(low), 2 * tiny, slack
 
 
 @inner
@@ -99,11 +100,9 @@ def _exponentials(out, logs, low, high, least, most, zeros):
 
 
 @inner
-def _scaled_tables(logs, height, low):
-    """Probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
-    (groups, size, count), real = logs.shape, logs.dtype
-    rows = count + 1 if count else 0
-    tables, peaks = np.zeros((groups, rows, height), real), np.zeros((groups, count + 1), real)
+def _scale_tables(logs, low, tables, peaks):
+    """Write probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
+    groups, size, count = logs.shape
     for g in range(groups):
         peak = peaks[g]
         peak[:count] = -np.inf
@@ -119,7 +118,6 @@ def _scaled_tables(logs, height, low):
                 value = exp(low if not x > low else x)
                 tables[g, v, k] = 0 if x == -np.inf else x if x != x else value
         tables[g, count:, :size] = 1  # of a missing symbol
-    return tables, peaks
 
 
 @kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE
+from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED
 from ..._sync import exceeds
 from ..product import _torch as product
 from ..products import accumulated
@@ -38,8 +38,8 @@ def scaled(
         gamma = alpha * beta
         agreement = gamma.sum(-1, keepdim=True)
         mass, least = total * agreement, least * 3 * steps
-        gamma.div_(agreement)
-        message = weight.mul_(beta).div_(agreement).div_(total)  # their product may overflow
+        gamma = _normal(gamma.div_(agreement))
+        message = _normal(weight.mul_(beta).div_(agreement).div_(total))  # a product may overflow
     if padded is not None:
         logs.masked_fill_(padded, 0.0)
         mass = mass.masked_fill(padded, torch.inf)
@@ -80,7 +80,16 @@ def _weigh(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | N
         last, padded = masks.to(likelihood.device, non_blocking=True)
         likelihood = likelihood.masked_fill(padded, 0.0)
     peak = likelihood.amax(-1, keepdim=True)
-    return (likelihood - peak).exp_().contiguous(), peak, last, padded
+    return _normal((likelihood - peak).exp_()).contiguous(), peak, last, padded
+
+
+def _normal(probs: Tensor) -> Tensor:
+    """Probabilities, of which subnormal ones become zero in place, on the CPU.
+
+    Exponentials of torch, and its other threads, do not do what :func:`.flushed` asks for.
+    """
+    on_cpu = probs.device.type == "cpu"
+    return torch.threshold_(probs, torch.finfo(probs.dtype).tiny, 0.0) if on_cpu else probs
 
 
 def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
@@ -236,7 +245,7 @@ def _by_steps(
     ways = 1 + back
     matrices = log_transition.new_empty(steps, ways * groups, num_states, num_states)
     transition, floor = matrices[:, :groups], (num_states + 2) * torch.finfo(weight.dtype).tiny
-    torch.exp(log_transition, out=transition)
+    _normal(torch.exp(log_transition, out=transition))
     if back:
         there = transition if steps == 1 else transition.flip(0)
         torch.add(there, floor, out=matrices[:, groups:].mT)
@@ -250,6 +259,7 @@ def _by_steps(
     norm = seen.new_empty(*seen.shape[:-1], 1)
     torch.exp(log_initial, out=arrived[0, :groups])
     arrived[0, groups:].fill_(1.0)
+    shared = state[0].numel() >= SHARED and torch.get_num_threads() > 1
     for t in range(len(weight)):
         if t > 0:
             matrix = matrices[t - 1 if len(matrices) > 1 else 0]
@@ -260,6 +270,8 @@ def _by_steps(
             torch.addcmul(restart[t], arrived[t], seen[t], out=state[t])
         torch.sum(state[t], -1, keepdim=True, out=norm[t])
         state[t].div_(norm[t])
+        if shared:
+            _normal(state[t])
     return state, norm, arrived, transition
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._numba_math import copy, exp, inner, kernel, logsumexp, run, share, threads_of
+from .._numba_math import call, copy, exp, inner, kernel, logsumexp, run, share, threads_of
 from ._torch import SegmentChain
 
 ABOVE = 40.0  # how far an entry may lie above its frame
@@ -428,7 +428,7 @@ def backward(
     def run_part(part: int) -> None:
         first, last = (count * end // threads for end in (part, part + 1))
         results = (table.numpy() for table in (starts, gamma, *sums[part]))
-        _backward(first, last, *constant, *results)
+        call(_backward, first, last, *constant, *results)
 
     share(run_part, threads)
     return starts, *(torch.stack(parts).sum(0) for parts in zip(*sums)), gamma
