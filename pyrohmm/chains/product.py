@@ -14,8 +14,11 @@ from .. import _renamed as renamed
 from ..ops import factorial
 from ..ops import stationary as stationary_ops
 from ..ops.sampling import CategoricalTable
+from ..ops.tensor_cache import lazy
 from .base import Chain, Core, Expansion, entry, sample_markov
 from .markov import MarkovChain
+
+MOST = 1 << 24  # product states
 
 
 class FactorialPosterior(NamedTuple):
@@ -38,6 +41,16 @@ class FactorialPosterior(NamedTuple):
         """Old name of ``state_probs``."""
 
 
+def check_product(sizes: Sequence[int]) -> None:
+    """Raise if chains of so many states have more product states than can be summed over."""
+    if (count := math.prod(sizes)) > MOST:
+        raise ValueError(
+            f"{len(sizes)} chains of {max(sizes)} or fewer states have {count:,} product states; "
+            f"wanted at most {MOST:,}, for a message takes {4 * count:,} bytes at each step of "
+            "each sequence. Take fewer chains, or fewer states."
+        )
+
+
 class ProductChain(Chain):
     """M independent Markov chains, whose product states are numbered with the last fastest.
 
@@ -55,8 +68,17 @@ class ProductChain(Chain):
         super().__init__()
         self.log_initials, self.log_transitions = tuple(log_initials), tuple(log_transitions)
         self.sizes = tuple(table.size(-1) for table in self.log_transitions)
-        self.log_initial = reduce(_outer, self.log_initials)
-        self.tables = self.log_initial, self.log_transitions
+        check_product(self.sizes)
+
+    @lazy
+    def log_initial(self) -> Tensor:
+        """``(*b, K)``, of the product states."""
+        return reduce(_outer, self.log_initials)
+
+    @property
+    def tables(self) -> tuple[Tensor, tuple[Tensor, ...]]:  # type: ignore[override]
+        """The first product state, and the matrix of each chain."""
+        return self.log_initial, self.log_transitions
 
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]

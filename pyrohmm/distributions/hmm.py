@@ -150,9 +150,10 @@ class HMM(ChainDistribution):
         return hmm
 
     def __repr__(self) -> str:
+        emission = self._emission  # not that of all states, which may be large and not be made yet
         return (
-            f"{type(self).__name__}({self.num_states} states; {type(self.emission).__name__} of "
-            f"event shape {tuple(self.emission.event_shape)}; batch shape "
+            f"{type(self).__name__}({self.num_states} states; {type(emission).__name__} of "
+            f"event shape {tuple(emission.event_shape)}; batch shape "
             f"{tuple(self.batch_shape)}, up to {self.event_shape[0]} steps)"
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
+from ..chains.product import check_product
 from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics
@@ -92,6 +93,7 @@ def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
         raise ValueError("num_states must hold the number of states of at least one chain.")
     for size in sizes:
         check_size("each of num_states", size)
+    check_product(sizes)
     return sizes
 
 
