@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
+from ._threads import flushed
 from ._transforms import provenance_of, transforming, with_provenance
 
 _AS_IT_IS = nullcontext()
@@ -78,7 +80,13 @@ def recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
 Forward = Callable[..., tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]]
 
 
-def with_gradient(forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def with_gradient(
+    forward: Forward,
+    twin: Callable[..., Tensor],
+    *inputs: Tensor,
+    also: Sequence[Tensor | None] = (),
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """The value of ``forward(*inputs)``, with the gradient that it returns.
 
     Args:
@@ -87,24 +95,40 @@ def with_gradient(forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor
         twin: The same value by differentiable operations of torch: for derivatives of the gradient,
             and within the transforms of ``torch.func``.
         *inputs: Tensors.
+        also: Other tensors that the gradient reads, such as indices.
+        dtype: What the gradients of inputs in a wider dtype are going to be converted to; what
+            would be subnormal then is zero.
+
+    Raises:
+        RuntimeError: On the way back, if one of them has been changed in place since.
     """
     if transforming():
         return twin(*inputs)
-    return with_provenance(provenance_of(inputs), _WithGradient.apply, forward, twin, *inputs)
+    apply = _WithGradient.apply
+    return with_provenance(provenance_of(inputs), apply, forward, twin, also, dtype, *inputs)
 
 
 class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, forward: Forward, twin: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        value, ctx.gradient = forward(*inputs)
-        ctx.save_for_backward(*inputs)
-        ctx.twin = twin
+    def forward(
+        ctx: Any, forward: Forward, twin: Callable[..., Tensor], also: Sequence[Tensor],
+        dtype: torch.dtype | None, *inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
+        value, ctx.gradient = flushed(forward, *inputs)
+        ctx.save_for_backward(*inputs, *also)
+        ctx.twin, ctx.dtype = twin, dtype
         return value
 
     @staticmethod
     @in_full_precision
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: len(ctx.needs_input_grad) - 4]  # raises if one was changed
         again = torch.is_grad_enabled()  # the gradient will itself be differentiated
         if again or transforming() or torch._C._dispatch_keys(weights).has(BATCHED):
-            return None, None, *differentiable_gradient(ctx.twin, ctx.saved_tensors, weights)
-        return None, None, *ctx.gradient(weights)
+            gradients = differentiable_gradient(ctx.twin, inputs, weights)
+        else:
+            gradients = flushed(ctx.gradient, weights)
+        if ctx.dtype is not None:
+            least = torch.finfo(ctx.dtype).tiny
+            gradients = [x if x is None else hardshrink(x, least) for x in gradients]
+        return None, None, None, None, *gradients

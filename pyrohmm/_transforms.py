@@ -10,6 +10,8 @@ import torch
 from pyro.ops.provenance import ProvenanceTensor, track_provenance
 from torch import Tensor
 
+from ._threads import flushed
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # of torch 2.7
 NOTHING: frozenset[Any] = frozenset()
@@ -115,6 +117,10 @@ def gradients(
             (part.clone() if part.is_inference() else part.detach()).requires_grad_()
             for part in arguments
         ]
-        value = function(*leaves)
-        found = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
-    return value.detach(), found
+
+        def solved() -> tuple[Tensor, tuple[Tensor, ...]]:
+            value = function(*leaves)
+            found = torch.autograd.grad(value.sum(), leaves, materialize_grads=True)
+            return value.detach(), found
+
+        return flushed(solved)

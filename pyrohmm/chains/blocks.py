@@ -239,7 +239,8 @@ class BlockChain(MarkovChain):
         if self.carried is not None and isinstance(self.transition, InnerProductTransition):
             goes_on = self.carried.continues.to(logs.device).unsqueeze(-1)
             first = torch.where(goes_on, self.carried.first(self.transition, block), first)
-        if trim and missing is None:
+        matrix = isinstance(self.transition, Tensor) and self.transition.requires_grad
+        if trim and missing is None and not matrix:  # by whose entries there is a gradient
             clock = torch.arange(1, blocks.size(1) + 1)
             known = (blocks < self.blocks.num_blocks) & masks.exists(lengths, len(clock))
             lengths = (known * clock).amax(1).clamp(min=1)

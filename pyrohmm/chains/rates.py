@@ -170,8 +170,8 @@ class RateChain(MarkovRecursions):
         new = RateChain(**(self.parameters | self.options | changes))
         same = ("gaps", "matrices") if changes.keys() <= {"log_initial"} else ("gaps",)
         if changes.keys() <= self.cores.keys():
-            names = {f"_lazy_{name}" for name in same} & self.__dict__.keys()
-            new.__dict__ |= {name: self.__dict__[name] for name in names}
+            for name in same:
+                getattr(RateChain, name).hand_on(self, new)
         return new
 
     def permuted(self, order: Tensor) -> Chain:

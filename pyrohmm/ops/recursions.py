@@ -27,6 +27,7 @@ from torch import Tensor
 from .. import _renamed as renamed
 from .._choices import WIDEST_PATHS
 from .._precision import with_gradient
+from .._threads import flushing
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from .dense import _torch as torch_engine
 from .dense import scaling
@@ -131,6 +132,7 @@ def log_evidence_of_symbols(
     )
 
 
+@flushing
 def posterior(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> Posterior:
@@ -200,6 +202,7 @@ def expected_counts_of_symbols(
     return counts._replace(state_probs=counts.state_probs.mT)
 
 
+@flushing
 def filtered(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> Tensor:
@@ -237,6 +240,7 @@ def viterbi(
         return best.reshape(*arguments.batch, best.size(-1))
 
 
+@flushing
 def sample_states(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -269,7 +273,8 @@ def evidence(arguments: Arguments) -> Tensor:
     def solved(*_: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
         return _solved(arguments, differentiable)
 
-    return with_gradient(solved, _twin(arguments), *tensors)
+    also = arguments.symbols, arguments.known, arguments.lengths
+    return with_gradient(solved, _twin(arguments), *tensors, also=also)
 
 
 def _solved(
@@ -297,6 +302,7 @@ def _twin(arguments: Arguments) -> Callable[..., Tensor]:
     return evidence
 
 
+@flushing
 def _counts(arguments: Arguments) -> ExpectedCounts:
     """The evidence, and its gradients by its arguments; log-likelihoods are of each sequence."""
     if arguments.symbols is None:

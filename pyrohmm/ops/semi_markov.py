@@ -142,7 +142,7 @@ def log_evidence(
         log_initial, log_transition, log_duration, log_likelihood, lengths,
         censored_end, censored_start,
     )  # fmt: skip
-    return (_evidence(chain) + shift).reshape(batch).to(dtype)
+    return (_evidence(chain, dtype) + shift).reshape(batch).to(dtype)
 
 
 def _engine(chain: SegmentChain) -> ModuleType:
@@ -150,8 +150,8 @@ def _engine(chain: SegmentChain) -> ModuleType:
     return compiled("segments") if pick(chain.likelihood.device) is NUMBA else torch_engine
 
 
-def _evidence(chain: SegmentChain) -> Tensor:
-    """Log evidence ``(N,)`` in float64, differentiable."""
+def _evidence(chain: SegmentChain, dtype: torch.dtype) -> Tensor:
+    """Log evidence ``(N,)`` in float64, differentiable, of parameters of a dtype."""
 
     def solved(*tensors: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
         parts = SegmentChain._make([*tensors, chain.lengths]).detach()
@@ -167,7 +167,7 @@ def _evidence(chain: SegmentChain) -> Tensor:
     def twin(*tensors: Tensor) -> Tensor:
         return torch_engine.forward(SegmentChain._make([*tensors, chain.lengths]), False)[2]
 
-    return with_gradient(solved, twin, *chain[:-1])
+    return with_gradient(solved, twin, *chain[:-1], also=chain[-1:], dtype=dtype)
 
 
 def expected_counts(
@@ -209,7 +209,7 @@ def expected_counts(
     def log_evidence(initial: Tensor, transition: Tensor, duration: Tensor, seen: Tensor) -> Tensor:
         parts = initial, transition, duration, seen, lengths
         chain, shift, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
-        return (_evidence(chain) + shift).reshape(batch).to(dtype)
+        return (_evidence(chain, dtype) + shift).reshape(batch).to(dtype)
 
     evidence, (starts, transitions, durations, states) = gradients(log_evidence, *logs)
     return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)

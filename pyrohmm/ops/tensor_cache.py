@@ -5,7 +5,7 @@ An accelerator is given the indices of a batch once, not at every step of a fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,15 +24,35 @@ def cached(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
 
     The others are the same objects, or equal bytes.
     """
-    if source.is_inference() or transforming():  # whether it is written to is not known
+    versions = None if transforming() else _versions((source, *others))
+    if versions is None:
         return make()
-    version, entries = source._version, _entries.setdefault(source, [])
+    entries = _entries.setdefault(source, [])
     for known, parts, made in entries:
-        if known == version and _same(parts, others):
+        if known == versions and _same(parts, others):
             return made
     made = make()
-    entries[:] = [*entries[-3:], (version, others, made)]  # a few; of older ones none is asked
+    entries[:] = [*entries[-3:], (versions, others, made)]  # a few; of older ones none is asked
     return made
+
+
+def _versions(values: Iterable[Any]) -> dict[int, int] | None:
+    """What changes whenever a tensor among ``values`` and what they hold is replaced or written to.
+
+    None if whether one of them is written to is not known, as in inference mode.
+    """
+    found: dict[int, int] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            if value.is_inference():
+                return None
+            found[id(value)] = value._version
+        elif isinstance(value, dict | tuple | list):
+            inner = _versions(value.values() if isinstance(value, dict) else value)
+            if inner is None:
+                return None
+            found |= inner
+    return found
 
 
 def _same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
@@ -53,9 +73,10 @@ Value = TypeVar("Value")
 
 
 class lazy(Generic[Value]):  # a decorator, like functools.cached_property
-    """A property kept once it is computed, unless it then had no gradient and now needs one.
+    """A property kept once it is computed, until a tensor of its object is written to.
 
-    What is read first under ``torch.no_grad`` has none, and would lose that of all later uses.
+    And unless it then had no gradient and now needs one: what is read first under ``torch.no_grad``
+    has none, and would lose that of all later uses.
     """
 
     def __init__(self, compute: Callable[[Any], Value]) -> None:
@@ -67,9 +88,22 @@ class lazy(Generic[Value]):  # a decorator, like functools.cached_property
     def __get__(self, owner: Any, kind: type | None = None) -> Value:
         if owner is None:
             return self  # type: ignore[return-value]  # of the class, with its docstring
-        wanted = torch.is_grad_enabled()
-        kept = owner.__dict__.get(self.place)
-        if kept is None or (wanted and not kept[1]):
-            kept = owner.__dict__[self.place] = self.compute(owner), wanted
-        value: Value = kept[0]
+        wanted, state = torch.is_grad_enabled(), owner.__dict__
+        made, with_gradient, known = state.get(self.place, (None, False, None))
+        versions = self.versions(owner)
+        if known is None or known != versions or (wanted and not with_gradient):
+            made = self.compute(owner)
+            state[self.place] = made, wanted, versions
+        value: Value = made
         return value
+
+    def versions(self, owner: Any) -> dict[int, int] | None:
+        """Those of the tensors that the property may be computed from."""
+        state = owner.__dict__
+        return _versions(state[name] for name in state if not name.startswith("_lazy_"))
+
+    def hand_on(self, old: Any, new: Any) -> None:
+        """Give another object, with the same tensors for it, what is kept and still holds."""
+        made, wanted, known = old.__dict__.get(self.place, (None, False, None))
+        if known is not None and known == self.versions(old):
+            new.__dict__[self.place] = made, wanted, self.versions(new)

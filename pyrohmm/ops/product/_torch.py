@@ -303,7 +303,9 @@ def log_evidence(arranged: Arranged) -> Tensor:
         return logsumexp(last(parts, forward(parts, by_pairs=True)), -1)
 
     tensors = chain.initial, chain.likelihood, *chain.tables
-    value = with_gradient(lambda *tensors: solve(made(*tensors)), twin, *tensors)
+    value = with_gradient(
+        lambda *tensors: solve(made(*tensors)), twin, *tensors, dtype=arranged.dtype
+    )
     return arranged.restored(value + arranged.shift).to(arranged.dtype)
 
 
