@@ -9,10 +9,12 @@ import torch
 from pyro.distributions import Categorical, Normal, Poisson
 from pyro.infer import TraceEnum_ELBO
 from pyro.infer.autoguide import AutoNormal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyrohmm import (
     HMM,
     HSMM,
+    BlockHMM,
     ContinuousTimeHMM,
     FactorialHMM,
     Filter,
@@ -25,6 +27,7 @@ from pyrohmm import (
     TabularHSMM,
     TabularSecondOrderHMM,
     additive_normal,
+    blocks,
     categorical,
     fit_em,
     fit_map,
@@ -383,3 +386,126 @@ def test_every_gradient_method_fits_it(module):
     best = fit_map(model, data, num_iterations=20)
     assert best.losses[-1] < best.losses[0]
     assert fit_svi(model, AutoNormal(model), data, num_iterations=3).losses.isfinite().all()
+
+
+def in_blocks(*logits):
+    three = blocks.from_clusters(torch.tensor([0, 1, 1, 0]), torch.tensor([2, 1]))
+    transition = blocks.inner_products.InnerProductTransition(
+        torch.randn(3, 2), torch.randn(3, 2), three, *logits
+    )
+    table = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.0, 0.0], [0.5, 0.5]]).log()
+    return BlockHMM(rows(3), transition, table, three, LENGTHS, seen(), validate_args=False)
+
+
+def blocks_of_a_matrix():
+    one = in_blocks()
+    table = one.emission.logits.T.gather(1, torch.tensor([[0, 1], [2, 2], [2, 2], [0, 1]]))
+    return BlockHMM(rows(3), rows(3, 3), table, one.blocks, LENGTHS, seen(), validate_args=False)
+
+
+EVERY = HMMS | {"blocks": in_blocks, "blocks of a matrix": blocks_of_a_matrix}
+
+
+def changed(name, table):
+    """Other values of a parameter, with the same zeros."""
+    if name == "rates":
+        return table * 3
+    return torch.randn_like(table).masked_fill(table.isneginf(), -torch.inf).log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", [name for name in HMMS if name != "pairs of one state"])
+def test_a_parameter_that_is_changed_in_place_is_used_as_it_is(name):
+    hmm = HMMS[name]()
+    values = hmm.sample()
+    for part, table in hmm.chain.parameters.items():
+        before = hmm.log_prob(values)
+        table.copy_(changed(part, table))
+        fresh = hmm.with_chain(hmm.chain.map(lambda _, p, core: p.clone()))
+        assert not torch.equal(hmm.log_prob(values), before)
+        torch.testing.assert_close(hmm.log_prob(values), fresh.log_prob(values), rtol=0, atol=0)
+
+
+def test_no_gradient_is_of_inputs_that_were_changed_since(hmm):
+    """Torch raises where it reads such an input on the way back; and so does this."""
+    values = hmm.sample()
+    scores = hmm.log_likelihood(values)
+    names = [*hmm.chain.parameters, "log_likelihood"]
+    for name in names:
+        leaf = (hmm.chain.parameters | {"log_likelihood": scores})[name].clone().requires_grad_()
+
+        def evidence(part, name=name):
+            chain = hmm.chain if name == "log_likelihood" else hmm.chain.replace(**{name: part})
+            return chain.log_evidence(part if name == "log_likelihood" else scores, LENGTHS).sum()
+
+        (right,) = torch.autograd.grad(evidence(leaf * 1.0), leaf)
+        moving = leaf * 1.0
+        value = evidence(moving)
+        with torch.no_grad():
+            moving.mul_(0.5)
+        try:
+            (found,) = torch.autograd.grad(value, leaf)
+        except RuntimeError:  # "modified by an inplace operation"
+            continue
+        torch.testing.assert_close(found, right)
+
+
+class Sizes(TorchDispatchMode):
+    """The largest tensor that is made in this context."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for part in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(part, torch.Tensor):
+                self.largest = max(self.largest, part.numel())
+        return found
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_printed_hmm_makes_no_table(name):
+    hmm = EVERY[name]()
+    with Sizes() as made:
+        text = repr(hmm)
+    assert len(text) < 200
+    assert made.largest == 0
+
+
+def test_a_product_of_too_many_chains_is_refused_before_it_is_made():
+    pairs = [[rows(2)] * 28, [rows(2, 2)] * 28]
+    with Sizes() as made:
+        with pytest.raises(ValueError, match=r"28 chains of 2 .*have 268,435,456 product states"):
+            FactorialHMM(*pairs, numbers(4), torch.tensor([3]))
+        with pytest.raises(ValueError, match="268,435,456 product states"):
+            TabularFactorialHMM([2] * 28, additive_normal([2], dim=1))
+    assert made.largest < 100
+
+
+def test_sequences_that_broadcast_to_too_many_are_refused_before_they_are_made():
+    lengths, times = torch.ones(40_000, 1, dtype=torch.long), torch.zeros(1, 40_000, 1)
+    rates = torch.tensor([[-1.0, 1.0], [1.0, -1.0]])
+    with Sizes() as made:
+        with pytest.raises(ValueError, match=r"which make 1,600,000,000: .* 6,400,000,000 bytes"):
+            ContinuousTimeHMM(rows(2), rates, numbers(2), lengths, times)
+        with pytest.raises(ValueError, match="which make 1,600,000,000"):
+            HMM(rows(2), rows(2, 2), numbers(2), lengths, torch.ones(1, 40_000, 1).bool())
+    assert made.largest < 100_000
+
+
+@pytest.mark.parametrize("sizes", [2, 5])
+def test_gradients_by_the_matrix_of_blocks_count_transitions_to_missing_steps(sizes):
+    """As those of the HMM with zeros do, whichever steps are missing: the last ones, or all."""
+    hmm = blocks_of_a_matrix()
+    observed = torch.ones(3, T, dtype=torch.bool)
+    observed[0, sizes - 1 :] = observed[1] = observed[2] = False
+    values, found = torch.tensor([[0, 1, 2, 3, 0]] * 3), []
+    for kind in (BlockHMM, HMM):
+        tables = [table.clone().requires_grad_() for table in (hmm.log_initial, hmm.log_transition)]
+        if kind is HMM:
+            other = HMM(*tables, hmm.emission, LENGTHS, observed, validate_args=False)
+        else:
+            parts = hmm._emission.log_probs, hmm.blocks
+            other = BlockHMM(*tables, *parts, LENGTHS, observed, validate_args=False)
+        value = other.log_prob(values).sum()
+        found.append((value, *torch.autograd.grad(value, tables)))
+    torch.testing.assert_close(*found)
