@@ -42,11 +42,13 @@ from pyrohmm import (
     categorical,
     free_durations,
     gamma,
+    load_hmm,
     negative_binomial,
     nn,
     normal,
     poisson_durations,
     regression,
+    save,
 )
 from pyrohmm.infer.models import build
 
@@ -267,6 +269,11 @@ def test_the_number_of_steps_can_be_given(name):
         torch.testing.assert_close(other.log_prob(values), every.log_prob(values))
     with pytest.raises(ValueError, match="2 of num_steps"):
         seeded(CHAINS[name], short, num_steps=2)
+
+
+def test_the_number_of_steps_is_saved(tmp_path):
+    save(markov(torch.tensor(0.5), torch.tensor([3, 2]), num_steps=5), tmp_path / "hmm")
+    assert load_hmm(tmp_path / "hmm").event_shape == (5,)
 
 
 def test_without_lengths_something_must_say_how_many_steps_there_are():

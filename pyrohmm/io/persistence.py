@@ -177,7 +177,7 @@ _OF_DATA = ("lengths", "observed", "allowed")
 
 def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
     """The arguments that describe the chain of an HMM, and how it is joined with its emission."""
-    others = ("self", "emission", "validate_args", *_OF_DATA)
+    others = ("self", "emission", "validate_args", "num_steps", *_OF_DATA)
     found = inspect.signature(family.__init__).parameters
     return [argument for name, argument in found.items() if name not in others]
 
@@ -193,7 +193,7 @@ def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
             meta[name] = value
         elif value is not None:
             tensors[name] = value
-    meta["validate_args"] = vars(hmm).get("_validate_args")
+    meta["validate_args"], meta["num_steps"] = vars(hmm).get("_validate_args"), hmm._num_steps
     meta["emission"] = _describe_part(hmm.emission, "emission", tensors)
     return tensors, meta
 
@@ -215,9 +215,11 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
             parts = [key for key in tensors if key.startswith(f"{name}.")]
             built[name] = [tensors.pop(f"{name}.{m}") for m in range(len(parts))]
     emission = _build_part(meta.get("emission"), "emission", tensors)
-    return families[meta.get("class", "HMM")](
+    hmm = families[meta.get("class", "HMM")](
         **built, emission=emission, validate_args=meta.get("validate_args")
     )
+    num_steps = meta.get("num_steps")
+    return hmm if num_steps is None else hmm.replace(num_steps=num_steps)
 
 
 def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
