@@ -15,6 +15,7 @@ from ..chains.markov import MarkovChain
 from ..chains.paths import PathFactors, normalised
 from ..chains.rates import Gaps, over_gaps
 from ..distributions.autoregressive import Autoregressive
+from ..distributions.base import check_possible
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.forecast import Forecast, sample_in_time
@@ -44,17 +45,6 @@ def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
             f"{purpose} needs observations that depend on the state alone; the emission of hmm is "
             f"{type(hmm.emission).__name__}. hmm.posterior, hmm.forecast and continuation know of "
             "earlier observations."
-        )
-
-
-def check_possible(log_evidence: Tensor) -> None:
-    """Raise if a sequence has probability zero."""
-    count = int(log_evidence.isneginf().sum())
-    if count:
-        raise ValueError(
-            f"values must be possible under the model; {count} of {log_evidence.numel()} sequences "
-            "have probability zero, so that nothing follows from them. Leave them out: their "
-            "hmm.log_prob(values) is -inf."
         )
 
 

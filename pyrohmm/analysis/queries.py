@@ -11,6 +11,7 @@ from torch.nn.functional import one_hot
 from .._checks import check_size
 from ..chains.paths import normalised
 from ..distributions.autoregressive import Autoregressive
+from ..distributions.base import check_possible
 from ..distributions.hmm import HMM
 from ..distributions.quantiles import cdf
 from ..ops import recursions
@@ -47,7 +48,7 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: If ``count`` is not an int.
-        ValueError: If ``count`` is less than one.
+        ValueError: If ``count`` is less than one, or a sequence has probability zero.
 
     References:
         List Viterbi decoding algorithms with applications (Seshadri and Sundberg, 1994).
@@ -68,8 +69,11 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         if in_blocks(hmm):
             states, best = hmm.chain.k_best(hmm._read(values, check=True), count)
-            return states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0), best
-        return chain_factors(hmm, values).k_best(count)
+            paths = states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0)
+        else:
+            paths, best = chain_factors(hmm, values).k_best(count)
+        check_possible(best[..., 0])
+        return paths, best
 
 
 def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
@@ -77,13 +81,15 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
 
     .. math:: H(z_{1:T} | x) = -\sum_z p(z | x) \log p(z | x)
 
-    It is zero when the observations leave one path only, and at most :math:`T \log K`. A sequence
-    of probability zero has no paths: its entropy is given as zero.
+    It is zero when the observations leave one path only, and at most :math:`T \log K`.
 
     Args:
         hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
             :class:`SecondOrderHMM` that of a chain of K (K + 1).
         values: ``(*B, T, *E)``, observations.
+
+    Raises:
+        ValueError: If a sequence has probability zero.
 
     References:
         Efficient computation of the hidden Markov model entropy for a given observation sequence
@@ -97,6 +103,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         tensor(3., dtype=torch.float64)
     """
     with torch.no_grad():
+        check_possible(hmm.log_prob(values))
         if in_blocks(hmm):
             blocks, shape = hmm.log_chain(values)
             return block_queries.entropy(blocks).reshape(shape[:-1])
@@ -109,13 +116,15 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
     .. math:: p(z_1 = k \mid x) + \sum_{t > 1} p(z_{t-1} \neq k, z_t = k \mid x)
 
     A visit is a run of steps in one state: as :math:`\sum_t p(z_t = k \mid x)` is the expected time
-    in a state, their ratio is the mean length of a visit. Zero where a sequence has probability
-    zero.
+    in a state, their ratio is the mean length of a visit.
 
     Args:
         hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
             :class:`SecondOrderHMM` that of a chain of K (K + 1).
         values: ``(*B, T, *E)``, observations.
+
+    Raises:
+        ValueError: If a sequence has probability zero.
 
     Example:
         >>> seen = Categorical(probs=torch.eye(2))
@@ -127,6 +136,7 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
     with torch.no_grad():
         initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
         found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
+        check_possible(found.log_evidence)
         stays = state_of.unsqueeze(-1) == state_of
         entered = found.state_probs[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
         visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)

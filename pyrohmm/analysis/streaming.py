@@ -18,6 +18,7 @@ from ..chains.markov import MarkovChain
 from ..chains.paths import normalised
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
+from ..distributions.base import check_possible
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
@@ -67,8 +68,9 @@ class Filter:
 
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
-    is too long. Parameters per step end with their last step. After an impossible observation a
-    stream's evidence is -inf and its states are all zero, and so they remain.
+    is too long. Parameters per step end with their last step. An impossible observation is refused;
+    without ``validate_args`` the stream's evidence is -inf after it and its states are all zero,
+    and so they remain, and other streams go on.
 
     Args:
         hmm: The model, of any chain and emission; those that are not Markov are expanded.
@@ -204,6 +206,8 @@ class Filter:
             _, evidence, num_steps, *_ = self._message
             for score in scores.unbind(-1):
                 evidence = evidence + score
+            if self.hmm._validate_args:
+                check_possible(evidence)
             self._message = Message(log_states, evidence, num_steps + len(matrices), time, *past)
             # after what is impossible nothing follows, not even a surprise
             self._surprise = -scores if several else -scores[..., -1]

@@ -14,6 +14,7 @@ from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
 from .._sync import exceeds
 from .._transforms import gradients, transforming
+from ..ops.masks import exists as steps_of
 from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
 
 Core = tuple[str, ...]
@@ -176,6 +177,17 @@ class Chain:
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""
         raise NotImplementedError
+
+    def log_joint(self, log_likelihood: Any, lengths: Tensor, states: Tensor) -> Tensor:
+        r""":math:`\log p(x_{1:T}, z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""
+        here = steps_of(lengths, states.size(-1), states.device)
+        batch = torch.broadcast_shapes(
+            self.batch_shape, lengths.shape, log_likelihood.shape[:-2], states.shape[:-1]
+        )
+        states = states.expand(*batch, states.size(-1))
+        emitted = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
+        emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+        return self.log_prob(states, here) + emitted.sum(-1)
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
         """Paths ``(*shape, num_steps)`` of the chain; ``shape`` ends in the batch dimensions."""

@@ -382,6 +382,12 @@ class BlockChain(MarkovChain):
         shape = torch.Size([*seen.batch, seen.blocks.size(1)])
         return queries.at_steps(chain, paths, shape).to(self.log_initial.device)
 
+    def log_joint(self, log_likelihood: Any, lengths: Tensor, states: Tensor) -> Tensor:
+        r""":math:`\log p(x_{1:T}, z_{1:T})` of paths; in blocks the evidence, -inf with it."""
+        if isinstance(log_likelihood, BlockLikelihood):
+            return self.log_evidence(log_likelihood, lengths)
+        return super().log_joint(log_likelihood, lengths, states)
+
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths ``(*B, T)``."""
         return self.replace().log_prob(states, exists)

@@ -7,6 +7,7 @@ entry is minus the sum of the others in its row.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_booleans, check_log_simplex, check_real, check_shape, check_times
+from .._precision import recomputed
 from .._transforms import refuse_transforms, transforming
 from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
-from ..ops.log_space import log
+from ..ops.log_space import largest, log, logsumexp
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
 from .base import Chain, Core, ExpectedCounts
@@ -27,6 +29,7 @@ DEGREE = 20  # of the series; its remainder is below rounding where the argument
 PART = 4  # terms between powers
 CACHED = 1 << 17  # numbers of matrices that are computed at once, and stay in the cache
 HALVED = 1100  # times at most: beyond it no number of float64 is left
+LEAST = 1e-280  # probability below which digits are lost
 
 
 class Gaps(NamedTuple):
@@ -253,6 +256,12 @@ class RateChain(MarkovRecursions):
             )
 
 
+def mean_gap(times: Tensor, exists: Tensor) -> Tensor:
+    """Mean time ``()`` between the steps that exist, of times ``(N, T)``; 1 if there are none."""
+    gaps = times.diff(dim=-1)[exists[..., 1:]]
+    return gaps.mean() if len(gaps) else times.new_ones(())
+
+
 def diagonal(matrix: Tensor) -> Tensor:
     """``(K, K)`` booleans, True on the diagonal of matrices ``(*b, K, K)``."""
     return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
@@ -287,7 +296,9 @@ def transitions_between(
     if exact_entry is None:
         return matrices
     others = rates.masked_fill(diagonal(rates), 0.0).double()
-    enter = log(matrices.double().exp() @ others).to(matrices)
+    alive = matrices.double().masked_fill((others == 0).all(-1).unsqueeze(-2), -torch.inf)
+    peak = largest(alive, (-1,))  # of the states that may be left
+    enter = (log((alive - peak).exp() @ others) + peak).to(matrices)
     if observed is not None:
         enter = enter.masked_fill(~observed[..., 1:, None, None], -torch.inf)
     return torch.where(exact_entry & ~diagonal(rates), enter, matrices)
@@ -300,8 +311,8 @@ def log_transitions(rates: Tensor, gaps: Tensor) -> Tensor:
     the largest rate of leaving a state, has a series without negative terms, so that
     probabilities however small keep their digits. The gap is halved until :math:`\lambda \Delta`
     plus the K - 1 transitions to the farthest state are at most one for each part, and the result
-    squared as often. It is computed in float64; rows sum to one, and what no chain of transitions
-    reaches has probability zero.
+    squared as often; in logarithms where a probability would leave the range of float64. Rows sum
+    to one, and what no chain of transitions reaches has probability zero.
 
     The derivative is that of the exponential by all entries of Q, each of them on its own: by the
     diagonal too.
@@ -339,12 +350,26 @@ def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
     halvings = (fastest * gaps + size - 1).log2().ceil().clamp(0, HALVED).nan_to_num(0.0)
     step = gaps * 0.5**halvings
     scale = fastest[..., None, None] * torch.eye(size).to(wide)
-    probs = _exponential((wide + scale) * step[..., None, None])
-    probs = _normalised(probs)
+    first = probs = _normalised(_exponential((wide + scale) * step[..., None, None]))
     for done in range(int(halvings.max()) if halvings.numel() else 0):
         again = (done < halvings)[..., None, None]
         probs = torch.where(again, _normalised(probs @ probs), probs)
-    return log(probs)
+    logs, small = log(probs), (probs < LEAST) & (first > 0)
+    if not bool(small.any()):
+        return logs
+    lost = small.any(-1).any(-1)
+    exact = recomputed(partial(_squared, halvings=halvings.expand(lost.shape)[lost]), first[lost])
+    return logs.masked_scatter(lost[..., None, None], exact)
+
+
+def _squared(probs: Tensor, halvings: Tensor) -> Tensor:
+    """Logarithms of matrices ``(M, K, K)`` squared ``(M,)`` times, with rows that sum to one."""
+    logs = log(probs)
+    for done in range(int(halvings.max())):
+        square = logsumexp(logs.unsqueeze(-1) + logs.unsqueeze(-3), -2)
+        square = square - square.detach().logsumexp(-1, keepdim=True)
+        logs = torch.where((done < halvings)[..., None, None], square, logs)
+    return logs
 
 
 def _exponential(matrix: Tensor) -> Tensor:

@@ -127,6 +127,7 @@ def formulas(frame: Frame, **parts: str) -> Design:
 
 def _check_times(text: str, table: Any) -> None:
     """Raise if a formula reads a column of dates or durations as it is."""
+    text = re.sub(r"'[^']*'|\"[^\"]*\"", "", text)  # what is inside a string names nothing
     for name in table.columns:
         named = re.search(rf"\b{re.escape(str(name))}\b(?!\.)", text)
         if named and table[name].dtype.kind in "mM":

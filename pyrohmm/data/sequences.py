@@ -444,9 +444,19 @@ class Sequences(Dataset["Sequences"]):
         order = torch.randperm(len(self), generator=generator)
         return self[order[:first].sort().values], self[order[first:].sort().values]
 
-    def to(self, device: torch.device | str) -> Sequences:
-        """Copy to ``device`` what is not there yet (lengths stay on the CPU)."""
-        return self._map(lambda part: part.to(device), self.lengths, self.total, self.indices)
+    def to(self, device: torch.device | str | torch.dtype) -> Sequences:
+        """Copy to ``device`` what is not there yet (lengths stay on the CPU).
+
+        Or to a dtype of floating point, as ``torch.nn.Module.to``: values and covariates that are.
+        """
+        if isinstance(device, torch.dtype) and not device.is_floating_point:
+            raise TypeError(f"device must be one, or a floating-point dtype; got {device}.")
+
+        def change(part: Tensor) -> Tensor:
+            stays = not part.is_floating_point() or part is self.times
+            return part if stays and isinstance(device, torch.dtype) else part.to(device)
+
+        return self._map(change, self.lengths, self.total, self.indices)
 
     def with_total(self, total: float) -> Sequences:
         """A copy of which the whole set has ``total`` sequences."""

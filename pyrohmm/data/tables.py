@@ -48,7 +48,7 @@ def read_table(
                 "give gaps='ignore'."
             )
         numbers, _ = read_columns("covariates", frame, covariates)
-        steps["covariates"] = numbers[rows].to(torch.get_default_dtype())
+        steps["covariates"] = numbers[rows].double()
     return steps, table
 
 

@@ -33,7 +33,7 @@ from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
-from .values import SequencesOf, check_support, fill_gaps
+from .values import SequencesOf, as_numbers, check_support, fill_gaps
 
 OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
@@ -277,6 +277,7 @@ class ChainDistribution(TorchDistribution):
             likelihood = self.emission.log_likelihood(values)
         else:
             likelihood = log_likelihood(self.emission, values)
+        likelihood = likelihood.to(self.log_initial.dtype)  # that of results, whatever values have
         if known is not None and self.observed is not None:  # recursions know of padding
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         if self.allowed is not None and with_labels:
@@ -322,7 +323,7 @@ class ChainDistribution(TorchDistribution):
         if symbols:
             check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
-            values = values.to(self.log_initial.dtype)
+            values = as_numbers(values, self.log_initial.dtype)
         batch = check_broadcast({"values": outer, "HMM": self.batch_shape}, OTHERS)
         self.refuse_one_series(outer)
         if len(batch) > len(outer):
@@ -405,12 +406,33 @@ def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
     return int(low), int(high)
 
 
+def check_possible(log_evidence: Tensor) -> None:
+    """Raise if a sequence has probability zero: its log evidence, or that of any path, is -inf."""
+    if transforming():
+        return
+    count = int(log_evidence.isneginf().sum())
+    if count:
+        raise ValueError(
+            f"values must be possible under the model; {count} of {log_evidence.numel()} sequences "
+            "have probability zero, so that nothing follows from them. Leave them out, or mark "
+            "what is impossible as not observed: their hmm.log_prob(values) is -inf."
+        )
+
+
 def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
     """Raise unless the emission is batched over states, and if ``per_step`` over steps."""
     if not isinstance(emission, Distribution) and not hasattr(type(emission), "distribution"):
         raise TypeError(
             "emission must be a distribution batched over the K states; got "
             f"{type(emission).__name__}."
+        )
+    base = emission
+    while hasattr(base, "base_dist"):
+        base = base.base_dist
+    if getattr(type(base), "support", None) is Distribution.support:
+        raise TypeError(
+            f"emission must say what it emits; {type(base).__name__} has no support. Define it in "
+            "the class, such as support = constraints.real."
         )
     if emission.batch_shape[-1:] != (num_states,):
         raise ValueError(

@@ -221,11 +221,13 @@ class BlockHMM(HMM):
         r"""Smoothed posterior :math:`p(z_t \mid x_{1:T})` within the block of each symbol.
 
         Raises:
-            ValueError: If steps are missing, where the state may be in any block.
+            ValueError: If steps are missing, where the state may be in any block; or (with
+                ``validate_args``) a sequence has probability zero.
         """
         self._check_observed("block_posterior", " Call posterior.")
         seen = self._read(values, check=True)
         evidence, probs = self.chain.within_blocks(seen)
+        self._check_possible(evidence)
         exists = masks.exists(seen.lengths, self.num_steps).unsqueeze(-1)
         states = self.blocks.states[seen.blocks].masked_fill(~exists, -1).to(probs.device)
         return BlockPosterior(evidence, probs, states.reshape(probs.shape))

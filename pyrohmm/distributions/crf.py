@@ -40,7 +40,8 @@ class ScoreChain(MarkovRecursions):
     """A Markov chain of labels whose scores need not be probabilities.
 
     Recursions take the exponential of initial and transition scores as they stand, so that these
-    must be at most zero: the largest are subtracted, and added to the evidence.
+    must be at most zero: the largest are subtracted, and ``offset`` says how much that is. A
+    probability is a ratio without it: sums of large scores would lose its digits.
 
     Args:
         initial_scores: ``(*b, K)``.
@@ -75,25 +76,15 @@ class ScoreChain(MarkovRecursions):
 
     @property
     def _peaks(self) -> tuple[Tensor, Tensor]:
-        """The largest initial score ``(*b, 1)`` and transition score ``(*b, 1, 1, 1)``."""
+        """The largest initial score ``(*b, 1)``, and of each step ``(*b, 1|T-1, 1, 1)``."""
         scores = self.transition_scores
-        return _peak(self.initial_scores, 1), _peak(
-            scores if self.per_step else scores.unsqueeze(-3), 3
-        )
+        steps = scores if self.per_step else scores.unsqueeze(-3)
+        return _peak(self.initial_scores, 1), _peak(steps, 2)
 
-    def offset(self, lengths: Tensor) -> Tensor:
-        """Amount subtracted from the score of each path, ``(*B)``."""
+    def offset(self, exists: Tensor) -> Tensor:
+        """Amount subtracted from the score of each path of steps ``(*B, T)``, ``(*B)``."""
         first, later = self._peaks
-        count = (lengths - 1).to(first.device)
-        return first.squeeze(-1) + count * later.squeeze((-1, -2, -3))
-
-    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
-        r"""Log partition function :math:`\log Z`, ``(*B)``."""
-        return super().log_evidence(log_likelihood, lengths) + self.offset(lengths)
-
-    def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
-        """Initial and transition scores of paths ``(*B, T)``, ``(*B)``."""
-        return super().log_prob(states, exists) + self.offset(exists.sum(-1))
+        return first.squeeze(-1) + (later.squeeze((-1, -2)) * exists[..., 1:]).sum(-1)
 
 
 class LinearChainCRF(TorchDistribution):
@@ -265,19 +256,18 @@ class LinearChainCRF(TorchDistribution):
         Differentiable by all scores, any number of times; its gradient by the emission scores are
         the marginals. It is -inf, with gradient zero, where no path is possible.
         """
-        with full_precision(self.emission_scores):
-            return with_one_wait(
-                lambda: self.chain.log_evidence(self.emission_scores, self.lengths)
-            )
+        peaks = _peak(self.emission_scores, 1).squeeze(-1).masked_fill(~self.exists, 0.0)
+        return self._log_sum(self._levelled) + self.chain.offset(self.exists) + peaks.sum(-1)
 
-    def _score(self, labels: Tensor) -> Tensor:
-        """Scores of paths ``(*B, T)`` without unknown labels, ``(*B)``."""
-        batch = torch.broadcast_shapes(self.batch_shape, labels.shape[:-1])
-        labels = labels.expand(*batch, self.num_steps)
-        rows = self.emission_scores.expand(*batch, self.num_steps, self.num_labels)
-        emitted = rows.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        total = emitted.masked_fill(~self.exists, 0.0).sum(-1)
-        return total + self.chain.log_prob(labels, self.exists)
+    @property
+    def _levelled(self) -> Tensor:
+        """Emission scores ``(*b, T, K)`` less the largest of their step, at most zero."""
+        return self.emission_scores - _peak(self.emission_scores, 1)
+
+    def _log_sum(self, scores: Tensor) -> Tensor:
+        """Log partition function ``(*B)`` of such scores, and those of the chain at their peaks."""
+        with full_precision(scores):
+            return with_one_wait(lambda: self.chain.log_evidence(scores, self.lengths))
 
     @opaque
     def log_prob(self, labels: Tensor) -> Tensor:
@@ -290,14 +280,15 @@ class LinearChainCRF(TorchDistribution):
             TypeError: If labels are not integers.
             ValueError: If shapes disagree, or a label is not below K.
         """
-        labels = self._checked(labels)
+        labels, scores = self._checked(labels), self._levelled
 
         def compute() -> Tensor:
             if not transforming() and exceeds((labels >= 0).all().byte(), 0):
-                return self._score(labels)
-            return self.restrict(labels).log_partition()
+                return self.chain.log_joint(scores, self.lengths, labels)
+            allowed = allowed_states(labels, self.exists, self.num_labels)
+            return self._log_sum(scores.masked_fill(~allowed, -torch.inf))
 
-        return with_one_wait(compute) - finite_or_zero(self.log_partition())
+        return with_one_wait(compute) - finite_or_zero(self._log_sum(scores))
 
     def _checked(self, labels: Tensor) -> Tensor:
         """Labels with zeros in the padding."""
@@ -340,8 +331,7 @@ class LinearChainCRF(TorchDistribution):
         check_size("count", count)
         with torch.no_grad():
             paths, scores = self._paths().k_best(count)
-            total = self.log_partition() - self.chain.offset(self.lengths)
-            return paths, scores - finite_or_zero(total).unsqueeze(-1)
+            return paths, scores - finite_or_zero(self._log_sum(self._levelled)).unsqueeze(-1)
 
     def path_entropy(self) -> Tensor:
         r"""Entropy :math:`-\sum_y p(y) \log p(y)` of the labels, in nats, ``(*B)``."""
@@ -350,12 +340,12 @@ class LinearChainCRF(TorchDistribution):
 
     def _paths(self) -> PathFactors:
         chain = self.chain
-        factors = chain.log_initial, chain.matrices, self.emission_scores
+        factors = chain.log_initial, chain.matrices, self._levelled
         return PathFactors.joined(*factors, self.lengths)
 
     def viterbi(self) -> Tensor:
         r"""The most probable labels :math:`\arg\max_y p(y_{1:T})`, ``(*B, T)``; 0 where padded."""
-        scores = self.emission_scores
+        scores = self._levelled
         self.chain.refuse_nan(scores.masked_fill(~self.exists.unsqueeze(-1), 0.0))
         return self.chain.viterbi(scores, self.lengths)
 

@@ -129,19 +129,19 @@ class Forecast(TorchDistribution):
     @property
     def probs(self) -> Tensor:
         """Probabilities of symbols ``(*B, H, V)``, if the emission is categorical."""
-        return self.state_probs @ self.emission.probs
+        return self.state_probs @ self._moment("probs")
 
     @property
     def mean(self) -> Tensor:
         """Mean of the observation, ``(*B, H, *E)``."""
-        return self._average(self.emission.mean)
+        return self._average(self._moment("mean"))
 
     @property
     def variance(self) -> Tensor:
         """Variance of the observation, ``(*B, H, *E)``: within states and between them."""
         events = len(self.event_shape)
-        within = self._average(self.emission.variance)
-        centres = self.emission.mean.unsqueeze(-2 - events)  # (*B, 1, K, *E)
+        within = self._average(self._moment("variance"))
+        centres = self._moment("mean").unsqueeze(-2 - events)  # (*B, 1, K, *E)
         apart = (centres - self.mean.unsqueeze(-1 - events)) ** 2  # (*B, H, K, *E)
         weights = self.state_probs.reshape(self.state_probs.shape + (1,) * events)
         return within + (weights * apart).sum(-1 - events)
@@ -204,6 +204,24 @@ class Forecast(TorchDistribution):
         low, high = self.quantiles([(1 - level) / 2, (1 + level) / 2])
         return low, high
 
+    def _moment(self, name: str) -> Tensor:
+        """An attribute of the emission, of the dtype of the states."""
+        try:
+            return getattr(self.emission, name).to(self.state_probs.dtype)
+        except NotImplementedError:
+            raise NotImplementedError(
+                f"{type(self.emission).__name__} has no {name}. Define it as a property of the "
+                "class, or take quantiles(probs) or samples."
+            ) from None
+
+    def _unknown(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no cdf, icdf and entropy: take quantiles(probs), samples, "
+            "or queries.pseudo_residuals of what has been observed."
+        )
+
+    cdf = icdf = entropy = _unknown
+
     def _average(self, moment: Tensor) -> Tensor:
         """Mix a moment ``(*B, K, *E)`` over the states."""
         event = self.event_shape
@@ -225,7 +243,8 @@ class Forecast(TorchDistribution):
         self._check_whole(values)
         # as many dimensions as the parameters, so that those of steps and of batch stay apart
         values = values.reshape((1,) * (len(self.batch_shape) - len(batch)) + values.shape)
-        return (log_likelihood(self.emission, values) + self.state_probs.log()).logsumexp(-1)
+        likelihood = log_likelihood(self.emission, values).to(self.state_probs.dtype)
+        return (likelihood + self.state_probs.log()).logsumexp(-1)
 
     def _check_whole(self, values: Tensor) -> None:
         """Raise if symbols are no whole numbers; NaN is a missing one."""

@@ -24,7 +24,7 @@ from ..chains.markov import MarkovChain
 from ..ops import recursions
 from ..ops.dense.chain import read_arguments
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, check_likelihood
+from .base import ChainDistribution, check_likelihood, check_possible
 from .forecast import (
     AutoregressiveForecast,
     Forecast,
@@ -314,13 +314,8 @@ class HMM(ChainDistribution):
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
-        exists, states = self.exists, self._path(states)
         likelihood = self.log_likelihood(values)
-        batch = torch.broadcast_shapes(self.batch_shape, likelihood.shape[:-2], states.shape[:-1])
-        states = states.expand(*batch, self.num_steps)
-        emitted = likelihood.expand(*batch, *likelihood.shape[-2:])
-        emitted = emitted.gather(-1, states.unsqueeze(-1)).squeeze(-1).masked_fill(~exists, 0.0)
-        return self.chain.log_prob(states, exists) + emitted.sum(-1)
+        return self.chain.log_joint(likelihood, self.lengths, self._path(states))
 
     @opaque
     def posterior(self, values: Tensor) -> Any:
@@ -332,6 +327,7 @@ class HMM(ChainDistribution):
         """
         found = self.chain.posterior(self._read(values, check=True), self.lengths)
         self._check_evidence(found.log_evidence, values)
+        self._check_possible(found.log_evidence)
         return found
 
     @opaque
@@ -348,14 +344,18 @@ class HMM(ChainDistribution):
     @opaque
     def filtered(self, values: Tensor) -> Tensor:
         r"""Filtered probabilities :math:`p(z_t \mid x_{1:t})`, ``(*B, T, K)``; 0 where padded."""
-        return self.chain.filtered(self._read(values, check=True), self.lengths).exp()
+        states = self.chain.filtered(self._read(values, check=True), self.lengths).exp()
+        self._check_possible(states.sum(-1).masked_fill(~self.exists, 1.0).amin(-1).log())
+        return states
 
     @opaque
     def viterbi(self, values: Tensor) -> Tensor:
         r"""Best path :math:`\arg\max_z p(z_{1:T} \mid x_{1:T})`, ``(*B, T)``; 0 where padded."""
         likelihood = self._read(values, check=True)
         self.chain.refuse_nan(likelihood)
-        return self.chain.viterbi(likelihood, self.lengths)
+        states = self.chain.viterbi(likelihood, self.lengths)
+        self._check_possible(likelihood, states)
+        return states
 
     @opaque
     def sample_states(self, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor:
@@ -364,6 +364,7 @@ class HMM(ChainDistribution):
         likelihood = self._read(values, check=True)
         self.chain.refuse_nan(likelihood)
         states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
+        self._check_possible(likelihood, *states[:1])
         return states.reshape(shape + states.shape[1:])
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
@@ -415,11 +416,7 @@ class HMM(ChainDistribution):
         places = self.lengths.expand(batch).unsqueeze(-1) - 1 + torch.arange(further + 1)
         places = places.to(states.device).unsqueeze(-1)
         states = states.gather(-2, places.expand(*places.shape[:-1], self.num_states))
-        if self._validate_args and not transforming() and bool((states == 0).all(-1).any()):
-            raise ValueError(
-                "values must be possible under the model; some sequences have probability zero, "
-                "so that nothing follows from them. Leave them out."
-            )
+        self._check_possible(states.sum(-1).squeeze(-1).log())
         if further < num_steps:
             matrix = self.log_transition.exp()
             for _ in range(num_steps):
@@ -471,6 +468,14 @@ class HMM(ChainDistribution):
         count = shape[: len(shape) - len(self.batch_shape)].numel()
         states = self.chain.sample_states(logs, self.lengths, count)
         return states.reshape(*shape, self.num_steps)
+
+    def _check_possible(self, evidence: Any, states: Tensor | None = None) -> None:
+        """Raise if an evidence is -inf, or the joint density of a likelihood and its path is."""
+        if self._validate_args and not transforming():
+            with torch.no_grad():
+                if states is not None:
+                    evidence = self.chain.log_joint(evidence, self.lengths, states)
+                check_possible(evidence)
 
     def _check_evidence(self, evidence: Tensor, values: Tensor) -> None:
         if self._validate_args and not transforming():

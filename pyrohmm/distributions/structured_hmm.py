@@ -146,6 +146,7 @@ class HSMM(HMM):
         A segment that is cut counts with the whole durations that it may have.
         """
         counts = self.chain.counts_of_each(self.log_likelihood(values), self.lengths)
+        self._check_possible(counts.log_evidence)
         return counts.counts["log_duration"]
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:

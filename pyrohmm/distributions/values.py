@@ -13,6 +13,8 @@ from .._sync import exceeds
 from .._transforms import transforming
 from .observation import any_value, inside_support, is_categorical, support_varies
 
+INTEGERS_OF_SINGLE = 1 << 24  # up to which float32 holds all integers
+
 
 def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
     """``values`` ``(*A, T, *E)`` with something of the support where they are not ``known``.
@@ -37,6 +39,14 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
     else:
         filler = _first_value(emission, values.dtype)
     return torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
+
+
+def as_numbers(integers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers in ``dtype``; in float64 where float32 would make neighbours equal."""
+    exact = dtype.itemsize > 4 or integers.dtype.itemsize < 4
+    if not exact and not transforming():
+        exact = exceeds(INTEGERS_OF_SINGLE - integers.abs().amax(), -1)
+    return integers.to(dtype if exact else torch.float64)
 
 
 def check_support(

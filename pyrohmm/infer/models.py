@@ -8,6 +8,7 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -23,6 +24,7 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from ..chains.rates import mean_gap
 from ..data.batches import Parts, Window, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
@@ -34,6 +36,7 @@ from ..nn.base import PYRO, HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
 from ..nn.normals import merged, moments_of, scale_prior
 from ..nn.regression import Linear
+from ..nn.tabular_times import TabularContinuousTimeHMM
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
@@ -58,6 +61,10 @@ def build(module: HMMModule, data: Sequences) -> HMM:
                 "covariates); or build data without them."
             )
         further = {name: value for name, value in further.items() if name in known}
+        if (columns := further.get("covariates")) is not None:
+            own = (part.dtype for part in (*module.parameters(), *module.buffers()))
+            dtype = next((dtype for dtype in own if dtype.is_floating_point), columns.dtype)
+            further["covariates"] = columns.to(dtype)
     return module(data.lengths, data.observed if data.has_gaps else None, **further)
 
 
@@ -95,17 +102,29 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         return scale_prior(emission, reduce(merged, moments))
 
 
+def _log_rate(data: Sequences | Parts) -> float:
+    """Logarithm of a transition per mean time between steps; of parts, the first says it."""
+    part = next(iter(parts_of(data)))
+    return 0.0 if part.times is None else -float(mean_gap(part.times, part.exists).log())
+
+
 def in_units(module: Any, data: Sequences | Parts | None) -> None:
-    """Give coefficients the coordinates of covariates in units of ``data``, or their own again."""
+    """Give coefficients the coordinates of covariates in units of ``data``, or their own again.
+
+    Of log rates that have not been set, intercepts start at a transition per mean time between
+    steps.
+    """
     rows = None
     if data is not None:
         part = next(iter(parts_of(data)))
         if part.covariates is None:
             return
         rows = part.covariates[part.exists]
+    rates = module.moves if getattr(module, "moved_by", "") == "rates" else None
     for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
         if isinstance(linear, Linear):
-            linear.in_units(rows)
+            level = _log_rate(data) if data is not None and linear is rates else 0.0
+            linear.in_units(rows, level)
 
 
 def check_returns_hmm(hmm: Any) -> HMM:

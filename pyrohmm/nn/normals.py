@@ -36,6 +36,7 @@ from .family import (
 )
 
 ROUNDING = 1e-14  # share of its mean below which a standard deviation is rounding
+LEAST_STEPS = 0.1  # share of a standard deviation that one step of the dtype may be
 SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
 
 
@@ -82,6 +83,7 @@ class CentredEmission(Emission):
         known, mean, variance = moments
         varies = variance.sqrt() > ROUNDING * mean.abs()  # not NaN either
         _check_range(variance[varies], self.prior_loc.dtype)
+        _check_origin(mean[varies], variance[varies], self.prior_loc.dtype)
         if not self.of_data:
             return 0.0
         variance = torch.where(varies, variance, 1.0)
@@ -485,6 +487,19 @@ def scale_prior(emission: Any, moments: Tensor) -> float:
     """:meth:`CentredEmission.scale_prior` of an emission that defines it; zero of others."""
     method = getattr(emission, "scale_prior", None)
     return 0.0 if method is None else method(moments)
+
+
+def _check_origin(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless means in ``dtype`` may lie anywhere within the data."""
+    step = torch.finfo(dtype).eps * mean.abs()
+    bad = step > LEAST_STEPS * variance.sqrt()
+    if bool(bad.any()):
+        raise ValueError(
+            f"data lies about {mean[bad][0].item():.10g}, where {dtype} knows steps of "
+            f"{step[bad][0].item():.2g}, and has a standard deviation of "
+            f"{variance[bad][0].sqrt().item():.3g}. Subtract an origin from the data, or compute in "
+            "float64: module.double()."
+        )
 
 
 def _check_range(variance: Tensor, dtype: torch.dtype) -> None:

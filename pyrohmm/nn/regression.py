@@ -154,24 +154,36 @@ class Linear(PyroModule):
             )
         return covariates[..., self.columns.indices]
 
-    def in_units(self, covariates: Tensor | None) -> None:
+    def in_units(self, covariates: Tensor | None, level: float = 0.0) -> None:
         """Give points the coordinates of columns ``(M, C)`` with spread 1, or their own again.
 
-        Values with which the module was made are coordinates.
+        Values with which the module was made are coordinates, of predictors about ``level`` if a
+        column is constant.
         """
         point = getattr(self, "coefficients_unconstrained", None)
-        if point is None or not self.columns.indices:
+        if point is None:
             return
         with torch.no_grad():
             value: Tensor = self.coefficients.clone()
             space: constraints.Constraint = constraints.real
             if covariates is not None:
-                units = self._units(self.design(covariates)[..., : self.width].to(value))
-                space = InUnits(units)
-                if torch.equal(value, self.first[0].to(value)):
-                    value = units(value)
+                columns = self.design(covariates)[..., : self.width].to(value)
+                is_first = torch.equal(value, self.first[0].to(value))
+                if self.columns.indices:
+                    units = self._units(columns)
+                    space = InUnits(units)
+                    value = units(value) if is_first else value
+                if is_first and level:
+                    value = value + self._level(columns, level)
             self._pyro_params["coefficients"] = space, self._pyro_params["coefficients"][1]
             self.coefficients = value
+
+    def _level(self, columns: Tensor, level: float) -> Tensor:
+        """Coefficients whose predictors are ``level``, if a column of ``(M, P)`` is constant."""
+        constant = (columns == columns[:1]).all(0) & (columns[0] != 0)
+        first = constant & (constant.cumsum(0) == 1)
+        table = torch.where(first, level / columns[0], 0.0).expand(*self.shape, -1)
+        return table if self.free is None else table[self.free[..., : self.width]]
 
     def _units(self, columns: Tensor) -> Units:
         """Those of columns ``(M, P)``, centred if one of them is constant."""
@@ -221,8 +233,8 @@ class Linear(PyroModule):
         Coefficients may have dimensions of chains or restarts on their left; those stand for as
         many of the first dimensions of the covariates, or are before them.
         """
-        x = self.design(covariates)
         table = self.table(self.coefficients, self.smooth if self.terms else None)
+        x = self.design(covariates).to(table.dtype)
         if table.dim() == len(self.shape) + 1:
             predicted = torch.nn.functional.linear(x, table.flatten(0, -2))
         else:  # (R, 1, *shape, P), with (N, P) or (N, T, P)
