@@ -16,6 +16,7 @@ _WIDER = {  # dtypes that torch, or the recursions, hardly compute with
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
 }
+CODES = "Take codes, as column.cat.codes of a categorical one, or give a Vocabulary where one may."
 _NOT_NUMBERS = {
     "M": "dates", "m": "durations", "U": "text", "T": "text", "S": "bytes", "V": "records",
     "c": "complex ones",
@@ -140,7 +141,7 @@ def _from_objects(name: str, array: np.ndarray) -> np.ndarray:
     missing = is_missing(array)
     known = array[~missing]
     if any(isinstance(item, str | bytes) for item in known):
-        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS['U']}.")
+        raise TypeError(f"{name} must be numbers; got {_NOT_NUMBERS['U']}. {CODES}")
     if len(known) == array.size and all(isinstance(item, int | np.integer) for item in known):
         return array.astype(np.int64)
     try:

@@ -263,7 +263,12 @@ class Sequences(Dataset["Sequences"]):
             tags: Encodes the labels, which are names then, None or NaN where not known.
             gaps: Where times are multiples of one step and some are skipped: "missing" puts missing
                 steps there, "ignore" takes the rows as neighbours, "error" refuses. By default they
-                are neighbours, with a warning.
+                are neighbours, with a warning. Steps of dates may be months or local days, and
+                times may lie beside their places by a fifth of a step.
+
+        Raises:
+            ValueError: If names are not of columns, times occur twice, or, without ``time``, the
+                dates of a ``DatetimeIndex`` are not in order.
 
         Example:
             >>> table = {"who": ["b", "b", "a"], "day": [2, 1, 1], "x": [0.5, 1.5, 2.5]}

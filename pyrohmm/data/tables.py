@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from .steps import NO_CODE, encoded, read_part, read_steps, read_times
 from .vocabulary import Vocabulary
 
 Gaps = Literal["missing", "ignore", "error"]
+JITTER = 0.2  # of a step, by which times may lie beside their places
 
 
 def read_table(
@@ -130,24 +132,31 @@ class Table(NamedTuple):
                 )
         whole = isinstance(frame, pandas.DataFrame)
         keys = frame[list(columns)] if whole else pandas.DataFrame(columns, range(count))
+        for name in () if whole else columns:  # an array has lost the time zone of polars
+            zone = getattr(getattr(frame[name], "dtype", None), "time_zone", None)
+            if zone is not None:
+                keys[name] = pandas.to_datetime(keys[name], utc=True).dt.tz_convert(zone)
         number = np.zeros(count, np.int64)
         if names:
             number = keys.groupby(names, sort=False, observed=True).ngroup().to_numpy()
         if time is None:
             order = number.argsort(kind="stable")
+            check_order(getattr(frame, "index", None), order, number)
             return cls(keys, names, torch.from_numpy(order), _sizes(number), None)
         times = read_times(columns[time], f"time {time!r}").numpy()
         order = np.lexsort((times, number))
         number, times = number[order], times[order]
-        distance = np.diff(times)[np.diff(number) == 0]
+        inside = np.diff(number) == 0
+        distance = np.diff(times)[inside]
         if not distance.all():
-            place = int(((np.diff(times) == 0) & (np.diff(number) == 0)).argmax())
+            place = int(((np.diff(times) == 0) & inside).argmax())
             raise ValueError(
                 f"time must differ within a sequence; rows {order[place]} and {order[place + 1]} "
                 "have the same. Name the sequences of the rows with by=."
             )
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
-        absent[np.diff(number) == 0] = absent_steps(distance, gaps)
+        clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(keys[time]))]
+        absent[inside] = absent_steps(clocks, gaps)
         place = np.arange(count) + np.pad(absent.cumsum(), (1, 0))
         steps = np.arange(place[-1] + 1)
         filled = np.full(len(steps), -1)
@@ -162,24 +171,64 @@ def _sizes(number: np.ndarray) -> Tensor:
     return torch.from_numpy(np.bincount(number))
 
 
-def absent_steps(distance: np.ndarray, gaps: Gaps | None) -> np.ndarray:
+def check_order(index: Any, order: np.ndarray, number: np.ndarray) -> None:
+    """Raise if dates of an index do not increase along each sequence of rows."""
+    if not hasattr(index, "to_period") and not hasattr(index, "start_time"):
+        return
+    stamps = read_times(index, "index").numpy()[order]
+    if ((np.diff(stamps) < 0) & (np.diff(number[order]) == 0)).any():
+        raise ValueError(
+            "rows must be in the order of time; those of the index of dates are not. Give "
+            "frame.sort_index(), or the column of dates by time=."
+        )
+
+
+def calendars(column: Any) -> list[np.ndarray]:
+    """Dates of a ``pandas.Series`` on other clocks than that of UTC: local days, and months.
+
+    Months are a clock if all dates are of one day of the month and time, or the last of it.
+    """
+    import pandas
+
+    if column.dtype == object and isinstance(column.iloc[0], date):
+        column = pandas.to_datetime(column, utc=getattr(column.iloc[0], "tzinfo", None) is not None)
+    if isinstance(column.dtype, pandas.PeriodDtype):
+        column = column.dt.start_time
+    if not hasattr(column, "dt") or column.dtype.kind != "M":
+        return []
+    local = column.dt.tz_localize(None)
+    rest = local - local.dt.normalize()
+    days, end = local.dt.day, local.dt.is_month_end.all()
+    clocks = [(local - local.iloc[0]).to_numpy() / np.timedelta64(1, "D")]
+    if rest.nunique() == 1 and (end or days.nunique() == 1):
+        clocks.append((12.0 * local.dt.year + local.dt.month).to_numpy())
+    return clocks
+
+
+def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     """Number of steps missing between neighbouring rows, from their distances in time.
 
-    The smallest distance is one step. Where the others are no multiples of it there are no gaps;
-    where less than half of them are one step, only by ``gaps="missing"`` or ``"error"``.
+    The smallest distance is one step, by the first clock of which the others are multiples; of
+    times that jitter, the median. Else there are no gaps; where less than half of the distances are
+    one step, only by ``gaps="missing"`` or ``"error"``.
     """
     if gaps not in (None, "missing", "ignore", "error"):
         raise ValueError(f"gaps must be 'missing', 'ignore' or 'error'; got {gaps!r}.")
+    distance = clocks[0]
     none = np.zeros(len(distance), np.int64)
     if gaps == "ignore" or not len(distance):
         return none
-    ratio = distance / distance.min()
-    whole = ratio.round()
-    regular = bool((np.abs(ratio - whole) < 1e-3).all())
+    tries = [(each, each.min(), 1e-3) for each in clocks] + [(distance, np.median(distance), JITTER)]
+    for each, step, tolerance in tries:
+        ratio = each / step if step > 0 else distance / np.inf
+        whole = ratio.round()
+        regular = bool((np.abs(ratio - whole) < tolerance).all()) and whole.min() > 0
+        if regular:
+            break
     if gaps is not None and not regular:
         raise ValueError(
             f"gaps={gaps!r} needs times that are multiples of one step; the distances of rows are "
-            f"no multiples of {distance.min():g}. Give gaps='ignore'."
+            f"no multiples of {distance.min():g}, nor of months. Give gaps='ignore'."
         )
     if gaps == "missing":
         return (whole - 1).astype(np.int64)
@@ -187,7 +236,7 @@ def absent_steps(distance: np.ndarray, gaps: Gaps | None) -> np.ndarray:
     if not count or (gaps is None and not (regular and np.median(whole) == 1)):
         return none
     said = (
-        f"time has gaps: {count} rows are up to {whole.max():g} steps of {distance.min():g} after "
+        f"time has gaps: {count} rows are up to {whole.max():g} steps of {step:g} after "
         "the row before. Give gaps='missing' to fill them by missing steps, or gaps='ignore' where "
         "nothing is missing, such as between trading days."
     )

@@ -1,0 +1,109 @@
+"""Dates of tables: steps of months and local days, stamps that jitter, rows out of order, zones."""
+
+import warnings
+
+import numpy as np
+import pandas
+import pytest
+
+from pyrohmm import Sequences
+
+
+def read(days, gaps=None, **options):
+    frame = pandas.DataFrame({"day": days, "x": np.arange(float(len(days)))})
+    return Sequences.from_dataframe(frame, columns="x", time="day", gaps=gaps, **options)
+
+
+def jittered():
+    hours = pandas.date_range("2021-01-01", periods=40, freq="h")
+    return hours + pandas.to_timedelta(np.random.default_rng(0).uniform(-4, 4, 40), "min")
+
+
+CLOCKS = {
+    "days": lambda: pandas.date_range("2021-01-29", periods=40, freq="D"),
+    "weeks": lambda: pandas.date_range("2021-01-29", periods=40, freq="W"),
+    "starts of months": lambda: pandas.date_range("2021-01-01", periods=40, freq="MS"),
+    "ends of months": lambda: pandas.date_range("2021-01-31", periods=40, freq="ME"),
+    "fifteenths": lambda: pandas.date_range("2021-01-01", periods=40, freq="MS") + pandas.Timedelta("14D9h"),
+    "quarters": lambda: pandas.date_range("2015-03-31", periods=40, freq="QE"),
+    "years": lambda: pandas.date_range("1980-01-01", periods=40, freq="YS"),
+    "periods of months": lambda: pandas.period_range("2021-01", periods=40, freq="M"),
+    "periods of quarters": lambda: pandas.period_range("2015-01", periods=40, freq="Q"),
+    "periods of years": lambda: pandas.period_range("1980", periods=40, freq="Y"),
+    "local midnights": lambda: pandas.date_range("2021-03-10", periods=40, freq="D", tz="Europe/Berlin"),
+    "local hours": lambda: pandas.date_range("2021-03-27 12:00", periods=40, freq="h", tz="Europe/Berlin"),
+    "local months": lambda: pandas.date_range("2021-01-01", periods=40, freq="MS", tz="America/New_York"),
+    "dates": lambda: [day.date() for day in pandas.date_range("2021-01-31", periods=40, freq="ME")],
+    "jittered hours": jittered,
+    "numbers": lambda: np.arange(40) * 0.1 + 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_steps_that_are_skipped_are_found_on_every_clock(clock):
+    """Four rows of forty are missing; nothing is where none are."""
+    days = list(CLOCKS[clock]())
+    with warnings.catch_warnings(action="error"):
+        assert read(days).num_steps == 40
+    for gaps in ("missing", "error"):
+        assert read(days, gaps).num_steps == read(days, gaps).num_observed == 40
+    lost = [5, 17, 18, 30]
+    kept = [day for i, day in enumerate(days) if i not in lost]
+    with pytest.warns(UserWarning, match="time has gaps: 3 rows are up to 3 steps"):
+        assert read(kept).num_steps == 36
+    with pytest.raises(ValueError, match="time has gaps"):
+        read(kept, "error")
+    filled = read(kept, "missing")
+    assert filled.num_steps == 40
+    assert (~filled.observed[0]).nonzero().flatten().tolist() == lost
+
+
+def test_irregular_dates_have_no_gaps():
+    seconds = np.random.default_rng(0).exponential(1e5, 40).cumsum()
+    days = pandas.Timestamp("2021-01-01") + pandas.to_timedelta(seconds, "s")
+    with warnings.catch_warnings(action="error"):
+        assert read(days).num_steps == 40
+    with pytest.raises(ValueError, match=r"no multiples of .* nor of months"):
+        read(days, "missing")
+
+
+@pytest.mark.parametrize("make", [pandas.date_range, pandas.period_range])
+def test_rows_that_an_index_of_dates_puts_in_another_order_are_refused(make):
+    """Within a sequence: another one may begin at an earlier date."""
+    index = make("2021-01-01", periods=4, freq="D")
+    frame = pandas.DataFrame({"x": [0.0, 1, 2, 3], "who": [0, 0, 1, 1]}, index)
+    shuffled = frame.iloc[[1, 0, 2, 3]]
+    for by in (None, "who"):
+        assert Sequences.from_dataframe(frame, columns="x", by=by).num_observed == 4
+        with pytest.raises(ValueError, match=r"in the order of time.*frame.sort_index\(\)"):
+            Sequences.from_dataframe(shuffled, columns="x", by=by)
+    crossed = frame.iloc[[2, 3, 0, 1]]
+    assert Sequences.from_dataframe(crossed, columns="x", by="who").num_steps == 2
+
+
+class Column:
+    """A column of dates as polars has it: an array in UTC, and a dtype that knows the zone."""
+
+    class dtype:  # noqa: N801  # as it is called there
+        time_zone = "Europe/Berlin"
+
+    def __init__(self, days):
+        self.days = days
+
+    def to_numpy(self):
+        return self.days.tz_convert("UTC").tz_localize(None).to_numpy()
+
+
+def test_a_time_zone_comes_back():
+    days = pandas.date_range("2021-03-27", periods=4, freq="D", tz="Europe/Berlin")
+    data = Sequences.from_dataframe({"day": Column(days), "x": np.arange(4.0)}, columns="x",
+                                    time="day", gaps="error")  # fmt: skip
+    assert list(data.to_dataframe()["day"]) == list(days)
+
+
+def test_a_categorical_column_names_the_cure():
+    frame = pandas.DataFrame({"x": pandas.Categorical(["low", "high", "low"])})
+    with pytest.raises(TypeError, match=r"columns 'x' must be numbers; got text.*\.cat\.codes"):
+        Sequences.from_dataframe(frame, columns="x")
+    codes = frame.assign(x=frame["x"].cat.codes)
+    assert Sequences.from_dataframe(codes, columns="x").values.tolist() == [[1, 0, 1]]
