@@ -218,7 +218,9 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     none = np.zeros(len(distance), np.int64)
     if gaps == "ignore" or not len(distance):
         return none
-    tries = [(each, each.min(), 1e-3) for each in clocks] + [(distance, np.median(distance), JITTER)]
+    tries = [(each, each.min(), 1e-3) for each in clocks] + [
+        (distance, np.median(distance), JITTER)
+    ]
     for each, step, tolerance in tries:
         ratio = each / step if step > 0 else distance / np.inf
         whole = ratio.round()

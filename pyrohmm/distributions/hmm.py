@@ -416,7 +416,7 @@ class HMM(ChainDistribution):
         places = self.lengths.expand(batch).unsqueeze(-1) - 1 + torch.arange(further + 1)
         places = places.to(states.device).unsqueeze(-1)
         states = states.gather(-2, places.expand(*places.shape[:-1], self.num_states))
-        self._check_possible(states.sum(-1).squeeze(-1).log())
+        self._check_possible(states.sum(-1).amin(-1).log())
         if further < num_steps:
             matrix = self.log_transition.exp()
             for _ in range(num_steps):

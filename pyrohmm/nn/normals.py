@@ -82,8 +82,7 @@ class CentredEmission(Emission):
             return 0.0  # what builds the HMM explains it
         known, mean, variance = moments
         varies = variance.sqrt() > ROUNDING * mean.abs()  # not NaN either
-        _check_range(variance[varies], self.prior_loc.dtype)
-        _check_origin(mean[varies], variance[varies], self.prior_loc.dtype)
+        _check_range(mean[varies], variance[varies], self.prior_loc.dtype)
         if not self.of_data:
             return 0.0
         variance = torch.where(varies, variance, 1.0)
@@ -489,26 +488,17 @@ def scale_prior(emission: Any, moments: Tensor) -> float:
     return 0.0 if method is None else method(moments)
 
 
-def _check_origin(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless means in ``dtype`` may lie anywhere within the data."""
-    step = torch.finfo(dtype).eps * mean.abs()
-    bad = step > LEAST_STEPS * variance.sqrt()
-    if bool(bad.any()):
-        raise ValueError(
-            f"data lies about {mean[bad][0].item():.10g}, where {dtype} knows steps of "
-            f"{step[bad][0].item():.2g}, and has a standard deviation of "
-            f"{variance[bad][0].sqrt().item():.3g}. Subtract an origin from the data, or compute in "
-            "float64: module.double()."
-        )
-
-
-def _check_range(variance: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless variances, and shares of them, are far inside the range of ``dtype``."""
-    limits = torch.finfo(dtype)
+def _check_range(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:
+    """Raise unless ``dtype`` holds variances, and shares of them, and tells means apart."""
+    limits, spread = torch.finfo(dtype), variance.sqrt()
     bad = (variance < limits.tiny / limits.eps) | (variance > limits.max * limits.eps)
-    if bool(bad.any()):
+    lost = limits.eps * mean.abs() > LEAST_STEPS * spread
+    if bool((bad | lost).any()):
+        i = int((bad | lost).byte().argmax())
+        why = f"whose square {dtype} does not hold. Change the unit of"
+        if lost[i]:
+            why = f"which is lost in {dtype} about {mean[i]:.10g}. Subtract an origin from"
         raise ValueError(
-            f"data has a standard deviation of {variance[bad][0].sqrt().item():.3g}, whose square "
-            f"{dtype} does not hold. Change the unit of the data, or compute in float64: "
-            "module.double(), and values of float64."
+            f"data has a standard deviation of {spread[i]:.3g}, {why} the data, or compute in "
+            "float64: module.double(), and values of float64."
         )

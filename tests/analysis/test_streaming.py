@@ -24,10 +24,10 @@ def casino(batch=(), dtype=torch.float64):
     )
 
 
-def contradicted():
+def contradicted(validate_args=False):
     """Three streams of a chain that never leaves its state and shows it; the second changes it."""
-    shown = dist.Categorical(logits=torch.eye(2).log())
-    hmm = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), shown, torch.ones(3).long())
+    shown, even = dist.Categorical(logits=torch.eye(2).log()), torch.tensor([0.5, 0.5]).log()
+    hmm = HMM(even, torch.eye(2).log(), shown, torch.ones(3).long(), None, validate_args)
     return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
 
 
@@ -66,6 +66,18 @@ def test_long_streams_keep_their_digits(dtype):
     assert_close(stream.state_probs, exact.filtered(values)[:, -1], atol=tolerance, rtol=tolerance)
     assert stream.state_probs.dtype == dtype
     assert stream.log_evidence.dtype == torch.float64
+
+
+def test_an_impossible_observation_is_refused_and_changes_no_stream():
+    stream, values = contradicted(True)
+    stream.update(values[:, 0])
+    before = stream.state_dict()
+    with pytest.raises(ValueError, match="1 of 3 sequences have probability zero"):
+        stream.update(values[:, 1])
+    assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(before[n]))
+               for n, x in stream.state_dict().items())  # fmt: skip
+    stream.update(values[:, 1], torch.tensor([True, False, True]))
+    assert stream.state_probs.tolist() == [[0.0, 1.0]] * 3
 
 
 def test_an_impossible_stream_stays_so_and_harms_no_other():

@@ -19,21 +19,29 @@ def jittered():
     return hours + pandas.to_timedelta(np.random.default_rng(0).uniform(-4, 4, 40), "min")
 
 
+def dates(start, freq, **options):
+    return lambda: pandas.date_range(start, periods=40, freq=freq, **options)
+
+
+def periods(start, freq):
+    return lambda: pandas.period_range(start, periods=40, freq=freq)
+
+
 CLOCKS = {
-    "days": lambda: pandas.date_range("2021-01-29", periods=40, freq="D"),
-    "weeks": lambda: pandas.date_range("2021-01-29", periods=40, freq="W"),
-    "starts of months": lambda: pandas.date_range("2021-01-01", periods=40, freq="MS"),
-    "ends of months": lambda: pandas.date_range("2021-01-31", periods=40, freq="ME"),
-    "fifteenths": lambda: pandas.date_range("2021-01-01", periods=40, freq="MS") + pandas.Timedelta("14D9h"),
-    "quarters": lambda: pandas.date_range("2015-03-31", periods=40, freq="QE"),
-    "years": lambda: pandas.date_range("1980-01-01", periods=40, freq="YS"),
-    "periods of months": lambda: pandas.period_range("2021-01", periods=40, freq="M"),
-    "periods of quarters": lambda: pandas.period_range("2015-01", periods=40, freq="Q"),
-    "periods of years": lambda: pandas.period_range("1980", periods=40, freq="Y"),
-    "local midnights": lambda: pandas.date_range("2021-03-10", periods=40, freq="D", tz="Europe/Berlin"),
-    "local hours": lambda: pandas.date_range("2021-03-27 12:00", periods=40, freq="h", tz="Europe/Berlin"),
-    "local months": lambda: pandas.date_range("2021-01-01", periods=40, freq="MS", tz="America/New_York"),
-    "dates": lambda: [day.date() for day in pandas.date_range("2021-01-31", periods=40, freq="ME")],
+    "days": dates("2021-01-29", "D"),
+    "weeks": dates("2021-01-29", "W"),
+    "starts of months": dates("2021-01-01", "MS"),
+    "ends of months": dates("2021-01-31", "ME"),
+    "fifteenths": lambda: dates("2021-01-01", "MS")() + pandas.Timedelta("14D9h"),
+    "quarters": dates("2015-03-31", "QE"),
+    "years": dates("1980-01-01", "YS"),
+    "periods of months": periods("2021-01", "M"),
+    "periods of quarters": periods("2015-01", "Q"),
+    "periods of years": periods("1980", "Y"),
+    "local midnights": dates("2021-03-10", "D", tz="Europe/Berlin"),
+    "local hours": dates("2021-03-27 12:00", "h", tz="Europe/Berlin"),
+    "local months": dates("2021-01-01", "MS", tz="America/New_York"),
+    "dates": lambda: [day.date() for day in dates("2021-01-31", "ME")()],
     "jittered hours": jittered,
     "numbers": lambda: np.arange(40) * 0.1 + 3,
 }  # fmt: skip
@@ -84,7 +92,7 @@ def test_rows_that_an_index_of_dates_puts_in_another_order_are_refused(make):
 class Column:
     """A column of dates as polars has it: an array in UTC, and a dtype that knows the zone."""
 
-    class dtype:  # noqa: N801  # as it is called there
+    class dtype:  # as it is called there
         time_zone = "Europe/Berlin"
 
     def __init__(self, days):

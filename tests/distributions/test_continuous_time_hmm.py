@@ -4,6 +4,7 @@ import math
 import re
 from functools import partial
 
+import mpmath
 import numpy as np
 import oracle
 import pytest
@@ -113,6 +114,53 @@ def test_probabilities_of_many_transitions_in_a_tiny_gap_keep_their_digits():
         wanted = stats.poisson.logpmf(np.arange(size - 1), gap)
         np.testing.assert_allclose(found[0, :-1], wanted, rtol=1e-13, atol=1e-12)
         assert (found.tril(-1)[1:, 0] == -torch.inf).all()
+
+
+def exponential(rates, gap):
+    """Logarithms of the exponential of a matrix by mpmath, with as many digits as it takes."""
+    digits = 60 + int(2 * gap * float(-rates.diagonal().min()) / math.log(10))
+    with mpmath.workdps(digits):
+        found = mpmath.expm(mpmath.matrix(rates.tolist()) * mpmath.mpf(gap), method="taylor")
+        size = len(rates)
+        return np.array([[float(mpmath.log(found[i, j])) if found[i, j] > 0 else -math.inf
+                          for j in range(size)] for i in range(size)])  # fmt: skip
+
+
+STAGED = double([[-1.2, 1.2, 0.0], [0.0, -0.9, 0.9], [0.0, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("rates", [FULL, PROGRESSIVE, STAGED], ids=["full", "stages", "chain"])
+@pytest.mark.parametrize("gap", [1e-12, 1e-3, 1.0, 30.0, 700.0])
+def test_logarithms_are_exact_for_short_and_for_long_times(rates, gap):
+    """Of m transitions in a short time, of order gap^m; and of staying, far below 1e-308."""
+    leaf = rates.clone().requires_grad_()
+    found = log_transitions(leaf, double(gap))
+    wanted = exponential(rates, gap)
+    np.testing.assert_allclose(found.detach(), wanted, rtol=1e-13, atol=1e-14 * max(gap, 1))
+    if gap > 100 and rates is STAGED:  # by differences along what the rates allow
+        (slope,) = torch.autograd.grad(found[0, 1], leaf)
+        for i, j in ((0, 0), (0, 1), (1, 1), (1, 2)):
+            step = torch.zeros_like(rates)
+            step[i, j] = 1e-5
+            apart = [exponential(rates + sign * step, gap)[0, 1] for sign in (1, -1)]
+            assert slope[i, j].item() == pytest.approx(
+                (apart[0] - apart[1]) / 2e-5, rel=1e-6, abs=1e-6
+            )
+
+
+def test_a_sequence_that_stays_for_long_has_its_evidence():
+    """Also where entries are seen at exact times; in float32, too."""
+    for dtype in (torch.float32, torch.float64):
+        decay = torch.tensor([[-1.2, 1.2], [0.0, 0.0]], dtype=dtype)
+        sure = torch.tensor([1.0, 0.0], dtype=dtype).log()
+        seen = Categorical(torch.eye(2, dtype=dtype))
+        hmm = ContinuousTimeHMM(sure, decay, seen, torch.tensor(2), double([0.0, 700.0]))
+        assert hmm.log_prob(torch.tensor([0, 0])).item() == pytest.approx(-840, rel=1e-6)
+        dies = hmm.replace(exact_entry=torch.tensor([False, True]))
+        wanted = -840 + math.log(1.2)
+        assert dies.log_prob(torch.tensor([0, 1])).item() == pytest.approx(wanted, rel=1e-6)
+        counts = hmm.expected_counts(torch.tensor([0, 0])).counts["rates"]
+        torch.testing.assert_close(counts, torch.tensor([[700.0, 0.0], [0.0, 0.0]], dtype=dtype))
 
 
 def test_times_may_lie_far_from_zero(rates, values):

@@ -208,3 +208,29 @@ def test_tags_in_a_pyro_model_are_fitted_and_sampled():
     sampled = Predictive(model, num_samples=5)()["tags"]
     assert sampled.shape == (5, 3, 4)
     assert not sampled[:, ~even.exists].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("per_step", [False, True])
+def test_large_scores_cost_probabilities_no_digits(dtype, per_step):
+    """Of the differences of scores, as they are rounded: a constant at a step changes nothing."""
+    large = 1e6 if dtype == torch.float32 else 1e15
+    parts = scores(3, 4, 3, per_step=per_step)
+    steps = torch.arange(1.0, 5)
+    parts[0] += large * steps.unsqueeze(-1)
+    parts[1] += -large * (steps[:3, None, None] if per_step else 1.0)
+    parts[2] += 3 * large
+    far = [part.to(dtype) for part in parts]
+    exact = [part.double() for part in far]
+    exact[0] -= large * steps.unsqueeze(-1)
+    exact[1] += large * (steps[:3, None, None] if per_step else 1.0)
+    exact[2] -= 3 * large
+    crf, plain = (LinearChainCRF(*each, LENGTHS[:3], transition_per_step=per_step)
+                  for each in (far, exact))  # fmt: skip
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {}
+    for labels in (torch.tensor([[0, 1, 2, 0]] * 3), torch.tensor([[-1, 1, -1, 0]] * 3)):
+        found = crf.log_prob(labels)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), plain.log_prob(labels), **tolerance)
+    torch.testing.assert_close(crf.k_best(3)[1].double(), plain.k_best(3)[1], **tolerance)
+    assert torch.equal(crf.viterbi(), plain.viterbi())

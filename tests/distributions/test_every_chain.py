@@ -333,6 +333,136 @@ def test_what_needs_a_markov_chain_names_the_cure(name, ask):
         ask(HMMS[name]())
 
 
+# Data of another dtype, and data that are impossible ---------------------------------------------
+
+
+def ask(hmm, values):
+    """Every query by name, as a function without arguments."""
+    timed = isinstance(hmm, ContinuousTimeHMM)
+    times = {"times": hmm.times} if timed else {}
+    ahead = hmm.times[:, -1:] + torch.tensor([1.0, 2.0]) if timed else 2
+
+    def filtered():
+        full = hmm.replace(lengths=torch.full((3,), T))
+        stream = Filter(full)
+        return stream.update(values, full.observed, **times), stream
+
+    def predicted():
+        return filtered()[1].predict(**({"times": ahead} if timed else {"num_steps": 2})).mean
+
+    found = {
+        "posterior": lambda: hmm.posterior(values).state_probs,
+        "filtered": lambda: hmm.filtered(values),
+        "viterbi": lambda: hmm.viterbi(values),
+        "sample_states": lambda: hmm.sample_states(values, (2,)),
+        "state_probs_ahead": lambda: hmm.state_probs_ahead(values, 0),
+        "k_best": lambda: queries.k_best(hmm, values, 2)[1],
+        "path_entropy": lambda: queries.path_entropy(hmm, values),
+        "expected_visits": lambda: queries.expected_visits(hmm, values),
+        "impute": lambda: queries.impute(hmm, values),
+        "observation_marginals": lambda: queries.observation_marginals(hmm, values).mean,
+    }
+    if isinstance(hmm, HSMM):
+        found["duration_counts"] = lambda: hmm.duration_counts(values)
+    if (hmm.chain.per_step and not timed) or getattr(hmm, "rates_per_step", False):
+        return found
+    if hmm.chain.censored.get("censored_end", True):
+        found["Filter"], found["predict"] = lambda: filtered()[0], predicted
+        for part in ("state_probs", "mean", "variance"):
+            found[part] = lambda part=part: getattr(hmm.forecast(values, ahead), part)
+        found["quantiles"] = lambda: hmm.forecast(values, ahead).quantiles()
+        found["density"] = lambda: hmm.forecast(values, ahead).log_prob(values[:, :1])
+    found["continuation"] = lambda: queries.continuation(hmm, values, ahead).log_initial.exp()
+    return found
+
+
+def evidences(hmm, values):
+    """What has an answer for impossible data, too."""
+    return {
+        "log_prob": lambda: hmm.log_prob(values),
+        "expected_counts": lambda: hmm.expected_counts(values).state_probs,
+        "log_joint": lambda: hmm.log_joint(values, torch.zeros(3, T, dtype=torch.long)),
+    }
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_the_dtype_of_results_is_that_of_the_parameters(hmm, dtypes):
+    """Whatever that of the data is; integers are numbers."""
+    own, other = dtypes
+    values = hmm.sample().round()
+    chain = hmm.chain.map(lambda name, part, core: part.to(own))
+    emission = Normal(hmm.emission.loc.to(own), hmm.emission.scale.to(own))
+    hmm = HMM.of(chain, emission, hmm.lengths, hmm.observed) if type(hmm) is HMM else (
+        type(hmm).of(chain, emission, hmm.lengths, hmm.observed))  # fmt: skip
+    alike = ask(hmm, values.to(own)) | evidences(hmm, values.to(own))
+    for kind in (other, torch.int64):
+        for name, query in (ask(hmm, values.to(kind)) | evidences(hmm, values.to(kind))).items():
+            wanted = alike[name]()
+            found = query()
+            if name == "impute":  # of the dtype of the values
+                assert found.dtype == kind
+                continue
+            assert found.dtype == wanted.dtype, name
+            if found.is_floating_point():
+                torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_whole_numbers_that_float32_does_not_hold_are_told_apart():
+    """Of parameters in float32, whose density may be as wide as it will."""
+    wide = Normal(torch.tensor([1.7e9, 1.7e9 + 4096]).float(), torch.tensor(100.0).float())
+    even = torch.full((2, 2), 0.5).log().float()
+    hmm = HMM(even[0], even, wide, torch.tensor(3))
+    values = 1_700_000_000 + torch.tensor([0, 40, 80])
+    exact = HMM(even[0].double(), even.double(), Normal(wide.loc.double(), wide.scale.double()),
+                torch.tensor(3))  # fmt: skip
+    assert hmm.log_prob(values).dtype == torch.float32
+    torch.testing.assert_close(hmm.log_prob(values).double(), exact.log_prob(values.double()))
+
+
+def test_every_query_refuses_what_is_impossible(hmm):
+    """By name, with the number of sequences; the evidence is -inf."""
+    size = hmm.num_states
+    shown = Categorical(logits=torch.eye(size + 1)[:size].log())
+    hmm = type(hmm).of(hmm.chain, shown, hmm.lengths, hmm.observed, True)
+    values = hmm.sample()
+    values[2, 0] = size  # which no state emits
+    assert hmm.log_prob(values).isneginf().tolist() == [False, False, True]
+    assert hmm.expected_counts(values).log_evidence.isneginf().tolist() == [False, False, True]
+    names = ask(hmm, values)
+    for name in names.keys() - {"mean", "variance"}:
+        with pytest.raises(ValueError, match=r"values must be possible.*1 of 3 sequences"):
+            names[name]()
+
+
+class Own(Normal):
+    """An emission whose moments nobody has written."""
+
+    mean = variance = property(torch.distributions.Distribution.mean.fget)
+
+
+class Silent(Normal):
+    """An emission that does not say what it emits."""
+
+    support = torch.distributions.Distribution.support
+
+
+def test_what_an_emission_of_ones_own_lacks_is_named():
+    even = torch.full((2, 2), 0.5).log()
+    levels = torch.tensor([0.0, 1.0])
+    hmm, values = HMM(even[0], even, Own(levels, 1.0), torch.tensor(3)), torch.zeros(3)
+    for wanted in ("mean", "variance"):
+        for forecast in (hmm.forecast(values, 2), queries.observation_marginals(hmm, values)):
+            with pytest.raises(NotImplementedError, match=rf"Own has no {wanted}\. Define it"):
+                getattr(forecast, wanted)
+    assert hmm.forecast(values, 2).quantiles([0.5]).shape == (1, 2)
+    for function in ("cdf", "icdf", "entropy"):
+        with pytest.raises(NotImplementedError, match=r"Forecast has no cdf.*take quantiles"):
+            getattr(hmm.forecast(values, 2), function)(*[values[:2]] * (function != "entropy"))
+    for silent in (Silent(levels, 1.0), Silent(torch.zeros(2, 1), 1.0).to_event(1)):
+        with pytest.raises(TypeError, match=r"Silent has no support. Define it in the class"):
+            HMM(even[0], even, silent, torch.tensor(3))
+
+
 # Modules, fitted ---------------------------------------------------------------------------------
 
 MODULES = {

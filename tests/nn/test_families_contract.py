@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import pyrohmm
+from pyrohmm import MarginalModel, Sequences, TabularHMM, fit_em, fit_map
 from pyrohmm.testing import check_emission
 
 FAMILIES = {
@@ -56,6 +57,37 @@ FAMILIES = {
 def test_a_family_keeps_the_contract(name, num_states):
     family, values = FAMILIES[name]
     check_emission(family, values(), num_states)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("double", [False, True])
+def test_a_family_takes_data_of_another_dtype(name, double):
+    """As from NumPy and pandas: results and fits are of the dtype of the parameters."""
+    family, values = FAMILIES[name]
+    own, other = (torch.float64, torch.float32) if double else (torch.float32, torch.float64)
+    kinds = [torch.int64, torch.int64] if name == "categorical" else [own, other]
+    rows = values().reshape(3, 10, *values().shape[1:])
+    alike, data = (Sequences(rows.to(kind), torch.tensor([10, 1, 7])) for kind in kinds)
+    module = TabularHMM(2, family).to(own)
+    for fit in (
+        fit_em(module, data, num_iterations=2),
+        fit_map(MarginalModel(module), data, num_iterations=2),
+    ):
+        assert {part.dtype for part in fit.parameters.values()} == {own}
+        hmm = fit.hmm(data)
+        for found, wanted in zip(answers(hmm, data.values), answers(hmm, alike.values)):
+            assert found.dtype == wanted.dtype == own
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        if name != "categorical":
+            assert hmm.forecast(data.values, 2).mean.dtype == own
+
+
+def answers(hmm, values):
+    """Evidence, states and forecasts."""
+    ahead = hmm.forecast(values, 2)
+    states = hmm.posterior(values).state_probs
+    density = ahead.log_prob(values[:, :2])
+    return hmm.log_prob(values), hmm.filtered(values), states, ahead.state_probs, density
 
 
 def test_the_contract_sees_an_m_step_that_is_no_maximum(monkeypatch):
