@@ -69,8 +69,7 @@ class Filter:
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
     is too long. Parameters per step end with their last step. An impossible observation is refused;
-    without ``validate_args`` the stream's evidence is -inf after it and its states are all zero,
-    and so they remain, and other streams go on.
+    without ``validate_args`` the stream's evidence stays -inf after it, its states all zero.
 
     Args:
         hmm: The model, of any chain and emission; those that are not Markov are expanded.

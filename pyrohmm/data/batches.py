@@ -271,7 +271,7 @@ class Window(Sequences):
         super().__init__(values, lengths, total=total)
         self.streams, self.begins = streams, begins
 
-    def to(self, device: torch.device | str) -> Window:
+    def to(self, device: torch.device | str | torch.dtype) -> Window:
         """Copy to ``device`` what is not there yet."""
         values = self.values.to(device)
         return Window(values, self.lengths, self.streams, self.begins, self.total)
