@@ -8,7 +8,6 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -36,7 +35,6 @@ from ..nn.base import PYRO, HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
 from ..nn.normals import merged, moments_of, scale_prior
 from ..nn.regression import Linear
-from ..nn.tabular_times import TabularContinuousTimeHMM
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)

@@ -248,7 +248,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
-        self.num_states, self.of_data = num_states, rate_time is None
+        self.num_states = num_states
         square = num_states, num_states
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None:

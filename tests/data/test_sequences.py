@@ -192,3 +192,19 @@ def test_steps_that_no_sequence_has_are_dropped():
     assert not data.has_gaps
     hmm = TabularHMM(2, categorical(12))(data.lengths)
     assert hmm.log_prob(data.values).shape == (2,)
+
+
+def test_a_dtype_is_that_of_what_is_floating_point():
+    """As of ``torch.nn.Module.to``: masks, labels and integers stay, and so do times."""
+    data = Sequences(
+        torch.rand(2, 3).float(), torch.tensor([3, 2]), labels=torch.ones(2, 3, dtype=torch.long),
+        covariates=torch.rand(2, 3, 1).float(), times=torch.arange(3.0).expand(2, 3),
+    )  # fmt: skip
+    wide = data.to(torch.float64)
+    assert wide.values.dtype == wide.covariates.dtype == torch.float64
+    assert wide.observed.dtype == torch.bool
+    assert wide.labels.dtype == torch.int64
+    assert wide.to(torch.float32).times.dtype == torch.float64
+    assert Sequences(data.labels, data.lengths).to(torch.float64).values.dtype == torch.int64
+    with pytest.raises(TypeError, match=r"a floating-point dtype; got torch.int64"):
+        data.to(torch.int64)

@@ -8,12 +8,15 @@ from pyro.distributions import Categorical, Normal
 from pyrohmm import (
     ContinuousTimeHMM,
     HMMModule,
+    MarginalModel,
+    RegressionHMM,
     Sequences,
     TabularContinuousTimeHMM,
     TabularHMM,
     categorical,
     em,
     fit_em,
+    fit_map,
     freeze,
     normal,
 )
@@ -158,3 +161,31 @@ def test_em_with_exact_deaths_ends_where_the_density_is_stationary():
     density = hmm.replace(rates=rates - rates.sum(-1).diag()).log_prob(data.values).sum()
     density = density - 2.0 * rates.sum()  # Gamma(1, 2)
     assert torch.autograd.grad(density, leaf)[0].abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("build", ["tabular", "regression"])
+def test_a_fit_is_the_same_in_any_unit_of_time(build):
+    """Years and seconds, from the starts that fits choose themselves."""
+    pyro.set_rng_seed(0)
+    rates = torch.tensor([[-0.5, 0.5, 0.0], [0.0, -0.3, 0.3], [0.0, 0.0, 0.0]])
+    times, lengths = torch.empty(30, 8).uniform_(0.1, 2.1).cumsum(-1), torch.full((30,), 8)
+    levels, allowed = Normal(torch.tensor([0.0, 3.0, 6.0]), 1.0), rates > 0
+    first = torch.tensor([1.0, 0.0, 0.0]).log()
+    values = ContinuousTimeHMM(first, rates, levels, lengths, times).sample()
+    found = []
+    for unit in (1.0, 3.15576e7):
+        pyro.set_rng_seed(1)
+        data = Sequences(values, lengths, times=times * unit, covariates=torch.ones(30, 8, 1))
+        if build == "tabular":
+            data = Sequences(values, lengths, times=times * unit)
+            module = TabularContinuousTimeHMM(3, normal(0), transition_allowed=allowed)
+        else:
+            possible = allowed | torch.eye(3).bool()
+            module = RegressionHMM(3, normal(0), rates=[0], transition_allowed=possible)
+        for fit in (
+            fit_em(module, data, num_iterations=5, tolerance=None),
+            fit_map(MarginalModel(module), data, num_iterations=20),
+        ):
+            found.append(fit.hmm(data).rates * unit)
+    for years, seconds in zip(found[:2], found[2:]):
+        torch.testing.assert_close(years, seconds, rtol=1e-4, atol=1e-6)

@@ -562,3 +562,21 @@ def test_counts_of_thousands_may_vary_by_hardly_more_than_chance():
     family = regression(dist.NegativeBinomial, total_count=None, logits=None)
     emission = fit_em(RegressionHMM(1, family).double(), data).hmm(data).emission
     assert emission.total_count.flatten()[0].item() == pytest.approx(size, rel=0.3)
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_a_module_of_either_dtype_takes_the_covariates_of_a_table(double):
+    """Whatever the default dtype; and a column of dates may be named inside a string."""
+    torch.set_default_dtype(torch.float32)
+    day = pd.date_range("2021-01-01", periods=40)
+    frame = pd.DataFrame({"x": np.arange(40) % 3.0, "dose": np.arange(40) / 40, "day": day})
+    frame["kind"] = ["day", "night"] * 20
+    design = formulas(frame, transition="~ dose", loc="~ C(kind, levels=['day', 'night'])")
+    table = pd.DataFrame(design.matrix(frame), columns=design.names).assign(x=frame["x"])
+    data = Sequences.from_dataframe(table, columns="x", covariates=design.names)
+    module = RegressionHMM(2, regression(Normal, loc=design["loc"]), design["transition"])
+    module = module.double() if double else module
+    fit = fit_em(module, data, num_iterations=2)
+    assert {part.dtype for part in fit.parameters.values()} == {
+        [torch.float32, torch.float64][double]
+    }
