@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..infer.models import MarginalModel
+from ..infer.models import MarginalModel, exclusive
 from ..infer.objective import latent_sites
 from ..nn.base import HMMModule
 
@@ -51,6 +51,7 @@ class Calibration(NamedTuple):
         return found
 
 
+@exclusive(gradients=False)
 def calibrate(
     model: Any,
     sample: Callable[..., Mapping[str, Tensor]],

@@ -32,7 +32,7 @@ from ..infer.plates import (
 )
 from ..infer.results import Fit
 from ..infer.sampled import SampledFit
-from ..nn.base import in_mode
+from ..nn.base import PYRO, in_mode
 
 Model = Callable[..., Any]
 Values = Mapping[str, Tensor]
@@ -66,7 +66,7 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
     Raises:
         ValueError: If ``one`` does not hold the latent variables of the model, all of them.
     """
-    with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
         try:
             with AtValues(one):
                 trace = poutine.trace(model).get_trace(data)
@@ -137,7 +137,7 @@ def run(model: Model, values: Values, data: Sequences, layout: Layout) -> HMM:
 def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, count: int) -> Tensor:
     """Log-density ``(S,)`` of S samples under the priors and the factors beside them."""
     total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
-    with torch.no_grad(), poutine.block(), in_mode(False, model):
+    with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
         with AtValues(values_for(values, data, layout.plates)):
             trace = poutine.trace(model).get_trace(data)
         for name, site in trace.nodes.items():
@@ -162,7 +162,7 @@ def own_from_prior(
     """
     flat = {name: value.flatten(0, 1) for name, value in known.items()}
     rows = []
-    with torch.no_grad(), poutine.block(), in_mode(False, model):
+    with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
         for i in range(shape.numel()):
             with AtValues({name: value[i] for name, value in flat.items()}):
                 nodes = poutine.trace(model).get_trace(data).nodes

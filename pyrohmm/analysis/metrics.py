@@ -25,7 +25,7 @@ from ..distributions.observation import is_categorical, log_likelihood
 from ..infer.models import build
 from ..infer.plates import new_log_evidence
 from ..infer.results import Fit
-from ..nn.base import HMMModule
+from ..nn.base import PYRO, HMMModule
 from .agreement import align as align
 from .agreement import align_transitions as align_transitions
 from .agreement import bhattacharyya as bhattacharyya
@@ -158,7 +158,7 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
         >>> num_parameters(TabularHMM(2, categorical(3)), data)  # 1 + 2 + 4
         7
     """
-    with torch.no_grad(), poutine.block():
+    with PYRO, torch.no_grad(), poutine.block():
         run = module if not isinstance(module, HMMModule) else lambda data: build(module, data)
         trace = poutine.trace(run).get_trace(data)
     count = 0
@@ -210,7 +210,7 @@ def _rank(module: torch.nn.Module, data: Sequences, names: list[str]) -> int | N
     size = sum(leaf.numel() for leaf in leaves)
     if size > MOST_PARAMETERS:
         return None
-    with poutine.block(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with PYRO, poutine.block(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         hmm = build(double, data) if isinstance(double, HMMModule) else double(data)
         if isinstance(hmm, BlockHMM):
             return None

@@ -32,14 +32,16 @@ from torch.distributions import biject_to, constraints
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..nn.base import PYRO
 from .ascent import Peak, climb
 from .guides import Point
 from .marginal import Marginal, Values
+from .models import exclusive
 from .objective import APART, check_copies, each_alone, latent_sites
 from .plates import AtValues, in_plate, marks_of, sequence_plates
 from .results import Fit
 from .training import check_model_and_data
-from .uncertainty import FAR, Information, double_of, points_of
+from .uncertainty import FAR, Information, differences, double_of, points_of
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 STEP = 1e-4  # of central differences of the exact gradient
@@ -91,7 +93,7 @@ class LaplaceInformation(Information):
         """Nothing, and the HMM at coordinates ``u`` and ``away`` from the most probable effects."""
         marginal = self.marginal
         effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1) + away)
-        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with AtValues({**self.values_at(u), **effects}):
                 return u.sum(), self.model(self.data if data is None else data)
 
@@ -101,10 +103,11 @@ class LaplaceInformation(Information):
         """Value and standard error of a function of the HMM, that of the effects included."""
         value, error = super().of(function, data)
         data = None if data is None else double_of(data)
-        here = torch.zeros(len(self.labels), dtype=torch.double)
-        slopes: Any = torch.autograd.functional.jacobian(
-            lambda b: function(self.run(here, data, b)[1]), torch.zeros_like(self.marginal.modes[0])
-        )
+        here, b = torch.zeros(len(self.labels), dtype=torch.double), self.marginal.modes[0]
+        scale = self.blocks.diagonal(dim1=-2, dim2=-1).rsqrt().flatten()
+        slopes = differences(
+            lambda away: function(self.run(here, data, away.reshape(b.shape))[1]), scale
+        ).unflatten(-1, b.shape)
         own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
         return value, (error.square() + own).sqrt()
 
@@ -247,6 +250,7 @@ class _Starts:
         return {n: v if n in self.plated else v.unsqueeze(1) for n, v in values.items()}
 
 
+@exclusive()
 def fit_laplace(
     model: Callable[..., Any],
     data: Sequences,

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..data.sequences import Sequences
+from ..nn.base import PYRO
 from .objective import is_likelihood
 from .replicates import CELLS, Densities
 
@@ -119,7 +120,7 @@ class Marginal:
             data = data.with_total(data.total)
             data.values = self.stacked[rows]
         effects = self.effects(b)
-        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with _Terms({**values, **effects}, len(b), self.plate) as terms:
                 self.model(data)
         own = terms.own

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..nn.base import PYRO
 from .guides import repeatable
 from .models import check_returns_hmm
 
@@ -57,7 +58,7 @@ def sequence_plates(
         data: The sequences.
         trace: Of the model on these data, if there is one.
     """
-    with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
         trace = trace or poutine.trace(model).get_trace(data)
         found = _plates_of_size(trace, data)
         if not found:
@@ -191,7 +192,7 @@ def hmm_at(
     model: Callable[..., Any], values: Mapping[str, Tensor], data: Sequences, plates: Plates
 ) -> HMM:
     """The HMM that ``model`` builds for ``data`` at these values, without a gradient."""
-    with torch.no_grad(), poutine.block(), AtValues(values_for(values, data, plates)):
+    with PYRO, torch.no_grad(), poutine.block(), AtValues(values_for(values, data, plates)):
         return detached(check_returns_hmm(model(data)))
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.hmm import HMM
+from ..nn.base import PYRO
 from .ascent import Peak, climb
 from .objective import APART, LogJoint, check_copies, each_alone
 from .uncertainty import Information, names_of, normal_quantile
@@ -102,7 +103,7 @@ class Copies:
             data = data.with_total(data.total)
             data.values = self.values[rows]
             data.labels = None if self.labels is None else self.labels[rows]
-        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with Densities(self.information.values_at(u), len(rows), weights) as joint:
                 hmm = self.information.model(data)
         return joint.likelihood + joint.prior, hmm

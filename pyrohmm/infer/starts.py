@@ -18,7 +18,7 @@ from ..chains.base import ExpectedCounts
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
-from ..nn.base import HMMModule
+from ..nn.base import PYRO, HMMModule
 from .models import build
 
 Values = dict[str, Tensor]
@@ -41,7 +41,7 @@ class Start(Protocol):
 
 def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
     """Start from samples of the prior, one for each restart."""
-    with torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
+    with PYRO, torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
         trace = poutine.trace(lambda: build(module, data)).get_trace()
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
@@ -155,5 +155,5 @@ def set_point(module: nn.Module, name: str, value: Tensor) -> None:
 
 def build_once(module: HMMModule, data: Sequences) -> HMM:
     """One HMM from the module, with samples of its priors."""
-    with torch.no_grad(), poutine.block():
+    with PYRO, torch.no_grad(), poutine.block():
         return build(module, data)

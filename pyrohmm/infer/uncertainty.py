@@ -23,6 +23,7 @@ from torch.distributions.transforms import (
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..nn.base import PYRO
 from .models import EnumeratedModel, MarginalModel
 from .plates import AtValues, detached, in_plate
 
@@ -33,6 +34,7 @@ SMALL = 1e-3  # share of the largest rate, below which one is at the boundary th
 VANISHING = 0.01  # nats or less where it is zero: transitions that are expected, or observations
 LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
 RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
+STEP = 1e-3  # of central differences, in standard errors given the other coordinates
 AT_LEAST = constraints.greater_than_eq
 IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
 MOST_PARAMETERS = 3_000  # the Hessian has as many columns, each a gradient of the gradient
@@ -235,6 +237,7 @@ class Information:
             )
         at_estimate = self.values_at(torch.zeros(len(self.labels), dtype=torch.double))
         with (
+            PYRO,
             poutine.block(),
             pyro.get_param_store().scope(),
             torch.no_grad(),
@@ -257,7 +260,7 @@ class Information:
     def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
         """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
         values = self.values_at(u)
-        with poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with AtValues(values):
                 trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
             for site in trace.nodes.values():
@@ -333,19 +336,23 @@ class Information:
             "iterations of the fit."
         )
 
-    def _slopes(self, function: Callable[[Tensor], Tensor], own: Tensor) -> tuple[Tensor, Tensor]:
-        """Slopes of a function of the coordinates ``own``, and its standard errors."""
+    def _slopes(self, part: Coordinates, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Slopes of a parameter by its coordinates ``own``, and its standard errors."""
         origin = torch.zeros(len(own), dtype=torch.double)
-        slopes: Any = torch.autograd.functional.jacobian(function, origin)
+        slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
         slopes = slopes.masked_fill(self.covariance.diagonal()[own] == 0, 0.0)
+        return slopes, self._errors(slopes, own)
+
+    def _errors(self, slopes: Tensor, own: Tensor) -> Tensor:
+        """Standard errors ``(*)`` of what has slopes ``(*, P)`` by the coordinates ``own``."""
         variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance[own][:, own], slopes)
-        return slopes, variance.clamp(min=0.0).sqrt()
+        return variance.clamp(min=0.0).sqrt()
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard errors of the parameters, by name; NaN for entries that are held."""
         errors = {}
         for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
-            slopes, error = self._slopes(part.value, own)
+            slopes, error = self._slopes(part, own)
             errors[part.name] = error.masked_fill((slopes == 0).all(-1), torch.nan)
         return errors
 
@@ -355,7 +362,7 @@ class Information:
         for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
             names += names_of(part.name, part.estimate)
             wide = torch.zeros(part.estimate.numel(), len(self.labels), dtype=torch.double)
-            wide[:, own] = self._slopes(part.value, own)[0].reshape(len(wide), len(own))
+            wide[:, own] = self._slopes(part, own)[0].reshape(len(wide), len(own))
             slopes.append(wide)
         rows = torch.cat(slopes)
         held = (rows == 0).all(-1)
@@ -367,15 +374,33 @@ class Information:
     ) -> tuple[Tensor, Tensor]:
         """Value and standard error, by the delta method, of a function of the fitted HMM.
 
+        Its slopes are central differences, over a thousandth of a standard error: the function may
+        be any query, and need not be differentiable by autograd.
+
         Args:
             function: From an :class:`HMM` to a tensor.
             data: The HMM is built for these sequences, such as ones with other covariates; for the
                 sequences that were fitted by default.
+
+        Raises:
+            ValueError: If the function does not change with any parameter.
         """
         data = None if data is None else double_of(data)
         own = torch.arange(len(self.labels))
-        _, error = self._slopes(lambda u: function(self.run(u, data)[1]), own)
-        return function(self.run(torch.zeros(len(own)).double(), data)[1]).detach(), error
+
+        def at(u: Tensor) -> Tensor:
+            return function(self.run(u, data)[1])
+
+        slopes = differences(at, self.matrix.diagonal().rsqrt())
+        slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
+        if not bool((slopes != 0).any()):
+            raise ValueError(
+                "of must be a function that changes with the parameters of the fit; here all "
+                "slopes are zero, as of a decoded path, or of what is frozen or held: it has no "
+                "standard error."
+            )
+        with torch.no_grad():
+            return torch.as_tensor(at(torch.zeros(len(own)).double())), self._errors(slopes, own)
 
     def intervals(
         self,
@@ -410,6 +435,21 @@ class Information:
         return {"of": (low, high)}
 
 
+def differences(function: Callable[[Tensor], Tensor], scale: Tensor) -> Tensor:
+    """Slopes ``(*, P)`` of a function of P numbers at zero, by differences on scales ``(P,)``.
+
+    Random numbers that the function draws are the same at all places.
+    """
+    columns, steps = [], STEP * scale
+    for step in steps.diag():
+        ends = []
+        for place in (step, -step):
+            with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):
+                ends.append(torch.as_tensor(function(place)).double())
+        columns.append(torch.where(ends[0] == ends[1], 0.0, ends[0] - ends[1]))
+    return torch.stack(columns, -1) / (2 * steps)
+
+
 def _listed(names: list[str]) -> str:
     """The first six names."""
     return ", ".join(names[:6]) + (" and others" if len(names) > 6 else "")
@@ -424,7 +464,7 @@ def normal_quantile(level: float) -> float:
 
 def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Values and supports of the parameters of ``model`` that have no prior."""
-    with poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
+    with PYRO, poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
         model(data)
     nodes = {n: node for n, node in found.trace.nodes.items() if node["type"] == "param"}
     plain = [name.replace("$$$", ".") for name in nodes if "$$$" in name]

@@ -190,7 +190,7 @@ def freeze(module: PyroModule, name: str, value: Tensor | None = None) -> None:
         )
     if value is None and last in priors:
         raise ValueError(f"value must be given for {name!r}, which has a prior and no value.")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
+    with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]), poutine.block():
         now = getattr(part, last)  # of a prior a sample, for its shape
     value = now if value is None else value
     check_tensor("value", value)

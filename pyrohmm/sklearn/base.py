@@ -15,6 +15,7 @@ from .._checks import check_size
 from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
+from ..nn.base import PYRO
 
 try:
     imported("sklearn.utils.validation")
@@ -201,7 +202,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             first = torch.full_like(hmm.log_initial, -torch.inf)
             first[currstate] = 0.0
             hmm = hmm.replace(log_initial=first)
-        with torch.random.fork_rng(devices=[]):
+        with PYRO, torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed(random_state))
             values, states = hmm.sample_with_states()
         values = values.long() if hmm.emission.support.is_discrete else values

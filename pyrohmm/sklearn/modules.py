@@ -16,6 +16,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..infer.em import fit_em
+from ..infer.models import exclusive
 from ..infer.results import Fit
 from ..infer.starts import build_once
 from ..nn.base import HMMModule
@@ -87,7 +88,7 @@ class HMMEstimator(SequenceEstimator):
         """
         check_size("n_components", self.n_components)
         table, sizes = self._table(X, lengths, reset=True, y=y)
-        with torch.random.fork_rng(devices=[]):
+        with exclusive(gradients=False), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed())
             module = self.module(self.n_components)
             if not isinstance(module, HMMModule):
