@@ -1,27 +1,46 @@
 """Fits in several threads, inside other fits, and where gradients are switched off."""
 
 import copy
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
+import numpy as np
 import pyro
 import pytest
 import torch
+from pyro.distributions import Categorical, Dirichlet, Normal
 from pyro.infer.autoguide import AutoNormal, init_to_median
 from pyro.poutine import runtime
+from pyro.poutine.messenger import Messenger
+from torch.distributions import constraints
 
 from pyrohmm import (
+    HMM,
     DenseHMM,
     MarginalModel,
+    PosteriorDraws,
     Sequences,
     TabularHMM,
+    calibrate,
     categorical,
+    check_model,
     fit_cooccurrence,
     fit_em,
+    fit_gibbs,
+    fit_laplace,
     fit_map,
+    fit_mcmc,
     fit_svi,
+    freeze,
+    metrics,
+    normal,
+    report,
     starts,
 )
+from pyrohmm.nn.base import PYRO
+from pyrohmm.sklearn import HMMEstimator
 
 QUICK = {"num_iterations": 15, "tolerance": None, "progress": False}
 
@@ -240,3 +259,120 @@ def test_an_interrupt_leaves_nothing_of_a_fit_behind(fit):
     assert is_clean()
     with ThreadPoolExecutor(1) as other:  # the lock is free
         assert len(other.submit(by_em, symbols()).result(timeout=60).losses)
+
+
+def subjects(data):
+    """A level of each sequence."""
+    spread = pyro.param("spread", torch.tensor(1.0), constraint=constraints.positive)
+    with pyro.plate("subjects", data.total, subsample=data.indices):
+        level = pyro.sample("level", Normal(torch.zeros((), dtype=spread.dtype), spread))
+        zero = torch.zeros(1, dtype=level.dtype)
+        emission = Normal(level.unsqueeze(-1), 1.0)
+        hmm = HMM(zero, zero.unsqueeze(0), emission, data.lengths, data.observed)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def levels():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, 1, generator=generator) + torch.randn(6, 12, generator=generator)
+    return Sequences(values, torch.full((6,), 12))
+
+
+def exact(module, data):
+    counts = data.values[data.observed].bincount(minlength=2)
+    return {"emission.probs": Dirichlet(1.0 + counts).sample((15,))}
+
+
+def numbers():
+    return np.random.default_rng(0).normal(size=(60, 2))
+
+
+def estimator(**options):
+    return HMMEstimator(partial(TabularHMM, emission=normal(2)), 2, random_state=0, **options)
+
+
+def public_calls(tmp_path):
+    """Public calls that run a model, by name, each a function without arguments."""
+    data, own = symbols(), levels()
+    even = MarginalModel(TabularHMM(2, categorical(3, 2.0)))
+    fit, by_guide = by_em(data), fit_svi(even, AutoNormal(even), data, **QUICK)
+    mixed = fit_laplace(subjects, own, ["level"])
+    information, effects = fit.information(data), mixed.information(own)
+    replicates = fit.bootstrap(data, 8)
+    draws = PosteriorDraws.of(by_guide, num_draws=8)
+    each = PosteriorDraws.of({"face": torch.full((1, 4, 6, 2, 3), 1 / 3)}, faces)
+    done = estimator(n_iter=3).fit(numbers())
+    share = lambda hmm: hmm.log_transition.exp()  # noqa: E731
+    quick = {"num_samples": 6, "warmup": 4, "num_chains": 2, "progress": False}
+    return {
+        "fit_em": lambda: by_em(data),
+        "fit_map": lambda: by_map(data),
+        "fit_svi": lambda: by_svi(data),
+        "fit_cooccurrence": lambda: by_pairs(data),
+        "fit_laplace": lambda: fit_laplace(subjects, own, ["level"]),
+        "fit_gibbs": lambda: fit_gibbs(module(), data, **quick),
+        "fit_mcmc": lambda: fit_mcmc(model(), data, **quick),
+        "information": lambda: fit.information(data),
+        "of": lambda: information.of(share),
+        "intervals by samples": lambda: information.intervals(of=share, num_samples=4),
+        "intervals": lambda: fit.intervals(data, of=share),
+        "profile": lambda: fit.intervals(data, of="module.transition[0, 1]", method="profile"),
+        "replicates": lambda: replicates.intervals(of=share),
+        "effects": lambda: mixed.effects(own),
+        "of effects": lambda: effects.of(lambda hmm: hmm.emission.mean),
+        "check_model": lambda: check_model(fit, data, num_samples=4),
+        "check_model of samples": lambda: check_model(draws, data),
+        "report": lambda: report(fit, data, tmp_path / f"{threading.get_ident()}.html"),
+        "num_parameters": lambda: metrics.num_parameters(module(), data),
+        "bic": lambda: metrics.bic(fit, data),
+        "held out": lambda: metrics.held_out_log_evidence(fit, data),
+        "calibrate": lambda: calibrate(TabularHMM(1, categorical(2)), exact, torch.tensor([3]), 4),
+        "aligned": lambda: draws.aligned(data),
+        "log_prior": lambda: draws.log_prior(data),
+        "for_new": lambda: each.for_new(symbols(1)),
+        "guide": lambda: PosteriorDraws.of(by_guide, num_draws=4),
+        "freeze": lambda: freeze(module(), "transition", torch.eye(2)),
+        "from_prior": lambda: starts.from_prior(module(), data, 2),
+        "estimator": lambda: estimator(n_iter=3).fit(numbers()),
+        "estimator, asked": lambda: (done.predict(numbers()), done.aic(numbers()), done.sample(4)),
+    }
+
+
+def faces(data):
+    """Probabilities of symbols of each sequence."""
+    even = torch.full((2, 2), 0.5).log()
+    with pyro.plate("subjects", data.total, subsample=data.indices):
+        face = pyro.sample("face", Dirichlet(torch.ones(2, 3)).to_event(1))
+        hmm = HMM(even[0], even, Categorical(face), data.lengths)
+        pyro.sample("x", hmm, obs=data.values)
+    return hmm
+
+
+def test_every_public_call_holds_the_lock_where_it_enters_a_handler(tmp_path, monkeypatch):
+    outside, enter = set(), Messenger.__enter__
+
+    def watched(self):
+        if not PYRO._is_owned():
+            outside.add(name)
+        return enter(self)
+
+    name = "the fits that are asked"
+    monkeypatch.setattr(Messenger, "__enter__", watched)
+    for name, call in public_calls(tmp_path).items():  # noqa: B007  # read by watched
+        call()
+    assert not outside
+
+
+def test_public_calls_in_four_threads_all_end_and_leave_nothing_behind(tmp_path):
+    calls = list(public_calls(tmp_path).values())
+    parts = [calls[first::4] for first in range(4)]
+    in_threads([lambda part=part: [call() for call in part] for part in parts])
+    assert is_clean()
+
+
+def test_estimators_in_threads_are_those_of_one_after_the_other():
+    scores = [lambda n=n: estimator(n_iter=n).fit(numbers()).score(numbers()) for n in (2, 3, 4, 5)]
+    alone = [score() for score in scores]
+    assert in_threads(scores) == alone
+    assert is_clean()
