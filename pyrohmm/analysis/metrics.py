@@ -23,7 +23,7 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical, log_likelihood
 from ..infer.models import build
-from ..infer.plates import new_log_evidence
+from ..infer.plates import AtValues, new_log_evidence
 from ..infer.results import Fit
 from ..nn.base import PYRO, HMMModule
 from .agreement import align as align
@@ -141,13 +141,15 @@ def held_out_log_evidence(
         )
 
 
-def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
+def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
     """Number of free parameters p; a row of K probabilities counts K - 1.
 
     Latent variables count by the dimension of their support; those of which each sequence, or each
     group, has one, as often as there are. Other parameters of a module, such as the logits of a
-    softmax, count by how many of them change the HMM independently of each other (the rank of its
-    Jacobian); more than 2,000 of them, and those of :func:`pyro.param` without a constraint, each.
+    softmax, and embeddings and additive effects, count by how many of them change the HMM
+    independently of each other (the rank of its Jacobian); more than 2,000 of them, and those of
+    :func:`pyro.param` without a constraint, each. Coefficients of a smooth term count as its
+    effective degrees of freedom, a fraction, where a fit has chosen its weight.
 
     Args:
         module: An :class:`HMMModule`, a model of one, or any Pyro model.
@@ -161,10 +163,16 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
     with PYRO, torch.no_grad(), poutine.block():
         run = module if not isinstance(module, HMMModule) else lambda data: build(module, data)
         trace = poutine.trace(run).get_trace(data)
-    count = 0
+    latent, count = {}, 0
+    parts = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
     for name in trace.stochastic_nodes:
-        site = trace.nodes[name]
-        if not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
+        site, (path, _, last) = trace.nodes[name], name.rpartition(".")
+        owner: Any = parts.get(path)
+        if last in getattr(owner, "overcomplete", ()):
+            latent[name] = site["value"]
+        elif last == "smooth" and hasattr(owner, "freedom"):
+            count += owner.freedom.sum().item()
+        elif not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
             count += _dimension(site["fn"].support, site["value"])
     if not isinstance(module, torch.nn.Module):
         sites = [site for site in trace.nodes.values() if site["type"] == "param"]
@@ -173,7 +181,7 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
             _dimension(site["kwargs"].get("constraint", real), site["value"]) for site in sites
         )
     constrained = set()
-    for part in module.modules():
+    for part in parts.values():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
             leaf = getattr(part, f"{name}_unconstrained")
             if leaf.requires_grad and id(leaf) not in constrained:  # parts may share one
@@ -184,36 +192,41 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> int:
         for name, leaf in module.named_parameters()
         if leaf.requires_grad and id(leaf) not in constrained
     }
-    if not free:
+    if not free and not latent:
         return count
-    return count + (_rank(module, data, list(free)) or sum(x.numel() for x in free.values()))
+    every = sum(x.numel() for x in (*free.values(), *latent.values()))
+    return count + (_rank(module, data, list(free), latent) if every <= MOST_PARAMETERS else every)
 
 
 def _dimension(constraint: Any, value: Tensor) -> int:
     """Degrees of freedom of a constrained value; a probability of zero stays zero."""
-    if constraint is constraints.simplex:
+    if isinstance(constraint, type(constraints.simplex)):  # also copies of it
         return int(((value > 0).sum(-1) - 1).sum())
-    if constraint in (constraints.lower_cholesky, constraints.positive_definite):
+    if isinstance(
+        constraint, type(constraints.lower_cholesky) | type(constraints.positive_definite)
+    ):
         size = value.size(-1)
         return value.numel() // size * (size + 1) // 2
     return math.prod(biject_to(constraint).inverse_shape(value.shape))
 
 
-def _rank(module: torch.nn.Module, data: Sequences, names: list[str]) -> int | None:
-    """Rank of the HMM's Jacobian by its parameters; None if there are too many parameters.
+def _rank(
+    module: torch.nn.Module, data: Sequences, names: list[str], latent: dict[str, Tensor]
+) -> int:
+    """Rank of the HMM's Jacobian by its parameters and by latent variables; of blocks their number.
 
     The rank of random combinations of the rows of the Jacobian of all probabilities of the chain
     and of observations, in float64.
     """
     double = copy.deepcopy(module).double()
-    leaves = [double.get_parameter(name) for name in names]
+    free = {name: value.double().requires_grad_() for name, value in latent.items()}
+    leaves = [*(double.get_parameter(name) for name in names), *free.values()]
     size = sum(leaf.numel() for leaf in leaves)
-    if size > MOST_PARAMETERS:
-        return None
     with PYRO, poutine.block(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        hmm = build(double, data) if isinstance(double, HMMModule) else double(data)
+        with AtValues(free):
+            hmm = build(double, data) if isinstance(double, HMMModule) else double(data)
         if isinstance(hmm, BlockHMM):
-            return None
+            return size
         factors = [*hmm.chain.parameters.values(), _likelihoods(hmm, data)]
         outputs = torch.cat([factor.double().exp().flatten() for factor in factors])
         rows = []
@@ -244,7 +257,7 @@ def _likelihoods(hmm: HMM, data: Sequences) -> Tensor:
     return log_likelihood(emission, samples.detach())
 
 
-def aic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
+def aic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
     r"""Akaike's information criterion (1974), in nats times two: less is better.
 
     .. math:: -2 \log p(x | \hat\theta) + 2 p
@@ -262,7 +275,7 @@ def aic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
     return _criterion(fit, data, num_parameters, 2.0)
 
 
-def bic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
+def bic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
     r"""Bayesian information criterion, in nats times two: less is better.
 
     .. math:: -2 \log p(x | \hat\theta) + p \log n
@@ -273,14 +286,14 @@ def bic(fit: Fit, data: Data, num_parameters: int | None = None) -> float:
     return _criterion(fit, data, num_parameters)
 
 
-def _criterion(fit: Fit, data: Data, count: int | None, price: float | None = None) -> float:
+def _criterion(fit: Fit, data: Data, count: float | None, price: float | None = None) -> float:
     evidence, count = _evidence_and_size(fit, data, count)
     if price is None:
         price = math.log(max(in_parts(data).num_observed, 1))
     return -2.0 * evidence + price * count
 
 
-def _evidence_and_size(fit: Fit, data: Data, count: int | None = None) -> tuple[float, int]:
+def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tuple[float, float]:
     """Log evidence, in nats, and the number of free parameters, if it is not given."""
     if not isinstance(fit, Fit):
         raise TypeError(f"fit must be a Fit, and data follow; got {type(fit).__name__}.")
@@ -304,7 +317,7 @@ class LikelihoodRatio(NamedTuple):
     """
 
     statistic: float
-    degrees: int
+    degrees: float
     p_value: float
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -89,16 +90,14 @@ def predicted(
     return Bands(value, lower, upper)
 
 
-def table(
-    information: Information, level: float, names: Mapping[str, list[str]]
-) -> dict[str, list]:
+def table(information: Information, level: float) -> dict[str, list]:
     """Columns of a table of the estimates: see :meth:`Fit.table`."""
     errors, limits = information.std_errors(), information.intervals(level)
     found: dict[str, list] = {
         "parameter": [], "estimate": [], "std_error": [], "lower": [], "upper": []
     }  # fmt: skip
     for part in information.coordinates:
-        own = names.get(part.name, names_of(part.name, part.estimate))
+        own = information.names.get(part.name, names_of(part.name, part.estimate))
         found["parameter"] += own
         numbers = part.estimate, errors[part.name], *limits[part.name]
         for column, value in zip(list(found)[1:], numbers):
@@ -114,18 +113,22 @@ def lines(columns: Mapping[str, list]) -> list[str]:
     text = [head]
     text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in rest) for name, *rest in rows]
     ends = zip(columns["parameter"], columns["estimate"], columns["std_error"])
-    held = [name for name, x, error in ends if abs(x) > FLAT and error > abs(x)]
+    held = [name for name, x, error in ends if abs(x) > FLAT and not error <= abs(x)]
     if held:
         text.append(
             f"at the boundary, where limits say nothing: {', '.join(held)} (a logit or a logarithm "
             "that has run away: a probability or a rate of zero)"
         )
-    ends = zip(columns["parameter"], columns["lower"], columns["upper"])
-    loose = [name for name, low, high in ends if 0 <= low < NONE and high > 1 - NONE]
+    loose = [
+        name
+        for name, x, error, low, high in zip(*columns.values())
+        if (0 <= low < NONE and high > 1 - NONE)
+        or (math.isnan(error) and NONE < abs(x) <= FLAT and abs(x - 1) > NONE)
+    ]
     if loose:
         text.append(
-            f"not determined by the data, with limits of all of the range: {', '.join(loose)} "
-            "(fewer states, or a prior)"
+            f"not determined by the data, with limits of all of the range or none: "
+            f"{', '.join(loose)} (fewer states or columns, or a prior)"
         )
     return text
 

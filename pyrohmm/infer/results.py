@@ -378,10 +378,7 @@ class Fit:
             level: Of confidence.
         """
         with self.at_rest():
-            module: Any = getattr(self.model, "module", None)
-            known = module.entry_names() if hasattr(module, "entry_names") else {}
-            names = {f"module.{name}": own for name, own in known.items()}
-            return table(self.information(data), level, names)
+            return table(self.information(data), level)
 
     def predict(
         self,

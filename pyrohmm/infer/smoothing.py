@@ -84,6 +84,8 @@ def fit_smooth(
         fit.converged = False
         fit.reason = f"weights of smooth terms still changed in the last of {ROUNDS} fits"
         fit.notes.append(fit.reason)
+    for name, own in zip(parts, freedom):
+        fit.model.module.get_submodule(name).freedom = own  # type: ignore[attr-defined]
     fit.notes.append(
         f"smooth terms have {', '.join(f'{e:.1f}' for e in now.clamp(min=0))} degrees of freedom"
     )

@@ -34,6 +34,7 @@ SMALL = 1e-3  # share of the largest rate, below which one is at the boundary th
 VANISHING = 0.01  # nats or less where it is zero: transitions that are expected, or observations
 LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
 RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
+ROUNDING = 1e-6  # share of a slope along a flat direction that is rounding
 STEP = 1e-3  # of central differences, in standard errors given the other coordinates
 AT_LEAST = constraints.greater_than_eq
 IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
@@ -188,7 +189,11 @@ class Information:
     Attributes:
         labels: P names of the free coordinates.
         held: Entries that the fit has left on the boundary of their space, such as probabilities
-            of zero; they are held there and have no interval.
+            of zero or coefficients at infinity (separation), and real numbers that the data do not
+            determine; they are held there and have no interval.
+        flat: ``(P, F)``, directions of real numbers along which the log joint does not change.
+        names: Names of the entries of parameters as tables have them, by parameter, where a module
+            has better ones than their indices.
         matrix: ``(P, P)``, the observed information, in nats.
         decrement: Newton's estimate of how far the log joint is below its maximum, in nats.
         hmm: The fitted HMM, in double precision.
@@ -210,6 +215,9 @@ class Information:
             model = MarginalModel(model.module, model.log_prior)  # the same density
         model = copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
         self.model, self.data = model, double_of(data)
+        module: Any = getattr(model, "module", None)
+        known = module.entry_names() if hasattr(module, "entry_names") else {}
+        self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
         points, spaces = points_of(model, self.data)
         spaces = {**spaces, **supports}
         unit = 1.0
@@ -290,7 +298,7 @@ class Information:
         self.matrix = self.matrix.masked_fill(lost | lost.unsqueeze(-1), 0.0)
         self.matrix[lost, lost] = 1.0
         self._check_rank()
-        self.covariance = torch.linalg.inv(self.matrix)
+        self.covariance = torch.linalg.inv(self.matrix) - self.flat @ self.flat.mT
         self.covariance[lost, lost], slope = 0.0, slope.detach().masked_fill(lost, 0.0)
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
@@ -301,37 +309,65 @@ class Information:
             )
 
     def _vanishing(self) -> Tensor:
-        """Which numbers ``(P,)`` are on their way to zero, where the log joint is the same."""
+        """Which numbers ``(P,)`` are on their way to zero, or infinity, as the log joint stays."""
         small: list[bool] = []
         for part in self.coordinates:
             values = dict(zip(names_of(part.name, part.estimate), part.estimate.flatten().tolist()))
             least = SMALL * max(values.values()) if part.scale is LOG else -math.inf
             small += [values.get(label, math.inf) < least for label in part.labels]
-        return torch.tensor(small) & (self.matrix.diagonal().abs() < VANISHING)
+        curvature = self.matrix.diagonal().abs()
+        return (torch.tensor(small) & (curvature < VANISHING)) | (
+            self._real() & (curvature < LEAST)
+        )
+
+    def _real(self) -> Tensor:
+        """Which coordinates ``(P,)`` are of real numbers, such as coefficients."""
+        return torch.tensor([p.scale is IDENTITY for p in self.coordinates for _ in p.labels])
+
+    def _listed(self, at: Tensor) -> str:
+        """Names of the first six coordinates ``at``, as tables have them."""
+        known = {
+            label: name
+            for part in self.coordinates
+            for label, name in zip(
+                names_of(part.name, part.estimate), self.names.get(part.name, [])
+            )
+        }
+        return _listed([known.get(self.labels[i], self.labels[i]) for i in at.tolist()])
 
     def _check_rank(self) -> None:
-        """Raise unless the information is positive definite, naming the directions that are not."""
+        """Raise unless the information is positive definite, naming the directions that are not.
+
+        Of real numbers, such as coefficients that separate, they are kept apart in ``flat``.
+        """
         missing = ~self.matrix.isfinite()
         if bool(missing.any()):
             own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
-            where = [label for label, at in zip(self.labels, own.tolist()) if at]
+            where = self._listed(own.nonzero().flatten())
             raise ValueError(
-                f"the second derivative of the log joint is not finite along {_listed(where)}, as "
+                f"the second derivative of the log joint is not finite along {where}, as "
                 "of vectors with full covariance where components are missing (NaN): leave such "
                 "steps out, freeze these parameters, or sample with fit_gibbs or NUTS."
             )
         scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
         flat = values < RANK * len(values)
+        self.flat = vectors[:, flat] / scale.unsqueeze(-1)
         if not bool(flat.any()):
             return
         share = vectors[:, flat].square().sum(-1)
-        named = [self.labels[i] for i in share.argsort(descending=True) if share[i] > 0.1]
+        order = share.argsort(descending=True)
+        order = order[share[order] > 0.1]
         reason = "the log joint does not change along"
         if bool((values < -RANK * len(values)).any()):
             reason = "the estimate is no maximum along"
+        elif bool(self._real()[share > ROUNDING].all()):
+            self.held += [self.labels[i] for i in order.tolist()]
+            curved = vectors[:, flat] * scale.unsqueeze(-1)
+            self.matrix = self.matrix + curved @ curved.mT
+            return
         raise ValueError(
-            f"the observed information is not positive definite: {reason} {_listed(named)}. "
+            f"the observed information is not positive definite: {reason} {self._listed(order)}. "
             "The data do not determine these parameters: use fewer states, a prior, or more "
             "iterations of the fit."
         )
@@ -346,7 +382,9 @@ class Information:
     def _errors(self, slopes: Tensor, own: Tensor) -> Tensor:
         """Standard errors ``(*)`` of what has slopes ``(*, P)`` by the coordinates ``own``."""
         variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance[own][:, own], slopes)
-        return variance.clamp(min=0.0).sqrt()
+        along, size = slopes @ self.flat[own], slopes.abs() @ self.flat[own].abs()
+        moved = (along.abs() > ROUNDING * size).any(-1)
+        return variance.clamp(min=0.0).sqrt().masked_fill(moved, torch.nan)
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard errors of the parameters, by name; NaN for entries that are held."""
@@ -426,10 +464,11 @@ class Information:
         if num_samples is None:
             value, error = self.of(of)
             return {"of": (value - z * error, value + z * error)}
-        zeros = torch.zeros(len(self.labels), dtype=torch.double)
-        normal = torch.distributions.MultivariateNormal(zeros, self.covariance)
+        variances, vectors = torch.linalg.eigh(self.covariance)  # zero along what is held
+        root = vectors * variances.clamp(min=0.0).sqrt()
         with torch.no_grad():
-            values = torch.stack([of(self.sampled(u)) for u in normal.sample((num_samples,))])
+            places = torch.randn(num_samples, len(root), dtype=torch.double) @ root.mT
+            values = torch.stack([of(self.sampled(u)) for u in places])
         tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype)
         low, high = values.quantile(tails, 0)
         return {"of": (low, high)}

@@ -172,6 +172,8 @@ class DenseHMM(HMMModule):
         (tensor(2), tensor(4))
     """
 
+    overcomplete = "leave", "enter", "start", "emit", "symbol"  # only inner products matter
+
     def __init__(
         self,
         num_states: int,

@@ -107,6 +107,7 @@ class _Additive(Emission):
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {"effects": constraints.real}
+    overcomplete = ("effects",)
 
     def __init__(
         self,

@@ -62,6 +62,8 @@ class StickyHDPHMM(HMMModule, Family):
         True
     """
 
+    overcomplete = "weights", "gamma", "alpha", "kappa"  # of the prior: the HMM has its rows
+
     def __init__(
         self,
         num_states: int,

@@ -95,7 +95,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         """Rows ``(n, n_features)`` as the emission of the HMM takes them."""
         raise NotImplementedError
 
-    def _num_parameters(self) -> int:
+    def _num_parameters(self) -> float:
         """The number of free parameters that a fit changes."""
         raise NotImplementedError
 

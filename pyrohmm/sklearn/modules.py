@@ -138,7 +138,7 @@ class HMMEstimator(SequenceEstimator):
         values = torch.as_tensor(table, dtype=torch.get_default_dtype())
         return values if self._shape else values[:, 0]
 
-    def _num_parameters(self) -> int:
+    def _num_parameters(self) -> float:
         one = Sequences(torch.zeros(1, 1, *self._shape), torch.tensor([1]))
         model: Any = self.fit_.model
         return num_parameters(model, one)

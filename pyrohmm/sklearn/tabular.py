@@ -123,6 +123,7 @@ class TabularEstimator(SequenceEstimator):
         for seed in seeds:
             self.__dict__.update(given)
             self._initialise(table, given, seed)
+            self._zeros = {n: np.asarray(getattr(self, n)) == 0 for n in self._probabilities()}
             self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
             final = self._log_evidence(data) if self.n_init > 1 else 0.0
             if self.n_iter and set(self.params) & set(self._attributes()):
@@ -250,9 +251,16 @@ class TabularEstimator(SequenceEstimator):
         own = {letter: names[0] for letter, names in self.letters.items()}
         return {"s": "startprob_", "t": "transmat_", **own}
 
+    def _probabilities(self) -> dict[str, str]:
+        """Letters of the arrays of probabilities, by attribute."""
+        return {name: letter for letter, name in self._attributes().items() if letter in "stew"}
+
     def _num_parameters(self) -> int:
         states = self.n_components
         counts = {"s": states - 1, "t": states * (states - 1), **self._counts()}
+        for name, letter in self._probabilities().items():  # what a fit has found zero stays so
+            first = getattr(self, "_zeros", {}).get(name, True)
+            counts[letter] -= int((first & (np.asarray(getattr(self, name)) == 0)).sum())
         return sum(count for letter, count in counts.items() if letter in self.params)
 
     def __sklearn_is_fitted__(self) -> bool:

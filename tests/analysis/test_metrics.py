@@ -1,5 +1,6 @@
 """Measures of a fit: evidence, criteria, agreement up to renaming, distances."""
 
+import copy
 import itertools
 import math
 
@@ -32,6 +33,35 @@ from pyrohmm import (
     tied,
 )
 from pyrohmm.data import StoredSequences
+from pyrohmm.nn import (
+    DenseHMM,
+    ScalarHMM,
+    StationaryHMM,
+    StickyHDPHMM,
+    TabularFactorialHMM,
+    TabularHSMM,
+    TabularSecondOrderHMM,
+    additive_bernoulli,
+    additive_normal,
+    autoregressive_categorical,
+    autoregressive_normal,
+    bernoulli,
+    beta,
+    censored,
+    free_durations,
+    gamma,
+    geometric_durations,
+    log_normal,
+    negative_binomial,
+    negative_binomial_durations,
+    student_t,
+    truncated,
+    von_mises,
+    weibull,
+    wrapped_cauchy,
+    zero_inflated,
+)
+from pyrohmm.sklearn import CategoricalHMM, GaussianHMM, HMMEstimator
 
 patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
 
@@ -210,6 +240,32 @@ def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
         (TabularHMM(2, poisson()), 1 + 2 + 2),
         (TabularHMM(3, tied(categorical(5), [0, 0, 1])), 2 + 3 * 2 + 2 * 4),
         (TabularHMM(3, categorical(5), transition_allowed=left_to_right(3, 1)), 2 + 2 + 3 * 4),
+        (TabularHMM(2, bernoulli(3)), 3 + 2 * 3),
+        (TabularHMM(2, gamma()), 3 + 2 * 2),
+        (TabularHMM(2, von_mises(0)), 3 + 2 * 2),
+        (TabularHMM(2, wrapped_cauchy(0)), 3 + 2 * 2),
+        (TabularHMM(2, log_normal()), 3 + 2 * 2),
+        (TabularHMM(2, weibull()), 3 + 2 * 2),
+        (TabularHMM(2, beta()), 3 + 2 * 2),
+        (TabularHMM(2, student_t()), 3 + 2 * 3),
+        (TabularHMM(2, negative_binomial()), 3 + 2 * 2),
+        (TabularHMM(2, zero_inflated(poisson())), 3 + 2 * 2),
+        (TabularHMM(2, censored(weibull(), upper=5.0)), 3 + 2 * 2),
+        (TabularHMM(2, truncated(poisson(), lower=1)), 3 + 2),
+        (TabularHMM(2, autoregressive_categorical(3, 1)), 3 + 2 * (2 + 3 * 2)),
+        (TabularHMM(2, autoregressive_normal(2, 1)), 3 + 2 * (5 + 2 * 3 + 3)),
+        (TabularHSMM(3, categorical(3), free_durations(4)), 2 + 3 + 3 * 2 + 3 * 3),
+        (TabularHSMM(3, categorical(3), geometric_durations(4)), 2 + 3 + 3 * 2 + 3),
+        (TabularHSMM(3, categorical(3), negative_binomial_durations(4)), 2 + 3 + 3 * 2 + 3 * 2),
+        (TabularSecondOrderHMM(2, categorical(3)), 1 + 2 + 4 + 2 * 2),
+        (StationaryHMM(3, categorical(3)), 3 * 2 + 3 * 2),
+        (StickyHDPHMM(4, categorical(3)), 3 + 4 * 3 + 4 * 2),
+        (TabularFactorialHMM((2, 3), categorical(3)), (1 + 2) + (2 + 6) + 6 * 2),
+        # a constant may go from one chain to the other, in each component
+        (TabularFactorialHMM((2, 3), additive_normal((2, 3), 2)), 11 + (2 + 3 - 1) * 2 + 2),
+        (TabularFactorialHMM((2, 3), additive_bernoulli((2, 3), 2)), 11 + (2 + 3 - 1) * 2),
+        (DenseHMM(2, 3, dim=2), 1 + 2 + 2 * 2),  # what embeddings of 20 numbers can express
+        (ScalarHMM(2, 3), 1 + 2 + 2 * 2),
     ],
 )
 def test_free_parameters_are_counted_once(module, count):
@@ -219,9 +275,37 @@ def test_free_parameters_are_counted_once(module, count):
     data = Sequences(values, length)
     assert metrics.num_parameters(module, data) == count
     assert metrics.num_parameters(MarginalModel(module), data) == count
-    shared = module.transition_allowed is not None or count in (15, 11)
-    if not shared:  # points cannot say what is forbidden, or one for all states
+    # a fit copies its model, and its constraints with it
+    assert metrics.num_parameters(MarginalModel(copy.deepcopy(module)), data) == count
+    own = type(module) is TabularHMM and type(module.emission).__module__ != "pyrohmm.nn.modified"
+    shared = own and (module.transition_allowed is not None or count in (15, 11, 31))
+    if own and not shared:  # points cannot say what is forbidden, or one for all states
         assert metrics.num_parameters(TabularHMM.from_hmm(module(data.lengths)), data) == count
+
+
+def test_zeros_of_a_fitted_hmm_are_not_free():
+    """Fits copy their module, and with it the constraints of its points."""
+    matrix = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]])
+    initial, means = torch.tensor([1.0, 0.0, 0.0]), torch.arange(3.0)
+    data = Sequences.from_list([torch.arange(60.0) // 20 + torch.randn(60)])
+    hmm = HMM(initial.log(), matrix.log(), dist.Normal(means, 1.0), torch.tensor([1]))
+    fit = fit_em(TabularHMM.from_hmm(hmm), data, num_iterations=3)
+    evidence = metrics.log_evidence(fit, data).double().sum().item()
+    assert metrics.aic(fit, data) == pytest.approx(-2 * evidence + 2 * (2 + 6))
+    X = data.values[0, :, None].numpy()
+    model = GaussianHMM(3, params="stmc", init_params="c", n_iter=3)
+    model.startprob_, model.transmat_ = initial.numpy(), matrix.numpy()
+    model.means_ = means[:, None].numpy()
+    assert model.fit(X).aic(X) == pytest.approx(-2 * model.score(X) + 2 * (2 + 6))
+    same = HMMEstimator(lambda _: TabularHMM.from_hmm(hmm), 3, n_iter=3).fit(X)
+    assert same.bic(X) == pytest.approx(-2 * same.score(X) + 8 * math.log(60))
+
+
+def test_a_zero_that_a_fit_has_found_is_a_parameter():
+    X = np.array([[0], [0], [1], [1], [2]])
+    model = CategoricalHMM(2, n_iter=200, tol=0.0, random_state=0).fit(X)
+    assert (model.startprob_ == 0).any() or (model.emissionprob_ == 0).any()
+    assert model.aic(X) == pytest.approx(-2 * model.score(X) + 2 * (1 + 2 + 2 * 2))
 
 
 def test_a_parameter_that_parts_share_is_counted_once():

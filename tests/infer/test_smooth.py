@@ -22,6 +22,7 @@ from pyrohmm import (
     fit_map,
     formulas,
     freeze,
+    metrics,
     regression,
 )
 from pyrohmm.infer import smoothing
@@ -174,6 +175,10 @@ def test_em_finds_the_weight_of_the_restricted_likelihood(slope, monkeypatch):
     best = grid[np.argmin([loss(value) for value in grid])]
     assert spread == pytest.approx(best, rel=0.02) if slope else spread < 0.05 > best
     assert fit.notes[-1].startswith("smooth terms have ")
+    share = spread**2 * contrasts @ flat @ contrasts.T  # of the variance of contrasts
+    effective = np.trace(share @ np.linalg.inv(share + np.eye(79)))
+    count = metrics.num_parameters(fit.model, data)  # the level, and what the penalty leaves
+    assert count == pytest.approx(1 + effective, abs=0.02)
     monkeypatch.setattr(smoothing, "ROUNDS", 2)
     short = fit_em(module, data)
     assert [fit.converged, short.converged] == [True, False]

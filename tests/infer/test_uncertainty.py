@@ -15,6 +15,7 @@ from pyrohmm import (
     EnumeratedModel,
     HMMModule,
     MarginalModel,
+    RegressionHMM,
     Sequences,
     TabularContinuousTimeHMM,
     TabularHMM,
@@ -25,6 +26,7 @@ from pyrohmm import (
     fit_map,
     free_durations,
     left_to_right,
+    normal,
     normal_full,
     poisson,
     queries,
@@ -274,6 +276,51 @@ def test_a_rate_on_its_way_to_zero_is_held():
         assert "module.rates[2, 1]" in fit.information(data).held
     torch.testing.assert_close(errors[1], errors[0], rtol=1e-3, atol=0, equal_nan=True)
     assert errors[0].isfinite().sum() == 3
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_coefficients_at_infinity_leave_the_others_their_errors(group):
+    """A group that never leaves state 0; errors of the others are those of tables of counts.
+
+    Group 1 has the second coefficient at minus infinity; group 0 has the first one there, and the
+    second one against it, such that their sum is determined.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.rand(60, 30, 1, generator=generator) < 0.5).double()
+    states = torch.zeros(60, 30).long()
+    for t in range(1, 30):
+        before = states[:, t - 1]
+        leaves = torch.where(before == 0, 0.3 * (x[:, t - 1, 0] != group), 0.4)
+        states[:, t] = before ^ (torch.rand(60, generator=generator) < leaves).long()
+    values = 3.0 * states + torch.randn(60, 30, generator=generator)
+    covariates = torch.cat([torch.ones_like(x), x], -1)
+    data = Sequences(values, torch.full((60,), 30), covariates=covariates, labels=states)
+    fit = fit_em(RegressionHMM(2, normal(0), transition=[0, 1]), data)
+    counts = torch.zeros(2, 2, 2).double()  # of pairs, by group
+    place = x[:, :-1, 0].long(), states[:, :-1], states[:, 1:]
+    counts.index_put_(place, torch.ones(()).double(), accumulate=True)
+    odds = (1 / counts).sum(-1)  # variances of the log odds to move, by group and state
+    information = fit.information(data)
+    error = information.std_errors()["module.transition.coefficients"]
+    wanted = torch.stack([odds[0, 1], odds[:, 1].sum()]).sqrt()
+    torch.testing.assert_close(error[1, 0], wanted, rtol=1e-4, atol=0)
+    if group:
+        torch.testing.assert_close(error[0, 0, 0], odds[0, 0].sqrt(), rtol=1e-4, atol=0)
+    assert error[0, 0].isnan().tolist() == [not group, True]
+    known = [f"transition 0 → 1: column {i}" for i in range(2)]
+    assert all(name in fit.summary(data).split("at the boundary")[1] for name in known[group:])
+
+    own = information.labels.index("module.transition.coefficients[1, 0, 1]")
+    assert information._listed(torch.tensor([own])) == "transition 1 → 0: column 1"  # in messages
+
+    def at_the_other(hmm):
+        logs = hmm.log_transition[x[:, :-1, 0] != group][0]
+        return logs[0, 1] - logs[0, 0]
+
+    _, error = information.of(at_the_other)
+    torch.testing.assert_close(error, odds[1 - group, 0].sqrt(), rtol=1e-4, atol=0)
+    low, high = information.intervals(of=at_the_other, num_samples=500)["of"]
+    torch.testing.assert_close((high - low) / 3.92, error, rtol=0.2, atol=0)
 
 
 def test_parameters_of_plain_torch_modules_are_named():
