@@ -155,7 +155,9 @@ class PosteriorDraws:
         return replace(self, parameters=values, stats=stats)
 
     def summary(self) -> str:
-        """A few lines of text: first whether the chains agree."""
+        """A few lines of text: first whether the chains agree; samples of a guide are in none."""
+        if "log_guide" in self.stats:
+            return "independent samples of a guide: there are no chains that could disagree"
         return "\n".join(summary_of(self.parameters))
 
     # Samples as HMMs

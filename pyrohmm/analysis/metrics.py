@@ -163,13 +163,14 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
     with PYRO, torch.no_grad(), poutine.block():
         run = module if not isinstance(module, HMMModule) else lambda data: build(module, data)
         trace = poutine.trace(run).get_trace(data)
-    latent, count = {}, 0
+    latent, count = [], 0
+    values = {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
     parts = dict(module.named_modules()) if isinstance(module, torch.nn.Module) else {}
     for name in trace.stochastic_nodes:
         site, (path, _, last) = trace.nodes[name], name.rpartition(".")
         owner: Any = parts.get(path)
         if last in getattr(owner, "overcomplete", ()):
-            latent[name] = site["value"]
+            latent.append(name)
         elif last == "smooth" and hasattr(owner, "freedom"):
             count += owner.freedom.sum().item()
         elif not site_is_subsample(site) and site["infer"].get("enumerate") != "parallel":
@@ -194,8 +195,10 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
     }
     if not free and not latent:
         return count
-    every = sum(x.numel() for x in (*free.values(), *latent.values()))
-    return count + (_rank(module, data, list(free), latent) if every <= MOST_PARAMETERS else every)
+    every = sum(x.numel() for x in (*free.values(), *(values[name] for name in latent)))
+    if every > MOST_PARAMETERS:
+        return count + every
+    return count + _rank(module, data, list(free), values, latent)
 
 
 def _dimension(constraint: Any, value: Tensor) -> int:
@@ -211,7 +214,11 @@ def _dimension(constraint: Any, value: Tensor) -> int:
 
 
 def _rank(
-    module: torch.nn.Module, data: Sequences, names: list[str], latent: dict[str, Tensor]
+    module: torch.nn.Module,
+    data: Sequences,
+    names: list[str],
+    values: dict[str, Tensor],
+    latent: list[str],
 ) -> int:
     """Rank of the HMM's Jacobian by its parameters and by latent variables; of blocks their number.
 
@@ -219,18 +226,19 @@ def _rank(
     and of observations, in float64.
     """
     double = copy.deepcopy(module).double()
-    free = {name: value.double().requires_grad_() for name, value in latent.items()}
+    values = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
+    free = {name: values[name].clone().requires_grad_() for name in latent}
     leaves = [*(double.get_parameter(name) for name in names), *free.values()]
     size = sum(leaf.numel() for leaf in leaves)
     with PYRO, poutine.block(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
-        with AtValues(free):
+        with AtValues({**values, **free}):
             hmm = build(double, data) if isinstance(double, HMMModule) else double(data)
         if isinstance(hmm, BlockHMM):
             return size
         factors = [*hmm.chain.parameters.values(), _likelihoods(hmm, data)]
         outputs = torch.cat([factor.double().exp().flatten() for factor in factors])
         rows = []
-        for _ in range(size + 4):
+        for _ in range(size + 4 if outputs.requires_grad else 0):
             outcome = (outputs * torch.randn_like(outputs)).sum()
             parts = torch.autograd.grad(outcome, leaves, retain_graph=True, allow_unused=True)
             rows.append(
@@ -241,7 +249,7 @@ def _rank(
                     ]
                 )
             )
-    jacobian = torch.stack(rows).nan_to_num(0.0)
+    jacobian = torch.stack(rows or [torch.zeros(size)]).nan_to_num(0.0)
     jacobian = jacobian / jacobian.norm(dim=0).clamp(min=1e-30)
     return int(torch.linalg.matrix_rank(jacobian, rtol=1e-9))
 

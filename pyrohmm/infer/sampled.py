@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pyro.ops.stats import gelman_rubin, quantile
+from scipy.special import chdtri
 from torch import Tensor
 from tqdm import tqdm
 
@@ -86,17 +87,21 @@ def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
         name: torch.fmin(part.bulk, part.tail).nan_to_num(math.inf).min().item()
         for name, part in found.items()
     }
-    chains = next(iter(samples.values())).size(0)
+    chains, size = next(iter(samples.values())).shape[:2]
     lines = []
-    apart = [name for name, value in worst.items() if not value <= AGREE]
+    # of halves that agree, the largest R-hat of all components is above it once in a thousand times
+    degrees, count = 2 * chains - 1, 2 * sum(part.rhat.numel() for part in found.values())
+    noise = 1 + float(chdtri(degrees, 1e-3 / count)) / degrees / (size // 2) / 2
+    apart = [name for name, value in worst.items() if not value <= max(AGREE, noise)]
+    who = "chains" if chains > 1 else "halves of the chain"
     if apart:
         largest = max(apart, key=worst.__getitem__)
         lines.append(
-            f"CHAINS DISAGREE: R-hat is {worst[largest]:.2f} for {largest}, above {AGREE} for "
-            f"{len(apart)} of {len(worst)} variables. Do not use these means and intervals. Chains "
-            "that number the states differently disagree as well: align them, with "
-            "PosteriorDraws.of(fit).aligned(data); if they still do, take more warmup and samples, "
-            "or other starts."
+            f"{who.upper()} DISAGREE: R-hat is {worst[largest]:.2f} for {largest}, above "
+            f"{max(AGREE, noise):.3g} for {len(apart)} of {len(worst)} variables. Do not use "
+            "these means and intervals. Chains that number the states differently disagree as "
+            "well: align them, with PosteriorDraws.of(fit).aligned(data); if they still do, take "
+            "more warmup and samples, or other starts."
         )
     elif min(fewest.values()) < FEWEST * chains:
         least = min(fewest, key=fewest.__getitem__)
@@ -105,7 +110,8 @@ def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
             f"{chains} chains are wanted. Take more samples."
         )
     else:
-        lines.append(f"chains agree: R-hat is at most {max(worst.values()):.3f}")
+        few = ", which samples as few do by chance" if max(worst.values()) > AGREE else ""
+        lines.append(f"{who} agree: R-hat is at most {max(worst.values()):.3f}{few}")
     width = max(map(len, found))
     lines.append(f"{'':{width}}   R-hat  bulk ESS  tail ESS, of the worst component")
     for name, part in found.items():

@@ -244,14 +244,8 @@ class Information:
                 f"{len(self.labels):,}."
             )
         at_estimate = self.values_at(torch.zeros(len(self.labels), dtype=torch.double))
-        with (
-            PYRO,
-            poutine.block(),
-            pyro.get_param_store().scope(),
-            torch.no_grad(),
-            AtValues(at_estimate),
-        ):
-            trace = poutine.trace(self.model).get_trace(self.data)
+        with torch.no_grad():
+            trace = self._trace(at_estimate)
         self.hmm: HMM = detached(trace.nodes["_RETURN"]["value"])
         # inside a plate values have the dimension of a batch already
         self.plated = {n for n in at_estimate if n in trace and in_plate(trace.nodes[n])}
@@ -267,7 +261,11 @@ class Information:
 
     def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
         """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
-        values = self.values_at(u)
+        trace = self._trace(self.values_at(u), data)
+        return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
+
+    def _trace(self, values: Mapping[str, Tensor], data: Sequences | None = None) -> poutine.Trace:
+        """The model at these values, with the log-densities of its sites."""
         with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with AtValues(values):
                 trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
@@ -275,8 +273,9 @@ class Information:
                 prior = getattr(site.get("fn"), "base_dist", site.get("fn"))
                 if isinstance(prior, Dirichlet | Gamma):
                     # at zero, where entries are held, its slope is not finite
-                    site["value"] = site["value"].clamp(min=torch.finfo(u.dtype).tiny)
-            return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
+                    site["value"] = site["value"].clamp(min=torch.finfo(torch.double).tiny)
+            trace.compute_log_prob()
+            return trace
 
     def sampled(self, u: Tensor) -> HMM:
         """The HMM at sampled coordinates ``u``."""
@@ -372,39 +371,36 @@ class Information:
             "iterations of the fit."
         )
 
-    def _slopes(self, part: Coordinates, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Slopes of a parameter by its coordinates ``own``, and its standard errors."""
-        origin = torch.zeros(len(own), dtype=torch.double)
-        slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
-        slopes = slopes.masked_fill(self.covariance.diagonal()[own] == 0, 0.0)
-        return slopes, self._errors(slopes, own)
-
-    def _errors(self, slopes: Tensor, own: Tensor) -> Tensor:
-        """Standard errors ``(*)`` of what has slopes ``(*, P)`` by the coordinates ``own``."""
-        variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance[own][:, own], slopes)
-        along, size = slopes @ self.flat[own], slopes.abs() @ self.flat[own].abs()
-        moved = (along.abs() > ROUNDING * size).any(-1)
+    def _errors(self, slopes: Tensor) -> Tensor:
+        """Standard errors ``(*)`` of what has slopes ``(*, P)``; NaN if it moves along ``flat``."""
+        variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance, slopes)
+        along, size = (slopes @ self.flat).abs(), slopes.abs() @ self.flat.abs()
+        moved = (along > ROUNDING * size).any(-1)
         return variance.clamp(min=0.0).sqrt().masked_fill(moved, torch.nan)
+
+    def _entries(self) -> tuple[Tensor, Tensor]:
+        """Slopes ``(E, P)`` and standard errors of all entries of the parameters."""
+        rows = []
+        for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
+            origin = torch.zeros(len(own), dtype=torch.double)
+            slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
+            wide = torch.zeros(part.estimate.numel(), len(self.labels), dtype=torch.double)
+            wide[:, own] = slopes.reshape(len(wide), len(own))
+            rows.append(wide.masked_fill(self.covariance.diagonal() == 0, 0.0))
+        every = torch.cat(rows)
+        return every, self._errors(every).masked_fill((every == 0).all(-1), torch.nan)
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard errors of the parameters, by name; NaN for entries that are held."""
-        errors = {}
-        for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
-            slopes, error = self._slopes(part, own)
-            errors[part.name] = error.masked_fill((slopes == 0).all(-1), torch.nan)
-        return errors
+        errors = self._entries()[1].split([part.estimate.numel() for part in self.coordinates])
+        parts = zip(self.coordinates, errors)
+        return {part.name: error.reshape(part.estimate.shape) for part, error in parts}
 
     def natural(self) -> Covariance:
         """Covariance of all entries of the parameters, by the delta method; NaN for those held."""
-        names, slopes = [], []
-        for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
-            names += names_of(part.name, part.estimate)
-            wide = torch.zeros(part.estimate.numel(), len(self.labels), dtype=torch.double)
-            wide[:, own] = self._slopes(part, own)[0].reshape(len(wide), len(own))
-            slopes.append(wide)
-        rows = torch.cat(slopes)
-        held = (rows == 0).all(-1)
-        matrix = rows @ self.covariance @ rows.mT
+        names = [name for p in self.coordinates for name in names_of(p.name, p.estimate)]
+        rows, errors = self._entries()
+        matrix, held = rows @ self.covariance @ rows.mT, errors.isnan()
         return Covariance(names, matrix.masked_fill(held | held.unsqueeze(-1), torch.nan))
 
     def of(
@@ -438,7 +434,7 @@ class Information:
                 "standard error."
             )
         with torch.no_grad():
-            return torch.as_tensor(at(torch.zeros(len(own)).double())), self._errors(slopes, own)
+            return torch.as_tensor(at(torch.zeros(len(own)).double())), self._errors(slopes)
 
     def intervals(
         self,

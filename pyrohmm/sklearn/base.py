@@ -77,8 +77,8 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     ``lengths``. As the keyword ``lengths=`` they are what they say.
 
     Warns:
-        UserWarning: If the second argument is a one for each row, of which hmmlearn would make
-            sequences of one step.
+        UserWarning: If the second argument is a list of a one for each row, of which hmmlearn
+            would make sequences of one step.
     """
 
     n_components: int
@@ -303,7 +303,8 @@ def _lengths_in(second: Any, num_rows: int) -> Any:
     """The lengths that a second argument is; None if it is nothing, or a target."""
     if second is None or len(np.atleast_1d(second)) != num_rows:
         return second
-    if num_rows > 1 and bool(np.all(np.asarray(second) == 1)):
+    # an array may be the labels of a fold
+    if num_rows > 1 and isinstance(second, list | tuple) and set(second) == {1}:
         warnings.warn(
             f"y is a one for each of the {num_rows} rows of X, and taken as a target, which is not "
             "read: the rows are one sequence. For sequences of one step call with lengths=y.",

@@ -11,7 +11,6 @@ import torch
 from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from pyro.distributions.torch_distribution import TorchDistribution
 from sklearn.cluster import KMeans
-from sklearn.utils import check_random_state
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -23,7 +22,7 @@ from ..io.hmmlearn import covars_of, normals_of
 from ..nn.closed_form import Maximum, Statistics, row_mode
 from ..nn.covariances import CovarianceEmission
 from ..ops.log_space import log
-from .tabular import TabularEstimator, to_array, to_tensor
+from .tabular import CURE, TabularEstimator, to_array, to_tensor
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 FEWEST = 1e-8  # rows of a state that has none, whose variance is finite then
@@ -167,6 +166,8 @@ class GaussianHMM(NormalEstimator):
     def _check_options(self) -> None:
         super()._check_options()
         for name in ("covars_prior", "covars_weight"):
+            if np.ndim(getattr(self, name)):
+                raise TypeError(f"{name} must be one number for all states. {CURE}")
             check_number(name, getattr(self, name))
             if not 0 <= getattr(self, name) < np.inf:
                 raise ValueError(
@@ -237,11 +238,10 @@ class GMMHMM(NormalEstimator):
     def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         states, parts = self.n_components, self.n_mix
         if "m" in chosen:
-            random = check_random_state(seed)
-            labels = KMeans(states, n_init=10, random_state=random).fit_predict(table)
+            labels = KMeans(states, n_init=10, random_state=seed).fit_predict(table)
             groups = [table[labels == state] for state in range(states)]
             self.means_ = np.stack(
-                [_cluster(rows if len(rows) >= parts else table, parts, random) for rows in groups]
+                [_cluster(rows if len(rows) >= parts else table, parts, seed) for rows in groups]
             )
         if "c" in chosen:
             self.covars_ = self._spread(table, states, parts)

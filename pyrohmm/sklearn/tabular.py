@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -11,6 +12,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroParam
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -21,8 +23,13 @@ from ..infer.em import fit_em
 from ..nn.base import freeze
 from ..nn.emissions import from_distribution
 from ..nn.tabular import TabularHMM
+from ..ops.stationary import stationary
 from .base import ConvergenceMonitor, SequenceEstimator
 
+CURE = (
+    "Priors of a family are those of its module: HMMEstimator(partial(TabularHMM, "
+    "emission=normal(2, loc=0.0, weight=1.0)))."
+)
 AT_ONCE = 16  # iterations of EM between two looks at their gains
 
 
@@ -64,6 +71,22 @@ class TabularEstimator(SequenceEstimator):
     n_init: int = 1
     params: str = "st"
     init_params: str = "st"
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        """An estimator without parameters; raises if one of hmmlearn's priors is not known."""
+        for name in options:
+            cls._check_known(name)
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, but no prior that a fit would not read."""
+        self._check_known(name)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _check_known(cls, name: str) -> None:
+        if name.endswith(("_prior", "_weight")) and name not in cls.__dataclass_fields__:
+            raise TypeError(f"{cls.__name__} has no {name}, as hmmlearn has. {CURE}")
 
     # What an estimator defines
 
@@ -109,12 +132,22 @@ class TabularEstimator(SequenceEstimator):
 
         Warns:
             ConvergenceWarning: If the fit has degenerated: see ``monitor_.notes``.
+            UserWarning: If arrays that were set by hand start anew, or there are fewer numbers than
+                parameters.
         """
         self._check_options()
         table, sizes = self._table(X, lengths, reset=True, y=y)
         data = self._sequences(table, sizes)
         names = [*self._attributes().values(), "monitor_"]
         given = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        last = self.__dict__.get("_found", {})  # of an earlier fit
+        chosen = {name for letter, name in self._attributes().items() if letter in self.init_params}
+        starts_anew = [n for n in given if n in chosen and given[n] is not last.get(n)]
+        if starts_anew:
+            warnings.warn(
+                f"{', '.join(starts_anew)} had values, which init_params={self.init_params!r} "
+                "overwrites: leave out their letters to start at them.", stacklevel=2
+            )  # fmt: skip
         seeds = [self.random_state]
         if self.n_init > 1:
             random = check_random_state(self.random_state)
@@ -132,6 +165,12 @@ class TabularEstimator(SequenceEstimator):
             if final > best or found is given:
                 best, found = final, {name: getattr(self, name) for name in names}
         self.__dict__.update(found)
+        self._found = found
+        if table.size < self._num_parameters():
+            warnings.warn(
+                f"there are {self._num_parameters()} free parameters and {table.size} numbers in X:"
+                " the fit degenerates. Take fewer states, or more data.", stacklevel=2
+            )  # fmt: skip
         self.monitor_.warn()
         return self
 
@@ -217,6 +256,15 @@ class TabularEstimator(SequenceEstimator):
 
     # Queries
 
+    def get_stationary_distribution(self) -> np.ndarray:
+        """The stationary distribution of ``transmat_``, ``(n_components,)``.
+
+        Raises:
+            ValueError: If the chain has several.
+        """
+        check_is_fitted(self, "transmat_")
+        return to_array(stationary(self._rows("transmat_", (self.n_components,) * 2).log()))
+
     def _hmm(self, lengths: Tensor) -> HMM:
         self._check_options()
         states = self.n_components
@@ -259,7 +307,7 @@ class TabularEstimator(SequenceEstimator):
         states = self.n_components
         counts = {"s": states - 1, "t": states * (states - 1), **self._counts()}
         for name, letter in self._probabilities().items():  # what a fit has found zero stays so
-            first = getattr(self, "_zeros", {}).get(name, True)
+            first = getattr(self, "_zeros", {}).get(name, False)
             counts[letter] -= int((first & (np.asarray(getattr(self, name)) == 0)).sum())
         return sum(count for letter, count in counts.items() if letter in self.params)
 

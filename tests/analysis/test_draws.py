@@ -8,6 +8,7 @@ import torch
 from pyro import poutine
 from pyro.distributions import Categorical, Dirichlet
 from pyro.infer import MCMC, NUTS
+from pyro.infer.autoguide import AutoNormal
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -24,6 +25,7 @@ from pyrohmm import (
     normal_tied,
     tied,
 )
+from pyrohmm.infer.sampled import summary_of
 
 LENGTHS = torch.tensor([6, 4, 1])
 DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
@@ -306,6 +308,30 @@ def test_a_guide_gives_its_draws_and_their_density():
 
 
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")
+def test_samples_of_a_guide_are_in_no_chains_that_could_disagree():
+    data = Sequences.from_list([[0, 1, 1, 2] * 5])
+    model = MarginalModel(TabularHMM(4, categorical(3)))
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3)
+    text = PosteriorDraws.of(fit, num_draws=100).summary()
+    assert text.startswith("independent samples of a guide")
+    assert "R-hat" not in text
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (1, 1000), (4, 10), (4, 500)])
+def test_chains_of_one_distribution_are_not_said_to_disagree(shape):
+    """Of 60 runs with 50 variables, at most one by chance: one in a thousand is expected."""
+    torch.manual_seed(0)
+    chains, own = shape[0], "halves of the chain" if shape[0] == 1 else "chains"
+    said = [summary_of({"x": torch.randn(*shape, 50)})[0] for _ in range(60)]
+    assert sum("DISAGREE" in line for line in said) <= 1
+    away = torch.randn(*shape, 50)
+    if chains == 1:
+        away[:, shape[1] // 2 :] += 5.0
+    else:
+        away[chains // 2 :] += 5.0
+    assert summary_of({"x": away})[0].startswith(f"{own.upper()} DISAGREE")
+
+
 def test_chains_of_a_sampler(monkeypatch):
     monkeypatch.setattr("torch.multiprocessing.cpu_count", lambda: 1)  # one after the other
     model = MarginalModel(TabularHMM(2, categorical(3)))

@@ -1,6 +1,7 @@
 """Estimators: the same answers as hmmlearn, and what scikit-learn asks of its own."""
 
 import pickle
+import warnings
 from functools import partial
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hmmlearn import hmm as hmmlearn
 from sklearn.base import clone
+from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_val_score
 from sklearn.pipeline import make_pipeline
@@ -206,6 +208,7 @@ def test_the_best_of_several_starts_is_kept(make):
     assert best.score(X) == pytest.approx(max(scores))
 
 
+@pytest.mark.filterwarnings("ignore:.* had values")
 @pytest.mark.parametrize("name", ["diag", "full", "tied", "symbols", "counts"])
 def test_a_seed_starts_where_it_does_in_hmmlearn(name):
     ours, theirs, X = PAIRS[name](random_state=3, n_iter=1, params="")
@@ -215,6 +218,7 @@ def test_a_seed_starts_where_it_does_in_hmmlearn(name):
         np.testing.assert_allclose(getattr(ours, attribute), value, rtol=1e-9)
 
 
+@pytest.mark.filterwarnings("ignore:.* had values")
 def test_pseudo_counts_are_those_of_hmmlearn():
     priors = {"startprob_prior": 2.0, "transmat_prior": 3.0, "emissionprob_prior": 1.5}
     ours, theirs, X = of_symbols(random_state=0, n_iter=5, tol=-1.0, **priors)
@@ -379,3 +383,59 @@ def test_any_module_is_an_estimator(module, X, method):
     np.testing.assert_allclose(model.transmat_.sum(1), 1.0)
     again = clone(model).fit(X, LENGTHS)
     assert again.score(X, LENGTHS) == evidence
+
+
+def test_the_stationary_distribution_needs_transitions_alone():
+    model = GaussianHMM(2)
+    model.transmat_ = np.array([[0.9, 0.1], [0.3, 0.7]])
+    np.testing.assert_allclose(model.get_stationary_distribution(), [0.75, 0.25])
+
+
+@pytest.mark.filterwarnings("error")
+def test_labels_of_a_fold_that_are_all_one_are_a_target():
+    X = np.random.default_rng(0).normal(size=(60, 1))
+    model = GaussianHMM(1, n_iter=2).fit(X, np.ones(60, int))
+    assert model.score(X, np.ones(60)) == model.score(X)
+    with pytest.raises(UserWarning, match="y is a one for each of the 60 rows"):
+        model.score(X, [1] * 60)
+
+
+def test_starts_of_mixtures_do_not_depend_on_the_other_states():
+    """Each state has the clusters of its own rows, as by a seed of its own."""
+    rng = np.random.default_rng(1)
+    X = np.r_[rng.normal(size=(60, 2)), 30 + rng.normal(size=(80, 2))]
+    model = GMMHMM(2, 3, n_iter=0, random_state=4).fit(X)
+    for rows in (X[:60], X[60:]):
+        own = KMeans(3, n_init=10, random_state=4).fit(rows).cluster_centers_
+        assert np.isclose(model.means_, own).all((1, 2)).sum() == 1
+
+
+@pytest.mark.parametrize("make", [GaussianHMM, GMMHMM, PoissonHMM, CategoricalHMM])
+@pytest.mark.parametrize("name", ["means_prior", "means_weight", "weights_prior", "lambdas_prior"])
+def test_priors_of_hmmlearn_that_are_not_known_are_refused_by_name(make, name):
+    with pytest.raises(TypeError, match=f"{make.__name__} has no {name}.* HMMEstimator"):
+        make(2, **{name: 3.0})
+    model = make(2)
+    with pytest.raises(TypeError, match=f"{make.__name__} has no {name}.* HMMEstimator"):
+        setattr(model, name, 3.0)
+
+
+def test_a_prior_of_covariances_of_each_state_is_refused_with_the_cure():
+    with pytest.raises(TypeError, match=r"covars_prior must be one number.* HMMEstimator"):
+        GaussianHMM(2, covars_prior=np.ones((2, 1))).fit(np.zeros((9, 1)))
+
+
+def test_values_that_a_fit_overwrites_and_few_numbers_are_warned_of():
+    X = np.random.default_rng(0).normal(size=(60, 1))
+    model = GaussianHMM(2, n_iter=2, random_state=0)
+    model.means_ = np.array([[0.0], [1.0]])
+    with pytest.warns(UserWarning, match=r"^means_ had values, which init_params='stmc' over"):
+        model.fit(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(X)  # what an earlier fit has found is no one's wish
+        kept = GaussianHMM(2, n_iter=2, init_params="stc", random_state=0)
+        kept.means_ = np.array([[0.0], [1.0]])
+        kept.fit(X)
+    with pytest.warns(UserWarning, match="7 free parameters and 6 numbers in X"):
+        GaussianHMM(2, n_iter=2, random_state=0).fit(X[:6])
