@@ -41,9 +41,20 @@ from .objective import APART, check_copies, each_alone, latent_sites
 from .plates import AtValues, in_plate, marks_of, sequence_plates
 from .results import Fit
 from .training import check_model_and_data
-from .uncertainty import FAR, Information, differences, double_of, points_of
+from .uncertainty import (
+    FAR,
+    LOG,
+    VANISHING,
+    Information,
+    differences,
+    double_of,
+    normal_quantile,
+    points_of,
+)
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
+ZERO = 3.0  # of a logarithm, below which a number is of no account
+SAME = 1e-3  # nats by which the log marginal may change there
 STEP = 1e-4  # of central differences of the exact gradient
 
 
@@ -110,6 +121,63 @@ class LaplaceInformation(Information):
         ).unflatten(-1, b.shape)
         own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
         return value, (error.square() + own).sqrt()
+
+    def _vanishing(self) -> Tensor:
+        """Also positive numbers alone, such as the spread of effects that there are none of."""
+        alone = [
+            p.scale is LOG and p.estimate.dim() == 0 for p in self.coordinates for _ in p.labels
+        ]
+        self.zero = torch.tensor(alone) & (self.matrix.diagonal().abs() < VANISHING)
+        return super()._vanishing() | self.zero
+
+    def intervals(
+        self,
+        level: float = 0.95,
+        of: Callable[[HMM], Tensor] | None = None,
+        num_samples: int | None = None,
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """As of :class:`Information`; of a spread of zero, from zero to a limit by its profile."""
+        found = super().intervals(level, of, num_samples)
+        for own in self.zero.nonzero().flatten().tolist() if of is None else ():
+            upper = self._upper(own, normal_quantile(level))
+            found[self.labels[own]] = torch.zeros_like(upper), upper
+        return found
+
+    def _upper(self, own: int, z: float) -> Tensor:
+        """The value of a number at zero where twice its profile has fallen by the square of z."""
+        (part,) = (part for part in self.coordinates if part.labels == [self.labels[own]])
+        values, falls = torch.logspace(-6, 6, 37, dtype=torch.double), torch.empty(0)
+        for _ in range(2):
+            place = torch.zeros(len(values), len(self.labels), dtype=torch.double)
+            place[:, own] = (values / part.estimate).log()
+            top = self._profile(place, own)
+            falls = (2 * (top[0] - top)).clamp(min=0.0).sqrt()
+            above = (falls >= z).nonzero().flatten()
+            if not len(above):
+                return torch.tensor(torch.inf, dtype=torch.double)
+            first = max(int(above[0]) - 1, 0)
+            ends, low, high = values[[0, first, first + 1]], falls[first], falls[first + 1]
+            values = torch.cat(
+                [ends[:1], torch.lerp(ends[1], ends[2], torch.linspace(0, 1, 12).double())]
+            )
+        return torch.lerp(ends[1], ends[2], (z - low) / (high - low))
+
+    def _profile(self, place: Tensor, own: int) -> Tensor:
+        """The greatest log marginals ``(B,)`` where one coordinate stays as in ``place``."""
+        marginal, rows = self.marginal, torch.arange(len(place))
+        marginal.widen(len(place))
+        marginal.settle(self.values_at(place), rows)
+
+        def function(place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.enable_grad():
+                leaf = place.detach().clone().requires_grad_()
+                value, slope, *_ = marginal(self.values_at(leaf), leaf, rows)
+            slope[:, own] = 0.0
+            return value, slope
+
+        peak = climb(function, place).place
+        marginal.settle(self.values_at(peak), rows)
+        return function(peak, rows)[0]
 
     def sampled(self, u: Tensor) -> HMM:
         """The HMM at sampled coordinates, with sampled effects."""
@@ -393,6 +461,17 @@ def _result(
         if converged
         else "it took all steps"
     )
+    notes = []
+    for name, value in starts.values(place - ZERO).items():
+        # nothing changes where all coordinates of a positive number are far lower
+        lower = {**starts.wide(place), **{name: starts.wide(place - ZERO)[name]}}
+        if starts.supports[name] is constraints.positive and value.dim() == 1:
+            marginal.settle(lower, row)
+            leaf = torch.zeros(1, 1, dtype=torch.double, requires_grad=True)
+            moved = {n: v + 0 * leaf.sum() for n, v in lower.items()}
+            if float((marginal(moved, leaf, row)[0] - peak.value[best]).abs()) < SAME:
+                notes.append(f"{name} is zero: there is no such effect in the data, or too few "
+                             "members to see it")  # fmt: skip
     if not converged and peak.gap[best] > FAR:
         reason += f", and ended {peak.gap[best]:.2g} nats below the maximum"
     supports = {**starts.supports, **{n: s["fn"].support for n, s in marginal.random.items()}}
@@ -400,5 +479,6 @@ def _result(
         model, Point(values), -torch.stack([first[best], scores[best]]), converged, reason,
         time.perf_counter() - begin, data.num_observed, list(values), method="Laplace", window=1,
         supports=supports, parameters=values, plates=plates,
-        fitted=marks_of(data) if plates else None, log_marginal=float(scores[best]), random=random,
+        fitted=marks_of(data) if plates else None, log_marginal=float(scores[best]),
+        random=random, notes=notes,
     )  # fmt: skip

@@ -289,3 +289,28 @@ def test_one_observation_of_each_subject():
     fit = fit_laplace(model, data, ["own"], restarts=2, tolerance=1e-10)
     wanted = data.values.sum() / 2 / (20 / 2 + 1 / 100)
     torch.testing.assert_close(fit.parameters["mean"].double(), wanted, rtol=1e-4, atol=0)
+
+
+def test_a_variance_of_zero_has_limits_from_zero_by_the_profile():
+    """Means of subjects that are all alike: the likelihood of their spread in closed form."""
+    values = torch.randn(30, 6, generator=torch.Generator().manual_seed(1))
+    values = values - values.mean(1, keepdim=True)
+    data = Sequences(values, torch.full((30,), 6))
+
+    def model(data):
+        spread = pyro.param("spread", torch.tensor(1.0), constraint=constraints.positive)
+        with pyro.plate("subjects", len(data)):
+            own = pyro.sample("own", Normal(torch.zeros_like(spread), spread))
+            zero = torch.zeros(1, dtype=own.dtype)
+            hmm = HMM(zero, zero.unsqueeze(0), Normal(own.unsqueeze(-1), 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_laplace(model, data, ["own"])
+    assert fit.notes[0].startswith("spread is zero")
+    low, high = fit.intervals(data)["spread"]
+    # twice the fall is 30 log(v / v_0), with v = 1/6 + spread^2 and all means at zero
+    wanted = math.sqrt((math.exp(1.959964**2 / 30) - 1) / 6)
+    assert low == 0
+    assert float(high) == pytest.approx(wanted, rel=1e-3)
+    assert fit.std_errors(data)["spread"].isnan()
