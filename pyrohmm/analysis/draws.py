@@ -45,6 +45,7 @@ from .draw_layout import (
     samples_of_sampler,
 )
 
+GUIDE = "independent samples of a guide: there are no chains that could disagree"
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
@@ -156,9 +157,7 @@ class PosteriorDraws:
 
     def summary(self) -> str:
         """A few lines of text: first whether the chains agree; samples of a guide are in none."""
-        if "log_guide" in self.stats:
-            return "independent samples of a guide: there are no chains that could disagree"
-        return "\n".join(summary_of(self.parameters))
+        return "\n".join([GUIDE] if "log_guide" in self.stats else summary_of(self.parameters))
 
     # Samples as HMMs
 
