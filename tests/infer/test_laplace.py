@@ -293,7 +293,7 @@ def test_one_observation_of_each_subject():
 
 def test_a_variance_of_zero_has_limits_from_zero_by_the_profile():
     """Means of subjects that are all alike: the likelihood of their spread in closed form."""
-    values = torch.randn(30, 6, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(30, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
     values = values - values.mean(1, keepdim=True)
     data = Sequences(values, torch.full((30,), 6))
 
