@@ -139,11 +139,12 @@ def test_em_in_single_precision_does_not_depend_on_the_unit(name, a):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", ["scalar", "full", "mixture", "tied states"])
+@pytest.mark.parametrize("name", ["scalar", "full", "tied states"])
 def test_single_precision_far_from_zero(name):
     """At 1e6 a number of 24 bits is a multiple of 1/16, and means are exact to half of that.
 
     The loss is exact to (1/32)^2 / 2 for each number, beside what the data themselves have lost.
+    States are far apart, and so EM has one maximum to find, whatever is rounded on its way.
     """
     evidence, paths, means, _ = fitted(em, name, 1.0, 1e6, torch.float32)
     wanted = fitted(em, name, 1.0, 0.0, torch.float32)
@@ -152,6 +153,39 @@ def test_single_precision_far_from_zero(name):
     assert evidence == pytest.approx(wanted[0], abs=5.0)
     assert (paths != wanted[1]).double().mean() <= 0.02
     torch.testing.assert_close(means.double() - 1e6, wanted[2].double(), rtol=0.0, atol=0.1)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_iteration_in_single_precision_far_from_zero(name):
+    """From one start it is that in float64 about zero, but for means, which are multiples of 1/16.
+
+    Two components of one state are so alike that rounding decides which maximum many iterations
+    reach; one iteration is determined. The start is exact in both, and so are differences of data
+    and means: what is left is the rounding of single terms.
+    """
+
+    def shifted(values, by):
+        return {name: x + by if name.endswith("loc") else x for name, x in values.items()}
+
+    far = in_units(name, 1.0, 1e6, torch.float32)
+    near = Sequences(far.values.double() - 1e6, far.lengths)
+    module = TabularHMM(2, FAMILIES[name]())
+    options = {"tolerance": None, "num_iterations": 1}
+    start = fit_em(module, near, **options | {"num_iterations": 3}).parameters
+    start = {
+        name: (16 * x).round() / 16 if name.endswith("loc") else x.float().double()
+        for name, x in start.items()
+    }
+    wanted = fit_em(module, near, start=start, **options)
+    torch.set_default_dtype(torch.float32)
+    start = {name: x.float() for name, x in shifted(start, 1e6).items()}
+    found = fit_em(TabularHMM(2, FAMILIES[name]()), far, start=start, **options)
+    assert found.losses[0].item() == pytest.approx(wanted.losses[0].item(), rel=1e-5)
+    values = {name: x.double() for name, x in found.parameters.items()}
+    for site, value in shifted(values, -1e6).items():
+        bounds = {"rtol": 0.0, "atol": 0.04} if site.endswith("loc") else {"rtol": 1e-3, "atol": 1e-3}
+        torch.testing.assert_close(value, wanted.parameters[site], **bounds)
 
 
 # What the priors are
