@@ -154,7 +154,7 @@ def test_a_cut_leaves_the_first_steps_of_each_sequence(num_steps):
 def test_a_split_puts_each_sequence_into_one_of_two_parts(share, sizes):
     data = make(8, total=50)
     found = []
-    for seed in (1, 1, 2):
+    for seed in (1, 1, 2, 3, 4, 5, 6, 7):  # any two may agree
         parts = data.split(share, torch.Generator().manual_seed(seed))
         assert tuple(map(len, parts)) == tuple(part.total for part in parts) == sizes
         found.append([part.values[:, 0].tolist() for part in parts])
@@ -164,7 +164,8 @@ def test_a_split_puts_each_sequence_into_one_of_two_parts(share, sizes):
         both = [each for part in parts for each in part]
         for sequence, original in zip(sorted(both, key=lambda one: one.values[0, 0]), data):
             assert same(sequence, original)
-    assert found[0] == found[1] != found[2]
+    assert found[0] == found[1]
+    assert any(other != found[0] for other in found)
 
 
 def test_padding_and_missing_steps_are_not_observed():

@@ -73,8 +73,7 @@ def test_log_diversity_is_the_log_determinant(size, rho, seed):
 
 def test_a_large_exponent_does_not_underflow():
     """All that is left of each row is its largest entry, and that is another in each."""
-    rows = drawn(3, 20)
-    assert len(set(rows.argmax(-1).tolist())) == 3
+    rows = (0.04 + 0.2 * torch.eye(20))[:3]
     assert not bool((rows**600).any(-1).all())  # what the length of a row is the root of
     rows.requires_grad_()
     value = dpp.log_diversity(rows, 300.0)
