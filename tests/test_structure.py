@@ -256,7 +256,7 @@ def effect():
         cwd=PACKAGE.parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

@@ -258,7 +258,7 @@ def test_an_interrupt_leaves_nothing_of_a_fit_behind(fit):
         fit(interrupt)
     assert is_clean()
     with ThreadPoolExecutor(1) as other:  # the lock is free
-        assert len(other.submit(by_em, symbols()).result(timeout=60).losses)
+        assert len(other.submit(by_em, symbols()).result(timeout=600).losses)
 
 
 def subjects(data):

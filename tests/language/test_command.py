@@ -272,7 +272,7 @@ def test_two_processes_train_what_one_trains(here, capsys):
          "script.py", *command, "two"],
         env={**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo",
              "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=200,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "processes: 2" in done.stdout
@@ -324,7 +324,7 @@ def test_a_reader_that_has_enough_ends_the_command_in_silence(here):
     tiny().save("m")
     line = f"'{sys.executable}' -m pyrohmm.language --load m --generate 5000 --longest 5 | head -1"
     done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, timeout=200,
+        line, shell=True, capture_output=True, text=True, timeout=600,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.stdout.count("\n") == 1

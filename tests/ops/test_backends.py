@@ -89,7 +89,7 @@ for point in sys.argv[1:]:
 def test_an_interrupted_import_of_numba_can_be_done_again():
     points = ["numba.core.typing", "pyrohmm.ops._numba_math"]
     command = [sys.executable, "-c", INTERRUPTED, *points]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert result.stdout.split("\n")[:-1] == [f"{point} 0" for point in points], result.stderr
 
 
