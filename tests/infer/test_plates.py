@@ -275,12 +275,13 @@ def test_fitted_sequences_are_recognised_and_others_by_their_numbers():
     rows = [x[:n] for x, n in zip(DATA.values.numpy(), LENGTHS)]
     copies = [Sequences(DATA.values.clone().float(), LENGTHS), train.without_labels(),
               Sequences.from_list(rows)]  # fmt: skip
+    close = torch.testing.assert_close  # a row in another place may be rounded otherwise
     for copy in copies:
-        assert torch.equal(fit.hmm(copy).log_transition, whole)
+        close(fit.hmm(copy).log_transition, whole)
         part = copy.batch(torch.tensor([7, 3]))
-        assert torch.equal(fit.hmm(part).log_transition, whole[[7, 3]])
+        close(fit.hmm(part).log_transition, whole[[7, 3]])
     later = Sequences(counts(1).values, LENGTHS, indices=torch.arange(N).flip(0))
-    assert torch.equal(fit.hmm(later).log_transition, whole.flip(0))
-    assert torch.equal(fit.hmm(later.without_labels()).log_transition, whole.flip(0))
+    close(fit.hmm(later).log_transition, whole.flip(0))
+    close(fit.hmm(later.without_labels()).log_transition, whole.flip(0))
     with pytest.raises(ValueError, match="indices="):
         fit.hmm(later[:])
