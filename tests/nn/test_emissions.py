@@ -569,7 +569,8 @@ def test_states_far_apart_keep_their_small_variances(kind):
     found, notes = m_step(module, values, weights)
     assert notes == []
     expected = [values[:30].var(), values[30:].var()]
-    np.testing.assert_allclose(found[name].flatten(), expected, rtol=1e-8)
+    lost = 30 * np.finfo(float).eps * 500**2 / 0.1**2  # thirty squares about the centre are added
+    np.testing.assert_allclose(found[name].flatten(), expected, rtol=lost)
 
 
 def test_columns_in_other_units_keep_their_covariance():
