@@ -421,6 +421,11 @@ def test_it_ends_by_its_tolerance_and_reports_it():
 # Without a closed form
 
 
+# L-BFGS ends where its loss changes by less than 1e-9, and so parameters are exact to the root of
+# that, 3e-5; the loss of the next iteration has a slope of up to one for each of some 30 numbers.
+BY_STEPS = {"rtol": 0.0, "atol": 1e-3}
+
+
 def wrapped(family):
     """The same emission as ``family``, of a class that EM knows nothing of."""
 
@@ -450,8 +455,7 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
     renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
     step = GradientStep(num_iterations=200)
     fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
-    # L-BFGS ends where it changes by less than 1e-9
-    torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(fit.losses, closed.losses, **BY_STEPS)
     for one, value in numbers_of(closed).items():
         found = numbers_of(fit)[one.replace("emission.", "emission.inner.")]
         np.testing.assert_allclose(found, value, rtol=2e-3, atol=1e-4)
@@ -534,7 +538,7 @@ def test_a_family_of_the_users_joins_the_closed_form_by_its_two_methods(restarts
     renamed = {one.replace("emission.", "emission.inner."): v for one, v in begin.items()}
     step = GradientStep(num_iterations=200)
     fit = fit_em(other, data, start=start_at(renamed), gradient_step=step, **options)
-    torch.testing.assert_close(fit.losses, closed.losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(fit.losses, closed.losses, **BY_STEPS)
     found = numbers_of(fit)["emission.inner.probs"]
     np.testing.assert_allclose(found, numbers_of(closed)["emission.probs"], rtol=2e-3, atol=1e-4)
 
@@ -580,7 +584,7 @@ def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, 
     assert_climbs(fit.losses)
     other = Cycle(Failures if closed else wrapped(Failures))  # all by gradient
     expected = fit_em(other, data, start=start_at(begin), **options)
-    torch.testing.assert_close(fit.losses, expected.losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(fit.losses, expected.losses, **BY_STEPS)
     for one, value in numbers_of(expected).items():
         np.testing.assert_allclose(numbers_of(fit)[one], value, rtol=2e-3, atol=1e-4)
 
