@@ -132,6 +132,7 @@ CHANGES = {
         "data": ({}, symbols(total=60)),
         "start": ({"start": init_to_mean}, init_to_median),
         "restarts": ({}, 2),
+        "priors": ({}, False),
     },
     fit_svi: GRADIENT
     | {
@@ -151,6 +152,7 @@ CHANGES = {
         "gradient_step": ({}, GradientStep(3)),
         "acceleration": ({}, True),
         "bounds": ({}, True),
+        "priors": ({}, False),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),
     },
@@ -184,6 +186,7 @@ CHANGES = {
         ),
         "weight": ({}, 3.0),
         "pairs_per_step": ({}, 5),
+        "priors": ({}, False),
         "log_prior": ({}, quadratic),
         "start": ({"start": init_to_mean}, init_to_median),
         "restarts": ({}, 2),
