@@ -45,7 +45,7 @@ from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
 from .smoothing import fit_smooth, unweighted
-from .starts import Start, Values, build_once, by_kmeans, from_prior
+from .starts import Start, Values, build_once, from_prior, rotation
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -255,31 +255,48 @@ def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, An
 
 
 def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values | None) -> None:
-    """Set the first parameters."""
-    module = parameters.module
+    """Set the first parameters: what starts of several kinds hold, one after another."""
+    module, restarts = parameters.module, parameters.restarts
     data = next(iter(parts_of(parameters.data)))
-    if start is None:
-        if not parameters.sites:
-            return  # parameters without priors have values
-        start = by_kmeans if maximize.clusters and not maximize.symbols else from_prior
+    if start is None and not parameters.sites:
+        return  # parameters without priors have values
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
-    if not isinstance(start, dict) and not callable(start):
+    if isinstance(start, dict):
+        parameters.set_values(start)
+        return
+    if start is not None and not callable(start):
         raise TypeError(
             "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
             f"{start!r}."
         )
-    begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
-    if isinstance(begin, dict):
-        parameters.set_values(begin)
+    kinds = [start] if start else rotation(parameters.sites, maximize.numbers)
+    size = restarts if start else 1  # restarts of the same kind at once
+    begins, values = [], []
+    for r in range(restarts // size):
+        begins.append(kinds[r % len(kinds)](module, data, size))
+        if isinstance(begins[-1], dict):
+            values.append(begins[-1])
+        elif parameters.sites:  # gradient steps, and what no count determines, start at the prior
+            values.append(from_prior(module, data, size))
+    if values:
+        parameters.set_values({name: torch.cat([v[name] for v in values]) for name in values[0]})
+    if all(known := [isinstance(begin, dict) for begin in begins]):
         return
-    if parameters.sites:  # gradient steps, and what no count determines, start at the prior
-        parameters.set_values(from_prior(module, data, parameters.restarts))
+    old = parameters.stacked()
     with torch.no_grad():
         hmm, _ = parameters.build(data)
+    begin = begins[0]
     if not isinstance(begin, ExpectedCounts):
-        begin = uniform_counts(hmm, data, begin)
+        blank = torch.ones_like(next(begin for begin in begins if isinstance(begin, Tensor)))
+        each = [blank / blank.size(-1) if isinstance(b, dict) else b for b in begins]
+        begin = uniform_counts(hmm, data, torch.cat(each))
     scale = data.total / len(data)
     maximize(maximize.gather(begin, data, hmm, scale, at_start=True), data)
+    if any(known):
+        maximize.gradient.forget()
+        kept = torch.tensor(known).nonzero().squeeze(-1).to(data.device)
+        new = parameters.stacked()
+        parameters.update({n: new[n].index_copy(0, kept, old[n][kept]) for n in new})
 
 
 def _risen(loop: Loop, history: Tensor) -> list[str]:

@@ -40,11 +40,13 @@ class Extrapolation:
         active: Whether it extrapolates; else it waits until EM is slow.
 
     Attributes:
+        active: Whether each restart extrapolates, ``(R,)``; others take steps of EM.
         proposed: Whether the parameters are a proposal that is to be judged.
     """
 
     def __init__(self, parameters: Parameters, gradient: GradientSteps, active: bool) -> None:
-        self.parameters, self.gradient, self.active = parameters, gradient, active
+        self.parameters, self.gradient = parameters, gradient
+        self.active = torch.full((parameters.restarts,), active)
         self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
         self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
         self.shapes: list[torch.Size] = []  # of the coordinates of each parameter
@@ -69,6 +71,7 @@ class Extrapolation:
         ahead, turn = ahead.where(usable, 0.0), turn.where(usable, 0.0)
         length = ahead.norm(dim=-1, keepdim=True) / turn.norm(dim=-1, keepdim=True)
         self.length = length.nan_to_num(1.0).cpu().clamp(min=1.0).minimum(self.longest)
+        self.length[~self.active] = 1.0
         s = self.length.to(ahead.device)
         self.path = [third]
         self.proposed = bool((self.length > 1).any())
@@ -79,20 +82,33 @@ class Extrapolation:
             self._lengthen()
 
     @torch.no_grad()
-    def undo(self, worse: Tensor) -> None:
+    def undo(self, worse: Tensor) -> bool:
         """Take back the proposals that are ``worse``, ``(R,)``, and have longer steps after others.
 
         Args:
             worse: Whether a proposal has lowered the log joint density, or has none.
+
+        Returns:
+            Whether any was taken back.
         """
         third, proposal = self.path
-        bad = worse.reshape(-1, 1)
+        bad = worse.reshape(-1, 1) & (self.length > 1)
         kept = torch.where(bad.to(third.device), third, proposal)
         self.proposed, self.path = False, []
         self._lengthen()
         self.longest = torch.where(bad, (self.length / GROWTH).clamp(min=1.0), self.longest)
-        if bool(bad.any()):
+        undone = bool(bad.any())
+        if undone:
             self._write(kept)
+        return undone
+
+    def keep(self, chosen: Tensor) -> None:
+        """Go on with some of the restarts alone."""
+        self.path = [flat[chosen.to(flat.device)] for flat in self.path]
+        self.shapes = [torch.Size([len(chosen), *shape[1:]]) for shape in self.shapes]
+        self.longest, self.length, self.active = (
+            each[chosen] for each in (self.longest, self.length, self.active)
+        )
 
     def _lengthen(self) -> None:
         """Allow longer steps where the last one was as long as allowed."""
@@ -137,6 +153,7 @@ class Loop:
         log_priors: ``(R,)``, at each iteration.
         bounds: After each M-step, ``(R,)``, if they are asked for.
         alive: The restarts that go on.
+        settled: Which of these have converged.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         reason: Why the fit has converged.
     """
@@ -184,6 +201,7 @@ class Loop:
         self.bounds: list[Tensor] = []
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
+        self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.reason: str | None = None
         self.start_time = time.perf_counter()
 
@@ -205,8 +223,8 @@ class Loop:
             self.reason = self._why_converged()
             if self.reason is not None or len(self.losses) > self.num_iterations:
                 break
-            if self.ranked and len(self.alive) > 1 and len(self.losses) % RANKED == 0:
-                self._give_up_half()
+            if len(chosen := self._promising()) < len(self.alive):
+                self._keep(chosen)
                 loss, statistics = self._expect(batch)
             if self.decay is not None:
                 rate = (len(self.losses) + 1) ** -self.decay
@@ -214,7 +232,7 @@ class Loop:
             self.maximize(statistics, batch)
             if self.expect.keep:
                 self._append(self.bounds, self.expect.bound(loss))
-            if self.squarem is not None and self.squarem.active:
+            if self.squarem is not None and bool(self.squarem.active.any()):
                 self.squarem.record()
             bar.update()
         if self.checkpoint is not None and self.reason is not None and not known:
@@ -241,27 +259,41 @@ class Loop:
         else:
             falls = losses[:-SPAN] - losses[SPAN:]
             fall, rate = falls[-1], (falls[SPAN:] / falls[:-SPAN]).nan_to_num(0.0).amax(0)
-            if self.squarem is not None and self.squarem.active:
-                rate = rate.clamp(min=0.9)  # extrapolation takes away the slowest for a while
+            if self.squarem is not None:
+                # extrapolation takes away the slowest for a while
+                rate = torch.where(self.squarem.active, rate.clamp(min=0.9), rate)
+                if len(self.losses) % 3 == 0:  # so that steps are those of each restart alone
+                    self.squarem.active |= rate > SLOW
             gain = torch.where(rate < 1, fall * rate / (1 - rate), torch.inf)
             gain = torch.where(fall <= 0, 0.0, gain)
-            if self.squarem is not None and len(rate) == 1 and rate.item() > SLOW:
-                self.squarem.active = True
         limits = self.tolerance * (losses[-1] - self.parameters.units).abs()
-        if bool((gain > limits).any()):
+        self.settled = gain <= limits
+        if not bool(self.settled.all()):
             return None
         return f"the loss may fall by less than {self.tolerance:g} of itself"
 
-    def _give_up_half(self) -> None:
-        """Go on with the better half of the restarts."""
+    def _promising(self) -> Tensor:
+        """Which of the restarts that are alive go on, integers.
+
+        The worse half is given up after each ``RANKED`` iterations, but never the first restart,
+        with which a fit without others begins; and one that has converged above another one.
+        """
         loss = self.losses[-1][self.alive].nan_to_num(nan=torch.inf)
-        better = loss.argsort(stable=True)[: (len(loss) + 1) // 2].sort().values
+        going = torch.ones_like(loss, dtype=torch.bool)
+        if self.ranked and len(loss) > 1:
+            if len(self.losses) % RANKED == 0:
+                going[loss.argsort(stable=True)[(len(loss) + 1) // 2 :]] = False
+                going[self.alive == 0] = True
+            going &= ~(self.settled & (loss > loss.min()))
+        return going.nonzero().squeeze(-1)
+
+    def _keep(self, chosen: Tensor) -> None:
+        """Go on with some of the restarts that are alive."""
         self.keep_values()
-        self.parameters.keep(better.to(self.parameters.data.device))
-        self.alive = self.alive[better]
+        self.parameters.keep(chosen.to(self.parameters.data.device))
+        self.alive = self.alive[chosen]
         if self.squarem is not None:
-            old = self.squarem
-            self.squarem = Extrapolation(old.parameters, old.gradient, old.active)
+            self.squarem.keep(chosen)
 
     def keep_values(self) -> None:
         """Put the values of the restarts that go on beside those of the others."""
@@ -295,8 +327,7 @@ class Loop:
             worse = ~(loss <= past)
         except (ArithmeticError, RuntimeError, ValueError):  # they are impossible
             worse = torch.ones_like(past, dtype=torch.bool)
-        squarem.undo(worse)
-        return self._expect(batch) if bool(worse.any()) else (loss, statistics)
+        return self._expect(batch) if squarem.undo(worse) else (loss, statistics)
 
     def _expect(self, batch: Sequences) -> tuple[Tensor, Statistics]:
         try:

@@ -133,6 +133,10 @@ class GradientSteps:
                 loss()  # leaves the values where the step ended
         parameters.values = {name: value.detach() for name, value in parameters.values.items()}
 
+    def forget(self) -> None:
+        """Begin anew from the parameters as they are."""
+        self.leaves, self.step._stepper = {}, None
+
     def state(self) -> dict[str, Any]:
         """State, for checkpoints."""
         optimizer = self.step._stepper
@@ -164,7 +168,7 @@ class Maximization:
         chain: The module, if it defines an M-step of its chain.
         steps: The module, if it defines an M-step that reads every step.
         emission: Its emission module, if that defines one.
-        clusters: Whether its emission module has an M-step, whatever its priors.
+        numbers: Whether its emission, not of symbols, has an M-step, whatever its priors.
         summed: Whether it needs sums over observations alone, not each step of them.
         by_symbol: Whether expected counts of symbols are such sums.
         apart: Whether expected counts of several batches can be added.
@@ -187,8 +191,8 @@ class Maximization:
         self.prefix = prefix or ""
         of_transitions = isinstance(log_prior, TransitionPrior)
         closed = log_prior is None or of_transitions
-        self.clusters = closed and isinstance(emission, EmissionMStep)
-        own = self.clusters and not has_foreign_priors(emission)
+        clusters = closed and isinstance(emission, EmissionMStep)
+        own = clusters and not has_foreign_priors(emission)
         self.emission: Any = emission if own else None
         self.chain: Any = None
         of_chain: set[str] = set()
@@ -217,6 +221,7 @@ class Maximization:
         )  # fmt: skip
         self.chain_closed = self.chain is not None and not others
         self.symbols = is_categorical(hmm.emission)
+        self.numbers = clusters and not self.symbols
         cores, tables = hmm.chain.cores, hmm.chain.parameters
         single = all(tables[n].dim() == len(c) and "T" not in c for n, c in cores.items())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)

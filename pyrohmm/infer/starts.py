@@ -6,12 +6,13 @@ M-step reads: see :class:`Start`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import pyro
 import torch
 from pyro import poutine
-from scipy.cluster.vq import ClusterError, kmeans2
+from scipy.cluster.vq import ClusterError, kmeans2, vq
 from torch import Tensor, nn
 
 from ..chains.base import ExpectedCounts
@@ -22,6 +23,8 @@ from ..nn.base import PYRO, HMMModule
 from .models import build
 
 Values = dict[str, Tensor]
+MOST_ROWS = 10_000  # among which centres of clusters are sought
+LONGEST_BLOCK = 25  # steps
 
 
 class Start(Protocol):
@@ -64,55 +67,94 @@ def sticky(stay: float = 0.95) -> Start:
 
     def start(module: HMMModule, data: Sequences, restarts: int) -> Values:
         values = from_prior(module, data, restarts)
-        if "transition" not in values:
+        tables = [name for name in values if _is_transition(name)]
+        if not tables:
             raise ValueError(
                 "starts.sticky needs a module with a prior of its transition matrix, such as "
                 f"TabularHMM; {type(module).__name__} has none."
             )
-        rows = values["transition"]
-        mixed = stay * torch.eye(rows.size(-1)).to(rows) + (1 - stay) * rows
-        return values | {
-            "transition": torch.where(
-                rows.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) > 0, mixed, rows
-            )
-        }
+        for name in tables:
+            rows = values[name]
+            mixed = stay * torch.eye(rows.size(-1)).to(rows) + (1 - stay) * rows
+            possible = rows.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) > 0
+            values[name] = torch.where(possible, mixed, rows)
+        return values
 
     return start
+
+
+def _is_transition(name: str) -> bool:
+    """Whether a latent variable is a transition matrix, such as ``transition_0``."""
+    return name.partition("_")[0] == "transition"
+
+
+def rotation(names: Iterable[str], numbers: bool) -> list[Start]:
+    """The kinds of start that restarts take in turn: each finds what others miss.
+
+    Args:
+        names: Of the latent variables.
+        numbers: Whether observations may be clustered, and emissions maximised given clusters.
+    """
+    kinds: list[Start] = [by_kmeans, by_blocks, from_prior] if numbers else [from_prior, by_blocks]
+    return [*kinds, sticky()] if any(map(_is_transition, names)) else kinds
 
 
 def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     """Start from k-means clusters of the observations, which are scaled to unit variance.
 
-    Missing steps belong to all clusters alike; missing components are filled by their means.
+    Centres are those of at most 10,000 random rows. Missing steps belong to all clusters alike;
+    missing components are filled by their means.
     """
     num_states = build_once(module, data[:1]).num_states
-    values = data.values.double().reshape(len(data), data.num_steps, -1)
     seen = data.observed.cpu()
-    rows = values.cpu()[seen]
-    weights = torch.full((restarts, *seen.shape, num_states), 1.0 / num_states, dtype=torch.float64)
+    rows = data.values.double().reshape(*seen.shape, -1).cpu()[seen]
+    states = torch.full((restarts, *seen.shape), -1)
     if len(rows) == 0:
-        return weights.to(data.values.device)
-    rows = torch.where(rows.isnan(), rows.nanmean(0).nan_to_num(0.0), rows)
-    spread = rows.std(0, correction=0)
-    rows = (rows - rows.mean(0)) / torch.where(spread > 0, spread, 1.0)
+        return _nearly_certain(states, num_states).to(data.values.device)
+    some = rows if len(rows) <= MOST_ROWS else rows[torch.randint(len(rows), (MOST_ROWS,))]
+    mean = some.nanmean(0).nan_to_num(0.0)
+    spread = torch.where(some.isnan(), mean, some).std(0, correction=0)
+    rows, some = (
+        (torch.where(part.isnan(), mean, part) - mean) / torch.where(spread > 0, spread, 1.0)
+        for part in (rows, some)
+    )
     for restart in range(restarts):
-        # not quite certain, so that no state and no transition is ruled out
-        clusters = nn.functional.one_hot(_cluster(rows, num_states), num_states).double()
-        weights[restart, seen] = 0.99 * clusters + 0.01 / num_states
-    return weights.to(data.values.device)
+        states[restart, seen] = _cluster(rows, some, num_states)
+    return _nearly_certain(states, num_states).to(data.values.device)
 
 
-def _cluster(rows: Tensor, num_states: int) -> Tensor:
-    """Cluster of each row; at random if there are too few rows that differ."""
-    enough = len(rows.unique(dim=0)) >= max(num_states, 2)
+def _cluster(rows: Tensor, some: Tensor, num_states: int) -> Tensor:
+    """The nearest of the centres of ``some`` rows; at random if too few rows differ."""
+    enough = len(some.unique(dim=0)) >= max(num_states, 2)
     for _ in range(5 if enough else 0):
         seed = int(torch.randint(2**31, ()))
         try:
-            labels = kmeans2(rows.numpy(), num_states, minit="++", seed=seed, missing="raise")[1]
+            centres, _ = kmeans2(some.numpy(), num_states, minit="++", seed=seed, missing="raise")
         except (ClusterError, ValueError):  # a cluster has lost its points
             continue
-        return torch.as_tensor(labels).long()
+        return torch.as_tensor(vq(rows.numpy(), centres)[0]).long()
     return torch.randint(num_states, (len(rows),))
+
+
+def by_blocks(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
+    """Start from blocks of up to 25 steps in succession, each of a random state.
+
+    States then last, and differ by what lasts: means, variances, and how a step depends on those
+    before it, of which clusters of the observations see the means alone.
+    """
+    num_states = build_once(module, data[:1]).num_states
+    length = min(LONGEST_BLOCK, -(-data.num_steps // 4))
+    block = torch.arange(data.num_steps) // length
+    states = torch.randint(num_states, (restarts, len(data), int(block[-1]) + 1))[..., block]
+    states = states.masked_fill(~data.exists.cpu(), -1)
+    return _nearly_certain(states, num_states).to(data.values.device)
+
+
+def _nearly_certain(states: Tensor, num_states: int) -> Tensor:
+    """Probabilities of states, by which none is ruled out; all alike where a state is -1."""
+    probs = torch.full((*states.shape, num_states), 0.01 / num_states, dtype=torch.float64)
+    probs.scatter_(-1, states.clamp(min=0).unsqueeze(-1), 0.99 + 0.01 / num_states)
+    return probs.masked_fill_((states < 0).unsqueeze(-1), 1.0 / num_states)
 
 
 def from_hmm(hmm: HMM) -> Start:
