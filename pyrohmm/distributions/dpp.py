@@ -109,16 +109,27 @@ class DiversityPrior(nn.Module):
         """Log-density ``(*B)`` of the transition matrix of ``hmm``, or of matrices ``(*B, K, K)``.
 
         Raises:
-            ValueError: If transitions change with the step, or depend on more than one state.
+            ValueError: If transitions change with the step, or depend on more than one state; or
+                if gradient steps begin where all rows are equal, which they cannot leave.
         """
         if isinstance(hmm, Tensor):
-            return self.log_density_of_transition(hmm)
+            return self._from_unequal_rows(hmm)
         if hmm.transition_per_step or hmm.order != 1:
             raise ValueError(
                 "DiversityPrior is of one matrix of transitions from one state; those of this "
                 f"{type(hmm).__name__} are others. Write another log_prior, with dpp.log_diversity."
             )
-        return self.log_density_of_transition(hmm.log_transition.exp())
+        return self._from_unequal_rows(hmm.log_transition.exp())
+
+    def _from_unequal_rows(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad and self.alpha > 0 and rows.size(-2) > 1:
+            if torch.equal(rows, rows[..., :1, :].expand_as(rows)):
+                raise ValueError(
+                    "log_prior: all rows of the transition matrix are equal, where the density of "
+                    "a DiversityPrior is zero and has no slope. Give the guide "
+                    "init_loc_fn=init_to_sample."
+                )
+        return self.log_density_of_transition(rows)
 
     def log_density_of_transition(self, transition: Tensor) -> Tensor:
         """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""

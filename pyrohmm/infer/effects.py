@@ -145,7 +145,7 @@ def described(fit: Any) -> list[str]:
         f"{fit.method} of {model}{guide}: {', '.join(fit.names) or 'parameters'}",
         f"loss      {first:.2f} -> {last:.2f} nats{over}",
         f"per {fit.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
-        f"ended     after {len(fit.losses)} steps and {fit.seconds:.1f} s: {fit.reason}",
+        f"ended     after {fit.num_steps} steps and {fit.seconds:.1f} s: {fit.reason}",
     ]
     if fit.validation:
         best = min(fit.validation, key=lambda past: past.nats)

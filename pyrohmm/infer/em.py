@@ -45,7 +45,12 @@ from .parameters import Parameters
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
 from .smoothing import fit_smooth, unweighted
-from .starts import Start, Values, build_once, from_prior, rotation
+from .starts import Start, Values, build_once, from_prior, rotation, windows
+
+FEW = 4  # restarts by default
+SHORT = (16, 10), (6, 20)  # starts that are ranked, after so many iterations
+MOST_STEPS = 2_000  # of the data by which they are
+MOST_NUMBERS = 4_000_000  # parameters of all of these
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -75,7 +80,7 @@ def fit_em(
     num_iterations: int = 500,
     tolerance: float | None = 1e-6,
     start: Start | Values | Fit | None = None,
-    restarts: int = 1,
+    restarts: int | None = None,
     batch_size: int | None = None,
     decay: float = 0.7,
     log_prior: LogPrior | None = None,
@@ -106,11 +111,17 @@ def fit_em(
             convergence, by Aitken's estimate, in every restart. None runs all steps as they are.
         start: The first parameters: ``starts.from_prior``, ``starts.by_kmeans``,
             ``starts.sticky()``, ``starts.from_hmm(hmm)``, a function like these, or values by name,
-            or another fit. By default the prior for symbols and for emissions without a
-            closed form, k-means for others; parameters without a prior start at their values.
+            or another fit. By default restarts take in turn k-means, blocks of steps in time,
+            samples of the prior and sticky ones; for symbols and for emissions without a closed
+            form, which k-means does not suit, the prior comes first. Parameters without a prior
+            start at their values.
         restarts: R, the number of batched restarts; every parameter must have a prior. After each
-            20 iterations the better half goes on; with ``tolerance=None`` all do. The best is kept,
-            all are in ``Fit.restarts``, as they were last.
+            20 iterations the better half goes on, and the first restart, so that R restarts end
+            no higher than one; with ``tolerance=None`` all do. The best is kept, all are in
+            ``Fit.restarts``, as they were last. Without a ``start``, R > 1 restarts are the first
+            and the best others of 16 or more after some iterations on part of the data. By default
+            the best of these alone goes on, unless there is a ``start``, a parameter without a
+            prior, an optimizer, or ``tolerance=None``: then there is one restart.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
             :class:`msteps.TransitionPrior`, leaves the closed forms of all but the transitions;
             with any other function, which may depend on anything, all follow gradient steps.
@@ -125,8 +136,8 @@ def fit_em(
             :math:`(t + 1)^{-d}`; between 0.5 and 1.
         transition_step: M-step of the transitions of a :class:`TabularHMM` under a
             :class:`DiversityPrior`: ``msteps.FixedPoint()``, the default for its usual exponent,
-            which climbs from 100 points where all states are labelled, or
-            ``msteps.LogitGradient()``, that for others.
+            or ``msteps.LogitGradient()``, that for others; both climb from 100 points where nine
+            in ten steps or more are labelled.
         gradient_step: How parameters without a closed form are maximised.
         acceleration: Whether to extrapolate after every third iteration (SQUAREM), which takes
             fewer iterations where states are hard to tell apart. Parameters that are not better are
@@ -176,26 +187,35 @@ def fit_em(
         batch_size=batch_size, tolerance=tolerance, decay=decay,
     )  # fmt: skip
     if transition_step is None and isinstance(log_prior, TransitionPrior):
-        first = next(iter(parts_of(data)))
-        known = first.labels is not None and first.labels.dtype != torch.bool
-        labelled = known and first.num_labelled == int(first.lengths.sum())
-        transition_step = default_step(log_prior, labelled)
+        transition_step = default_step(log_prior, _labelled(next(iter(parts_of(data)))))
     gradient_step = gradient_step or GradientStep()
     module = with_priors(copy.deepcopy(module), priors)
-    parameters = Parameters(module, data, restarts, log_prior)
+    parameters = Parameters(module, data, restarts or 1, log_prior)
+    group, num_short = ProcessGroup.all(), 0
+    if start is None and restarts != 1 and tolerance is not None and not gradient_step.optimizer:
+        num_short = _num_short(parameters)
+        if restarts is None and num_short > 1 and batch_size is None and group.size == 1:
+            parameters.restarts = few = min(FEW, num_short)
+            parameters.cost *= few
     maximize = Maximization(parameters, transition_step, gradient_step)
-    group = ProcessGroup.all()
     loop = Loop(
         parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
         batch_size=batch_size, decay=decay, acceleration=acceleration, bounds=bounds,
         generator=generator,
     )  # fmt: skip
+    if num_short > 1:
+        loop.num_first, loop.large = 2 if restarts else 0, int(data.lengths.sum()) > MOST_STEPS
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
             checkpoint, _identity(parameters, arguments), (generator,), group.is_first
         )
     if not loop.resume():
-        _begin(parameters, maximize, start)
+        if num_short > 1:
+            _begin_ranked(loop, num_short)
+        elif start is None and parameters.restarts > 1:
+            parameters.set_values(_rotated(loop, parameters.restarts))
+        else:
+            _begin(parameters, maximize, start)
         if loop.decay is not None:
             _, loop.average = loop.whole_set()
     if group.size > 1:
@@ -210,7 +230,10 @@ def fit_em(
     group.wait()  # for the file, which another fit may ask for
     if loop.decay is not None:  # the loss of one batch is too noisy to judge restarts by
         loop.losses[-1], _ = loop.whole_set()
-    return _finish(loop)
+    fit = _finish(loop)
+    if restarts is None and num_short == 1:
+        fit.notes.append("one start was tried, for the model is large; restarts=4 tries others too")
+    return fit
 
 
 def _check(module: Any, log_prior: Any, transition_step: Any, **sizes: Any) -> None:
@@ -254,49 +277,95 @@ def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, An
     }
 
 
+def _num_short(parameters: Parameters) -> int:
+    """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
+    first = next(iter(parts_of(parameters.data)))
+    if parameters.points or parameters.example.num_states == 1 or _labelled(first) == 1:
+        return 0
+    size = sum(site.event_shape.numel() for site in parameters.sites.values())
+    return max(parameters.restarts, min(SHORT[0][0], MOST_NUMBERS // size))
+
+
+def _labelled(data: Sequences) -> float:
+    """Share of the steps whose state is known."""
+    known = data.labels is not None and data.labels.dtype != torch.bool
+    return data.num_labelled / int(data.lengths.sum()) if known else 0.0
+
+
+def _begin_ranked(loop: Loop, num_short: int) -> None:
+    """Begin at the first start, and at the best of several after a few iterations.
+
+    Those are of a sample of the data if there are many steps. Random numbers do not depend on the
+    number of restarts, so that more of them are these and others.
+    """
+    parameters, maximize = loop.parameters, loop.maximize
+    with _random_apart(parameters):
+        first = _rotated(loop, 1)
+    some = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
+    best: Values | None = None
+    for most, num_iterations in SHORT:
+        count = min(max(most, parameters.restarts), num_short)
+        short: Any = fit_em(
+            parameters.module, some, restarts=count, num_iterations=num_iterations, tolerance=None,
+            start=best and {name: value[:count] for name, value in best.items()}, progress=False,
+            log_prior=parameters.log_prior, transition_step=maximize.transition_step,
+            gradient_step=maximize.gradient.step,
+        ).restarts  # fmt: skip
+        order = short.final.nan_to_num(nan=torch.inf).argsort(stable=True)
+        best = {name.removeprefix("module."): v[order] for name, v in short.parameters.items()}
+    for name, old in first.items():
+        new = short.parameters[f"module.{name}"][order]
+        rows = [old, new] if loop.num_first else [new[: FEW - 1], old]
+        first[name] = torch.cat(rows)[: parameters.restarts]
+    parameters.set_values(first)
+
+
+def _rotated(loop: Loop, count: int) -> Values:
+    """Values at several starts, each of the next kind."""
+    parameters, maximize, found = loop.parameters, loop.maximize, []
+    with _random_apart(parameters):
+        module = copy.deepcopy(parameters.module)
+        one = Parameters(module, parameters.data, 1, parameters.log_prior)
+    kinds = rotation(parameters.sites, maximize.numbers)
+    for r in range(count):
+        of_one = Maximization(one, maximize.transition_step, maximize.gradient.step)
+        _begin(one, of_one, kinds[r % len(kinds)])
+        found.append(one.stacked())
+    return {name: torch.cat([values[name] for values in found]) for name in parameters.sites}
+
+
+def _random_apart(parameters: Parameters) -> Any:
+    """Context after which the sources of random numbers are as they were."""
+    device = parameters.data.device
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values | None) -> None:
-    """Set the first parameters: what starts of several kinds hold, one after another."""
-    module, restarts = parameters.module, parameters.restarts
+    """Set the first parameters."""
+    module = parameters.module
     data = next(iter(parts_of(parameters.data)))
-    if start is None and not parameters.sites:
-        return  # parameters without priors have values
+    if start is None:
+        if not parameters.sites:
+            return  # parameters without priors have values
+        start = rotation(parameters.sites, maximize.numbers)[0]
     build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
-    if isinstance(start, dict):
-        parameters.set_values(start)
-        return
-    if start is not None and not callable(start):
+    if not isinstance(start, dict) and not callable(start):
         raise TypeError(
             "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
             f"{start!r}."
         )
-    kinds = [start] if start else rotation(parameters.sites, maximize.numbers)
-    size = restarts if start else 1  # restarts of the same kind at once
-    begins, values = [], []
-    for r in range(restarts // size):
-        begins.append(kinds[r % len(kinds)](module, data, size))
-        if isinstance(begins[-1], dict):
-            values.append(begins[-1])
-        elif parameters.sites:  # gradient steps, and what no count determines, start at the prior
-            values.append(from_prior(module, data, size))
-    if values:
-        parameters.set_values({name: torch.cat([v[name] for v in values]) for name in values[0]})
-    if all(known := [isinstance(begin, dict) for begin in begins]):
+    begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
+    if isinstance(begin, dict):
+        parameters.set_values(begin)
         return
-    old = parameters.stacked()
+    if parameters.sites:  # gradient steps, and what no count determines, start at the prior
+        parameters.set_values(from_prior(module, data, parameters.restarts))
     with torch.no_grad():
         hmm, _ = parameters.build(data)
-    begin = begins[0]
     if not isinstance(begin, ExpectedCounts):
-        blank = torch.ones_like(next(begin for begin in begins if isinstance(begin, Tensor)))
-        each = [blank / blank.size(-1) if isinstance(b, dict) else b for b in begins]
-        begin = uniform_counts(hmm, data, torch.cat(each))
+        begin = uniform_counts(hmm, data, begin)
     scale = data.total / len(data)
     maximize(maximize.gather(begin, data, hmm, scale, at_start=True), data)
-    if any(known):
-        maximize.gradient.forget()
-        kept = torch.tensor(known).nonzero().squeeze(-1).to(data.device)
-        new = parameters.stacked()
-        parameters.update({n: new[n].index_copy(0, kept, old[n][kept]) for n in new})
 
 
 def _risen(loop: Loop, history: Tensor) -> list[str]:
@@ -351,10 +420,24 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     ]
 
 
+def _alone(loop: Loop, final: Tensor) -> list[str]:
+    """A remark if no other restart has found what the best one has."""
+    if loop.reason is None or len(final) == 1 or int((final < final.min() + 1.0).sum()) > 1:
+        return []
+    return [
+        f"one of {len(final)} restarts came within 1 nat of the best: more of them may find more "
+        "probable parameters"
+    ]
+
+
 def _finish(loop: Loop) -> Fit:
     """The best restart as a fit, with all of them beside it."""
     parameters, data = loop.parameters, loop.parameters.data
     losses, priors = (torch.stack(past, 1) for past in (loop.losses, loop.log_priors))  # (R, steps)
+    taken = len(losses[0]) - 1
+    ended = f"it took all {taken} steps"
+    if taken > loop.num_iterations:
+        ended = f"its checkpoint had taken {taken} steps already"
     loop.keep_values()
     if is_validation_enabled():
         parameters.check_supports()
@@ -362,7 +445,7 @@ def _finish(loop: Loop) -> Fit:
     best = int(loop.alive[place])
     going = losses[loop.alive]
     notes = uses_labels(data) + loop.maximize.remarks(place)
-    notes += _risen(loop, going) + _still_falling(loop, going)
+    notes += _risen(loop, going) + _still_falling(loop, going) + _alone(loop, losses[:, -1])
     history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
     if loop.bounds:
         history["bound"] = torch.stack(loop.bounds, 1)[best]
@@ -374,7 +457,7 @@ def _finish(loop: Loop) -> Fit:
         restarts = Restarts(model, losses, losses[:, -1], stacked, best)
     return Fit(
         model, Point(values), losses[best], loop.reason is not None,
-        loop.reason or f"it took all {loop.num_iterations} steps", loop.seconds,
+        loop.reason or ended, loop.seconds,
         data.num_observed, list(values), notes=notes, restarts=restarts, method="EM", window=1,
         supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
         parameters=values, history=history,

@@ -154,6 +154,8 @@ class Loop:
         bounds: After each M-step, ``(R,)``, if they are asked for.
         alive: The restarts that go on.
         settled: Which of these have converged.
+        num_first: How many restarts at the front are given up only when they have converged.
+        large: Whether the data are so large that few restarts go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         reason: Why the fit has converged.
     """
@@ -201,6 +203,7 @@ class Loop:
         self.bounds: list[Tensor] = []
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
+        self.num_first, self.large = 1, False
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.reason: str | None = None
         self.start_time = time.perf_counter()
@@ -275,15 +278,18 @@ class Loop:
     def _promising(self) -> Tensor:
         """Which of the restarts that are alive go on, integers.
 
-        The worse half is given up after each ``RANKED`` iterations, but never the first restart,
-        with which a fit without others begins; and one that has converged above another one.
+        The worse half is given up after each ``RANKED`` iterations, all but the best at the first
+        one of large data, but never the ``num_first`` with which a fit of fewer restarts begins;
+        and any that has converged above another one.
         """
         loss = self.losses[-1][self.alive].nan_to_num(nan=torch.inf)
         going = torch.ones_like(loss, dtype=torch.bool)
         if self.ranked and len(loss) > 1:
-            if len(self.losses) % RANKED == 0:
-                going[loss.argsort(stable=True)[(len(loss) + 1) // 2 :]] = False
-                going[self.alive == 0] = True
+            at_once = self.large and len(self.losses) == 1
+            if at_once or len(self.losses) % RANKED == 0:
+                kept = 1 if at_once else (len(loss) + 1) // 2
+                going[loss.argsort(stable=True)[kept:]] = False
+                going[self.alive < self.num_first] = True
             going &= ~(self.settled & (loss > loss.min()))
         return going.nonzero().squeeze(-1)
 
@@ -291,7 +297,7 @@ class Loop:
         """Go on with some of the restarts that are alive."""
         self.keep_values()
         self.parameters.keep(chosen.to(self.parameters.data.device))
-        self.alive = self.alive[chosen]
+        self.alive, self.settled = self.alive[chosen], self.settled[chosen]
         if self.squarem is not None:
             self.squarem.keep(chosen)
 

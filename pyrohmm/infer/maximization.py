@@ -133,10 +133,6 @@ class GradientSteps:
                 loss()  # leaves the values where the step ended
         parameters.values = {name: value.detach() for name, value in parameters.values.items()}
 
-    def forget(self) -> None:
-        """Begin anew from the parameters as they are."""
-        self.leaves, self.step._stepper = {}, None
-
     def state(self) -> dict[str, Any]:
         """State, for checkpoints."""
         optimizer = self.step._stepper
@@ -399,12 +395,15 @@ class Maximization:
     def state(self) -> dict[str, Any]:
         """State, for checkpoints."""
         idle = [] if self.idle is None else self.idle.tolist()
-        return {"notes": self.notes, "idle": idle} | self.gradient.state()
+        searched = getattr(self.transition_step, "searched", [])
+        return {"notes": self.notes, "idle": idle, "searched": searched} | self.gradient.state()
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.notes = state["notes"]
         self.idle = torch.tensor(state["idle"]) if state["idle"] else None
+        if state["searched"]:
+            self.transition_step.searched = state["searched"]  # type: ignore[union-attr]
         self.gradient.restore(state)
 
 

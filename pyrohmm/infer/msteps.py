@@ -27,6 +27,8 @@ from ..ops.diversity import RootAscent
 from ..ops.log_space import log
 
 MOST_WORK = 3_000_000  # cubed states of all starts of a search
+MOSTLY = 0.9  # share of steps with a label from which M-steps search
+CLOSE = 0.1  # share of the counts by which those differ that need no other search
 NEGLIGIBLE = 1e-30  # share of the counts of a row, below which a count is none
 
 
@@ -169,19 +171,84 @@ class TransitionStep(Protocol):
         """
 
 
-def default_step(prior: TransitionPrior, labelled: bool = False) -> TransitionStep:
+def default_step(prior: TransitionPrior, labelled: float = 0.0) -> TransitionStep:
     """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere.
 
     Args:
         prior: The prior of the transitions.
-        labelled: Whether all states are known: one M-step is then the whole fit.
+        labelled: Share of the steps whose state is known: if it is nearly all, one M-step is nearly
+            the whole fit.
     """
+    num_starts = 100 if labelled >= MOSTLY and isinstance(prior, DiversityPrior) else 0
     if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
-        return FixedPoint(num_starts=100 if labelled else 0)
-    return LogitGradient()
+        return FixedPoint(num_starts=num_starts)
+    return LogitGradient(num_starts=num_starts)
 
 
-class FixedPoint:
+class _Searching:
+    """An M-step that may climb from many points.
+
+    Attributes:
+        searched: What each search was for, its counts, and the best matrix: counts that are close
+            need no other one.
+    """
+
+    def __init__(self, num_starts: int) -> None:
+        self.num_starts = num_starts
+        self.searched: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def _climbed(
+        self,
+        climb: Callable[[Tensor], Tensor],
+        rows: Tensor,
+        counts: Tensor,
+        prior: Any,
+        allowed: Tensor | None,
+    ) -> Tensor:
+        """Where ``climb`` ends from ``rows`` or a better start, and from what a search finds."""
+        end = _from_the_best(climb, rows, counts, prior, allowed)
+        if self.num_starts == 0 or not isinstance(prior, DiversityPrior):
+            return end
+        found = torch.stack([self._searched(count, prior, allowed) for count in counts])
+        return _higher(climb(found), end, counts, prior)
+
+    @torch.no_grad()
+    def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
+        """The matrix with the highest objective after short ascents from many, as if rho = 1/2."""
+        possible = torch.ones_like(counts) if allowed is None else allowed
+        anchor = counts[:0] if prior.anchor is None else prior.anchor
+        key = torch.cat([x.flatten().to(counts) for x in (prior.numbers, possible, anchor)])
+        for under, known, best in self.searched:
+            near = (counts - known).abs().sum() <= CLOSE * counts.sum()
+            if torch.equal(under, key) and bool(near):
+                return best
+        points = self._points(counts, prior)
+        if allowed is not None:
+            points = _shares(points.masked_fill(~allowed, 0.0), points)
+        many = counts.expand_as(points)
+        ends = _ascended(points, many, prior, allowed, 60)
+        heights = objective(ends, many, prior).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+        best = ends[heights.argmax()]
+        self.searched = [*self.searched, (key, counts, best)]
+        return best
+
+    def _points(self, counts: Tensor, prior: DiversityPrior) -> Tensor:
+        """Matrices ``(P, K, K)`` between the counts, or the anchor, and random rows."""
+        size = len(counts)
+        ends = [_shares(counts + 0.1, counts)]
+        if prior.anchor is not None:
+            ends.append(prior.anchor.to(counts) + 1e-3 / size)
+        count = min(self.num_starts, max(8, MOST_WORK // size**3))
+        near = torch.stack(ends).repeat(-(-count // len(ends)), 1, 1)[:count]
+        generator = torch.Generator().manual_seed(0)
+        random = torch.empty(near.shape, dtype=torch.float64).exponential_(generator=generator)
+        random = random / random.sum(-1, keepdim=True) + 1e-3
+        share = torch.linspace(0, 1, count, dtype=torch.float64)[:, None, None]
+        points = torch.lerp(near, random.to(near), share.to(near))
+        return points / points.sum(-1, keepdim=True)
+
+
+class FixedPoint(_Searching):
     r"""M-step by Newton steps in the roots of the probabilities, for :math:`\rho = 1/2`.
 
     The prior then adds :math:`\alpha` pseudo-counts to each row, divided as
@@ -200,8 +267,9 @@ class FixedPoint:
     Args:
         num_iterations: Largest number of iterations in one M-step; EM needs few.
         num_starts: Number of points to climb from, besides the start; fewer above 30 states. The
-            random ones are the same at each call. By default :func:`fit_em` asks for 100 where all
-            states are labelled, since restarts are all the same there, and for none elsewhere.
+            random ones are the same at each call. By default :func:`fit_em` asks for 100 where
+            nine in ten steps or more are labelled, since restarts are much the same there, and for
+            none elsewhere.
 
     Example:
         >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
@@ -214,8 +282,8 @@ class FixedPoint:
     @renamed.arguments(num_steps="num_iterations")
     def __init__(self, num_iterations: int = 1000, num_starts: int = 0) -> None:
         check_size("num_iterations", num_iterations)
-        self.num_iterations, self.num_starts = num_iterations, num_starts
-        self._last: tuple[Any, Tensor, Tensor] | None = None  # of a search
+        super().__init__(num_starts)
+        self.num_iterations = num_iterations
 
     @torch.no_grad()
     def __call__(
@@ -231,45 +299,12 @@ class FixedPoint:
                 f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
                 "LogitGradient."
             )
-        rows, counts = rows.detach().double(), _significant(counts.detach().double())
-        if self.num_starts > 0:
-            found = torch.stack([self._searched(count, prior, allowed) for count in counts])
-            rows = _higher(found, rows, counts, prior)
+        counts = _significant(counts.detach().double())
 
         def climb(start: Tensor) -> Tensor:
             return _ascended(start, counts, prior, allowed, self.num_iterations)
 
-        return _from_the_best(climb, rows, counts, prior, allowed)
-
-    def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
-        """The matrix with the highest objective after short ascents from many."""
-        possible = torch.ones_like(counts) if allowed is None else allowed.to(counts)
-        key = torch.stack([counts, possible])
-        last = self._last  # where all states are labelled the counts are always the same
-        if last is None or last[0] is not prior or not torch.equal(last[1], key):
-            points = self._points(counts, prior)
-            if allowed is not None:
-                points = _shares(points.masked_fill(~allowed, 0.0), points)
-            many = counts.expand_as(points)
-            ends = _ascended(points, many, prior, allowed, 60)
-            heights = objective(ends, many, prior).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-            last = self._last = prior, key, ends[heights.argmax()]
-        return last[2]
-
-    def _points(self, counts: Tensor, prior: DiversityPrior) -> Tensor:
-        """Matrices ``(P, K, K)`` between the counts, or the anchor, and random rows."""
-        size = len(counts)
-        ends = [_shares(counts + 0.1, counts)]
-        if prior.anchor is not None:
-            ends.append(prior.anchor.to(counts) + 1e-3 / size)
-        count = min(self.num_starts, max(8, MOST_WORK // size**3))
-        near = torch.stack(ends).repeat(-(-count // len(ends)), 1, 1)[:count]
-        generator = torch.Generator().manual_seed(0)
-        random = torch.empty(near.shape, dtype=torch.float64).exponential_(generator=generator)
-        random = random / random.sum(-1, keepdim=True) + 1e-3
-        share = torch.linspace(0, 1, count, dtype=torch.float64)[:, None, None]
-        points = torch.lerp(near, random.to(near), share.to(near))
-        return points / points.sum(-1, keepdim=True)
+        return self._climbed(climb, rows, counts, prior, allowed)
 
 
 def _ascended(
@@ -287,7 +322,7 @@ def _ascended(
     return _higher(roots.square(), rows, counts, prior)
 
 
-class LogitGradient:
+class LogitGradient(_Searching):
     """M-step by gradient steps in logits, for any exponent of the kernel.
 
     The logit of a zero is infinite, and that of a small entry hardly changes: entries that are
@@ -295,9 +330,12 @@ class LogitGradient:
 
     Args:
         step: How steps are taken; by default L-BFGS.
+        num_starts: As of :class:`FixedPoint`, whose ascents find the points to climb from under a
+            :class:`DiversityPrior`.
     """
 
-    def __init__(self, step: GradientStep | None = None) -> None:
+    def __init__(self, step: GradientStep | None = None, num_starts: int = 0) -> None:
+        super().__init__(num_starts)
         self.step = step or GradientStep(num_iterations=100)
 
     def __call__(
@@ -317,7 +355,7 @@ class LogitGradient:
             self.step(lambda: -objective(matrix(), counts, prior), [leaf])
             return _higher(matrix().detach(), old, counts, prior)
 
-        return _from_the_best(climb, rows, counts, prior, allowed)
+        return self._climbed(climb, rows, counts, prior, allowed)
 
 
 @torch.no_grad()

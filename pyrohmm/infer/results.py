@@ -112,8 +112,13 @@ class Fit:
         of = name_of(self.model) if module is None else name_of(module)
         return (
             f"Fit({self.method} of {of} to {self.num_observed:,} {self.unit}s; "
-            f"{len(self.losses)} steps{last}; {self.reason})"
+            f"{self.num_steps} steps{last}; {self.reason})"
         )
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps taken: EM has a loss before each, and one at the end."""
+        return len(self.losses) - (self.method == "EM")
 
     @property
     def start(self) -> dict[str, Tensor]:

@@ -95,8 +95,10 @@ def rotation(names: Iterable[str], numbers: bool) -> list[Start]:
         names: Of the latent variables.
         numbers: Whether observations may be clustered, and emissions maximised given clusters.
     """
-    kinds: list[Start] = [by_kmeans, by_blocks, from_prior] if numbers else [from_prior, by_blocks]
-    return [*kinds, sticky()] if any(map(_is_transition, names)) else kinds
+    last = sticky() if any(map(_is_transition, names)) else by_blocks
+    if not numbers:
+        return [from_prior, by_blocks, last]
+    return [by_kmeans, by_blocks, last, by_kmeans, by_blocks, from_prior]
 
 
 def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
@@ -155,6 +157,25 @@ def _nearly_certain(states: Tensor, num_states: int) -> Tensor:
     probs = torch.full((*states.shape, num_states), 0.01 / num_states, dtype=torch.float64)
     probs.scatter_(-1, states.clamp(min=0).unsqueeze(-1), 0.99 + 0.01 / num_states)
     return probs.masked_fill_((states < 0).unsqueeze(-1), 1.0 / num_states)
+
+
+def windows(data: Sequences, num_steps: int) -> Sequences:
+    """Random windows of the sequences, of about ``num_steps`` in all; ``data`` if it has fewer."""
+    total = int(data.lengths.sum())
+    if total <= num_steps:
+        return data
+    width = min(data.num_steps, num_steps // 8)
+    counts = -(-data.lengths // width)
+    rows = torch.arange(len(data)).repeat_interleave(counts)
+    starts = width * (torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows])
+    chosen = torch.randperm(len(rows))[: -(-len(rows) * num_steps // total)].sort().values
+    rows, starts = rows[chosen], starts[chosen]
+    lengths = (data.lengths[rows] - starts).clamp(max=width)
+    steps = starts[:, None] + torch.arange(int(lengths.max()))
+    where = rows[:, None].to(data.device), steps.clamp(max=data.num_steps - 1).to(data.device)
+    new = data._map(lambda part: part[where], lengths, len(rows), data.indices[rows])
+    new.observed = new.observed & new.exists
+    return new
 
 
 def from_hmm(hmm: HMM) -> Start:

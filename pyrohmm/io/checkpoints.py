@@ -28,7 +28,7 @@ from ..data.sequences import Sequences
 from .files import kinds, read_tensors, write_tensors
 
 SECONDS = 10.0  # between two saves
-VERSION = 7  # of what fits save
+VERSION = 8  # of what fits save
 
 
 class Checkpoint:
@@ -56,7 +56,7 @@ class Checkpoint:
             raise ValueError(
                 f"checkpoint: there is no directory {self.path.parent}, or {path} is a directory."
             )
-        self.identity = identity
+        self.identity = identity | {"seed": torch.initial_seed()}
         self.generators = [generator for generator in generators if generator is not None]
         self.writes = writes
         self.saved = time.perf_counter()

@@ -13,6 +13,8 @@ from torch.distributions import constraints
 
 from .._checks import check_booleans, check_shape, check_size
 from ..chains.base import ExpectedCounts
+from ..chains.blocks import BlockChain
+from ..chains.markov import MarkovChain
 from ..distributions.hmm import HMM
 from ..distributions.sparse import SparseDirichlet
 from ..distributions.structured_hmm import SecondOrderHMM
@@ -160,8 +162,18 @@ def prior_name(name: str) -> str:
 
 
 def module_of(hmm: HMM) -> HMMModule:
-    """The tabular module of the kind of ``hmm``, with its values as points without priors."""
-    module: HMMModule = MODULES.get(type(hmm), TabularHMM).from_hmm(hmm)
+    """The tabular module of the kind of ``hmm``, with its values as points without priors.
+
+    Raises:
+        TypeError: If its chain is of another kind, which a Markov chain would not be equal to.
+    """
+    kind, chain = MODULES.get(type(hmm), TabularHMM), hmm.chain
+    if kind is TabularHMM and type(chain) not in (MarkovChain, BlockChain):
+        raise TypeError(
+            f"no module has the parameters of a {type(chain).__name__}, so that this HMM cannot be "
+            "fitted as it is: write an HMMModule whose forward returns HMM.of(chain, ...)."
+        )
+    module: HMMModule = kind.from_hmm(hmm)
     return module
 
 
@@ -312,7 +324,8 @@ class StationaryHMM(ChainTables):
         True
     """
 
-    statistics = m_step = None  # type: ignore[assignment]  # no closed form: see ChainMStep
+    # no closed form: see ChainMStep and ConjugateSampler
+    statistics = m_step = sample_parameters = None  # type: ignore[assignment]
 
     def __init__(
         self,
