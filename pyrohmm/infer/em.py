@@ -48,7 +48,7 @@ from .smoothing import fit_smooth, unweighted
 from .starts import Start, Values, build_once, from_prior, rotation, windows
 
 FEW = 4  # restarts by default
-SHORT = (16, 10), (6, 20)  # starts that are ranked, after so many iterations
+SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
 MOST_STEPS = 2_000  # of the data by which they are
 MOST_NUMBERS = 4_000_000  # parameters of all of these
 
@@ -119,7 +119,7 @@ def fit_em(
             20 iterations the better half goes on, and the first restart, so that R restarts end
             no higher than one; with ``tolerance=None`` all do. The best is kept, all are in
             ``Fit.restarts``, as they were last. Without a ``start``, R > 1 restarts are the first
-            and the best others of 16 or more after some iterations on part of the data. By default
+            and the best others of 24 or more after some iterations on part of the data. By default
             the best of these alone goes on, unless there is a ``start``, a parameter without a
             prior, an optimizer, or ``tolerance=None``: then there is one restart.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
@@ -204,7 +204,8 @@ def fit_em(
         generator=generator,
     )  # fmt: skip
     if num_short > 1:
-        loop.num_first, loop.large = 2 if restarts else 0, int(data.lengths.sum()) > MOST_STEPS
+        loop.large = int(data.lengths.sum()) > MOST_STEPS
+        loop.num_first = 2 if restarts else int(not loop.large)
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
             checkpoint, _identity(parameters, arguments), (generator,), group.is_first
@@ -302,7 +303,7 @@ def _begin_ranked(loop: Loop, num_short: int) -> None:
     with _random_apart(parameters):
         first = _rotated(loop, 1)
     some = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
-    best: Values | None = None
+    best: Any = None
     for most, num_iterations in SHORT:
         count = min(max(most, parameters.restarts), num_short)
         short: Any = fit_em(
@@ -313,25 +314,28 @@ def _begin_ranked(loop: Loop, num_short: int) -> None:
         ).restarts  # fmt: skip
         order = short.final.nan_to_num(nan=torch.inf).argsort(stable=True)
         best = {name.removeprefix("module."): v[order] for name, v in short.parameters.items()}
-    for name, old in first.items():
-        new = short.parameters[f"module.{name}"][order]
-        rows = [old, new] if loop.num_first else [new[: FEW - 1], old]
-        first[name] = torch.cat(rows)[: parameters.restarts]
-    parameters.set_values(first)
+    if (others := parameters.restarts - 1) > 0:
+        best = {name: torch.cat([first[name], best[name][:others]]) for name in first}
+    parameters.set_values({name: best[name][: parameters.restarts] for name in first})
 
 
 def _rotated(loop: Loop, count: int) -> Values:
-    """Values at several starts, each of the next kind."""
+    """Values at several starts, each of the next kind; the first does not depend on the others."""
     parameters, maximize, found = loop.parameters, loop.maximize, []
     with _random_apart(parameters):
         module = copy.deepcopy(parameters.module)
-        one = Parameters(module, parameters.data, 1, parameters.log_prior)
+        some = Parameters(module, parameters.data, 1, parameters.log_prior)
     kinds = rotation(parameters.sites, maximize.numbers)
-    for r in range(count):
-        of_one = Maximization(one, maximize.transition_step, maximize.gradient.step)
-        _begin(one, of_one, kinds[r % len(kinds)])
-        found.append(one.stacked())
-    return {name: torch.cat([values[name] for values in found]) for name in parameters.sites}
+    kind_of = [kinds[r % len(kinds)] for r in range(count)]
+    kinds_of_others = dict.fromkeys(kind_of[1:])
+    groups = [[0]] + [[r for r in range(1, count) if kind_of[r] is k] for k in kinds_of_others]
+    for group in groups:
+        some.restarts = len(group)
+        of_some = Maximization(some, maximize.transition_step, maximize.gradient.step)
+        _begin(some, of_some, kind_of[group[0]])
+        found.append(some.stacked())
+    place = torch.tensor(sum(groups, [])).argsort().to(parameters.data.device)
+    return {name: torch.cat([values[name] for values in found])[place] for name in found[0]}
 
 
 def _random_apart(parameters: Parameters) -> Any:
@@ -434,10 +438,6 @@ def _finish(loop: Loop) -> Fit:
     """The best restart as a fit, with all of them beside it."""
     parameters, data = loop.parameters, loop.parameters.data
     losses, priors = (torch.stack(past, 1) for past in (loop.losses, loop.log_priors))  # (R, steps)
-    taken = len(losses[0]) - 1
-    ended = f"it took all {taken} steps"
-    if taken > loop.num_iterations:
-        ended = f"its checkpoint had taken {taken} steps already"
     loop.keep_values()
     if is_validation_enabled():
         parameters.check_supports()
@@ -457,7 +457,7 @@ def _finish(loop: Loop) -> Fit:
         restarts = Restarts(model, losses, losses[:, -1], stacked, best)
     return Fit(
         model, Point(values), losses[best], loop.reason is not None,
-        loop.reason or ended, loop.seconds,
+        loop.reason or loop.ended, loop.seconds,
         data.num_observed, list(values), notes=notes, restarts=restarts, method="EM", window=1,
         supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
         parameters=values, history=history,

@@ -206,6 +206,7 @@ class Loop:
         self.num_first, self.large = 1, False
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.reason: str | None = None
+        self.ended = f"it took all {num_iterations} steps"  # if it has not converged
         self.start_time = time.perf_counter()
 
     def run(self, bar: tqdm) -> None:
@@ -399,6 +400,9 @@ class Loop:
         elif state["reason"] is not None:  # with another tolerance: the last E-step is done again
             self.losses.pop()
             self.log_priors.pop()
+        if self.reason is None and len(self.losses) > self.num_iterations:
+            self.num_iterations = taken = len(self.losses)
+            self.ended = f"its checkpoint had taken {taken} steps already"
 
 
 def _mixed(old: Statistics, new: Statistics, rate: float) -> Statistics:
