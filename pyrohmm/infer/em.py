@@ -212,7 +212,12 @@ def fit_em(
         )
     if not loop.resume():
         if num_short > 1:
-            _begin_ranked(loop, num_short)
+            try:
+                _begin_ranked(loop, num_short)
+            except (ArithmeticError, ValueError):
+                if restarts is not None:
+                    raise
+                return fit_em(**arguments | {"restarts": 1})  # which names what is wrong, if it is
         elif start is None and parameters.restarts > 1:
             parameters.set_values(_rotated(loop, parameters.restarts))
         else:
@@ -300,6 +305,7 @@ def _begin_ranked(loop: Loop, num_short: int) -> None:
     number of restarts, so that more of them are these and others.
     """
     parameters, maximize = loop.parameters, loop.maximize
+    step = maximize.transition_step if isinstance(parameters.module, TransitionCounts) else None
     with _random_apart(parameters):
         first = _rotated(loop, 1)
     some = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
@@ -309,7 +315,7 @@ def _begin_ranked(loop: Loop, num_short: int) -> None:
         short: Any = fit_em(
             parameters.module, some, restarts=count, num_iterations=num_iterations, tolerance=None,
             start=best and {name: value[:count] for name, value in best.items()}, progress=False,
-            log_prior=parameters.log_prior, transition_step=maximize.transition_step,
+            log_prior=parameters.log_prior, transition_step=step,
             gradient_step=maximize.gradient.step,
         ).restarts  # fmt: skip
         order = short.final.nan_to_num(nan=torch.inf).argsort(stable=True)
@@ -334,7 +340,9 @@ def _rotated(loop: Loop, count: int) -> Values:
         of_some = Maximization(some, maximize.transition_step, maximize.gradient.step)
         _begin(some, of_some, kind_of[group[0]])
         found.append(some.stacked())
-    place = torch.tensor(sum(groups, [])).argsort().to(parameters.data.device)
+    place = (
+        torch.tensor([r for group in groups for r in group]).argsort().to(parameters.data.device)
+    )
     return {name: torch.cat([values[name] for values in found])[place] for name in found[0]}
 
 

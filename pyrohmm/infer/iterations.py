@@ -380,6 +380,7 @@ class Loop:
         if not set(self.alive.tolist()) <= set(range(restarts)) or not len(self.alive):
             raise ValueError(f"wanted some of {restarts} restarts")
         self.parameters.restarts = len(self.alive)
+        self.settled = torch.zeros(len(self.alive), dtype=torch.bool)
         self.parameters.restore(state)
         self.values = state["all_values"]
         self.maximize.restore(state)
