@@ -108,7 +108,7 @@ FITS = {
         for count in (5, 12)
     ][-1],
     "parts": lambda directory: fit_map(plain(), in_parts(), num_iterations=6),
-    "em": lambda directory: fit_em(informed(), symbols(11), num_iterations=12),
+    "em": lambda directory: fit_em(informed(), symbols(11), restarts=1, num_iterations=12),
     "em of normals": lambda directory: fit_em(
         TabularHMM(2, normal(2)), vectors(), num_iterations=9, restarts=2
     ),
@@ -116,15 +116,16 @@ FITS = {
         informed(), symbols(11), num_iterations=12, batch_size=3,
         generator=torch.Generator().manual_seed(0),
     ),
-    "em in parts": lambda directory: fit_em(informed(), in_parts(), num_iterations=12),
+    "em in parts": lambda directory: fit_em(informed(), in_parts(), restarts=1, num_iterations=12),
     "em in minibatches of parts": lambda directory: fit_em(
         informed(), in_parts(), num_iterations=12, batch_size=3
     ),
     "em of embeddings": lambda directory: fit_em(
-        DenseHMM(3, 3, 2), symbols(7), num_iterations=2
+        DenseHMM(3, 3, 2), symbols(7), restarts=1, num_iterations=2
     ),
     "em in two runs": lambda directory: [
-        fit_em(plain().module, symbols(7), num_iterations=count, checkpoint=directory / "em")
+        fit_em(plain().module, symbols(7), restarts=1, num_iterations=count,
+               checkpoint=directory / "em")
         for count in (3, 12)
     ][-1],
 }  # fmt: skip

@@ -190,24 +190,21 @@ def switching(seed):
     return values, lambda: TabularHMM(3, autoregressive_normal(1)), chain, slopes
 
 
-def best_of_twenty(module, data):
+def best_of_blocks(module, data):
     """From random blocks alone, of which each begins elsewhere."""
     pyro.set_rng_seed(100)
-    return fit_em(module, data, start=starts.by_blocks, restarts=20).losses[-1]
+    return fit_em(module, data, start=starts.by_blocks, restarts=12).losses[-1]
 
 
-@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("regimes", [volatility, switching])
 def test_eight_restarts_find_regimes_of_equal_mean(regimes, seed):
     values, make, *_ = regimes(seed)
     data = Sequences(torch.tensor(values).unsqueeze(0), torch.tensor([1000]))
-    best = best_of_twenty(make(), data)
-    for more in (0, 1):
-        pyro.set_rng_seed(more)
-        fit = fit_em(make(), data, restarts=8)
-        assert fit.losses[-1] < best + 1.0
-        pyro.set_rng_seed(more)
-        assert fit_em(make(), data).losses[-1] < best + 1.0
+    best = best_of_blocks(make(), data)
+    for options in ({"restarts": 8}, {}):
+        pyro.set_rng_seed(0)
+        assert fit_em(make(), data, **options).losses[-1] < best + 1.0
 
 
 def small_problem(seed):
@@ -227,7 +224,7 @@ def small_problem(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(10))
 def test_more_restarts_are_never_worse_than_one(seed):
     data, make = small_problem(seed)
     ends = []

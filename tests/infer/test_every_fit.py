@@ -1,0 +1,144 @@
+"""Every fit of every kind of module works, or says in one sentence why it does not."""
+
+import pyro
+import pytest
+import torch
+
+import pyrohmm
+from pyrohmm import (
+    HMM,
+    DenseHMM,
+    DiversityPrior,
+    MarginalModel,
+    NeuralHMM,
+    NeuralTagger,
+    NGramMixture,
+    RegressionHMM,
+    ScalarHMM,
+    Sequences,
+    StationaryHMM,
+    StickyHDPHMM,
+    TabularContinuousTimeHMM,
+    TabularFactorialHMM,
+    TabularHMM,
+    TabularHSMM,
+    TabularSecondOrderHMM,
+    categorical,
+    fit_cooccurrence,
+    fit_em,
+    fit_gibbs,
+    fit_laplace,
+    fit_map,
+    fit_mcmc,
+    fit_svi,
+    free_durations,
+)
+from pyrohmm.chains import MarkovChain
+
+
+def symbols(**further):
+    generator = torch.Generator().manual_seed(0)
+    return Sequences(
+        torch.randint(3, (3, 8), generator=generator), torch.tensor([8, 5, 8]), **further
+    )
+
+
+def bare():
+    return symbols()
+
+
+MODULES = {
+    "TabularHMM": (lambda: TabularHMM(2, categorical(3)), bare),
+    "TabularHSMM": (lambda: TabularHSMM(2, categorical(3), free_durations(3)), bare),
+    "TabularSecondOrderHMM": (lambda: TabularSecondOrderHMM(2, categorical(3)), bare),
+    "TabularFactorialHMM": (lambda: TabularFactorialHMM((2, 2), categorical(3)), bare),
+    "TabularContinuousTimeHMM": (
+        lambda: TabularContinuousTimeHMM(2, categorical(3)),
+        lambda: symbols(times=torch.arange(8.0).expand(3, -1)),
+    ),
+    "StationaryHMM": (lambda: StationaryHMM(2, categorical(3)), bare),
+    "StickyHDPHMM": (lambda: StickyHDPHMM(2, categorical(3), kappa=(1.0, 1.0)), bare),
+    "DenseHMM": (lambda: DenseHMM(2, 3, dim=2), bare),
+    "NeuralHMM": (lambda: NeuralHMM(4, 3, 8), bare),
+    "ScalarHMM": (lambda: ScalarHMM(4, 3), bare),
+    "RegressionHMM": (
+        lambda: RegressionHMM(2, categorical(3), [0], prior_scale=1.0),
+        lambda: symbols(covariates=torch.ones(3, 8, 1)),
+    ),
+}
+FITS = {
+    "fit_em": lambda module, data: fit_em(module, data, num_iterations=2),
+    "fit_map": lambda module, data: fit_map(MarginalModel(module), data, num_iterations=2),
+    "fit_svi": lambda module, data: svi(MarginalModel(module), data),
+    "fit_gibbs": lambda module, data: fit_gibbs(
+        module, data, num_samples=2, warmup=2, num_chains=2, progress=False
+    ),
+    "fit_mcmc": lambda module, data: fit_mcmc(
+        MarginalModel(module), data, num_samples=2, warmup=2, num_chains=2, progress=False
+    ),
+    "fit_laplace": lambda module, data: fit_laplace(MarginalModel(module), data, num_steps=2),
+    "fit_cooccurrence": lambda module, data: fit_cooccurrence(module, data, num_iterations=2),
+}
+
+
+def svi(model, data):
+    guide = pyro.infer.autoguide.AutoNormal(model, init_loc_fn=pyro.infer.autoguide.init_to_sample)
+    return fit_svi(model, guide, data, num_iterations=2)
+
+
+def test_every_public_module_is_here():
+    apart = {NGramMixture, NeuralTagger, pyrohmm.HMMModule}  # of other data, or of none
+    kinds = {
+        thing
+        for thing in vars(pyrohmm).values()
+        if isinstance(thing, type) and issubclass(thing, pyrohmm.HMMModule)
+    }
+    assert {kind.__name__ for kind in kinds - apart} == set(MODULES)
+
+
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("name", MODULES)
+def test_a_fit_works_or_says_why_not(name, fit):
+    make, data = MODULES[name]
+    try:
+        found = FITS[fit](make(), data())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        message = str(error)
+        assert message.rstrip().endswith((".", ")")), message
+        assert any(word in message for word in REFUSALS), message
+        assert "'NoneType'" not in message
+    else:
+        assert all(value.isfinite().all() for value in found.parameters.values())
+
+
+# What refusals name: the module, its parameters or the fit, and what to take instead.
+REFUSALS = ("prior", "Use ", "Take ", "use ", "must ", "needs ", "no random effects")
+
+
+class Ring(MarkovChain):
+    """A chain of one's own."""
+
+
+def test_a_chain_of_ones_own_is_not_taken_for_another():
+    even = torch.full((2, 2), 0.5).log()
+    emission = torch.distributions.Categorical(torch.full((2, 3), 1 / 3))
+    hmm = HMM.of(Ring(even[0], even), emission, torch.tensor([3]))
+    with pytest.raises(TypeError, match="no module has the parameters of a Ring"):
+        fit_em(hmm, symbols())
+    assert (
+        fit_em(HMM(even[0], even, emission, torch.tensor([3])), symbols()).losses.isfinite().all()
+    )
+
+
+def test_a_guide_that_begins_where_a_diversity_prior_has_no_slope_is_told():
+    model = MarginalModel(TabularHMM(2, categorical(3)), DiversityPrior(2.0))
+    data = symbols()
+    for guide in (pyro.infer.autoguide.AutoDelta(model),):
+        svi = pyro.infer.SVI(model, guide, pyro.optim.Adam({"lr": 0.01}), pyro.infer.Trace_ELBO())
+        with pytest.raises(ValueError, match="init_to_sample"):
+            svi.step(data)
+        with pytest.raises(ValueError, match="init_to_sample"):
+            fit_svi(model, pyro.infer.autoguide.AutoDelta(model), data, num_iterations=2)
+    guide = pyro.infer.autoguide.AutoDelta(model, init_loc_fn=pyro.infer.autoguide.init_to_sample)
+    assert fit_svi(model, guide, data, num_iterations=2).losses.isfinite().all()
+    assert fit_map(model, data, num_iterations=2).losses.isfinite().all()
