@@ -217,7 +217,8 @@ class _Searching:
         """The matrix with the highest objective after short ascents from many, as if rho = 1/2."""
         possible = torch.ones_like(counts) if allowed is None else allowed
         anchor = counts[:0] if prior.anchor is None else prior.anchor
-        key = torch.cat([x.flatten().to(counts) for x in (prior.numbers, possible, anchor)])
+        parts: list[Any] = [prior.numbers, possible, anchor]
+        key = torch.cat([part.flatten().to(counts) for part in parts])
         for under, known, best in self.searched:
             near = (counts - known).abs().sum() <= CLOSE * counts.sum()
             if torch.equal(under, key) and bool(near):

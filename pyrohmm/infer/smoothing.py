@@ -52,7 +52,11 @@ def unweighted(module: Any) -> dict[str, Linear]:
 
 
 def fit_smooth(
-    fit_once: Callable[..., Fit], module: Any, data: Sequences, start: Any, restarts: int
+    fit_once: Callable[..., Fit],
+    module: Any,
+    data: Sequences,
+    start: Any,
+    restarts: int | None,
 ) -> Fit:
     """The fit of a module at weights of its smooth terms that maximise the marginal likelihood.
 

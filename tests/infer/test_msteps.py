@@ -296,3 +296,39 @@ def test_counts_that_underflow_are_none(kind):
         gains = roots * torch.linalg.inv(roots).mT
         right = (none + 0.5 * gains) / (none.sum(-1, keepdim=True) + 0.5)
         assert (found - right).abs().max() < 1e-10
+
+
+def test_a_search_ends_no_lower_than_one_ascent():
+    """Its points include the one that the step alone climbs from."""
+    rng = np.random.default_rng(5)
+    for _ in range(8):
+        counts = torch.tensor(rng.poisson(2.0, size=(1, 3, 3)).astype(float)) + 0.1
+        rows = torch.tensor(rng.dirichlet(np.ones(3), size=(1, 3)))
+        prior = DiversityPrior(float(rng.choice([5.0, 50.0])))
+        alone = msteps.objective(msteps.FixedPoint()(rows, counts, prior), counts, prior)
+        searched = msteps.FixedPoint(num_starts=100)(rows, counts, prior)
+        assert msteps.objective(searched, counts, prior) >= alone - 1e-9
+
+
+@pytest.mark.parametrize("rho", [0.5, 0.8])
+def test_a_fit_searches_where_nearly_all_states_are_known(rho):
+    """One label is missing, or the exponent is another one: as good as from every point."""
+    rng, words = np.random.default_rng(0), [[0, 2]] * 4 + [[1, 0], [1, 1], [1, 1]]
+    words = words + [[2, 0]] * 5 + [[3, 2]] * 3 + [[3, 3]] * 3
+    labels = [list(word) for word in words]
+    if rho == 0.5:
+        labels[4][1] = -1
+    counts = torch.tensor(ANCHORED[3][0]).double()
+    anchor = (counts + 1) / (counts + 1).sum(-1, keepdim=True)
+    prior = DiversityPrior(50.0, rho, anchor=anchor, anchor_weight=100.0)
+    data = Sequences.from_list(words, labels=labels)
+    fit = fit_em(TabularHMM(4, categorical(4)), data, log_prior=prior)
+    found = fit.hmm(data).log_transition.exp()[None].double()
+    step = msteps.LogitGradient() if rho != 0.5 else msteps.FixedPoint()
+    points = torch.tensor(rng.dirichlet(np.ones(4), size=(30, 4)))
+    best = max(
+        msteps.objective(step(point[None], counts[None], prior), counts[None], prior).item()
+        for point in [*points, anchor]
+    )
+    # what the missing label may be is worth less than a nat
+    assert msteps.objective(found, counts[None], prior) > best - (1.0 if rho == 0.5 else 0.1)

@@ -351,6 +351,25 @@ def test_forged_entries_of_a_checkpoint_are_named(entry, value, message, tmp_pat
         run("map", tmp_path / "x", 4)
 
 
+@pytest.mark.parametrize("name", ["svi", "map", "em"])
+def test_another_seed_is_another_fit(name, tmp_path):
+    run(name, tmp_path / "x", 3)
+    pyro.set_rng_seed(1)
+    with pytest.raises(ValueError, match="belongs to another fit: its seed is 0, and here it is 1"):
+        run(name, tmp_path / "x", 3)
+
+
+def test_fewer_steps_than_a_checkpoint_has_taken_are_not_said_to_be_all(tmp_path):
+    options = {"checkpoint": tmp_path / "x", "restarts": 1, "acceleration": False}
+    whole = fit_em(model().module, symbols(), num_iterations=20, tolerance=1e-14, **options)
+    assert whole.reason == "it took all 20 steps"
+    assert "20 steps," in repr(whole)
+    assert "after 20 steps" in whole.summary()
+    fewer = fit_em(model().module, symbols(), num_iterations=10, tolerance=1e-14, **options)
+    assert fewer.reason == "its checkpoint had taken 20 steps already"
+    assert same_bits(outcome(fewer), outcome(whole))
+
+
 def test_a_fit_goes_on_under_another_tolerance(tmp_path):
     options = {"checkpoint": tmp_path / "x", "start": starts.from_prior, "num_iterations": 60}
     options["acceleration"] = False
