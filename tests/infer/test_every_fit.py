@@ -77,7 +77,7 @@ FITS = {
         MarginalModel(module), data, num_samples=2, warmup=2, num_chains=2, progress=False
     ),
     "fit_laplace": lambda module, data: fit_laplace(
-        MarginalModel(module), data, random=["initial"], num_iterations=2
+        MarginalModel(module), data, random=["initial"], num_steps=2
     ),
     "fit_cooccurrence": lambda module, data: fit_cooccurrence(module, data, num_iterations=2),
 }
@@ -105,7 +105,7 @@ def test_a_fit_works_or_says_why_not(name, fit):
     try:
         found = FITS[fit](make(), data())
     except (TypeError, ValueError, NotImplementedError) as error:
-        message = str(error)
+        message = str(error).split("\n")[0]  # Pyro adds the shapes of a trace
         assert message.rstrip().endswith((".", ")")), message
         assert any(word in message for word in REFUSALS), message
         assert "'NoneType'" not in message
@@ -114,7 +114,7 @@ def test_a_fit_works_or_says_why_not(name, fit):
 
 
 # What refusals name: the module, its parameters or the fit, and what to take instead.
-REFUSALS = ("prior", "Use ", "Take ", "use ", "must ", "needs ", "Give ", "Build ")
+REFUSALS = ("prior", "Use ", "Take ", "use ", "must ", "need", "Give ", "Build ")
 
 
 class Ring(MarkovChain):
