@@ -97,6 +97,56 @@ class InverseGamma(dist.InverseGamma):
         return a * b.log() - a.lgamma() - (a + 1) * value.log() - b / value
 
 
+class Flat(TorchDistribution):
+    r"""Positive numbers whose density is flat between two scales.
+
+    .. math:: p(v) = \frac{\exp(-b/v - v/m)}{2 \sqrt{b m} K_1(2 \sqrt{b/m})}
+
+    It is the generalised inverse Gaussian distribution of index one.
+
+    Args:
+        lower: b, the small scale.
+        upper: m, the large scale, of the same shape.
+
+    Example:
+        >>> from pyrohmm.distributions.units import Flat
+        >>> Flat(torch.tensor(1e-4), torch.tensor(5.0)).log_prob(torch.tensor([0.1, 1.0])).exp()
+        tensor([0.1958, 0.1638])
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, lower: Tensor, upper: Tensor) -> None:
+        self.lower, self.upper = lower, upper
+        super().__init__(lower.shape, validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Positive numbers, with logarithms in units of a fifth of the large scale."""
+        return _Measured(constraints.positive, torch.zeros_like(self.upper), self.upper / 5)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Flat:
+        """Expand to a larger batch."""
+        return Flat(*(scale.expand(batch_shape) for scale in (self.lower, self.upper)))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Exponential samples, of which each is accepted as often as the small scale says."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        value, waits = torch.zeros(shape).to(self.upper), True
+        while waits:
+            new = -self.upper * torch.rand_like(value).log()
+            accepted = (-self.lower / new).exp() > torch.rand_like(value)
+            value = torch.where((value == 0) & accepted, new, value)
+            waits = bool((value == 0).any())
+        return value
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)``."""
+        ratio = 2 * (self.lower / self.upper).sqrt()
+        norm = self.upper.log() + (ratio * torch.special.modified_bessel_k1(ratio)).log()
+        return -self.lower / value - value / self.upper - norm
+
+
 class _Measured(constraints.Constraint):
     """A space of numbers with another origin and unit; torch's have one bijection for all."""
 

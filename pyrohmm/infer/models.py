@@ -33,7 +33,7 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
 from ..nn.base import PYRO, HMMModule, OwnParameters
 from ..nn.neural import NeuralHMM
-from ..nn.normals import merged, moments_of, scale_prior
+from ..nn.normals import CentredEmission, merged, moments_of, scale_prior
 from ..nn.regression import Linear
 
 LogPrior = Callable[[HMM], Tensor]
@@ -85,8 +85,8 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     Example:
         >>> module = TabularHMM(2, normal(0))
         >>> _ = scale_priors(module, Sequences.from_list([[1e3, 3e3]]))
-        >>> module.emission.prior_loc, module.emission.rate
-        (tensor([2000., 2000.]), tensor([1000000., 1000000.]))
+        >>> module.emission.prior_loc, module.emission.upper
+        (tensor([2000., 2000.]), tensor([5000000., 5000000.]))
     """
     emission, first = module.emission_module(), next(iter(parts_of(data)))
     if hasattr(module, "set_times") and first.times is not None:
@@ -96,7 +96,9 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     if not hasattr(emission, "scale_prior"):
         return 0.0
     with torch.no_grad():
-        moments = [moments_of(part.values[part.observed]) for part in parts_of(data)]
+        parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]
+        size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
+        moments = [moments_of(part.values[part.observed], size) for part in parts_of(data)]
         return scale_prior(emission, reduce(merged, moments))
 
 
