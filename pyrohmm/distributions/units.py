@@ -246,11 +246,81 @@ class InverseWishart(TorchDistribution):
         factor = torch.linalg.cholesky(self.scale)
         trace = torch.linalg.solve_triangular(root, factor, upper=False).pow(2).sum((-2, -1))
         norm = (
-            0.5 * degrees * _log_det(factor)
+            0.5 * degrees * log_det(factor)
             - 0.5 * degrees * dim * math.log(2)
             - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
         )
-        return norm - 0.5 * (degrees + dim + 1) * _log_det(root) - 0.5 * trace
+        return norm - 0.5 * (degrees + dim + 1) * log_det(root) - 0.5 * trace
+
+
+class FlatCovariance(TorchDistribution):
+    r"""Covariance matrices whose density is flat between two scales.
+
+    .. math:: p(\Sigma) \propto \exp(-\mathrm{tr}(B \Sigma^{-1}) - \mathrm{tr}(\Sigma M^{-1}))
+
+    It is a Wishart distribution with D + 1 degrees (Chung and others, 2015, Weakly informative
+    prior for point estimation of covariance matrices), tempered at small matrices; with D = 1 it
+    is :class:`Flat`. The constant is a product of those of its D variances: with B / M below 0.02 /
+    D its logarithm is known to 0.05.
+
+    Args:
+        lower: Diagonal of B, ``(*B, D)``.
+        upper: Diagonal of M, ``(*B, D)``.
+
+    Example:
+        >>> from pyrohmm.distributions.units import FlatCovariance
+        >>> ends = torch.tensor([1e-3, 1e-3]), torch.tensor([5.0, 5.0])
+        >>> FlatCovariance(*ends).log_prob(torch.eye(2)).round(decimals=2)
+        tensor(-6.09)
+    """
+
+    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
+
+    def __init__(self, lower: Tensor, upper: Tensor) -> None:
+        self.lower, self.upper = lower, upper
+        shape, dim = lower.shape, lower.size(-1)
+        super().__init__(shape[:-1], torch.Size([dim, dim]), validate_args=False)
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """Covariance matrices, with coordinates in units of a fifth of the large scale by D."""
+        return _Covariance((self.upper / (5 * self.upper.size(-1))).sqrt())
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> FlatCovariance:
+        """Expand to a larger batch."""
+        shape = (*batch_shape, self.lower.size(-1))
+        return FlatCovariance(self.lower.expand(shape), self.upper.expand(shape))
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Wishart samples, of which each is accepted as often as the small scale says."""
+        shape, dim = torch.Size(sample_shape) + self.batch_shape, self.lower.size(-1)
+        root, wanted = self.upper.new_zeros((*shape, dim, dim)), True
+        scale = (self.upper / 2).sqrt().unsqueeze(-1)
+        half = (dim + 1 - torch.arange(dim).to(root)) / 2
+        while wanted:
+            chi = (2 * torch._standard_gamma(half.expand((*shape, dim)))).sqrt()
+            new = scale * (torch.randn_like(root).tril(-1) + chi.diag_embed())
+            accepted = self._small(new).exp() > torch.rand_like(chi[..., 0])
+            fresh = (root[..., 0, 0] == 0) & accepted
+            root = torch.where(fresh[..., None, None], new, root)
+            wanted = bool((root[..., 0, 0] == 0).any())
+        return root @ root.mT
+
+    def _small(self, root: Tensor) -> Tensor:
+        """Exponent of the small scale, of matrices with these Cholesky factors."""
+        lower = self.lower.sqrt().diag_embed().expand(root.shape)
+        inside = torch.linalg.solve_triangular(root, lower, upper=False)
+        return -inside.square().sum((-2, -1))
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log-density ``(*B)`` of covariance matrices."""
+        root, dim = torch.linalg.cholesky(value), self.lower.size(-1)
+        ratio = 2 * (self.lower / self.upper).sqrt()
+        norm = (ratio * torch.special.modified_bessel_k1(ratio)).log().sum(-1)
+        norm = norm + (dim + 1) / 2 * self.upper.log().sum(-1)
+        norm = norm + torch.special.multigammaln(value.new_tensor((dim + 1) / 2), dim)
+        tail = (value.diagonal(dim1=-2, dim2=-1) / self.upper).sum(-1)
+        return self._small(root) - tail - norm
 
 
 def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
@@ -352,6 +422,6 @@ def _bijection_to_covariance(constraint: _Covariance) -> Transform:
     return _VectorToCovariance(constraint.unit)
 
 
-def _log_det(root: Tensor) -> Tensor:
+def log_det(root: Tensor) -> Tensor:
     """Log-determinant of a matrix, from its Cholesky factor."""
     return 2 * root.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -158,7 +158,8 @@ def fit_em(
     Returns:
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
         end; ``notes`` report a loss that was still falling at the last step, states that are not
-        visited, variances at their floor, and a loss that has risen by more than rounding.
+        visited, variances at their floor, priors that move estimates by more than half of their
+        standard errors, and a loss that has risen by more than rounding.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -235,7 +236,7 @@ def fit_em(
         loop.run(bar)
     group.wait()  # for the file, which another fit may ask for
     if loop.decay is not None:  # the loss of one batch is too noisy to judge restarts by
-        loop.losses[-1], _ = loop.whole_set()
+        loop.losses[-1], loop.last = loop.whole_set()
     fit = _finish(loop)
     if restarts is None and num_short == 1:
         fit.notes.append("one start was tried, for the model is large; restarts=4 tries others too")
@@ -453,6 +454,8 @@ def _finish(loop: Loop) -> Fit:
     best = int(loop.alive[place])
     going = losses[loop.alive]
     notes = uses_labels(data) + loop.maximize.remarks(place)
+    if parameters.sites:
+        notes += loop.maximize.moved(loop.last, place)
     notes += _risen(loop, going) + _still_falling(loop, going) + _alone(loop, losses[:, -1])
     history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
     if loop.bounds:

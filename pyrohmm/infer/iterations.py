@@ -158,6 +158,7 @@ class Loop:
         large: Whether the data are so large that few restarts go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         reason: Why the fit has converged.
+        last: Statistics of the last E-step.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class Loop:
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.reason: str | None = None
         self.ended = f"it took all {num_iterations} steps"  # if it has not converged
+        self.last: Statistics = {}
         self.start_time = time.perf_counter()
 
     def run(self, bar: tqdm) -> None:
@@ -226,6 +228,7 @@ class Loop:
             bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
             self.reason = self._why_converged()
             if self.reason is not None or len(self.losses) > self.num_iterations:
+                self.last = statistics
                 break
             if len(chosen := self._promising()) < len(self.alive):
                 self._keep(chosen)
@@ -241,6 +244,8 @@ class Loop:
             bar.update()
         if self.checkpoint is not None and self.reason is not None and not known:
             self._save(self.checkpoint)
+        if not self.last:  # the checkpoint is that of a fit which has ended
+            _, self.last = self._expect(self.batches.take())
 
     def _append(self, past: list[Tensor], new: Tensor) -> None:
         """Note a number of each restart that goes on; those of others stay as they were."""

@@ -24,6 +24,7 @@ from ..distributions.observation import is_categorical
 from ..nn.closed_form import (
     ChainMStep,
     EmissionMStep,
+    Family,
     Maximum,
     Statistics,
     StepsMStep,
@@ -38,6 +39,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters
 from .starts import Values
 
+MOVED = 0.5  # standard errors by which a prior moves an estimate, above which it is reported
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
 
 
@@ -390,6 +392,43 @@ class Maximization:
                 f"no observation supports state {names}: its parameters are those of its prior or "
                 "its start. Fewer states or more restarts may help."
             )
+        return remarks
+
+    def moved(self, statistics: Statistics, restart: int) -> list[str]:
+        """Remarks on estimates that a prior moves by more than half of a standard error.
+
+        If I is the information of the complete data, a gradient g of the log prior shifts the mode
+        by about g / I. So the shift, which an M-step without priors shows, times g is its square in
+        standard errors.
+
+        Args:
+            statistics: Of an E-step at the parameters.
+            restart: Which of the restarts.
+        """
+        parameters, module = self.parameters, copy.deepcopy(self.parameters.module)
+        bare = copy.copy(self)
+        bare.chain = None if self.chain is None else module
+        bare.emission = None if self.emission is None else module.emission_module()
+        dims = {}  # of an event, by the names of the parameters
+        for path, part in module.named_modules():
+            for name in [n for n in getattr(part, "_pyro_samples", ()) if n in part.supports]:
+                full = f"{path}.{name}".lstrip(".")
+                dims[full] = part.supports[name].event_dim
+                Family.set_points(part, **{name: parameters.get(full)[restart]})
+        with torch.no_grad():
+            modes, others = self._modes(statistics)[0], bare._modes(statistics)[0]
+        remarks = []
+        for name, slope in parameters.prior_slopes(self._any_batch).items():
+            if name not in modes or name not in dims:
+                continue
+            square = ((modes[name] - others[name]) * slope)[restart].nan_to_num(0.0, 0.0, 0.0)
+            errors = square.sum((*range(square.dim() - dims[name], square.dim()),))
+            errors = errors.clamp(min=0.0).sqrt()
+            if bool((errors > MOVED).any()):
+                remarks.append(
+                    f"the prior of {name} moves estimates by up to {errors.max():.2g} standard "
+                    "errors: more data, or a weaker prior, would leave them to the data"
+                )
         return remarks
 
     def state(self) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         gaps = first.times.diff(dim=-1)[first.exists[:, 1:]]
         if bool((gaps > 0).any()):
             module.set_times(float(gaps[gaps > 0].median()))
-    if not hasattr(emission, "scale_prior"):
+    if emission is None or not hasattr(emission, "scale_prior"):
         return 0.0
     with torch.no_grad():
         parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]

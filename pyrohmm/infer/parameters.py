@@ -126,6 +126,17 @@ class Parameters:
         """Log prior density ``(R,)`` or scalar, if no prior depends on another variable."""
         return self._total({n: site.log_prob(self.values[n]) for n, site in self.sites.items()})
 
+    def prior_slopes(self, batch: Sequences) -> Values:
+        """Gradients of the log priors of the module at the latent variables, ``(R, ...)``."""
+        with torch.enable_grad():
+            leaves = {n: v.detach().clone().requires_grad_() for n, v in self.values.items()}
+            with _LogDensities(leaves) as sampled:
+                build(self.module, batch)
+            total = sum((each.sum() for each in sampled.found.values()), torch.zeros(()))
+            found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        slopes = {name: slope for name, slope in zip(leaves, found) if slope is not None}
+        return {n: s.squeeze(1) if self.restarts > 1 else s[None] for n, s in slopes.items()}
+
     def _total(self, log_densities: Values) -> Tensor:
         """Sum over the latent variables; in each restart, whose dimensions are ``(R, 1)``."""
         total = sum(log_densities.values(), torch.zeros(()))

@@ -25,6 +25,7 @@ from ..distributions.hard_zeros import built_from
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM, FactorialHMM, SecondOrderHMM
 from ..nn.family import FAMILIES
+from ..nn.normals import CentredEmission
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.states import Blocks
 from .files import TENSORS, FilePath, kinds, read_directory, write_directory
@@ -122,6 +123,9 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
     tensors, meta = read_directory(directory, "module")
+    for path, part in module.named_modules():
+        if isinstance(part, CentredEmission):  # of files before priors could be flat
+            tensors.setdefault(f"{path}.upper".lstrip("."), torch.full_like(part.upper, torch.inf))
     here, there = kinds(module.state_dict()), kinds(tensors)
     here["its class"], there["its class"] = type(module).__qualname__, str(meta.get("class"))
     differences = [

@@ -9,7 +9,7 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import MultivariateNormal
+from pyro.distributions import MultivariateNormal, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch import distributions as torch_dist
@@ -19,10 +19,12 @@ from .._checks import check_number
 from .._sync import exceeds
 from ..distributions.constructors import is_tied
 from ..distributions.units import (
+    FlatCovariance,
     InUnits,
     InverseWishart,
     covariance_matrix,
     lift,
+    log_det,
     sample_root,
 )
 from ..distributions.vector_autoregression import AutoregressiveNormal
@@ -30,7 +32,9 @@ from ..ops.products import symmetric, upper_products, weighted_sums
 from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
-from .normals import CentredEmission, floor_note, floor_of, like
+from .normals import ENOUGH, LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
+
+STEPS = 5  # of a random walk of a covariance under a flat prior
 
 LeastSquares = tuple[Tensor, Tensor, Tensor]
 
@@ -38,8 +42,18 @@ LeastSquares = tuple[Tensor, Tensor, Tensor]
 class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     r"""Emission family of normal vectors with a covariance matrix for each state.
 
+    With hyperparameters the prior is conjugate:
+
     .. math:: \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi), \quad
               \mu_k \sim \mathrm{Normal}(m, \Sigma_k / w)
+
+    Without any it is flat between two scales of the data, as that of :func:`normal`: estimates are
+    those of maximum likelihood, but for a matrix that would become singular. With diagonal matrices
+    S of variances within states and V of those of all data,
+
+    .. math:: p(\Sigma_k) \propto \exp\Big(-\mathrm{tr}(S \Sigma_k^{-1}) / 10
+              - \mathrm{tr}(V^{-1} \Sigma_k) / 5 D\Big), \quad
+              \mu_k \sim \mathrm{Normal}(m, 100 V)
 
     Sites: ``emission.covariance`` ``(K, D, D)``, then ``emission.loc`` ``(K, D)``.
 
@@ -48,9 +62,9 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         dim: D, at least 1.
         loc: m, a number or ``(D,)``; with neither m nor ``scale``, both are of the data, as in
             :func:`normal`.
-        weight: w, how many observations the prior mean is worth.
-        degrees: :math:`\nu`, D + 2 by default, with which the prior mean of the covariance is
-            :math:`\Psi`.
+        weight: w, how many observations the prior mean is worth; 0.01 if another is given.
+        degrees: :math:`\nu`; if another is given D + 2, with which the prior mean of the covariance
+            is :math:`\Psi`.
         scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``; that of the data is
             diagonal, with the variance of each component.
         tied: Whether all the states have one matrix: see :func:`normal_tied`.
@@ -68,15 +82,17 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         num_states: int,
         dim: int,
         loc: float | Tensor | None = None,
-        weight: float = 0.01,
+        weight: float | None = None,
         degrees: float | None = None,
         scale: float | Tensor | None = None,
         tied: bool = False,
     ) -> None:
         super().__init__()
+        self.of_data = loc is None and scale is None
+        self.flat = self.of_data and weight is None and degrees is None
+        weight = 0.01 if weight is None else weight
         check_strengths(weight, 1.0)
         self.dim, self.weight, self.tied = dim, weight, tied
-        self.of_data = loc is None and scale is None
         self.degrees = dim + 2.0 if degrees is None else float(degrees)
         means = spread("loc", 0.0 if loc is None else loc, (num_states, dim))
         self.register_buffer("prior_loc", means)
@@ -84,6 +100,9 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         matrix = matrix if matrix.dim() else matrix * torch.eye(dim)
         self.register_buffer("scale", spread("scale", matrix, (dim, dim)))
         InverseWishart(self.degrees, self.scale, validate_args=True)  # checks both
+        self.register_buffer("upper", means.new_full((dim,), torch.inf))
+        if self.flat:
+            self._set_spread(torch.ones(dim), torch.ones(dim))
         matrices = () if tied else (num_states,)
         self.add_parameters(covariance=(*matrices, dim, dim), loc=(num_states, dim))
 
@@ -109,29 +128,36 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
             "scale_tril": torch.linalg.cholesky(averaged(root @ root.mT + outer, weights)),
         }
 
-    def _set_spread(self, variance: Tensor) -> float:
-        self.scale = like(self.scale, variance.diag())
+    def _set_spread(self, variance: Tensor, within: Tensor) -> float:
+        self.scale = like(self.scale, (LOWER * within if self.flat else variance).diag())
+        if self.flat:
+            self.upper = like(self.upper, UPPER * self.dim * variance)
         matrices = 1 if self.tied else len(self.prior_loc)
         return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
 
     def covariance_prior(self) -> TorchDistribution:
-        """Inverse Wishart matrices."""
+        """Inverse Wishart matrices, or a flat prior."""
         batch = () if self.tied else (len(self.prior_loc),)
+        if self.flat:
+            return FlatCovariance(self.scale.diagonal(), self.upper).expand(batch)
         scale = self.scale.expand(*batch, self.dim, self.dim)
         return InverseWishart(self.degrees, scale)
 
     def loc_prior(self) -> TorchDistribution:
-        """Normal means, given the covariances."""
-        prior = MultivariateNormal(self.prior_loc, self._wide() / self.weight)
+        """Normal means, given the covariances if conjugate."""
+        if self.flat:
+            unit = self.upper / (UPPER * self.dim)
+            flat = Normal(self.prior_loc, (MEANS * unit).sqrt())
+            return InUnits(flat, self.prior_loc, unit.sqrt())
+        prior = MultivariateNormal(self.prior_loc, self._wide(self.covariance) / self.weight)
         return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
 
-    def _wide(self) -> Tensor:
-        covariance = self.covariance
+    def _wide(self, covariance: Tensor) -> Tensor:
         return covariance.unsqueeze(-3) if self.tied else covariance
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
-        covariance = self._wide()
+        covariance = self._wide(self.covariance)
         return MultivariateNormal(self.loc, covariance)
 
     def augments(self, values: Tensor) -> bool:
@@ -183,46 +209,91 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return total
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the matrix-normal-inverse-Wishart posterior: weighted least squares."""
-        squares, dtype = statistics["squares"], self.prior_loc.dtype
-        slopes, _, precision = fit = self._least_squares(squares)
-        mode = self._regression(slopes)
-        if not self.is_free("covariance"):
-            return mode, []
+        """The mode of the joint posterior of covariances and slopes: weighted least squares."""
+        squares, notes = statistics["squares"], list[str]()
+        fit = self._least_squares(squares)
+        for _ in range(2 if self.flat else 1):  # of a weak prior of means two are enough
+            if self.is_free("covariance"):
+                covariance, notes = self._mode_of_covariance(squares, fit)
+            else:
+                covariance = self.covariance.double()
+            if self.flat and self.has_prior("loc"):
+                fit = self._with_prior(squares, fit, covariance)
+        found = {"covariance": covariance} if self.is_free("covariance") else {}
+        return self._regression(fit[0]) | found, notes
+
+    def _mode_of_covariance(self, squares: Tensor, fit: LeastSquares) -> tuple[Tensor, list[str]]:
+        """The mode of covariances, given the slopes of a regression, and remarks."""
+        dtype, precision = self.prior_loc.dtype, fit[2]
         scatter = self._pooled(self._residuals(squares, fit))
         divisor = self._pooled(squares[..., 0, 0] + (precision > 0).sum(-1))
         has_prior = self.has_prior("covariance")
-        if has_prior:
-            scatter = scatter + self.scale.double()
-            divisor = divisor + self.degrees + self.dim + 1
-        matrix = scatter / divisor[..., None, None]
+        if has_prior and self.flat:
+            unit = self.upper.double().sqrt()
+            unit, divisor = unit * unit.unsqueeze(-1), divisor.unsqueeze(-1)
+            values, vectors = torch.linalg.eigh((scatter + 2 * self.scale.double()) / unit)
+            values = values.clamp(min=0.0)
+            values = 2 * values / (divisor + (divisor.square() + 8 * values).sqrt())
+            matrix = vectors * values.unsqueeze(-2) @ vectors.mT * unit
+        else:
+            if has_prior:
+                scatter = scatter + self.scale.double()
+                divisor = divisor + self.degrees + self.dim + 1
+            matrix = scatter / divisor[..., None, None]
         # a matrix that is singular up to rounding has no inverse
         floor = 8 * torch.finfo(dtype).eps * matrix.diagonal(dim1=-2, dim2=-1)
         if not has_prior:
             least = self._floor(squares)
             least = least.reshape(len(least), *(1,) * (matrix.dim() - 3), -1)
             floor = torch.maximum(floor, least)
-        mode["covariance"], low = lift(matrix, floor)
+        covariance, low = lift(matrix, floor)
         if exceeds((~low).all().byte(), 0):
-            return mode, []
+            return covariance, []
         singular = (
             f"a covariance was numerically singular in {dtype}: components are almost functions of "
             "each other. Drop some, or compute in float64."
         )
-        return mode, [singular if has_prior else floor_note("covariance")]
+        return covariance, [singular if has_prior else floor_note("covariance")]
+
+    def _with_prior(self, squares: Tensor, fit: LeastSquares, covariance: Tensor) -> LeastSquares:
+        """Means with their prior beside a flat one, given covariances; and precisions of zero."""
+        _, prior, precision = fit
+        count, sums = squares[..., :1, :1], squares[..., 1:, :1]
+        ratio = self._wide(covariance) / self._mean_variance() + count * torch.eye(self.dim).to(
+            sums
+        )
+        apart = torch.linalg.solve(ratio, sums - count * prior.mT)
+        return prior + apart.mT, prior, precision
+
+    def _mean_variance(self) -> Tensor:
+        """Variances of the prior of means beside a flat one."""
+        return MEANS / (UPPER * self.dim) * self.upper.double()
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Covariances and slopes from their matrix-normal-inverse-Wishart posterior."""
+        """Covariances and slopes given sums of products."""
         samples, squares = {}, statistics["squares"]
         slopes, _, precision = fit = self._least_squares(squares)
         if self.has_prior("covariance"):
             scatter = self._pooled(self._residuals(squares, fit))
-            degrees = self.degrees + self._pooled(squares[..., 0, 0])
-            root = sample_root(degrees, self.scale.double() + scatter)
-            samples = {"covariance": root @ root.mT}
+            if self.flat:
+                covariance = self._sample_flat(squares, fit, scatter, current)
+                samples, root = {"covariance": covariance}, torch.linalg.cholesky(covariance)
+            else:
+                degrees = self.degrees + self._pooled(squares[..., 0, 0])
+                root = sample_root(degrees, self.scale.double() + scatter)
+                samples = {"covariance": root @ root.mT}
         else:
             root = torch.linalg.cholesky(self.covariance.double())
-        root = root.unsqueeze(-3) if self.tied else root
+        root = self._wide(root)
+        if self.flat:
+            if self.has_prior("loc"):
+                slopes, _, _ = self._with_prior(squares, fit, root @ root.mT)
+                inner = (1 / self._mean_variance()).diag()
+                inner = inner + squares[..., :1, :1] * torch.cholesky_inverse(root)
+                factor, noise = torch.linalg.cholesky(inner), torch.randn_like(slopes)
+                noise = torch.linalg.solve_triangular(factor.mT, noise.mT, upper=True)
+                samples |= self._regression(slopes + noise.mT)
+            return samples
         free = (precision > 0).all(0)  # the rows of what has a prior
         size = precision.size(-1)
         inner = (squares[..., :size, :size] + torch.diag_embed(precision))[..., free, :][..., free]
@@ -230,6 +301,57 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True) @ root.mT
         slopes[..., free, :] += noise
         return samples | {n: v for n, v in self._regression(slopes).items() if self.has_prior(n)}
+
+    def _sample_flat(
+        self, squares: Tensor, fit: LeastSquares, scatter: Tensor, current: Statistics
+    ) -> Tensor:
+        """Covariances under the flat prior, by steps that leave their posterior invariant.
+
+        With enough observations a Metropolis step, means integrated out, whose proposals lack the
+        tail and the prior of the means; else a random walk given the means.
+        """
+        old, scale, count = current["covariance"].double(), self.scale.double(), squares[..., 0, 0]
+        has_mean, dim = self.has_prior("loc"), self.dim
+        lost = (count > 0).to(count) if has_mean else torch.zeros_like(count)
+        degrees = self._pooled(count - lost) - dim - 1
+        few = degrees < dim + ENOUGH
+        root = sample_root(degrees.clamp(min=dim + ENOUGH), scale + scatter)
+        slopes, prior, precision = fit
+
+        def log_ratio(matrix: Tensor) -> Tensor:
+            spread = self._wide(matrix) / count.clamp(min=1e-12)[..., None, None]
+            factor = torch.linalg.cholesky(spread + self._mean_variance().diag())
+            apart = torch.linalg.solve_triangular(factor, (slopes - prior).mT, upper=False)
+            means = log_det(factor) + apart.square().sum((-2, -1))
+            tail = (matrix.diagonal(dim1=-2, dim2=-1) / self.upper.double()).sum(-1)
+            return -tail - self._pooled(torch.where(lost > 0, means, 0.0)) / 2
+
+        new = root @ root.mT
+        kept = (log_ratio(new) - log_ratio(old)).exp() < torch.rand_like(degrees)
+        new = torch.where(kept[..., None, None], old, new)
+        if not bool(few.any()):
+            return new
+        if has_mean:
+            slopes = (current["loc"].double() - self.centre).unsqueeze(-2)
+        about = self._pooled(self._residuals(squares, (slopes, prior, precision)))
+        walk = self._walk(self._pooled(count), scale + about, torch.linalg.cholesky(old))
+        return torch.where(few[..., None, None], walk, new)
+
+    def _walk(self, count: Tensor, scatter: Tensor, root: Tensor) -> Tensor:
+        """Covariances after a random walk, symmetric under all linear maps of the components."""
+        factor, dim = torch.linalg.cholesky(scatter), self.dim
+
+        def log_density(root: Tensor) -> Tensor:  # with respect to the measure of the walk
+            inside = torch.linalg.solve(root, factor).square().sum((-2, -1)) / 2
+            tail = (root.square().sum(-1) / self.upper.double()).sum(-1)
+            return (dim + 1 - count) * torch.linalg.slogdet(root)[1] - inside - tail
+
+        for _ in range(STEPS):
+            noise = torch.randn_like(root) / (2 * math.sqrt(dim))
+            new = root @ torch.linalg.matrix_exp((noise + noise.mT) / 2)
+            kept = (log_density(new) - log_density(root)).exp() < torch.rand_like(count)
+            root = torch.where(kept[..., None, None], root, new)
+        return root @ root.mT
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
@@ -257,7 +379,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
         """Rows of the slopes by parameter of the mean, prior precision, and values if frozen."""
         value = None if self.is_free("loc") else (self.loc.double() - self.centre).unsqueeze(-2)
-        return {"loc": (slice(0, 1), self.weight, value)}
+        return {"loc": (slice(0, 1), 0.0 if self.flat else self.weight, value)}
 
     def _least_squares(self, squares: Tensor) -> LeastSquares:
         """Slopes ``(R, K, F, D)`` of 1 and context, their prior means, precisions ``(K, F)``."""
@@ -300,7 +422,7 @@ normal_full = family("normal_full", CovarianceEmission, dim=1)
 def normal_tied(
     dim: int,
     loc: float | Tensor | None = None,
-    weight: float = 0.01,
+    weight: float | None = None,
     degrees: float | None = None,
     scale: float | Tensor | None = None,
 ) -> EmissionFamily:
@@ -314,7 +436,7 @@ def normal_tied(
         dim: D, at least 1.
         loc: Prior mean, a number or ``(D,)``; of the data by default, with ``scale``.
         weight: How many observations the prior mean is worth.
-        degrees: Of the inverse Wishart prior, D + 2 by default.
+        degrees: Of the inverse Wishart prior.
         scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
     """
     return normal_full(dim, loc, weight, degrees, scale, tied=True)
@@ -409,11 +531,12 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         """Origin of the regression, and of the sums."""
         return self.origin.double()
 
-    def _set_spread(self, variance: Tensor) -> float:
+    def _set_spread(self, variance: Tensor, within: Tensor) -> float:
         self.origin = like(self.origin, self.prior_loc[0])
         self.initial.prior_loc = self.prior_loc.clone()
         means = float(len(self.prior_loc) * variance.log().sum()) / 2
-        return super()._set_spread(variance) + self.initial._set_spread(variance) + means
+        own = super()._set_spread(variance, within)
+        return own + self.initial._set_spread(variance, within) + means
 
     def weights_prior(self) -> TorchDistribution:
         """Normal weights in units of the scales, given the covariances."""

@@ -94,7 +94,8 @@ class CentredEmission(Emission):
         if not self.of_data:
             return 0.0
         variance = torch.where(varies, variance, 1.0)
-        within = torch.where(varies, within.square(), 1.0).minimum(variance)
+        least = 100 * torch.finfo(self.prior_loc.dtype).tiny
+        within = torch.where(varies, within.square(), 1.0).minimum(variance).clamp(min=least)
         self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
         numbers = known + self.prior_loc.numel() // max(self.dim, 1)
         return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance, within)
@@ -263,7 +264,8 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the joint posterior of variances and means."""
-        weight, notes = self._first_weight(), list[str]()
+        weight: Any = self._first_weight()
+        notes: list[str] = []
         for _ in range(1 + (self.flat and self.has_prior("loc"))):  # of a weak prior two are enough
             loc, scatter = self._about_means(statistics, weight)
             if self.is_free("variance"):
@@ -312,15 +314,21 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Variances and means given sums of observations."""
-        samples, known, weight = {}, statistics["known"], self._first_weight()
+        samples, known = {}, statistics["known"]
+        weight: Any = self._first_weight()
         loc, scatter = self._about_means(statistics, weight)
         if not self.has_prior("variance"):
             variance = self.variance.double()
         elif self.flat:
             samples["variance"] = variance = self._sample_flat(statistics, loc, scatter, current)
         else:
-            above, below = self.rate.double() + 0.5 * self._summed(scatter), 0.5 * self._summed(known)
-            samples["variance"] = variance = above / torch._standard_gamma(self.shape.double() + below)
+            above, below = (
+                self.rate.double() + 0.5 * self._summed(scatter),
+                0.5 * self._summed(known),
+            )
+            samples["variance"] = variance = above / torch._standard_gamma(
+                self.shape.double() + below
+            )
         if self.has_prior("loc"):
             wide = self._wide(variance)
             if self.flat:
@@ -588,9 +596,9 @@ def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
     values = values.double()
     mean = values.nanmean(0)
     variance = (values - mean).square().nanmean(0)
-    columns = values.reshape(len(values), -1).mT
-    within = [_within(column[~column.isnan()], num_states) for column in columns]
-    within = torch.stack(within).reshape(mean.shape).minimum(variance.sqrt())
+    columns = values.reshape(len(values), mean.numel()).mT
+    found = [_within(column[~column.isnan()], num_states) for column in columns]
+    within = torch.stack(found).reshape(mean.shape).minimum(variance.sqrt())
     return torch.stack([(~values.isnan()).sum(0).double(), mean, variance, within])
 
 
