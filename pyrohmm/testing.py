@@ -20,6 +20,7 @@ from .nn.closed_form import ConjugateSampler
 from .nn.family import Emission, EmissionFamily, build_emission
 
 SAMPLES = 4000
+SWEEPS = 20
 FARTHEST = 6.0  # standard errors, above which samples are refused
 LEAST_P = 1e-5  # of a chi-square test, below which samples are refused
 
@@ -307,7 +308,9 @@ def _check_sampler(module: Any, values: Tensor, num_states: int) -> None:
     wide = {name: value.expand(SAMPLES, *value.shape) for name, value in start.items()}
     whole = module.statistics(values, weights, None)
     whole = {name: value.expand(SAMPLES, *value.shape[1:]) for name, value in whole.items()}
-    samples = module.sample_parameters(whole, wide)
+    samples: dict[str, Tensor] = {}
+    for _ in range(SWEEPS):  # some are steps from the current ones
+        samples = module.sample_parameters(whole, wide | samples)
     leaves, total = {}, torch.zeros(())
     for name, sample in samples.items():
         assert sample.shape == wide[name].shape, f"samples of {name} have shape {sample.shape}"

@@ -8,7 +8,7 @@ data.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyro.distributions as dist
@@ -19,6 +19,9 @@ from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import AffineTransform, ComposeTransform, Transform
 
 from .._checks import PyroValidation, check_floats, check_number, check_trailing
+
+ENOUGH = 2.0  # degrees beyond the dimension, to propose from an inverse Wishart distribution
+STEPS = 5  # of a random walk of a covariance that few observations determine
 
 
 class InUnits(TorchDistribution):
@@ -331,6 +334,57 @@ def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
     lower = torch.randn_like(scale).tril(-1) + torch.diag_embed(chi)
     factor = torch.linalg.cholesky(scale)
     return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
+
+
+def flat_step(
+    old: Tensor,
+    upper: Tensor,
+    spare: Tensor,
+    total: Tensor,
+    log_means: Callable[[Tensor], Tensor],
+    count: Tensor,
+    about: Tensor,
+) -> Tensor:
+    """A step of covariances under a flat prior, which leaves their posterior invariant.
+
+    With enough observations a Metropolis step with means integrated out, whose inverse Wishart
+    proposals lack the tail and the prior of the means; else a random walk given the means, which is
+    symmetric under all linear maps of the components.
+
+    Args:
+        old: ``(*B, D, D)``.
+        upper: ``(*B, D)``, of the prior.
+        spare: ``(*B)``, numbers of observations less those of means with a prior.
+        total: ``(*B, D, D)``, squares about sample means, and twice the small scale.
+        log_means: Log-density ``(*B)`` of the sample means, with means integrated out.
+        count: ``(*B)``, numbers of observations.
+        about: ``(*B, D, D)``, squares about the means as they are, and twice the small scale.
+    """
+    old, upper, dim = old.double(), upper.double(), old.size(-1)
+    degrees = spare - dim - 1
+    few = degrees < dim + ENOUGH
+    root = sample_root(degrees.clamp(min=dim + ENOUGH), total)
+
+    def tail(root: Tensor) -> Tensor:
+        return -(root.square().sum(-1) / upper).sum(-1)
+
+    new, first = root @ root.mT, torch.linalg.cholesky(old)
+    ratio = log_means(new) + tail(root) - log_means(old) - tail(first)
+    new = torch.where((ratio.exp() > torch.rand_like(ratio))[..., None, None], new, old)
+    if not bool(few.any()):
+        return new
+    root, factor = first, torch.linalg.cholesky(about)
+
+    def log_density(root: Tensor) -> Tensor:  # with respect to the measure of the walk
+        inside = torch.linalg.solve(root, factor).square().sum((-2, -1)) / 2
+        return (dim + 1 - count) * torch.linalg.slogdet(root)[1] - inside + tail(root)
+
+    for _ in range(STEPS):
+        noise = torch.randn_like(root) / (2 * math.sqrt(dim))
+        moved = root @ torch.linalg.matrix_exp((noise + noise.mT) / 2)
+        ratio = log_density(moved) - log_density(root)
+        root = torch.where((ratio.exp() > torch.rand_like(ratio))[..., None, None], moved, root)
+    return torch.where(few[..., None, None], root @ root.mT, new)
 
 
 def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from ..distributions.units import (
     InUnits,
     InverseWishart,
     covariance_matrix,
+    flat_step,
     lift,
     log_det,
     sample_root,
@@ -32,9 +33,7 @@ from ..ops.products import symmetric, upper_products, weighted_sums
 from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
-from .normals import ENOUGH, LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
-
-STEPS = 5  # of a random walk of a covariance under a flat prior
+from .normals import LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
 
 LeastSquares = tuple[Tensor, Tensor, Tensor]
 
@@ -283,11 +282,12 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
                 root = sample_root(degrees, self.scale.double() + scatter)
                 samples = {"covariance": root @ root.mT}
         else:
-            root = torch.linalg.cholesky(self.covariance.double())
+            covariance = self.covariance.double()
+            root = torch.linalg.cholesky(covariance)
         root = self._wide(root)
         if self.flat:
             if self.has_prior("loc"):
-                slopes, _, _ = self._with_prior(squares, fit, root @ root.mT)
+                slopes, _, _ = self._with_prior(squares, fit, covariance)
                 inner = (1 / self._mean_variance()).diag()
                 inner = inner + squares[..., :1, :1] * torch.cholesky_inverse(root)
                 factor, noise = torch.linalg.cholesky(inner), torch.randn_like(slopes)
@@ -305,53 +305,24 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     def _sample_flat(
         self, squares: Tensor, fit: LeastSquares, scatter: Tensor, current: Statistics
     ) -> Tensor:
-        """Covariances under the flat prior, by steps that leave their posterior invariant.
-
-        With enough observations a Metropolis step, means integrated out, whose proposals lack the
-        tail and the prior of the means; else a random walk given the means.
-        """
-        old, scale, count = current["covariance"].double(), self.scale.double(), squares[..., 0, 0]
-        has_mean, dim = self.has_prior("loc"), self.dim
+        """Covariances under the flat prior: see :func:`.units.flat_step`."""
+        count, scale, (slopes, prior, precision) = squares[..., 0, 0], self.scale.double(), fit
+        has_mean = self.has_prior("loc")
         lost = (count > 0).to(count) if has_mean else torch.zeros_like(count)
-        degrees = self._pooled(count - lost) - dim - 1
-        few = degrees < dim + ENOUGH
-        root = sample_root(degrees.clamp(min=dim + ENOUGH), scale + scatter)
-        slopes, prior, precision = fit
 
-        def log_ratio(matrix: Tensor) -> Tensor:
+        def log_means(matrix: Tensor) -> Tensor:
             spread = self._wide(matrix) / count.clamp(min=1e-12)[..., None, None]
             factor = torch.linalg.cholesky(spread + self._mean_variance().diag())
             apart = torch.linalg.solve_triangular(factor, (slopes - prior).mT, upper=False)
             means = log_det(factor) + apart.square().sum((-2, -1))
-            tail = (matrix.diagonal(dim1=-2, dim2=-1) / self.upper.double()).sum(-1)
-            return -tail - self._pooled(torch.where(lost > 0, means, 0.0)) / 2
+            return -self._pooled(torch.where(lost > 0, means, 0.0)) / 2
 
-        new = root @ root.mT
-        kept = (log_ratio(new) - log_ratio(old)).exp() < torch.rand_like(degrees)
-        new = torch.where(kept[..., None, None], old, new)
-        if not bool(few.any()):
-            return new
-        if has_mean:
-            slopes = (current["loc"].double() - self.centre).unsqueeze(-2)
-        about = self._pooled(self._residuals(squares, (slopes, prior, precision)))
-        walk = self._walk(self._pooled(count), scale + about, torch.linalg.cholesky(old))
-        return torch.where(few[..., None, None], walk, new)
-
-    def _walk(self, count: Tensor, scatter: Tensor, root: Tensor) -> Tensor:
-        """Covariances after a random walk, symmetric under all linear maps of the components."""
-        factor, dim = torch.linalg.cholesky(scatter), self.dim
-
-        def log_density(root: Tensor) -> Tensor:  # with respect to the measure of the walk
-            inside = torch.linalg.solve(root, factor).square().sum((-2, -1)) / 2
-            tail = (root.square().sum(-1) / self.upper.double()).sum(-1)
-            return (dim + 1 - count) * torch.linalg.slogdet(root)[1] - inside - tail
-
-        for _ in range(STEPS):
-            noise = torch.randn_like(root) / (2 * math.sqrt(dim))
-            new = root @ torch.linalg.matrix_exp((noise + noise.mT) / 2)
-            kept = (log_density(new) - log_density(root)).exp() < torch.rand_like(count)
-            root = torch.where(kept[..., None, None], root, new)
-        return root @ root.mT
+        given = (current["loc"].double() - self.centre).unsqueeze(-2) if has_mean else slopes
+        about = scale + self._pooled(self._residuals(squares, (given, prior, precision)))
+        total, count_of_all = scale + scatter, self._pooled(count)
+        spare = count_of_all - self._pooled(lost)
+        old = current["covariance"]
+        return flat_step(old, self.upper, spare, total, log_means, count_of_all, about)
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""

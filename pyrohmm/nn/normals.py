@@ -23,7 +23,7 @@ from .._sync import exceeds
 from ..distributions.constructors import is_spherical
 from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
-from ..distributions.units import Flat, InUnits, InverseGamma
+from ..distributions.units import Flat, InUnits, InverseGamma, flat_step
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, row_mode, sample_rows
 from .family import (
@@ -42,7 +42,6 @@ LEAST_STEPS = 0.1  # share of a standard deviation that one step of the dtype ma
 SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
 LOWER, UPPER = 0.1, 5.0  # ends of a flat prior, by variances within states and of all data
 MEANS = 100.0  # variance of the prior of means beside a flat one, by that of all data
-ENOUGH = 2.0  # observations beyond those that a posterior without a mean needs, to propose from it
 
 
 class CentredEmission(Emission):
@@ -281,9 +280,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     ) -> tuple[Tensor, list[str]]:
         """The mode of variances, given squares about the means, and remarks."""
         count = statistics["known"] + (0.0 if self.flat or not weight else 1.0)
-        if self.spherical:
-            scatter, count = scatter.sum(-1), count.sum(-1)
-        above, below = 0.5 * scatter, 0.5 * count
+        above, below = 0.5 * self._summed(scatter), 0.5 * self._summed(count)
         if self.has_prior("variance"):
             above, below = above + self.rate.double(), below + self.shape.double() + 1
             root = (below.square() + 4 * above / self.upper.double()).sqrt()
@@ -322,13 +319,9 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         elif self.flat:
             samples["variance"] = variance = self._sample_flat(statistics, loc, scatter, current)
         else:
-            above, below = (
-                self.rate.double() + 0.5 * self._summed(scatter),
-                0.5 * self._summed(known),
-            )
-            samples["variance"] = variance = above / torch._standard_gamma(
-                self.shape.double() + below
-            )
+            above = self.rate.double() + 0.5 * self._summed(scatter)
+            gammas = torch._standard_gamma(self.shape.double() + 0.5 * self._summed(known))
+            samples["variance"] = variance = above / gammas
         if self.has_prior("loc"):
             wide = self._wide(variance)
             if self.flat:
@@ -340,37 +333,25 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     def _sample_flat(
         self, statistics: Statistics, loc: Tensor, scatter: Tensor, current: Statistics
     ) -> Tensor:
-        """Variances under the flat prior, by steps that leave their posterior invariant.
-
-        With enough observations a Metropolis step, means integrated out, whose proposals lack the
-        tail and the prior of the means; else a slice given the means, whose two exponentials are
-        bounds of a power.
-        """
+        """Variances under the flat prior: see :func:`.units.flat_step`."""
         known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
-        old, rate, upper = current["variance"].double(), self.rate.double(), self.upper.double()
         has_mean = self.has_prior("loc")
         lost = (known > 0).to(known) if has_mean else torch.zeros_like(known)
-        shape = self._summed(known - lost) / 2 - 1
-        few = shape < ENOUGH / 2
-        gammas = torch._standard_gamma(shape.clamp(min=ENOUGH / 2))
-        new = (rate + 0.5 * self._summed(scatter)) / gammas
+        apart, scale = loc - (self.prior_loc.double() - self.centre), 2 * self.rate.double()
 
-        def log_ratio(variance: Tensor) -> Tensor:
-            spread = self._wide(variance) / known + self._mean_variance()
-            apart = loc - (self.prior_loc.double() - self.centre)
-            means = torch.where(lost > 0, (spread.log() + apart.square() / spread) / 2, 0.0)
-            return -variance / upper - self._summed(means)
+        def log_means(variance: Tensor) -> Tensor:
+            spread = self._wide(variance[..., 0, 0]) / known + self._mean_variance()
+            means = torch.where(lost > 0, spread.log() + apart.square() / spread, 0.0)
+            return -self._summed(means) / 2
 
-        kept = (log_ratio(new) - log_ratio(old)).exp() < torch.rand_like(old)
-        new = torch.where(kept, old, new)
+        total = scale + self._summed(scatter)
         if has_mean:
             loc = current["loc"].double() - self.centre
             scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
-        above, power = rate + 0.5 * self._summed(scatter), 1 - self._summed(known) / 2
-        bounds = torch.rand(2, *old.shape).to(old).log()
-        low, high = above / (above / old - bounds[0]), old - upper * bounds[1]
-        sliced = low * power_law(power, (high / low).log()).exp()
-        return torch.where(few, sliced, new)
+        about, count = scale + self._summed(scatter), self._summed(known)
+        old, total, about = (x[..., None, None] for x in (current["variance"], total, about))
+        upper, spare = self.upper.unsqueeze(-1), count - self._summed(lost)
+        return flat_step(old, upper, spare, total, log_means, count, about)[..., 0, 0]
 
     def _summed(self, sums: Tensor) -> Tensor:
         """Sums over components that share a variance."""
@@ -569,13 +550,6 @@ def floor_note(name: str) -> str:
 def like(buffer: Tensor, values: Tensor) -> Tensor:
     """New numbers for a buffer: the old ones are still those of guides of earlier fits."""
     return values.to(buffer).expand(buffer.shape).clone()
-
-
-def power_law(power: Tensor, length: Tensor) -> Tensor:
-    """Samples of u from 0 to a length, with density in proportion to exp(power u)."""
-    share, near = torch.rand_like(length), power.abs() < 1e-6
-    steep = torch.where(near, 1.0, power)
-    return torch.where(near, share * length, (share * (steep * length).expm1()).log1p() / steep)
 
 
 def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
