@@ -411,10 +411,13 @@ class Maximization:
         bare.emission = None if self.emission is None else module.emission_module()
         dims = {}  # of an event, by the names of the parameters
         for path, part in module.named_modules():
-            for name in [n for n in getattr(part, "_pyro_samples", ()) if n in part.supports]:
+            samples = [*part._pyro_samples] if isinstance(part, Family) else []
+            for name in (n for n in samples if n in part.supports):
                 full = f"{path}.{name}".lstrip(".")
                 dims[full] = part.supports[name].event_dim
                 Family.set_points(part, **{name: parameters.get(full)[restart]})
+        if not dims:
+            return []
         with torch.no_grad():
             modes, others = self._modes(statistics)[0], bare._modes(statistics)[0]
         remarks = []
