@@ -558,8 +558,8 @@ def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
     The last is about that in the narrowest of states with n observations, or less. Where these have
     a standard deviation s, j of them in a row are about :math:`\sqrt{2 \pi} s j / n` apart near the
     mean, and closer if other states have values there. For each value the distance to that which
-    has j = n/2 more between is taken, and of n/4 of the values it is less than what is returned.
-    Equal values, as of rounded data, have no distance. All in float64.
+    has j = n/3 more between is taken, and of n/2 of the values it is less than what is returned.
+    Equal values, as of rounded data, have no distance, and count as one. All in float64.
 
     NaN is missing; a component of which nothing is known has a mean of NaN.
 
@@ -581,13 +581,13 @@ def _within(values: Tensor, num_states: int) -> Tensor:
     size = min(max(len(values) / num_states, 2.0), 100.0)
     values, counts = values.unique(return_counts=True)
     total = counts.cumsum(0)
-    last = torch.searchsorted(total, total + int(size / 2))
+    last = torch.searchsorted(total, total + max(int(size / 3), 1))
     first = (last < len(values)).nonzero().squeeze(-1)
     if len(first) == 0:
         return values.new_tensor(torch.inf)
     last = last[first]
     widths, order = ((values[last] - values[first]) / (total[last] - total[first])).sort()
-    place = torch.searchsorted(counts[first][order].cumsum(0), int(size / 4))
+    place = torch.searchsorted(counts[first][order].cumsum(0), int(size / 2))
     return widths[place.clamp(max=len(widths) - 1)] * size / math.sqrt(2 * math.pi)
 
 
