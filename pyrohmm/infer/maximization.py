@@ -32,6 +32,7 @@ from ..nn.closed_form import (
     has_foreign_priors,
     inside,
     under,
+    with_priors,
 )
 from ..ops.products import add_rows
 from .models import check_gradients
@@ -405,17 +406,16 @@ class Maximization:
             statistics: Of an E-step at the parameters.
             restart: Which of the restarts.
         """
-        parameters, module = self.parameters, copy.deepcopy(self.parameters.module)
+        parameters = self.parameters
+        module = with_priors(copy.deepcopy(parameters.module), False)
         bare = copy.copy(self)
         bare.chain = None if self.chain is None else module
         bare.emission = None if self.emission is None else module.emission_module()
         dims = {}  # of an event, by the names of the parameters
         for path, part in module.named_modules():
-            samples = [*part._pyro_samples] if isinstance(part, Family) else []
-            for name in (n for n in samples if n in part.supports):
-                full = f"{path}.{name}".lstrip(".")
-                dims[full] = part.supports[name].event_dim
-                Family.set_points(part, **{name: parameters.get(full)[restart]})
+            if isinstance(part, Family):
+                spaces = part.supports.items()
+                dims |= {f"{path}.{n}".lstrip("."): space.event_dim for n, space in spaces}
         if not dims:
             return []
         with torch.no_grad():

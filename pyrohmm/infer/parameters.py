@@ -133,6 +133,8 @@ class Parameters:
             with _LogDensities(leaves) as sampled:
                 build(self.module, batch)
             total = sum((each.sum() for each in sampled.found.values()), torch.zeros(()))
+            if not total.requires_grad:  # no prior counts
+                return {}
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         slopes = {name: slope for name, slope in zip(leaves, found) if slope is not None}
         return {n: s.squeeze(1) if self.restarts > 1 else s[None] for n, s in slopes.items()}
