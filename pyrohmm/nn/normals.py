@@ -592,7 +592,10 @@ def _within(values: Tensor, num_states: int) -> Tensor:
 
 
 def merged(first: Tensor, second: Tensor) -> Tensor:
-    """The moments of two sets of observations together (Chan, Golub and LeVeque, 1983)."""
+    """The moments of two sets of observations together (Chan, Golub and LeVeque, 1983).
+
+    The deviation within states is the smaller one: that of both together is not known.
+    """
     total = first[0] + second[0]
     share = second[0] / total
     apart = second[1] - first[1]
