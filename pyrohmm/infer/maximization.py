@@ -411,7 +411,7 @@ class Maximization:
         bare = copy.copy(self)
         bare.chain = None if self.chain is None else module
         bare.emission = None if self.emission is None else module.emission_module()
-        dims = {}  # of an event, by the names of the parameters
+        dims: dict[str, int] = {}  # of an event, by the names of the parameters
         for path, part in module.named_modules():
             if isinstance(part, Family):
                 spaces = part.supports.items()
