@@ -142,14 +142,12 @@ class Bootstrap:
         coordinates: ``(B, P)``, free coordinates of the replicates that count.
         failed: Number of replicates that have not converged; they do not count.
         switched: Number of those whose states have changed places; they do not count either.
-        values: ``(B, N, T, *E)``, observations of those that count, if they were simulated.
     """
 
     information: Information
     coordinates: Tensor
     failed: int = 0
     switched: int = 0
-    values: Tensor | None = None
 
     def __repr__(self) -> str:
         return (
@@ -258,8 +256,7 @@ def bootstrap(
         raise ValueError(f"none of {num_samples} replicates has converged: the data do not "
                          "determine the model well enough for a bootstrap.")  # fmt: skip
     same = copies.matched(u)
-    fitted = None if copies.values is None else copies.values[peak.converged][same]
-    return Bootstrap(information, u[same], num_samples - len(u), int((~same).sum()), fitted)
+    return Bootstrap(information, u[same], num_samples - len(u), int((~same).sum()))
 
 
 # Profiles -----------------------------------------------------------------------------------------

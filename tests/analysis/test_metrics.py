@@ -301,6 +301,7 @@ def test_zeros_of_a_fitted_hmm_are_not_free():
     assert same.bic(X) == pytest.approx(-2 * same.score(X) + 8 * math.log(60))
 
 
+@pytest.mark.filterwarnings("ignore:there are 7 free parameters")
 def test_a_zero_that_a_fit_has_found_is_a_parameter():
     X = np.array([[0], [0], [1], [1], [2]])
     model = CategoricalHMM(2, n_iter=200, tol=0.0, random_state=0).fit(X)
