@@ -9,7 +9,18 @@ import pyro.distributions as dist
 import pytest
 import torch
 from families import CASES, STATES
-from pyro.infer import SVI, JitTrace_ELBO, JitTraceEnum_ELBO, Trace_ELBO, TraceGraph_ELBO
+from pyro.contrib.autoname import scope
+from pyro.infer import (
+    SVI,
+    JitTrace_ELBO,
+    JitTraceEnum_ELBO,
+    RenyiELBO,
+    ReweightedWakeSleep,
+    Trace_ELBO,
+    TraceEnum_ELBO,
+    TraceGraph_ELBO,
+    TraceMeanField_ELBO,
+)
 from pyro.infer.autoguide import AutoDelta, AutoNormal
 from pyro.infer.inspect import get_dependencies
 from pyro.nn import PyroParam
@@ -40,6 +51,7 @@ from pyrohmm import (
     autoregressive_normal,
     blocks,
     categorical,
+    fit_svi,
     free_durations,
     gamma,
     load_hmm,
@@ -51,6 +63,7 @@ from pyrohmm import (
     save,
 )
 from pyrohmm.infer.models import build
+from pyrohmm.infer.objective import Objective
 
 LENGTHS = torch.tensor([5, 1, 4])
 COVARIATES = torch.ones(3, 5, 2, dtype=torch.float64)
@@ -187,6 +200,14 @@ def test_answers_have_the_provenance_of_parameters_and_values(name, query):
         assert torch.equal(detach_provenance(one), other)
 
 
+@pytest.mark.parametrize("name", ["markov", "markov per step", "transitions", "several"])
+def test_the_posterior_of_the_states_has_their_provenance(name):
+    loc = ProvenanceTensor(torch.tensor(0.5), frozenset({"z"}))
+    values = ProvenanceTensor(torch.randn(3, 5), frozenset({"x"}))
+    states = CHAINS[name](loc).posterior_states(values)
+    assert get_provenance(states.log_prob(torch.zeros(3, 5).long())) == {"z", "x"}
+
+
 def test_the_scores_of_labels_have_provenance():
     scores = ProvenanceTensor(torch.randn(2, 4, 3), frozenset({"scores"}))
     crf = LinearChainCRF(scores, torch.randn(3, 3))
@@ -285,6 +306,93 @@ def test_without_lengths_something_must_say_how_many_steps_there_are():
 def test_what_is_shorter_or_of_another_kind_is_refused(values):
     with pytest.raises(ValueError, match="values must end in shape"):
         markov(torch.tensor(0.0)).log_prob(values)
+
+
+# Objectives
+
+
+ELBOS = {
+    "plain": Trace_ELBO(),
+    "particles": Trace_ELBO(num_particles=3),
+    "particles at once": Trace_ELBO(num_particles=3, vectorize_particles=True, max_plate_nesting=1),
+    "graph": TraceGraph_ELBO(num_particles=2),
+    "enumeration": TraceEnum_ELBO(num_particles=2, strict_enumeration_warning=False),
+    "mean field": TraceMeanField_ELBO(num_particles=2),
+    "importance weights": RenyiELBO(0.5, num_particles=3),
+    "wake and sleep": ReweightedWakeSleep(num_particles=2, vectorize_particles=False),
+}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize("name", ELBOS)
+def test_fits_take_any_objective_of_pyro(name, as_function):
+    """A step has the loss and the gradients that Pyro's own has."""
+    data = Sequences(torch.randn(4, 5), torch.full((4,), 5))
+    module = MarginalModel(TabularHMM(2, normal(0)))
+
+    def model(data, observations=None):
+        return module(data)
+
+    auto = AutoNormal(model)
+    auto(data)
+    guide = (lambda data, observations=None: auto(data)) if as_function else auto
+    objective = Objective(model, guide, data, ELBOS[name])
+    pyro.set_rng_seed(1)
+    loss = objective.module(data)
+    (3 * loss).backward()  # as parts of the data and processes weigh it
+    slopes = [parameter.grad / 3 for parameter in objective.parameters]
+    objective.module.zero_grad()
+    for parameter in objective.parameters:
+        parameter.grad = None
+    pyro.set_rng_seed(1)
+    wanted = ELBOS[name].loss_and_grads(model, guide, data)
+    assert loss.item() == pytest.approx(wanted[0] if isinstance(wanted, tuple) else wanted)
+    assert len(slopes) == 8
+    for one, parameter in zip(slopes, objective.parameters):
+        torch.testing.assert_close(one, parameter.grad)
+    fit = fit_svi(model, guide, data, elbo=ELBOS[name], num_iterations=3)
+    assert fit.losses.isfinite().all()
+
+
+def test_two_models_stand_in_one_under_scopes():
+    """With data of different size, further priors, and variables of each sequence."""
+    parts = {
+        "first": Sequences(torch.randn(4, 5), torch.full((4,), 5)),
+        "second": Sequences(torch.randint(3, (6, 3)), torch.full((6,), 3)),
+    }
+    models = {
+        "first": MarginalModel(
+            TabularHMM(2, normal(0)), lambda hmm: -hmm.log_initial.square().sum()
+        ),
+        "second": MarginalModel(TabularHMM(2, categorical(3))),
+    }
+
+    def both(data):
+        for name, model in models.items():
+            with scope(prefix=name):
+                hmm = model(data if name == "first" else parts[name])
+        return hmm
+
+    guide = AutoDelta(both)
+    trace = pyro.poutine.trace(both).get_trace(parts["first"])
+    assert {"first/x", "second/x", "first/log_prior", "first/module.transition"} <= {*trace.nodes}
+    fit = fit_svi(both, guide, parts["first"], num_iterations=3)
+    values = guide(parts["first"])
+    likelihood, prior = 0.0, 0.0
+    for name, model in models.items():
+        inner = {site.removeprefix(f"{name}/"): x for site, x in values.items()}
+        conditioned = pyro.poutine.condition(model, inner)
+        alone = pyro.poutine.trace(conditioned).get_trace(parts[name])
+        alone.compute_log_prob()
+        own = alone.nodes["x"]["log_prob_sum"].detach()
+        likelihood, prior = likelihood + own, prior + alone.log_prob_sum().detach() - own
+    torch.testing.assert_close(
+        Trace_ELBO().loss(both, guide, parts["first"]), -float(likelihood + prior)
+    )
+    again = fit_svi(both, guide, parts["first"], num_iterations=1)
+    torch.testing.assert_close(again.history["log_likelihood"][0], likelihood)
+    torch.testing.assert_close(again.history["log_prior"][0], prior)
+    assert fit.losses[-1] < fit.losses[0]
 
 
 # The parameter store

@@ -238,6 +238,7 @@ class ChainDistribution(TorchDistribution):
         self.check_markov("log_factors")
         return self.log_initial, self.chain.matrices, self.log_likelihood(values, check)
 
+    @opaque
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
         likelihood: Tensor = self._read(values, check)

@@ -25,6 +25,7 @@ from ..ops import recursions
 from ..ops.dense.chain import read_arguments
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, check_likelihood, check_possible
+from .crf import LinearChainCRF
 from .forecast import (
     AutoregressiveForecast,
     Forecast,
@@ -366,6 +367,37 @@ class HMM(ChainDistribution):
         states = self.chain.sample_states(likelihood, self.lengths, shape.numel())
         self._check_possible(likelihood, *states[:1])
         return states.reshape(shape + states.shape[1:])
+
+    def posterior_states(self, values: Tensor) -> LinearChainCRF:
+        r"""Posterior :math:`p(z_{1:T} \mid x_{1:T})` as a distribution, of batch shape ``(*B)``.
+
+        Its scores are log-probabilities of the chain and log-likelihoods, so that
+        ``log_partition()`` is the log evidence. Its ``log_prob`` of a path is differentiable by
+        parameters and values; ``sample``, ``viterbi``, ``marginals`` and ``path_entropy`` are those
+        of the states.
+
+        Args:
+            values: ``(*B, T, *E)``, observations.
+
+        Raises:
+            ValueError: If the chain is not a Markov one: ask ``hmm.expanded()``.
+
+        Example:
+            >>> from pyro.distributions import Categorical
+            >>> even = torch.full((2, 2), 0.5).log()
+            >>> coins = Categorical(torch.tensor([[0.5, 0.5], [0.1, 0.9]]))
+            >>> states = HMM(even[0], even, coins, 2).posterior_states(torch.tensor([1, 0]))
+            >>> states.log_prob(torch.tensor([1, 0])).exp()  # 0.9 / 1.4 * 0.5 / 0.6
+            tensor(0.5357)
+        """
+        self.check_markov("posterior_states")
+        _, matrices, likelihood = self.log_factors(values)
+        each = self.transition_per_step
+        transition = matrices if each else matrices.squeeze(-3)
+        return LinearChainCRF(
+            likelihood, transition, self.log_initial, self.lengths, self._validate_args,
+            transition_per_step=each,
+        )  # fmt: skip
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
         r"""Predictive distributions :math:`p(x_{T+h} \mid x_{1:T})` of the next H observations.

@@ -29,7 +29,7 @@ from ..nn.base import HMMModule, in_mode
 from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
 from .gradient import near_data
 from .models import exclusive, scale_priors, to_model_device
-from .objective import LogJoint, latent_sites, trace_of_batchable
+from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
 from .options import names_checked
 from .plates import marks_of, sequence_plates
 from .results import Fit
@@ -394,7 +394,8 @@ class HMC(Chains):
         self.prior = {name: wide.nodes[name]["value"] for name in self.supports}
         self.deep = {name for name in self.supports if trace.nodes[name]["fn"].batch_shape}
         spaces = {name: wide.nodes[name]["fn"].support for name in self.supports}
-        self.refreshes = "log_prior" not in trace.nodes  # else samples are not those of the prior
+        # else samples are not those of the prior
+        self.refreshes = not any(is_log_prior(name) for name in trace.nodes)
         self.inverse: Any = 1.0
         self.hamiltonian = Hamiltonian(spaces, self.prior, self.log_density, self.ladder, target)
 

@@ -15,6 +15,7 @@ from pyro import poutine
 from pyro.distributions.util import is_identically_zero, scale_and_mask
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, AutoGuideList, AutoNormal
+from pyro.infer.elbo import ELBOModule
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
@@ -65,10 +66,16 @@ class Objective:
                 guide(probe)
         self.model, self.guide = model, guide
         self.elbo = copy.copy(elbo) or (TraceEnum_ELBO() if enumerated else _UnreadELBO())
-        self.module = RestartLosses(model, guide, restarts) if batched else self.elbo(model, guide)
+        if batched:
+            self.module: Any = RestartLosses(model, guide, restarts)
+        elif hasattr(self.elbo, "differentiable_loss"):
+            self.module = self.elbo(model, guide)
+        else:
+            self.module = _LossOfGradients(model, guide, self.elbo)
         read = parameters_read(model, of_model) + parameters_read(guide, of_guide)
         distinct = {id(each): each for each in [*self.module.parameters(), *read]}.values()
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
+        self.module.trained = self.parameters
         self.read = [] if isinstance(asked, nn.Module) else list(of_model.trace.nodes)
         self.cost = step_cost(_hmms_in(trace), self.parameters, model, guide)
         if not self.parameters:
@@ -134,6 +141,25 @@ class _UnreadELBO(Trace_ELBO):
         return sum((s["log_prob_sum"] for s in guide_sites), zero) - likelihood - prior
 
 
+class _LossOfGradients(ELBOModule):
+    """The loss of an objective that gives gradients alone, such as ``TraceGraph_ELBO``."""
+
+    trained: list[nn.Parameter]
+
+    def forward(self, data: Sequences) -> Tensor:
+        """The loss, with those gradients; of several losses, as of wake and sleep, the first."""
+        kept = [parameter.grad for parameter in self.trained]
+        for parameter in self.trained:
+            parameter.grad = None
+        loss = self.elbo.loss_and_grads(self.model, self.guide, data)
+        surrogate: Any = self.trained[0].new_zeros(())
+        for parameter, before in zip(self.trained, kept):
+            if parameter.grad is not None:
+                surrogate = surrogate + (parameter * parameter.grad).sum()
+            parameter.grad = before
+        return (loss[0] if isinstance(loss, tuple) else loss) + surrogate - surrogate.detach()
+
+
 def site_losses(
     model: Callable[..., Any], guide: Callable[..., Any], data: Sequences, with_guide: bool
 ) -> dict[str, Tensor]:
@@ -165,7 +191,12 @@ def site_losses(
 
 def is_likelihood(site: Any) -> bool:
     """Whether the log-density of a site is a part of the likelihood, not of the prior."""
-    return bool(site["is_observed"]) and site["name"] != "log_prior"
+    return bool(site["is_observed"]) and not is_log_prior(site["name"])
+
+
+def is_log_prior(name: str) -> bool:
+    """Whether a site is the factor of a further prior, under a scope of Pyro or not."""
+    return name.split("/")[-1] == "log_prior"
 
 
 class LogJoint(AtValues):

@@ -31,7 +31,7 @@ ALIASES = {  # of other packages
     "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
     "tol": "tolerance", "steps": "num_iterations", "n_restarts": "restarts",
     "n_init": "restarts", "n_samples": "num_samples", "n_chains": "num_chains", "init": "start",
-    "verbose": "progress",
+    "verbose": "progress", "loss": "elbo", "num_particles": "elbo",
 }  # fmt: skip
 
 
@@ -56,7 +56,8 @@ class RunOptions(TypedDict, total=False):
         checkpoint: A file to save to and to resume from: see :func:`fit_svi`.
         name: Of the fit, which its checkpoint must have: choose another where your own code, or
             what it reads, has changed.
-        elbo: The objective; ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO``.
+        elbo: The objective, any ``ELBO`` of Pyro, such as ``Trace_ELBO(num_particles=8)``;
+            ``TraceEnum_ELBO`` if the model enumerates sites, else ``Trace_ELBO`` by default.
         average: Decay below one of a moving average of the parameters, with which the fit ends and
             is validated. After step n the decay is (1 + n) / (10 + n) where that is less.
         validate_every: Number of steps between validations; by default one follows every round of

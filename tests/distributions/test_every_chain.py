@@ -223,6 +223,53 @@ def test_the_best_paths_and_the_entropy_are_those_of_all_paths(hmm):
     assert torch.equal(found[:, 0], hmm.viterbi(values))
 
 
+def test_the_posterior_of_the_states_is_a_distribution(hmm):
+    values = hmm.sample()
+    if not hmm.chain.is_markov:
+        with pytest.raises(ValueError, match=r"posterior_states needs .* hmm\.expanded\(\)"):
+            hmm.posterior_states(values)
+        hmm = hmm.expanded()
+    hmm = hmm.restrict(
+        torch.tensor([[-1] * T, [-1] * T, [*hmm.viterbi(values)[2, :2], -1, -1, -1]])
+    )
+    states, found = hmm.posterior_states(values), hmm.posterior(values)
+    torch.testing.assert_close(states.log_partition(), hmm.log_prob(values))
+    torch.testing.assert_close(states.marginals(), found.state_probs)
+    assert hmm.log_joint(values, states.viterbi()).allclose(
+        hmm.log_joint(values, hmm.viterbi(values))
+    )
+    torch.testing.assert_close(states.path_entropy(), queries.path_entropy(hmm, values))
+    samples = states.sample((500,))
+    hits = torch.nn.functional.one_hot(samples, hmm.num_states) * hmm.exists.unsqueeze(-1)
+    spread = (found.state_probs * (1 - found.state_probs) / 500).clamp(min=0).sqrt()
+    assert bool(((hits.double().mean(0) - found.state_probs).abs() <= 5 * spread + 0.01).all())
+    ratio = hmm.log_joint(values, samples) - hmm.log_prob(values)
+    torch.testing.assert_close(states.log_prob(samples), ratio)
+    for n in range(3) if hmm.num_states <= 6 else [1]:
+        paths, joint = all_paths(hmm, values, n)
+        wide = torch.zeros(len(paths), 3, T, dtype=torch.long)
+        wide[:, n, : paths.size(-1)] = paths
+        torch.testing.assert_close(states.log_prob(wide)[:, n], joint.log_softmax(0))
+
+
+@pytest.mark.parametrize("name", ["markov", "markov per step", "product"])
+def test_the_posterior_of_the_states_has_the_gradient_of_the_joint_density(name):
+    hmm = HMMS[name]()
+    values = hmm.sample().requires_grad_()
+    parts = {key: part.clone().requires_grad_() for key, part in hmm.chain.parameters.items()}
+    hmm = (
+        hmm.replace(**parts)
+        if "product" not in name
+        else hmm.with_chain(hmm.chain.replace(**parts))
+    )
+    path, leaves = hmm.sample_states(values), [values, *parts.values()]
+    wanted = hmm.log_joint(values, path) - hmm.log_prob(values)
+    found = hmm.posterior_states(values).log_prob(path)
+    slopes = (torch.autograd.grad(each.sum(), leaves) for each in (found, wanted))
+    for one, other in zip(*slopes):
+        torch.testing.assert_close(one, other)
+
+
 def test_expected_visits_are_those_of_all_paths(hmm):
     values = hmm.sample()
     found = queries.expected_visits(hmm, values)
