@@ -31,9 +31,12 @@ def name_of(path):
     return str(path.relative_to(DOCS))
 
 
-@pytest.mark.parametrize("page", ["gallery.md", "installation.md", "reproductions/densehmm.md"])
+@pytest.mark.parametrize("page", [
+    "gallery.md", "installation.md", "reproductions/densehmm.md",  # not run when the site is built
+    "coming_from.md", "guide/composition.md", "guide/distribution.md",
+])  # fmt: skip
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
-    """Of pages that are not run when the site is built, in single precision as a reader would."""
+    """In single precision as a reader would."""
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     names = {"__name__": "page"}
