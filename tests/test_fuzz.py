@@ -555,7 +555,7 @@ def check_conflict(hmm, values, where):
     if sequence:
         words = f"sequence {sequence[0] if len(sequence) == 1 else tuple(sequence)}, {words}"
     methods = ["log_prob", "posterior", "expected_counts", "filtered", "viterbi", "sample_states"]
-    for method in methods:
+    for method in [*methods, "posterior_states"]:
         with pytest.raises(ValueError, match="labels must leave a path") as caught:
             getattr(hmm, method)(values)
         assert words in str(caught.value)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from matplotlib import pyplot
+from pyro.infer.autoguide import AutoDelta
 
 from pyrohmm import (
     Forecast,
@@ -15,6 +16,7 @@ from pyrohmm import (
     fit_cooccurrence,
     fit_em,
     fit_map,
+    fit_svi,
     normal_mixture,
     plots,
 )
@@ -93,6 +95,12 @@ def test_map_starts_where_a_fit_ended():
 def test_an_unknown_argument_is_told_what_it_may_be(wrong, meant):
     with pytest.raises(TypeError, match=f"{wrong}'. Did you mean {meant}"):
         fit_em(TabularHMM(2, categorical(6)), DATA, **{wrong: 3})
+
+
+@pytest.mark.parametrize("wrong", ["loss", "num_particles"])
+def test_what_pyro_calls_the_objective_is_told_too(wrong):
+    with pytest.raises(TypeError, match=f"{wrong}'. Did you mean elbo"):
+        fit_svi(MODEL, AutoDelta(MODEL), DATA, **{wrong: 3})
 
 
 def test_pairs_refuse_sizes_of_minibatches():

@@ -380,7 +380,8 @@ class HMM(ChainDistribution):
             values: ``(*B, T, *E)``, observations.
 
         Raises:
-            ValueError: If the chain is not a Markov one: ask ``hmm.expanded()``.
+            ValueError: If the chain is not a Markov one: ask ``hmm.expanded()``; or (with
+                ``validate_args``) a sequence has probability zero.
 
         Example:
             >>> from pyro.distributions import Categorical
@@ -394,10 +395,13 @@ class HMM(ChainDistribution):
         _, matrices, likelihood = self.log_factors(values)
         each = self.transition_per_step
         transition = matrices if each else matrices.squeeze(-3)
-        return LinearChainCRF(
+        found = LinearChainCRF(
             likelihood, transition, self.log_initial, self.lengths, self._validate_args,
             transition_per_step=each,
         )  # fmt: skip
+        if self._validate_args:
+            self._check_possible(found.log_partition())
+        return found
 
     def forecast(self, values: Tensor, num_steps: int) -> Forecast:
         r"""Predictive distributions :math:`p(x_{T+h} \mid x_{1:T})` of the next H observations.

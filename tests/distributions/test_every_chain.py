@@ -409,6 +409,8 @@ def ask(hmm, values):
         "impute": lambda: queries.impute(hmm, values),
         "observation_marginals": lambda: queries.observation_marginals(hmm, values).mean,
     }
+    if hmm.chain.is_markov:
+        found["posterior_states"] = lambda: hmm.posterior_states(values).marginals()
     if isinstance(hmm, HSMM):
         found["duration_counts"] = lambda: hmm.duration_counts(values)
     if (hmm.chain.per_step and not timed) or getattr(hmm, "rates_per_step", False):
