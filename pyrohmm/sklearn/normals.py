@@ -336,6 +336,7 @@ def _set_covars_prior(module: Any, scale: float, weight: float) -> None:
 
     Its mode is that of (sums of squares + scale) / (number of rows + what the weight exceeds).
     """
+    module.flat, module.upper = False, torch.full_like(module.upper, torch.inf)
     if isinstance(module, CovarianceEmission):
         excess = max(weight - module.dim, FEWEST)
         module.scale = scale * torch.eye(module.dim, dtype=torch.float64)
