@@ -37,7 +37,7 @@ from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary
 from ..ops.stationary import stationary_detached as stationary_detached
-from .gradient import fit_map
+from .gradient import fit_map, init_near, near_data
 from .models import LogPrior, build, exclusive, factor_log_prior
 from .options import MINIBATCHES, FitOptions
 from .results import Fit
@@ -248,6 +248,8 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
                 f"{name} is of sequences, and a step reads counts of pairs: give pairs_per_step."
             )
     targets, notes = _targets(module, data, num_symbols, lags, edges)
+    if edges is not None and isinstance(data, Sequences) and start is init_to_sample:
+        start = init_near(near_data(module, data, restarts), restarts)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
         log_prior, loss=loss, stationary=stationary, edges=edges, pairs_per_step=pairs_per_step,

@@ -19,6 +19,7 @@ from .._checks import check_size
 from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
+from ..nn.base import HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.sticky_hdp import SharedRows
 from .guides import Point
@@ -26,7 +27,7 @@ from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
 from .results import POINT, WINDOW, Fit, Restarts
-from .starts import Values, by_kmeans, fitted_in, set_point
+from .starts import Values, build_once, by_kmeans, fitted_in, set_point
 from .training import check_model_and_data, train
 
 
@@ -191,30 +192,33 @@ def fit_map(
     return _best(train(batched, guide, data, settings, "MAP", restarts), model)
 
 
-def near_data(model: Any, data: Sequences | Parts, count: int) -> Values:
+def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
     """Parameters ``(count, ...)`` of emissions whose priors are diffuse, by name, for starts.
 
     They are the modes given clusters of the observations; none of other emissions.
     """
-    if not isinstance(model, MarginalModel | EnumeratedModel):
-        return {}
-    module = copy.deepcopy(model.module)
     emission: Any = module.emission_module()
-    parts = emission.modules() if isinstance(emission, nn.Module) else ()
-    if not any(getattr(part, "diffuse", False) for part in parts) or not hasattr(
-        emission, "m_step"
-    ):
+    parts = emission.modules() if hasattr(emission, "m_step") else ()
+    if not any(getattr(p, "diffuse", False) or getattr(p, "flat", False) for p in parts):
         return {}
+    module = copy.deepcopy(module)
+    emission = module.emission_module()
     data = data if isinstance(data, Sequences) else first_sequence(data)
     with torch.no_grad():
         scale_priors(module, data)
-        weights, values = by_kmeans(module, data, count)[:, data.observed], data.values
-        like = values if values.dtype.is_floating_point else values.new_empty(0).to(torch.float32)
+        like = build_once(module, data[:1]).log_initial
+        weights = by_kmeans(module, data, count)[:, data.observed].to(like.device)
         mode, _ = emission.m_step(
-            emission.statistics(values[data.observed].to(like), weights.to(like.device), None)
+            emission.statistics(data.values[data.observed].to(like), weights, None)
         )
     known = {n: x.to(like) for n, x in mode.items() if not bool(x.isnan().any())}
     return under("module.emission.", known)
+
+
+def init_near(found: Values, restarts: int) -> Callable[..., Any]:
+    """The function of autoguides that initialises at values ``(R, ...)``; at samples elsewhere."""
+    wide = {n: x.unsqueeze(1) if restarts > 1 else x[0] for n, x in found.items()}
+    return init_to_value(values=wide, fallback=init_to_sample)
 
 
 def _begin_points(
@@ -245,10 +249,8 @@ def _init_function(
 ) -> Callable[..., Any]:
     """The function of Pyro's autoguides that initialises at ``start``."""
     values = start.start if isinstance(start, Fit) else start
-    if start is init_to_sample:
-        found = near_data(model, data, restarts)
-        wide = {n: x.unsqueeze(1) if restarts > 1 else x[0] for n, x in found.items()}
-        return init_to_value(values=wide, fallback=init_to_sample)
+    if start is init_to_sample and isinstance(model, MarginalModel | EnumeratedModel):
+        return init_near(near_data(model.module, data, restarts), restarts)
     if callable(values):
         return values
     if not isinstance(values, Mapping):

@@ -28,7 +28,7 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
 from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
 from .gradient import near_data
-from .models import exclusive, scale_priors, to_model_device
+from .models import MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
 from .options import names_checked
 from .plates import marks_of, sequence_plates
@@ -420,7 +420,10 @@ class HMC(Chains):
         """Put the chains where they start."""
         hamiltonian = self.hamiltonian
         if start is None:
-            found = near_data(self.model, self.data, len(next(iter(self.prior.values()))))
+            found = {}
+            if isinstance(self.model, MarginalModel):
+                chains = len(next(iter(self.prior.values())))
+                found = near_data(self.model.module, self.data, chains)
             wide = {
                 n: x.unsqueeze(1).to(self.prior[n]) for n, x in found.items() if n in self.prior
             }

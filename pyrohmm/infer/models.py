@@ -31,7 +31,7 @@ from ..distributions.block_hmm import FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
-from ..nn.base import PYRO, HMMModule, OwnParameters
+from ..nn.base import PYRO, HMMModule, OwnParameters, is_placed
 from ..nn.neural import NeuralHMM
 from ..nn.normals import CentredEmission, merged, moments_of, scale_prior
 from ..nn.regression import Linear
@@ -423,9 +423,13 @@ def exclusive(gradients: bool = True) -> Iterator[None]:
         handlers, plates, numbers = stack[:], dims._stack[:], dict(vars(enumerated))
         stack.clear()
         dims._stack.clear()
+        store, before = pyro.get_param_store(), {*pyro.get_param_store()}
         try:
             yield
         finally:
+            for name in {*store} - before:  # copies of modules have put them there
+                if is_placed(store._params[name]):
+                    del store[name]
             stack[:], dims._stack[:] = handlers, plates
             vars(enumerated).clear()
             vars(enumerated).update(numbers)

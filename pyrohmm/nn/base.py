@@ -26,6 +26,11 @@ PYRO = threading.RLock()
 _placed: Any = WeakTensorKeyDictionary()
 
 
+def is_placed(parameter: Tensor) -> bool:
+    """Whether a module of this package has put a parameter into Pyro's store."""
+    return parameter in _placed
+
+
 class OwnParameters(PyroModule):
     """A ``PyroModule`` whose parameters are its own, whatever Pyro's store holds of their names.
 

@@ -307,7 +307,6 @@ def test_a_guide_gives_its_draws_and_their_density():
     torch.testing.assert_close(some.stats["log_guide"], total)
 
 
-@pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")
 def test_samples_of_a_guide_are_in_no_chains_that_could_disagree():
     data = Sequences.from_list([[0, 1, 1, 2] * 5])
     model = MarginalModel(TabularHMM(4, categorical(3)))
@@ -332,6 +331,7 @@ def test_chains_of_one_distribution_are_not_said_to_disagree(shape):
     assert summary_of({"x": away})[0].startswith(f"{own.upper()} DISAGREE")
 
 
+@pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")
 def test_chains_of_a_sampler(monkeypatch):
     monkeypatch.setattr("torch.multiprocessing.cpu_count", lambda: 1)  # one after the other
     model = MarginalModel(TabularHMM(2, categorical(3)))

@@ -40,6 +40,7 @@ from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNorma
 from pyrohmm.distributions.modified import (
     BetaWithCdf,
     Censored,
+    StableWeibull,
     StudentTWithCdf,
     Truncated,
     WrappedCauchy,
@@ -258,6 +259,7 @@ def cached(distribution):
 
 
 EMISSIONS = {
+    "stable weibull": lambda: StableWeibull(positive(K), positive(K)),
     "asymmetric laplace": lambda: dist.AsymmetricLaplace(torch.randn(K), positive(K), positive(K)),
     "bernoulli probs": lambda: dist.Bernoulli(simplex(K)),
     "bernoulli logits": lambda: dist.Bernoulli(logits=torch.randn(K)),
