@@ -35,7 +35,7 @@ EXTRA_ROOMS = {"sklearn"}
 # What everything may use, and what lies above all rooms.
 PRIVATE = [
     "_imports", "_arrays", "_choices", "_threads", "_transforms", "_checks", "_precision",
-    "_version", "_sync", "_renamed",
+    "_version", "_sync",
 ]  # fmt: skip
 ENTRIES = {"train_lm", "testing", "language.__main__"}
 

@@ -18,7 +18,6 @@ import torch
 from pyro.infer import MCMC
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._checks import check_integers, check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
@@ -49,7 +48,6 @@ GUIDE = "independent samples of a guide: there are no chains that could disagree
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
 
 
-@renamed.arguments(values="parameters")
 @dataclass(repr=False)
 class PosteriorDraws:
     """C chains of S samples of latent variables, made by :meth:`of` from a fit or Pyro's ``MCMC``.
@@ -82,10 +80,6 @@ class PosteriorDraws:
     stats: dict[str, Tensor] = field(default_factory=dict)
     dims: Mapping[str, Sequence[str]] = field(default_factory=dict)
     fitted: Tensor | None = field(default=None, repr=False)
-
-    @renamed.attribute("parameters")
-    def values(self) -> Any:
-        """Old name of ``parameters``."""
 
     def __repr__(self) -> str:
         sizes = "{} chains of {} samples".format(*self.shape)

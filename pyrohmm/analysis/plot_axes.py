@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._imports import imported
 from ..infer.effects import Bands
 from ..infer.results import Fit
@@ -143,7 +142,6 @@ def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
                 handlelength=1.0, columnspacing=1.0)  # fmt: skip
 
 
-@renamed.by_name
 def history(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the parts of the loss at each step: ``Fit.history``, in nats."""
     axes = axes_or_new(axes)

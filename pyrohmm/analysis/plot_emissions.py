@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._imports import imported
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.context_tables import AutoregressiveCategorical
@@ -35,7 +34,6 @@ WIDTH = 4.0  # standard deviations of a state to both sides, over which it is dr
 SMALL = 1e-4  # probability of a count that is not drawn
 
 
-@renamed.by_name
 def emission(
     hmm: HMM,
     *,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from ..distributions.hmm import HMM
 from .dwell_times import segments
 from .plot_axes import (
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@renamed.by_name
 def state_probs(
     probs: Tensor, names: Sequence[str] | None = None, *, axes: Axes | None = None
 ) -> Axes:
@@ -53,10 +51,6 @@ def state_probs(
     return axes
 
 
-states = renamed.function("states", state_probs)
-
-
-@renamed.by_name
 def timeline(
     states: Tensor,
     names: Sequence[str] | None = None,
@@ -101,7 +95,6 @@ def timeline(
     return axes
 
 
-@renamed.by_name
 def series(
     hmm: HMM,
     values: Tensor,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
@@ -37,7 +36,6 @@ from .plot_axes import history as history
 from .plot_emissions import emission as emission
 from .plot_paths import series as series
 from .plot_paths import state_probs as state_probs
-from .plot_paths import states as states
 from .plot_paths import timeline as timeline
 from .plot_paths import track as track
 
@@ -49,7 +47,6 @@ MOST_ARROWS = 40
 LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
-@renamed.by_name
 def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Draw the transition matrix as a table of shades; row = from, column = to.
 
@@ -62,7 +59,6 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
     return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names)
 
 
-@renamed.by_name
 def graph(
     hmm: HMM,
     names: Sequence[str] | None = None,
@@ -131,7 +127,6 @@ def _arrow(
               bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # fmt: skip
 
 
-@renamed.by_name
 def criterion(
     scores: Mapping[int, float] | Mapping[str, Mapping[int, float]],
     name: str = "criterion",
@@ -165,7 +160,6 @@ def criterion(
     return axes
 
 
-@renamed.by_name
 def transition_posterior(
     samples: Tensor,
     names: Sequence[str] | None = None,
@@ -197,7 +191,6 @@ def transition_posterior(
     return square(axes, mean, texts, names)
 
 
-@renamed.by_name
 def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     """Draw the loss, in nats per observed step, against the step; of restarts, the best in colour.
 
@@ -217,7 +210,6 @@ def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
     return axes
 
 
-@renamed.by_name
 def forecast(
     predicted: Forecast,
     values: Tensor | None = None,
@@ -259,7 +251,6 @@ def forecast(
     return axes
 
 
-@renamed.by_name
 def durations(
     hmm: HMM,
     *,
@@ -287,7 +278,6 @@ def durations(
     return _lasting(curves, ended * lasted, "probability", names, axes)
 
 
-@renamed.by_name
 def survival(
     hmm: HMM,
     *,
@@ -303,7 +293,6 @@ def survival(
     return _lasting(curves, lasted, "probability to last as long", names=names, axes=axes)
 
 
-@renamed.by_name
 def hazard(
     hmm: HMM,
     *,

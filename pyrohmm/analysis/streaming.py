@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .. import _renamed as renamed
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
 from ..chains.base import refuse_steps
@@ -169,10 +168,6 @@ class Filter:
     def state_probs(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
         return _summed(self._message.log_states, self._state_of, self.hmm.num_states)
-
-    @renamed.attribute("state_probs")
-    def states(self) -> Any:
-        """Old name of ``state_probs``."""
 
     def update(
         self,

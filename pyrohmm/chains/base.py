@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
 from .._sync import exceeds
@@ -33,10 +32,6 @@ class ExpectedCounts(NamedTuple):
     log_evidence: Tensor
     state_probs: Tensor
     counts: dict[str, Tensor]
-
-    @renamed.attribute("state_probs")
-    def states(self) -> Any:
-        """Old name of ``state_probs``."""
 
 
 class Expansion(NamedTuple):

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from ..ops import factorial
 from ..ops import stationary as stationary_ops
 from ..ops.sampling import CategoricalTable
@@ -35,10 +34,6 @@ class FactorialPosterior(NamedTuple):
     state_probs: Tensor
     chains: tuple[Tensor, ...]
     transitions: tuple[Tensor, ...]
-
-    @renamed.attribute("state_probs")
-    def states(self) -> Any:
-        """Old name of ``state_probs``."""
 
 
 def check_product(sizes: Sequence[int]) -> None:

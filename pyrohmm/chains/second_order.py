@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from ..ops import second_order
 from ..ops.sampling import CategoricalTable, sample_path
 from .base import Chain, Core, Expansion, entry
@@ -28,10 +27,6 @@ class SecondOrderPosterior(NamedTuple):
     state_probs: Tensor
     transitions: Tensor
     triples: Tensor
-
-    @renamed.attribute("state_probs")
-    def states(self) -> Any:
-        """Old name of ``state_probs``."""
 
 
 class SecondOrderChain(Chain):

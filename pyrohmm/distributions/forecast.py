@@ -11,7 +11,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .. import _renamed as renamed
 from .._checks import check_broadcast, check_probs, check_real, check_trailing
 from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
@@ -104,15 +103,10 @@ class Forecast(TorchDistribution):
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
-    @renamed.arguments(states="state_probs")
     def __init__(self, state_probs: Tensor, emission: TorchDistribution) -> None:
         self.state_probs = state_probs
         self.emission = emission
         super().__init__(state_probs.shape[:-1], emission.event_shape, validate_args=False)
-
-    @renamed.attribute("state_probs")
-    def states(self) -> Any:
-        """Old name of ``state_probs``."""
 
     def __repr__(self) -> str:
         return (

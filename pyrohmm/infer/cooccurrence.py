@@ -18,7 +18,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 
-from .. import _renamed as renamed
 from ..data.pair_counts import binned as binned
 from ..data.pair_counts import check_edges
 from ..data.pair_counts import count_pairs as count_pairs
@@ -169,7 +168,6 @@ class CooccurrenceModel(OwnParameters):
         return hmm
 
 
-@renamed.arguments(num_steps="num_iterations", init="start")
 @exclusive()
 def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     module: HMMModule,

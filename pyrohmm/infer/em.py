@@ -22,7 +22,6 @@ from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import _renamed as renamed
 from .._checks import check_size, check_tolerance
 from .._threads import threads_for
 from ..chains.base import ExpectedCounts
@@ -70,7 +69,6 @@ def densehmm_schedule() -> dict[str, Any]:
     return {"num_iterations": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
 
 
-@renamed.arguments(num_steps="num_iterations")
 @names_checked
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(

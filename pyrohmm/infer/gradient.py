@@ -14,7 +14,6 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 from torch import nn
 
-from .. import _renamed as renamed
 from .._checks import check_size
 from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
@@ -31,7 +30,6 @@ from .starts import Values, build_once, by_kmeans, fitted_in, set_point
 from .training import check_model_and_data, train
 
 
-@renamed.arguments(num_steps="num_iterations")
 @exclusive()
 def fit_svi(
     model: Callable[..., Any],
@@ -108,7 +106,6 @@ def fit_svi(
     return train(model, guide, data, settings, "SVI")
 
 
-@renamed.arguments(num_steps="num_iterations", init="start")
 @exclusive()
 def fit_map(
     model: Callable[..., Any],

@@ -17,7 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._checks import check_size
 from .._imports import imported
 from .._sync import read_with_one_wait
@@ -44,7 +43,6 @@ class GradientStep:
         guard: Whether an M-step that would raise the loss is undone. Without it EM may go down.
     """
 
-    @renamed.arguments(num_steps="num_iterations")
     def __init__(
         self,
         num_iterations: int = 20,
@@ -280,7 +278,6 @@ class FixedPoint(_Searching):
                  [0.2680, 0.7320]]], dtype=torch.float64)
     """
 
-    @renamed.arguments(num_steps="num_iterations")
     def __init__(self, num_iterations: int = 1000, num_starts: int = 0) -> None:
         check_size("num_iterations", num_iterations)
         super().__init__(num_starts)

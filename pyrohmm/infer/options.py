@@ -29,9 +29,10 @@ FREE = ("num_iterations", "tolerance", "patience", "progress", "report", "checkp
 MINIBATCHES = ("batch_size", "batch_tokens", "windows")
 ALIASES = {  # of other packages
     "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
-    "tol": "tolerance", "steps": "num_iterations", "n_restarts": "restarts",
-    "n_init": "restarts", "n_samples": "num_samples", "n_chains": "num_chains", "init": "start",
-    "verbose": "progress", "loss": "elbo", "num_particles": "elbo",
+    "tol": "tolerance", "steps": "num_iterations", "num_steps": "num_iterations",
+    "n_restarts": "restarts", "n_init": "restarts", "n_samples": "num_samples",
+    "n_chains": "num_chains", "init": "start", "verbose": "progress", "loss": "elbo",
+    "num_particles": "elbo",
 }  # fmt: skip
 
 
@@ -146,7 +147,7 @@ def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
     known = Settings.__annotations__
     for name in given:
         if name not in known:
-            raise unknown_argument(fit, name, known)
+            raise unknown_argument(fit, name, [*inspect.signature(fit).parameters, *known])
     settings: Any = dict.fromkeys(known) | given
     check_tolerance(settings["tolerance"])
     for name in ("num_iterations", "batch_size", "batch_tokens", "validate_every", "patience"):

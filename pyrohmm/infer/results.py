@@ -15,7 +15,6 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 from torch.distributions import constraints
 
-from .. import _renamed as renamed
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences, check_sequences
@@ -101,10 +100,6 @@ class Fit:
         on_cpu = all(value.device.type == "cpu" for value in self.parameters.values())
         if self.seconds > SLOW and on_cpu:
             advise_numba()
-
-    @renamed.attribute("parameters")
-    def values(self) -> Any:
-        """Old name of ``parameters``."""
 
     def __repr__(self) -> str:
         last = f", {self.losses[-1].item():.2f} nats" if len(self.losses) else ""
@@ -463,10 +458,6 @@ class Restarts:
             f"Restarts({len(losses)} of {name}; losses {losses.min().item():,.4f} to "
             f"{losses.max().item():,.4f} nats, the least is that of {self.best})"
         )
-
-    @renamed.attribute("parameters")
-    def values(self) -> Any:
-        """Old name of ``parameters``."""
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""

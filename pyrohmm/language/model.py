@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
 from ..data.batches import batches_in_round
@@ -221,10 +220,6 @@ class LanguageModel:
             return num_epochs * batches_in_round(data.lengths, batch_tokens)
         steps = max(1, batch_tokens // num_streams)
         return num_epochs * math.ceil(math.ceil(data.num_observed / num_streams) / steps)
-
-    @renamed.attribute("num_iterations")
-    def num_steps(self) -> Any:
-        """Old name of ``num_iterations``."""
 
     # Evaluation and sampling
 

@@ -13,7 +13,6 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._checks import check_booleans, check_shape, check_size
 from .._transforms import transforming
 from ..chains.rates import diagonal
@@ -32,7 +31,6 @@ from .regression import Linear, RegressionEmission, after_zero, mode_of
 from .tabular_times import given_times
 
 
-@renamed.arguments(scale="prior_scale")
 class RegressionHMM(HMMModule):
     r"""HMM of any chain whose transitions, first states and emissions depend on covariates.
 

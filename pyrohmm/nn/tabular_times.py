@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from .closed_form import (
 from .durations import (
     DurationFamily,
     DurationMStep,
-    Durations,
-    ParametricDurations,
     free_durations,
 )
 from .family import Emission, EmissionFamily, build_emission, build_part, positive
@@ -92,13 +89,6 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         priors: bool = True,
     ) -> None:
         check_size("num_states", num_states, 2)
-        if _makes_durations(emission):
-            warnings.warn(
-                "TabularHSMM takes the emission before the durations",
-                DeprecationWarning,
-                stacklevel=2,
-            )
-            emission, durations = durations, emission
         others = ~torch.eye(num_states, dtype=torch.bool)
         if transition_allowed is not None and transition_allowed.shape == others.shape:
             others = others & transition_allowed.bool()
@@ -159,12 +149,6 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         """Rows of probabilities, and durations if they can be sampled."""
         samples = super().sample_parameters(statistics, current)
         return samples | sample_of_part(self.duration, "duration.", statistics, current)
-
-
-def _makes_durations(family: Any) -> bool:
-    """Whether it is a family of durations of this package."""
-    made = getattr(family, "func", None)
-    return isinstance(made, type) and issubclass(made, Durations | ParametricDurations)
 
 
 def given_times(times: Tensor | None) -> Tensor:

@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _renamed as renamed
 from .._choices import WIDEST_PATHS
 from .._precision import with_gradient
 from .._threads import flushing
@@ -50,10 +49,6 @@ class Posterior(NamedTuple):
     state_probs: Tensor
     transitions: Tensor
 
-    @renamed.attribute("state_probs")
-    def states(self) -> Tensor:  # type: ignore[empty-body]
-        """Old name of ``state_probs``."""
-
 
 class ExpectedCounts(NamedTuple):
     r"""Expected counts under the posterior: the result of the E-step of EM.
@@ -74,10 +69,6 @@ class ExpectedCounts(NamedTuple):
     transitions: Tensor
     state_probs: Tensor
     durations: Tensor | None = None
-
-    @renamed.attribute("state_probs")
-    def states(self) -> Tensor:  # type: ignore[empty-body]
-        """Old name of ``state_probs``."""
 
 
 def log_evidence(

@@ -346,3 +346,11 @@ def test_chains_of_a_sampler(monkeypatch):
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
     assert torch.equal(some.stats["diverging"], wanted)
+
+
+def test_draws_are_printed_as_their_summary():
+    model = MarginalModel(MODULES["tabular"]())
+    one = from_prior(model, 1, 1)
+    assert str(one).startswith("PosteriorDraws(1 chains of 1 samples of module.initial, ")
+    many = from_prior(model, 2, 8)
+    assert many.summary() in str(many)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyrohmm import (
+    MarginalModel,
     RegressionHMM,
     Sequences,
     StationaryHMM,
@@ -18,6 +19,7 @@ from pyrohmm import (
     autoregressive_normal,
     categorical,
     fit_em,
+    fit_map,
     free_durations,
     normal,
     normal_full,
@@ -305,6 +307,16 @@ def test_values_that_the_user_gave_are_where_it_starts():
     torch.testing.assert_close(fit.losses[0], -begin)
     again = fit_em(module, data, start=fit_em(module, data))
     assert again.restarts is None
+
+
+def test_fits_start_where_a_fit_ended():
+    data = some_symbols()
+    ended = fit_em(TabularHMM(2, categorical(3)), data, num_iterations=2)
+    model = MarginalModel(TabularHMM(2, categorical(3)))
+    again = [fit_map(model, data, num_iterations=1, start=start) for start in (ended, ended.start)]
+    again.append(fit_em(TabularHMM(2, categorical(3)), data, num_iterations=1, start=ended))
+    for fit in again:
+        assert fit.losses[0] == pytest.approx(ended.losses[-1].item(), abs=1e-3)
 
 
 def test_counts_of_a_seed_are_the_same_again():

@@ -212,11 +212,6 @@ def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
 
 def test_durations_before_the_emission_are_told_apart():
     counts = parametric_durations(torch.distributions.Poisson(torch.tensor([3.0, 5.0])), 9)
-    for durations in (free_durations(4), counts):
-        with pytest.warns(DeprecationWarning, match="emission before the durations"):
-            old = TabularHSMM(2, durations, categorical(3))
-        new = TabularHSMM(2, categorical(3), durations)
-        assert type(old.duration) is type(new.duration)
-        assert type(old.emission) is type(new.emission)
-    with pytest.raises(TypeError, match=r"durations must be .* got that of a CategoricalEmission"):
-        TabularHSMM(2, categorical(3), categorical(3))
+    for first in (free_durations(4), counts, categorical(3)):
+        with pytest.raises(TypeError, match=r"durations must be .* got that of a Categ"):
+            TabularHSMM(2, first, categorical(3))

@@ -106,10 +106,10 @@ import torch
 data = Sequences(torch.randint(3, (2, 5)), torch.tensor([5, 4]))
 model = MarginalModel(TabularHMM(2, categorical(3)))
 try:
-    fit_map(model, data, num_steps=2, progress=False)
+    fit_map(model, data, num_iterations=2, progress=False)
 except KeyboardInterrupt:
     print("interrupted", name in sys.modules)
-print(finder.done, len(fit_map(model, data, num_steps=2, progress=False).losses))
+print(finder.done, len(fit_map(model, data, num_iterations=2, progress=False).losses))
 """
 
 
