@@ -12,8 +12,6 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from sklearn.utils import check_random_state
 from torch import Tensor
 
-from ..nn.discrete import CategoricalEmission
-from ..nn.emissions import from_distribution
 from .tabular import TabularEstimator, to_array, to_tensor
 
 
@@ -29,11 +27,10 @@ class CountingEstimator(TabularEstimator):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class CategoricalHMM(CountingEstimator):
-    """HMM of symbols 0 to V - 1, fitted by maximum likelihood, or with pseudo-counts.
+    """HMM of symbols 0 to V - 1, fitted by maximum likelihood.
 
     Args:
         n_components: K, the number of states.
-        emissionprob_prior: Dirichlet concentrations of the symbols; a number or ``(K, V)``.
         n_features: V; by default that of ``emissionprob_`` if it is not started anew, else one
             more than the largest symbol of the fit.
         params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"e"`` emissionprob.
@@ -64,13 +61,6 @@ class CategoricalHMM(CountingEstimator):
     def _emission(self) -> TorchDistribution:
         shape = self.n_components, np.shape(self.emissionprob_)[-1]
         return Categorical(logits=self._rows("emissionprob_", shape).log())
-
-    def _emission_module(self) -> Any:
-        prior = to_tensor(self.emissionprob_prior)
-        if bool((prior == 1).all()):
-            return from_distribution(self._emission())
-        states, size = np.shape(self.emissionprob_)
-        return CategoricalEmission(states, size, prior)
 
     def _take_emission(self, emission: Any) -> None:
         self.emissionprob_ = to_array(emission.probs)
@@ -116,6 +106,8 @@ class PoissonHMM(CountingEstimator):
     """
 
     letters: ClassVar = {"l": ("lambdas_", "rate")}
+    lambdas_prior: Any = 0.0
+    lambdas_weight: Any = 0.0
     params: str = "stl"
     init_params: str = "stl"
 

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from pyro.distributions.torch_distribution import TorchDistribution
 from sklearn.cluster import KMeans
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import check_number, check_size
+from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
-from ..distributions.units import InverseGamma, InverseWishart
 from ..io.hmmlearn import covars_of, normals_of
 from ..nn.closed_form import Maximum, Statistics, row_mode
 from ..nn.covariances import CovarianceEmission
 from ..ops.log_space import log
-from .tabular import CURE, TabularEstimator, to_array, to_tensor
+from .tabular import TabularEstimator, to_array, to_tensor
 
 COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
-FEWEST = 1e-8  # rows of a state that has none, whose variance is finite then
 
 
 class NormalEstimator(TabularEstimator):
@@ -82,19 +78,14 @@ class NormalEstimator(TabularEstimator):
 
 @dataclass(eq=False, repr=False)
 class GaussianHMM(NormalEstimator):
-    """HMM of normal vectors, fitted by EM under hmmlearn's weak prior of the covariances.
+    """HMM of normal vectors, fitted by maximum likelihood.
 
     Args:
         n_components: K, the number of states.
         covariance_type: ``"spherical"``, one variance for each state; ``"diag"``, one for each
             state and component; ``"full"``, a matrix for each state; ``"tied"``, one for all.
         min_covar: What is added to the variances at the start of a fit, as by hmmlearn, and no
-            floor: those of a fit may be less. ``covars_prior`` keeps them from zero.
-        covars_prior: What is added to the sums of squares of each state, a number: with it the
-            variance of a state whose rows are alike is not zero. It is the scale of an inverse
-            gamma or inverse Wishart prior; zero for maximum likelihood.
-        covars_weight: The weight of that prior: the sums of squares are divided by what it exceeds
-            one by, or D of ``"full"`` and ``"tied"``, besides the number of rows.
+            floor: those of a fit may be less, down to 1e-12 of those of the data.
         params: What a fit changes: ``"s"`` startprob, ``"t"`` transmat, ``"m"`` means and
             ``"c"`` covars.
         init_params: What a fit starts anew; the rest starts at its value, if it has one.
@@ -121,8 +112,10 @@ class GaussianHMM(NormalEstimator):
     covariance_type: str = "diag"
     _: KW_ONLY
     min_covar: float = 1e-3
-    covars_prior: float = 1e-2
-    covars_weight: float = 1.0
+    means_prior: Any = 0.0
+    means_weight: Any = 0.0
+    covars_prior: Any = 0.0
+    covars_weight: Any = 1.0
     params: str = "stmc"
     init_params: str = "stmc"
 
@@ -148,12 +141,6 @@ class GaussianHMM(NormalEstimator):
             covars = covars.squeeze(1)
         return self._normals(covars)
 
-    def _emission_module(self) -> Any:
-        module = super()._emission_module()
-        if self.covars_prior > 0:
-            _set_covars_prior(module, self.covars_prior, self.covars_weight)
-        return module
-
     def _take_emission(self, emission: Any) -> None:
         self.means_, self._covars_ = to_array(emission.mean), self._covars_of(emission)
 
@@ -162,17 +149,6 @@ class GaussianHMM(NormalEstimator):
             self.means_ = _cluster(table, self.n_components, seed)
         if "c" in chosen:
             self._covars_ = self._spread(table, self.n_components)
-
-    def _check_options(self) -> None:
-        super()._check_options()
-        for name in ("covars_prior", "covars_weight"):
-            if np.ndim(getattr(self, name)):
-                raise TypeError(f"{name} must be one number for all states. {CURE}")
-            check_number(name, getattr(self, name))
-            if not 0 <= getattr(self, name) < np.inf:
-                raise ValueError(
-                    f"{name} must be at least 0 and finite; got {getattr(self, name)}."
-                )
 
 
 @dataclass(eq=False, repr=False)
@@ -217,6 +193,11 @@ class GMMHMM(NormalEstimator):
     _: KW_ONLY
     covariance_type: str = "diag"
     min_covar: float = 1e-3
+    weights_prior: Any = 1.0
+    means_prior: Any = 0.0
+    means_weight: Any = 0.0
+    covars_prior: Any = None
+    covars_weight: Any = None
     params: str = "stmcw"
     init_params: str = "stmcw"
 
@@ -302,63 +283,6 @@ class CovarianceMixture(CovarianceEmission):
 
     def _pooled(self, sums: Tensor) -> Tensor:
         return sums.unflatten(1, self.lead).sum(2) if self.by_state else sums
-
-
-# What they share ---------------------------------------------------------------------------------
-
-
-class _CovarsPrior(TorchDistribution):
-    r"""Unnormalised density of variances or matrices, :math:`|v|^{-p} \exp(-b\, tr(S v^{-1}))`.
-
-    It need not have an integral: nothing but its mode is asked for.
-    """
-
-    arg_constraints: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, base: Any, power: float) -> None:
-        self.base, self.power = base, power
-        super().__init__(base.batch_shape, base.event_shape, validate_args=False)
-
-    @property
-    def support(self) -> Any:
-        return self.base.support
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        return self.base.sample(sample_shape)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        size = value.logdet() if self.event_shape else value.log()
-        return self.base.log_prob(value) + self.power * size
-
-
-def _set_covars_prior(module: Any, scale: float, weight: float) -> None:
-    """Give the variances, or covariances, of an emission hmmlearn's prior.
-
-    Its mode is that of (sums of squares + scale) / (number of rows + what the weight exceeds).
-    """
-    module.flat, module.upper = False, torch.full_like(module.upper, torch.inf)
-    if isinstance(module, CovarianceEmission):
-        excess = max(weight - module.dim, FEWEST)
-        module.scale = scale * torch.eye(module.dim, dtype=torch.float64)
-        module.degrees = excess - module.dim - 1
-        module.set_priors(covariance=partial(_covariance_prior, excess=excess))
-    else:
-        count = module.dim if module.spherical else 1
-        excess = count * max(weight - 1, FEWEST)
-        module.rate = torch.full_like(module.rate, count * scale / 2, dtype=torch.float64)
-        module.shape = torch.full_like(module.rate, excess / 2 - 1)
-        module.set_priors(variance=partial(_variance_prior, excess=excess))
-
-
-def _covariance_prior(module: Any, excess: float) -> TorchDistribution:
-    states = () if module.tied else module.prior_loc.shape[:1]
-    proper = InverseWishart(float(module.dim), module.scale.expand(*states, -1, -1))
-    return _CovarsPrior(proper, (2 * module.dim + 1 - excess) / 2).to_event(len(states))
-
-
-def _variance_prior(module: Any, excess: float) -> TorchDistribution:
-    proper = InverseGamma(torch.ones_like(module.rate), module.rate)
-    return _CovarsPrior(proper, 2 - excess / 2).to_event(module.rate.dim())
 
 
 def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:

@@ -10,11 +10,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroParam
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
-from torch.distributions import constraints
 
 from .._checks import check_number, check_size
 from ..data.sequences import Sequences
@@ -26,10 +24,6 @@ from ..nn.tabular import TabularHMM
 from ..ops.stationary import stationary
 from .base import ConvergenceMonitor, SequenceEstimator
 
-CURE = (
-    "Priors of a family are those of its module: HMMEstimator(partial(TabularHMM, "
-    "emission=normal(2, loc=0.0, weight=1.0)))."
-)
 AT_ONCE = 16  # iterations of EM between two looks at their gains
 
 
@@ -42,8 +36,10 @@ class TabularEstimator(SequenceEstimator):
 
     Args:
         n_components: K, the number of states.
-        startprob_prior: Dirichlet concentration of the first state; a number or ``(K,)``.
-        transmat_prior: Dirichlet concentrations of the transitions; a number or ``(K, K)``.
+        startprob_prior: hmmlearn's arguments of priors, whose names end in ``_prior`` and
+            ``_weight``, must have the values that mean no prior, which are their defaults here:
+            priors are those of a module in an :class:`HMMEstimator`.
+        transmat_prior: As ``startprob_prior``.
         algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
         random_state: A seed or a ``numpy.random.RandomState``.
         n_iter: Largest number of iterations of EM.
@@ -72,22 +68,6 @@ class TabularEstimator(SequenceEstimator):
     params: str = "st"
     init_params: str = "st"
 
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        """An estimator without parameters; raises if one of hmmlearn's priors is not known."""
-        for name in options:
-            cls._check_known(name)
-        return super().__new__(cls)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but no prior that a fit would not read."""
-        self._check_known(name)
-        super().__setattr__(name, value)
-
-    @classmethod
-    def _check_known(cls, name: str) -> None:
-        if name.endswith(("_prior", "_weight")) and name not in cls.__dataclass_fields__:
-            raise TypeError(f"{cls.__name__} has no {name}, as hmmlearn has. {CURE}")
-
     # What an estimator defines
 
     def _emission(self) -> TorchDistribution:
@@ -110,13 +90,13 @@ class TabularEstimator(SequenceEstimator):
         return to_tensor(table)
 
     def _emission_module(self) -> Any:
-        """The module of the emission; by default without priors."""
+        """The module of the emission, whose parameters are points."""
         return from_distribution(self._emission())
 
     # Fitting
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> Self:
-        """Find the parameters of largest likelihood by EM; with pseudo-counts, their mode.
+        """Find the parameters of largest likelihood by EM.
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays, one for each sequence.
@@ -128,6 +108,7 @@ class TabularEstimator(SequenceEstimator):
             The estimator.
 
         Raises:
+            TypeError: If a prior is asked for.
             ValueError: If an option or ``lengths`` is out of range, or the data cannot be emitted.
 
         Warns:
@@ -177,8 +158,7 @@ class TabularEstimator(SequenceEstimator):
     def _climb(self, data: Sequences) -> float:
         """Some iterations of EM, to the first that gains less than ``tol``; the density reached."""
         monitor = self.monitor_
-        module, start = self._module()
-        climb = partial(fit_em, module, data, tolerance=None, start=start, progress=self.verbose)
+        climb = partial(fit_em, self._module(), data, tolerance=None, progress=self.verbose)
         fit = climb(num_iterations=min(self.n_iter - monitor.iter, AT_ONCE))
         small = (-fit.losses.diff() < self.tol).nonzero().flatten().tolist()
         if small and small[0] + 2 < len(fit.losses):
@@ -196,31 +176,19 @@ class TabularEstimator(SequenceEstimator):
     def _log_evidence(self, data: Sequences) -> float:
         return float(self._hmm(data.lengths).log_prob(data.values).sum())
 
-    def _module(self) -> tuple[TabularHMM, dict[str, Tensor] | None]:
-        """The arrays as a module whose parameters are points, or start with pseudo-counts."""
+    def _module(self) -> TabularHMM:
+        """The arrays as a module whose parameters are points, or frozen."""
         emission = self._emission_module()
-        concentrations = to_tensor(self.startprob_prior), to_tensor(self.transmat_prior)
-        module = TabularHMM(self.n_components, lambda _: emission, *concentrations).double()
-        values = {"initial": to_tensor(self.startprob_), "transition": to_tensor(self.transmat_)}
-        start = {}
-        for (name, value), prior, letter in zip(values.items(), concentrations, "st"):
-            if letter not in self.params:
-                freeze(module, name, value)
-            elif bool((prior == 1).all()):  # flat: a point, whose density has no constant
-                delattr(module, name)
-                setattr(module, name, PyroParam(value, constraints.simplex))
-            else:
-                start[name] = value
+        module = TabularHMM(self.n_components, lambda _: emission)
+        module.set_points(initial=to_tensor(self.startprob_), transition=to_tensor(self.transmat_))
+        sites = {"s": ["initial"], "t": ["transition"]}
         for letter, (_, *names) in self.letters.items():
-            (name,) = (name for name in names if emission.is_free(name))
-            known = None
-            if emission.has_prior(name):
-                known = getattr(from_distribution(self._emission()), name).detach()
-            if letter not in self.params:
-                freeze(emission, name, known)
-            elif known is not None:
-                start[f"emission.{name}"] = known
-        return module, start or None
+            sites[letter] = [f"emission.{name}" for name in names if emission.is_free(name)]
+        for name in (
+            name for letter in sites if letter not in self.params for name in sites[letter]
+        ):
+            freeze(module, name)
+        return module.double()
 
     def _initialise(self, table: np.ndarray, given: dict[str, Any], seed: Any) -> None:
         """Set what is to start anew, or was not ``given``."""
@@ -238,7 +206,17 @@ class TabularEstimator(SequenceEstimator):
         self._start(table, chosen, seed)
 
     def _check_options(self) -> None:
-        """Raise unless options are in their ranges."""
+        """Raise unless options are in their ranges, and no prior is asked for."""
+        for name in (name for name in vars(self) if name.endswith(("_prior", "_weight"))):
+            value, field = getattr(self, name), type(self).__dataclass_fields__.get(name)
+            default: Any = field and field.default
+            if field is None or not np.all(np.equal(value, default)):
+                none = "left out" if field is None else f"{default}, no prior"
+                raise TypeError(
+                    f"{name} of a {type(self).__name__} must be {none}; got {value}. Priors are "
+                    "those of a module: HMMEstimator(partial(TabularHMM, emission=normal(2, "
+                    "loc=0.0, weight=1.0)))."
+                )
         check_size("n_components", self.n_components)
         check_size("n_init", self.n_init)
         check_size("n_iter", self.n_iter, 0)

@@ -37,7 +37,10 @@ def select_by_criterion(hmm):
         best, best_score = None, None
         for seed in range(2):
             model = hmm.GaussianHMM(
-                n_components=n_components, covariance_type="diag", random_state=seed
+                n_components=n_components,
+                covariance_type="diag",
+                covars_prior=0.0,
+                random_state=seed,
             )
             model.fit(X)
             score = model.score(X)
