@@ -245,11 +245,10 @@ print("gain of the chosen prior on test data, by set:", *(f"{gain:.3f}" for gain
 # %% [markdown]
 # ## Posterior of the transition matrix
 #
-# The determinant times Dirichlet rows is a proper density (as a distribution it is
-# `dpp.DiverseDirichlet`), so a model with this prior can be sampled. We take two states, each of
-# which emits its own symbol with probability 0.8, and twenty sequences of ten symbols. Only the
-# transition matrix is unknown, so NUTS, with the states summed out, can be compared with the exact
-# posterior on a grid.
+# The determinant times Dirichlet rows is a proper density, so a model with this prior can be
+# sampled. We take two states, each of which emits its own symbol with probability 0.8, and twenty
+# sequences of ten symbols. Only the transition matrix is unknown, so NUTS, with the states summed
+# out, can be compared with the exact posterior on a grid.
 
 # %%
 lengths, uniform = torch.full((20,), 10), torch.full((2,), 0.5)

@@ -38,7 +38,6 @@ from .block_hmm import BlockHMM as BlockHMM
 from .context_tables import AutoregressiveCategorical as AutoregressiveCategorical
 from .continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .crf import LinearChainCRF as LinearChainCRF
-from .dpp import DiverseDirichlet as DiverseDirichlet
 from .dpp import DiversityPrior as DiversityPrior
 from .forecast import AutoregressiveForecast as AutoregressiveForecast
 from .forecast import Forecast as Forecast

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyro.distributions import Dirichlet
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor, nn
-from torch.distributions import constraints
 
-from .._checks import PyroValidation, check_floats, check_number, check_positive, check_trailing
+from .._checks import check_floats, check_number, check_trailing
 from ..ops.diversity import _check_rho, _log_diversity
 from ..ops.diversity import log_diversity as log_diversity
 from ..ops.diversity import product_kernel as product_kernel
@@ -145,96 +141,3 @@ class DiversityPrior(nn.Module):
     def extra_repr(self) -> str:
         """The numbers, for print."""
         return f"alpha={self.alpha:g}, rho={self.rho:g}, anchor_weight={self.anchor_weight:g}"
-
-
-class DiverseDirichlet(TorchDistribution):
-    r"""Rows of probabilities that repel each other: Dirichlet rows times their diversity.
-
-    .. math:: p(A) \propto \det(\tilde K_A)^\alpha \prod_i \mathrm{Dir}(A_i; \eta_i)
-
-    A proper density, as the determinant is at most one; its normalising constant is not known, and
-    ``log_prob`` leaves it out: it does not matter to MAP, SVI and sampling of A, but densities of
-    different ``alpha`` or ``concentration`` cannot be compared. The same density of a chain is a
-    :class:`TabularHMM` whose model has the ``log_prior`` :class:`DiversityPrior`.
-
-    Args:
-        concentration: :math:`\eta` ``(*B, K, V)``.
-        alpha: Exponent of the determinant.
-        rho: Exponent of the kernel.
-
-    Raises:
-        TypeError: If ``concentration`` is not a floating-point tensor.
-        ValueError: If it is not positive and finite, or there are more rows than columns, whose
-            determinant is always zero.
-
-    Example:
-        >>> _ = pyro.set_rng_seed(0)
-        >>> rows = dpp.DiverseDirichlet(torch.ones(2, 2), alpha=20.0).sample((1000,))
-        >>> dpp.log_diversity(rows).exp().mean() > 0.9  # 0.25 without the determinant
-        tensor(True)
-    """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
-    _validate_args = PyroValidation()
-    support = constraints.independent(constraints.simplex, 1)
-    num_sweeps = 100  # of the sampler
-
-    def __init__(
-        self,
-        concentration: Tensor,
-        alpha: float,
-        rho: float = 0.5,
-        validate_args: bool | None = None,
-    ) -> None:
-        check_floats("concentration", concentration)
-        if concentration.dim() < 2 or concentration.size(-2) > concentration.size(-1):
-            raise ValueError(
-                "concentration must be (*B, K, V) with at most as many rows as columns, for more "
-                f"cannot be diverse; got {tuple(concentration.shape)}."
-            )
-        check_positive("concentration", concentration)
-        self.prior = DiversityPrior(alpha, rho)
-        self.concentration = concentration
-        super().__init__(
-            concentration.shape[:-2], concentration.shape[-2:], validate_args=validate_args
-        )
-
-    def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> DiverseDirichlet:
-        """Expand to a larger batch."""
-        shape = torch.Size(batch_shape) + self.event_shape
-        wide = self.concentration.expand(shape)
-        new = DiverseDirichlet(wide, self.prior.alpha, self.prior.rho, validate_args=False)
-        new.num_sweeps = self.num_sweeps
-        return new
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log-density ``(*B)`` up to its constant."""
-        if self._validate_args:
-            self._validate_sample(value)
-        rows = Dirichlet(self.concentration, validate_args=False).log_prob(value).sum(-1)
-        return rows + self.prior.log_density_of_transition(value)
-
-    def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
-        """Sample rows ``(*S, *B, K, V)`` by ``num_sweeps`` sweeps of Metropolis's algorithm.
-
-        It starts from independent rows and proposes each row from its Dirichlet distribution, so
-        that few proposals are accepted where ``alpha`` is large; samples are then less diverse
-        than they should be. They serve to initialise a fit. For samples of the exact distribution
-        take :class:`RowPermutationNUTS`: chains of plain NUTS do not cross the set where the rows
-        are linearly dependent, so that with K columns the determinant keeps its first sign.
-        """
-        with torch.no_grad():
-            shape = torch.Size(sample_shape) + self.concentration.shape
-            proposals = Dirichlet(self.concentration.expand(shape), validate_args=False)
-            rows = proposals.sample()
-            current = self.prior.log_density_of_transition(rows)
-            for _ in range(self.num_sweeps if self.prior.alpha > 0 else 0):
-                fresh = proposals.sample()
-                for k in range(rows.size(-2)):
-                    trial = rows.clone()
-                    trial[..., k, :] = fresh[..., k, :]
-                    proposed = self.prior.log_density_of_transition(trial)
-                    accepted = torch.rand_like(proposed).log() < proposed - current
-                    rows = torch.where(accepted[..., None, None], trial, rows)
-                    current = torch.where(accepted, proposed, current)
-            return rows

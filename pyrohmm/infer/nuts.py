@@ -46,7 +46,8 @@ class RowPermutationNUTS(NUTS):
     Example:
         >>> _ = pyro.set_rng_seed(0)
         >>> def model():
-        ...     pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(2, 2), alpha=4.0))
+        ...     rows = pyro.sample("rows", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
+        ...     pyro.factor("diversity", 4.0 * dpp.log_diversity(rows))
         >>> kernel = RowPermutationNUTS(model, "rows", max_tree_depth=3)
         >>> sampler = pyro.infer.MCMC(kernel, 50, 20, disable_progbar=True)
         >>> sampler.run()

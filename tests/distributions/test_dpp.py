@@ -203,35 +203,6 @@ def test_weights():
     assert "alpha=2" in repr(prior)
 
 
-def test_diverse_dirichlet_is_dirichlet_rows_times_the_determinant():
-    strength = torch.rand(2, 3, 4) + 0.5
-    distribution = dpp.DiverseDirichlet(strength, 2.0)
-    assert distribution.batch_shape == (2,)
-    assert distribution.event_shape == (3, 4)
-    rows = distribution.sample((5,))
-    assert rows.shape == (5, 2, 3, 4)
-    exact = Dirichlet(strength).log_prob(rows).sum(-1) + 2 * dpp.log_diversity(rows)
-    torch.testing.assert_close(distribution.log_prob(rows), exact)
-    distribution.num_sweeps = 7
-    assert distribution.expand((3, 2)).log_prob(rows[:3]).shape == (3, 2)
-    assert distribution.expand((3, 2)).num_sweeps == 7
-    with pytest.raises(ValueError, match="within the support"):
-        dpp.DiverseDirichlet(torch.ones(2, 2), 1.0, validate_args=True).log_prob(torch.ones(2, 2))
-
-
-def test_diverse_dirichlet_samples_from_its_density():
-    """Against exact rejection: the determinant is at most one."""
-    distribution = dpp.DiverseDirichlet(torch.ones(3, 3), 2.0)
-    distribution.num_sweeps = 30  # of three rows: enough to forget where it began
-    found = dpp.log_diversity(distribution.sample((1000,))).exp()
-    proposals = Dirichlet(torch.ones(50_000, 3, 3)).sample()
-    chance = dpp.log_diversity(proposals).exp()
-    exact = chance[torch.rand(len(chance)) < chance**2]
-    error = (found.var() / len(found) + exact.var() / len(exact)).sqrt()
-    assert abs(found.mean() - exact.mean()) < 4 * error
-    assert found.mean() > 5 * chance.mean()
-
-
 # The simplex --------------------------------------------------------------------------------------
 
 

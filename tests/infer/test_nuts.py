@@ -26,11 +26,17 @@ COUNTS = {
 ALPHAS = {2: 4.0, 3: 2.0}
 
 
+def diverse_rows(size, alpha):
+    rows = pyro.sample("rows", Dirichlet(torch.ones(size, size)).to_event(1))
+    pyro.factor("diversity", alpha * dpp.log_diversity(rows))
+    return rows
+
+
 def observed(size):
     """A chain whose transitions are counted, so that its posterior is Dirichlet times diversity."""
 
     def model():
-        rows = pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(size, size), ALPHAS[size]))
+        rows = diverse_rows(size, ALPHAS[size])
         pyro.factor("counts", (COUNTS[size] * rows.log()).sum())
 
     return model
@@ -86,7 +92,7 @@ def test_six_states_are_sampled_on_both_sides():
     pyro.set_rng_seed(0)
 
     def model():
-        pyro.sample("rows", dpp.DiverseDirichlet(torch.ones(6, 6), 2.0))
+        diverse_rows(6, 2.0)
 
     found = sampled(RowPermutationNUTS(model, "rows", max_tree_depth=2), 20)
     assert set(torch.linalg.det(found).sign().tolist()) == {-1.0, 1.0}
