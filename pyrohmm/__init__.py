@@ -53,7 +53,6 @@ from .infer.models import StatefulModel as StatefulModel
 from .infer.models import markov_sample as markov_sample
 from .infer.models import scale_priors as scale_priors
 from .infer.msteps import GradientStep as GradientStep
-from .infer.nuts import RowPermutationNUTS as RowPermutationNUTS
 from .infer.options import FitOptions as FitOptions
 from .infer.resizing import merge_states as merge_states
 from .infer.resizing import split_state as split_state

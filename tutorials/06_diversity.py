@@ -306,8 +306,7 @@ plt.show()
 # agrees with the exact posterior if it starts below the diagonal. Started above it, with the prior,
 # most of its samples stay there, because the density vanishes on the diagonal. The same holds for
 # EM and MAP. Run several chains or restarts from different initial values, and compare their
-# evidence. `RowPermutationNUTS(model, "module.transition")` in place of
-# `NUTS` samples both sides.
+# evidence. `figures/common/row_permutations.py` has a NUTS that samples both sides.
 
 # %% [markdown]
 # ## When to use it

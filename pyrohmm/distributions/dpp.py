@@ -29,8 +29,8 @@ class DiversityPrior(nn.Module):
 
     It is zero where two rows are equal, and some guides of Pyro start there: give them
     ``init_loc_fn=init_to_sample``, or ``init_to_value(values=fit_em(...).start)``. Nor do guides
-    with one mode and chains of NUTS cross the set where rows are linearly dependent; a
-    :class:`RowPermutationNUTS` does.
+    with one mode and chains of NUTS cross the set where rows are linearly dependent: run several
+    chains, which begin on both sides of it.
 
     EM under the prior has many local optima, and an entry that has become zero stays zero, unless
     the M-step leaves it, as those of :mod:`pyrohmm.infer.msteps` do where the prior gains by it:

@@ -7,7 +7,6 @@ Its modules; each imports only those above it:
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
 ``guides``        ``RotationGuide``; samples, and one value, of any guide
 ``plates``        latent variables of which each sequence has one
-``nuts``          ``RowPermutationNUTS``: NUTS under a diversity prior
 ``options``       ``FitOptions``: the arguments that gradient fits share
 ``starts``        where EM begins
 ``resizing``      merge and split of states
@@ -59,7 +58,6 @@ from .models import StatefulModel as StatefulModel
 from .models import markov_sample as markov_sample
 from .models import scale_priors as scale_priors
 from .msteps import GradientStep as GradientStep
-from .nuts import RowPermutationNUTS as RowPermutationNUTS
 from .options import FitOptions as FitOptions
 from .resizing import merge_states as merge_states
 from .resizing import split_state as split_state

@@ -1,6 +1,8 @@
 """NUTS on both sides of a determinant of zero, against importance sampling."""
 
+import importlib
 import itertools
+from pathlib import Path
 
 import pyro
 import pytest
@@ -11,13 +13,20 @@ from pyro.infer import MCMC, NUTS
 from pyrohmm import (
     DiversityPrior,
     MarginalModel,
-    RowPermutationNUTS,
     Sequences,
     TabularHMM,
     categorical,
     dpp,
 )
-from pyrohmm.infer import nuts
+
+FIGURES = Path(__file__).resolve().parents[2] / "figures"
+
+
+@pytest.fixture
+def nuts(monkeypatch):
+    monkeypatch.syspath_prepend(FIGURES)
+    return importlib.import_module("common.row_permutations")
+
 
 COUNTS = {
     2: torch.tensor([[2.0, 1.0], [1.0, 1.0]], dtype=torch.float64),
@@ -49,7 +58,7 @@ def sampled(kernel, num_samples):
 
 
 @pytest.mark.parametrize(("size", "summed"), [(3, True), (2, False)])
-def test_samples_are_those_of_importance_sampling(size, summed, monkeypatch):
+def test_samples_are_those_of_importance_sampling(size, summed, monkeypatch, nuts):
     """Of the sum over all orders of the rows, and of swaps, which larger matrices take."""
     if not summed:
         monkeypatch.setattr(nuts, "MOST_ROWS", 1)
@@ -58,7 +67,7 @@ def test_samples_are_those_of_importance_sampling(size, summed, monkeypatch):
     mean = (weights[:, None, None] * proposals).sum(0)
     share = weights[torch.linalg.det(proposals) > 0].sum()
     assert 0.1 < share < 0.9
-    kernel = RowPermutationNUTS(observed(size), "rows", max_tree_depth=2)
+    kernel = nuts.RowPermutationNUTS(observed(size), "rows", max_tree_depth=2)
     found = sampled(kernel, 200 if size == 2 else 100)
     half = len(found) / 2  # of the samples independent, and three standard errors
     positive = (torch.linalg.det(found) > 0).double().mean()
@@ -66,8 +75,8 @@ def test_samples_are_those_of_importance_sampling(size, summed, monkeypatch):
     assert bool(((found.mean(0) - mean).abs() < 3 * found.std(0) / half**0.5).all())
 
 
-def test_trajectories_follow_the_density_of_all_orders():
-    kernel, plain = RowPermutationNUTS(observed(3), "rows"), NUTS(observed(3))
+def test_trajectories_follow_the_density_of_all_orders(nuts):
+    kernel, plain = nuts.RowPermutationNUTS(observed(3), "rows"), NUTS(observed(3))
     for each in (kernel, plain):
         each._initialize_model_properties((), {})
     rows = torch.randn(3, 2)
@@ -77,22 +86,22 @@ def test_trajectories_follow_the_density_of_all_orders():
         torch.testing.assert_close(kernel.potential_fn(each), exact)
 
 
-def test_an_hmm_is_sampled():
+def test_an_hmm_is_sampled(nuts):
     data = Sequences.from_list([[0, 1, 1, 0]])
     model = MarginalModel(TabularHMM(2, categorical(2)), DiversityPrior(4.0))
-    kernel = RowPermutationNUTS(model, "module.transition", max_tree_depth=2)
+    kernel = nuts.RowPermutationNUTS(model, "module.transition", max_tree_depth=2)
     sampler = MCMC(kernel, 20, 5, disable_progbar=True)
     sampler.run(data)
     signs = torch.linalg.det(sampler.get_samples()["module.transition"]).sign()
     assert set(signs.tolist()) == {-1.0, 1.0}
 
 
-def test_six_states_are_sampled_on_both_sides():
+def test_six_states_are_sampled_on_both_sides(nuts):
     """Without data, where every swap is accepted: an even number of them would keep the sign."""
     pyro.set_rng_seed(0)
 
     def model():
         diverse_rows(6, 2.0)
 
-    found = sampled(RowPermutationNUTS(model, "rows", max_tree_depth=2), 20)
+    found = sampled(nuts.RowPermutationNUTS(model, "rows", max_tree_depth=2), 20)
     assert set(torch.linalg.det(found).sign().tolist()) == {-1.0, 1.0}

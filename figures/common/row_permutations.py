@@ -42,18 +42,6 @@ class RowPermutationNUTS(NUTS):
 
     Raises:
         ValueError: When sampling begins, if the model has no such site, or it has one row.
-
-    Example:
-        >>> _ = pyro.set_rng_seed(0)
-        >>> def model():
-        ...     rows = pyro.sample("rows", dist.Dirichlet(torch.ones(2, 2)).to_event(1))
-        ...     pyro.factor("diversity", 4.0 * dpp.log_diversity(rows))
-        >>> kernel = RowPermutationNUTS(model, "rows", max_tree_depth=3)
-        >>> sampler = pyro.infer.MCMC(kernel, 50, 20, disable_progbar=True)
-        >>> sampler.run()
-        >>> share = (torch.linalg.det(sampler.get_samples()["rows"]) > 0).double().mean()
-        >>> bool(0.2 < share < 0.8)  # one half; 0 or 1 for NUTS
-        True
     """
 
     potential_fn: Any
