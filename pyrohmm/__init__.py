@@ -34,7 +34,6 @@ from .distributions.structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .distributions.tagged_hmm import TaggedHMM as TaggedHMM
 from .infer import cooccurrence as cooccurrence
 from .infer import em as em
-from .infer import guides as guides
 from .infer import msteps as msteps
 from .infer import starts as starts
 from .infer.cooccurrence import CooccurrenceModel as CooccurrenceModel
@@ -43,7 +42,6 @@ from .infer.em import fit_em as fit_em
 from .infer.gibbs import fit_gibbs as fit_gibbs
 from .infer.gradient import fit_map as fit_map
 from .infer.gradient import fit_svi as fit_svi
-from .infer.guides import RotationGuide as RotationGuide
 from .infer.laplace import LaplaceFit as LaplaceFit
 from .infer.laplace import fit_laplace as fit_laplace
 from .infer.mcmc import fit_mcmc as fit_mcmc

@@ -5,7 +5,7 @@ Imports the rooms down to ``io``.
 Its modules; each imports only those above it:
 
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
-``guides``        ``RotationGuide``; samples, and one value, of any guide
+``guides``        samples, and one value, of any guide; a point as a guide
 ``plates``        latent variables of which each sequence has one
 ``options``       ``FitOptions``: the arguments that gradient fits share
 ``starts``        where EM begins
@@ -39,7 +39,6 @@ Its modules; each imports only those above it:
 
 from . import cooccurrence as cooccurrence
 from . import em as em
-from . import guides as guides
 from . import msteps as msteps
 from . import starts as starts
 from .cooccurrence import CooccurrenceModel as CooccurrenceModel
@@ -48,7 +47,6 @@ from .em import fit_em as fit_em
 from .gibbs import fit_gibbs as fit_gibbs
 from .gradient import fit_map as fit_map
 from .gradient import fit_svi as fit_svi
-from .guides import RotationGuide as RotationGuide
 from .laplace import LaplaceFit as LaplaceFit
 from .laplace import fit_laplace as fit_laplace
 from .mcmc import fit_mcmc as fit_mcmc

@@ -24,7 +24,7 @@ from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
-from .guides import RotationGuide, repeatable
+from .guides import repeatable
 from .plates import AtValues, PlatesOfBatch, sequence_plates
 
 APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
@@ -440,7 +440,6 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
                 f"subsample=data.indices); got one of size {plate.full_size} for a minibatch of "
                 f"{len(probe)} of {probe.total} sequences."
             )
-    guide = guide.inner if isinstance(guide, RotationGuide) else guide
     if not plates or not isinstance(guide, AutoGuide):
         return
     if guide.create_plates is None:

@@ -1,8 +1,10 @@
-"""Guides: their densities are densities, and what they leave alone is left alone."""
+"""A guide over rotated embeddings: its density is a density."""
 
+import importlib
 import itertools
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pyro
@@ -16,21 +18,28 @@ from scipy import stats
 from pyrohmm import (
     DenseHMM,
     MarginalModel,
-    RotationGuide,
     Sequences,
     fit_map,
     fit_svi,
-    guides,
     normal,
 )
 
 LENGTHS = torch.tensor([6, 4, 1])
 DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
+FIGURES = Path(__file__).resolve().parents[2] / "figures"
 SIZES = [(1, 1), (5, 2), (2, 3), (1, 4)]  # n, D
 
 
+@pytest.fixture
+def rotations(monkeypatch):
+    monkeypatch.syspath_prepend(FIGURES)
+    return importlib.import_module("common.rotations")
+
+
 @pytest.mark.parametrize(("size", "dim"), SIZES)
-def test_the_volume_of_an_orbit_makes_normal_embeddings_of_bartletts_triangles(size, dim):
+def test_the_volume_of_an_orbit_makes_normal_embeddings_of_bartletts_triangles(
+    rotations, size, dim
+):
     """For M of standard normal entries L is known: chi on the diagonal, normal below it.
 
     Then the density of M that L gives must be normal, at every L.
@@ -44,16 +53,16 @@ def test_the_volume_of_an_orbit_makes_normal_embeddings_of_bartletts_triangles(s
             for i, j in itertools.product(range(size), range(rank))
             if j <= i
         )
-        found = score - guides.log_orbit(lower.diagonal(), dim)
+        found = score - rotations.log_orbit(lower.diagonal(), dim)
         padded = torch.nn.functional.pad(lower, (0, dim - rank))
         wanted = Normal(0.0, 1.0).log_prob(padded).sum()
         torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize(("rank", "dim"), [(1, 1), (2, 3), (3, 3)])
-def test_rotations_are_orthogonal_and_uniform(rank, dim):
+def test_rotations_are_orthogonal_and_uniform(rotations, rank, dim):
     """Uniform means that one more rotation changes nothing: moments of all orders are alike."""
-    found = guides.uniform_rotation(torch.zeros(20000, 5, rank), dim)
+    found = rotations.uniform_rotation(torch.zeros(20000, 5, rank), dim)
     torch.testing.assert_close(found @ found.mT, torch.eye(rank).expand(20000, rank, rank))
     error = 5 / 20000**0.5
     assert found.mean(0).abs().max() < error
@@ -74,9 +83,9 @@ def anything(shapes):
     return model
 
 
-def guide_of(shapes, autoguide=AutoNormal):
+def guide_of(rotations, shapes, autoguide=AutoNormal):
     start = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return RotationGuide(anything(shapes), start, [list(shapes)], autoguide)
+    return rotations.RotationGuide(anything(shapes), start, [list(shapes)], autoguide)
 
 
 def density(guide, arrays):
@@ -107,9 +116,9 @@ def density(guide, arrays):
 
 @pytest.mark.parametrize("autoguide", [AutoNormal, AutoMultivariateNormal])
 @pytest.mark.parametrize(("size", "dim"), SIZES)
-def test_the_density_is_that_of_a_triangle_among_all_its_rotations(size, dim, autoguide):
+def test_the_density_is_that_of_a_triangle_among_all_its_rotations(rotations, size, dim, autoguide):
     shapes = {"a": (dim,), "b": (size, dim)}
-    guide = guide_of(shapes, autoguide=autoguide)
+    guide = guide_of(rotations, shapes, autoguide)
     guide()  # makes its parameters
     with torch.no_grad(), pyro.plate("draws", 10, dim=-2):
         trace = poutine.trace(guide).get_trace()
@@ -120,9 +129,9 @@ def test_the_density_is_that_of_a_triangle_among_all_its_rotations(size, dim, au
 
 
 @pytest.mark.parametrize(("size", "dim"), [(1, 2), (2, 2)])
-def test_the_density_integrates_to_one(size, dim):
+def test_the_density_integrates_to_one(rotations, size, dim):
     """Averages of q/p over draws of p are one; p has heavier tails than any q."""
-    guide = guide_of({"a": (size, dim)}, partial(AutoNormal, init_scale=0.5))
+    guide = guide_of(rotations, {"a": (size, dim)}, partial(AutoNormal, init_scale=0.5))
     guide()
     student = stats.t(2)
     arrays = student.rvs((200000, size, dim), random_state=0)
@@ -144,19 +153,21 @@ def test_the_density_integrates_to_one(size, dim):
         (DenseHMM(2, None, 2, emission=normal(1)), [["leave", "enter", "start"]]),
     ],
 )
-def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
+def test_embeddings_whose_products_matter_are_rotated_together(rotations, module, groups):
     data = DATA
     if module.num_symbols is None:
         data = Sequences(torch.randn(3, 6, 1), LENGTHS)
     model = MarginalModel(module)
     point = fit_map(model, data, num_iterations=3, progress=False)
-    guide = RotationGuide(model, point.start)
+    guide = rotations.RotationGuide(model, point.start)
     found = [[name.removeprefix("module.") for name in part.shapes] for part in guide._parts]
     assert found == groups
     fit = fit_svi(model, guide, data, num_iterations=3, progress=False)
     assert sorted(fit.names) == sorted(point.names)
     # at the start L is that of the start: the distribution is unchanged
-    fresh = RotationGuide(model, point.start, autoguide=partial(AutoNormal, init_scale=1e-6))
+    fresh = rotations.RotationGuide(
+        model, point.start, autoguide=partial(AutoNormal, init_scale=1e-6)
+    )
     fresh(data)
     for name, value in point.start.items():
         again = fresh(data)[name]
@@ -167,7 +178,7 @@ def test_embeddings_whose_products_matter_are_rotated_together(module, groups):
     torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_a_saved_guide_knows_the_order_of_its_rows():
+def test_a_saved_guide_knows_the_order_of_its_rows(rotations):
     """Parameters are of rows in an order chosen at the start, which is saved with them."""
     data = Sequences.from_list([[0, 1, 2, 1], [2, 0, 1]])
     model = MarginalModel(DenseHMM(3, 3, 2))
@@ -175,7 +186,7 @@ def test_a_saved_guide_knows_the_order_of_its_rows():
     for seed in (0, 1):
         pyro.set_rng_seed(seed)
         start = fit_map(model, data, num_iterations=2).start
-        guides.append(RotationGuide(model, start))
+        guides.append(rotations.RotationGuide(model, start))
         guides[-1](data)
     assert any(
         not torch.equal(getattr(guides[0], name), getattr(guides[1], name))
