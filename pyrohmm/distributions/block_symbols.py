@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -12,9 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_floats, check_integers, check_range, check_shape
-from .._precision import at_least_single
 from ..ops import masks
-from ..ops.blocks.inner_products import log_product
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
 from ..ops.tensor_cache import cached, lazy
@@ -177,34 +174,3 @@ class ContextSymbols(BlockSymbols):
     def sample(self, states: Tensor) -> NoReturn:
         """Refused, as :attr:`distribution`."""
         self.refuse("sample")
-
-
-class ExpertSymbols(ContextSymbols):
-    r"""Products of two experts: of the state, and of the symbols before.
-
-    .. math:: p(x_t | z_t, x_{<t}) \propto p(x_t | z_t) \, \exp(c(x_{<t}) \cdot E_{x_t})
-
-    normalised over the symbols of the block.
-
-    Args:
-        log_probs: As of :class:`BlockSymbols`, :math:`\log p(x|z)`.
-        blocks: They are disjoint.
-        words: ``(V, D)``, E.
-        context: From symbols ``(N, T)`` to vectors c ``(N, T, D)``, each of the symbols before.
-    """
-
-    kind = "a product of experts"
-
-    def __init__(
-        self, log_probs: Tensor, blocks: Blocks, words: Tensor, context: Callable[[Tensor], Tensor]
-    ) -> None:
-        super().__init__(log_probs, blocks)
-        self.words, self.context = words, context
-
-    def _of(
-        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
-    ) -> tuple[Tensor, Tensor]:
-        blocks, alone = super()._of(symbols, values, lengths, check)
-        vectors = at_least_single(self.context(symbols)).to(self.words.dtype).flatten(0, 1)
-        found = log_product(self.log_probs, self.words, vectors, symbols.flatten(), self.blocks)
-        return blocks, found.view_as(alone)

@@ -24,7 +24,7 @@ Its modules; each imports only those above it:
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
-``dropout``          what training leaves out: ``LinearDropout`` of states, ``TrainingNoise``
+``dropout``          which states training leaves out: ``LinearDropout``
 ``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states
 ``ngram``            ``NGramMixture``: a neural HMM mixed with an n-gram
 ``tagging``          ``NeuralTagger``: a neural HMM of words and tags
@@ -47,7 +47,6 @@ from .discrete import bernoulli as bernoulli
 from .discrete import categorical as categorical
 from .discrete import poisson as poisson
 from .dropout import LinearDropout as LinearDropout
-from .dropout import TrainingNoise as TrainingNoise
 from .durations import free_durations as free_durations
 from .durations import geometric_durations as geometric_durations
 from .durations import negative_binomial_durations as negative_binomial_durations

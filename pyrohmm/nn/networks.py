@@ -8,7 +8,6 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from .._checks import check_floats, check_size
 from ..ops.blocks.states import Blocks
 from ..ops.products import take_rows
 
@@ -101,59 +100,6 @@ class SymbolEmbedding(PyroModule):
     def forward(self) -> Tensor:
         """The vectors."""
         return self.table
-
-
-class ProjectedEmbedding(PyroModule):
-    """A vector for each symbol, a linear map of a shorter or known one: of rank R at most.
-
-    Args:
-        table: ``(V, R)``, such as of word2vec, which stays as it is; an ``nn.Parameter`` is learnt.
-        dim: D.
-
-    Example:
-        >>> known = torch.randn(5, 3)
-        >>> module = NeuralHMM(4, 5, hidden_dim=8, words=ProjectedEmbedding(known, 8))
-        >>> torch.linalg.matrix_rank(module.words()).item()
-        3
-    """
-
-    def __init__(self, table: Tensor, dim: int) -> None:
-        super().__init__()
-        check_floats("table", table)
-        if isinstance(table, nn.Parameter):
-            self.table = table
-        else:
-            self.register_buffer("table", table)
-        rank = table.size(-1)
-        self.map = nn.Parameter(torch.empty(rank, dim).uniform_(-1, 1) * (rank * dim) ** -0.5)
-
-    def forward(self) -> Tensor:
-        """The vectors, ``(V, D)``."""
-        return self.table @ self.map
-
-
-class PreviousSymbols(PyroModule):
-    """A vector of the n symbols before each step: the expert of a feed-forward n-gram.
-
-    Args:
-        num_symbols: V.
-        dim: D.
-        lags: n.
-    """
-
-    def __init__(self, num_symbols: int, dim: int, lags: int = 2) -> None:
-        super().__init__()
-        check_size("lags", lags)
-        self.num_symbols, self.lags = num_symbols, lags
-        self.table = nn.Parameter(torch.randn(num_symbols + 1, dim))  # the last: before the first
-        self.joint = PyroModule[nn.Linear](lags * dim, dim)
-        self.net = Residual(dim)
-
-    def forward(self, symbols: Tensor) -> Tensor:
-        """From symbols ``(N, T)`` to vectors ``(N, T, D)``."""
-        padded = nn.functional.pad(symbols, (self.lags, 0), value=self.num_symbols)[:, :-1]
-        before = padded.unfold(-1, self.lags, 1)  # (N, T, n)
-        return self.net(self.joint(self.table[before].flatten(-2)))
 
 
 class CharCNN(PyroModule):

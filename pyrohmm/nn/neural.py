@@ -24,12 +24,12 @@ from .._checks import check_size
 from .._precision import at_least_single, full_precision
 from ..chains.blocks import CarriedState
 from ..distributions.block_hmm import BlockHMM, FinalState
-from ..distributions.block_symbols import BlockSymbols, ExpertSymbols
+from ..distributions.block_symbols import BlockSymbols
 from ..distributions.hmm import HMM
 from ..ops.blocks.inner_products import InnerProductTransition, log_emission, normalised
 from ..ops.blocks.states import Blocks
 from .base import HMMModule
-from .dropout import LinearDropout, TrainingNoise, check_dropout, sample_kept_states
+from .dropout import LinearDropout, check_dropout, sample_kept_states
 from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
 
 
@@ -44,7 +44,6 @@ class _Large(HMMModule):
         num_symbols: int,
         blocks: Blocks | None,
         dropout: float | LinearDropout,
-        noise: TrainingNoise | None,
     ) -> None:
         super().__init__()
         check_size("num_states", num_states)
@@ -62,7 +61,6 @@ class _Large(HMMModule):
             self.register_buffer("num_drawn", torch.tensor(0))
         self.num_states, self.num_symbols = num_states, num_symbols
         self.dropout: float | LinearDropout = dropout
-        self.noise = noise
         self.blocks = blocks
         parts = [] if blocks is None else [blocks.symbol_block, blocks.sizes, blocks.states]
         self._digest = zlib.crc32(repr([part.tolist() for part in parts]).encode())
@@ -73,8 +71,7 @@ class _Large(HMMModule):
         _check_particles(self)
         if self.training or torch.is_grad_enabled() or not self._is_fixed():
             self._lazy_last = None
-            hmm = self._build(*self._kept(), lengths, observed)
-            return hmm if self.noise is None or not self.training else self.noise(hmm)
+            return self._build(*self._kept(), lengths, observed)
         # without gradients the last HMM still holds, if no number has changed
         numbers = [*self.parameters(), *self.buffers()]
         if self._lazy_last is not None and _are_same(self._lazy_last[0], numbers):
@@ -180,15 +177,11 @@ class NeuralHMM(_Large):
         dropout: Share of the states of each block that is left out, at each call in training mode:
             see :func:`sample_kept_states`. The HMM then has fewer states, and costs less. A
             :class:`LinearDropout` changes with the calls, such as from 0.5 to none at the end.
-        noise: What else is left out, at each call in training mode; nothing by default.
         scale: Initial standard deviation of the embeddings of states; by default
             :math:`D^{-1/2}`, with which that of logits is about one. With 1, as in the code, the
             initial transitions are nearly deterministic, and training takes longer.
         words: Called without arguments, returns vectors of symbols ``(V, D)``: a
             :class:`CharCNN`, for instance. A :class:`SymbolEmbedding` by default.
-        context: Called with symbols ``(N, T)``, returns vectors ``(N, T, D)`` of the symbols before
-            each, such as :class:`PreviousSymbols`: emissions are then products of two experts, see
-            :class:`~pyrohmm.distributions.block_symbols.ExpertSymbols`. For disjoint blocks.
 
     Raises:
         ValueError: If a size is less than one, or arguments do not fit each other.
@@ -213,12 +206,10 @@ class NeuralHMM(_Large):
         tied: bool = True,
         factored: bool = False,
         dropout: float | LinearDropout = 0.0,
-        noise: TrainingNoise | None = None,
         scale: float | None = None,
         words: Any = None,
-        context: Any = None,
     ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout, noise)
+        super().__init__(num_states, num_symbols, blocks, dropout)
         check_size("hidden_dim", hidden_dim)
         if two_level and (blocks is None or not blocks.disjoint):
             raise ValueError("two_level transitions need blocks that are disjoint.")
@@ -226,10 +217,6 @@ class NeuralHMM(_Large):
             raise ValueError("factored embeddings need blocks.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
-        if context is not None and (
-            blocks is None or not blocks.disjoint or (noise is not None and noise.word)
-        ):
-            raise ValueError("context needs blocks that are disjoint, and no noise of words.")
         for use in USES:
             if use == USES[0] or not tied:
                 table = StateEmbedding(num_states, hidden_dim, blocks if factored else None, scale)
@@ -244,7 +231,7 @@ class NeuralHMM(_Large):
             assert blocks is not None
             self.block_score = PyroModule[nn.Linear](hidden_dim, blocks.num_blocks)
         self.words = SymbolEmbedding(num_symbols, hidden_dim) if words is None else words
-        self.bias, self.context = nn.Parameter(torch.zeros(num_symbols)), context
+        self.bias = nn.Parameter(torch.zeros(num_symbols))
 
     def _build(
         self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
@@ -266,8 +253,6 @@ class NeuralHMM(_Large):
                 emission = Categorical(logits=emit @ words.mT + self.bias)
                 return HMM(initial, cast(Tensor, matrix), emission, lengths, observed)
             symbols = BlockSymbols(log_emission(emit, words, self.bias, blocks), blocks)
-            if self.context is not None:
-                symbols = ExpertSymbols(symbols.log_probs, blocks, words, self.context)
             return BlockHMM(initial, matrix, symbols, blocks, lengths, observed)
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
@@ -299,8 +284,6 @@ class NeuralHMM(_Large):
         """
         if self.blocks is None or not self.blocks.disjoint:
             raise ValueError("sequences continue in windows only with blocks that are disjoint.")
-        if self.noise is not None or self.context is not None:
-            raise ValueError("sequences continue in windows only without noise and context.")
         _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = self._kept()
@@ -331,7 +314,6 @@ class ScalarHMM(_Large):
         num_symbols: V.
         blocks: Which states may emit which symbol; all of them by default.
         dropout: As in :class:`NeuralHMM`.
-        noise: As in :class:`NeuralHMM`.
     """
 
     def __init__(
@@ -341,9 +323,8 @@ class ScalarHMM(_Large):
         *,
         blocks: Blocks | None = None,
         dropout: float | LinearDropout = 0.0,
-        noise: TrainingNoise | None = None,
     ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout, noise)
+        super().__init__(num_states, num_symbols, blocks, dropout)
         width = num_states if blocks is None else blocks.width
         self.start = nn.Parameter(torch.randn(num_states))
         self.transition = nn.Parameter(torch.randn(num_states, num_states))

@@ -168,40 +168,6 @@ def normalised(logits: Tensor, blocks: Blocks) -> Tensor:
     return logs.masked_fill(rows < 0, -torch.inf)
 
 
-def log_product(
-    table: Tensor, words: Tensor, context: Tensor, symbols: Tensor, blocks: Blocks
-) -> Tensor:
-    r"""Log-probabilities of symbols under a product of experts, ``(M, w)``; -inf beyond a block.
-
-    .. math:: p(x | z, c) = p(x | z) \, e^{c \cdot E_x} \Big/
-              \sum_{x'} p(x' | z) \, e^{c \cdot E_{x'}}
-
-    over the symbols of the block: one product of matrices for each block that occurs, in float64,
-    as the experts may all but exclude each other.
-
-    Args:
-        table: ``(V, w)``, log p(x | z), of :func:`log_emission`.
-        words: ``(V, D)``, E.
-        context: ``(M, D)``, c.
-        symbols: ``(M,)``, x.
-        blocks: Which states may emit which symbol; disjoint.
-    """
-    owner, parts, order = blocks.symbol_block[symbols.cpu()], [], []
-    for block in owner.unique().tolist():
-        token = (owner == block).nonzero().squeeze(-1).to(table.device)
-        word = (blocks.symbol_block == block).nonzero().squeeze(-1).to(table.device)
-        width = int(blocks.sizes[block])
-        scores, rows = context[token] @ words[word].mT, table[word, :width]
-        scores = scores.double().log_softmax(-1)
-        total = (scores.exp() @ rows.double().exp()).log()
-        place = torch.searchsorted(word, symbols[token])
-        product = rows[place] + (scores.gather(1, place.unsqueeze(-1)) - total).to(rows.dtype)
-        space = (0, table.size(1) - width)
-        parts.append(torch.nn.functional.pad(product, space, value=-torch.inf))
-        order.append(token)
-    return torch.cat(parts)[torch.cat(order).argsort()]
-
-
 def _by_blocks(
     blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:

@@ -1,0 +1,269 @@
+"""What the released code of the neural HMM has besides: noise in training, and other emissions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pyro.distributions import Categorical
+from pyro.nn import PyroModule
+from torch import Tensor, nn
+
+from pyrohmm import HMM, BlockHMM, NeuralHMM, ScalarHMM
+from pyrohmm._checks import check_floats, check_size
+from pyrohmm._precision import at_least_single
+from pyrohmm.distributions.block_symbols import BlockSymbols, ContextSymbols
+from pyrohmm.nn.dropout import check_dropout
+from pyrohmm.nn.networks import Residual
+from pyrohmm.ops.blocks.states import Blocks
+
+# Noise in training ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainingNoise:
+    r"""Dropout of transitions, columns, first states and words in training; all states remain.
+
+    What is left out has probability zero, and the rest is normalised again. Of the states of a
+    block at least one can be first, and at least one entered from each state, so that no sequence
+    becomes impossible. All K² transitions are computed where some are left out: state dropout costs
+    less.
+
+    Args:
+        transition: Of single transitions, chosen for each pair of states (unstructured dropout).
+        column: Of states, which no transition enters.
+        start: Of states, which are not first.
+        word: Of words that tell no state of their block from another: uniform over those that the
+            state may emit. Which they are is summed out, :math:`(1 - s) \, p(x|z) + s / V_z`.
+
+    Raises:
+        ValueError: If a share is not at least 0 and less than 1.
+    """
+
+    transition: float = 0.0
+    column: float = 0.0
+    start: float = 0.0
+    word: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, share in vars(self).items():
+            check_dropout(name, share)
+
+    def __call__(self, hmm: HMM) -> HMM:
+        """The HMM without what is left out this time; its states emit symbols."""
+        blocks = hmm.blocks if isinstance(hmm, BlockHMM) else None
+        initial, size = hmm.log_initial, hmm.num_states
+        transition: Any = hmm.transition if isinstance(hmm, BlockHMM) else hmm.log_transition
+        if self.start:
+            initial = _only(initial, _sample_kept(torch.rand_like(initial), blocks, self.start))
+        if self.transition or self.column:
+            transition = hmm.log_transition
+            columns = _sample_kept(torch.rand_like(initial), blocks, self.column)
+            chances = torch.rand_like(transition).masked_fill(~columns, -1.0)
+            transition = _only(transition, _sample_kept(chances, blocks, self.transition))
+        if not isinstance(hmm, BlockHMM):
+            count = initial.new_tensor(hmm.emission.logits.size(-1))
+            emission = Categorical(logits=self._blurred(hmm.emission.logits, count))
+            return HMM(initial, transition, emission, hmm.lengths, hmm.observed)
+        symbols = hmm.symbols
+        if self.word:
+            rows = hmm.blocks.states[hmm.blocks.symbol_block]
+            counts = torch.bincount(rows[rows >= 0], minlength=size).to(initial)
+            table = self._blurred(hmm.log_emission, counts[rows.to(initial.device)])
+            symbols = BlockSymbols(table, hmm.blocks)
+        return BlockHMM(initial, transition, symbols, hmm.blocks, hmm.lengths, hmm.observed)
+
+    def _blurred(self, log_probs: Tensor, count: Tensor) -> Tensor:
+        """Log of (1 - s) p + s / count."""
+        if not self.word:
+            return log_probs
+        return torch.logaddexp(
+            log_probs + math.log1p(-self.word), math.log(self.word) - count.log()
+        )
+
+
+def _only(log_probs: Tensor, kept: Tensor) -> Tensor:
+    """Log-probabilities of what is kept, normalised again."""
+    return log_probs.masked_fill(~kept, -torch.inf).log_softmax(-1)
+
+
+def _sample_kept(chances: Tensor, blocks: Blocks | None, share: float) -> Tensor:
+    """Whether each number is at least ``share``, or the largest of its block, ``(*, K)``."""
+    kept = chances >= share
+    if blocks is None:
+        return kept.scatter(-1, chances.argmax(-1, keepdim=True), True)
+    rows = blocks.states.to(chances.device)
+    places = chances[..., rows.clamp(min=0)].masked_fill(rows < 0, -torch.inf).argmax(-1)
+    return kept.scatter(-1, rows[torch.arange(len(rows), device=rows.device), places], True)
+
+
+class _Noisy:
+    """A model with noise: what :class:`TrainingNoise` leaves out at each call in training mode."""
+
+    def __init__(self, *sizes: int, noise: TrainingNoise, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.noise = noise
+
+    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
+        """Build the HMM for sequences of ``lengths``."""
+        hmm = super().forward(lengths, observed)
+        return self.noise(hmm) if self.training else hmm
+
+    def continue_from(self, *_: Any) -> Any:
+        """Refused."""
+        raise ValueError("sequences continue in windows only without noise.")
+
+
+class NoisyNeuralHMM(_Noisy, NeuralHMM):
+    """A :class:`NeuralHMM` with noise."""
+
+
+class NoisyScalarHMM(_Noisy, ScalarHMM):
+    """A :class:`ScalarHMM` with noise."""
+
+
+# Emissions -----------------------------------------------------------------------------------
+
+
+class ProjectedEmbedding(PyroModule):
+    """A vector for each symbol, a linear map of a shorter or known one: of rank R at most.
+
+    Args:
+        table: ``(V, R)``, such as of word2vec, which stays as it is; an ``nn.Parameter`` is learnt.
+        dim: D.
+    """
+
+    def __init__(self, table: Tensor, dim: int) -> None:
+        super().__init__()
+        check_floats("table", table)
+        if isinstance(table, nn.Parameter):
+            self.table = table
+        else:
+            self.register_buffer("table", table)
+        rank = table.size(-1)
+        self.map = nn.Parameter(torch.empty(rank, dim).uniform_(-1, 1) * (rank * dim) ** -0.5)
+
+    def forward(self) -> Tensor:
+        """The vectors, ``(V, D)``."""
+        return self.table @ self.map
+
+
+class PreviousSymbols(PyroModule):
+    """A vector of the n symbols before each step: the expert of a feed-forward n-gram.
+
+    Args:
+        num_symbols: V.
+        dim: D.
+        lags: n.
+    """
+
+    def __init__(self, num_symbols: int, dim: int, lags: int = 2) -> None:
+        super().__init__()
+        check_size("lags", lags)
+        self.num_symbols, self.lags = num_symbols, lags
+        self.table = nn.Parameter(torch.randn(num_symbols + 1, dim))  # the last: before the first
+        self.joint = PyroModule[nn.Linear](lags * dim, dim)
+        self.net = Residual(dim)
+
+    def forward(self, symbols: Tensor) -> Tensor:
+        """From symbols ``(N, T)`` to vectors ``(N, T, D)``."""
+        padded = nn.functional.pad(symbols, (self.lags, 0), value=self.num_symbols)[:, :-1]
+        before = padded.unfold(-1, self.lags, 1)  # (N, T, n)
+        return self.net(self.joint(self.table[before].flatten(-2)))
+
+
+def log_product(
+    table: Tensor, words: Tensor, context: Tensor, symbols: Tensor, blocks: Blocks
+) -> Tensor:
+    r"""Log-probabilities of symbols under a product of experts, ``(M, w)``; -inf beyond a block.
+
+    .. math:: p(x | z, c) = p(x | z) \, e^{c \cdot E_x} \Big/
+              \sum_{x'} p(x' | z) \, e^{c \cdot E_{x'}}
+
+    over the symbols of the block: one product of matrices for each block that occurs, in float64,
+    as the experts may all but exclude each other.
+
+    Args:
+        table: ``(V, w)``, log p(x | z), of :func:`log_emission`.
+        words: ``(V, D)``, E.
+        context: ``(M, D)``, c.
+        symbols: ``(M,)``, x.
+        blocks: Which states may emit which symbol; disjoint.
+    """
+    owner, parts, order = blocks.symbol_block[symbols.cpu()], [], []
+    for block in owner.unique().tolist():
+        token = (owner == block).nonzero().squeeze(-1).to(table.device)
+        word = (blocks.symbol_block == block).nonzero().squeeze(-1).to(table.device)
+        width = int(blocks.sizes[block])
+        scores, rows = context[token] @ words[word].mT, table[word, :width]
+        scores = scores.double().log_softmax(-1)
+        total = (scores.exp() @ rows.double().exp()).log()
+        place = torch.searchsorted(word, symbols[token])
+        product = rows[place] + (scores.gather(1, place.unsqueeze(-1)) - total).to(rows.dtype)
+        space = (0, table.size(1) - width)
+        parts.append(torch.nn.functional.pad(product, space, value=-torch.inf))
+        order.append(token)
+    return torch.cat(parts)[torch.cat(order).argsort()]
+
+
+class ExpertSymbols(ContextSymbols):
+    r"""Products of two experts: of the state, and of the symbols before.
+
+    .. math:: p(x_t | z_t, x_{<t}) \propto p(x_t | z_t) \, \exp(c(x_{<t}) \cdot E_{x_t})
+
+    normalised over the symbols of the block.
+
+    Args:
+        log_probs: As of :class:`BlockSymbols`, :math:`\log p(x|z)`.
+        blocks: They are disjoint.
+        words: ``(V, D)``, E.
+        context: From symbols ``(N, T)`` to vectors c ``(N, T, D)``, each of the symbols before.
+    """
+
+    kind = "a product of experts"
+
+    def __init__(
+        self, log_probs: Tensor, blocks: Blocks, words: Tensor, context: Callable[[Tensor], Tensor]
+    ) -> None:
+        super().__init__(log_probs, blocks)
+        self.words, self.context = words, context
+
+    def _of(
+        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        blocks, alone = super()._of(symbols, values, lengths, check)
+        vectors = at_least_single(self.context(symbols)).to(self.words.dtype).flatten(0, 1)
+        found = log_product(self.log_probs, self.words, vectors, symbols.flatten(), self.blocks)
+        return blocks, found.view_as(alone)
+
+
+class ExpertHMM(NeuralHMM):
+    """A :class:`NeuralHMM` whose emissions are products of two experts: :class:`ExpertSymbols`.
+
+    Args:
+        sizes: As of :class:`NeuralHMM`.
+        context: Called with symbols ``(N, T)``, returns vectors ``(N, T, D)`` of the symbols before
+            each, such as :class:`PreviousSymbols`.
+        **options: Of :class:`NeuralHMM`, among them blocks that are disjoint.
+    """
+
+    def __init__(self, *sizes: int, context: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        if self.blocks is None or not self.blocks.disjoint:
+            raise ValueError("context needs blocks that are disjoint.")
+        self.context = context
+
+    def _build(self, *parts: Any) -> BlockHMM:
+        hmm: Any = super()._build(*parts)
+        words = at_least_single(self.words())
+        symbols = ExpertSymbols(hmm.log_emission, hmm.blocks, words, self.context)
+        return BlockHMM(
+            hmm.log_initial, hmm.transition, symbols, hmm.blocks, hmm.lengths, hmm.observed
+        )
+
+    def continue_from(self, *_: Any) -> Any:
+        """Refused."""
+        raise ValueError("sequences continue in windows only without context.")
