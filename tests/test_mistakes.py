@@ -7,6 +7,7 @@ import numpy as np
 import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer.autoguide import AutoDelta
 
 from pyrohmm import (
     HMM,
@@ -306,6 +307,9 @@ def test_data(mistake, error, words):
        f"{wrong}'. Did you mean {meant}")
       for wrong, meant in {"n_iter": "num_iterations", "num_steps": "num_iterations",
                            "n_init": "restarts"}.items()],
+    *[(f"SVI by {wrong}", lambda wrong=wrong: fit_svi(model(), AutoDelta(model()), data(),
+                                                     **{wrong: 3}), TypeError,
+       f"{wrong}'. Did you mean elbo") for wrong in ("loss", "num_particles")],
     ("MAP by init", lambda: fit_map(model(), data(), init=1), TypeError, "'. Did you mean start"),
     ("MAP from a number", lambda: fit_map(model(), data(), start=3), TypeError,
      "start must be a function"),

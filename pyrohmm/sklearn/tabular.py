@@ -168,9 +168,8 @@ class TabularEstimator(SequenceEstimator):
         monitor.history += history[:-1]
         self._take(fit.hmm(data))
         monitor.converged = gain < self.tol or monitor.iter >= self.n_iter
-        # that n_iter is few is known from the monitor, and priors are asked for: no degeneration
-        known = "still falling", "the prior of"
-        monitor.notes = [x for x in fit.notes if not any(words in x for words in known)]
+        # that n_iter is few is known from the monitor, and no degeneration
+        monitor.notes = [note for note in fit.notes if "still falling" not in note]
         return history[-1]
 
     def _log_evidence(self, data: Sequences) -> float:

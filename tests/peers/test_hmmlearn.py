@@ -25,7 +25,7 @@ DIFFERENT = {
     "test__check_and_set_categorical_n_features": PRIVATE,
     "test_fit_ignored_init_warns": "it is warned of, and not logged",
     "test_fit_too_little_data": "it is warned of, and not logged",
-    "test_fit_with_priors": "covars_prior is one number, and means have no prior",
+    "test_fit_with_priors": "priors are those of a module: fits are of maximum likelihood",
     "test_issue_385": "spherical covars_ have shape (K,); (K, 1, 1, 1) is refused",
     "test_chunked[full]": "it asks for equality to .001 after ten iterations, far from the optimum",
 }
