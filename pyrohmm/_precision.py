@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import hardshrink
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ._threads import flushed
-from ._transforms import provenance_of, transforming, with_provenance
+from ._transforms import by_operations, provenance_of, transforming, with_provenance
 
 _AS_IT_IS = nullcontext()
 BATCHED = torch._C._dispatch_key_parse("Batched")  # weights in jacobian(vectorize=True)
@@ -61,20 +62,65 @@ def differentiable_gradient(
     return [None if x is None or not x.requires_grad else next(gradients) for x in views]
 
 
-def recomputed(function: Callable[..., Tensor], *arguments: Tensor) -> Tensor:
+def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, computed again for the gradient rather than kept.
 
+    The values are computed as without gradients; on the way back the function is called again, by
+    operations of torch, as within transforms. Arguments and result are tensors, or tuples, lists
+    and dictionaries of them. The graph has one node, of all that is returned.
     (As ``torch.utils.checkpoint``, whose first call takes seconds, in which it loads a compiler.)
     """
+    if not torch.is_grad_enabled() or transforming():
+        return function(*arguments)
+    given, form = tree_flatten(arguments)
+    places = [i for i, x in enumerate(given) if isinstance(x, Tensor) and x.requires_grad]
+    if not places:
+        return function(*arguments)
+    found: list[Any] = []
+
+    def parts(*inputs: Tensor) -> tuple[list[Any], Any]:
+        leaves = list(given)
+        for place, x in zip(places, inputs):
+            leaves[place] = x
+        return tree_flatten(function(*tree_unflatten(leaves, form)))
+
+    def joined(leaves: list[Any]) -> Tensor:
+        return torch.cat([part.reshape(-1) for part in leaves if _is_float(part)])
+
+    def twin(*inputs: Tensor) -> Tensor:
+        return joined(by_operations(parts, *inputs)[0])
 
     def forward(*inputs: Tensor) -> tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]:
         def gradient(weights: Tensor) -> list[Tensor | None]:
-            found = differentiable_gradient(function, inputs, weights)
-            return [None if x is None else x.detach() for x in found]
+            slopes = differentiable_gradient(twin, inputs, weights)
+            return [None if x is None else x.detach() for x in slopes]
 
-        return function(*inputs), gradient
+        found.extend(parts(*inputs))
+        return joined(found[0]), gradient
 
-    return with_gradient(forward, function, *arguments)
+    others = [x for i, x in enumerate(given) if isinstance(x, Tensor) and i not in places]
+    flat = with_gradient(forward, twin, *(given[place] for place in places), also=others)
+    leaves, shape = found
+    pieces = iter(flat.split([part.numel() for part in leaves if _is_float(part)]))
+    leaves = [
+        next(pieces).reshape(part.shape).to(part.dtype) if _is_float(part) else part
+        for part in leaves
+    ]
+    return tree_unflatten(leaves, shape)
+
+
+def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: ``function`` by :func:`recomputed`."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return recomputed(partial(function, **options), *arguments)
+
+    return call
+
+
+def _is_float(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point()
 
 
 Forward = Callable[..., tuple[Tensor, Callable[[Tensor], Sequence[Tensor | None]]]]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -70,15 +72,41 @@ def tensors_of(part: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(inner, seen)
 
 
+_by_operations: ContextVar[bool] = ContextVar("pyrohmm_by_operations", default=False)
+
+
+def by_operations(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)`` by differentiable operations of torch alone, as within transforms."""
+    token = _by_operations.set(True)
+    try:
+        return function(*args)
+    finally:
+        _by_operations.reset(token)
+
+
+def beside(found: Tensor, owner: Any) -> Any:
+    """``owner``, whose tensors meet ``found``; as constants, if that is one.
+
+    A product of a constant with what has a gradient would have a part of its gradient.
+    """
+    if found.requires_grad or not torch.is_grad_enabled():
+        return owner
+    held = [part for part in tensors_of(owner, set()) if part.requires_grad]
+    return copy.deepcopy(owner, {id(part): part.detach() for part in held}) if held else owner
+
+
 def transforming() -> bool:
     """Whether ``torch.func.grad``, ``vmap``, ``jvp``, what is made of them, or a tracer is at work.
+
+    Or :func:`by_operations`.
 
     They take neither functions of autograd with a backward of their own nor compiled loops, and
     within ``vmap`` values cannot be read: not to check them, and not to choose the way. Nor can
     they by ``torch.jit.trace``, ``make_fx`` and ``torch.export``, whose graph is for other values.
     """
     return bool(
-        torch._C._are_functorch_transforms_active()
+        _by_operations.get()
+        or torch._C._are_functorch_transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
         or exporting()

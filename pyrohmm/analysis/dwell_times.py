@@ -20,6 +20,7 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops import masks, semi_markov
+from ..ops.log_space import logsumexp
 
 
 class Segment(NamedTuple):
@@ -108,7 +109,7 @@ def dwell_time_mean(hmm: HMM) -> Tensor:
         tensor([10., inf])
     """
     if isinstance(hmm, HSMM):
-        return semi_markov.log_mean_duration(hmm.log_duration.detach()).exp()
+        return semi_markov.log_mean_duration(hmm.log_duration).exp()
     return (-_log_leave(hmm)).exp()
 
 
@@ -141,7 +142,7 @@ def dwell_time_log_prob(hmm: HMM, num_steps: int) -> Tensor:
     """
     check_size("num_steps", num_steps)
     if isinstance(hmm, HSMM):
-        return _cut(hmm.log_duration.detach(), num_steps)
+        return _cut(hmm.log_duration, num_steps)
     return _log_stays(hmm, num_steps) + _log_leave(hmm).unsqueeze(-1)
 
 
@@ -173,7 +174,7 @@ def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
     """
     check_size("num_steps", num_steps)
     if isinstance(hmm, HSMM):
-        return _cut(semi_markov.log_survival(hmm.log_duration.detach()), num_steps)
+        return _cut(semi_markov.log_survival(hmm.log_duration), num_steps)
     _log_leave(hmm)  # raises if there is not one matrix
     return _log_stays(hmm, num_steps)
 
@@ -327,7 +328,7 @@ def _cut(table: Tensor, num_steps: int) -> Tensor:
 
 def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
     """Log-probability to stay 0, 1, ... times, ``(*B, K, num_steps)``."""
-    stay = hmm.log_transition.detach().diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    stay = hmm.log_transition.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     more = torch.arange(num_steps, device=stay.device)
     return (more * stay).masked_fill(more == 0, 0.0)  # 0 times -inf is NaN
 
@@ -347,6 +348,6 @@ def _log_leave(hmm: HMM) -> Tensor:
             "distribution; this one has a matrix for each transition. Take one of them, or count "
             "visits with dwell_counts."
         )
-    matrix = hmm.log_transition.detach()
+    matrix = hmm.log_transition
     diagonal = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
-    return matrix.masked_fill(diagonal, -torch.inf).logsumexp(-1)
+    return logsumexp(matrix.masked_fill(diagonal, -torch.inf), -1)

@@ -10,6 +10,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from .._checks import check_size, check_tensor
+from .._transforms import beside
 from ..chains.blocks import CarriedState
 from ..chains.markov import MarkovChain
 from ..chains.paths import PathFactors, normalised
@@ -24,6 +25,7 @@ from ..distributions.structured_hmm import HSMM
 from ..ops import recursions
 from ..ops.blocks import queries as block_queries
 from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.log_space import logsumexp
 
 
 def chain_factors(hmm: HMM, values: Tensor) -> PathFactors:
@@ -56,7 +58,8 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
     Steps that are padded or not observed hold 0, so that the sum over steps is
     :meth:`HMM.log_prob`; a label, that a segment ends with the data, and with ``exact_entry`` that
     nothing is entered at a step that is not observed, counts as an observation.
-    What is observed holds -inf from where it has become impossible.
+    What is observed holds -inf from where it has become impossible. Of a
+    :class:`pyrohmm.BlockHMM` it is a constant for gradients.
 
     Args:
         hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states.
@@ -69,29 +72,29 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         >>> predictive_log_prob(hmm, torch.tensor([1, 1, 1])).exp()
         tensor([0.7000, 0.7457, 0.7772], dtype=torch.float64)
     """
-    with torch.no_grad():
-        if in_blocks(hmm):
+    if in_blocks(hmm):
+        with torch.no_grad():
             blocks, shape = hmm.log_chain(values, trim=True)
             return block_queries.at_steps(blocks, block_queries.predictive(blocks), shape)
-        chain = chain_factors(hmm, values)
-        scores = (chain.predicted() + chain.likelihood).logsumexp(-1)
-        informative = hmm.known
-        if hmm.allowed is not None:
-            informative = informative | (chain.exists & ~hmm.allowed.all(-1))
-        if isinstance(hmm, ContinuousTimeHMM) and hmm.exact_entry is not None:
-            informative = chain.exists  # of no entry where nothing is observed
-        if isinstance(hmm, HSMM) and not hmm.censored_end:  # where a segment ends
-            later = torch.nn.functional.pad(chain.exists[..., 1:], (0, 1))
-            informative = informative | (chain.exists & ~later)
-        return scores.masked_fill(~informative, 0.0)
+    chain = chain_factors(hmm, values)
+    scores = logsumexp(chain.predicted() + chain.likelihood, -1)
+    informative = hmm.known
+    if hmm.allowed is not None:
+        informative = informative | (chain.exists & ~hmm.allowed.all(-1))
+    if isinstance(hmm, ContinuousTimeHMM) and hmm.exact_entry is not None:
+        informative = chain.exists  # of no entry where nothing is observed
+    if isinstance(hmm, HSMM) and not hmm.censored_end:  # where a segment ends
+        later = torch.nn.functional.pad(chain.exists[..., 1:], (0, 1))
+        informative = informative | (chain.exists & ~later)
+    return scores.masked_fill(~informative, 0.0)
 
 
 def continuation(hmm: HMM, values: Tensor, num_steps: int | Tensor) -> HMM:
     r"""Joint predictive distribution :math:`p(x_{T+1:T+H} \mid x_{1:T})`, itself an HMM.
 
     Its ``sample_with_states`` samples continuations and their states, its ``log_prob`` scores them.
-    :meth:`HMM.forecast` gives the marginal of each step. The distribution of its first state is a
-    constant for gradients. Where the next state depends on more than the state, as in an
+    :meth:`HMM.forecast` gives the marginal of each step. In blocks all of it is a constant for
+    gradients. Where the next state depends on more than the state, as in an
     :class:`HSMM`, its states are those of ``hmm.expanded()``; so are those of a
     :class:`pyrohmm.FactorialHMM`. That of a :class:`pyrohmm.BlockHMM` of inner products is in
     blocks, too.
@@ -133,9 +136,8 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int | Tensor) -> HMM:
             and values.dim() == 1 + len(hmm.event_shape)
         ):
             return _continued(hmm, hmm.transition, values, int(num_steps))
-    with torch.no_grad():
-        final = _last_state(hmm, values)
-        first = normalised((final.unsqueeze(-1) + hmm.log_transition).logsumexp(-2))
+    final = _last_state(hmm, values)
+    first = normalised(logsumexp(final.unsqueeze(-1) + hmm.log_transition, -2))
     return hmm.replace(
         log_initial=first,
         emission=_emission_ahead(hmm, values),
@@ -169,10 +171,9 @@ def _continued_in_time(hmm: ContinuousTimeHMM, values: Tensor, times: int | Tens
     hmm.chain.check_rates("continuation")
     check_tensor("times", times)
     gaps = hmm.gaps_after(cast(Tensor, times))
-    with torch.no_grad():
-        final = _last_state(hmm, values)
-        matrix = over_gaps(hmm.rates, Gaps(*gaps[..., :1].unique(return_inverse=True))).squeeze(-3)
-        first = normalised((final.unsqueeze(-1) + matrix).logsumexp(-2))
+    final = _last_state(hmm, values)
+    matrix = over_gaps(hmm.rates, Gaps(*gaps[..., :1].unique(return_inverse=True))).squeeze(-3)
+    first = normalised(logsumexp(final.unsqueeze(-1) + matrix, -2))
     return hmm.replace(
         log_initial=first,
         emission=_emission_ahead(hmm, values),
@@ -191,7 +192,7 @@ def _continued(
     check_possible(final.log_probs.logsumexp(-1))
     with torch.no_grad():
         carried = CarriedState.of(transition, *final)
-    ahead = hmm.replace(lengths=torch.full_like(hmm.lengths, num_steps))
+    ahead = beside(final.log_probs, hmm).replace(lengths=torch.full_like(hmm.lengths, num_steps))
     return cast(BlockHMM, ahead).continue_from(carried)
 
 
@@ -270,7 +271,8 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
         ~hmm.exists.unsqueeze(-1), 1.0
     )  # so that sampling is possible
     states = states / states.sum(-1, keepdim=True)
-    return (_ForecastPerStep if hmm.emission_per_step else Forecast)(states, hmm.emission)
+    kind = _ForecastPerStep if hmm.emission_per_step else Forecast
+    return kind(states, beside(states, hmm).emission)
 
 
 class _ForecastPerStep(Forecast):

@@ -44,7 +44,8 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         Paths ``(*B, C, T)``, integers, 0 at padded steps; and their log p(x, z) ``(*B, C)``, in
-        nats. Where fewer than C paths are possible the rest have -inf, and hold 0.
+        nats. Where fewer than C paths are possible the rest have -inf, and hold 0. Of a
+        :class:`BlockHMM` they are constants for gradients.
 
     Raises:
         TypeError: If ``count`` is not an int.
@@ -66,14 +67,14 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         tensor([0.1125, 0.0405, 0.0225], dtype=torch.float64)
     """
     check_size("count", count)
-    with torch.no_grad():
-        if in_blocks(hmm):
+    if in_blocks(hmm):
+        with torch.no_grad():
             states, best = hmm.chain.k_best(hmm._read(values, check=True), count)
-            paths = states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0)
-        else:
-            paths, best = chain_factors(hmm, values).k_best(count)
-        check_possible(best[..., 0])
-        return paths, best
+        paths = states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0)
+    else:
+        paths, best = chain_factors(hmm, values).k_best(count)
+    check_possible(best[..., 0])
+    return paths, best
 
 
 def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
@@ -81,7 +82,8 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
 
     .. math:: H(z_{1:T} | x) = -\sum_z p(z | x) \log p(z | x)
 
-    It is zero when the observations leave one path only, and at most :math:`T \log K`.
+    It is zero when the observations leave one path only, and at most :math:`T \log K`. Of a
+    :class:`BlockHMM` it is a constant for gradients.
 
     Args:
         hmm: The model. Of an :class:`HSMM` it takes the time of a chain of K · D states, of a
@@ -107,7 +109,7 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         if in_blocks(hmm):
             blocks, shape = hmm.log_chain(values)
             return block_queries.entropy(blocks).reshape(shape[:-1])
-        return chain_factors(hmm, values).entropy()
+    return chain_factors(hmm, values).entropy()
 
 
 def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
@@ -133,14 +135,13 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
         >>> expected_visits(hmm, torch.tensor([0, 0, 1, 0, 0]))
         tensor([2., 1.], dtype=torch.float64)
     """
-    with torch.no_grad():
-        initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
-        found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
-        check_possible(found.log_evidence)
-        stays = state_of.unsqueeze(-1) == state_of
-        entered = found.state_probs[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
-        visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
-        return visits.index_add(-1, state_of, entered)
+    initial, transition, likelihood, _, state_of = chain_factors(hmm, values)
+    found = recursions.posterior(initial, transition, likelihood, hmm.lengths)
+    check_possible(found.log_evidence)
+    stays = state_of.unsqueeze(-1) == state_of
+    entered = found.state_probs[..., 0, :] + found.transitions.masked_fill(stays, 0.0).sum(-2)
+    visits = entered.new_zeros(*entered.shape[:-1], hmm.num_states)
+    return visits.index_add(-1, state_of, entered)
 
 
 class PseudoResiduals(NamedTuple):
@@ -188,8 +189,8 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         forecast: Whether to condition on the past alone.
 
     Returns:
-        Limits ``(*B, T, *E)`` of uniform pseudo-residuals. They are 0 and 1 also where the
-        observations conditioned on are impossible.
+        Limits ``(*B, T, *E)`` of uniform pseudo-residuals, without gradients. They are 0 and 1
+        also where the observations conditioned on are impossible.
 
     Raises:
         ValueError: If cumulative probabilities are not known, or observations depend on those

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from .._arrays import to_tensor
 from .._checks import check_booleans, check_real, check_size, check_times
+from .._transforms import beside
 from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain
 from ..chains.paths import normalised
@@ -67,8 +68,8 @@ class Filter:
 
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
-    is too long. Parameters per step end with their last step. An impossible observation is refused;
-    without ``validate_args`` the stream's evidence stays -inf after it, its states all zero.
+    is too long; none has a gradient. Parameters per step end with their last step. An impossible
+    observation is refused; without ``validate_args`` the stream's evidence stays -inf after it, its states all zero.
 
     Args:
         hmm: The model, of any chain and emission; those that are not Markov are expanded.
@@ -114,7 +115,7 @@ class Filter:
             hmm.check_constant("Filter")
         if isinstance(hmm.chain, RateChain):
             hmm.chain.check_rates("Filter")
-        self.hmm = hmm
+        self.hmm = hmm = beside(hmm.log_initial.detach(), hmm)
         self._blocks: Transitions | None = None
         self._state_of: Tensor | None = None  # the state of the HMM that each state here is
         with torch.no_grad():

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_floats, check_log_simplex, check_same_device
+from .._precision import recomputing
 from .._sync import exceeds
 from .._transforms import gradients, transforming
 from ..ops.masks import exists as steps_of
@@ -210,14 +211,21 @@ class Chain:
         Raises:
             ValueError: If a gradient is NaN where the evidence is finite.
         """
-        names = list(self.parameters)
-
-        def evidence(likelihood: Tensor, *values: Tensor) -> Tensor:
-            return self.replace(**dict(zip(names, values))).log_evidence(likelihood, lengths)
-
         batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
         likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
-        total, (states, *counts) = gradients(evidence, likelihood, *self.parameters.values())
+        return self._counts_at(self.parameters, self.options, likelihood, lengths)
+
+    @recomputing
+    def _counts_at(
+        self, names: dict[str, Tensor], options: dict[str, Any], likelihood: Tensor, lengths: Tensor
+    ) -> ExpectedCounts:
+        """Expected counts of the chain with these parameters and options."""
+
+        def evidence(likelihood: Tensor, *values: Tensor) -> Tensor:
+            chain = self.replace(**(options | dict(zip(names, values))))
+            return chain.log_evidence(likelihood, lengths)
+
+        total, (states, *counts) = gradients(evidence, likelihood, *names.values())
         for name, count in zip(names, counts) if not transforming() else ():
             if not exceeds((total.isnan().any() | ~count.isnan().any()).double(), 0.5):
                 raise ValueError(

@@ -329,7 +329,7 @@ class BlockChain(MarkovChain):
             return queries.in_order(chain, recursions.final_state_log_probs(chain))
 
     def posterior(self, log_likelihood: Any, lengths: Tensor) -> Posterior:
-        """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
+        """Smoothed marginals, and expected transitions of each sequence, without gradients."""
         seen = self.in_blocks(log_likelihood, lengths)
         evidence = self.log_evidence(seen, lengths).detach()
         with torch.no_grad():
@@ -348,7 +348,7 @@ class BlockChain(MarkovChain):
         return self.replace().expected_counts(log_likelihood, lengths)
 
     def filtered(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
-        """Filtered states, ``(*B, T, K)``; -inf at padded steps."""
+        """Filtered states, ``(*B, T, K)``, without gradients; -inf at padded steps."""
         seen = self.in_blocks(log_likelihood, lengths)
         with torch.no_grad():
             chain = self.log_chain(seen)

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.log_space import finite_or_zero, normalised
+from .._precision import recomputing
+from ..ops.log_space import finite_or_zero, logsumexp, normalised
 from ..ops.masks import exists
 from .base import Chain
 
@@ -72,13 +73,14 @@ class PathFactors(NamedTuple):
         """Log-probabilities ``(*b, K, K)`` of the transition to step ``t``, counted from 0."""
         return self.transition[..., t - 1 if self.transition.size(-3) > 1 else 0, :, :]
 
+    @recomputing
     def predicted(self) -> Tensor:
         r"""Predicted states :math:`\log p(z_t \mid x_{1:t-1})`, ``(*B, T, K)``."""
         log_probs = self.initial
         predicted = [log_probs]
         for t in range(1, self.likelihood.size(-2)):
             filtered = normalised(log_probs + self.likelihood[..., t - 1, :])
-            log_probs = (filtered.unsqueeze(-1) + self.matrix(t)).logsumexp(-2)
+            log_probs = logsumexp(filtered.unsqueeze(-1) + self.matrix(t), -2)
             predicted.append(log_probs)
         return torch.stack(predicted, -2)
 
@@ -93,6 +95,7 @@ class PathFactors(NamedTuple):
             messages.append(message)
         return torch.stack(messages[::-1], -2)
 
+    @recomputing
     def k_best(self, count: int) -> tuple[Tensor, Tensor]:
         """The most probable paths ``(*B, C, T)``, best first, and their log joint ``(*B, C)``.
 
@@ -121,8 +124,9 @@ class PathFactors(NamedTuple):
             path.append(self.state_of[place // count])
         paths = torch.stack(path[::-1], -1)
         real = self.exists.unsqueeze(-2) & ~log_joint.isneginf().unsqueeze(-1)
-        return paths.masked_fill(~real, 0), log_joint
+        return paths.masked_fill(~real, 0), log_joint.masked_fill(log_joint.isneginf(), -torch.inf)
 
+    @recomputing
     def entropy(self) -> Tensor:
         """Entropy of the path given the observations ``(*B)``, in nats; zero if there is none.
 
@@ -132,12 +136,11 @@ class PathFactors(NamedTuple):
         entropy = torch.zeros_like(filtered)  # of the states before, given the state at t
         for t in range(1, self.likelihood.size(-2)):
             pairs = filtered.unsqueeze(-1) + self.matrix(t)
-            predicted = pairs.logsumexp(-2)
-            share = (pairs - finite_or_zero(predicted).unsqueeze(-2)).exp()  # of the states at t-1
-            before = (share * entropy.unsqueeze(-1) + torch.special.entr(share)).sum(-2)
+            predicted = logsumexp(pairs, -2)
+            logs = pairs - finite_or_zero(predicted).unsqueeze(-2)  # of the states at t-1
+            before = (logs.exp() * (entropy.unsqueeze(-1) - finite_or_zero(logs))).sum(-2)
             here = self.exists[..., t, None]
             updated = normalised(predicted + self.likelihood[..., t, :])
             filtered = torch.where(here, updated, filtered)
             entropy = torch.where(here, before, entropy)
-        last = filtered.exp()
-        return (last * entropy + torch.special.entr(last)).sum(-1).clamp(min=0.0)
+        return (filtered.exp() * (entropy - finite_or_zero(filtered))).sum(-1).clamp(min=0.0)

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_booleans, check_log_simplex, check_real, check_shape, check_times
-from .._precision import recomputed
-from .._transforms import refuse_transforms, transforming
+from .._precision import recomputed, recomputing
+from .._transforms import gradients, refuse_transforms, transforming
 from ..ops import masks, recursions
 from ..ops import stationary as stationary_ops
-from ..ops.log_space import largest, log, logsumexp
+from ..ops.log_space import finite_or_zero, largest, log, logsumexp
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
 from .base import Chain, Core, ExpectedCounts
@@ -197,18 +197,24 @@ class RateChain(MarkovRecursions):
         """
         refuse_transforms("expected counts of a chain in continuous time")
         found = recursions.expected_counts(self.log_initial, self.matrices, log_likelihood, lengths)
-        with torch.inference_mode(False), torch.enable_grad():
-            # tensors made in inference mode cannot be kept for a gradient
-            gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))
-            logs = self.factors()["rates"].detach().clone().requires_grad_()
-            rates = torch.where(diagonal(logs), logs, logs.exp())
-            seen = self.options["observed"]
-            seen = None if seen is None else seen.clone()
-            parts = rates, gaps, self.exact_entry, seen
-            matrices = transitions_between(*parts, self.rates_per_step)
-            (pulled,) = torch.autograd.grad(matrices, logs, found.transitions)
+        pulled = self._pulled(self.factors()["rates"], found.transitions)
         counts = {"log_initial": found.initial, "rates": pulled}
         return ExpectedCounts(found.log_evidence, found.state_probs, counts)
+
+    @recomputing
+    def _pulled(self, log_rates: Tensor, transitions: Tensor) -> Tensor:
+        """The gradient by log rates of the matrices between steps, weighted by ``transitions``."""
+        with torch.inference_mode(False):  # whose tensors cannot be kept for a gradient
+            gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))
+            seen = self.options["observed"]
+            seen = None if seen is None else seen.clone()
+
+        def weighted(logs: Tensor, weights: Tensor) -> Tensor:
+            parts = torch.where(diagonal(logs), logs, logs.exp()), gaps, self.exact_entry, seen
+            matrices = transitions_between(*parts, self.rates_per_step)
+            return (finite_or_zero(matrices) * weights).sum()
+
+        return gradients(weighted, log_rates, transitions)[1][0]
 
     def uniform(self) -> RateChain:
         """A copy where all that is possible is equally probable, at about a transition a gap."""

@@ -139,7 +139,7 @@ class ChainDistribution(TorchDistribution):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy whose tensors are leaves of a graph of their own, as a pickle's are."""
         for tensor in tensors_of(self.__dict__, set()):
-            if not tensor.is_leaf:
+            if not tensor.is_leaf and id(tensor) not in memo:
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo).requires_grad_()
         new = copy.copy(self)
         memo[id(self)] = new

@@ -220,6 +220,9 @@ class BlockHMM(HMM):
     def block_posterior(self, values: Tensor) -> BlockPosterior:
         r"""Smoothed posterior :math:`p(z_t \mid x_{1:T})` within the block of each symbol.
 
+        It has no gradient, nor have ``posterior``, ``filtered``, and what follows from them, in
+        blocks: ``dense()`` has.
+
         Raises:
             ValueError: If steps are missing, where the state may be in any block; or (with
                 ``validate_args``) a sequence has probability zero.

@@ -13,7 +13,7 @@ from .._checks import (
     check_broadcast,
     check_real,
 )
-from .._transforms import opaque, transforming
+from .._transforms import beside, opaque, transforming
 from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
 from .forecast import Forecast
@@ -278,9 +278,10 @@ class ContinuousTimeHMM(HMM):
         self.chain.check_rates("forecast")
         gaps = self.gaps_after(times)
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
-        matrices = over_gaps(self.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
+        hmm = beside(now, self)
+        matrices = over_gaps(hmm.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
         states = (now @ matrices.to(now.dtype)).squeeze(-2)
-        return Forecast(states, self.emission)
+        return Forecast(states, hmm.emission)
 
     def gaps_after(self, times: Tensor) -> Tensor:
         """Time ``(*B, H)`` from the last step of each sequence to ``times`` ``(*B, H)``.

@@ -7,6 +7,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -304,8 +305,7 @@ class LinearChainCRF(TorchDistribution):
     def marginals(self) -> Tensor:
         r"""Marginals :math:`p(y_t)`, ``(*B, T, K)``, by forward-backward; zero at padded steps.
 
-        They carry no gradient; that of ``log_partition`` by the emission scores, taken with
-        ``create_graph=True``, are the same numbers and does.
+        Differentiable by all scores; for the gradient they are computed again, by steps.
         """
         return self.chain.posterior(self.emission_scores, self.lengths).state_probs
 
@@ -329,14 +329,14 @@ class LinearChainCRF(TorchDistribution):
         Where fewer than C paths are possible the rest have -inf, and hold 0.
         """
         check_size("count", count)
-        with torch.no_grad():
-            paths, scores = self._paths().k_best(count)
-            return paths, scores - finite_or_zero(self._log_sum(self._levelled)).unsqueeze(-1)
+        paths, scores = self._paths().k_best(count)
+        total = self._log_sum(self._levelled)
+        return paths, (scores - finite_or_zero(total).unsqueeze(-1)).to(total.dtype)
 
     def path_entropy(self) -> Tensor:
         r"""Entropy :math:`-\sum_y p(y) \log p(y)` of the labels, in nats, ``(*B)``."""
-        with torch.no_grad():
-            return self._paths().entropy()
+        types = (scores.dtype for scores in self._named.values())
+        return self._paths().entropy().to(reduce(torch.promote_types, types))
 
     def _paths(self) -> PathFactors:
         chain = self.chain

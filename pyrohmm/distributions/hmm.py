@@ -18,7 +18,7 @@ from .._checks import (
 )
 from .._precision import full_precision
 from .._sync import with_one_wait
-from .._transforms import opaque, transforming
+from .._transforms import beside, opaque, transforming
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
@@ -423,11 +423,13 @@ class HMM(ChainDistribution):
         self.check_constant("forecast", markov=False)
         emission = self.emission
         if not isinstance(emission, Autoregressive):
-            return Forecast(self.state_probs_ahead(values, num_steps)[..., 1:, :], emission)
+            states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
+            return Forecast(states, beside(states, self).emission)
         self.check_markov("forecast of observations that depend on those before")
         states = self.state_probs_ahead(values, num_steps)[..., 1:, :]
-        emission = emission.after(*self.prepare_values(values), self.lengths)
-        return AutoregressiveForecast(states, emission, self.log_transition)
+        hmm = beside(states, self)
+        emission = hmm.emission.after(*self.prepare_values(values), self.lengths)
+        return AutoregressiveForecast(states, emission, hmm.log_transition)
 
     def state_probs_ahead(self, values: Tensor, num_steps: int) -> Tensor:
         r"""Probabilities :math:`p(z_{T+h} \mid x_{1:T})` for h = 0, ..., H, ``(*B, H + 1, K)``.
@@ -454,7 +456,7 @@ class HMM(ChainDistribution):
         states = states.gather(-2, places.expand(*places.shape[:-1], self.num_states))
         self._check_possible(states.sum(-1).amin(-1).log())
         if further < num_steps:
-            matrix = self.log_transition.exp()
+            matrix = beside(states, self).log_transition.exp()
             for _ in range(num_steps):
                 states = torch.cat([states, states[..., -1:, :] @ matrix], -2)
         return states

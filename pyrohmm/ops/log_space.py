@@ -28,7 +28,7 @@ def finite_or_zero(logs: Tensor) -> Tensor:
 
 def normalised(logs: Tensor) -> Tensor:
     """Subtract the log of the sum over the last dimension; where all are -inf they stay so."""
-    return logs - finite_or_zero(logs.logsumexp(-1, keepdim=True))
+    return logs - finite_or_zero(logsumexp(logs, -1).unsqueeze(-1))
 
 
 def largest(logs: Tensor, dims: tuple[int, ...]) -> Tensor:

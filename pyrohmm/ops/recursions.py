@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .._choices import WIDEST_PATHS
-from .._precision import with_gradient
+from .._precision import recomputing, with_gradient
 from .._threads import flushing
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from .dense import _torch as torch_engine
@@ -123,14 +123,15 @@ def log_evidence_of_symbols(
     )
 
 
+@recomputing
 @flushing
 def posterior(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> Posterior:
     r"""Smoothed posterior :math:`p(z_t \mid x_{1:T})`, by the forward-backward algorithm.
 
-    A sequence of probability zero has no posterior: its entries are zero. They carry no gradient,
-    but within the transforms of ``torch.func`` have derivatives.
+    A sequence of probability zero has no posterior: its entries are zero. Differentiable; for the
+    gradient it is computed again, by steps.
     """
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     batch, dtype = arguments.batch, arguments.dtype
@@ -193,6 +194,7 @@ def expected_counts_of_symbols(
     return counts._replace(state_probs=counts.state_probs.mT)
 
 
+@recomputing
 @flushing
 def filtered(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
@@ -293,6 +295,7 @@ def _twin(arguments: Arguments) -> Callable[..., Tensor]:
     return evidence
 
 
+@recomputing
 @flushing
 def _counts(arguments: Arguments) -> ExpectedCounts:
     """The evidence, and its gradients by its arguments; log-likelihoods are of each sequence."""

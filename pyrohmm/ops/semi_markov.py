@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_broadcast, check_floats
-from .._precision import with_gradient
+from .._precision import recomputing, with_gradient
 from .._transforms import gradients, refuse_transforms, transforming
 from .backends import NUMBA, compiled, pick
 from .log_space import finite_or_zero, logsumexp
@@ -170,6 +170,7 @@ def _evidence(chain: SegmentChain, dtype: torch.dtype) -> Tensor:
     return with_gradient(solved, twin, *chain[:-1], also=chain[-1:], dtype=dtype)
 
 
+@recomputing
 def expected_counts(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -204,7 +205,7 @@ def expected_counts(
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_duration, log_likelihood
     # a first segment that is cut is divided by the mean duration, which no count is derived from
-    log_mean = log_mean_duration(log_duration.double()).detach()
+    log_mean = log_mean_duration(log_duration.double())
 
     def log_evidence(initial: Tensor, transition: Tensor, duration: Tensor, seen: Tensor) -> Tensor:
         parts = initial, transition, duration, seen, lengths
@@ -215,6 +216,7 @@ def expected_counts(
     return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
 
 
+@recomputing
 def filtered(
     log_initial: Tensor,
     log_transition: Tensor,

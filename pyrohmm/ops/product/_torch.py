@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..._checks import check_broadcast, check_lengths
-from ..._precision import with_gradient
+from ..._precision import recomputing, with_gradient
+from ..._transforms import transforming
 from ..log_space import finite_or_zero, largest, logsumexp
 from ..masks import exists
 
@@ -287,7 +289,7 @@ def _gradient(
             counts = step.counts(before, back, whole, weights)
             table[chain.place(t), : len(counts)] += counts
             back = step.sums(back, back=True).mT.flatten(1)
-        back = torch.nn.functional.pad(back, (0, 0, 0, chain.counts[t - 1] - count))
+        back = pad(back, (0, 0, 0, chain.counts[t - 1] - count))
     return initial, states, *tables
 
 
@@ -311,11 +313,13 @@ def log_evidence(arranged: Arranged) -> Tensor:
 
 def filtered(arranged: Arranged) -> Tensor:
     """Filtered log-probabilities ``(*B, T, W)`` of the last W states; -inf where padded."""
-    scores = torch.full_like(arranged.chain.likelihood, -torch.inf)
-    for t, message in enumerate(forward(arranged.chain)):
-        total = finite_or_zero(message.logsumexp(-1, keepdim=True))
-        states = (message - total).unflatten(-1, (-1, scores.size(-1)))
-        scores[: len(message), t] = states.logsumexp(1)
+    count, num_steps, size = arranged.chain.likelihood.shape
+    steps = []
+    for message in forward(arranged.chain, by_pairs=transforming()):
+        total = finite_or_zero(logsumexp(message, -1).unsqueeze(-1))
+        states = logsumexp((message - total).unflatten(-1, (-1, size)), 1)
+        steps.append(pad(states, (0, 0, 0, count - len(message)), value=-torch.inf))
+    scores = pad(torch.stack(steps, 1), (0, 0, 0, num_steps - len(steps)), value=-torch.inf)
     return arranged.restored(scores).to(arranged.dtype)
 
 
@@ -376,7 +380,7 @@ def recursions(arrange: Callable[..., Arranged]) -> tuple[Callable[..., Tensor],
         r"""Log evidence :math:`\log p(x_{1:T})` in nats, ``(*B)``; differentiable."""
         return log_evidence(arrange(*arguments))
 
-    @torch.no_grad()
+    @recomputing
     def filtered_states(*arguments: Any) -> Tensor:
         r"""Filtered log-probabilities :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``.
 
