@@ -69,7 +69,8 @@ class Filter:
     The batch shape ``(*B)`` of the HMM is that of the parallel streams; what its ``lengths``,
     ``times`` and ``observed`` hold plays no part. Probabilities are kept as logarithms: no stream
     is too long; none has a gradient. Parameters per step end with their last step. An impossible
-    observation is refused; without ``validate_args`` the stream's evidence stays -inf after it, its states all zero.
+    observation is refused; without ``validate_args`` the stream's evidence stays -inf after it, its
+    states all zero.
 
     Args:
         hmm: The model, of any chain and emission; those that are not Markov are expanded.
