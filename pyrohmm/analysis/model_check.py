@@ -84,8 +84,8 @@ class ModelCheck:
         for name, observed in self.observed.items():
             simulated = self.simulated[name]
             known = (~simulated.isnan()).sum(0)
-            below = (simulated <= observed).sum(0) / known.double()
-            above = (simulated >= observed).sum(0) / known.double()
+            below = ((simulated <= observed).sum(0) + 1) / (known.double() + 1)
+            above = ((simulated >= observed).sum(0) + 1) / (known.double() + 1)
             found[name] = (2 * torch.minimum(below, above)).clamp(max=1.0)
             found[name] = found[name].masked_fill(observed.isnan(), torch.nan)
         return found

@@ -118,8 +118,8 @@ def fit_em(
             no higher than one; with ``tolerance=None`` all do. The best is kept, all are in
             ``Fit.restarts``, as they were last. Without a ``start``, R > 1 restarts are the first
             and the best others of 24 or more after some iterations on part of the data. By default
-            the best of these alone goes on, unless there is a ``start``, a parameter without a
-            prior, an optimizer, or ``tolerance=None``: then there is one restart.
+            some of these go on, unless there is a ``start``, a parameter without a prior, an
+            optimizer, or ``tolerance=None``: then there is one restart.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
             :class:`msteps.TransitionPrior`, leaves the closed forms of all but the transitions;
             with any other function, which may depend on anything, all follow gradient steps.
@@ -204,7 +204,7 @@ def fit_em(
     )  # fmt: skip
     if num_short > 1:
         loop.large = int(data.lengths.sum()) > MOST_STEPS
-        loop.num_first = 2 if restarts else int(not loop.large)
+        loop.num_first = 2 if restarts else 1
     if checkpoint is not None:
         loop.checkpoint = Checkpoint(
             checkpoint, _identity(parameters, arguments), (generator,), group.is_first
@@ -318,7 +318,8 @@ def _begin_ranked(loop: Loop, num_short: int) -> None:
             gradient_step=maximize.gradient.step,
         ).restarts  # fmt: skip
         order = short.final.nan_to_num(nan=torch.inf).argsort(stable=True)
-        best = {name.removeprefix("module."): v[order] for name, v in short.parameters.items()}
+        found = short.parameters.items()
+        best = {name.removeprefix("module."): v[order.to(v.device)] for name, v in found}
     if (others := parameters.restarts - 1) > 0:
         best = {name: torch.cat([first[name], best[name][:others]]) for name in first}
     parameters.set_values({name: best[name][: parameters.restarts] for name in first})
@@ -433,7 +434,12 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
 
 def _alone(loop: Loop, final: Tensor) -> list[str]:
     """A remark if no other restart has found what the best one has."""
-    if loop.reason is None or len(final) == 1 or int((final < final.min() + 1.0).sum()) > 1:
+    if (
+        loop.large
+        or loop.reason is None
+        or len(final) == 1
+        or int((final < final.min() + 1.0).sum()) > 1
+    ):
         return []
     return [
         f"one of {len(final)} restarts came within 1 nat of the best: more of them may find more "

@@ -429,8 +429,8 @@ class Maximization:
             errors = errors.clamp(min=0.0).sqrt()
             if bool((errors > MOVED).any()):
                 remarks.append(
-                    f"the prior of {name} moves estimates by up to {errors.max():.2g} standard "
-                    "errors: more data, or a weaker prior, would leave them to the data"
+                    f"the prior of {name} moves estimates by up to {errors.max().item():.2g} "
+                    "standard errors: more data, or a weaker prior, would leave them to the data"
                 )
         return remarks
 

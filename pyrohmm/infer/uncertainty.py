@@ -310,13 +310,16 @@ class Information:
     def _vanishing(self) -> Tensor:
         """Which numbers ``(P,)`` are on their way to zero, or infinity, as the log joint stays."""
         small: list[bool] = []
+        sizes: list[float] = []
         for part in self.coordinates:
             values = dict(zip(names_of(part.name, part.estimate), part.estimate.flatten().tolist()))
             least = SMALL * max(values.values()) if part.scale is LOG else -math.inf
             small += [values.get(label, math.inf) < least for label in part.labels]
+            sizes += [values.get(label, 0.0) for label in part.labels]
         curvature = self.matrix.diagonal().abs()
+        by_size = curvature * torch.tensor(sizes, dtype=curvature.dtype).square()  # in any unit
         return (torch.tensor(small) & (curvature < VANISHING)) | (
-            self._real() & (curvature < LEAST)
+            self._real() & (curvature < LEAST) & (by_size < LEAST)
         )
 
     def _real(self) -> Tensor:

@@ -130,8 +130,8 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     Here m and v are mean and variance of all data, and s is at most about the standard deviation in
     the narrowest state of 100 observations: see :func:`moments_of`. Where each state has as many,
-    the prior moves no mean and no variance by more than a tenth of its standard error. Until data
-    set them, m is 0 and v and s are 1.
+    the prior moves no mean and no variance of EM and MAP by more than a tenth of its standard
+    error. Until data set them, m is 0 and v and s are 1.
 
     Sites: ``emission.variance`` ``(K, D)``, then ``emission.loc`` ``(K, D)``.
 

@@ -243,7 +243,7 @@ def test_what_limits_say_nothing_about_is_named_in_the_table():
                "upper": [1e5, 1.0, 304.0]}  # fmt: skip
     *_, away, last = lines(columns)
     assert away.startswith("at the boundary, where limits say nothing: a (a logit")
-    assert last.startswith("not determined by the data, with limits of all of the range: b (fewer")
+    assert last.startswith("not determined by the data, with limits of all of the range or none: b")
     columns["lower"][1] = 2e-6
     assert len(lines({name: part[1:] for name, part in columns.items()})) == 3
 

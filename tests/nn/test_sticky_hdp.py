@@ -108,7 +108,7 @@ def known(emission, steps=100):
 def test_svi_uses_as_many_states_as_there_are():
     """Of a truncation of 8, on data of 3; a state is used that has 2 % of the steps."""
     data = known(Normal(torch.tensor([-5.0, 0.0, 5.0]), 1.0))
-    model = MarginalModel(StickyHDPHMM(8, normal(0), gamma=1.0, alpha=1.0, kappa=5.0))
+    model = MarginalModel(StickyHDPHMM(8, normal(0, weight=0.01), gamma=1.0, alpha=1.0, kappa=5.0))
     guide = AutoNormal(model, init_scale=0.05)
     fit = fit_svi(model, guide, data, num_iterations=120, learning_rate=0.1)
     used = []
