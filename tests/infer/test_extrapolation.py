@@ -112,7 +112,7 @@ def test_it_takes_a_fraction_of_the_iterations():
     losses = []
     for acceleration in (True, False):
         pyro.set_rng_seed(3)
-        module = TabularContinuousTimeHMM(3, categorical(3))
+        module = TabularContinuousTimeHMM(3, categorical(3), 1.0, 1.0)
         options = {
             "num_iterations": 1000,
             "tolerance": 1e-7,
