@@ -63,7 +63,8 @@ def expected_log_joint(hmm: HMM, expected: ExpectedCounts, values: Tensor) -> Te
         tensor(-4.1589)
     """
     counts = expected.counts | {"states": expected.state_probs}
-    return expectation_of_logs(hmm, values, counts, 1).squeeze(0)
+    held = {name: count.detach() for name, count in counts.items()}  # whatever they depend on
+    return expectation_of_logs(hmm, values, held, 1).squeeze(0)
 
 
 def expectation_of_logs(hmm: HMM, values: Tensor, counts: Statistics, restarts: int) -> Tensor:
