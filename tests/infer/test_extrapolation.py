@@ -112,9 +112,9 @@ def test_it_takes_a_fraction_of_the_iterations():
     losses = []
     for acceleration in (True, False):
         pyro.set_rng_seed(3)
-        module = TabularContinuousTimeHMM(3, categorical(3), 1.0, 1.0)
+        module = TabularContinuousTimeHMM(3, categorical(3))
         options = {
-            "num_iterations": 1000,
+            "num_iterations": 1500,
             "tolerance": 1e-7,
             "acceleration": acceleration,
             "restarts": 1,
