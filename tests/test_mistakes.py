@@ -177,7 +177,7 @@ def test_distributions(mistake, error, words):
     ("a series of its own, in blocks", lambda: in_blocks().posterior(X[0]), ValueError,
      "hmm.with_lengths"),
     ("one-hot", lambda: hmm().log_prob(torch.eye(3).long()[X]), ValueError, r"values \(2, 3\)"),
-    ("too many steps", lambda: hmm().posterior(torch.zeros(2, 4).long()), ValueError,
+    ("too few steps", lambda: hmm().posterior(torch.zeros(2, 2).long()), ValueError,
      r"values must end in shape \(T, \*E\) = \(3,\).*An HMM is of the lengths of its data"),
     ("transposed", lambda: hmm().log_prob(X.T), ValueError, r"values .*got shape \(3, 2\)"),
     ("other N", lambda: hmm().log_prob(X[[0, 0, 0]]), ValueError, r"values \(3,\), HMM \(2,\)"),

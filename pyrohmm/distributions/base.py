@@ -83,6 +83,7 @@ class ChainDistribution(TorchDistribution):
         chain, emission = self.chain, self._emission
         steps, shapes = chain.steps, chain.batches  # by the argument that says so
         shapes["emission"] = emission.batch_shape[: -2 if self.emission_per_step else -1]
+        shapes["lengths"] = torch.Size()  # in its place in messages; known below
         if self._num_steps is not None:
             check_size("num_steps", self._num_steps)
             steps["num_steps"] = self._num_steps
