@@ -153,7 +153,10 @@ def em(problem: Problem, device: torch.device, rounds: int) -> list[dict[str, An
     def fit(num_steps: int) -> None:
         pyro.set_rng_seed(0)
         module = TabularHMM(states, family).to(device)
-        fit_em(module, problem.data(), num_iterations=num_steps, tolerance=None, progress=False)
+        fit_em(
+            module, problem.data(), num_iterations=num_steps, restarts=1, tolerance=None,
+            progress=False,
+        )  # fmt: skip
 
     short, long = 2, 12
     times = interleaved(

@@ -1,13 +1,22 @@
-"""The whole package on a second device (:mod:`twin_device`): the same numbers, few host reads."""
+"""The whole package on a second device: the same numbers, few host reads.
+
+The device is simulated (:mod:`twin_device`). ``PYROHMM_TEST_DEVICE=cuda`` takes a real one, where
+nothing is counted.
+"""
+
+import os
+from contextlib import nullcontext
 
 import numpy as np
 import pyro
 import pytest
 import torch
+from every_fit import FITS
+from every_fit import MODULES as EVERY
 from families import CASES, STATES
 from pyro.distributions import Categorical, MultivariateNormal, Normal
 from pyro.infer.autoguide import AutoNormal
-from twin_device import TwinTensor, watched
+from twin_device import watched as simulated
 
 import pyrohmm
 from pyrohmm import (
@@ -39,14 +48,19 @@ from pyrohmm.ops.dense import chain as chains
 CLUSTERS = blocks.from_clusters(torch.tensor([0, 1, 2, 0, 1]), 3)
 
 
+DEVICE = os.environ.get("PYROHMM_TEST_DEVICE", "twin")
+watched = simulated if DEVICE == "twin" else nullcontext
+counted = pytest.mark.skipif(DEVICE != "twin", reason="nothing is counted on a real device")
+
+
 def there(thing):
-    return thing.to("twin")
+    return thing.to(DEVICE)
 
 
 def numbers(thing):
-    """The numbers of a tensor that is on the twin."""
-    assert isinstance(thing, TwinTensor), "a result is on the CPU"
-    return thing.detach().raw
+    """The numbers of a tensor that is on the second device."""
+    assert thing.device.type == DEVICE, "a result is on the CPU"
+    return thing.detach().cpu() if DEVICE != "twin" else thing.detach().raw
 
 
 def agree(found, expected, **tolerance):
@@ -95,7 +109,7 @@ def block_chain():
     values, lengths = symbols()
     here = module(lengths)
     with watched():
-        moved = module.to("twin")(lengths)
+        moved = there(module)(lengths)
     return here, moved, values
 
 
@@ -237,6 +251,28 @@ def test_svi_and_restarts_are_those_of_the_cpu():
         torch.testing.assert_close(moved.restarts.losses, here.restarts.losses)
 
 
+@pytest.mark.parametrize("fit", FITS)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_fit_of_every_module_is_that_of_the_cpu(name, fit):
+    """What is refused on the CPU is refused there alike; the numbers of samplers are their own."""
+    make, data = EVERY[name]
+
+    def module():
+        torch.manual_seed(2)
+        return make()
+
+    try:
+        here, moved = fitted(FITS[fit], module, data())
+    except (TypeError, ValueError, NotImplementedError) as error:
+        with pytest.raises(type(error)):
+            FITS[fit](module(), data())
+        return
+    with watched():
+        assert all(numbers(value).isfinite().all() for value in moved.parameters.values())
+    if fit not in ("fit_gibbs", "fit_mcmc"):
+        torch.testing.assert_close(moved.losses, here.losses, atol=1e-4, rtol=1e-4)
+
+
 def test_a_tagger_is_that_of_the_cpu():
     text = Sequences.from_list([[0, 1, 2, 1], [2, 1]], labels=[[0, 1, 0, 1], [0, -1]])
     data = tagging.tagged(text)
@@ -301,12 +337,14 @@ def of_log_prob(num_steps, ragged=False, dtype=torch.float32, emission="symbols"
 
 
 @pytest.mark.parametrize("emission", ["symbols", "normal"])
+@counted
 @pytest.mark.parametrize("ragged", [False, True])
 def test_evidence_and_gradient_wait_for_the_device_once(emission, ragged):
     seen = of_log_prob(7, ragged, emission=emission)
     assert seen.host_reads <= 1, seen
 
 
+@counted
 @pytest.mark.parametrize("ragged", [False, True])
 def test_a_step_of_evidence_and_gradient_is_four_kernels(ragged):
     short, long = of_log_prob(10, ragged), of_log_prob(30, ragged)
@@ -329,6 +367,7 @@ def reads_of_a_further_iteration(fit, module, data):
     return (seen[1].host_reads - seen[0].host_reads) / 2, seen[1].reads - seen[0].reads
 
 
+@counted
 @pytest.mark.parametrize(
     ("fit", "name", "most"),
     [
@@ -343,6 +382,7 @@ def test_an_iteration_of_a_fit_waits_for_the_device_twice_at_most(fit, name, mos
     assert count <= most, places
 
 
+@counted
 def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
     points = 0
     original = recursions.torch.optim.LBFGS.step
@@ -363,6 +403,7 @@ def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
     assert seen.host_reads <= points + 3 * 2 + 12, seen
 
 
+@counted
 def test_the_indices_of_blocks_are_made_once_a_batch(monkeypatch):
     made = []
     original = pyrohmm.ops.blocks.recursions.make_plan

@@ -10,8 +10,8 @@ package that asked for it, and so is every operation that would be a kernel ther
 
 It shows tensors left on the CPU, results on the wrong device, waits of the host and the number of
 kernels. It says nothing of an accelerator's numerics, speed or memory. As on CUDA, a tensor of no
-dimensions may come from the CPU; unlike there, indices from the CPU are refused, which CUDA would
-copy unseen.
+dimensions may come from the CPU where an operation works element by element, and nowhere else;
+unlike there, indices from the CPU are refused, which CUDA would copy unseen.
 """
 
 from __future__ import annotations
@@ -45,6 +45,9 @@ READS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select,
          aten.is_nonzero, aten.item, aten.unique_dim, aten.bincount}  # fmt: skip
 # which take indices
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# which take a number of the CPU though they do not work element by element
+FILLING = {aten.fill, aten.fill_, aten.masked_fill, aten.masked_fill_, aten.index_put,
+           aten.index_put_, aten._index_put_impl_}  # fmt: skip
 
 
 class Seen:
@@ -226,9 +229,15 @@ def _count(function: Any, args: Any) -> None:
 def _refuse_mixed(function: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     """Raise where an operation reads tensors of both devices."""
     others = [tensor for tensor in tensors if not isinstance(tensor, TwinTensor)]
-    if function is aten.copy_.default or all(tensor.dim() == 0 for tensor in others):
+    packet = function.overloadpacket
+    filling = packet in FILLING and isinstance(args[0], TwinTensor)
+    in_place = packet.__name__.endswith("_") and not isinstance(args[0], TwinTensor)
+    by_element = torch.Tag.pointwise in function.tags and not in_place
+    if function is aten.copy_.default:
         return
-    if function.overloadpacket in INDEXING and not isinstance(args[0], TwinTensor):
+    if (by_element or filling) and all(tensor.dim() == 0 for tensor in others):
+        return
+    if packet in INDEXING and not isinstance(args[0], TwinTensor):
         raise RuntimeError(f"{function}: indices of a CPU tensor must be on the CPU")
     shapes = [tuple(tensor.shape) for tensor in others]
     raise RuntimeError(f"{function}: tensors of shapes {shapes} are on the CPU, others on twin")

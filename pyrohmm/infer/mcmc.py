@@ -430,7 +430,8 @@ class HMC(Chains):
             ends = hamiltonian.climb(hamiltonian.free(self.prior | wide), CLIMB)
             ladders = self.ladder.rungs.shape if self.ladder.size > 1 else (1, -1)
             scores = ends.log_density.nan_to_num(-torch.inf).reshape(ladders)
-            best = scores.argmax(1) + scores.size(1) * torch.arange(len(scores))
+            first = torch.arange(0, scores.numel(), scores.size(1), device=scores.device)
+            best = first + scores.argmax(1)
             place = ends.place[best].repeat_interleave(scores.size(1), 0)
         else:
             values = start.parameters if isinstance(start, Fit) else start

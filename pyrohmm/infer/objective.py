@@ -131,7 +131,7 @@ class _UnreadELBO(Trace_ELBO):
             [site for site in trace.nodes.values() if site["type"] == "sample"]
             for trace in (of_model, of_guide)
         )
-        zero = torch.zeros(())
+        zero = (model_sites + guide_sites)[0]["log_prob_sum"].new_zeros(())
         likelihood = sum((s["log_prob_sum"] for s in model_sites if is_likelihood(s)), zero)
         prior = sum((s["log_prob_sum"] for s in model_sites if not is_likelihood(s)), zero)
         self.parts = torch.stack([likelihood, prior]).detach()
