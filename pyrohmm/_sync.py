@@ -40,7 +40,8 @@ class Guesses:
             return values[0].item() > self._bounds[0], []
         if not self._values and (len(others) == 1 or all(x.device.type == "cpu" for x in others)):
             return True, [other.detach().double().cpu() for other in others]
-        flat = torch.cat([value.detach().double().reshape(-1) for value in values]).cpu()
+        device = max((value.device for value in values), key=lambda device: device.type != "cpu")
+        flat = torch.cat([value.detach().to(device).double().reshape(-1) for value in values]).cpu()
         guessed, *read = flat.split([len(self._bounds), *(other.numel() for other in others)])
         right = bool((guessed > torch.tensor(self._bounds, dtype=torch.float64)).all())
         return right, [part.reshape(other.shape) for part, other in zip(read, others)]

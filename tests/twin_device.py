@@ -10,8 +10,8 @@ package that asked for it, and so is every operation that would be a kernel ther
 
 It shows tensors left on the CPU, results on the wrong device, waits of the host and the number of
 kernels. It says nothing of an accelerator's numerics, speed or memory. As on CUDA, a tensor of no
-dimensions may come from the CPU where an operation works element by element, and nowhere else;
-unlike there, indices from the CPU are refused, which CUDA would copy unseen.
+dimensions may come from the CPU where an operation works element by element, and nowhere else.
+Indices may come from the CPU too; their copy counts as a wait.
 """
 
 from __future__ import annotations
@@ -237,7 +237,12 @@ def _refuse_mixed(function: Any, args: Any, tensors: list[torch.Tensor]) -> None
         return
     if (by_element or filling) and all(tensor.dim() == 0 for tensor in others):
         return
-    if packet in INDEXING and not isinstance(args[0], TwinTensor):
-        raise RuntimeError(f"{function}: indices of a CPU tensor must be on the CPU")
+    if packet in INDEXING:
+        if not isinstance(args[0], TwinTensor):
+            raise RuntimeError(f"{function}: indices of a CPU tensor must be on the CPU")
+        indices = {id(index) for index in args[1]}
+        if all(id(tensor) in indices for tensor in others):
+            _seen.read("copy of indices")
+            return
     shapes = [tuple(tensor.shape) for tensor in others]
     raise RuntimeError(f"{function}: tensors of shapes {shapes} are on the CPU, others on twin")
