@@ -776,6 +776,50 @@ def dense_training_table() -> str:
     return table(["K", "sequences", "way", "tokens a second", "share"], body)
 
 
+GPU_METHODS = {
+    "pyrohmm": "pyrohmm",
+    "DiscreteHMM": "DiscreteHMM",
+    "DiscreteHMM, CUDA graph": "as a graph",
+    "log space, CUDA graph": "a loop as a graph",
+}
+
+
+def gpu_table() -> str:
+    """Milliseconds on a GPU of evidence with gradient, beside Pyro's, and of an iteration of EM."""
+    of = partial(rows, "gpu_throughput")
+    found = {(*row["shape"], row["emission"]): row for row in of(part="em")}
+    body = []
+    for (*shape, emission), em in found.items():
+        cells = [f"{emission} {' x '.join(map(str, shape))}"]
+        for method in (
+            "pyrohmm",
+            "DiscreteHMM",
+            "DiscreteHMM, CUDA graph",
+            "log space, CUDA graph",
+        ):
+            (row,) = of(part="evidence", emission=emission, shape=shape, method=method)
+            cells.append(plain(1e3 * row["seconds"]) if "seconds" in row else "-")
+        body.append([*cells, plain(1e3 * em["seconds"])])
+    header = [
+        "N x T x K x V or D",
+        "pyrohmm",
+        "DiscreteHMM",
+        "as a graph",
+        "a loop as a graph",
+        "EM",
+    ]
+    return table(header, body)
+
+
+def gpu_epochs_table() -> str:
+    """Seconds of an epoch of a neural HMM on a GPU."""
+    body = [
+        [f"{row['states']:,}", row["method"], f"{row['tokens']:,}", plain(row["seconds"])]
+        for row in rows("gpu_throughput", part="epochs")
+    ]
+    return table(["K", "precision", "tokens a step", "seconds an epoch"], body)
+
+
 def monarch_table() -> str:
     """Perplexities of HMMs by their transitions, in equal time."""
     body = [
@@ -921,6 +965,8 @@ TABLES = {
     "evidence_casino": partial(evidence_table, "casino"),
     "control": control_table,
     "dense_training": dense_training_table,
+    "gpu": gpu_table,
+    "gpu_epochs": gpu_epochs_table,
     "monarch": monarch_table,
 }
 
@@ -1025,6 +1071,7 @@ def speed_numbers() -> dict[str, str]:
         "restarts": restart_bounds(),
         "sgemm": percent(large["share_of_sgemm"], 0),
         "fixed": plain(one("throughput", method="pyrohmm", **small)["milliseconds"]),
+        "gpu": result("gpu_throughput")["device"],
         "fixed_dynamax": plain(one("throughput", method="dynamax", **small)["milliseconds"]),
         "million": plain(long["seconds"]),
     }
