@@ -1,9 +1,14 @@
 """Tests run in float64; those of float32 and CUDA are separate, and state their tolerance."""
 
+import os
+
 import pytest
 import torch
 
 from pyrohmm.ops import backends
+
+if os.environ.get("PYROHMM_TEST_DEVICE", "twin") == "twin":
+    import twin_device  # noqa: F401  # before the first gradient, when torch counts the devices
 
 
 @pytest.fixture(autouse=True)

@@ -282,7 +282,7 @@ class Fit:
             >>> data = Sequences.from_list([torch.randn(400)])
             >>> fit = fit_em(TabularHMM(1, normal(0)), data)
             >>> fit.std_errors(data)["module.emission.loc"]
-            tensor([0.0487], dtype=torch.float64)
+            tensor([0.0490], dtype=torch.float64)
         """
         if self.method not in ("EM", "MAP"):
             raise ValueError(
