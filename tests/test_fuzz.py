@@ -655,7 +655,7 @@ def check_queries(hmm, case, batch, single, so_far):
     known = np.broadcast_to(case.known, steps.shape)
     assert_close(predicted[torch.tensor(known)], steps[known])
     if case.labels is None:
-        assert (predicted.numpy()[~known] == 0).all()
+        assert (predicted.detach().numpy()[~known] == 0).all()
 
 
 def check_observations(hmm, case, answer):
