@@ -213,7 +213,7 @@ def fit_em(
         if num_short > 1:
             try:
                 _begin_ranked(loop, num_short)
-            except (ArithmeticError, ValueError, RuntimeError):
+            except (ArithmeticError, ValueError):
                 if restarts is not None:
                     raise
                 return fit_em(**arguments | {"restarts": 1})  # which names what is wrong, if it is

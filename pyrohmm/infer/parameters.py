@@ -145,12 +145,13 @@ class Parameters:
         return total.sum(-1) if self.restarts > 1 and total.dim() else total
 
     def get(self, name: str) -> Tensor:
-        """The value ``(R, ...)`` of a parameter."""
+        """The value ``(R, ...)`` of a parameter; that of a frozen one is the same in all."""
         if name in self.values:
             value = self.values[name]
             return value.squeeze(1) if self.restarts > 1 else value.unsqueeze(0)
         path, _, last = name.rpartition(".")
-        return getattr(self.module.get_submodule(path), last).detach().unsqueeze(0)
+        value = getattr(self.module.get_submodule(path), last).detach()
+        return value.expand(self.restarts, *value.shape)
 
     def update(self, values: Values) -> None:
         """Set parameters to values ``(R, ...)``; frozen ones stay, and all where these are NaN.
