@@ -8,13 +8,17 @@ Its modules; each imports only those above it:
 ``guides``        samples, and one value, of any guide; a point as a guide
 ``plates``        latent variables of which each sequence has one
 ``options``       ``FitOptions``: the arguments that gradient fits share
-``starts``        where EM begins
-``resizing``      merge and split of states
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
+``objective``     the loss of a gradient fit
+``parameters``    the parameters of an EM fit
+``maximization``  the M-step: closed forms and gradient steps
+``expectation``   the E-step, batched by length
+``iterations``    the iterations of EM, and its extrapolation by SQUAREM
+``starts``        where EM begins
+``resizing``      merge and split of states
 ``uncertainty``   ``Information``: standard errors and intervals
 ``effects``         tables of estimates, and predictions at values of the covariates
-``objective``     the loss of a gradient fit
 ``ascent``        maximisation of many functions as one batch
 ``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
 ``results``       ``Fit``, ``Restarts``: what a fit returns
@@ -24,11 +28,7 @@ Its modules; each imports only those above it:
 ``marginal``      log marginal likelihoods with random effects, by Laplace's approximation
 ``laplace``       ``fit_laplace``: random effects by marginal likelihood
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
-``parameters``    the parameters of an EM fit
-``maximization``  the M-step: closed forms and gradient steps
-``expectation``   the E-step, batched by length
 ``smoothing``     weights of smooth terms by marginal likelihood
-``iterations``    the iterations of EM, and its extrapolation by SQUAREM
 ``em``            ``fit_em``
 ``tempering``     ``Ladder``: parallel tempering, and the marginal likelihood it gives
 ``sampled``       ``SampledFit``: chains of samples of a posterior, and whether they agree

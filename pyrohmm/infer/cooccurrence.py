@@ -39,8 +39,8 @@ from ..ops.stationary import stationary_detached as stationary_detached
 from .gradient import fit_map, init_near, near_data
 from .models import LogPrior, build, exclusive, factor_log_prior
 from .options import MINIBATCHES, FitOptions
+from .parameters import Values
 from .results import Fit
-from .starts import Values
 
 Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]

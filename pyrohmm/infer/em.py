@@ -20,36 +20,27 @@ from typing import Any
 import torch
 from pyro.distributions.util import is_validation_enabled
 from torch import Tensor
-from tqdm import tqdm
 
 from .._checks import check_size, check_tolerance
-from .._threads import threads_for
-from ..chains.base import ExpectedCounts
-from ..data.batches import in_parts, parts_of
+from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..io.checkpoints import Checkpoint, describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
-from .expectation import uniform_counts
 from .guides import Point
 from .iterations import Loop
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel, exclusive
-from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
+from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .options import FREE, names_checked
-from .parameters import Parameters
+from .parameters import Parameters, Values
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
 from .smoothing import fit_smooth, unweighted
-from .starts import Start, Values, build_once, from_prior, rotation, windows
-
-FEW = 4  # restarts by default
-SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
-MOST_STEPS = 2_000  # of the data by which they are
-MOST_NUMBERS = 4_000_000  # parameters of all of these
+from .starts import FEW, MOST_STEPS, Start, begin, num_ranked
 
 
 def densehmm_schedule() -> dict[str, Any]:
@@ -174,85 +165,55 @@ def fit_em(
     if isinstance(start, Fit):
         start = start.start | start.parameters  # which may be zero
     arguments = dict(locals())  # all of them, for checkpoints
-    if isinstance(module, HMM):
-        module = module_of(module)
+    module = module_of(module) if isinstance(module, HMM) else module
     if unweighted(module):
-        if checkpoint is not None or not isinstance(data, Sequences):
-            raise ValueError("smooth terms need data in memory, and have no checkpoint.")
-        rest = {n: x for n, x in arguments.items() if n not in ("module", "start", "restarts")}
-        return fit_smooth(partial(fit_em, **rest), module, data, start, restarts)
-    _check(
-        module, log_prior, transition_step, num_iterations=num_iterations, restarts=restarts,
-        batch_size=batch_size, tolerance=tolerance, decay=decay,
-    )  # fmt: skip
-    if transition_step is None and isinstance(log_prior, TransitionPrior):
-        transition_step = default_step(log_prior, _labelled(next(iter(parts_of(data)))))
-    gradient_step = gradient_step or GradientStep()
+        return fit_smooth(fit_em, **arguments)
+    _check(**arguments | {"module": module})
     module = with_priors(copy.deepcopy(module), priors)
     parameters = Parameters(module, data, restarts or 1, log_prior)
-    group, num_short = ProcessGroup.all(), 0
-    if start is None and restarts != 1 and tolerance is not None and not gradient_step.optimizer:
-        num_short = _num_short(parameters)
-        if restarts is None and num_short > 1 and batch_size is None and group.size == 1:
-            parameters.restarts = few = min(FEW, num_short)
-            parameters.cost *= few
-    maximize = Maximization(parameters, transition_step, gradient_step)
+    maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
+    ranked = 0
+    if start is None and restarts != 1 and tolerance is not None:
+        ranked = num_ranked(parameters, maximize)
+    if restarts is None and ranked > 1 and batch_size is None and group.size == 1:
+        parameters.restarts = min(FEW, ranked)
     loop = Loop(
         parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
         batch_size=batch_size, decay=decay, acceleration=acceleration, bounds=bounds,
         generator=generator,
     )  # fmt: skip
-    if num_short > 1:
-        loop.large = int(data.lengths.sum()) > MOST_STEPS
-        loop.num_first = 2 if restarts else 1
+    if ranked > 1:
+        loop.large, loop.num_first = int(data.lengths.sum()) > MOST_STEPS, 2 if restarts else 1
     if checkpoint is not None:
-        loop.checkpoint = Checkpoint(
-            checkpoint, _identity(parameters, arguments), (generator,), group.is_first
-        )
+        identity = _identity(parameters, arguments)
+        loop.checkpoint = Checkpoint(checkpoint, identity, (generator,), group.is_first)
     if not loop.resume():
-        if num_short > 1:
-            try:
-                _begin_ranked(loop, num_short)
-            except (ArithmeticError, ValueError):
-                if restarts is not None:
-                    raise
-                return fit_em(**arguments | {"restarts": 1})  # which names what is wrong, if it is
-        elif start is None and parameters.restarts > 1:
-            parameters.set_values(_rotated(loop, parameters.restarts))
-        else:
-            _begin(parameters, maximize, start)
-        if loop.decay is not None:
-            _, loop.average = loop.whole_set()
-    if group.size > 1:
-        start_values = [*parameters.values.values(), *parameters.points]
-        group.check_alike(parameters.data, generator, start_values, len(loop.losses))
-    hidden = None if progress is None else not progress
-    with (
-        tqdm(total=num_iterations, disable=not group.is_first or hidden) as bar,
-        threads_for(parameters.cost * loop.batches.steps_at_once),
-    ):
-        loop.run(bar)
-    group.wait()  # for the file, which another fit may ask for
-    if loop.decay is not None:  # the loss of one batch is too noisy to judge restarts by
-        loop.losses[-1], loop.last = loop.whole_set()
+        try:
+            begin(parameters, maximize, start, ranked)
+        except (ArithmeticError, ValueError):
+            if restarts is not None or ranked < 2:
+                raise
+            return fit_em(**arguments | {"restarts": 1})  # which names what is wrong, if it is
+    loop.run(progress)
     fit = _finish(loop)
-    if restarts is None and num_short == 1:
+    if restarts is None and ranked == 1:
         fit.notes.append("one start was tried, for the model is large; restarts=4 tries others too")
     return fit
 
 
-def _check(module: Any, log_prior: Any, transition_step: Any, **sizes: Any) -> None:
+def _check(
+    *, module: Any, log_prior: Any, transition_step: Any, tolerance: Any, decay: Any, **others: Any
+) -> None:
     """Raise unless arguments of :func:`fit_em` are of their types and in their ranges."""
-    check_tolerance(sizes.pop("tolerance"))
-    if not 0.5 <= (decay := sizes.pop("decay")) <= 1.0:
+    check_tolerance(tolerance)
+    if not 0.5 <= decay <= 1.0:
         raise ValueError(f"decay must lie between 0.5 and 1, so that EM converges; got {decay}.")
-    for name, size in sizes.items():
-        if size is not None:
-            check_size(name, size)
+    for name in ("num_iterations", "restarts", "batch_size"):
+        if others[name] is not None:
+            check_size(name, others[name])
     if not isinstance(module, HMMModule):
-        cure = (
-            " Pass its .module." if isinstance(getattr(module, "module", None), HMMModule) else ""
-        )
+        inner = isinstance(getattr(module, "module", None), HMMModule)
+        cure = " Pass its .module." if inner else ""
         raise TypeError(
             f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
         )
@@ -280,104 +241,6 @@ def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, An
         "seed of the generator": describe(compared.pop("generator")),
         **{name: describe(value) for name, value in compared.items()},
     }
-
-
-def _num_short(parameters: Parameters) -> int:
-    """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
-    first = next(iter(parts_of(parameters.data)))
-    if parameters.points or parameters.example.num_states == 1 or _labelled(first) == 1:
-        return 0
-    size = sum(site.event_shape.numel() for site in parameters.sites.values())
-    return max(parameters.restarts, min(SHORT[0][0], MOST_NUMBERS // size))
-
-
-def _labelled(data: Sequences) -> float:
-    """Share of the steps whose state is known."""
-    known = data.labels is not None and data.labels.dtype != torch.bool
-    return data.num_labelled / int(data.lengths.sum()) if known else 0.0
-
-
-def _begin_ranked(loop: Loop, num_short: int) -> None:
-    """Begin at the first start, and at the best of several after a few iterations.
-
-    Those are of a sample of the data if there are many steps. Random numbers do not depend on the
-    number of restarts, so that more of them are these and others.
-    """
-    parameters, maximize = loop.parameters, loop.maximize
-    step = maximize.transition_step if isinstance(parameters.module, TransitionCounts) else None
-    with _random_apart(parameters):
-        first = _rotated(loop, 1)
-    some = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
-    best: Any = None
-    for most, num_iterations in SHORT:
-        count = min(max(most, parameters.restarts), num_short)
-        short: Any = fit_em(
-            parameters.module, some, restarts=count, num_iterations=num_iterations, tolerance=None,
-            start=best and {name: value[:count] for name, value in best.items()}, progress=False,
-            log_prior=parameters.log_prior, transition_step=step,
-            gradient_step=maximize.gradient.step,
-        ).restarts  # fmt: skip
-        order = short.final.nan_to_num(nan=torch.inf).argsort(stable=True)
-        found = short.parameters.items()
-        best = {name.removeprefix("module."): v[order.to(v.device)] for name, v in found}
-    if (others := parameters.restarts - 1) > 0:
-        best = {name: torch.cat([first[name], best[name][:others]]) for name in first}
-    parameters.set_values({name: best[name][: parameters.restarts] for name in first})
-
-
-def _rotated(loop: Loop, count: int) -> Values:
-    """Values at several starts, each of the next kind; the first does not depend on the others."""
-    parameters, maximize, found = loop.parameters, loop.maximize, []
-    with _random_apart(parameters):
-        module = copy.deepcopy(parameters.module)
-        some = Parameters(module, parameters.data, 1, parameters.log_prior)
-    kinds = rotation(parameters.sites, maximize.numbers)
-    kind_of = [kinds[r % len(kinds)] for r in range(count)]
-    kinds_of_others = dict.fromkeys(kind_of[1:])
-    groups = [[0]] + [[r for r in range(1, count) if kind_of[r] is k] for k in kinds_of_others]
-    for group in groups:
-        some.restarts = len(group)
-        of_some = Maximization(some, maximize.transition_step, maximize.gradient.step)
-        _begin(some, of_some, kind_of[group[0]])
-        found.append(some.stacked())
-    place = (
-        torch.tensor([r for group in groups for r in group]).argsort().to(parameters.data.device)
-    )
-    return {name: torch.cat([values[name] for values in found])[place] for name in found[0]}
-
-
-def _random_apart(parameters: Parameters) -> Any:
-    """Context after which the sources of random numbers are as they were."""
-    device = parameters.data.device
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-
-
-def _begin(parameters: Parameters, maximize: Maximization, start: Start | Values | None) -> None:
-    """Set the first parameters."""
-    module = parameters.module
-    data = next(iter(parts_of(parameters.data)))
-    if start is None:
-        if not parameters.sites:
-            return  # parameters without priors have values
-        start = rotation(parameters.sites, maximize.numbers)[0]
-    build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
-    if not isinstance(start, dict) and not callable(start):
-        raise TypeError(
-            "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
-            f"{start!r}."
-        )
-    begin = start if isinstance(start, dict) else start(module, data, parameters.restarts)
-    if isinstance(begin, dict):
-        parameters.set_values(begin)
-        return
-    if parameters.sites:  # gradient steps, and what no count determines, start at the prior
-        parameters.set_values(from_prior(module, data, parameters.restarts))
-    with torch.no_grad():
-        hmm, _ = parameters.build(data)
-    if not isinstance(begin, ExpectedCounts):
-        begin = uniform_counts(hmm, data, begin)
-    scale = data.total / len(data)
-    maximize(maximize.gather(begin, data, hmm, scale, at_start=True), data)
 
 
 def _risen(loop: Loop, history: Tensor) -> list[str]:

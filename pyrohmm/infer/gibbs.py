@@ -32,10 +32,10 @@ from ..ops.sampling import sample_paths
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .options import names_checked
-from .parameters import Parameters
+from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit
-from .starts import Start, Values, by_kmeans, from_prior
+from .starts import Start, by_kmeans, from_prior
 
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
 

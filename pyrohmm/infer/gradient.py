@@ -25,8 +25,9 @@ from .guides import Point
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .options import MINIBATCHES, FitOptions, settings_of
+from .parameters import Values, fitted_in, set_point
 from .results import POINT, WINDOW, Fit, Restarts
-from .starts import Values, build_once, by_kmeans, fitted_in, set_point
+from .starts import build_once, by_kmeans
 from .training import check_model_and_data, train
 
 

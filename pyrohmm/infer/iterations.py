@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.distributions import transform_to
 from tqdm import tqdm
 
+from .._threads import threads_for
 from ..data.batches import Batches, Parts
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields
 from ..nn.closed_form import Statistics
 from .expectation import Expectation
 from .maximization import GradientSteps, Maximization
-from .parameters import Parameters
+from .parameters import Parameters, Values
 from .process_group import ProcessGroup
-from .starts import Values
 
 RANKED = 20  # iterations after which the worse half of the restarts is given up, and again
 SPAN = 6  # iterations whose fall of the loss is compared with that of as many before
@@ -169,13 +169,13 @@ class Loop:
         *,
         num_iterations: int,
         tolerance: float | None,
-        batch_size: int | None,
-        decay: float,
-        acceleration: bool | None,
-        bounds: bool,
-        generator: torch.Generator | None,
+        batch_size: int | None = None,
+        decay: float = 0.7,
+        acceleration: bool | None = None,
+        bounds: bool = False,
+        generator: torch.Generator | None = None,
     ) -> None:
-        data = parameters.data
+        data, self.group = parameters.data, group
         maximize.check_parts(group.size > 1, batch_size)
         if batch_size is not None and batch_size >= len(data):
             batch_size = None
@@ -211,8 +211,29 @@ class Loop:
         self.last: Statistics = {}
         self.start_time = time.perf_counter()
 
-    def run(self, bar: tqdm) -> None:
-        """E-step, convergence, M-step, until it has converged or has taken all steps."""
+    def run(self, progress: bool | None = False) -> None:
+        """E-step, convergence, M-step, until it has converged or has taken all steps.
+
+        Args:
+            progress: Whether to show a bar; None if stderr is a terminal.
+        """
+        hidden = None if progress is None else not progress
+        with (
+            tqdm(total=self.num_iterations, disable=not self.group.is_first or hidden) as bar,
+            threads_for(self.parameters.cost * self.batches.steps_at_once),
+        ):
+            if self.decay is not None and not self.average:
+                _, self.average = self.whole_set()
+            if self.group.size > 1:
+                values = [*self.parameters.values.values(), *self.parameters.points]
+                random = self.batches.generator
+                self.group.check_alike(self.batches.data, random, values, len(self.losses))
+            self._iterate(bar)
+        self.group.wait()  # for the file, which another fit may ask for
+        if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
+            self.losses[-1], self.last = self.whole_set()
+
+    def _iterate(self, bar: tqdm) -> None:
         data = self.batches.data
         known = self.reason is not None  # the checkpoint says so already
         while self.reason is None and len(self.losses) <= self.num_iterations:

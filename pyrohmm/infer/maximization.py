@@ -36,9 +36,8 @@ from ..nn.closed_form import (
 )
 from ..ops.products import add_rows
 from .models import check_gradients
-from .msteps import GradientStep, TransitionPrior, TransitionStep
-from .parameters import Parameters
-from .starts import Values
+from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
+from .parameters import Parameters, Values
 
 MOVED = 0.5  # standard errors by which a prior moves an estimate, above which it is reported
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
@@ -180,16 +179,18 @@ class Maximization:
         self,
         parameters: Parameters,
         transition_step: TransitionStep | None,
-        gradient_step: GradientStep,
+        gradient_step: GradientStep | None,
     ) -> None:
         module: Any = parameters.module
         log_prior, hmm = parameters.log_prior, parameters.example
+        of_transitions = isinstance(log_prior, TransitionPrior)
+        if transition_step is None and isinstance(log_prior, TransitionPrior):
+            transition_step = default_step(log_prior, parameters.data)
         self.parameters, self.transition_step = parameters, copy.copy(transition_step)
         emission = module.emission_module()
         inner = (f"{name}." for name, part in module.named_modules() if part is emission)
         prefix = next(inner, None)  # of the names of the emission's parameters
         self.prefix = prefix or ""
-        of_transitions = isinstance(log_prior, TransitionPrior)
         closed = log_prior is None or of_transitions
         clusters = closed and isinstance(emission, EmissionMStep)
         own = clusters and not has_foreign_priors(emission)
@@ -216,7 +217,8 @@ class Maximization:
                 continue
             rest += [] if of_emission and own else [name]
         self.gradient = GradientSteps(
-            parameters, gradient_step, [name for name in rest if name in parameters.sites],
+            parameters, gradient_step or GradientStep(),
+            [name for name in rest if name in parameters.sites],
             [points[name] for name in rest if name in points],
         )  # fmt: skip
         self.chain_closed = self.chain is not None and not others

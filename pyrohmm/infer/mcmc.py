@@ -31,10 +31,11 @@ from .gradient import near_data
 from .models import MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
 from .options import names_checked
+from .parameters import Values
 from .plates import marks_of, sequence_plates
 from .results import Fit
 from .sampled import Chains, SampledFit
-from .starts import Start, Values, from_prior
+from .starts import Start, from_prior
 from .tempering import Ladder
 from .training import check_model_and_data
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from .._checks import check_size
 from .._imports import imported
 from .._sync import read_with_one_wait
+from ..data.batches import Parts, parts_of
+from ..data.sequences import Sequences
 from ..distributions.dpp import DiversityPrior
 from ..distributions.hmm import HMM
 from ..ops.diversity import RootAscent
@@ -169,15 +171,23 @@ class TransitionStep(Protocol):
         """
 
 
-def default_step(prior: TransitionPrior, labelled: float = 0.0) -> TransitionStep:
+def share_labelled(data: Sequences | Parts) -> float:
+    """Share of the steps whose state is known, of the first part of the data."""
+    part = next(iter(parts_of(data)))
+    known = part.labels is not None and part.labels.dtype != torch.bool
+    return part.num_labelled / int(part.lengths.sum()) if known else 0.0
+
+
+def default_step(prior: TransitionPrior, data: Sequences | Parts) -> TransitionStep:
     """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere.
 
     Args:
         prior: The prior of the transitions.
-        labelled: Share of the steps whose state is known: if it is nearly all, one M-step is nearly
-            the whole fit.
+        data: The sequences: if nearly all of their states are known, one M-step is nearly the whole
+            fit.
     """
-    num_starts = 100 if labelled >= MOSTLY and isinstance(prior, DiversityPrior) else 0
+    searches = isinstance(prior, DiversityPrior) and share_labelled(data) >= MOSTLY
+    num_starts = 100 if searches else 0
     if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
         return FixedPoint(num_starts=num_starts)
     return LogitGradient(num_starts=num_starts)

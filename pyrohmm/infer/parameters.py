@@ -10,7 +10,7 @@ from pyro import poutine
 from pyro.distributions.util import scale_and_mask
 from pyro.nn.module import _Context
 from pyro.poutine.messenger import Messenger
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..data.batches import Parts
 from ..data.sequences import Sequences
@@ -19,7 +19,8 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
 from .objective import check_events, step_cost
-from .starts import Values, set_point
+
+Values = dict[str, Tensor]
 
 
 class Parameters:
@@ -33,7 +34,6 @@ class Parameters:
         points: The parameters without priors.
         fitted: Names of the latent variables and of the points; all else is frozen.
         example: An HMM that the module has built.
-        cost: Multiplications for one step of a sequence, about.
         units: What the unit of the data adds to the loss: see :func:`scale_priors`.
 
     Raises:
@@ -63,7 +63,7 @@ class Parameters:
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
         self.example: HMM = trace.nodes["_RETURN"]["value"]
-        self.cost = restarts * step_cost([self.example], self.points, module)
+        self._cost = step_cost([self.example], self.points, module)
         if restarts > 1 and self.points:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "
@@ -74,6 +74,11 @@ class Parameters:
             )
         if not self.sites and not self.points:
             raise ValueError("module has no parameters to fit: all of them are frozen.")
+
+    @property
+    def cost(self) -> float:
+        """Multiplications for one step of a sequence, about."""
+        return self.restarts * self._cost
 
     def set_values(self, values: Values) -> None:
         """Take latent variables, one of each or one for each restart, and what points it has."""
@@ -234,3 +239,19 @@ def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:
         return tensor
     inner = (lead or torch.Size([1])) + tensor.shape[tensor.dim() - core :]
     return tensor.reshape(inner).expand(restarts, *inner)
+
+
+def fitted_in(model: Any) -> list[tuple[str, Tensor]]:
+    """The parameters without a prior of a module, by name; none of a function."""
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    return [(name, point) for name, point in named if point.requires_grad]
+
+
+def set_point(module: nn.Module, name: str, value: Tensor) -> None:
+    """Set a parameter of a module that has no prior, in place."""
+    path, _, last = name.rpartition(".")
+    part = module.get_submodule(path)
+    if last in part._parameters:
+        part._parameters[last].data.copy_(value)  # type: ignore[union-attr]
+    else:
+        setattr(part, last, value.clone())  # which is trained in place

@@ -27,9 +27,9 @@ from .effects import name_of as name_of
 from .guides import repeatable, samples_of
 from .objective import site_losses
 from .options import Validation
+from .parameters import fitted_in
 from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states
-from .starts import fitted_in
 from .uncertainty import Covariance, Information
 
 POINT = "_unconstrained"  # end of the names of what PyroParams are kept in

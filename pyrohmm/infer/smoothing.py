@@ -53,10 +53,12 @@ def unweighted(module: Any) -> dict[str, Linear]:
 
 def fit_smooth(
     fit_once: Callable[..., Fit],
+    *,
     module: Any,
-    data: Sequences,
+    data: Any,
     start: Any,
     restarts: int | None,
+    **options: Any,
 ) -> Fit:
     """The fit of a module at weights of its smooth terms that maximise the marginal likelihood.
 
@@ -66,14 +68,17 @@ def fit_smooth(
         data: The sequences.
         start: Of the first fit.
         restarts: Of the first fit; the best goes on.
+        **options: Of all fits.
     """
+    if options["checkpoint"] is not None or not isinstance(data, Sequences):
+        raise ValueError("smooth terms need data in memory, and have no checkpoint.")
     module = copy.deepcopy(module)
     parts = unweighted(module)
     for part in parts.values():
         part.spread.fill_(1.0)
     before = torch.tensor(torch.inf)
     for _ in range(ROUNDS):
-        fit = fit_once(module, start=start, restarts=restarts)
+        fit = fit_once(module, data, start=start, restarts=restarts, **options)
         start, restarts = fit, 1
         known = {n: p for n, p in fit.parameters.items() if n in fit.supports}
         information = _Curvature(fit.model, known, fit.supports, data)

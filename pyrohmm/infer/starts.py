@@ -1,11 +1,13 @@
 """Initial parameters of EM: samples of the prior, clusters of the observations, or a fitted HMM.
 
 A start is any function of ``(module, data, restarts)`` that returns parameters, or what a first
-M-step reads: see :class:`Start`.
+M-step reads: see :class:`Start`. Without one, several kinds of start are tried for a few
+iterations, and ranked.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -13,16 +15,26 @@ import pyro
 import torch
 from pyro import poutine
 from scipy.cluster.vq import ClusterError, kmeans2, vq
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..chains.base import ExpectedCounts
+from ..data.batches import parts_of
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO, HMMModule
+from .expectation import uniform_counts
+from .iterations import Loop
+from .maximization import Maximization
 from .models import build
+from .msteps import share_labelled
+from .parameters import Parameters, Values
+from .process_group import ProcessGroup
 
-Values = dict[str, Tensor]
+FEW = 4  # restarts by default
+SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
+MOST_STEPS = 2_000  # of the data by which they are
+MOST_NUMBERS = 4_000_000  # parameters of all of these
 MOST_ROWS = 10_000  # among which centres of clusters are sought
 LONGEST_BLOCK = 25  # steps
 
@@ -200,23 +212,115 @@ def from_hmm(hmm: HMM) -> Start:
     return start
 
 
-def fitted_in(model: Any) -> list[tuple[str, Tensor]]:
-    """The parameters without a prior of a module, by name; none of a function."""
-    named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    return [(name, point) for name, point in named if point.requires_grad]
-
-
-def set_point(module: nn.Module, name: str, value: Tensor) -> None:
-    """Set a parameter of a module that has no prior, in place."""
-    path, _, last = name.rpartition(".")
-    part = module.get_submodule(path)
-    if last in part._parameters:
-        part._parameters[last].data.copy_(value)  # type: ignore[union-attr]
-    else:
-        setattr(part, last, value.clone())  # which is trained in place
-
-
 def build_once(module: HMMModule, data: Sequences) -> HMM:
     """One HMM from the module, with samples of its priors."""
     with PYRO, torch.no_grad(), poutine.block():
         return build(module, data)
+
+
+def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
+    """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
+    optimizer = maximize.gradient.step.optimizer  # goes its own way
+    alike = parameters.example.num_states == 1 or share_labelled(parameters.data) == 1
+    if optimizer is not None or parameters.points or alike:
+        return 0
+    size = sum(site.event_shape.numel() for site in parameters.sites.values())
+    return max(parameters.restarts, min(SHORT[0][0], MOST_NUMBERS // size))
+
+
+def begin(
+    parameters: Parameters, maximize: Maximization, start: Start | Values | None, ranked: int = 0
+) -> None:
+    """Set the first parameters.
+
+    Args:
+        parameters: They are set.
+        maximize: Their M-step.
+        start: Where they begin; None for the kinds of start in turn.
+        ranked: Number of starts, the best of which they are; 0 or 1 if none are ranked.
+    """
+    if ranked > 1:
+        parameters.set_values(_ranked(parameters, maximize, ranked))
+    elif start is None and parameters.restarts > 1:
+        parameters.set_values(_in_turn(parameters, maximize))
+    elif start is not None or parameters.sites:  # parameters without priors have values
+        _begin_at(parameters, maximize, _kinds(parameters, maximize)[0] if start is None else start)
+
+
+def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
+    """The first start, and the best of several after a few iterations.
+
+    Those are of a sample of the data if there are many steps. Random numbers do not depend on the
+    number of restarts, so that more of them are these and others.
+    """
+    device = parameters.data.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        first = _in_turn(_copies(parameters, 1), maximize)
+    data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
+    best: Any = None
+    for most, num_iterations in SHORT:
+        count = min(max(most, parameters.restarts), ranked)
+        module = copy.deepcopy(parameters.module)
+        some = Parameters(module, data, count, parameters.log_prior)
+        step = Maximization(some, maximize.transition_step, maximize.gradient.step)
+        begin(some, step, best and {name: value[:count] for name, value in best.items()})
+        loop = Loop(some, step, ProcessGroup(), num_iterations=num_iterations, tolerance=None)
+        loop.run()
+        order = loop.losses[-1].nan_to_num(nan=torch.inf).argsort(stable=True).to(device)
+        best = {name: value[order] for name, value in some.stacked().items()}
+    if parameters.restarts > 1:
+        best = {name: torch.cat([first[name], best[name]]) for name in first}
+    return {name: value[: parameters.restarts] for name, value in best.items()}
+
+
+def _in_turn(parameters: Parameters, maximize: Maximization) -> Values:
+    """Values at several starts, each of the next kind; the first does not depend on the others."""
+    kinds = _kinds(parameters, maximize)
+    kind_of = [kinds[r % len(kinds)] for r in range(parameters.restarts)]
+    others = range(1, parameters.restarts)
+    groups = [[0], *([r for r in others if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:]))]
+    found = []
+    for group in groups:
+        some = _copies(parameters, len(group))
+        step = Maximization(some, maximize.transition_step, maximize.gradient.step)
+        _begin_at(some, step, kind_of[group[0]])
+        found.append(some.stacked())
+    place = (
+        torch.tensor([r for group in groups for r in group]).argsort().to(parameters.data.device)
+    )
+    return {name: torch.cat([values[name] for values in found])[place] for name in found[0]}
+
+
+def _copies(parameters: Parameters, restarts: int) -> Parameters:
+    """The same parameters, if all have a prior, with so many restarts and no values."""
+    some = copy.copy(parameters)
+    some.restarts, some.values = restarts, {}
+    return some
+
+
+def _kinds(parameters: Parameters, maximize: Maximization) -> list[Start]:
+    return rotation(parameters.sites, maximize.numbers)
+
+
+def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
+    """Set the parameters to a start, or to those of a first M-step from it."""
+    module = parameters.module
+    data = next(iter(parts_of(parameters.data)))
+    build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
+    if not isinstance(start, dict) and not callable(start):
+        raise TypeError(
+            "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
+            f"{start!r}."
+        )
+    found = start if isinstance(start, dict) else start(module, data, parameters.restarts)
+    if isinstance(found, dict):
+        parameters.set_values(found)
+        return
+    if parameters.sites:  # gradient steps, and what no count determines, start at the prior
+        parameters.set_values(from_prior(module, data, parameters.restarts))
+    with torch.no_grad():
+        hmm, _ = parameters.build(data)
+    if not isinstance(found, ExpectedCounts):
+        found = uniform_counts(hmm, data, found)
+    scale = data.total / len(data)
+    maximize(maximize.gather(found, data, hmm, scale, at_start=True), data)
