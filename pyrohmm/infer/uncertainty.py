@@ -315,12 +315,12 @@ class Information:
             values = dict(zip(names_of(part.name, part.estimate), part.estimate.flatten().tolist()))
             least = SMALL * max(values.values()) if part.scale is LOG else -math.inf
             small += [values.get(label, math.inf) < least for label in part.labels]
-            sizes += [values.get(label, 0.0) for label in part.labels]
-        curvature = self.matrix.diagonal().abs()
-        by_size = curvature * torch.tensor(sizes, dtype=curvature.dtype).square()  # in any unit
-        return (torch.tensor(small) & (curvature < VANISHING)) | (
-            self._real() & (curvature < LEAST) & (by_size < LEAST)
-        )
+            sizes += [values.get(label, 0.0) / self.unit for label in part.labels]
+        curvature, size = self.matrix.diagonal().abs(), torch.tensor(sizes, dtype=torch.double)
+        real = self._real()
+        self.least = LEAST / torch.where(real, size.square().clamp(min=1.0), 1.0)  # in any unit
+        vanishing = torch.tensor(small) & (curvature < VANISHING)
+        return vanishing | (real & (curvature < self.least))
 
     def _real(self) -> Tensor:
         """Which coordinates ``(P,)`` are of real numbers, such as coefficients."""
@@ -351,7 +351,7 @@ class Information:
                 "of vectors with full covariance where components are missing (NaN): leave such "
                 "steps out, freeze these parameters, or sample with fit_gibbs or NUTS."
             )
-        scale = self.matrix.diagonal().abs().clamp(min=LEAST).sqrt()
+        scale = self.matrix.diagonal().abs().maximum(self.least).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
         flat = values < RANK * len(values)
         self.flat = vectors[:, flat] / scale.unsqueeze(-1)

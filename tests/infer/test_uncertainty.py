@@ -1,6 +1,7 @@
 """Standard errors and intervals: against closed forms and differences of the sum over all paths."""
 
 import math
+from functools import cache
 
 import oracle
 import pyro
@@ -30,6 +31,7 @@ from pyrohmm import (
     normal_full,
     poisson,
     queries,
+    regression,
 )
 from pyrohmm.infer.uncertainty import Coordinates
 
@@ -321,6 +323,48 @@ def test_coefficients_at_infinity_leave_the_others_their_errors(group):
     torch.testing.assert_close(error, odds[1 - group, 0].sqrt(), rtol=1e-4, atol=0)
     low, high = information.intervals(of=at_the_other, num_samples=500)["of"]
     torch.testing.assert_close((high - low) / 3.92, error, rtol=0.2, atol=0)
+
+
+@cache
+def regressed(of_x, of_y):
+    """A regression of two states in units of the covariate and of the observations."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 30, 1, generator=generator).double()
+    states = (torch.rand(6, 30, generator=generator) < 0.2).cumsum(-1) % 2
+    noise = torch.randn(6, 30, generator=generator).double()
+    values = of_y * (4.0 * states + 0.5 * x[..., 0] * states + noise)
+    covariates = torch.cat([torch.ones_like(x), of_x * x], -1)
+    data = Sequences(values, torch.full((6,), 30), covariates=covariates)
+    module = RegressionHMM(2, regression(Normal, loc=[0, 1], scale=[0, 1]), [0, 1]).double()
+    if (of_x, of_y) == (1.0, 1.0):
+        pyro.set_rng_seed(0)
+        return fit_em(module, data, tolerance=1e-12), data
+    start = {}
+    for name, value in regressed(1.0, 1.0)[0].parameters.items():
+        start[name] = value * in_units(name, value, of_x, of_y)
+        if "scale" in name:  # a logarithm
+            start[name][:, 0] += math.log(of_y)
+    return fit_em(module, data, start=start, num_iterations=1, tolerance=None), data
+
+
+def in_units(name, value, of_x, of_y):
+    """What coefficients of an intercept and of a covariate are multiplied by."""
+    unit = torch.tensor([1.0, 1 / of_x]).double()[: value.size(-1)]
+    return unit * of_y if "loc" in name else unit
+
+
+@pytest.mark.parametrize("of_x", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("of_y", [1e-6, 1.0, 1e6])
+def test_errors_of_coefficients_have_their_units(of_x, of_y):
+    """Neither covariates nor observations in other units change what is held."""
+    information, plain = (fit.information(data) for fit, data in (
+        regressed(of_x, of_y), regressed(1.0, 1.0)
+    ))  # fmt: skip
+    assert information.held == plain.held
+    wanted = plain.std_errors()
+    for name, error in information.std_errors().items():
+        expected = wanted[name] * in_units(name, error, of_x, of_y)
+        torch.testing.assert_close(error, expected, rtol=1e-3, atol=0.0, equal_nan=True)
 
 
 def test_parameters_of_plain_torch_modules_are_named():

@@ -6,7 +6,7 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from pyro.distributions import Normal, Poisson
+from pyro.distributions import Categorical, Normal, Poisson
 from pyro.infer.autoguide import AutoNormal
 from scipy.linalg import expm
 from scipy.optimize import minimize
@@ -28,6 +28,7 @@ from pyrohmm import (
     normal,
     poisson_durations,
     regression,
+    starts,
 )
 from pyrohmm import poisson as poisson_family
 from pyrohmm.infer.effects import lines
@@ -235,6 +236,73 @@ def test_priors_restarts_and_both_chains() -> None:
         em = fit_em(module, some, restarts=3, num_iterations=10)
         assert bool((em.losses.diff() <= 1e-4).all())
         fit_svi(model, AutoNormal(model), some, num_iterations=2)
+
+
+COUNTS = regression(Poisson, rate=[0, 2], prior_scale=1.0)
+LASTING = {"durations": regression(Poisson, rate=[0, 1], prior_scale=1.0), "max_duration": 6}
+LEFT = torch.tensor([[0, 1, 1], [1, 0, 1], [0, 1, 0]]).bool()  # transitions that are possible
+
+# arguments of a module of three states, and its parts with coefficients
+KINDS = {
+    "transitions": ((normal(0), [0, 2], [0, 1]), {}, ["transition"]),
+    "some transitions": (
+        (normal(0), [0, 2]), {"transition_allowed": LEFT | torch.eye(3).bool()}, ["transition"],
+    ),
+    "rates": ((normal(0), None, [0, 1]), {"rates": [0, 2]}, ["rates"]),
+    "some rates": (
+        (COUNTS,), {"rates": [0, 2], "transition_allowed": LEFT | torch.eye(3).bool()},
+        ["rates", "emission.rate"],
+    ),
+    "durations": ((normal(0), [0, 1]), LASTING, ["transition", "duration.rate"]),
+    "some durations": (
+        (COUNTS, [0, 1], [0, 1]), LASTING | {"transition_allowed": LEFT},
+        ["transition", "duration.rate", "emission.rate"],
+    ),
+    "two parameters": (
+        (regression(Normal, loc=[0, 2], scale=[0, 2], prior_scale=1.0), [0, 2]), {},
+        ["transition", "emission.loc", "emission.scale"],
+    ),
+    "symbols": (
+        (regression(Categorical, num_symbols=4, logits=[0, 2], prior_scale=1.0), [0, 2]), {},
+        ["transition", "emission.logits"],
+    ),
+}  # fmt: skip
+
+
+def of_all_kinds():
+    """Numbers that are counts and symbols too, with times, missing steps and T = 1."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4, 12, 2, generator=generator).double()
+    x[..., 0] = x[:, :1, 0]
+    states = (torch.rand(4, 12, generator=generator) < 0.3).cumsum(-1) % 3
+    values = torch.poisson(1.0 + 3.0 * states, generator=generator).clamp(max=3)
+    return Sequences(
+        values.double(), torch.tensor([12, 1, 7, 12]),
+        torch.rand(4, 12, generator=generator) < 0.9,
+        covariates=torch.cat([torch.ones(4, 12, 1).double(), x], -1),
+        times=torch.rand(4, 12, generator=generator).double().cumsum(-1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_starts_are_ranked_whatever_is_frozen(kind):
+    """Restarts are what they are one by one, and the default has several."""
+    given, options, parts = KINDS[kind]
+    data = of_all_kinds()
+    for frozen in ([], ["initial"], parts[:1], parts):
+        module = RegressionHMM(3, *given, prior_scale=1.0, **options).double()
+        for part in frozen:
+            shape = module.get_submodule(part).coefficients.shape
+            freeze(module, f"{part}.coefficients", 0.3 * torch.randn(shape).double())
+        by_default = fit_em(module, data, num_iterations=2)
+        assert len(by_default.restarts.final) == 4
+        begin = starts.from_prior(module, data, 2)
+        once = {"num_iterations": 2, "tolerance": None}
+        fit = fit_em(module, data, restarts=2, start=begin, **once)
+        for r in range(2):
+            own = {name: value[r, 0] for name, value in begin.items()}
+            alone = fit_em(module, data, restarts=1, start=own, **once)
+            torch.testing.assert_close(fit.restarts.losses[r], alone.losses)
 
 
 def test_what_limits_say_nothing_about_is_named_in_the_table():
