@@ -251,10 +251,8 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
     tensors = [*parameters.values.values(), *parameters.points]
     single = any(tensor.dtype == torch.float32 for tensor in tensors)
     # parts of a loss may cancel: each observation adds some nats, as terms that may be of 1e8 nats
-    slack = 1e-6 if single else 1e-10
-    slack *= (
-        1 + history.abs().amax().item() + (1.0 if single else 500) * parameters.data.num_observed
-    )
+    share, each = (1e-6, 1) if single else (1e-10, 500)
+    slack = share * (1 + history.abs().amax().item() + each * parameters.data.num_observed)
     alive = history[history.isfinite().all(1)]  # a restart that has failed has no losses
     rise = alive.diff(dim=1).max().item() if alive.numel() > len(alive) else 0.0
     if rise <= slack + parameters.data.num_observed * _rounding(parameters):
@@ -297,12 +295,8 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
 
 def _alone(loop: Loop, final: Tensor) -> list[str]:
     """A remark if no other restart has found what the best one has."""
-    if (
-        loop.large
-        or loop.reason is None
-        or len(final) == 1
-        or int((final < final.min() + 1.0).sum()) > 1
-    ):
+    near = int((final < final.min() + 1.0).sum())
+    if loop.large or loop.reason is None or len(final) == 1 or near > 1:
         return []
     return [
         f"one of {len(final)} restarts came within 1 nat of the best: more of them may find more "

@@ -186,8 +186,7 @@ def default_step(prior: TransitionPrior, data: Sequences | Parts) -> TransitionS
         data: The sequences: if nearly all of their states are known, one M-step is nearly the whole
             fit.
     """
-    searches = isinstance(prior, DiversityPrior) and share_labelled(data) >= MOSTLY
-    num_starts = 100 if searches else 0
+    num_starts = 100 if isinstance(prior, DiversityPrior) and share_labelled(data) >= MOSTLY else 0
     if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
         return FixedPoint(num_starts=num_starts)
     return LogitGradient(num_starts=num_starts)

@@ -242,9 +242,10 @@ def begin(
     if ranked > 1:
         parameters.set_values(_ranked(parameters, maximize, ranked))
     elif start is None and parameters.restarts > 1:
-        parameters.set_values(_in_turn(parameters, maximize))
+        parameters.set_values(_in_turn(parameters, maximize, parameters.restarts))
     elif start is not None or parameters.sites:  # parameters without priors have values
-        _begin_at(parameters, maximize, _kinds(parameters, maximize)[0] if start is None else start)
+        first = rotation(parameters.sites, maximize.numbers)[0]
+        _begin_at(parameters, maximize, first if start is None else start)
 
 
 def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
@@ -255,7 +256,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
     """
     device = parameters.data.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        first = _in_turn(_copies(parameters, 1), maximize)
+        first = _in_turn(parameters, maximize, 1)
     data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
     best: Any = None
     for most, num_iterations in SHORT:
@@ -273,33 +274,23 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
     return {name: value[: parameters.restarts] for name, value in best.items()}
 
 
-def _in_turn(parameters: Parameters, maximize: Maximization) -> Values:
+def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
     """Values at several starts, each of the next kind; the first does not depend on the others."""
-    kinds = _kinds(parameters, maximize)
-    kind_of = [kinds[r % len(kinds)] for r in range(parameters.restarts)]
-    others = range(1, parameters.restarts)
-    groups = [[0], *([r for r in others if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:]))]
-    found = []
+    kinds = rotation(parameters.sites, maximize.numbers)
+    kind_of, found = [kinds[r % len(kinds)] for r in range(restarts)], []
+    others = [
+        [r for r in range(1, restarts) if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:])
+    ]
+    groups = [[0], *others]
     for group in groups:
-        some = _copies(parameters, len(group))
+        some = copy.copy(parameters)
+        some.restarts, some.values = len(group), {}
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         _begin_at(some, step, kind_of[group[0]])
         found.append(some.stacked())
-    place = (
-        torch.tensor([r for group in groups for r in group]).argsort().to(parameters.data.device)
-    )
-    return {name: torch.cat([values[name] for values in found])[place] for name in found[0]}
-
-
-def _copies(parameters: Parameters, restarts: int) -> Parameters:
-    """The same parameters, if all have a prior, with so many restarts and no values."""
-    some = copy.copy(parameters)
-    some.restarts, some.values = restarts, {}
-    return some
-
-
-def _kinds(parameters: Parameters, maximize: Maximization) -> list[Start]:
-    return rotation(parameters.sites, maximize.numbers)
+    place = torch.tensor([r for group in groups for r in group], device=parameters.data.device)
+    places = place.argsort()
+    return {name: torch.cat([values[name] for values in found])[places] for name in found[0]}
 
 
 def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
