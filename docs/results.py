@@ -924,6 +924,20 @@ def num_states_table() -> str:
     return table(["chosen by", "right", *numbers, "nats lost", "seconds"], body)
 
 
+def starts_table() -> str:
+    """Percent of problems that end near the best of many fits, and times over that of one start."""
+    header = ["problems", "number", "one start, %", "default, %", "eight restarts, %",
+              "time of the default", "time of eight"]  # fmt: skip
+    body = []
+    for kind in dict.fromkeys(row["problems"] for row in rows("starts")):
+        ways = [one("starts", problems=kind, way=way)
+                for way in ("one start", "default", "eight restarts")]  # fmt: skip
+        shares = [percent(row["share_near"], 0) for row in ways]
+        times = [f"{row['over_one_start']:.2g}" for row in ways[1:]]
+        body.append([kind, str(ways[0]["number"]), *shares, *times])
+    return table(header, body)
+
+
 TABLES = {
     "gradient": gradient_table,
     "small": small_table,
@@ -968,6 +982,7 @@ TABLES = {
     "gpu": gpu_table,
     "gpu_epochs": gpu_epochs_table,
     "monarch": monarch_table,
+    "starts": starts_table,
 }
 
 

@@ -249,7 +249,8 @@ def figure(monkeypatch, tmp_path):
     [
         "block_switches", "brown_clusters", "cooccurrence_scaling", "densehmm_matrix_fit",
         "diversified_beyond", "diversified_ocr", "diversified_tagging", "diversified_toy",
-        "language_models", "large_hmm_speed", "music", "num_states", "tagging", "throughput",
+        "language_models", "large_hmm_speed", "music", "num_states", "starts", "tagging",
+        "throughput",
     ],
 )  # fmt: skip
 def test_a_picture_is_redrawn_from_the_results_alone(figure, monkeypatch, tmp_path, name):
