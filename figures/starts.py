@@ -97,8 +97,8 @@ def sequences(values: np.ndarray) -> Sequences:
 
 # seeds of their own, and numbers of problems
 PROBLEMS = {
-    "symbols": (symbols, 71_000, 16), "vectors": (vectors, 72_000, 16),
-    "volatility": (volatility, 73_000, 12), "genome": (genome, 74_000, 5),
+    "symbols": (symbols, 71_000, 12), "vectors": (vectors, 72_000, 12),
+    "volatility": (volatility, 73_000, 8), "genome": (genome, 74_000, 4),
 }  # fmt: skip
 
 
