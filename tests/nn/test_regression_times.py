@@ -269,7 +269,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def of_all_kinds():
+def of_all_kinds(dtype):
     """Numbers that are counts and symbols too, with times, missing steps and T = 1."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 12, 2, generator=generator).double()
@@ -277,7 +277,7 @@ def of_all_kinds():
     states = (torch.rand(4, 12, generator=generator) < 0.3).cumsum(-1) % 3
     values = torch.poisson(1.0 + 3.0 * states, generator=generator).clamp(max=3)
     return Sequences(
-        values.double(), torch.tensor([12, 1, 7, 12]),
+        values.to(dtype), torch.tensor([12, 1, 7, 12]),
         torch.rand(4, 12, generator=generator) < 0.9,
         covariates=torch.cat([torch.ones(4, 12, 1).double(), x], -1),
         times=torch.rand(4, 12, generator=generator).double().cumsum(-1),
@@ -289,7 +289,7 @@ def test_starts_are_ranked_whatever_is_frozen(kind, monkeypatch):
     """Restarts are what they are one by one, and the default has several."""
     monkeypatch.setattr(starts, "SHORT", ((6, 2), (4, 2)))  # one of each kind, for few iterations
     given, options, parts = KINDS[kind]
-    data = of_all_kinds()
+    data = of_all_kinds(torch.long if kind == "symbols" else torch.double)
     for frozen in ([], ["initial"], parts):
         module = RegressionHMM(3, *given, prior_scale=1.0, **options).double()
         for part in frozen:
