@@ -55,6 +55,7 @@ from .uncertainty import (
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
 SAME = 1e-3  # nats by which the log marginal may change there
+UNSEEN = 1e-6  # nats by which it may as such a number is raised
 STEP = 1e-4  # of central differences of the exact gradient
 
 
@@ -304,6 +305,7 @@ class _Starts:
             for name, to in self.to.items()
         }
         self.shapes = {name: value.shape[1:] for name, value in free.items()}
+        self.names = [n for n, shape in self.shapes.items() for _ in range(shape.numel())]
         self.place = torch.cat([value.reshape(restarts, -1) for value in free.values()], -1)
 
     def values(self, place: Tensor) -> Values:
@@ -443,7 +445,8 @@ def _result(
     best = int(scores.argmax())
     if not bool(scores[best].isfinite()):
         raise ValueError("no start has a marginal likelihood: give start=, near what is expected.")
-    place, row = peak.place[best : best + 1], torch.tensor([best])
+    row = torch.tensor([best])
+    place, zero = _raised(marginal, starts, peak.place[row], row)
     values = {name: value[0] for name, value in starts.values(place).items()}
     modes = marginal.settle(starts.wide(place), row)
     if not marginal.resolved:
@@ -461,17 +464,10 @@ def _result(
         if converged
         else "it took all steps"
     )
-    notes = []
-    for name, value in starts.values(place - ZERO).items():
-        # nothing changes where all coordinates of a positive number are far lower
-        lower = {**starts.wide(place), **{name: starts.wide(place - ZERO)[name]}}
-        if starts.supports[name] is constraints.positive and value.dim() == 1:
-            marginal.settle(lower, row)
-            leaf = torch.zeros(1, 1, dtype=torch.double, requires_grad=True)
-            moved = {n: v + 0 * leaf.sum() for n, v in lower.items()}
-            if float((marginal(moved, leaf, row)[0] - peak.value[best]).abs()) < SAME:
-                notes.append(f"{name} is zero: there is no such effect in the data, or too few "
-                             "members to see it")  # fmt: skip
+    notes = [
+        f"{name} is zero: there is no such effect in the data, or too few members to see it"
+        for name in zero
+    ]
     if not converged and peak.gap[best] > FAR:
         reason += f", and ended {peak.gap[best]:.2g} nats below the maximum"
     supports = {**starts.supports, **{n: s["fn"].support for n, s in marginal.random.items()}}
@@ -482,3 +478,25 @@ def _result(
         fitted=marks_of(data) if plates else None, log_marginal=float(scores[best]),
         random=random, notes=notes,
     )  # fmt: skip
+
+
+def _raised(
+    marginal: Marginal, starts: _Starts, place: Tensor, row: Tensor
+) -> tuple[Tensor, list[str]]:
+    """The place ``(1, P)`` with numbers that are zero as large as the log marginal allows.
+
+    Much smaller ones are lost in the rounding of the effects. Also the names of these numbers.
+    """
+
+    def value(place: Tensor) -> float:
+        marginal.settle(starts.wide(place), row)
+        return float(_evaluate(marginal, starts, place, row)[0])
+
+    names, top, zero = starts.names, value(place), []
+    for name, step in zip(names, ZERO * torch.eye(len(names), dtype=place.dtype)):
+        alone = starts.supports[name] is constraints.positive and not starts.shapes[name]
+        if alone and abs(value(place - step) - top) < SAME:
+            zero.append(name)
+            while abs(value(place + step) - top) < UNSEEN and place @ step < 0:
+                place = place + step
+    return place, zero
