@@ -280,7 +280,7 @@ class ContinuousTimeHMM(HMM):
         gaps = self.gaps_after(times)
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         hmm = beside(now, self)
-        matrices = over_gaps(hmm.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
+        matrices = over_gaps(hmm.rates, Gaps.of(gaps)).exp()
         states = (now @ matrices.to(now.dtype)).squeeze(-2)
         return Forecast(states, hmm.emission)
 
