@@ -106,9 +106,10 @@ def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
     return torch.broadcast_shapes(*distinct)
 
 
-def check_broadcast(shapes: dict[str, torch.Size], cure: str = "") -> torch.Size:
+def check_broadcast(
+    shapes: dict[str, torch.Size], cure: str = "Insert dimensions of size 1 with unsqueeze"
+) -> torch.Size:
     """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
-    cure = cure or "Insert dimensions of size 1 with unsqueeze"
     try:
         return broadcast_shapes(*shapes.values())
     except RuntimeError:

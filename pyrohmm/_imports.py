@@ -7,10 +7,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from importlib import import_module
 from importlib.util import resolve_name
-from types import FrameType
 from typing import Any
 
 
@@ -39,18 +37,14 @@ def signals_delayed() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    arrived: list[Callable[[], Any]] = []
-
-    def delayed(handler: Callable[..., Any], number: int, frame: FrameType | None) -> None:
-        arrived.append(partial(handler, number, frame))
-
+    arrived: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     try:
         with ExitStack() as after:  # which gives all handlers back, also if one raises meanwhile
             for number in signal.valid_signals():
                 if callable(handler := signal.getsignal(number)):
                     after.callback(signal.signal, number, handler)
-                    signal.signal(number, partial(delayed, handler))
+                    signal.signal(number, lambda *event, own=handler: arrived.append((own, event)))
             yield
     finally:
-        for handle in arrived:
-            handle()
+        for handler, event in arrived:
+            handler(*event)

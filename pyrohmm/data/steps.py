@@ -204,8 +204,7 @@ def joined_steps(
     parts = []
     for n, item in enumerate(sequences):
         parts.append(read_steps(f"sequence {n}", item, vocabulary))
-        count = len(parts[-1][1])
-        check_order(item, np.arange(count), np.zeros(count))
+        check_order(item, np.arange(count := len(parts[-1][1])), np.zeros(count))
     if not parts:
         raise ValueError("sequences is empty; wanted at least one sequence.")
     shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}

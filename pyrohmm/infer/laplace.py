@@ -45,10 +45,10 @@ from .uncertainty import (
     FAR,
     LOG,
     VANISHING,
+    Coordinates,
     Information,
     differences,
     double_of,
-    normal_quantile,
     points_of,
 )
 
@@ -131,22 +131,16 @@ class LaplaceInformation(Information):
         self.zero = torch.tensor(alone) & (self.matrix.diagonal().abs() < VANISHING)
         return super()._vanishing() | self.zero
 
-    def intervals(
-        self,
-        level: float = 0.95,
-        of: Callable[[HMM], Tensor] | None = None,
-        num_samples: int | None = None,
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
         """As of :class:`Information`; of a spread of zero, from zero to a limit by its profile."""
-        found = super().intervals(level, of, num_samples)
-        for own in self.zero.nonzero().flatten().tolist() if of is None else ():
-            upper = self._upper(own, normal_quantile(level))
-            found[self.labels[own]] = torch.zeros_like(upper), upper
-        return found
+        if part.name not in self.labels or not self.zero[self.labels.index(part.name)]:
+            return super().interval(part, error, z)
+        upper = self._upper(part, z)
+        return torch.zeros_like(upper), upper
 
-    def _upper(self, own: int, z: float) -> Tensor:
+    def _upper(self, part: Coordinates, z: float) -> Tensor:
         """The value of a number at zero where twice its profile has fallen by the square of z."""
-        (part,) = (part for part in self.coordinates if part.labels == [self.labels[own]])
+        own = self.labels.index(part.name)
         values, falls = torch.logspace(-6, 6, 37, dtype=torch.double), torch.empty(0)
         for _ in range(2):
             place = torch.zeros(len(values), len(self.labels), dtype=torch.double)
@@ -446,7 +440,7 @@ def _result(
     if not bool(scores[best].isfinite()):
         raise ValueError("no start has a marginal likelihood: give start=, near what is expected.")
     row = torch.tensor([best])
-    place, zero = _raised(marginal, starts, peak.place[row], row)
+    place, notes = _raised(marginal, starts, peak.place[row], row)
     values = {name: value[0] for name, value in starts.values(place).items()}
     modes = marginal.settle(starts.wide(place), row)
     if not marginal.resolved:
@@ -464,10 +458,6 @@ def _result(
         if converged
         else "it took all steps"
     )
-    notes = [
-        f"{name} is zero: there is no such effect in the data, or too few members to see it"
-        for name in zero
-    ]
     if not converged and peak.gap[best] > FAR:
         reason += f", and ended {peak.gap[best]:.2g} nats below the maximum"
     supports = {**starts.supports, **{n: s["fn"].support for n, s in marginal.random.items()}}
@@ -485,18 +475,19 @@ def _raised(
 ) -> tuple[Tensor, list[str]]:
     """The place ``(1, P)`` with numbers that are zero as large as the log marginal allows.
 
-    Much smaller ones are lost in the rounding of the effects. Also the names of these numbers.
+    Much smaller ones are lost in the rounding of the effects. Also notes that name these numbers.
     """
 
     def value(place: Tensor) -> float:
         marginal.settle(starts.wide(place), row)
         return float(_evaluate(marginal, starts, place, row)[0])
 
-    names, top, zero = starts.names, value(place), []
+    names, top, notes = starts.names, value(place), []
     for name, step in zip(names, ZERO * torch.eye(len(names), dtype=place.dtype)):
         alone = starts.supports[name] is constraints.positive and not starts.shapes[name]
         if alone and abs(value(place - step) - top) < SAME:
-            zero.append(name)
+            notes.append(f"{name} is zero: there is no such effect in the data, or too few members "
+                         "to see it")  # fmt: skip
             while abs(value(place + step) - top) < UNSEEN and place @ step < 0:
                 place = place + step
-    return place, zero
+    return place, notes
