@@ -59,8 +59,7 @@ class Gaps(NamedTuple):
     def of(cls, gaps: Tensor) -> Gaps:
         """Gaps of these lengths ``(*B, T-1)``; where they have gradients, equal ones stay apart."""
         if gaps.requires_grad:
-            place = torch.arange(gaps.numel(), device=gaps.device)
-            return cls(gaps.flatten(), place.reshape(gaps.shape))
+            return cls(gaps.flatten(), torch.arange(gaps.numel(), device=gaps.device).view_as(gaps))
         return cls(*gaps.unique(return_inverse=True))
 
 
