@@ -97,15 +97,21 @@ def check_shape(
         )
 
 
-def check_broadcast(shapes: dict[str, torch.Size], cure: str = "") -> torch.Size:
-    """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
-    cure = cure or "Insert dimensions of size 1 with unsqueeze"
-    distinct = set(shapes.values()) - {torch.Size()}
+def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
+    """The shape to which shapes broadcast: :func:`torch.broadcast_shapes`, imported whole."""
+    distinct = set(shapes) - {torch.Size()}
     if len(distinct) <= 1:  # the usual case; torch takes its time
         return distinct.pop() if distinct else torch.Size()
     imported("torch.fx.experimental.symbolic_shapes")  # torch would, with signals
+    return torch.broadcast_shapes(*distinct)
+
+
+def check_broadcast(
+    shapes: dict[str, torch.Size], cure: str = "Insert dimensions of size 1 with unsqueeze"
+) -> torch.Size:
+    """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
     try:
-        return torch.broadcast_shapes(*distinct)
+        return broadcast_shapes(*shapes.values())
     except RuntimeError:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(

@@ -6,10 +6,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from importlib.util import resolve_name
-from types import FrameType
 from typing import Any
 
 
@@ -28,27 +27,24 @@ def imported(name: str, package: str | None = None) -> Any:
     """
     if resolve_name(name, package) in sys.modules:
         return import_module(name, package)
-    with _signals_delayed():
+    with signals_delayed():
         return import_module(name, package)
 
 
 @contextmanager
-def _signals_delayed() -> Iterator[None]:
+def signals_delayed() -> Iterator[None]:
     """A context at whose end signals are handled. Only the main thread handles signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    for known in signal.valid_signals():
-        if callable(handler := signal.getsignal(known)):
-            handlers[int(known)] = handler
-    arrived: list[tuple[int, FrameType | None]] = []
-    for number in handlers:
-        signal.signal(number, lambda number, frame: arrived.append((number, frame)))
+    arrived: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
     try:
-        yield
+        with ExitStack() as after:  # which gives all handlers back, also if one raises meanwhile
+            for number in signal.valid_signals():
+                if callable(handler := signal.getsignal(number)):
+                    after.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda *event, own=handler: arrived.append((own, event)))
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number, frame in arrived:
-            handlers[number](number, frame)
+        for handler, event in arrived:
+            handler(*event)

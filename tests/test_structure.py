@@ -173,6 +173,13 @@ def test_nothing_is_longer_than_it_should_be():
     assert sum(lines.values()) < MOST_LINES["package"]
 
 
+@pytest.mark.parametrize("name", MODULES)
+def test_shapes_are_broadcast_in_one_place(name):
+    """The first call of torch's own imports a compiler, whose half Ctrl-C would leave behind."""
+    wanted = name == "_checks"
+    assert ("torch.broadcast_shapes(" in path_of(name).read_text()) == wanted
+
+
 @pytest.mark.parametrize("name", sorted({*MODULES} - COMMANDS))
 def test_nothing_prints(name):
     """Nor writes to a stream, nor configures the logs of others."""

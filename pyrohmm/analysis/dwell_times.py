@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from .._checks import (
+    broadcast_shapes,
     check_broadcast,
     check_integers,
     check_lengths,
@@ -237,9 +238,7 @@ def dwell_counts(
     num_steps = states.size(-1)
     place = state * num_steps + count - 1
     if complete:
-        ends = lengths.to(state.device).expand(
-            torch.broadcast_shapes(states.shape[:-1], lengths.shape)
-        )
+        ends = lengths.to(state.device).expand(broadcast_shapes(states.shape[:-1], lengths.shape))
         place = place[first + count < ends.reshape(-1)[sequence]]
     return place.bincount(minlength=num_states * num_steps).reshape(num_states, num_steps)
 

@@ -172,7 +172,7 @@ def _continued_in_time(hmm: ContinuousTimeHMM, values: Tensor, times: int | Tens
     check_tensor("times", times)
     gaps = hmm.gaps_after(cast(Tensor, times))
     final = _last_state(hmm, values)
-    matrix = over_gaps(hmm.rates, Gaps(*gaps[..., :1].unique(return_inverse=True))).squeeze(-3)
+    matrix = over_gaps(hmm.rates, Gaps.of(gaps[..., :1])).squeeze(-3)
     first = normalised(logsumexp(final.unsqueeze(-1) + matrix, -2))
     return hmm.replace(
         log_initial=first,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from .._checks import check_size
-from ..chains.paths import normalised
+from ..chains.paths import logsumexp, normalised
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import check_possible
 from ..distributions.hmm import HMM
@@ -104,12 +104,14 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         >>> path_entropy(hmm, torch.tensor([0, 0, 0])) / math.log(2)  # three tosses
         tensor(3., dtype=torch.float64)
     """
-    with torch.no_grad():
-        check_possible(hmm.log_prob(values))
-        if in_blocks(hmm):
+    if in_blocks(hmm):
+        with torch.no_grad():
             blocks, shape = hmm.log_chain(values)
-            return block_queries.entropy(blocks).reshape(shape[:-1])
-    return chain_factors(hmm, values).entropy()
+            found, left = (part.reshape(shape[:-1]) for part in block_queries.entropy(blocks))
+    else:
+        found, left = chain_factors(hmm, values).entropy()
+    check_possible(left)
+    return found
 
 
 def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
@@ -189,12 +191,11 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         forecast: Whether to condition on the past alone.
 
     Returns:
-        Limits ``(*B, T, *E)`` of uniform pseudo-residuals, without gradients. They are 0 and 1
-        also where the observations conditioned on are impossible.
+        Limits ``(*B, T, *E)`` of uniform pseudo-residuals, without gradients.
 
     Raises:
-        ValueError: If cumulative probabilities are not known, or observations depend on those
-            before and ``forecast`` is not set.
+        ValueError: If cumulative probabilities are not known, observations depend on those
+            before and ``forecast`` is not set, or a sequence has probability zero.
 
     References:
         Hidden Markov Models for Time Series, 2nd edition, section 6.2 (Zucchini, MacDonald and
@@ -214,12 +215,12 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
     with torch.no_grad():
         chain = chain_factors(hmm, values)
         log_probs = chain.predicted()
+        check_possible(logsumexp(log_probs + chain.likelihood, -1).sum(-1))
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
-        unknown = ~hmm.known | log_probs.isneginf().all(-1)
         probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
         seen, events = hmm.prepare_values(values)[0], len(hmm.event_shape) - 1
         wide = (..., *(None,) * events)
-        unknown = unknown[wide] | seen.isnan()
+        unknown = ~hmm.known[wide] | seen.isnan()
         limits = _in_each_state(hmm, seen.nan_to_num(0.0).double())
         lower, upper = ((probs[wide] * limit).sum(-1 - events).clamp(0.0, 1.0) for limit in limits)
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))

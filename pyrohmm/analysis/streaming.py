@@ -335,7 +335,7 @@ class Filter:
         at, last = at.to(chain.rates.device).double(), self._message.time
         joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
         check_times(joined, torch.ones_like(joined, dtype=torch.bool))
-        gaps = Gaps(*joined.diff(dim=-1).unique(return_inverse=True))
+        gaps = Gaps.of(joined.diff(dim=-1))
         seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0))
         tables = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
         matrices: list[Transition] = [None] if last is None else []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import check_floats, check_log_simplex, check_same_device
+from .._checks import broadcast_shapes, check_floats, check_log_simplex, check_same_device
 from .._precision import recomputing
 from .._sync import exceeds
 from .._transforms import gradients, transforming
@@ -105,7 +105,7 @@ class Chain:
     @property
     def batch_shape(self) -> torch.Size:
         """Batch shape to which the parameters broadcast."""
-        return torch.broadcast_shapes(*self.batches.values())
+        return broadcast_shapes(*self.batches.values())
 
     @property
     def batches(self) -> dict[str, torch.Size]:
@@ -177,7 +177,7 @@ class Chain:
     def log_joint(self, log_likelihood: Any, lengths: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""
         here = steps_of(lengths, states.size(-1), states.device)
-        batch = torch.broadcast_shapes(
+        batch = broadcast_shapes(
             self.batch_shape, lengths.shape, log_likelihood.shape[:-2], states.shape[:-1]
         )
         states = states.expand(*batch, states.size(-1))
@@ -211,7 +211,7 @@ class Chain:
         Raises:
             ValueError: If a gradient is NaN where the evidence is finite.
         """
-        batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
+        batch = broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
         likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
         return self._counts_at(self.parameters, self.options, likelihood, lengths)
 
@@ -255,7 +255,7 @@ class Chain:
 
     def counts_of_each(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected counts of each sequence by itself, with the batch dimensions of the data."""
-        batch = torch.broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
+        batch = broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
         return self.expand(batch).expected_counts(log_likelihood, lengths)
 
     # Refusals

@@ -7,7 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import check_floats, check_log_simplex, check_same_device, check_shape
+from .._checks import (
+    broadcast_shapes,
+    check_floats,
+    check_log_simplex,
+    check_same_device,
+    check_shape,
+)
 from .._precision import at_least_single, full_precision
 from ..ops import masks
 from ..ops.blocks import queries, recursions
@@ -212,7 +218,7 @@ class BlockChain(MarkovChain):
         """Log-likelihoods in blocks; ordinary ones ``(*B, T, K)`` as those of missing steps."""
         if isinstance(logs, BlockLikelihood):
             return logs
-        batch = torch.broadcast_shapes(logs.shape[:-2], lengths.shape)
+        batch = broadcast_shapes(logs.shape[:-2], lengths.shape)
         logs = logs.expand(*batch, *logs.shape[-2:]).reshape(-1, *logs.shape[-2:])
         anything = torch.full(logs.shape[:2], self.blocks.num_blocks)
         within = logs.new_zeros(1).expand(*logs.shape[:2], self.blocks.width)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import broadcast_shapes
 from .._precision import recomputing
 from ..ops.log_space import finite_or_zero, logsumexp, normalised
 from ..ops.masks import exists
@@ -57,7 +58,7 @@ class PathFactors(NamedTuple):
         state_of: Tensor | None = None,
     ) -> PathFactors:
         """Factors of a Markov chain, with the batch dimensions of all of them."""
-        batch = torch.broadcast_shapes(
+        batch = broadcast_shapes(
             initial.shape[:-1], transition.shape[:-3], likelihood.shape[:-2], lengths.shape
         )
         here = exists(lengths, likelihood.size(-2), likelihood.device)
@@ -127,8 +128,10 @@ class PathFactors(NamedTuple):
         return paths.masked_fill(~real, 0), log_joint.masked_fill(log_joint.isneginf(), -torch.inf)
 
     @recomputing
-    def entropy(self) -> Tensor:
+    def entropy(self) -> tuple[Tensor, Tensor]:
         """Entropy of the path given the observations ``(*B)``, in nats; zero if there is none.
+
+        Also the logarithm of what remains of all paths, ``(*B)``: -inf if there is none, else 0.
 
         Source: Hernando, Crespi and Cybenko, 2005.
         """
@@ -143,4 +146,5 @@ class PathFactors(NamedTuple):
             updated = normalised(predicted + self.likelihood[..., t, :])
             filtered = torch.where(here, updated, filtered)
             entropy = torch.where(here, before, entropy)
-        return (filtered.exp() * (entropy - finite_or_zero(filtered))).sum(-1).clamp(min=0.0)
+        entropy = (filtered.exp() * (entropy - finite_or_zero(filtered))).sum(-1)
+        return entropy.clamp(min=0.0), logsumexp(filtered, -1)

@@ -52,8 +52,15 @@ class Gaps(NamedTuple):
         if times.dim() == 1:
             real = real.reshape(real.shape[:-1].numel(), real.size(-1)).any(0)
         longest = torch.where(real, lasts, 0.0).amax() if lasts.numel() else lasts.new_zeros(())
-        distinct, place = torch.where(real, lasts, longest).unique(return_inverse=True)
+        distinct, place = cls.of(torch.where(real, lasts, longest))
         return cls(distinct, place.new_zeros(1) if len(distinct) == 1 else place)
+
+    @classmethod
+    def of(cls, gaps: Tensor) -> Gaps:
+        """Gaps of these lengths ``(*B, T-1)``; where they have gradients, equal ones stay apart."""
+        if gaps.requires_grad:
+            return cls(gaps.flatten(), torch.arange(gaps.numel(), device=gaps.device).view_as(gaps))
+        return cls(*gaps.unique(return_inverse=True))
 
 
 _CONSTANT: dict[str, Core] = {"log_initial": ("K",), "rates": ("K", "K")}
@@ -353,10 +360,11 @@ def _log_transitions(wide: Tensor, gaps: Tensor) -> Tensor:
     size = wide.size(-1)
     fastest = -wide.detach().diagonal(dim1=-2, dim2=-1).amin(-1)
     # paths of more terms than the series has are then made of parts which have few of them each
-    halvings = (fastest * gaps + size - 1).log2().ceil().clamp(0, HALVED).nan_to_num(0.0)
+    halvings = (fastest * gaps.detach() + size - 1).log2().ceil().clamp(0, HALVED).nan_to_num(0.0)
     step = gaps * 0.5**halvings
     scale = fastest[..., None, None] * torch.eye(size).to(wide)
-    first = probs = _normalised(_exponential((wide + scale) * step[..., None, None]))
+    step = step[..., None, None]  # rows sum to a constant, of which there is no derivative
+    first = probs = _normalised(_exponential(wide * step + scale * step.detach()))
     for done in range(int(halvings.max()) if halvings.numel() else 0):
         again = (done < halvings)[..., None, None]
         probs = torch.where(again, _normalised(probs @ probs), probs)

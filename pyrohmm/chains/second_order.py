@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from .._checks import broadcast_shapes
 from ..ops import second_order
 from ..ops.sampling import CategoricalTable, sample_path
 from .base import Chain, Core, Expansion, entry
@@ -55,7 +56,7 @@ class SecondOrderChain(Chain):
     def _by_earlier(self) -> Tensor:
         """``(*b, K + 1, K, K)``: the second state, then the next one by the state two before."""
         second, after = self.log_second.unsqueeze(-3), self.log_transition
-        batch = torch.broadcast_shapes(second.shape[:-3], after.shape[:-3])
+        batch = broadcast_shapes(second.shape[:-3], after.shape[:-3])
         return torch.cat([part.expand(*batch, *part.shape[-3:]) for part in (second, after)], -3)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:

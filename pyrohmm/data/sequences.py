@@ -25,6 +25,7 @@ from .steps import (
     FLAT,
     HOW,
     check_observed,
+    check_order,
     check_total,
     check_values,
     checked_lengths,
@@ -34,7 +35,7 @@ from .steps import (
     padded_parts,
     read_steps,
 )
-from .tables import Gaps, Table, check_order, read_table, rows_of
+from .tables import Gaps, Table, read_table, rows_of
 from .vocabulary import Vocabulary
 
 PARTS = "labels", "covariates", "times", "rows", "locations"  # (N, T, *), beside the values
@@ -228,7 +229,7 @@ class Sequences(Dataset["Sequences"]):
             steps = (steps if dtype.is_floating_point else steps.nan_to_num(0.0)).to(dtype)
         lengths = checked_lengths(lengths, len(steps))
         number = np.arange(len(lengths)).repeat(lengths)
-        check_order(getattr(values, "index", None), np.arange(len(number)), number)
+        check_order(values, np.arange(len(number)), number)
         parts = padded_parts({"labels": labels, "covariates": covariates, "times": times}, lengths)
         whole = padded(steps, lengths)
         shared = whole.data_ptr() == steps.data_ptr() and not isinstance(values, np.memmap)

@@ -138,6 +138,19 @@ def read_times(values: Any, name: str = "times") -> Tensor:
         raise
 
 
+def check_order(values: Any, order: np.ndarray, number: np.ndarray) -> None:
+    """Raise if dates of an index of values do not increase along each sequence of rows."""
+    index = getattr(values, "index", None)
+    if not hasattr(index, "to_period") and not hasattr(index, "start_time"):
+        return
+    stamps = read_times(index, "index").numpy()[order]
+    if ((np.diff(stamps) < 0) & (np.diff(number[order]) == 0)).any():
+        raise ValueError(
+            "rows must be in the order of time; those of the index of dates are not. Give "
+            "frame.sort_index(), or the column of dates by time=."
+        )
+
+
 # Cut into sequences ------------------------------------------------------------------------------
 
 
@@ -188,7 +201,10 @@ def joined_steps(
     sequences: Iterable[Any], vocabulary: Vocabulary | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Steps ``(M, *E)`` of single sequences, their lengths, and which steps are not missing."""
-    parts = [read_steps(f"sequence {n}", item, vocabulary) for n, item in enumerate(sequences)]
+    parts = []
+    for n, item in enumerate(sequences):
+        parts.append(read_steps(f"sequence {n}", item, vocabulary))
+        check_order(item, np.arange(count := len(parts[-1][1])), np.zeros(count))
     if not parts:
         raise ValueError("sequences is empty; wanted at least one sequence.")
     shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._arrays import is_missing, to_numpy
 from .._checks import check_shape
 from .._imports import imported
-from .steps import NO_CODE, encoded, read_part, read_steps, read_times
+from .steps import NO_CODE, check_order, encoded, read_part, read_steps, read_times
 from .vocabulary import Vocabulary
 
 Gaps = Literal["missing", "ignore", "error"]
@@ -141,7 +141,7 @@ class Table(NamedTuple):
             number = keys.groupby(names, sort=False, observed=True).ngroup().to_numpy()
         if time is None:
             order = number.argsort(kind="stable")
-            check_order(getattr(frame, "index", None), order, number)
+            check_order(frame, order, number)
             return cls(keys, names, torch.from_numpy(order), _sizes(number), None)
         times = read_times(columns[time], f"time {time!r}").numpy()
         order = np.lexsort((times, number))
@@ -169,18 +169,6 @@ class Table(NamedTuple):
 
 def _sizes(number: np.ndarray) -> Tensor:
     return torch.from_numpy(np.bincount(number))
-
-
-def check_order(index: Any, order: np.ndarray, number: np.ndarray) -> None:
-    """Raise if dates of an index do not increase along each sequence of rows."""
-    if not hasattr(index, "to_period") and not hasattr(index, "start_time"):
-        return
-    stamps = read_times(index, "index").numpy()[order]
-    if ((np.diff(stamps) < 0) & (np.diff(number[order]) == 0)).any():
-        raise ValueError(
-            "rows must be in the order of time; those of the index of dates are not. Give "
-            "frame.sort_index(), or the column of dates by time=."
-        )
 
 
 def calendars(column: Any) -> list[np.ndarray]:

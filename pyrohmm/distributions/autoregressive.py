@@ -15,7 +15,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import check_broadcast, check_size, check_tensor
+from .._checks import broadcast_shapes, check_broadcast, check_size, check_tensor
 from .observation import log_prob_per_state, marginal_log_prob
 
 
@@ -131,7 +131,7 @@ class Autoregressive(TorchDistribution):
         """``values`` ``(*A, t, *E)`` with the history before them."""
         events = 1 + len(self.event_shape)
         parts = self.history.to(values), values
-        lead = torch.broadcast_shapes(*(part.shape[: part.dim() - events] for part in parts))
+        lead = broadcast_shapes(*(part.shape[: part.dim() - events] for part in parts))
         wide = [part.expand(*lead, *part.shape[part.dim() - events :]) for part in parts]
         return torch.cat(wide, len(lead))
 
@@ -150,7 +150,7 @@ class Autoregressive(TorchDistribution):
         if len(rest):
             context, now = rest.narrow(at, 0, self.lags), rest.select(at, self.lags)
             parts.append(self._log_prob_given(now, context))
-        shape = torch.broadcast_shapes(*(part.shape[1:] for part in parts))
+        shape = broadcast_shapes(*(part.shape[1:] for part in parts))
         return torch.cat([part.expand(len(part), *shape) for part in parts]).movedim(0, -2)
 
     def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:

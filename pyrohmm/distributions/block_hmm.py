@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 
-from .._checks import check_same_device, check_tensor, check_trailing
+from .._checks import broadcast_shapes, check_same_device, check_tensor, check_trailing
 from .._transforms import refuse_transforms
 from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
 from ..ops import masks
@@ -175,7 +175,7 @@ class BlockHMM(HMM):
         check_trailing("values", values, tuple(self.event_shape), "(T, *E)")
         outer = values.shape[: values.dim() - len(self.event_shape)]
         self.refuse_one_series(outer)
-        batch = torch.broadcast_shapes(outer, self.batch_shape)
+        batch = broadcast_shapes(outer, self.batch_shape)
         lengths, observed = self.lengths.expand(batch).reshape(-1), self.observed
         if values.shape != (len(lengths), *self.event_shape):
             values = values.expand(*batch, *self.event_shape).reshape(-1, *self.event_shape)

@@ -7,6 +7,7 @@ from pyro.distributions import Categorical as PyroCategorical
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
+from .._checks import broadcast_shapes
 from ..ops.products import look_up
 from .autoregressive import Autoregressive
 from .hard_zeros import log_probs
@@ -73,7 +74,7 @@ class AutoregressiveCategorical(Autoregressive):
     def given(self, context: Tensor) -> TorchDistribution:
         """Symbols ``(*A, K)``."""
         logs = log_probs(self.tables)
-        shape = torch.broadcast_shapes(context.shape[:-1], logs.shape[:-3])
+        shape = broadcast_shapes(context.shape[:-1], logs.shape[:-3])
         row = self._context(context).expand(shape)[..., None, None, None]
         logs = logs.expand(*shape, *logs.shape[-3:])
         return PyroCategorical(
@@ -94,7 +95,7 @@ class AutoregressiveCategorical(Autoregressive):
         return torch.cat([part.expand(*self._lead(), part.size(-1)) for part in (first, rest)], -1)
 
     def _lead(self) -> torch.Size:
-        return torch.broadcast_shapes(self.initial.batch_shape, self._own_batch)
+        return broadcast_shapes(self.initial.batch_shape, self._own_batch)
 
     def codes(self, windows: Tensor) -> Tensor:
         """The columns ``(*A)`` of :attr:`log_symbols` for windows ``(*A, L+1)``.

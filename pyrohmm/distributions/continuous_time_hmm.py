@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._checks import (
     INTEGERS,
+    broadcast_shapes,
     check_broadcast,
     check_real,
 )
@@ -279,7 +280,7 @@ class ContinuousTimeHMM(HMM):
         gaps = self.gaps_after(times)
         now = self.state_probs_ahead(values, 0).unsqueeze(-2)
         hmm = beside(now, self)
-        matrices = over_gaps(hmm.rates, Gaps(*gaps.unique(return_inverse=True))).exp()
+        matrices = over_gaps(hmm.rates, Gaps.of(gaps)).exp()
         states = (now @ matrices.to(now.dtype)).squeeze(-2)
         return Forecast(states, hmm.emission)
 
@@ -292,7 +293,7 @@ class ContinuousTimeHMM(HMM):
         check_real("times", times)
         check_broadcast({"times": times.shape[:-1], "HMM": self.batch_shape})
         last = (self.lengths - 1).to(self.times.device).unsqueeze(-1)
-        shape = torch.broadcast_shapes(self.times.shape[:-1], self.lengths.shape)
+        shape = broadcast_shapes(self.times.shape[:-1], self.lengths.shape)
         ends = self.times.expand(*shape, self.num_steps).gather(-1, last.expand(*shape, 1))
         gaps = times.to(ends) - ends
         wrong = ~((gaps >= 0) & (gaps < torch.inf))

@@ -336,7 +336,7 @@ class LinearChainCRF(TorchDistribution):
     def path_entropy(self) -> Tensor:
         r"""Entropy :math:`-\sum_y p(y) \log p(y)` of the labels, in nats, ``(*B)``."""
         types = (scores.dtype for scores in self._named.values())
-        return self._paths().entropy().to(reduce(torch.promote_types, types))
+        return self._paths().entropy()[0].to(reduce(torch.promote_types, types))
 
     def _paths(self) -> PathFactors:
         chain = self.chain

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._checks import broadcast_shapes
 from .hard_zeros import exact_log_prob
 
 BISECTIONS = 60  # of an interval: what is left is below the rounding of its ends
@@ -39,7 +40,7 @@ def cdf_of_counts(distribution: Any, values: Tensor) -> Tensor:
     counts = counts.reshape(-1, *(1,) * len(distribution.batch_shape))
     upto = exact_log_prob(distribution, counts).double().exp().cumsum(0)
     upto = torch.cat([torch.zeros_like(upto[:1]), upto])  # (V + 1, *B)
-    shape = torch.broadcast_shapes(values.shape, upto.shape[1:])
+    shape = broadcast_shapes(values.shape, upto.shape[1:])
     upto = upto.reshape(len(upto), *(1,) * (len(shape) + 1 - upto.dim()), *upto.shape[1:])
     index = values.clamp(-1, len(counts) - 1).long() + 1
     return upto.expand(-1, *shape).gather(0, index.expand(1, *shape)).squeeze(0)

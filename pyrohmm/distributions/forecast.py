@@ -11,7 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import check_broadcast, check_probs, check_real, check_trailing
+from .._checks import broadcast_shapes, check_broadcast, check_probs, check_real, check_trailing
 from ..ops.sampling import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
@@ -316,7 +316,7 @@ class AutoregressiveForecast(Forecast):
         if isinstance(self.emission, AutoregressiveCategorical):
             self._check_whole(values)
             logs = self.probs.log()
-            shape = torch.broadcast_shapes(values.shape, logs.shape[:-1])
+            shape = broadcast_shapes(values.shape, logs.shape[:-1])
             index = values.long().expand(shape).unsqueeze(-1)
             return logs.expand(*shape, logs.size(-1)).gather(-1, index).squeeze(-1)
         if self.state_probs.size(-2) > 1:

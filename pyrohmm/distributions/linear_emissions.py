@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch import distributions as torch_dist
 
+from .._checks import broadcast_shapes
 from .._precision import full_precision
 from .._sync import exceeds, is_guessing
 from .._threads import threads_for
@@ -242,7 +243,7 @@ class _Vectors:
 
     def log_prob(self, values: Tensor) -> Tensor | None:
         """Log-density ``(*A, K)`` of values ``(*A, D)``; None for the formula as it stands."""
-        shape = torch.broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
+        shape = broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
         if shape.numel() <= SMALL or transforming():
             return None
         inverse = _inverse(self.root.double())

@@ -26,7 +26,7 @@ from torch.distributions import (
     constraints,
 )
 
-from .._checks import check_broadcast, check_integers, check_range
+from .._checks import broadcast_shapes, check_broadcast, check_integers, check_range
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
@@ -94,7 +94,7 @@ class Streams(TorchDistribution):
             piece if part.event_shape else piece.unsqueeze(-1)
             for piece, part in zip(pieces, self.parts)
         ]
-        lead = torch.broadcast_shapes(*(piece.shape[:-1] for piece in width))
+        lead = broadcast_shapes(*(piece.shape[:-1] for piece in width))
         dtype = torch.get_default_dtype()
         for piece in width:
             if piece.dtype.is_floating_point:
@@ -189,7 +189,7 @@ class Tied(TorchDistribution):
             every = function(self.base, value)
             every = every.expand(*every.shape[:-1], self.base.batch_shape[-1])
             return every.index_select(-1, self.index)
-        shape = torch.broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
+        shape = broadcast_shapes(value.shape, self.batch_shape + self.event_shape)
         apart = value.expand(shape).movedim(at, 0).unsqueeze(at)  # (K, *B, 1, *E)
         every = function(self.base, apart)  # (K, *B, J)
         index = self.index.reshape(-1, *(1,) * (every.dim() - 1))
@@ -419,7 +419,7 @@ def any_value(distribution: Any) -> Tensor:
 
 def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:
     missing = values.isnan()
-    shape = torch.broadcast_shapes(values.shape, normal.batch_shape + normal.event_shape)
+    shape = broadcast_shapes(values.shape, normal.batch_shape + normal.event_shape)
     out = values.new_zeros(shape[:-1])
     for pattern in missing.reshape(-1, missing.size(-1)).unique(dim=0):
         known = (~pattern).nonzero().squeeze(-1)

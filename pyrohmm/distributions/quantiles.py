@@ -10,6 +10,7 @@ from pyro.distributions import Normal
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal
 
+from .._checks import broadcast_shapes
 from .cumulative import REACH, bounds, cdf_of_counts, first_reaching
 from .observation import Streams, Tied, is_categorical
 
@@ -146,7 +147,7 @@ def _by_bisection(weights: Tensor, emission: Any, state: int, probs: Tensor) -> 
     low = (emission.mean - reach).amin(state).maximum(least)
     high = (emission.mean + reach).amax(state).minimum(most)
     probs = probs.to(weights).reshape(-1, *(1,) * (weights.dim() - 1))
-    shape = torch.broadcast_shapes(probs.shape, weights.sum(state).shape, low.shape)
+    shape = broadcast_shapes(probs.shape, weights.sum(state).shape, low.shape)
 
     def reached(value: Tensor) -> Tensor:
         return (weights * cdf(emission, value.unsqueeze(state))).sum(state) >= probs

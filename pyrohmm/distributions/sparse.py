@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._checks import PyroValidation, check_booleans, check_floats, check_positive, check_trailing
+from .._checks import (
+    PyroValidation,
+    broadcast_shapes,
+    check_booleans,
+    check_floats,
+    check_positive,
+    check_trailing,
+)
 
 
 class _Sparse(TorchDistribution):
@@ -39,7 +46,7 @@ class _Sparse(TorchDistribution):
             check_trailing(name, value, tuple(allowed.shape), "(*table)", "That of allowed.")
             setattr(self, name, value)
         self.allowed, self._names = allowed, list(parameters)
-        shape = torch.broadcast_shapes(*(value.shape for value in parameters.values()))
+        shape = broadcast_shapes(*(value.shape for value in parameters.values()))
         super().__init__(
             shape[: len(shape) - allowed.dim()], allowed.shape, validate_args=validate_args
         )

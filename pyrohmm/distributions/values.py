@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 
-from .._checks import check_range
+from .._checks import broadcast_shapes, check_range
 from .._sync import exceeds
 from .._transforms import transforming
 from .observation import any_value, inside_support, is_categorical, support_varies
@@ -26,7 +26,7 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
     """
     event = emission.event_shape
     # not the whole batch: restarts and particles see the same values
-    batch = torch.broadcast_shapes(values.shape[: values.dim() - 1 - len(event)], known.shape[:-1])
+    batch = broadcast_shapes(values.shape[: values.dim() - 1 - len(event)], known.shape[:-1])
     known = known.expand(*batch, known.size(-1))
     if is_categorical(emission):
         return values.masked_fill(~known, 0)

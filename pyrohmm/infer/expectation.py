@@ -12,6 +12,7 @@ from pyro.distributions.util import is_validation_enabled, validation_enabled
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from .._checks import broadcast_shapes
 from .._choices import WIDEST
 from .._sync import guessing, with_one_wait
 from ..chains.base import ExpectedCounts
@@ -174,7 +175,7 @@ def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
         initial, transition, table, symbols, lengths, known = factors
         if initial.dim() + transition.dim() > 4:  # restarts
             parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
-            table = table.expand(*torch.broadcast_shapes(*parts), *table.shape[-2:])
+            table = table.expand(*broadcast_shapes(*parts), *table.shape[-2:])
         return hmm.chain.named(
             recursions.expected_counts_of_symbols(
                 initial, transition, table, symbols, lengths, known

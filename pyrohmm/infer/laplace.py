@@ -45,16 +45,17 @@ from .uncertainty import (
     FAR,
     LOG,
     VANISHING,
+    Coordinates,
     Information,
     differences,
     double_of,
-    normal_quantile,
     points_of,
 )
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
 SAME = 1e-3  # nats by which the log marginal may change there
+UNSEEN = 1e-6  # nats by which it may as such a number is raised
 STEP = 1e-4  # of central differences of the exact gradient
 
 
@@ -130,22 +131,16 @@ class LaplaceInformation(Information):
         self.zero = torch.tensor(alone) & (self.matrix.diagonal().abs() < VANISHING)
         return super()._vanishing() | self.zero
 
-    def intervals(
-        self,
-        level: float = 0.95,
-        of: Callable[[HMM], Tensor] | None = None,
-        num_samples: int | None = None,
-    ) -> dict[str, tuple[Tensor, Tensor]]:
+    def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
         """As of :class:`Information`; of a spread of zero, from zero to a limit by its profile."""
-        found = super().intervals(level, of, num_samples)
-        for own in self.zero.nonzero().flatten().tolist() if of is None else ():
-            upper = self._upper(own, normal_quantile(level))
-            found[self.labels[own]] = torch.zeros_like(upper), upper
-        return found
+        if part.name not in self.labels or not self.zero[self.labels.index(part.name)]:
+            return super().interval(part, error, z)
+        upper = self._upper(part, z)
+        return torch.zeros_like(upper), upper
 
-    def _upper(self, own: int, z: float) -> Tensor:
+    def _upper(self, part: Coordinates, z: float) -> Tensor:
         """The value of a number at zero where twice its profile has fallen by the square of z."""
-        (part,) = (part for part in self.coordinates if part.labels == [self.labels[own]])
+        own = self.labels.index(part.name)
         values, falls = torch.logspace(-6, 6, 37, dtype=torch.double), torch.empty(0)
         for _ in range(2):
             place = torch.zeros(len(values), len(self.labels), dtype=torch.double)
@@ -304,6 +299,7 @@ class _Starts:
             for name, to in self.to.items()
         }
         self.shapes = {name: value.shape[1:] for name, value in free.items()}
+        self.names = [n for n, shape in self.shapes.items() for _ in range(shape.numel())]
         self.place = torch.cat([value.reshape(restarts, -1) for value in free.values()], -1)
 
     def values(self, place: Tensor) -> Values:
@@ -443,7 +439,8 @@ def _result(
     best = int(scores.argmax())
     if not bool(scores[best].isfinite()):
         raise ValueError("no start has a marginal likelihood: give start=, near what is expected.")
-    place, row = peak.place[best : best + 1], torch.tensor([best])
+    row = torch.tensor([best])
+    place, notes = _raised(marginal, starts, peak.place[row], row)
     values = {name: value[0] for name, value in starts.values(place).items()}
     modes = marginal.settle(starts.wide(place), row)
     if not marginal.resolved:
@@ -461,17 +458,6 @@ def _result(
         if converged
         else "it took all steps"
     )
-    notes = []
-    for name, value in starts.values(place - ZERO).items():
-        # nothing changes where all coordinates of a positive number are far lower
-        lower = {**starts.wide(place), **{name: starts.wide(place - ZERO)[name]}}
-        if starts.supports[name] is constraints.positive and value.dim() == 1:
-            marginal.settle(lower, row)
-            leaf = torch.zeros(1, 1, dtype=torch.double, requires_grad=True)
-            moved = {n: v + 0 * leaf.sum() for n, v in lower.items()}
-            if float((marginal(moved, leaf, row)[0] - peak.value[best]).abs()) < SAME:
-                notes.append(f"{name} is zero: there is no such effect in the data, or too few "
-                             "members to see it")  # fmt: skip
     if not converged and peak.gap[best] > FAR:
         reason += f", and ended {peak.gap[best]:.2g} nats below the maximum"
     supports = {**starts.supports, **{n: s["fn"].support for n, s in marginal.random.items()}}
@@ -482,3 +468,26 @@ def _result(
         fitted=marks_of(data) if plates else None, log_marginal=float(scores[best]),
         random=random, notes=notes,
     )  # fmt: skip
+
+
+def _raised(
+    marginal: Marginal, starts: _Starts, place: Tensor, row: Tensor
+) -> tuple[Tensor, list[str]]:
+    """The place ``(1, P)`` with numbers that are zero as large as the log marginal allows.
+
+    Much smaller ones are lost in the rounding of the effects. Also notes that name these numbers.
+    """
+
+    def value(place: Tensor) -> float:
+        marginal.settle(starts.wide(place), row)
+        return float(_evaluate(marginal, starts, place, row)[0])
+
+    names, top, notes = starts.names, value(place), []
+    for name, step in zip(names, ZERO * torch.eye(len(names), dtype=place.dtype)):
+        alone = starts.supports[name] is constraints.positive and not starts.shapes[name]
+        if alone and abs(value(place - step) - top) < SAME:
+            notes.append(f"{name} is zero: there is no such effect in the data, or too few members "
+                         "to see it")  # fmt: skip
+            while abs(value(place + step) - top) < UNSEEN and place @ step < 0:
+                place = place + step
+    return place, notes

@@ -23,6 +23,7 @@ from pyro.poutine import runtime
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from .._checks import broadcast_shapes
 from ..chains.rates import mean_gap
 from ..data.batches import Parts, Window, parts_of
 from ..data.sequences import Sequences, check_sequences
@@ -355,7 +356,7 @@ class EmissionAt(TorchDistribution):
     def __init__(self, emission: TorchDistribution, state: Tensor, step: int | None = None) -> None:
         self.emission, self.state, self.step = emission, state, step
         parameters = emission.batch_shape[: -1 if step is None else -2]
-        batch = torch.broadcast_shapes(state.shape, parameters)
+        batch = broadcast_shapes(state.shape, parameters)
         super().__init__(batch, emission.event_shape, validate_args=False)
 
     @property

@@ -439,6 +439,10 @@ class Information:
         with torch.no_grad():
             return torch.as_tensor(at(torch.zeros(len(own)).double())), self._errors(slopes)
 
+    def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
+        """Lower and upper limits of a parameter."""
+        return part.interval(error, z)
+
     def intervals(
         self,
         level: float = 0.95,
@@ -459,7 +463,7 @@ class Information:
         z = normal_quantile(level)
         if of is None:
             errors = self.std_errors()
-            return {part.name: part.interval(errors[part.name], z) for part in self.coordinates}
+            return {p.name: self.interval(p, errors[p.name], z) for p in self.coordinates}
         if num_samples is None:
             value, error = self.of(of)
             return {"of": (value - z * error, value + z * error)}

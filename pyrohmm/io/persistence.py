@@ -124,8 +124,8 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
         raise TypeError(f"module must be a torch.nn.Module; got {type(module).__name__}.")
     tensors, meta = read_directory(directory, "module")
     for path, part in module.named_modules():
-        if isinstance(part, CentredEmission):  # of files before priors could be flat
-            tensors.setdefault(f"{path}.upper".lstrip("."), torch.full_like(part.upper, torch.inf))
+        if isinstance(part, CentredEmission):
+            part.complete(tensors, path and f"{path}.")
     here, there = kinds(module.state_dict()), kinds(tensors)
     here["its class"], there["its class"] = type(module).__qualname__, str(meta.get("class"))
     differences = [

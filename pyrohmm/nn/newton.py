@@ -63,7 +63,7 @@ class NewtonComponents(Components):
             self._priors[name] = type(prior), list(arguments)
             for argument, value in arguments.items():
                 self.register_buffer(
-                    f"{name}_{argument}", value.detach().to(torch.get_default_dtype())
+                    f"{name}_{argument}", value.detach().to(torch.get_default_dtype()).clone()
                 )
             self.set_priors(**{name: partial(_wide, name=name)})
 

@@ -103,8 +103,13 @@ class CentredEmission(Emission):
         """Take scales of the prior from variances, of all data and in states; gives log-units."""
         raise NotImplementedError
 
+    def complete(self, state: dict[str, Any], prefix: str) -> None:
+        """Add what a state from before priors could be flat does not have."""
+        state.setdefault(f"{prefix}upper", torch.full_like(self.upper, torch.inf))
+
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """The prior that was saved: flat, or conjugate."""
+        self.complete(state, prefix)
         super()._load_from_state_dict(state, prefix, *rest)
         self.flat = bool(self.upper.isfinite().all())
 

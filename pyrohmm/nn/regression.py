@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
-from .._checks import check_size
+from .._checks import broadcast_shapes, check_size
 from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import exact_log_prob
@@ -214,7 +214,7 @@ class Linear(PyroModule):
                 smooth = smooth * self.free[..., self.width :]
         if smooth is None:
             return coefficients
-        lead = torch.broadcast_shapes(coefficients.shape[:-1], smooth.shape[:-1])
+        lead = broadcast_shapes(coefficients.shape[:-1], smooth.shape[:-1])
         return torch.cat([x.expand(*lead, x.size(-1)) for x in (coefficients, smooth)], -1)
 
     @property

@@ -22,16 +22,29 @@ from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from .._choices import WORTH
+from .._imports import signals_delayed
 from .._threads import flushed
 
 FAST = {"contract", "reassoc", "nsz"}
-kernel = njit(cache=True, no_cfunc_wrapper=True, nogil=True, error_model="numpy", fastmath=FAST)
-inner = njit(  # for what kernels alone call: without what Python needs it compiles faster
-    cache=True, no_cfunc_wrapper=True, no_cpython_wrapper=True, nogil=True, error_model="numpy",
-    fastmath=FAST,
-)  # fmt: skip
+LOOP: dict[str, Any] = {"cache": True, "no_cfunc_wrapper": True, "nogil": True, "fastmath": FAST}
+LOOP["error_model"] = "numpy"
+# for what kernels alone call: without what Python needs it compiles faster
+inner = njit(no_cpython_wrapper=True, **LOOP)
 # for rounding that is meant; if it were not said, it would be as the caller has it
 exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """A loop for Python, compiled, or loaded, at its first call, with signals delayed.
+
+    A compiler that is broken off is not whole afterwards; and LLVM, where it calls Python, drops
+    what a signal raises.
+    """
+    loop = njit(function, **LOOP)
+    loop._compile_for_args = signals_delayed()(loop._compile_for_args)
+    return loop
+
+
 u64 = np.uint64  # offsets without a sign need no test for a negative one, so that loops vectorise
 _single = np.float32
 

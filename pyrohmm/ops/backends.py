@@ -46,9 +46,6 @@ def compiled(folder: str) -> ModuleType:
     return module
 
 
-backend_for = pick
-
-
 @contextmanager
 def use(backend: Backend) -> Iterator[None]:
     """Compute by ``backend`` within a ``with`` statement, in this thread.

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from .._checks import broadcast_shapes
 from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN
 from .._imports import imported
 from .._precision import full_precision, with_gradient
@@ -43,7 +44,7 @@ def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
     batch = log_probs.shape[:-2]
     rows = symbols.long()
     if batch.numel() == 1:
-        rows = rows.expand(torch.broadcast_shapes(batch, rows.shape))
+        rows = rows.expand(broadcast_shapes(batch, rows.shape))
     else:
         matrices = torch.arange(len(table) // log_probs.size(-1), device=rows.device)
         beyond = (rows < 0) | (rows >= log_probs.size(-1))  # not the row of another matrix
@@ -227,7 +228,7 @@ class _Batch:
     """The batch dimensions of a product: those that both sides have, rows alone, columns alone."""
 
     def __init__(self, rows: torch.Size, columns: torch.Size) -> None:
-        shape = torch.broadcast_shapes(rows, columns)
+        shape = broadcast_shapes(rows, columns)
         rows, columns = (torch.Size([1] * (len(shape) - len(x))) + x for x in (rows, columns))
         sizes = list(enumerate(zip(rows, columns)))
         both = [i for i, (row, column) in sizes if row != 1 and column != 1]

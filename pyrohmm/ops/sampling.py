@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._imports import imported
 from .._transforms import transforming
-from .backends import NUMBA, backend_for
+from .backends import NUMBA, pick
 from .log_space import finite_or_zero
 
 
@@ -90,7 +90,7 @@ def sample_paths(
         their range, or are not on the CPU.
     """
     groups, num_states = log_initial.shape
-    if backend_for(log_initial.device) is not NUMBA or num_states > WIDEST:
+    if pick(log_initial.device) is not NUMBA or num_states > WIDEST:
         return None
     with torch.no_grad():
         offsets = finite_or_zero(table.amax(-1)).double()

@@ -337,15 +337,6 @@ def test_limits_become_normal_quantiles():
     assert drawn.isfinite().all()
 
 
-def test_residuals_where_the_others_are_impossible_say_nothing():
-    lower, upper = queries.pseudo_residuals(*impossible())
-    assert_close(lower, [[0, 0, 0], [0, 0, 0]])
-    assert_close(upper, [[1, 1, 1], [1, 0, 1]])  # without x_2 the second is a row of ones
-    lower, upper = queries.pseudo_residuals(*impossible(), forecast=True)
-    assert_close(lower[1], [0.5, 0.0, 0.0])
-    assert_close(upper[1], [1.0, 0.0, 1.0])
-
-
 # Float32: answers that need more digits are computed in float64
 
 

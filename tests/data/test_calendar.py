@@ -85,6 +85,12 @@ def test_rows_that_an_index_of_dates_puts_in_another_order_are_refused(make):
         assert Sequences.from_dataframe(frame, columns="x", by=by).num_observed == 4
         with pytest.raises(ValueError, match=r"in the order of time.*frame.sort_index\(\)"):
             Sequences.from_dataframe(shuffled, columns="x", by=by)
+    for item in (shuffled, shuffled["x"]):
+        assert len(Sequences.from_list([item.sort_index(), item.sort_index()])) == 2
+        with pytest.raises(ValueError, match=r"in the order of time.*frame.sort_index\(\)"):
+            Sequences.from_list([item.sort_index(), item])
+        with pytest.raises(ValueError, match=r"in the order of time.*frame.sort_index\(\)"):
+            Sequences.from_concatenated(item)
     crossed = frame.iloc[[2, 3, 0, 1]]
     assert Sequences.from_dataframe(crossed, columns="x", by="who").num_steps == 2
 

@@ -70,6 +70,36 @@ def test_gradients_are_those_of_differences(values):
     assert torch.autograd.gradcheck(evidence, (free, initial))
 
 
+@pytest.mark.parametrize("unit", [0.01, 1.0, 60.0])
+@pytest.mark.parametrize("kind", ["rates", "rates per step", "exact entries"])
+def test_gradients_by_times_are_those_of_differences(kind, unit, values):
+    """Of evidence and queries; each of equal gaps has its own."""
+    times = unit * double([0.0, 1.0, 2.0, 2.5, 3.5]).expand(4, T)
+    options = {}
+    if kind == "exact entries":
+        options = {"rates": PROGRESSIVE, "exact_entry": torch.tensor([False, False, True])}
+    if kind == "rates per step":
+        steps = torch.linspace(0.5, 2.0, T - 1, dtype=torch.float64)[:, None, None]
+        options = {"rates": FULL * steps, "rates_per_step": True}
+
+    def asked(times):
+        hmm = model(times=times, **options)
+        return (
+            hmm.log_prob(values),
+            hmm.posterior(values).state_probs,
+            queries.path_entropy(hmm, values),
+        )
+
+    leaf = times.clone().requires_grad_()
+    assert torch.autograd.gradcheck(asked, leaf, eps=1e-5 * unit, atol=1e-6 / unit, rtol=1e-4)
+    if kind == "rates":
+        later = (times[:, -1:] + unit * double([1.0, 2.0])).requires_grad_()
+        hmm = model(times=times)
+        assert torch.autograd.gradcheck(
+            lambda later: hmm.forecast(values, later).state_probs, later, eps=1e-5 * unit
+        )
+
+
 def test_expected_counts_are_the_gradient(rates, values):
     """Fisher's identity; times add up to those of the sequences, and what is impossible is zero."""
     hmm = model(rates)

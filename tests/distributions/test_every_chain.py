@@ -408,6 +408,8 @@ def ask(hmm, values):
         "expected_visits": lambda: queries.expected_visits(hmm, values),
         "impute": lambda: queries.impute(hmm, values),
         "observation_marginals": lambda: queries.observation_marginals(hmm, values).mean,
+        "pseudo_residuals": lambda: queries.pseudo_residuals(hmm, values)[1],
+        "forecast residuals": lambda: queries.pseudo_residuals(hmm, values, forecast=True)[1],
     }
     if hmm.chain.is_markov:
         found["posterior_states"] = lambda: hmm.posterior_states(values).marginals()

@@ -291,9 +291,12 @@ def test_one_observation_of_each_subject():
     torch.testing.assert_close(fit.parameters["mean"].double(), wanted, rtol=1e-4, atol=0)
 
 
-def test_a_variance_of_zero_has_limits_from_zero_by_the_profile():
+@pytest.mark.parametrize(
+    ("dtype", "scale"), [(torch.float32, 1.0), (torch.float64, 1.0), (torch.float64, 1e3)]
+)
+def test_a_variance_of_zero_has_limits_from_zero_by_the_profile(dtype, scale):
     """Means of subjects that are all alike: the likelihood of their spread in closed form."""
-    values = torch.randn(30, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    values = torch.randn(30, 6, generator=torch.Generator().manual_seed(1), dtype=dtype) * scale
     values = values - values.mean(1, keepdim=True)
     data = Sequences(values, torch.full((30,), 6))
 
@@ -302,15 +305,16 @@ def test_a_variance_of_zero_has_limits_from_zero_by_the_profile():
         with pyro.plate("subjects", len(data)):
             own = pyro.sample("own", Normal(torch.zeros_like(spread), spread))
             zero = torch.zeros(1, dtype=own.dtype)
-            hmm = HMM(zero, zero.unsqueeze(0), Normal(own.unsqueeze(-1), 1.0), data.lengths)
+            hmm = HMM(zero, zero.unsqueeze(0), Normal(own.unsqueeze(-1), scale), data.lengths)
             pyro.sample("x", hmm, obs=data.values)
         return hmm
 
-    fit = fit_laplace(model, data, ["own"])
+    fit = fit_laplace(model, data, ["own"], start={"spread": torch.tensor(scale)})
     assert fit.notes[0].startswith("spread is zero")
+    assert 0 < fit.parameters["spread"] < 1e-2 * scale
     low, high = fit.intervals(data)["spread"]
     # twice the fall is 30 log(v / v_0), with v = 1/6 + spread^2 and all means at zero
-    wanted = math.sqrt((math.exp(1.959964**2 / 30) - 1) / 6)
+    wanted = scale * math.sqrt((math.exp(1.959964**2 / 30) - 1) / 6)
     assert low == 0
     assert float(high) == pytest.approx(wanted, rel=1e-3)
     assert fit.std_errors(data)["spread"].isnan()

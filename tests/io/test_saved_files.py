@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from pyro import distributions as dist
+from safetensors.torch import load_file
 
 from pyrohmm import (
     HMM,
@@ -88,10 +89,14 @@ def single():
 
 
 @pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("plainly", [False, True])
 @pytest.mark.usefixtures("single")
-def test_a_module_saved_by_version_0_4_0_has_the_same_log_prob(name):
+def test_a_module_saved_by_version_0_4_0_has_the_same_log_prob(name, plainly):
     module = MODULES[name]()
-    load_into(module, SAVED / name)
+    if plainly:
+        module.load_state_dict(load_file(SAVED / name / "tensors.safetensors"))
+    else:
+        load_into(module, SAVED / name)
     hmm = module.eval()(LENGTHS)
     check_log_prob(name, hmm.log_prob(EXPECTED[f"{name}.values"]))
 

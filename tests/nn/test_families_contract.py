@@ -1,10 +1,12 @@
 """Every emission family keeps one contract; see :mod:`pyrohmm.testing`."""
 
+import pyro
 import pytest
 import torch
 
 import pyrohmm
 from pyrohmm import MarginalModel, Sequences, TabularHMM, fit_em, fit_map
+from pyrohmm.nn.normals import CentredEmission
 from pyrohmm.testing import check_emission
 
 FAMILIES = {
@@ -50,6 +52,28 @@ FAMILIES = {
     ),
     "bernoulli": (pyrohmm.bernoulli(3), lambda: torch.randint(2, (30, 3)).double()),
 }
+
+
+FURTHER = {
+    "streams": pyrohmm.streams(pyrohmm.normal(2), pyrohmm.categorical(3)),
+    "tied": pyrohmm.tied(pyrohmm.normal_full(2), [0, 0, 1]),
+    "autoregression": pyrohmm.autoregressive_normal(2, 1),
+}
+
+
+@pytest.mark.parametrize("family", [*(pair[0] for pair in FAMILIES.values()), *FURTHER.values()])
+def test_a_state_from_before_priors_could_be_flat_is_loaded(family):
+    """Priors of normal distributions were conjugate: they had no upper end."""
+    pyro.set_rng_seed(1)
+    module, saved = TabularHMM(3, family), TabularHMM(3, family).state_dict()
+    normals = {n: p for n, p in module.named_modules() if isinstance(p, CentredEmission)}
+    for name in normals:
+        del saved[f"{name}.upper"]
+    module.load_state_dict(saved)
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in saved.items())
+    for part in normals.values():
+        assert part.upper.isposinf().all()
+        assert not part.flat
 
 
 @pytest.mark.parametrize("name", FAMILIES)

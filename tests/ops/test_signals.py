@@ -91,7 +91,7 @@ import pyrohmm
 from pyrohmm import MarginalModel, Sequences, TabularHMM, categorical, fit_map
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
-point, name = sys.argv[1:]
+call, point, name = sys.argv[1:]
 
 class Interrupt:
     done = False
@@ -104,26 +104,52 @@ finder = Interrupt()
 sys.meta_path.insert(0, finder)
 import torch
 data = Sequences(torch.randint(3, (2, 5)), torch.tensor([5, 4]))
-model = MarginalModel(TabularHMM(2, categorical(3)))
+module = TabularHMM(2, categorical(3))
+hmm = MarginalModel(module)(data)
+
+def run():
+    if call == "fit_map":
+        return len(fit_map(MarginalModel(module), data, num_iterations=2, progress=False).losses)
+    return len(getattr(hmm, call)(data.values))
+
 try:
-    fit_map(model, data, num_iterations=2, progress=False)
+    run()
 except KeyboardInterrupt:
     print("interrupted", name in sys.modules)
-print(finder.done, len(fit_map(model, data, num_iterations=2, progress=False).losses))
+print(finder.done, run())
 """
 
 
 @pytest.mark.parametrize(
-    ("point", "name"),
-    [("torch._dynamo.guards", "torch._dynamo"),
-     ("torch.utils._sympy.functions", "torch.fx.experimental.symbolic_shapes")],
+    ("call", "point", "name"),
+    [("fit_map", "torch._dynamo.guards", "torch._dynamo"),
+     ("fit_map", "torch.utils._sympy.functions", "torch.fx.experimental.symbolic_shapes"),
+     pytest.param("viterbi", "numba.cpython.slicing", "numba.cpython.unicode", marks=needs_numba)],
 )  # fmt: skip
-def test_a_fit_can_be_done_again_after_it_was_interrupted_as_torch_imports_its_compiler(
-    point, name
+def test_a_call_can_be_done_again_after_it_was_interrupted_as_a_compiler_is_imported(
+    call, point, name
 ):
-    command = [sys.executable, "-c", IMPORTED, point, name]
+    command = [sys.executable, "-c", IMPORTED, call, point, name]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.stdout == "interrupted True\nTrue 2\n", result.stderr[-2000:]
+
+
+ASKED = """
+import sys
+import torch
+from pyrohmm import MarginalModel, Sequences, TabularHMM, categorical
+
+data = Sequences(torch.randint(3, (2, 5)), torch.tensor([5, 4]))
+hmm = MarginalModel(TabularHMM(2, categorical(3)))(data)
+hmm.log_joint(data.values, hmm.viterbi(data.values)), hmm.posterior(data.values)
+print("torch.fx.experimental.symbolic_shapes" in sys.modules)
+"""
+
+
+def test_queries_of_plain_sequences_need_no_compiler_of_torch():
+    """It takes seconds, in which Ctrl-C would leave half of it behind."""
+    result = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True)
+    assert result.stdout == "False\n", result.stderr[-2000:]
 
 
 CAMPAIGN = """

@@ -59,15 +59,19 @@ def _shares(
             yield t, part, share, (share + after.unsqueeze(-2)).exp()
 
 
-def entropy(chain: LogChain) -> Tensor:
-    """Entropy of the posterior over paths in nats, ``(N,)``; 0 where none is possible."""
+def entropy(chain: LogChain) -> tuple[Tensor, Tensor]:
+    """Entropy of the posterior over paths in nats, ``(N,)``; 0 where none is possible.
+
+    Also the logarithm of what remains of all paths, ``(N,)``: -inf where none is possible, else 0.
+    """
     filtered = chain.filtered()
     smoothed = chain.smoothed(filtered)
     found = chain.ends([torch.special.entr(logs.exp()).sum(-1) for logs in smoothed])
     for _, part, share, probs in _shares(chain, filtered, smoothed):
         surprise = -(probs * share.clamp(min=SMALL)).sum((-1, -2))
         found.index_add_(0, part.rows, surprise)
-    return in_order(chain, found).clamp(min=0.0)
+    left = chain.ends([logs.logsumexp(-1) for logs in filtered])
+    return in_order(chain, found).clamp(min=0.0), in_order(chain, left)
 
 
 def transition_counts(chain: LogChain, filtered: list[Tensor], smoothed: list[Tensor]) -> Tensor:

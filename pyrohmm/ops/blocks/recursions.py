@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from ..._precision import with_gradient
-from ..backends import NUMBA, backend_for, compiled
+from ..backends import NUMBA, compiled, pick
 from ..log_space import finite_or_zero
 from ..tensor_cache import cached, cached_on
 from .messages import LogChain
@@ -220,7 +220,7 @@ def final_state_log_probs(chain: PlannedChain) -> Tensor:
 
 def _kernels(chain: PlannedChain) -> ModuleType | None:
     """The compiled loops, if they compute this chain."""
-    if backend_for(chain.log_seen.device) is not NUMBA:
+    if pick(chain.log_seen.device) is not NUMBA:
         return None
     if bool((chain.plan.block == len(chain.states.sizes)).any()):
         return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import (
+    broadcast_shapes,
     check_booleans,
     check_broadcast,
     check_integers,
@@ -185,8 +186,7 @@ def read_arguments(
         leads.add(symbols.shape[:-1])
         if known is not None:
             leads.add(known.shape[:-1])
-    leads.discard(torch.Size())
-    batch = leads.pop() if len(leads) == 1 else torch.broadcast_shapes(*leads)
+    batch = broadcast_shapes(*leads)
     split = max(
         (len(batch) - len(lead) + place + 1
          for lead in shared for place, size in enumerate(lead) if size != 1),
