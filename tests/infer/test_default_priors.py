@@ -358,6 +358,44 @@ def test_gibbs_samples_covariances_of_their_posterior(size):
         assert sample.std() / spread == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 9, 100])
+def test_gibbs_samples_regressions_of_their_posterior(size):
+    """By quadrature over the variance; given it, numbers are jointly normal, slopes summed out."""
+    torch.manual_seed(size)
+    torch.set_default_dtype(torch.float64)
+    rng, chains = np.random.default_rng(size), 1000
+    x = [0.3]
+    for _ in range(size):
+        x.append(0.5 + 0.7 * x[-1] + 0.6 * rng.normal())
+    windows = torch.tensor([x[:-1], x[1:]]).mT.unsqueeze(-1)
+    module = autoregressive_normal(1)(1)
+    module._set_spread(torch.tensor([4.0]), torch.tensor([0.5]), torch.tensor([4.0]))
+    ones, zeros = torch.ones(chains, 1, 1, 1), torch.zeros(chains, 1, 1)
+    current = {"covariance": ones, "loc": zeros, "weights": zeros[..., None, None]}
+    current |= {"initial.covariance": ones, "initial.loc": zeros}
+    sums = module.statistics(windows, torch.ones(1, size, 1), None)
+    sums = {name: each.expand(chains, *each.shape[1:]) for name, each in sums.items()}
+    for _ in range(30):
+        current |= module.sample_parameters(sums, current)
+    logs = np.linspace(-8.0, 7.0, 1501)
+    design = np.stack([np.ones(size), np.array(x[:-1])], 1)
+    slope_prior, log_density, means = np.diag([400.0, 100.0]), [], []
+    for v in np.exp(logs):
+        joint = v * np.eye(size) + design @ slope_prior @ design.T
+        gain = slope_prior @ design.T @ np.linalg.inv(joint)
+        means.append(gain @ np.array(x[1:]))
+        evidence = stats.multivariate_normal.logpdf(x[1:], cov=joint) if size else 0.0
+        log_density.append(np.log(v) - 0.4 / v - v / 20.0 + evidence)
+    weights = np.exp(np.array(log_density) - max(log_density))
+    cdf = integrate.cumulative_trapezoid(weights, logs, initial=0)
+    known = lambda value: np.interp(np.log(value), logs, cdf / cdf[-1])  # noqa: E731
+    assert stats.kstest(current["covariance"].flatten().numpy(), known).pvalue > 1e-3
+    mean = (weights / weights.sum()) @ np.array(means)
+    for name, wanted in zip(("loc", "weights"), mean):
+        sample = current[name].flatten().numpy()
+        assert abs(sample.mean() - wanted) < 4 * sample.std() / np.sqrt(chains)
+
+
 def test_units_of_data_scale_a_flat_prior():
     module = TabularHMM(2, normal(0))
     scale_priors(module, Sequences.from_list([1e6 * torch.randn(200).double()]))
