@@ -37,6 +37,7 @@ from .normals import LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of,
 
 HALF = 0.378  # deviation of the half of a normal sample that is nearest to its mean
 MOST_ROWS, SUBSETS = 5000, 200  # of a regression by least trimmed squares
+WEIGHTS = 1e4  # variance of the prior of weights beside a flat one, by variances within states
 EXACT = 1e-7  # of a standard deviation, residuals that are rounding
 
 
@@ -161,14 +162,14 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     def loc_prior(self) -> TorchDistribution:
         """Normal means, given the covariances if conjugate."""
         if self.flat:
-            unit = self._variance()
-            flat = Normal(self.prior_loc, (MEANS * unit).sqrt())
-            return InUnits(flat, self.prior_loc, unit.sqrt())
+            variance = self._columns() / self._regressors()["loc"][1]
+            unit = (self.upper / (UPPER * self.dim)).sqrt()
+            return InUnits(Normal(self.prior_loc, variance.sqrt()), self.prior_loc, unit)
         prior = MultivariateNormal(self.prior_loc, self._wide(self.covariance) / self.weight)
         return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
 
-    def _variance(self) -> Tensor:
-        """Variances ``(D,)`` of all data, of a flat prior."""
+    def _columns(self) -> Tensor:
+        """Variances ``(D,)``, in units of which the prior of slopes is, beside a flat one."""
         return self.upper / (UPPER * self.dim)
 
     def _wide(self, covariance: Tensor) -> Tensor:
@@ -278,13 +279,13 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     def _whitened(self, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Maps to components of variance one, and back; precisions of the prior of slopes there.
 
-        Beside a flat prior they are in units of the variances of all data, else of the covariance.
+        They are in units of :meth:`_columns` beside a flat prior, else of the covariance.
         """
         covariance = self._wide(covariance).double()
         if not self.flat:
             back = torch.linalg.cholesky(covariance).mT
             return torch.linalg.inv(back), back, back.new_ones(1)
-        unit = self._variance().double().sqrt()
+        unit = self._columns().double().sqrt()
         ratio, vectors = torch.linalg.eigh(covariance / (unit * unit.unsqueeze(-1)))
         ratio = ratio.clamp(min=1e-15 * ratio.amax(-1, keepdim=True))
         root = ratio.sqrt().unsqueeze(-2)
@@ -476,11 +477,12 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
               \mu_k \sim \mathrm{Normal}(m, \Sigma_k / w), \quad
               W_{kli} \sim \mathrm{Normal}(0, \Sigma_k / (r \Psi_{ii}))
 
-    Without any those of :math:`\Sigma` and :math:`\mu` are as in :func:`normal_full`, where S are
-    variances of residuals within states, at most about those in the narrowest: see
-    :func:`residuals_within`; and with V, those of all data,
+    Without any that of :math:`\Sigma` is as in :func:`normal_full`, where S are variances of
+    residuals within states, at most about those in the narrowest: see :func:`residuals_within`.
+    With U, variances within states of what is not a residual, and V, those of all data,
 
-    .. math:: W_{klij} \sim \mathrm{Normal}(0, 100 V_j / S_i)
+    .. math:: \mu_{kj} \sim \mathrm{Normal}(m_j, 100 U_j \max_i V_i / U_i), \quad
+              W_{klij} \sim \mathrm{Normal}(0, 10^4 U_j / S_i)
 
     Vectors are rows: ``weights[k, l - 1, i, j]`` is by how much component i of the l-th vector
     before moves component j. The first L vectors of a sequence have a distribution of their own in
@@ -578,22 +580,20 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
 
     def weights_prior(self) -> TorchDistribution:
         """Normal weights, given the covariances if conjugate."""
-        unit = self._variance() if self.flat else self.scale.diagonal()
+        unit = self._columns() if self.flat else self.scale.diagonal()
         ratio = (unit / unit.unsqueeze(-1)).sqrt()
+        precision = self._regressors()["weights"][1][: self.dim].to(unit)[:, None, None]
         if self.flat:
-            deviation = (MEANS * unit / self._within().unsqueeze(-1)).sqrt()
             shape = (len(self.prior_loc), self.lags, self.dim, self.dim)
-            flat = Normal(torch.zeros_like(ratio), deviation).expand(shape)
-            return InUnits(flat, torch.zeros_like(ratio), ratio)
-        precision = (self.ridge * unit)[:, None, None]
+            flat = Normal(torch.zeros_like(ratio), (unit / precision[..., 0]).sqrt())
+            return InUnits(flat.expand(shape), torch.zeros_like(ratio), ratio)
         spread = self.covariance[..., None, None, :, :] / precision  # (*, K, 1, D, D, D)
         spread = spread.expand(*spread.shape[:-4], self.lags, *spread.shape[-3:])
         prior = MultivariateNormal(torch.zeros_like(unit), spread)
         return InUnits(prior, torch.zeros_like(ratio), ratio)
 
-    def _within(self) -> Tensor:
-        """Variances ``(D,)`` of residuals within states, of a flat prior."""
-        return self.scale.diagonal() / LOWER
+    def _columns(self) -> Tensor:
+        return self.initial.scale.diagonal() / LOWER
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector given those before, batched over states."""
@@ -636,9 +636,13 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         )
 
     def _regressors(self) -> dict[str, tuple[slice, Any]]:
-        own = self._within() / MEANS if self.flat else self.ridge * self.scale.diagonal()
+        own, found = self.ridge * self.scale.diagonal(), super()._regressors()
+        if self.flat:
+            share = (self._columns() / super()._columns()).min()
+            own = self.scale.diagonal() / (LOWER * WEIGHTS)
+            found = {"loc": (slice(0, 1), share / MEANS)}
         rows = slice(1, 1 + self.lags * self.dim)
-        return super()._regressors() | {"weights": (rows, own.double().repeat(self.lags))}
+        return found | {"weights": (rows, own.double().repeat(self.lags))}
 
     def _as_rows(self, name: str, value: Tensor) -> Tensor:
         own = name == "weights"

@@ -379,7 +379,7 @@ def test_gibbs_samples_regressions_of_their_posterior(size):
         current |= module.sample_parameters(sums, current)
     logs = np.linspace(-8.0, 7.0, 1501)
     design = np.stack([np.ones(size), np.array(x[:-1])], 1)
-    slope_prior, log_density, means = np.diag([400.0, 100.0]), [], []
+    slope_prior, log_density, means = np.diag([400.0, 1250.0]), [], []
     for v in np.exp(logs):
         joint = v * np.eye(size) + design @ slope_prior @ design.T
         gain = slope_prior @ design.T @ np.linalg.inv(joint)
