@@ -195,38 +195,10 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         missing = values.isnan()
         if not exceeds((~missing).all().byte(), 0):
             if current is not None:
-                return {"squares": self._completed(values, weights, current)}
+                return {"squares": _completed(values, weights, current, self.centre, self.imputes)}
             mean = values.double().nanmean(0).nan_to_num(0.0)
             values = torch.where(missing, mean, values.double())
         return {"squares": _second_moments(values, weights, self.centre)}
-
-    def _completed(self, values: Tensor, weights: Tensor, current: Any) -> Tensor:
-        """:func:`_second_moments` with missing components as expected, or sampled."""
-        dim, weights, about = values.size(-1), weights.double(), self.centre
-        restarts, _, states = weights.shape
-        values, loc = values.double() - about, current.loc.double() - about
-        loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim).unsqueeze(-2)
-        matrix = current.covariance_matrix.double()
-        matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
-        missing, pad = values.isnan(), torch.nn.functional.pad
-        total = matrix.new_zeros(restarts, states, 1 + dim, 1 + dim)
-        for pattern in missing.unique(dim=0):
-            here = (missing == pattern).all(-1)
-            share = weights[:, here].mT.unsqueeze(-1)  # (R, K, m, 1)
-            known = (~pattern).diag().double()
-            absent = torch.eye(dim).to(known) - known
-            # the regression of all components on those that are known
-            slope = torch.linalg.solve(known @ matrix @ known + absent, known @ matrix)
-            left = absent @ (matrix - matrix @ slope) @ absent
-            whole = loc + (values[here] - loc).masked_fill(pattern, 0.0) @ slope
-            if self.imputes:
-                root = torch.linalg.cholesky(left + known) @ absent
-                whole = whole + torch.randn_like(whole) @ root.mT @ absent
-                left = torch.zeros_like(left)
-            rows = pad(whole, (1, 0), value=1.0)
-            extra = share.sum(-2, keepdim=True) * pad(left, (1, 0, 1, 0))
-            total += (share * rows).mT @ rows + extra
-        return total
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the joint posterior of covariances and slopes: weighted least squares."""
@@ -308,25 +280,12 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
             covariance = self.covariance.double()
         _, back, ratio = given = self._whitened(covariance)
         fit = self._least_squares(squares, given)
-        rows, unit, factor, _ = self._posterior(squares, fit, ratio)
+        rows, unit, factor, _ = _posterior(squares, fit, ratio)
         noise = torch.randn_like(fit.values[..., rows, :]).mT.unsqueeze(-1)
         noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True).squeeze(-1) / unit
         fit.values[..., rows, :] += noise.mT @ back
         slopes = self._regression(fit.values)
         return samples | {name: x for name, x in slopes.items() if self.has_prior(name)}
-
-    def _posterior(
-        self, squares: Tensor, fit: Slopes, ratio: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Rows of slopes with a prior; units, roots in them, and priors, of their precisions."""
-        rows = (fit.precision > 0).all(0)
-        precision = (ratio.unsqueeze(-1) * fit.precision.unsqueeze(-2))[..., rows]
-        inner = squares[..., rows.nonzero(), rows.nonzero().mT].unsqueeze(-3)
-        inner = inner + precision.diag_embed()  # (R, K, D or 1, F, F)
-        unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
-        inner = inner / unit.unsqueeze(-1) / unit.unsqueeze(-2)
-        rounding = 1e-14 * torch.eye(inner.size(-1)).to(inner)  # which could make it singular
-        return rows, unit, torch.linalg.cholesky(inner + rounding), precision
 
     def _sample_flat(
         self, squares: Tensor, fit: Slopes, scatter: Tensor, current: Statistics
@@ -339,7 +298,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 
         def log_slopes(matrix: Tensor) -> Tensor:
             turn, _, ratio = self._whitened(matrix)
-            _, unit, factor, precision = self._posterior(squares, fit, ratio)
+            _, unit, factor, precision = _posterior(squares, fit, ratio)
             away = ((pull @ turn).mT / unit).unsqueeze(-1)
             held = torch.cholesky_solve(away, factor).squeeze(-1) / unit
             found = (held * precision * (apart @ turn).mT).sum(-1)
@@ -424,17 +383,8 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         wanted = squares[..., :size, size:] - squares[..., :size, :size] @ slopes
         wanted = (wanted[..., free, :] @ turn).mT.unsqueeze(-1)
         inner = squares[..., None, free, free] + weak.diag_embed()
-        if inner.size(-1) == 1:
-            apart = wanted / inner
-        else:
-            unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
-            unit = torch.where(unit > 0, unit, 1.0).unsqueeze(-1)  # of a state without observations
-            inverse = torch.linalg.pinv(inner / unit / unit.mT, hermitian=True)
-            apart = inverse @ (wanted / unit) / unit
-            left = (wanted - inner @ apart) / unit  # far from the origin it is not small
-            apart = apart + inverse @ left / unit
-            nothing = (squares[..., 0, 0] == 0)[..., None] & (weak == 0).any(-1)
-            apart = apart.masked_fill(nothing[..., None, None], torch.nan)
+        nothing = (squares[..., 0, 0] == 0)[..., None] & (weak == 0).any(-1)
+        apart = _solved(inner, wanted).masked_fill(nothing[..., None, None], torch.nan)
         slopes[..., free, :] += apart.squeeze(-1).mT @ back
         return found
 
@@ -652,6 +602,35 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
 autoregressive_normal = family("autoregressive_normal", AutoregressiveNormalEmission, dim=1, lags=1)
 
 
+# Least squares -----------------------------------------------------------------------------------
+
+
+def _posterior(
+    squares: Tensor, fit: Slopes, ratio: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of slopes with a prior; units, roots in them, and priors, of their precisions."""
+    rows = (fit.precision > 0).all(0)
+    precision = (ratio.unsqueeze(-1) * fit.precision.unsqueeze(-2))[..., rows]
+    inner = squares[..., rows.nonzero(), rows.nonzero().mT].unsqueeze(-3)
+    inner = inner + precision.diag_embed()  # (R, K, D or 1, F, F)
+    unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    inner = inner / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    rounding = 1e-14 * torch.eye(inner.size(-1)).to(inner)  # which could make it singular
+    return rows, unit, torch.linalg.cholesky(inner + rounding), precision
+
+
+def _solved(inner: Tensor, wanted: Tensor) -> Tensor:
+    """Solutions ``(*, F, 1)`` of positive semidefinite systems, the shortest where many are."""
+    if inner.size(-1) == 1:
+        return wanted / inner
+    unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    unit = torch.where(unit > 0, unit, 1.0).unsqueeze(-1)  # of a state without observations
+    inverse = torch.linalg.pinv(inner / unit / unit.mT, hermitian=True)
+    found = inverse @ (wanted / unit) / unit
+    left = (wanted - inner @ found) / unit  # far from the origin it is not small
+    return found + inverse @ left / unit
+
+
 # Sums of products --------------------------------------------------------------------------------
 
 
@@ -707,3 +686,34 @@ def residuals_within(windows: Tensor, num_states: int) -> Tensor:
         best = square.sum(-1).min() / (half - size)
         found.append((best.sqrt() / HALF).maximum(least))
     return torch.stack(found).to(windows)
+
+
+def _completed(
+    values: Tensor, weights: Tensor, current: Any, about: Tensor, sampled: bool
+) -> Tensor:
+    """:func:`_second_moments` with missing components as expected, or sampled."""
+    dim, weights = values.size(-1), weights.double()
+    restarts, _, states = weights.shape
+    values, loc = values.double() - about, current.loc.double() - about
+    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim).unsqueeze(-2)
+    matrix = current.covariance_matrix.double()
+    matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
+    missing, pad = values.isnan(), torch.nn.functional.pad
+    total = matrix.new_zeros(restarts, states, 1 + dim, 1 + dim)
+    for pattern in missing.unique(dim=0):
+        here = (missing == pattern).all(-1)
+        share = weights[:, here].mT.unsqueeze(-1)  # (R, K, m, 1)
+        known = (~pattern).diag().double()
+        absent = torch.eye(dim).to(known) - known
+        # the regression of all components on those that are known
+        slope = torch.linalg.solve(known @ matrix @ known + absent, known @ matrix)
+        left = absent @ (matrix - matrix @ slope) @ absent
+        whole = loc + (values[here] - loc).masked_fill(pattern, 0.0) @ slope
+        if sampled:
+            root = torch.linalg.cholesky(left + known) @ absent
+            whole = whole + torch.randn_like(whole) @ root.mT @ absent
+            left = torch.zeros_like(left)
+        rows = pad(whole, (1, 0), value=1.0)
+        extra = share.sum(-2, keepdim=True) * pad(left, (1, 0, 1, 0))
+        total += (share * rows).mT @ rows + extra
+    return total
