@@ -669,13 +669,13 @@ def residuals_within(windows: Tensor, num_states: int) -> Tensor:
         chosen = order[distinct].sort().values
         chosen = chosen[:: len(chosen) // MOST_ROWS + 1]
         x, y = windows[chosen, :, :-1].flatten(1), values[chosen]
-        x, y = x - x.mean(0), y - y.mean()
-        x = torch.nn.functional.pad(x / x.std(0).clamp(min=1e-300), (1, 0), value=1.0)
-        (rows, size), least = x.shape, EXACT * y.std()
+        rows, size = len(x), 1 + x.size(1)
         half = max(int(min(rows / num_states, 100) / 2), 2 * size)
         if rows < 2 * half:
             found.append(torch.tensor(torch.inf))
             continue
+        x, y = x - x.mean(0), y - y.mean()
+        x = torch.nn.functional.pad(x / x.std(0).clamp(min=1e-300), (1, 0), value=1.0)
         starts = torch.linspace(0, rows - size, SUBSETS).long()[:, None] + torch.arange(size)
         random = torch.rand((SUBSETS, rows), generator=generator).topk(size).indices
         nearest = torch.cat([starts, random])
@@ -684,7 +684,7 @@ def residuals_within(windows: Tensor, num_states: int) -> Tensor:
             squares = (y - (x @ slopes).squeeze(-1)).square()
             square, nearest = squares.topk(half, largest=False)
         best = square.sum(-1).min() / (half - size)
-        found.append((best.sqrt() / HALF).maximum(least))
+        found.append((best.sqrt() / HALF).maximum(EXACT * y.std()))
     return torch.stack(found).to(windows)
 
 
