@@ -239,3 +239,8 @@ class Autoregressive(TorchDistribution):
                 f"{sequence or 0} is observed, and one of the {self.lags} before it is not. "
                 "A missing context cannot be summed out exactly: split the sequence at the gap."
             )
+
+
+def with_past(emission: TorchDistribution, values: Tensor) -> Tensor:
+    """Observations, each after those that it depends on: see :meth:`Autoregressive.windows`."""
+    return emission.windows(values) if isinstance(emission, Autoregressive) else values

@@ -21,7 +21,7 @@ from .._threads import threads_for
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences, check_sequences
-from ..distributions.autoregressive import Autoregressive
+from ..distributions.autoregressive import with_past
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..io.checkpoints import Fields
@@ -327,8 +327,7 @@ class Gibbs(Chains):
     def _emission_statistics(self, hmm: HMM, states: Tensor) -> Statistics:
         """Sufficient statistics of the observations, each with weight one in its state."""
         values, emission, sets = self.data.values, hmm.emission, self.num_sets
-        if isinstance(emission, Autoregressive):
-            values = emission.windows(values)
+        values = with_past(emission, values)
         values = values.unsqueeze(0) if sets == 1 else values[:: self.copies // sets]
         values, flat = values.flatten(1, 2), states.flatten(1)  # (D, N T, *E), (C R, N T)
         if not (values.dtype.is_floating_point or is_categorical(emission)):

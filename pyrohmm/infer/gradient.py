@@ -17,6 +17,7 @@ from torch import nn
 from .._checks import check_size
 from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
+from ..distributions.autoregressive import with_past
 from ..distributions.sparse import interior
 from ..nn.base import HMMModule
 from ..nn.closed_form import under, with_priors
@@ -191,24 +192,24 @@ def fit_map(
 
 
 def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
-    """Parameters ``(count, ...)`` of emissions whose priors are diffuse, by name, for starts.
+    """Parameters ``(count, ...)`` of emissions whose priors are flat, by name, for starts.
 
     They are the modes given clusters of the observations; none of other emissions.
     """
     emission: Any = module.emission_module()
     parts = emission.modules() if hasattr(emission, "m_step") else ()
-    if not any(getattr(p, "diffuse", False) or getattr(p, "flat", False) for p in parts):
+    if not any(getattr(part, "flat", False) for part in parts):
         return {}
     module = copy.deepcopy(module)
     emission = module.emission_module()
     data = data if isinstance(data, Sequences) else first_sequence(data)
     with torch.no_grad():
         scale_priors(module, data)
-        like = build_once(module, data[:1]).log_initial
+        hmm = build_once(module, data[:1])
+        like = hmm.log_initial
         weights = by_kmeans(module, data, count)[:, data.observed].to(like.device)
-        mode, _ = emission.m_step(
-            emission.statistics(data.values[data.observed].to(like), weights, None)
-        )
+        values = with_past(hmm.emission, data.values)[data.observed].to(like)
+        mode, _ = emission.m_step(emission.statistics(values, weights, None))
     known = {n: x.to(like) for n, x in mode.items() if not bool(x.isnan().any())}
     return under("module.emission.", known)
 

@@ -17,7 +17,7 @@ from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from ..distributions.autoregressive import Autoregressive
+from ..distributions.autoregressive import with_past
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -325,8 +325,7 @@ class Maximization:
         """
         if batch not in self._steps:
             emission = hmm.emission
-            of_past = isinstance(emission, Autoregressive)
-            values = (emission.windows(batch.values) if of_past else batch.values).flatten(0, 1)
+            values = with_past(emission, batch.values).flatten(0, 1)
             if not (values.dtype.is_floating_point or self.symbols):
                 values = values.to(hmm.log_initial.dtype)
             seen, where = batch.observed.flatten(), None

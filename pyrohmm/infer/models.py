@@ -33,6 +33,7 @@ from ..distributions.forecast import sample_emission, sample_emission_per_step
 from ..distributions.hmm import HMM
 from ..distributions.observation import log_prob_per_state
 from ..nn.base import PYRO, HMMModule, OwnParameters, is_placed
+from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
 from ..nn.normals import CentredEmission, merged, moments_of, scale_prior
 from ..nn.regression import Linear
@@ -99,8 +100,19 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
     with torch.no_grad():
         parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]
         size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
-        moments = [moments_of(part.values[part.observed], size) for part in parts_of(data)]
+        moments = [_moments(part, size, getattr(emission, "lags", 0)) for part in parts_of(data)]
         return scale_prior(emission, reduce(merged, moments))
+
+
+def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
+    """:func:`moments_of` the observations; deviations given those before too, if there are lags."""
+    found = moments_of(data.values[data.observed], num_states)
+    if not lags or found.dim() == 1:
+        return found
+    pad = torch.nn.functional.pad
+    seen = pad(data.observed, (lags, 0)).unfold(1, lags + 1, 1).all(-1)
+    windows = pad(data.values, (0, 0, lags, 0)).unfold(1, lags + 1, 1)[seen]
+    return torch.cat([found, residuals_within(windows, num_states).to(found)[None]])
 
 
 def _log_rate(data: Sequences | Parts) -> float:

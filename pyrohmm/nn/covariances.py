@@ -6,7 +6,7 @@ The M-step is one weighted regression of vectors: on a constant, and on those be
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pyro.distributions import MultivariateNormal, Normal
@@ -35,7 +35,24 @@ from .emissions import from_distribution
 from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
 from .normals import LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
 
-LeastSquares = tuple[Tensor, Tensor, Tensor]
+HALF = 0.378  # deviation of the half of a normal sample that is nearest to its mean
+MOST_ROWS, SUBSETS = 5000, 200  # of a regression by least trimmed squares
+WEIGHTS = 1e4  # variance of the prior of weights beside a flat one, by variances within states
+EXACT = 1e-7  # of a standard deviation, residuals that are rounding
+
+
+class Slopes(NamedTuple):
+    """A regression on F numbers, 1 first, of D components.
+
+    Attributes:
+        values: ``(R, K, F, D)``.
+        prior: Their prior means, ``(K, F, D)``.
+        precision: Of the prior, in units of what :meth:`CovarianceEmission._whitened` says.
+    """
+
+    values: Tensor
+    prior: Tensor
+    precision: Tensor
 
 
 class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
@@ -101,7 +118,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         InverseWishart(self.degrees, self.scale, validate_args=True)  # checks both
         self.register_buffer("upper", means.new_full((dim,), torch.inf))
         if self.flat:
-            self._set_spread(torch.ones(dim), torch.ones(dim))
+            CovarianceEmission._set_spread(self, torch.ones(dim), torch.ones(dim))
         matrices = () if tied else (num_states,)
         self.add_parameters(covariance=(*matrices, dim, dim), loc=(num_states, dim))
 
@@ -145,11 +162,15 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
     def loc_prior(self) -> TorchDistribution:
         """Normal means, given the covariances if conjugate."""
         if self.flat:
-            unit = self.upper / (UPPER * self.dim)
-            flat = Normal(self.prior_loc, (MEANS * unit).sqrt())
-            return InUnits(flat, self.prior_loc, unit.sqrt())
+            variance = self._columns() / self._regressors()["loc"][1]
+            unit = (self.upper / (UPPER * self.dim)).sqrt()
+            return InUnits(Normal(self.prior_loc, variance.sqrt()), self.prior_loc, unit)
         prior = MultivariateNormal(self.prior_loc, self._wide(self.covariance) / self.weight)
         return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
+
+    def _columns(self) -> Tensor:
+        """Variances ``(D,)``, in units of which the prior of slopes is, beside a flat one."""
+        return self.upper / (UPPER * self.dim)
 
     def _wide(self, covariance: Tensor) -> Tensor:
         return covariance.unsqueeze(-3) if self.tied else covariance
@@ -174,58 +195,31 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         missing = values.isnan()
         if not exceeds((~missing).all().byte(), 0):
             if current is not None:
-                return {"squares": self._completed(values, weights, current)}
+                return {"squares": _completed(values, weights, current, self.centre, self.imputes)}
             mean = values.double().nanmean(0).nan_to_num(0.0)
             values = torch.where(missing, mean, values.double())
         return {"squares": _second_moments(values, weights, self.centre)}
-
-    def _completed(self, values: Tensor, weights: Tensor, current: Any) -> Tensor:
-        """:func:`_second_moments` with missing components as expected, or sampled."""
-        dim, weights, about = values.size(-1), weights.double(), self.centre
-        restarts, _, states = weights.shape
-        values, loc = values.double() - about, current.loc.double() - about
-        loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim).unsqueeze(-2)
-        matrix = current.covariance_matrix.double()
-        matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
-        missing, pad = values.isnan(), torch.nn.functional.pad
-        total = matrix.new_zeros(restarts, states, 1 + dim, 1 + dim)
-        for pattern in missing.unique(dim=0):
-            here = (missing == pattern).all(-1)
-            share = weights[:, here].mT.unsqueeze(-1)  # (R, K, m, 1)
-            known = (~pattern).diag().double()
-            absent = torch.eye(dim).to(known) - known
-            # the regression of all components on those that are known
-            slope = torch.linalg.solve(known @ matrix @ known + absent, known @ matrix)
-            left = absent @ (matrix - matrix @ slope) @ absent
-            whole = loc + (values[here] - loc).masked_fill(pattern, 0.0) @ slope
-            if self.imputes:
-                root = torch.linalg.cholesky(left + known) @ absent
-                whole = whole + torch.randn_like(whole) @ root.mT @ absent
-                left = torch.zeros_like(left)
-            rows = pad(whole, (1, 0), value=1.0)
-            extra = share.sum(-2, keepdim=True) * pad(left, (1, 0, 1, 0))
-            total += (share * rows).mT @ rows + extra
-        return total
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the joint posterior of covariances and slopes: weighted least squares."""
         squares, notes = statistics["squares"], list[str]()
         fit = self._least_squares(squares)
-        for _ in range(2 if self.flat else 1):  # of a weak prior of means two are enough
+        for _ in range(2 if self.flat else 1):  # of a weak prior of slopes two are enough
             if self.is_free("covariance"):
                 covariance, notes = self._mode_of_covariance(squares, fit)
             else:
                 covariance = self.covariance.double()
-            if self.flat and self.has_prior("loc"):
-                fit = self._with_prior(squares, fit, covariance)
+            if self.flat:
+                fit = self._least_squares(squares, self._whitened(covariance))
         found = {"covariance": covariance} if self.is_free("covariance") else {}
-        return self._regression(fit[0]) | found, notes
+        return self._regression(fit.values) | found, notes
 
-    def _mode_of_covariance(self, squares: Tensor, fit: LeastSquares) -> tuple[Tensor, list[str]]:
+    def _mode_of_covariance(self, squares: Tensor, fit: Slopes) -> tuple[Tensor, list[str]]:
         """The mode of covariances, given the slopes of a regression, and remarks."""
-        dtype, precision = self.prior_loc.dtype, fit[2]
+        dtype = self.prior_loc.dtype
         scatter = self._pooled(self._residuals(squares, fit))
-        divisor = self._pooled(squares[..., 0, 0] + (precision > 0).sum(-1))
+        weighs = 0 if self.flat else (fit.precision > 0).sum(-1)
+        divisor = self._pooled(squares[..., 0, 0] + weighs)
         has_prior = self.has_prior("covariance")
         if has_prior and self.flat:
             unit = self.upper.double().sqrt()
@@ -254,87 +248,88 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         )
         return covariance, [singular if has_prior else floor_note("covariance")]
 
-    def _with_prior(self, squares: Tensor, fit: LeastSquares, covariance: Tensor) -> LeastSquares:
-        """Means with their prior beside a flat one, given covariances; and precisions of zero."""
-        _, prior, precision = fit
-        count, sums = squares[..., :1, :1], squares[..., 1:, :1]
-        ratio = self._wide(covariance) / self._mean_variance() + count * torch.eye(self.dim).to(
-            sums
-        )
-        apart = torch.linalg.solve(ratio, sums - count * prior.mT)
-        return prior + apart.mT, prior, precision
+    def _whitened(self, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Maps to components of variance one, and back; precisions of the prior of slopes there.
 
-    def _mean_variance(self) -> Tensor:
-        """Variances of the prior of means beside a flat one."""
-        return MEANS / (UPPER * self.dim) * self.upper.double()
+        They are in units of :meth:`_columns` beside a flat prior, else of the covariance.
+        """
+        covariance = self._wide(covariance).double()
+        if not self.flat:
+            back = torch.linalg.cholesky(covariance).mT
+            return torch.linalg.inv(back), back, back.new_ones(1)
+        unit = self._columns().double().sqrt()
+        ratio, vectors = torch.linalg.eigh(covariance / (unit * unit.unsqueeze(-1)))
+        ratio = ratio.clamp(min=1e-15 * ratio.amax(-1, keepdim=True))
+        root = ratio.sqrt().unsqueeze(-2)
+        return vectors / unit.unsqueeze(-1) / root, (vectors * root).mT * unit, ratio
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Covariances and slopes given sums of products."""
         samples, squares = {}, statistics["squares"]
-        slopes, _, precision = fit = self._least_squares(squares)
         if self.has_prior("covariance"):
+            fit = self._least_squares(squares)
             scatter = self._pooled(self._residuals(squares, fit))
             if self.flat:
                 covariance = self._sample_flat(squares, fit, scatter, current)
-                samples, root = {"covariance": covariance}, torch.linalg.cholesky(covariance)
             else:
                 degrees = self.degrees + self._pooled(squares[..., 0, 0])
                 root = sample_root(degrees, self.scale.double() + scatter)
-                samples = {"covariance": root @ root.mT}
+                covariance = root @ root.mT
+            samples = {"covariance": covariance}
         else:
             covariance = self.covariance.double()
-            root = torch.linalg.cholesky(covariance)
-        root = self._wide(root)
-        if self.flat:
-            if self.has_prior("loc"):
-                slopes, _, _ = self._with_prior(squares, fit, covariance)
-                inner = (1 / self._mean_variance()).diag()
-                inner = inner + squares[..., :1, :1] * torch.cholesky_inverse(root)
-                factor, noise = torch.linalg.cholesky(inner), torch.randn_like(slopes)
-                noise = torch.linalg.solve_triangular(factor.mT, noise.mT, upper=True)
-                samples |= self._regression(slopes + noise.mT)
-            return samples
-        free = (precision > 0).all(0)  # the rows of what has a prior
-        size = precision.size(-1)
-        inner = (squares[..., :size, :size] + torch.diag_embed(precision))[..., free, :][..., free]
-        factor, noise = torch.linalg.cholesky(inner), torch.randn_like(slopes[..., free, :])
-        noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True) @ root.mT
-        slopes[..., free, :] += noise
-        return samples | {n: v for n, v in self._regression(slopes).items() if self.has_prior(n)}
+        _, back, ratio = given = self._whitened(covariance)
+        fit = self._least_squares(squares, given)
+        rows, unit, factor, _ = _posterior(squares, fit, ratio)
+        noise = torch.randn_like(fit.values[..., rows, :]).mT.unsqueeze(-1)
+        noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True).squeeze(-1) / unit
+        fit.values[..., rows, :] += noise.mT @ back
+        slopes = self._regression(fit.values)
+        return samples | {name: x for name, x in slopes.items() if self.has_prior(name)}
 
     def _sample_flat(
-        self, squares: Tensor, fit: LeastSquares, scatter: Tensor, current: Statistics
+        self, squares: Tensor, fit: Slopes, scatter: Tensor, current: Statistics
     ) -> Tensor:
         """Covariances under the flat prior: see :func:`.units.flat_step`."""
-        count, scale, (slopes, prior, precision) = squares[..., 0, 0], self.scale.double(), fit
-        has_mean = self.has_prior("loc")
-        lost = (count > 0).to(count) if has_mean else torch.zeros_like(count)
+        values, prior, precision = fit
+        rows = (precision > 0).all(0)
+        apart = (values - prior)[..., rows, :].nan_to_num(0.0)
+        pull = squares[..., rows.nonzero(), rows.nonzero().mT] @ apart
 
-        def log_means(matrix: Tensor) -> Tensor:
-            spread = self._wide(matrix) / count.clamp(min=1e-12)[..., None, None]
-            factor = torch.linalg.cholesky(spread + self._mean_variance().diag())
-            apart = torch.linalg.solve_triangular(factor, (slopes - prior).mT, upper=False)
-            means = log_det(factor) + apart.square().sum((-2, -1))
-            return -self._pooled(torch.where(lost > 0, means, 0.0)) / 2
+        def log_slopes(matrix: Tensor) -> Tensor:
+            turn, _, ratio = self._whitened(matrix)
+            _, unit, factor, precision = _posterior(squares, fit, ratio)
+            away = ((pull @ turn).mT / unit).unsqueeze(-1)
+            held = torch.cholesky_solve(away, factor).squeeze(-1) / unit
+            found = (held * precision * (apart @ turn).mT).sum(-1)
+            found = found + 2 * unit.log().sum(-1) + log_det(factor)
+            return -self._pooled(found.sum(-1)) / 2
 
-        given = (current["loc"].double() - self.centre).unsqueeze(-2) if has_mean else slopes
-        about = scale + self._pooled(self._residuals(squares, (given, prior, precision)))
-        total, count_of_all = scale + scatter, self._pooled(count)
-        spare = count_of_all - self._pooled(lost)
-        old = current["covariance"]
-        return flat_step(old, self.upper, spare, total, log_means, count_of_all, about)
+        given = values.clone()
+        for name, (its, _) in self._regressors().items():
+            if self.has_prior(name):
+                given[..., its, :] = self._as_rows(name, current[name])
+        scale, count = 2 * self.scale.double(), squares[..., 0, 0]
+        about = scale + self._pooled(self._residuals(squares, Slopes(given, prior, precision)))
+        spare = self._pooled(count - rows.sum())
+        return flat_step(
+            current["covariance"], self.upper, spare, scale + scatter, log_slopes,
+            self._pooled(count), about,
+        )  # fmt: skip
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
         return sums.sum(1) if self.tied else sums
 
-    def _residuals(self, squares: Tensor, fit: LeastSquares) -> Tensor:
-        """Squares of residuals, and of slopes about prior means, ``(R, K, D, D)``."""
+    def _residuals(self, squares: Tensor, fit: Slopes) -> Tensor:
+        """Squares of residuals, and of slopes about conjugate means, ``(R, K, D, D)``."""
         slopes, prior, precision = fit
         eye = torch.eye(self.dim).to(slopes).expand(*slopes.shape[:2], -1, -1)
         columns, apart = torch.cat([-slopes, eye], -2), slopes - prior
-        scatter = columns.mT @ squares @ columns + apart.mT @ (precision.unsqueeze(-1) * apart)
-        return scatter.nan_to_num(0.0)  # of slopes without observations
+        scatter = columns.mT @ squares @ columns
+        if not self.flat:
+            scatter = scatter + apart.mT @ (precision.unsqueeze(-1) * apart)
+        return (scatter + scatter.mT).nan_to_num(0.0) / 2  # NaN of slopes without observations
 
     def _floor(self, squares: Tensor) -> Tensor:
         """Least variances ``(R, D)`` without a prior, by moments of all the states."""
@@ -347,44 +342,51 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
         return {"loc": slopes[..., 0, :] + self.centre} if self.is_free("loc") else {}
 
-    def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
-        """Rows of the slopes by parameter of the mean, prior precision, and values if frozen."""
-        value = None if self.is_free("loc") else (self.loc.double() - self.centre).unsqueeze(-2)
-        return {"loc": (slice(0, 1), 0.0 if self.flat else self.weight, value)}
+    def _regressors(self) -> dict[str, tuple[slice, Any]]:
+        """Rows of the slopes by parameter of the mean, and their prior precisions."""
+        return {"loc": (slice(0, 1), 1 / MEANS if self.flat else self.weight)}
 
-    def _least_squares(self, squares: Tensor) -> LeastSquares:
-        """Slopes ``(R, K, F, D)`` of 1 and context, their prior means, precisions ``(K, F)``."""
+    def _as_rows(self, name: str, value: Tensor) -> Tensor:
+        """Rows of the slopes from a parameter of the mean."""
+        return (value.double() - self.centre).unsqueeze(-2)
+
+    def _least_squares(
+        self, squares: Tensor, given: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> Slopes:
+        """Best slopes on 1 and context; beside a flat prior with theirs if a covariance is given.
+
+        Args:
+            squares: ``(R, K, F + D, F + D)``.
+            given: By :meth:`_whitened`.
+        """
         dim, states = self.dim, len(self.prior_loc)
         size = squares.size(-1) - dim
+        eye = torch.eye(dim).to(squares)
+        turn, back, ratio = given or (eye, eye, squares.new_full((1,), 0.0 if self.flat else 1.0))
         prior = squares.new_zeros(states, size, dim)
         prior[:, 0] = self.prior_loc.double() - self.centre
         precision = squares.new_zeros(states, size)
-        slopes = squares.new_zeros(len(squares), states, size, dim)
+        slopes = prior.expand(len(squares), -1, -1, -1).clone()
         parts = []
-        for name, (rows, strength, value) in self._regressors().items():
+        for name, (rows, strength) in self._regressors().items():
             if self.has_prior(name):
                 precision[:, rows] = strength
-            if value is None:
+            if self.is_free(name):
                 parts.append(rows)
             else:
-                slopes[..., rows, :] = value
+                slopes[..., rows, :] = self._as_rows(name, getattr(self, name))
+        found = Slopes(slopes, prior, precision)
         if not parts:
-            return slopes, prior, precision
+            return found
         free = slice(parts[0].start, parts[-1].stop)
-        inner = squares[..., :size, :size] + torch.diag_embed(precision)
-        wanted = squares[..., :size, size:] + precision.unsqueeze(-1) * prior
-        wanted = (wanted - inner @ slopes)[..., free, :]
-        inner = inner[..., free, free]
-        if inner.size(-1) == 1:
-            slopes[..., free, :] = wanted / inner
-            return slopes, prior, precision
-        scale = inner.diagonal(dim1=-2, dim2=-1).sqrt()
-        scale = torch.where(scale > 0, scale, 1.0).unsqueeze(-1)  # of a state without observations
-        inverse = torch.linalg.pinv(inner / scale / scale.mT, hermitian=True)
-        found = inverse @ (wanted / scale) / scale
-        nothing = (squares[..., 0, 0] == 0) & (precision[:, free] == 0).any(-1)
-        slopes[..., free, :] = found.masked_fill(nothing[..., None, None], torch.nan)
-        return slopes, prior, precision
+        weak = ratio.unsqueeze(-1) * precision[:, None, free]  # (R, K, D or 1, F)
+        wanted = squares[..., :size, size:] - squares[..., :size, :size] @ slopes
+        wanted = (wanted[..., free, :] @ turn).mT.unsqueeze(-1)
+        inner = squares[..., None, free, free] + weak.diag_embed()
+        nothing = (squares[..., 0, 0] == 0)[..., None] & (weak == 0).any(-1)
+        apart = _solved(inner, wanted).masked_fill(nothing[..., None, None], torch.nan)
+        slopes[..., free, :] += apart.squeeze(-1).mT @ back
+        return found
 
 
 normal_full = family("normal_full", CovarianceEmission, dim=1)
@@ -416,10 +418,21 @@ def normal_tied(
 class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNormal):
     r"""Emission family of vectors that depend linearly on the L before: switching autoregression.
 
-    .. math:: x_t | z_t = k &\sim \mathrm{Normal}\Big(\mu_k + \sum_{l=1}^L (x_{t-l} - m) W_{kl},
-              \; \Sigma_k\Big), \qquad \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi) \\
-              \mu_k &\sim \mathrm{Normal}(m, \Sigma_k / w), \qquad
+    .. math:: x_t | z_t = k \sim \mathrm{Normal}\Big(\mu_k + \sum_{l=1}^L (x_{t-l} - m) W_{kl},
+              \; \Sigma_k\Big)
+
+    With hyperparameters the prior is conjugate:
+
+    .. math:: \Sigma_k \sim \mathrm{InvWishart}(\nu, \Psi), \quad
+              \mu_k \sim \mathrm{Normal}(m, \Sigma_k / w), \quad
               W_{kli} \sim \mathrm{Normal}(0, \Sigma_k / (r \Psi_{ii}))
+
+    Without any that of :math:`\Sigma` is as in :func:`normal_full`, where S are variances of
+    residuals within states, at most about those in the narrowest: see :func:`residuals_within`.
+    With U, variances within states of what is not a residual, and V, those of all data,
+
+    .. math:: \mu_{kj} \sim \mathrm{Normal}(m_j, 100 U_j \max_i V_i / U_i), \quad
+              W_{klij} \sim \mathrm{Normal}(0, 10^4 U_j / S_i)
 
     Vectors are rows: ``weights[k, l - 1, i, j]`` is by how much component i of the l-th vector
     before moves component j. The first L vectors of a sequence have a distribution of their own in
@@ -437,10 +450,10 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         dim: D, at least 1.
         lags: L, at least 1.
         loc: m, a number or ``(D,)``.
-        weight: w, how many observations the prior mean is worth.
+        weight: w, how many observations the prior mean is worth; 0.01 if another is given.
         ridge: r, how many observations, each a standard deviation from the origin, weights of
-            zero are worth.
-        degrees: :math:`\nu`, D + 2 by default.
+            zero are worth; 0.01 if another is given.
+        degrees: :math:`\nu`, D + 2 if another is given.
         scale: :math:`\Psi`, a number (times the identity) or ``(D, D)``.
 
     Raises:
@@ -468,11 +481,15 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         dim: int,
         lags: int = 1,
         loc: float | Tensor | None = None,
-        weight: float = 0.01,
-        ridge: float = 0.01,
+        weight: float | None = None,
+        ridge: float | None = None,
         degrees: float | None = None,
         scale: float | Tensor | None = None,
     ) -> None:
+        if ridge is None:
+            ridge = 0.01
+        elif weight is None:
+            weight = 0.01
         check_number("ridge", ridge)
         if not 0 < ridge < math.inf:
             raise ValueError(f"ridge must be positive and finite; got {ridge}.")
@@ -502,22 +519,31 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         """Origin of the regression, and of the sums."""
         return self.origin.double()
 
-    def _set_spread(self, variance: Tensor, within: Tensor) -> float:
+    def _set_spread(
+        self, variance: Tensor, within: Tensor, residual: Tensor | None = None
+    ) -> float:
         self.origin = like(self.origin, self.prior_loc[0])
         self.initial.prior_loc = self.prior_loc.clone()
         means = float(len(self.prior_loc) * variance.log().sum()) / 2
-        own = super()._set_spread(variance, within)
+        own = super()._set_spread(variance, within if residual is None else residual)
         return own + self.initial._set_spread(variance, within) + means
 
     def weights_prior(self) -> TorchDistribution:
-        """Normal weights in units of the scales, given the covariances."""
-        unit = self.scale.diagonal()
-        precision = (self.ridge * unit)[:, None, None]
+        """Normal weights, given the covariances if conjugate."""
+        unit = self._columns() if self.flat else self.scale.diagonal()
+        ratio = (unit / unit.unsqueeze(-1)).sqrt()
+        precision = self._regressors()["weights"][1][: self.dim].to(unit)[:, None, None]
+        if self.flat:
+            shape = (len(self.prior_loc), self.lags, self.dim, self.dim)
+            flat = Normal(torch.zeros_like(ratio), (unit / precision[..., 0]).sqrt())
+            return InUnits(flat.expand(shape), torch.zeros_like(ratio), ratio)
         spread = self.covariance[..., None, None, :, :] / precision  # (*, K, 1, D, D, D)
         spread = spread.expand(*spread.shape[:-4], self.lags, *spread.shape[-3:])
         prior = MultivariateNormal(torch.zeros_like(unit), spread)
-        ratio = (unit / unit.unsqueeze(-1)).sqrt()
         return InUnits(prior, torch.zeros_like(ratio), ratio)
+
+    def _columns(self) -> Tensor:
+        return self.initial.scale.diagonal() / LOWER
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector given those before, batched over states."""
@@ -559,13 +585,50 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
             {"weights": weights} if self.is_free("weights") else {}
         )
 
-    def _regressors(self) -> dict[str, tuple[slice, Any, Any]]:
-        precision = (self.ridge * self.scale.diagonal().double()).repeat(self.lags)
-        value = None if self.is_free("weights") else self.weights.double().flatten(-3, -2)
-        return super()._regressors() | {"weights": (slice(1, 1 + len(precision)), precision, value)}
+    def _regressors(self) -> dict[str, tuple[slice, Any]]:
+        own, found = self.ridge * self.scale.diagonal(), super()._regressors()
+        if self.flat:
+            share = (self._columns() / super()._columns()).min()
+            own = self.scale.diagonal() / (LOWER * WEIGHTS)
+            found = {"loc": (slice(0, 1), share / MEANS)}
+        rows = slice(1, 1 + self.lags * self.dim)
+        return found | {"weights": (rows, own.double().repeat(self.lags))}
+
+    def _as_rows(self, name: str, value: Tensor) -> Tensor:
+        own = name == "weights"
+        return value.double().flatten(-3, -2) if own else super()._as_rows(name, value)
 
 
 autoregressive_normal = family("autoregressive_normal", AutoregressiveNormalEmission, dim=1, lags=1)
+
+
+# Least squares -----------------------------------------------------------------------------------
+
+
+def _posterior(
+    squares: Tensor, fit: Slopes, ratio: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows of slopes with a prior; units, roots in them, and priors, of their precisions."""
+    rows = (fit.precision > 0).all(0)
+    precision = (ratio.unsqueeze(-1) * fit.precision.unsqueeze(-2))[..., rows]
+    inner = squares[..., rows.nonzero(), rows.nonzero().mT].unsqueeze(-3)
+    inner = inner + precision.diag_embed()  # (R, K, D or 1, F, F)
+    unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    inner = inner / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+    rounding = 1e-14 * torch.eye(inner.size(-1)).to(inner)  # which could make it singular
+    return rows, unit, torch.linalg.cholesky(inner + rounding), precision
+
+
+def _solved(inner: Tensor, wanted: Tensor) -> Tensor:
+    """Solutions ``(*, F, 1)`` of positive semidefinite systems, the shortest where many are."""
+    if inner.size(-1) == 1:
+        return wanted / inner
+    unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    unit = torch.where(unit > 0, unit, 1.0).unsqueeze(-1)  # of a state without observations
+    inverse = torch.linalg.pinv(inner / unit / unit.mT, hermitian=True)
+    found = inverse @ (wanted / unit) / unit
+    left = (wanted - inner @ found) / unit  # far from the origin it is not small
+    return found + inverse @ left / unit
 
 
 # Sums of products --------------------------------------------------------------------------------
@@ -579,3 +642,78 @@ def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> T
         return upper_products(torch.cat([values.new_ones(len(values), 1), values - about], -1))
 
     return symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
+
+
+def residuals_within(windows: Tensor, num_states: int) -> Tensor:
+    """Deviations ``(D,)`` about a regression on the vectors before, within the narrowest state.
+
+    They are about those in the narrowest of states with n observations, or less, by least trimmed
+    squares (Rousseeuw and Van Driessen, 2006, Computing LTS regression for large data sets): of
+    regressions that begin at a few windows, successive or random, and go on with the n/2 that they
+    fit best, that with the smallest residuals. Of components that repeat a value one window counts,
+    and of many windows 5000. Infinite if there are too few; in float64.
+
+    Args:
+        windows: ``(M, D, L + 1)``, the last vector last.
+        num_states: K; n is 100, or M / K if that is less.
+    """
+    windows = windows.double().cpu()
+    windows = windows[~windows.flatten(1).isnan().any(-1)]
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for values in windows[..., -1].mT:
+        _, first = values.unique(return_inverse=True)
+        order = first.argsort(stable=True)
+        distinct = torch.ones_like(order, dtype=torch.bool)
+        distinct[1:] = first[order].diff() > 0
+        chosen = order[distinct].sort().values
+        chosen = chosen[:: len(chosen) // MOST_ROWS + 1]
+        x, y = windows[chosen, :, :-1].flatten(1), values[chosen]
+        rows, size = len(x), 1 + x.size(1)
+        half = max(int(min(rows / num_states, 100) / 2), 2 * size)
+        if rows < 2 * half:
+            found.append(torch.tensor(torch.inf))
+            continue
+        x, y = x - x.mean(0), y - y.mean()
+        x = torch.nn.functional.pad(x / x.std(0).clamp(min=1e-300), (1, 0), value=1.0)
+        starts = torch.linspace(0, rows - size, SUBSETS).long()[:, None] + torch.arange(size)
+        random = torch.rand((SUBSETS, rows), generator=generator).topk(size).indices
+        nearest = torch.cat([starts, random])
+        for _ in range(4):
+            slopes = torch.linalg.lstsq(x[nearest], y[nearest].unsqueeze(-1)).solution
+            squares = (y - (x @ slopes).squeeze(-1)).square()
+            square, nearest = squares.topk(half, largest=False)
+        best = square.sum(-1).min() / (half - size)
+        found.append((best.sqrt() / HALF).maximum(EXACT * y.std()))
+    return torch.stack(found).to(windows)
+
+
+def _completed(
+    values: Tensor, weights: Tensor, current: Any, about: Tensor, sampled: bool
+) -> Tensor:
+    """:func:`_second_moments` with missing components as expected, or sampled."""
+    dim, weights = values.size(-1), weights.double()
+    restarts, _, states = weights.shape
+    values, loc = values.double() - about, current.loc.double() - about
+    loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim).unsqueeze(-2)
+    matrix = current.covariance_matrix.double()
+    matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
+    missing, pad = values.isnan(), torch.nn.functional.pad
+    total = matrix.new_zeros(restarts, states, 1 + dim, 1 + dim)
+    for pattern in missing.unique(dim=0):
+        here = (missing == pattern).all(-1)
+        share = weights[:, here].mT.unsqueeze(-1)  # (R, K, m, 1)
+        known = (~pattern).diag().double()
+        absent = torch.eye(dim).to(known) - known
+        # the regression of all components on those that are known
+        slope = torch.linalg.solve(known @ matrix @ known + absent, known @ matrix)
+        left = absent @ (matrix - matrix @ slope) @ absent
+        whole = loc + (values[here] - loc).masked_fill(pattern, 0.0) @ slope
+        if sampled:
+            root = torch.linalg.cholesky(left + known) @ absent
+            whole = whole + torch.randn_like(whole) @ root.mT @ absent
+            left = torch.zeros_like(left)
+        rows = pad(whole, (1, 0), value=1.0)
+        extra = share.sum(-2, keepdim=True) * pad(left, (1, 0, 1, 0))
+        total += (share * rows).mT @ rows + extra
+    return total

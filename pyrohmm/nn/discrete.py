@@ -175,7 +175,7 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
     """
 
     supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.nonnegative}
-    diffuse = True
+    flat = True
     of_moments: ClassVar = {"weight": lambda mean, _, sd: 0.1 / mean.hypot(sd).clamp(min=1.0)}
 
     def __init__(

@@ -45,11 +45,13 @@ class Emission(Family):
             components of a mixture and missing ones of a vector, not expected ones.
         summed: Whether ``statistics`` are sums over observations, so that those of parts of the
             data can be added; else they are the observations themselves, with their weights.
+        of_data: Whether default priors take their unit, or location and scale, from the data.
+        flat: Whether they are all but constant, so that samples of them are far from any data.
     """
 
     in_time: ClassVar[bool] = False
     summed = True
-    imputes = False
+    imputes = of_data = flat = False
 
     def __init_subclass__(cls, emits: type | tuple[type, ...] = ()) -> None:
         super().__init_subclass__()
@@ -90,14 +92,11 @@ class Components(Emission):
         dim: D; zero for scalars.
 
     Attributes:
-        diffuse: Whether samples of the default priors are far from any data.
-        of_data: Whether priors take their unit from the data.
         of_moments: Buffers of such priors, by name, as functions of the mean of the data, its
             absolute value and their standard deviation, ``([D])``; the last two are positive.
         power: Of the unit in the product of the parameters of a state; None where there is no unit.
     """
 
-    diffuse = of_data = False
     of_moments: ClassVar[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
     power: ClassVar[int | None] = None
 

@@ -48,7 +48,7 @@ class NewtonComponents(Components):
     """
 
     kind: ClassVar[Any]
-    summed, diffuse = False, True
+    summed, flat = False, True
 
     def __init__(self, num_states: int, dim: int, **priors: TorchDistribution) -> None:
         super().__init__(num_states, dim)

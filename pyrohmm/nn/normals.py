@@ -47,16 +47,15 @@ MEANS = 100.0  # variance of the prior of means beside a flat one, by that of al
 class CentredEmission(Emission):
     """An emission with means ``loc`` whose sums are taken about the buffer ``prior_loc``.
 
+    A flat prior has no hyperparameters but these; another one is conjugate.
+
     Attributes:
-        of_data: Whether the prior takes location and scale from the data of a fit.
-        flat: Whether it has no hyperparameters but these: flat, not conjugate.
         upper: Large scale of a flat prior; infinite in a conjugate one.
     """
 
     prior_loc: Tensor
     upper: Tensor
     dim: int
-    of_data = flat = False
 
     @property
     def centre(self) -> Tensor:
@@ -75,7 +74,8 @@ class CentredEmission(Emission):
         r"""Give the prior the location and scale of data, unless hyperparameters were given.
 
         Args:
-            moments: ``(4, D)`` or ``(4,)``, of the observations: see :func:`moments_of`.
+            moments: ``(4, D)`` or ``(4,)``, of the observations: see :func:`moments_of`; or with
+                a further deviation within states, about what else the mean depends on.
 
         Returns:
             By how much minus the log joint density exceeds that of data, and of parameters, in
@@ -87,17 +87,20 @@ class CentredEmission(Emission):
         """
         if moments.shape[1:] != ((self.dim,) if self.dim else ()):
             return 0.0  # what builds the HMM explains it
-        known, mean, variance, within = moments
+        known, mean, variance, *within = moments
         varies = variance.sqrt() > ROUNDING * mean.abs()  # not NaN either
         _check_range(mean[varies], variance[varies], self.prior_loc.dtype)
         if not self.of_data:
             return 0.0
         variance = torch.where(varies, variance, 1.0)
         least = 100 * torch.finfo(self.prior_loc.dtype).tiny
-        within = torch.where(varies, within.square(), 1.0).minimum(variance).clamp(min=least)
+        within = [
+            torch.where(varies, each.square(), 1.0).minimum(variance).clamp(min=least)
+            for each in within
+        ]
         self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
         numbers = known + self.prior_loc.numel() // max(self.dim, 1)
-        return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance, within)
+        return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance, *within)
 
     def _set_spread(self, variance: Tensor, within: Tensor) -> float:
         """Take scales of the prior from variances, of all data and in states; gives log-units."""
@@ -606,7 +609,7 @@ def merged(first: Tensor, second: Tensor) -> Tensor:
     apart = second[1] - first[1]
     mean = first[1] + share * apart
     variance = (1 - share) * first[2] + share * second[2] + share * (1 - share) * apart.square()
-    both = torch.stack([total, mean, variance, torch.minimum(first[3], second[3])])
+    both = torch.cat([torch.stack([total, mean, variance]), first[3:].minimum(second[3:])])
     return torch.where(first[0] == 0, second, torch.where(second[0] == 0, first, both))
 
 

@@ -56,7 +56,7 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
     of_moments: ClassVar = {
         "rate_gamma": lambda _, size, sd: torch.stack([0 * size + 1.01, 1e-7 * size])
     }
-    diffuse, power = True, -1
+    flat, power = True, -1
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, Angle)):
         True
     """
 
-    diffuse = True
+    flat = True
     supports: ClassVar[dict[str, constraints.Constraint]] = {
         "concentration": constraints.positive,
         "loc": constraints.real,

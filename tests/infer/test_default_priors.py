@@ -12,6 +12,7 @@ from scipy import integrate, stats
 from pyrohmm import (
     Sequences,
     TabularHMM,
+    autoregressive_normal,
     fit_em,
     normal,
     normal_full,
@@ -24,6 +25,7 @@ from pyrohmm import (
 )
 from pyrohmm.analysis.metrics import bic
 from pyrohmm.distributions.units import Flat, FlatCovariance
+from pyrohmm.nn.covariances import residuals_within
 from pyrohmm.nn.normals import moments_of
 
 N = 100  # observations of a state
@@ -98,6 +100,72 @@ def test_a_default_prior_moves_no_estimate_by_a_tenth_of_its_standard_error(
         found = hmm.emission.covariance_matrix.expand(2, 2, 2)[:, 0, 1].numpy() / unit**2
         assert (np.abs(found - matrix[:, 0, 1]) <= 0.1 * error).all()
     assert not [note for note in fit.notes if "prior" in note]
+
+
+def regressions(gap, unit, separate, seed=0):
+    """Sequences of autoregressive vectors of two states, levels a gap apart, and the states."""
+    rng = np.random.default_rng(seed)
+    slopes = np.array([[[0.6, 0.2], [0.0, 0.5]], [[-0.5, 0.0], [0.3, 0.4]]])
+    rows = np.repeat([0, 1], 4)[:, None].repeat(N // 4 + 1, 1)  # N steps of each state have a past
+    if not separate:
+        rows = rng.permuted(np.repeat([0, 1], rows.size // 2)).reshape(rows.shape)
+    found = []
+    for states in rows:
+        x = [rng.normal(size=2)]
+        for k in states[1:]:
+            away = 0.0 if separate else gap * k
+            x.append(away + x[-1] @ slopes[k] + rng.normal(size=2) @ [[1.0, 0.5], [0.0, 1.0]])
+        found.append((gap * states[0] if separate else 0.0) + np.array(x))
+    return unit * torch.tensor(np.array(found)), torch.tensor(rows)
+
+
+# a million deviations from the origin sums of squares are known to 1e-4 nats
+@pytest.mark.filterwarnings("ignore:the loss rose by [0-9.]*e-05")
+@pytest.mark.parametrize("priors", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+@pytest.mark.parametrize(("gap", "unit"), [(5.0, 1e-12), (1e3, 1e12), (1e6, 1.0)])
+def test_slopes_of_a_regression_are_those_of_least_squares(gap, unit, separate, priors):
+    torch.set_default_dtype(torch.float64)
+    values, states = regressions(gap, unit, separate)
+    data = Sequences(values, torch.full((len(values),), values.size(1)))
+    truth = torch.nn.functional.one_hot(states).double()  # of the other a step would have leverage
+    fit = fit_em(
+        TabularHMM(2, autoregressive_normal(2)), data, start=lambda *_: truth[None], priors=priors
+    )
+    hmm = fit.hmm(data)
+    emission, weights = hmm.emission, hmm.posterior(values).state_probs[:, 1:].flatten(0, 1)
+    origin = emission.origin.numpy() / unit
+    past, now = (part.flatten(0, 1).numpy() / unit for part in (values[:, :-1], values[:, 1:]))
+    design = np.concatenate([np.ones((len(past), 1)), past - origin], 1)
+    for k, weight in enumerate(weights.T.numpy()):
+        root = np.sqrt(weight)[:, None]
+        best, *_ = np.linalg.lstsq(root * design, root * now, rcond=None)
+        left = root * (now - design @ best)
+        covariance = left.T @ left / weight.sum()
+        upper = np.linalg.inv(np.linalg.qr(root * design, mode="r"))
+        error = np.sqrt(np.outer((upper**2).sum(1), covariance.diagonal()))
+        loc, slopes = emission.base.loc[k].numpy() / unit, emission.weights[k, 0].numpy()
+        found = np.concatenate([loc[None], slopes])
+        assert (np.abs(found - best) <= 0.1 * error).all()
+        found = emission.base.covariance_matrix[k].numpy() / unit**2
+        spread = np.outer(covariance.diagonal(), covariance.diagonal())
+        error = np.sqrt((spread + covariance**2) / weight.sum())
+        assert (np.abs(found - covariance) <= 0.1 * error).all()
+
+
+@pytest.mark.parametrize("noise", [1.0, 1e-3])
+@pytest.mark.parametrize("kind", ["separate", "in turn", "three lags"])
+def test_the_deviation_of_residuals_is_at_most_that_of_the_narrowest_state(kind, noise):
+    """Waves of three frequencies, and noise: values say nothing of how wide residuals are."""
+    rng = np.random.default_rng(1)
+    lags = 3 if kind == "three lags" else 2
+    states = np.repeat(np.arange(3), 100) if kind != "in turn" else rng.integers(0, 3, 300)
+    x, size = [1.0, 0.5, 0.2], 0.6 if kind == "in turn" else 0.99
+    for k in states:
+        x.append(2 * size * np.cos(0.5 + k) * x[-1] - size**2 * x[-2] + noise * rng.normal())
+    data = torch.tensor(x[3 - lags :])[:, None].unfold(0, lags + 1, 1)
+    within = residuals_within(data, 3).item()
+    assert 0.1 * noise <= within <= 2.6 * noise
 
 
 def test_the_scale_of_a_t_distribution_is_that_within_states():
@@ -288,6 +356,44 @@ def test_gibbs_samples_covariances_of_their_posterior(size):
         spread = np.sqrt(weights @ (known - mean) ** 2)
         assert abs(sample.mean() - mean) < 4 * spread * np.sqrt(1 / 300 + 1 / effective)
         assert sample.std() / spread == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 9, 100])
+def test_gibbs_samples_regressions_of_their_posterior(size):
+    """By quadrature over the variance; given it, numbers are jointly normal, slopes summed out."""
+    torch.manual_seed(size)
+    torch.set_default_dtype(torch.float64)
+    rng, chains = np.random.default_rng(size), 1000
+    x = [0.3]
+    for _ in range(size):
+        x.append(0.5 + 0.7 * x[-1] + 0.6 * rng.normal())
+    windows = torch.tensor([x[:-1], x[1:]]).mT.unsqueeze(-1)
+    module = autoregressive_normal(1)(1)
+    module._set_spread(torch.tensor([4.0]), torch.tensor([0.5]), torch.tensor([4.0]))
+    ones, zeros = torch.ones(chains, 1, 1, 1), torch.zeros(chains, 1, 1)
+    current = {"covariance": ones, "loc": zeros, "weights": zeros[..., None, None]}
+    current |= {"initial.covariance": ones, "initial.loc": zeros}
+    sums = module.statistics(windows, torch.ones(1, size, 1), None)
+    sums = {name: each.expand(chains, *each.shape[1:]) for name, each in sums.items()}
+    for _ in range(30):
+        current |= module.sample_parameters(sums, current)
+    logs = np.linspace(-8.0, 7.0, 1501)
+    design = np.stack([np.ones(size), np.array(x[:-1])], 1)
+    slope_prior, log_density, means = np.diag([400.0, 1250.0]), [], []
+    for v in np.exp(logs):
+        joint = v * np.eye(size) + design @ slope_prior @ design.T
+        gain = slope_prior @ design.T @ np.linalg.inv(joint)
+        means.append(gain @ np.array(x[1:]))
+        evidence = stats.multivariate_normal.logpdf(x[1:], cov=joint) if size else 0.0
+        log_density.append(np.log(v) - 0.4 / v - v / 20.0 + evidence)
+    weights = np.exp(np.array(log_density) - max(log_density))
+    cdf = integrate.cumulative_trapezoid(weights, logs, initial=0)
+    known = lambda value: np.interp(np.log(value), logs, cdf / cdf[-1])  # noqa: E731
+    assert stats.kstest(current["covariance"].flatten().numpy(), known).pvalue > 1e-3
+    mean = (weights / weights.sum()) @ np.array(means)
+    for name, wanted in zip(("loc", "weights"), mean):
+        sample = current[name].flatten().numpy()
+        assert abs(sample.mean() - wanted) < 4 * sample.std() / np.sqrt(chains)
 
 
 def test_units_of_data_scale_a_flat_prior():
