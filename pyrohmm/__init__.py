@@ -122,7 +122,6 @@ from .nn.waits_and_angles import gamma as gamma
 from .nn.waits_and_angles import von_mises as von_mises
 from .ops import automata as automata
 from .ops import blocks as blocks
-from .ops import factorial as factorial
 from .ops import recursions as recursions
 from .ops import second_order as second_order
 from .ops import semi_markov as semi_markov

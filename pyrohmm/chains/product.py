@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ops import factorial
-from ..ops import stationary as stationary_ops
-from ..ops.sampling import CategoricalTable
 from ..ops.tensor_cache import lazy
-from .base import Chain, Core, Expansion, entry, sample_markov
-from .markov import MarkovChain
+from .base import Chain, Core
+from .markov import MarkovRecursions
 
-MOST = 1 << 24  # product states
+MOST = 1 << 13  # product states: a matrix of 512 MB in float64
 
 
 class FactorialPosterior(NamedTuple):
@@ -37,17 +34,19 @@ class FactorialPosterior(NamedTuple):
 
 
 def check_product(sizes: Sequence[int]) -> None:
-    """Raise if chains of so many states have more product states than can be summed over."""
+    """Raise if chains of so many states have more product states than a matrix can hold."""
     if (count := math.prod(sizes)) > MOST:
         raise ValueError(
             f"{len(sizes)} chains of {max(sizes)} or fewer states have {count:,} product states; "
-            f"wanted at most {MOST:,}, for a message takes {4 * count:,} bytes at each step of "
-            "each sequence. Take fewer chains, or fewer states."
+            f"wanted at most {MOST:,}, for their matrix takes {8 * count**2:,} bytes. Take fewer "
+            "chains, or fewer states."
         )
 
 
-class ProductChain(Chain):
-    """M independent Markov chains, whose product states are numbered with the last fastest.
+class ProductChain(MarkovRecursions):
+    """M independent Markov chains: one chain of product states, numbered with the last fastest.
+
+    Its matrix is the Kronecker product of theirs; their expected counts are gradients through it.
 
     Its parameters are named ``log_initial_0``, ``log_transition_0``, ``log_initial_1``, ...
 
@@ -55,9 +54,6 @@ class ProductChain(Chain):
         log_initials: M of ``(*b, K_m)``.
         log_transitions: M of ``(*b, K_m, K_m)``.
     """
-
-    ops: ClassVar[Any] = factorial
-    is_markov = True
 
     def __init__(self, log_initials: Sequence[Tensor], log_transitions: Sequence[Tensor]) -> None:
         super().__init__()
@@ -70,10 +66,10 @@ class ProductChain(Chain):
         """``(*b, K)``, of the product states."""
         return reduce(_outer, self.log_initials)
 
-    @property
-    def tables(self) -> tuple[Tensor, tuple[Tensor, ...]]:  # type: ignore[override]
-        """The first product state, and the matrix of each chain."""
-        return self.log_initial, self.log_transitions
+    @lazy
+    def matrices(self) -> Tensor:  # type: ignore[override]
+        """``(*b, 1, K, K)``, of the product states."""
+        return reduce(_kronecker, self.log_transitions).unsqueeze(-3)
 
     @property
     def cores(self) -> dict[str, Core]:  # type: ignore[override]
@@ -102,20 +98,6 @@ class ProductChain(Chain):
         """K, the number of product states."""
         return math.prod(self.sizes)
 
-    @property
-    def log_transition(self) -> Tensor:
-        """``(*b, K, K)``, of the product states; made anew at each reading."""
-        product = self.log_transitions[0]
-        for part in self.log_transitions[1:]:
-            cells = product[..., :, None, :, None] + part[..., None, :, None, :]
-            product = cells.flatten(-4, -3).flatten(-2)
-        return product
-
-    @property
-    def matrices(self) -> Tensor:
-        """``(*b, 1, K, K)``."""
-        return self.log_transition.unsqueeze(-3)
-
     def split(self, states: Tensor) -> Tensor:
         """The state of each chain, ``(*, M)``, of product states ``(*)``."""
         parts = []
@@ -139,36 +121,15 @@ class ProductChain(Chain):
             for axis in axes
         )
 
-    def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
-        r"""Log-probability :math:`\log p(z_{1:T})` of paths of product states."""
-        total = entry(self.log_initial, states[..., :1]).squeeze(-1)
-        for table, path in zip(self.log_transitions, self.split(states).unbind(-1)):
-            taken = entry(table, path[..., :-1], path[..., 1:])
-            total = total + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
-        return total
-
-    def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
-        """Paths of product states."""
-        paths = [
-            sample_markov(initial, [CategoricalTable(table)], shape, num_steps)
-            for initial, table in zip(self.log_initials, self.log_transitions)
-        ]
-        return self.join(torch.stack(paths, -1))
-
-    def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
-        """The Markov chain of the product states, with its K x K matrix."""
-        index = torch.arange(self.num_states, device=self.log_initial.device)
-        return Expansion(MarkovChain(self.log_initial, self.log_transition), index)
-
-    def stationary(self) -> Tensor:
-        """Stationary distribution of the product states: that of every chain."""
-        chains = [stationary_ops.stationary(table).log() for table in self.log_transitions]
-        return reduce(_outer, chains).exp()
-
-    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> FactorialPosterior:
+    def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> FactorialPosterior:  # type: ignore[override]
         """Smoothed marginals of the product states and of each chain."""
-        evidence, states, counts = self.counts_of_each(log_likelihood, lengths)
-        transitions = tuple(list(counts.values())[1::2])
+        evidence, states, pairs = super().posterior(log_likelihood, lengths)
+        count = len(self.sizes)
+        pairs = pairs.unflatten(-1, self.sizes).unflatten(-1 - count, self.sizes)
+        own = [(m - 2 * count, m - count) for m in range(count)]
+        transitions = tuple(
+            pairs.sum([axis for axis in range(-2 * count, 0) if axis not in kept]) for kept in own
+        )
         return FactorialPosterior(evidence, states, self.marginals(states), transitions)
 
     def permuted(self, order: Tensor) -> Chain:
@@ -182,3 +143,9 @@ class ProductChain(Chain):
 def _outer(first: Tensor, second: Tensor) -> Tensor:
     """Log-probabilities of pairs ``(*, K_1 K_2)`` of independent states."""
     return (first.unsqueeze(-1) + second.unsqueeze(-2)).flatten(-2)
+
+
+def _kronecker(first: Tensor, second: Tensor) -> Tensor:
+    """Logarithms of the Kronecker product of two matrices ``(*, K, K)``."""
+    cells = first[..., :, None, :, None] + second[..., None, :, None, :]
+    return cells.flatten(-4, -3).flatten(-2)

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from .._checks import broadcast_shapes
 from ..ops import second_order
+from ..ops.log_space import logsumexp
 from ..ops.sampling import CategoricalTable, sample_path
 from .base import Chain, Core, Expansion, entry
 from .markov import MarkovChain
+
+FEW = 24  # states, up to which a matrix of pairs of states is faster: figures/engine_ways.py
 
 
 class SecondOrderPosterior(NamedTuple):
@@ -58,6 +61,42 @@ class SecondOrderChain(Chain):
         second, after = self.log_second.unsqueeze(-3), self.log_transition
         batch = broadcast_shapes(second.shape[:-3], after.shape[:-3])
         return torch.cat([part.expand(*batch, *part.shape[-3:]) for part in (second, after)], -3)
+
+    # Of few states, those of the Markov chain of pairs of states, whose matrix is small
+
+    def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
+        if self.num_states > FEW:
+            return super().log_evidence(log_likelihood, lengths)
+        return self._pairs.log_evidence(self._of_pairs(log_likelihood), lengths)
+
+    def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
+        if self.num_states > FEW:
+            return super().filtered(log_likelihood, lengths)
+        pairs = self._pairs.filtered(self._of_pairs(log_likelihood), lengths)
+        return logsumexp(pairs.unflatten(-1, (-1, self.num_states)), -2)
+
+    def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
+        """Most probable path, ``(*B, T)``; 0 at padded steps."""
+        if self.num_states > FEW:
+            return super().viterbi(log_likelihood, lengths)
+        pairs = self._pairs.viterbi(self._of_pairs(log_likelihood), lengths)
+        return pairs % self.num_states
+
+    def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
+        """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        if self.num_states > FEW:
+            return super().sample_states(log_likelihood, lengths, num_samples)
+        likelihood = self._of_pairs(log_likelihood)
+        return self._pairs.sample_states(likelihood, lengths, num_samples) % self.num_states
+
+    @property
+    def _pairs(self) -> MarkovChain:
+        return self.expanded(torch.tensor(1), 1).chain
+
+    def _of_pairs(self, log_likelihood: Tensor) -> Tensor:
+        return log_likelihood.repeat(*[1] * (log_likelihood.dim() - 1), self.num_states + 1)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths."""

@@ -12,7 +12,7 @@ Its modules; each imports only those above it:
 ``backends``          what computes: ``use``, ``TORCH``, ``NUMBA``
 ``sampling``          paths of Markov chains, and of posteriors by many parameters
 ``products``          products of matrices between observations and states, and look-ups
-``product._torch``    several chains, or pairs of states of one, in logarithms
+``log_messages``      chains of one state, or of pairs of states, in logarithms
 ``dense.chain``       Markov chains: the arguments, checked and in one form
 ``dense._torch``      their recursions as torch operations
 ``dense._lanes``      compiled arithmetic along sequences
@@ -26,7 +26,6 @@ Its modules; each imports only those above it:
 ``segments._torch``   chains with durations: the arguments in one form, recursions by torch
 ``segments._numba``   their recursions by compiled loops
 ``semi_markov``       the recursions of chains with durations
-``factorial``         the recursions of several chains behind one observation
 ``second_order``      the recursions of chains whose next state depends on two
 ``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
@@ -48,7 +47,6 @@ Its modules; each imports only those above it:
 from . import automata as automata
 from . import backends as backends
 from . import blocks as blocks
-from . import factorial as factorial
 from . import recursions as recursions
 from . import second_order as second_order
 from . import semi_markov as semi_markov

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._checks import check_trailing
-from .product import _torch as engine
+from . import log_messages as engine
 
 
 def _arrange(
@@ -45,7 +45,7 @@ def _arrange(
     pairs = pad(log_initial, (0, size * (size - 1)), value=-torch.inf)
     by_middle = log_second.unsqueeze(-2), log_transition.transpose(-3, -2)  # [j, i, k]
     table = torch.stack(torch.broadcast_tensors(*by_middle), -4)
-    return engine.checked(pairs, [table], log_likelihood, lengths)
+    return engine.checked(pairs, table, log_likelihood, lengths)
 
 
 log_evidence, filtered, viterbi, sample_states = engine.recursions(_arrange)

@@ -16,7 +16,6 @@ from pyrohmm import (
     additive_bernoulli,
     additive_normal,
     bernoulli,
-    factorial,
     fit_em,
     fit_map,
     fit_svi,
@@ -24,6 +23,7 @@ from pyrohmm import (
     normal,
     queries,
 )
+from pyrohmm.chains import ProductChain
 
 SIZES = (2, 3)
 K, T = 6, 5
@@ -89,9 +89,8 @@ def test_nothing_leaves_the_range_of_numbers():
     seen = torch.full((1, 3, 4), -1e6 / 3)
     seen[0, 0, 2:] -= 3000.0
     seen[0, 2, :2] = -torch.inf
-    found = factorial.log_evidence(
-        torch.full((4,), 0.25).log(), [stay, coin], seen, torch.tensor([3])
-    )
+    chain = ProductChain([coin[0], coin[0]], [stay, coin])
+    found = chain.log_evidence(seen, torch.tensor([3]))
     assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
 
 

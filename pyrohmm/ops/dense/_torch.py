@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED
 from ..._sync import exceeds
-from ..product import _torch as product
+from .. import log_messages
 from ..products import accumulated
 from .chain import Chain, Gradient
 
@@ -313,20 +313,20 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # In logarithms ----------------------------------------------------------------------------------
 
 
-def _arranged(chain: Chain, each: bool = False) -> product.Arranged:
-    """The chain as product states of a single chain, with matrices of each sequence if need be."""
+def _arranged(chain: Chain, each: bool = False) -> log_messages.Arranged:
+    """The chain in logarithms, with matrices of each sequence if need be."""
     size, matrices = chain.lengths.size(1), chain.transition.movedim(0, 1)  # (G, S, K, K)
     if each or len(matrices) > 1:
         matrices = matrices.repeat_interleave(size, 0)
     lengths = chain.lengths.reshape(-1)
-    parts = chain.initial.flatten(0, 1), [matrices.unsqueeze(-3)], chain.likelihood.flatten(0, 1)
-    return product.arrange(*parts, lengths, lengths.shape)
+    parts = chain.initial.flatten(0, 1), matrices.unsqueeze(-3), chain.likelihood.flatten(0, 1)
+    return log_messages.arrange(*parts, lengths, lengths.shape)
 
 
 def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)``, and the gradient, in logarithms and float64."""
     arranged, shape = _arranged(chain, each), chain.lengths.shape
-    value, gradient = product.solve(arranged.chain)
+    value, gradient = log_messages.solve(arranged.chain)
 
     def restored(weight: Tensor) -> tuple[Tensor, ...]:
         order = arranged.order.to(weight.device)
@@ -345,16 +345,16 @@ def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
 
 def filtered_in_log_space(chain: Chain) -> Tensor:
     """Filtered log-probabilities ``(G, n, T, K)``."""
-    found = product.filtered(_arranged(chain))
+    found = log_messages.filtered(_arranged(chain))
     return found.reshape(*chain.lengths.shape, *found.shape[1:])
 
 
 def viterbi(chain: Chain) -> Tensor:
     """Most probable paths ``(G, n, T)``; zeros at padded steps."""
-    return product.viterbi(_arranged(chain)).reshape(*chain.lengths.shape, -1)
+    return log_messages.viterbi(_arranged(chain)).reshape(*chain.lengths.shape, -1)
 
 
 def sample_states(chain: Chain, num_samples: int) -> Tensor:
     """Paths ``(S, G, n, T)`` of the posterior; zeros at padded steps."""
-    found = product.sample_states(_arranged(chain), num_samples)
+    found = log_messages.sample_states(_arranged(chain), num_samples)
     return found.reshape(num_samples, *chain.lengths.shape, -1)

@@ -1,11 +1,9 @@
-"""Chains whose messages have several axes, in logarithms and float64, as torch operations.
+"""Chains of one state, or of pairs of states, in logarithms and float64, as torch operations.
 
-Product states are numbered with the last axis fastest. A transition takes the first axis of the
-messages ``(n, K)`` and leaves one as the last. Of M chains behind one observation, one transition
-follows another, so that after M of them the axes are in order again: see
-:mod:`pyrohmm.ops.factorial`. Of pairs of states of one chain, a transition takes (i, j) to (j, k)
-by a matrix for each j: see :mod:`pyrohmm.ops.second_order`. A Markov chain is the case of one axis:
-so are computed its best paths and samples, and sequences whose scaled messages leave the range.
+A transition takes the first axis of the messages ``(n, K)`` and leaves one as the last. A Markov
+chain has one axis: so are computed its best paths and samples on a device, and sequences whose
+scaled messages leave the range. Of pairs of states, a transition takes (i, j) to (j, k) by a matrix
+for each j: see :mod:`pyrohmm.ops.second_order`.
 
 Everything is summed in logarithms and float64, and comes back in the dtype of the arguments; -inf
 is legal everywhere. A sequence of probability zero has evidence -inf and gradient zero.
@@ -13,7 +11,7 @@ is legal everywhere. A sequence of probability zero has evidence -inf and gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..._checks import check_broadcast, check_lengths
-from ..._precision import recomputing, with_gradient
-from ..._transforms import transforming
-from ..log_space import finite_or_zero, largest, logsumexp
-from ..masks import exists
+from .._checks import check_broadcast, check_lengths
+from .._precision import recomputing, with_gradient
+from .._transforms import transforming
+from .log_space import finite_or_zero, largest, logsumexp
+from .masks import exists
 
 LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
 SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
@@ -39,15 +37,15 @@ class Chains(NamedTuple):
 
     initial: Tensor  # (N, K), log
     likelihood: Tensor  # (N, T, W), log; of the last W states, and again of those before
-    tables: tuple[Tensor, ...]  # (S, N|1, R|1, K_m, K_m), log, of S transitions: see Step
+    table: Tensor  # (S, N|1, R|1, k, k), log, of S transitions: see Step
     counts: list[int]  # how many sequences have each step, up to the last that one has
 
     def place(self, t: int) -> int:
-        """Which of the S tables has the transition to step t: the last for all after the others."""
-        return min(t, len(self.tables[0])) - 1
+        """Which of the S matrices goes to step t: the last for all after the others."""
+        return min(t, len(self.table)) - 1
 
     def emitted(self, t: int) -> Tensor:
-        """Log-likelihoods ``(n, K)`` of the product states at a step."""
+        """Log-likelihoods ``(n, K)`` of the messages' states at a step."""
         here = self.likelihood[: self.counts[t], t]
         return here.repeat(1, self.initial.size(-1) // here.size(-1))
 
@@ -68,9 +66,8 @@ class Arranged(NamedTuple):
 
 
 def arrange(
-    initial: Tensor, tables: Sequence[Tensor], likelihood: Tensor, lengths: Tensor,
-    batch: torch.Size,
-) -> Arranged:  # fmt: skip
+    initial: Tensor, table: Tensor, likelihood: Tensor, lengths: Tensor, batch: torch.Size
+) -> Arranged:
     """Sort the longest sequences first, by differentiable operations.
 
     The largest logarithm of each step is subtracted, lest sums over steps grow so large that none
@@ -78,7 +75,7 @@ def arrange(
 
     Args:
         initial: ``(*b, K)``.
-        tables: M of ``(*b, S, R|1, K_m, K_m)``: the last of S for all transitions after the others.
+        table: ``(*b, S, R|1, k, k)``: the last of S for all transitions after the others.
         likelihood: ``(*b, T, W)``.
         lengths: ``(*b)``, on the CPU.
         batch: What ``(*b)`` broadcast to.
@@ -93,35 +90,34 @@ def arrange(
         wide = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
         return wide.index_select(0, where)
 
-    def matrices(table: Tensor) -> Tensor:
-        shared = table.shape[:-4].numel() == 1
-        wide = table.double().reshape(1, *table.shape[-4:]) if shared else rows(table, 4)
-        return wide.movedim(1, 0)
-
     seen = rows(likelihood, 2)
     peak = largest(seen, (-1,))
     steps = exists(lengths[order], seen.size(1), where.device)
     seen = (seen - peak).masked_fill(~steps.unsqueeze(-1), 0.0)
-    chain = Chains(
-        rows(initial, 1), seen, tuple(map(matrices, tables)),
-        (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist(),
-    )  # fmt: skip
+    shared = table.shape[:-4].numel() == 1
+    matrices = table.double().reshape(1, *table.shape[-4:]) if shared else rows(table, 4)
+    counts = (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist()
+    chain = Chains(rows(initial, 1), seen, matrices.movedim(1, 0), counts)
     dtype = torch.promote_types(likelihood.dtype, initial.dtype)
-    for table in tables:
-        dtype = torch.promote_types(dtype, table.dtype)
+    dtype = torch.promote_types(dtype, table.dtype)
     return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
 
 
 def checked(
-    log_initial: Tensor, tables: Sequence[Tensor], log_likelihood: Tensor, lengths: Tensor
+    log_initial: Tensor, table: Tensor, log_likelihood: Tensor, lengths: Tensor
 ) -> Arranged:
     """:func:`arrange` with checks of the lengths and batch dimensions."""
     lengths = lengths.cpu().long()
     check_lengths(lengths, log_likelihood.size(-2))
-    batches = {f"transitions {m}": table.shape[:-4] for m, table in enumerate(tables)}
-    batches |= {"log_initial": log_initial.shape[:-1], "lengths": lengths.shape}
-    batch = check_broadcast(batches | {"log_likelihood": log_likelihood.shape[:-2]})
-    return arrange(log_initial, tables, log_likelihood, lengths, batch)
+    batch = check_broadcast(
+        {
+            "transitions": table.shape[:-4],
+            "log_initial": log_initial.shape[:-1],
+            "lengths": lengths.shape,
+            "log_likelihood": log_likelihood.shape[:-2],
+        }
+    )
+    return arrange(log_initial, table, log_likelihood, lengths, batch)
 
 
 class Step:
@@ -226,30 +222,22 @@ def _over_pairs(scores: Tensor, logs: Tensor) -> Tensor:
 Over = Callable[[Step, Tensor], Tensor]  # sums or maxima over transitions
 
 
-def steps_of(chain: Chains, by_pairs: bool = False) -> Callable[[int], list[Step]]:
-    """The transitions to step t, as a function of t."""
+def steps_of(chain: Chains, by_pairs: bool = False) -> Callable[[int], Step]:
+    """The transition to step t, as a function of t."""
 
     @lru_cache(maxsize=2)
-    def at(place: int) -> list[Step]:
-        return [Step(table[place], by_pairs) for table in chain.tables]
+    def at(place: int) -> Step:
+        return Step(chain.table[place], by_pairs)
 
     return lambda t: at(chain.place(t))
 
 
-def through(scores: Tensor, steps: list[Step], over: Over = Step.sums) -> list[Tensor]:
-    """Messages ``(n, R, k)`` before each transition, and after the last one, ``(n, K)``."""
-    messages = []
-    for step in steps:
-        messages.append(step.fibres(scores))
-        scores = over(step, messages[-1]).flatten(1)
-    return [*messages, scores]
-
-
 def forward(chain: Chains, by_pairs: bool = False, over: Over = Step.sums) -> list[Tensor]:
-    """Log-probabilities of the past and the product states, ``(n_t, K)`` for each step t."""
-    messages, steps = [chain.initial + chain.emitted(0)], steps_of(chain, by_pairs)
+    """Log-probabilities of the past and the states, ``(n_t, K)`` for each step t."""
+    messages, step_to = [chain.initial + chain.emitted(0)], steps_of(chain, by_pairs)
     for t, count in enumerate(chain.counts[1:], 1):
-        messages.append(through(messages[-1][:count], steps(t), over)[-1] + chain.emitted(t))
+        step = step_to(t)
+        messages.append(over(step, step.fibres(messages[-1][:count])).flatten(1) + chain.emitted(t))
     return messages
 
 
@@ -269,10 +257,10 @@ def solve(chain: Chains) -> tuple[Tensor, Gradient]:
 def _gradient(
     chain: Chains, messages: list[Tensor], evidence: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """Derivatives by initial, likelihood and tables of the evidences times weights ``(N,)``."""
-    steps_to = steps_of(chain)
+    """Derivatives by initial, likelihood and table of the evidences times weights ``(N,)``."""
+    step_to = steps_of(chain)
     states, initial = torch.zeros_like(chain.likelihood), messages[0]
-    tables = [torch.zeros_like(table) for table in chain.tables]
+    table = torch.zeros_like(chain.table)
     evidence = evidence.masked_fill(evidence.isneginf(), torch.inf)
     back = torch.zeros_like(messages[-1])
     for t in range(len(messages) - 1, -1, -1):
@@ -282,29 +270,27 @@ def _gradient(
         states[:count, t] = initial.unflatten(-1, (-1, states.size(-1))).sum(1)
         if t == 0:
             break
-        back, steps = back + chain.emitted(t), steps_to(t)
-        for m, before in reversed([*enumerate(through(messages[t - 1][:count], steps)[:-1])]):
-            step, table = steps[m], tables[m]
-            back = back.reshape(count, -1, step.size)
-            counts = step.counts(before, back, whole, weights)
-            table[chain.place(t), : len(counts)] += counts
-            back = step.sums(back, back=True).mT.flatten(1)
+        step = step_to(t)
+        after = (back + chain.emitted(t)).reshape(count, -1, step.size)
+        counts = step.counts(step.fibres(messages[t - 1][:count]), after, whole, weights)
+        table[chain.place(t), : len(counts)] += counts
+        back = step.sums(after, back=True).mT.flatten(1)
         back = pad(back, (0, 0, 0, chain.counts[t - 1] - count))
-    return initial, states, *tables
+    return initial, states, table
 
 
 def log_evidence(arranged: Arranged) -> Tensor:
     """Log evidence ``(*B)``, differentiable any number of times."""
     chain = arranged.chain
 
-    def made(initial: Tensor, likelihood: Tensor, *tables: Tensor) -> Chains:
-        return Chains(initial, likelihood, tables, chain.counts)
+    def made(*tensors: Tensor) -> Chains:
+        return Chains(*tensors, chain.counts)
 
     def twin(*tensors: Tensor) -> Tensor:
         parts = made(*tensors)
         return logsumexp(last(parts, forward(parts, by_pairs=True)), -1)
 
-    tensors = chain.initial, chain.likelihood, *chain.tables
+    tensors = chain.initial, chain.likelihood, chain.table
     value = with_gradient(
         lambda *tensors: solve(made(*tensors)), twin, *tensors, dtype=arranged.dtype
     )
@@ -346,19 +332,17 @@ def _walk_back(
         choose: A column for each row of log-probabilities.
         samples: ``(*S)``, how many paths.
     """
-    found, steps_to = forward(chain, over=over), steps_of(chain)
+    found, step_to = forward(chain, over=over), steps_of(chain)
     ends = choose(last(chain, found).expand(*samples, -1, -1))
     shape = (*samples, *chain.likelihood.shape[:2])
     path = torch.zeros(shape, dtype=torch.long, device=ends.device)
     states = ends[..., :0]
     for t in range(len(chain.counts) - 1, -1, -1):
         if count := states.size(-1):
-            rows, steps = torch.arange(count, device=states.device), steps_to(t + 1)
-            *messages, scores = through(found[t][:count], steps[:-1], over)
-            for step, score in zip(reversed(steps), [steps[-1].fibres(scores), *messages[::-1]]):
-                fibre, here = states // step.size, states % step.size
-                logs = score[rows, fibre] + step.into(here, fibre)
-                states = choose(logs) * score.size(1) + fibre
+            rows, step = torch.arange(count, device=states.device), step_to(t + 1)
+            scores = step.fibres(found[t][:count])
+            fibre, here = states // step.size, states % step.size
+            states = choose(scores[rows, fibre] + step.into(here, fibre)) * scores.size(1) + fibre
         states = torch.cat([states, ends[..., states.size(-1) : chain.counts[t]]], -1)
         path[..., : states.size(-1), t] = states % chain.likelihood.size(-1)
     return path

@@ -1,1 +1,0 @@
-"""Recursions of products of chains: messages have one axis for each chain."""
