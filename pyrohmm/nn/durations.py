@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from pyro.distributions import Beta, Dirichlet, Gamma, GammaPoisson, Poisson
+from pyro.distributions import Beta, Dirichlet, Gamma, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
@@ -137,18 +137,21 @@ class Durations(Family):
         }
         held = {n: getattr(self, n).detach().to(counts) for n in self.supports.keys() - transforms}
         priors = {n: getattr(self, f"{n}_prior")() for n in filter(self.has_prior, transforms)}
+        for name, prior in priors.items():  # whose densities are of the precision of its arguments
+            arguments = {part: getattr(prior, part).to(counts) for part in prior.arg_constraints}
+            priors[name] = type(prior)(**arguments)
         steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
 
         def values(theta: Tensor) -> dict[str, Tensor]:
             return {n: to(part) for (n, to), part in zip(transforms.items(), theta.unbind(-1))}
 
-        def objective(theta: Tensor) -> Tensor:
+        def objective(theta: Tensor, rows: Tensor) -> Tensor:
             found = values(theta)
             wide = {n: value.expand(theta.shape[:-1]) for n, value in held.items()}
             logs = self.log_probs(**wide, **found)
-            total = (counts * logs).sum(-1)
+            total = (counts[rows] * logs).sum(-1)
             if first is not None:
-                total = total - first * (logs + steps.log()).logsumexp(-1)
+                total = total - first[rows] * (logs + steps.log()).logsumexp(-1)
             return total + sum(prior.log_prob(found[n]) for n, prior in priors.items())
 
         points = self.starts(counts)
@@ -360,8 +363,12 @@ class NegativeBinomialDurations(Durations):
 
     def log_probs(self, **parameters: Tensor) -> Tensor:
         """Log-probabilities of durations, ``(*B, D)``."""
-        average, shape = parameters["average"], parameters["shape"]
-        return truncated(GammaPoisson(shape, shape / average), self.max_duration)
+        average, shape = (parameters[name].double().unsqueeze(-1) for name in self.supports)
+        steps = torch.arange(1, self.max_duration).to(average)
+        # of each number of further steps over that of one less
+        ratios = (shape + steps - 1).log() - (shape + average).log() + average.log() - steps.log()
+        logs = torch.nn.functional.pad(ratios.cumsum(-1), (1, 0)).log_softmax(-1)
+        return logs.to(parameters["average"].dtype)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
         """The mean of d - 1 with several shapes: there may be more than one maximum."""
@@ -421,23 +428,24 @@ class ParametricDurations(PyroModule):
 # Maxima ------------------------------------------------------------------------------------------
 
 
-def maximum(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
-    """Parameters ``(*B, P)`` where ``function`` is largest, by Newton steps that only go up.
+def maximum(function: Callable[[Tensor, Tensor], Tensor], start: Tensor) -> Tensor:
+    """Parameters ``(R, K, P)`` where ``function`` is largest, by Newton steps that only go up.
 
     A direction in which it bends upwards is followed uphill. A step that leads down is shortened.
     Slopes and bends are central differences, all points of which are evaluated at once.
 
     Args:
-        function: Each of its values ``(*B)`` depends on the parameters of its own.
-        start: ``(S, *B, P)``, S points to start from; the best end is returned.
+        function: Of parameters ``(*, n, K, P)`` and which n of the R rows they are, ``(n,)``; each
+            of its values ``(*, n, K)`` depends on the parameters of its own.
+        start: ``(S, R, K, P)``, S points to start from; the best end is returned.
     """
-    size = start.size(-1)
+    size, rows = start.size(-1), torch.arange(start.size(1), device=start.device)
     axes = torch.eye(size).to(start)
     ways = torch.cat([axes, *(axes + axis for axis in axes)]) * REACH  # each axis, sums of two
-    ways = ways.reshape(-1, *(1,) * (start.dim() - 1), size)
+    ways = ways.reshape(-1, 1, 1, 1, size)
 
     def evaluate(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        values = function(torch.cat([point.unsqueeze(0), point + ways, point - ways]))
+        values = function(torch.cat([point.unsqueeze(0), point + ways, point - ways]), rows)
         here, ahead, back = values.split([1, len(ways), len(ways)])
         slope = (ahead - back)[:size] / (2 * REACH)
         single, double = ((ahead + back - 2 * here) / REACH**2).split([size, size * size])
@@ -446,6 +454,7 @@ def maximum(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
     point, scale = start, torch.ones_like(start[..., 0])
     value, slope, bend = evaluate(point)
+    ends, heights = point.clone(), value.clone()
     for _ in range(200):
         curves, axes = torch.linalg.eigh(-bend)
         along = (axes.mT @ slope.unsqueeze(-1)).squeeze(-1)
@@ -453,8 +462,14 @@ def maximum(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
         step = (axes @ (along / curves.abs().clamp(min=least)).unsqueeze(-1)).squeeze(-1)
         step = step * (LONGEST / step.norm(dim=-1, keepdim=True).clamp(min=LONGEST))
         trial = (point + scale.unsqueeze(-1) * step).clamp(-BOUND, BOUND)
-        if bool(((trial - point).abs() <= CLOSE).all()):
-            break
+        moving = ((trial - point).abs() > CLOSE).any(-1).any(-1).any(0)
+        if not bool(moving.all()):  # the other rows are done
+            rows = rows[moving]
+            if not len(rows):
+                break
+            point, scale, value, slope, bend, trial = (
+                part[:, moving] for part in (point, scale, value, slope, bend, trial)
+            )
         height, new_slope, new_bend = evaluate(trial)
         level = (height - value).abs() <= 1e-11 * value.abs()  # rounding
         flatter = new_slope.norm(dim=-1) < slope.norm(dim=-1)
@@ -464,8 +479,9 @@ def maximum(function: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
         slope = torch.where(wide, new_slope, slope)
         bend = torch.where(wide.unsqueeze(-1), new_bend, bend)
         scale = torch.where(better, (2 * scale).clamp(max=1.0), scale / 4)
-    best = value.argmax(0)[None, ..., None].expand(1, *point.shape[1:])
-    return point.gather(0, best).squeeze(0)
+        ends[:, rows], heights[:, rows] = point, value
+    best = heights.argmax(0)[None, ..., None].expand(1, *ends.shape[1:])
+    return ends.gather(0, best).squeeze(0)
 
 
 def free_probs(counts: Tensor, first: Tensor | None) -> Tensor:
