@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from pyro import poutine
 from pyro.distributions.util import scale_and_mask
-from pyro.nn.module import _Context
+from pyro.nn.module import PyroModule, _Context
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 
@@ -47,6 +47,9 @@ class Parameters:
         restarts: int,
         log_prior: LogPrior | None,
     ) -> None:
+        for part in module.modules():  # which may have run by itself
+            if isinstance(part, PyroModule):
+                part._pyro_context.used = False
         module._pyro_set_supermodule("", _Context())  # names without those of what holds it
         self.module: Any = module
         self.restarts, self.log_prior = restarts, log_prior
