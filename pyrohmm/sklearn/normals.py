@@ -284,6 +284,9 @@ class CovarianceMixture(CovarianceEmission):
     def _pooled(self, sums: Tensor) -> Tensor:
         return sums.unflatten(1, self.lead).sum(2) if self.by_state else sums
 
+    def _wide(self, covariance: Tensor) -> Tensor:
+        return covariance.repeat_interleave(self.lead[1], -3) if self.by_state else covariance
+
 
 def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
     """Centres of clusters, ``(count, D)``."""
