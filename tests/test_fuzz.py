@@ -514,7 +514,7 @@ def check(seed, directory):
         step = int(np.isneginf(so_far[where]).argmax())
         check_conflict(hmm, case.values, [*where, step])
         hmm = build(case, validate_args=False)
-    if is_outside(hmm, case):
+    if is_outside(hmm, case) or np.isneginf(so_far[..., -1]).any():
         hmm = build(case, validate_args=False)
     answer = oracle.for_each(oracle.by_paths, *chain)
     check_methods(hmm, case, answer)
@@ -635,8 +635,7 @@ def check_paths(hmm, case, batch, single, answer):
     assert_close(hmm.log_joint(case.values, states), np.reshape(scores, batch))
 
 
-def check_queries(hmm, case, batch, single, so_far):
-    count = 1 + len(so_far) % 6
+def check_best_and_entropy(hmm, case, batch, single, count):
     found, scores = (part.detach() for part in queries.k_best(hmm, case.values, count))
     expected = [oracle.best_scores(*one, count) for one in single]
     assert_close(scores, np.reshape(expected, (*batch, count)))
@@ -648,6 +647,17 @@ def check_queries(hmm, case, batch, single, so_far):
         np.testing.assert_allclose(again, scores[place].numpy()[real], rtol=1e-8, atol=1e-8)
     entropies = np.reshape([oracle.entropy(*one) for one in single], batch)
     assert_close(queries.path_entropy(hmm, case.values), entropies)
+
+
+def check_queries(hmm, case, batch, single, so_far):
+    """Of what is possible; of what is not nothing follows, and only the prediction is known."""
+    count = 1 + len(so_far) % 6
+    if np.isneginf(so_far[..., -1]).any():
+        for query in (partial(queries.k_best, count=count), queries.path_entropy):
+            with pytest.raises(ValueError, match="probability zero"):
+                query(hmm, case.values)
+    else:
+        check_best_and_entropy(hmm, case, batch, single, count)
     before = np.concatenate([np.zeros_like(so_far[..., :1]), so_far[..., :-1]], -1)
     lost = np.isneginf(so_far)
     with np.errstate(invalid="ignore"):

@@ -274,7 +274,7 @@ class FlatCovariance(TorchDistribution):
         >>> from pyrohmm.distributions.units import FlatCovariance
         >>> ends = torch.tensor([1e-3, 1e-3]), torch.tensor([5.0, 5.0])
         >>> FlatCovariance(*ends).log_prob(torch.eye(2)).round(decimals=2)
-        tensor(-5.68)
+        tensor(-5.6800)
     """
 
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012

@@ -152,7 +152,7 @@ class Linear(PyroModule):
                 f"columns must lie between 0 and {covariates.size(-1) - 1}, those of the "
                 f"covariates of the data; got {', '.join(map(str, self.columns.indices))}."
             )
-        return covariates[..., self.columns.indices]
+        return torch.stack([covariates[..., index] for index in self.columns.indices], -1)
 
     def in_units(self, covariates: Tensor | None, level: float = 0.0) -> None:
         """Give points the coordinates of columns ``(M, C)`` with spread 1, or their own again.
