@@ -67,7 +67,7 @@ class ProductChain(MarkovRecursions):
         return reduce(_outer, self.log_initials)
 
     @lazy
-    def matrices(self) -> Tensor:  # type: ignore[override]
+    def matrices(self) -> Tensor:
         """``(*b, 1, K, K)``, of the product states."""
         return reduce(_kronecker, self.log_transitions).unsqueeze(-3)
 

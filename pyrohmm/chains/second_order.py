@@ -14,7 +14,7 @@ from ..ops.sampling import CategoricalTable, sample_path
 from .base import Chain, Core, Expansion, entry
 from .markov import MarkovChain
 
-FEW = 24  # states, up to which a matrix of pairs of states is faster: figures/engine_ways.py
+FEW = 24  # states, with which the matrix of pairs is as fast as their own steps; below, faster
 
 
 class SecondOrderPosterior(NamedTuple):

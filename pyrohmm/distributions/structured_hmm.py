@@ -173,10 +173,8 @@ class FactorialHMM(HMM):
 
     A factorial hidden Markov model (Ghahramani and Jordan, 1997). Its K = K_1 ⋯ K_M product states
     are those of an :class:`HMM`, numbered with the last chain fastest: :meth:`chain_states` tells
-    those of each chain. Queries are those of ``HMM``, exact, the transition of one chain after
-    another: in time O(T K (K_1 + ⋯ + K_M)), where an ``HMM`` of the same states takes O(T K²).
-    :meth:`expanded` is that ``HMM``; ``log_transition`` is its matrix, made when it is read, as by
-    :meth:`forecast`.
+    those of each chain. Queries are exact, and those of the ``HMM`` of the product states, whose
+    matrix ``log_transition`` is the Kronecker product of the others: O(T K²).
 
     Args:
         log_initials: M of ``(K_m,)``, log-probabilities of the first state of each chain.

@@ -283,8 +283,8 @@ def log_evidence(arranged: Arranged) -> Tensor:
     """Log evidence ``(*B)``, differentiable any number of times."""
     chain = arranged.chain
 
-    def made(*tensors: Tensor) -> Chains:
-        return Chains(*tensors, chain.counts)
+    def made(initial: Tensor, likelihood: Tensor, table: Tensor) -> Chains:
+        return Chains(initial, likelihood, table, chain.counts)
 
     def twin(*tensors: Tensor) -> Tensor:
         parts = made(*tensors)

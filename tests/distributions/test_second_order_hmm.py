@@ -16,6 +16,15 @@ from pyrohmm import (
     fit_em,
     second_order,
 )
+from pyrohmm.chains import second_order as chains
+
+
+@pytest.fixture(autouse=True, params=["a chain of pairs", "steps of pairs"])
+def _way(request, monkeypatch):
+    """Both ways of computing, of which the number of states decides."""
+    if request.param == "steps of pairs":
+        monkeypatch.setattr(chains, "FEW", 0)
+
 
 T = 5
 LENGTHS = torch.tensor([5, 1, 2, 4])
