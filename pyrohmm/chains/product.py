@@ -87,6 +87,10 @@ class ProductChain(MarkovRecursions):
 
     def replace(self, **changes: Any) -> ProductChain:
         """A copy with some parameters changed, by name or all of a kind."""
+        known = [*self.cores, "log_initials", "log_transitions"]
+        for name in changes:
+            if name not in known:
+                raise TypeError(f"{name} is no parameter of a product of chains: {known} are.")
         parts = self.parameters | {n: p for n, p in changes.items() if n in self.cores}
         initials, transitions = list(parts.values())[::2], list(parts.values())[1::2]
         return ProductChain(
@@ -127,9 +131,8 @@ class ProductChain(MarkovRecursions):
         count = len(self.sizes)
         pairs = pairs.unflatten(-1, self.sizes).unflatten(-1 - count, self.sizes)
         own = [(m - 2 * count, m - count) for m in range(count)]
-        transitions = tuple(
-            pairs.sum([axis for axis in range(-2 * count, 0) if axis not in kept]) for kept in own
-        )
+        others = [[axis for axis in range(-2 * count, 0) if axis not in kept] for kept in own]
+        transitions = tuple(pairs.sum(axes) if axes else pairs for axes in others)
         return FactorialPosterior(evidence, states, self.marginals(states), transitions)
 
     def permuted(self, order: Tensor) -> Chain:

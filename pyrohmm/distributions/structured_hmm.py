@@ -300,7 +300,8 @@ class SecondOrderHMM(HMM):
     .. math:: p(x_{1:T}) = \sum_{z_{1:T}} p(z_1) \, p(z_2 | z_1)
               \prod_{t=3}^T p(z_t | z_{t-2}, z_{t-1}) \prod_{t=1}^T p(x_t | z_t)
 
-    Queries are those of :class:`HMM`, exact, in time O(T K³): messages are of pairs of states, and
+    Queries are those of :class:`HMM`, exact: up to K = 24 those of :meth:`expanded`, and with more
+    states in time O(T K³), as messages are of pairs of states, and
     pair (i, j) is followed by (j, k) alone. :meth:`expanded` is the same distribution as an ``HMM``
     whose states are the pairs, at O(T K⁴).
 

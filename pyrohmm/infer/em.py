@@ -188,12 +188,15 @@ def fit_em(
         identity = _identity(parameters, arguments)
         loop.checkpoint = Checkpoint(checkpoint, identity, (generator,), group.is_first)
     if not loop.resume():
+        unsuited = False
         try:
             begin(parameters, maximize, start, ranked)
         except (ArithmeticError, ValueError):
-            if restarts is not None or ranked < 2:
+            unsuited = restarts is None and ranked > 1
+            if not unsuited:
                 raise
-            return fit_em(**arguments | {"restarts": 1})  # which names what is wrong, if it is
+        if unsuited:  # one start names what is wrong, if it is
+            return fit_em(**arguments | {"restarts": 1})
     loop.run(progress)
     fit = _finish(loop)
     if restarts is None and ranked == 1:

@@ -34,7 +34,7 @@ from .process_group import ProcessGroup
 FEW = 4  # restarts by default
 SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
 MOST_STEPS = 2_000  # of the data by which they are
-MOST_NUMBERS = 4_000_000  # parameters of all of these
+MOST_NUMBERS = 4_000_000  # parameters, or transitions, of all of these
 MOST_ROWS = 10_000  # among which centres of clusters are sought
 LONGEST_BLOCK = 25  # steps
 
@@ -225,6 +225,7 @@ def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
     if optimizer is not None or parameters.points or alike:
         return 0
     size = sum(site.event_shape.numel() for site in parameters.sites.values())
+    size = max(size, parameters.example.num_states**2)  # the matrix of a product of chains
     return max(parameters.restarts, min(SHORT[0][0], MOST_NUMBERS // size))
 
 

@@ -8,6 +8,7 @@ from pyro.distributions import Normal
 from pyro.infer.autoguide import AutoNormal
 
 from pyrohmm import (
+    HMM,
     FactorialHMM,
     MarginalModel,
     Sequences,
@@ -158,3 +159,20 @@ def test_long_chains_with_states_ruled_out_keep_their_transitions():
     pairs = wanted.transitions.reshape(2, 2, 2, 2)
     torch.testing.assert_close(found.transitions[0], pairs.sum((1, 3)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found.transitions[1], pairs.sum((0, 2)), rtol=1e-4, atol=1e-4)
+
+
+def test_one_chain_has_its_own_transitions():
+    initial, transition = (
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log(),
+    )
+    emission, values = Normal(torch.tensor([0.0, 3.0]), 1.0), torch.randn(4, T)
+    found = FactorialHMM([initial], [transition], emission, LENGTHS).posterior(values)
+    wanted = HMM(initial, transition, emission, LENGTHS).posterior(values)
+    torch.testing.assert_close(found.transitions, (wanted.transitions,))
+    torch.testing.assert_close(found.chains, (wanted.state_probs,))
+
+
+def test_replace_takes_the_parameters_of_the_chains_only(hmm):
+    with pytest.raises(TypeError, match="log_transition is no parameter of a product of chains"):
+        hmm.replace(log_transition=torch.eye(6).log())
