@@ -263,8 +263,19 @@ def test_svi_and_restarts_are_those_of_the_cpu():
         alike(moved.restarts.losses, here.restarts.losses)
 
 
-@pytest.mark.parametrize("fit", FITS)
-@pytest.mark.parametrize("name", EVERY)
+QUICK = [(name, "fit_map") for name in EVERY] + [
+    ("TabularHMM", fit) for fit in ("fit_svi", "fit_gibbs", "fit_laplace", "fit_cooccurrence")
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "fit"),
+    [
+        pytest.param(name, fit, marks=[] if (name, fit) in QUICK else pytest.mark.slow)
+        for name in EVERY
+        for fit in FITS
+    ],
+)
 def test_every_fit_of_every_module_is_that_of_the_cpu(name, fit):
     """What is refused on the CPU is refused there alike; the numbers of samplers are their own."""
     make, data = EVERY[name]
