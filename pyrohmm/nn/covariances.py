@@ -47,7 +47,8 @@ class Slopes(NamedTuple):
     Attributes:
         values: ``(R, K, F, D)``.
         prior: Their prior means, ``(K, F, D)``.
-        precision: Of the prior, in units of what :meth:`CovarianceEmission._whitened` says.
+        precision: Of the prior, ``(K, F)``, in units of the covariance, or beside a flat prior of
+            the variances within states.
     """
 
     values: Tensor
