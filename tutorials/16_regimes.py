@@ -93,8 +93,8 @@ for num_states in (1, 2, 3, 4):
 
 # %% [markdown]
 # The least is at three regimes with autoregression, as simulated. The step from one regime to two
-# is worth hundreds: that is the changing variance. Without autoregression further regimes have to
-# stand in for the dependence on the day before.
+# is worth hundreds: that is the changing variance. Without autoregression three are
+# the best as well, at a higher BIC.
 #
 # States have no order of their own, so we number them by variance. The mean duration of a regime is
 # $1 / (1 - A_{kk})$ days.
