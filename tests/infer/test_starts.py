@@ -317,6 +317,15 @@ def test_a_large_model_has_one_start_and_says_so(monkeypatch):
     assert not any("one start" in note for note in fit_em(make(), data, restarts=1).notes)
 
 
+def test_a_product_of_chains_is_as_large_as_its_matrix(monkeypatch):
+    """Of eight states, whose chains have few parameters."""
+    monkeypatch.setattr(starts, "MOST_NUMBERS", 64)
+    data = Sequences(torch.randn(1, 6, 1), torch.tensor([6]))
+    module = TabularFactorialHMM((2, 2, 2), additive_normal((2, 2, 2), dim=1))
+    fit = fit_em(module, data, num_iterations=2)
+    assert any("one start was tried" in note for note in fit.notes)
+
+
 @pytest.mark.parametrize(
     "options",
     [
