@@ -174,7 +174,7 @@ def fit_em(
     maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
     ranked = 0
     if start is None and restarts != 1 and tolerance is not None:
-        ranked = num_ranked(parameters, maximize)
+        ranked = num_ranked(parameters, maximize, num_iterations)
     if restarts is None and ranked > 1 and batch_size is None and group.size == 1:
         parameters.restarts = min(FEW, ranked)
     loop = Loop(
@@ -190,7 +190,7 @@ def fit_em(
     if not loop.resume():
         unsuited = False
         try:
-            begin(parameters, maximize, start, ranked)
+            begin(parameters, maximize, start, ranked, num_iterations)
         except (ArithmeticError, ValueError):
             unsuited = restarts is None and ranked > 1
             if not unsuited:

@@ -22,6 +22,7 @@ from ..data.batches import parts_of
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
+from ..distributions.structured_hmm import HSMM
 from ..nn.base import PYRO, HMMModule
 from .expectation import uniform_counts
 from .iterations import Loop
@@ -33,6 +34,7 @@ from .process_group import ProcessGroup
 
 FEW = 4  # restarts by default
 SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
+SHORT_DURATIONS = (8, 10), (3, 10)  # the same where a step is over durations, and takes longer
 MOST_STEPS = 2_000  # of the data by which they are
 MOST_NUMBERS = 4_000_000  # parameters, or transitions, of all of these
 MOST_ROWS = 10_000  # among which centres of clusters are sought
@@ -218,19 +220,32 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
         return build(module, data)
 
 
-def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
+def rounds(parameters: Parameters, num_iterations: int) -> list[tuple[int, int]]:
+    """Starts that are ranked after so many iterations, of which a fit takes no fewer in all."""
+    short = SHORT_DURATIONS if isinstance(parameters.example, HSMM) else SHORT
+    total = sum(each for _, each in short)
+    share = min(num_iterations, total)
+    return [(most, each * share // total) for most, each in short]
+
+
+def num_ranked(parameters: Parameters, maximize: Maximization, num_iterations: int) -> int:
     """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
+    (most, each), *_ = rounds(parameters, num_iterations)
     optimizer = maximize.gradient.step.optimizer  # goes its own way
     alike = parameters.example.num_states == 1 or share_labelled(parameters.data) == 1
-    if optimizer is not None or parameters.points or alike:
+    if optimizer is not None or parameters.points or alike or each == 0:
         return 0
     size = sum(site.event_shape.numel() for site in parameters.sites.values())
     size = max(size, parameters.example.num_states**2)  # the matrix of a product of chains
-    return max(parameters.restarts, min(SHORT[0][0], MOST_NUMBERS // size))
+    return max(parameters.restarts, min(most, MOST_NUMBERS // size))
 
 
 def begin(
-    parameters: Parameters, maximize: Maximization, start: Start | Values | None, ranked: int = 0
+    parameters: Parameters,
+    maximize: Maximization,
+    start: Start | Values | None,
+    ranked: int = 0,
+    num_iterations: int = 0,
 ) -> None:
     """Set the first parameters.
 
@@ -239,9 +254,10 @@ def begin(
         maximize: Their M-step.
         start: Where they begin; None for the kinds of start in turn.
         ranked: Number of starts, the best of which they are; 0 or 1 if none are ranked.
+        num_iterations: Of the fit; the ranking takes no more.
     """
     if ranked > 1:
-        parameters.set_values(_ranked(parameters, maximize, ranked))
+        parameters.set_values(_ranked(parameters, maximize, ranked, num_iterations))
     elif start is None and parameters.restarts > 1:
         parameters.set_values(_in_turn(parameters, maximize, parameters.restarts))
     elif start is not None or parameters.sites:  # parameters without priors have values
@@ -249,7 +265,9 @@ def begin(
         _begin_at(parameters, maximize, first if start is None else start)
 
 
-def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
+def _ranked(
+    parameters: Parameters, maximize: Maximization, ranked: int, num_iterations: int
+) -> Values:
     """The first start, and the best of several after a few iterations.
 
     Those are of a sample of the data if there are many steps. Random numbers do not depend on the
@@ -260,13 +278,13 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
         first = _in_turn(parameters, maximize, 1)
     data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
     best: Any = None
-    for most, num_iterations in SHORT:
+    for most, each in rounds(parameters, num_iterations):
         count = min(max(most, parameters.restarts), ranked)
         module = copy.deepcopy(parameters.module)
         some = Parameters(module, data, count, parameters.log_prior)
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         begin(some, step, best and {name: value[:count] for name, value in best.items()})
-        loop = Loop(some, step, ProcessGroup(), num_iterations=num_iterations, tolerance=None)
+        loop = Loop(some, step, ProcessGroup(), num_iterations=each, tolerance=None)
         loop.run()
         order = loop.losses[-1].nan_to_num(nan=torch.inf).argsort(stable=True).to(device)
         best = {name: value[order] for name, value in some.stacked().items()}
