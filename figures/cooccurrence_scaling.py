@@ -41,7 +41,7 @@ from pyrohmm import (
     fit_map,
     readers,
 )
-from pyrohmm.ops import pair_losses
+from pyrohmm.ops import pairs as pair_losses
 from pyrohmm.ops.pairs import Pairs, relative_weights
 
 # number of symbols V, and of distinct pairs M

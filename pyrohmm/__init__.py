@@ -2,7 +2,7 @@
 
 from . import distributions as distributions
 from . import language as language
-from ._version import __version__ as __version__
+from ._imports import __version__ as __version__
 from .analysis import draws as draws
 from .analysis import inference_data as inference_data
 from .analysis import metrics as metrics

@@ -1,10 +1,21 @@
-"""Constants that choose between two ways of computing, each with the measurement that set it.
+"""How things are computed: constants that choose between two ways, threads, subnormal numbers.
 
-Processor time of one thread on an EPYC with two cores; ``figures/engine_ways.json`` holds the
-factors of the ways of :mod:`pyrohmm.ops`.
+Each constant has the measurement that set it: processor time of one thread on an EPYC with two
+cores; ``figures/engine_ways.json`` holds the factors of the ways of :mod:`pyrohmm.ops`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+
+_TINY, _HALF = torch.finfo(torch.float64).tiny, 0.5
 
 MILLISECOND = 20_000_000
 """Multiplications by compiled loops, up to which torch has one thread: about a millisecond.
@@ -58,5 +69,56 @@ NARROW, BLOCK = 32, 512
 """States from which sums that do not cancel are in single precision over so many rows at a time:
 half the time of float64, and 7e-6 wrong at most."""
 
-ALL_PAIRS = 256
-"""Symbols up to which losses of all pairs of them take less time than of those that occur."""
+
+@contextmanager
+def threads_for(work: float) -> Iterator[None]:
+    """Context in which torch has one thread, if ``work`` takes no more than a millisecond.
+
+    Args:
+        work: Number of multiplications.
+
+    Example:
+        >>> with threads_for(1000):
+        ...     torch.get_num_threads()
+        1
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or work > MILLISECOND:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def flushed(function: Callable[..., Value], *arguments: Any, **options: Any) -> Value:
+    """``function(*arguments, **options)``, with subnormal numbers as zero on this thread.
+
+    Arithmetic with numbers below the smallest normal one, such as weights far from an observation
+    have, takes a hundred times as long on many processors. Afterwards the thread does as before.
+
+    Example:
+        >>> tiny = torch.tensor(torch.finfo(torch.float32).tiny)
+        >>> flushed(torch.mul, tiny, 0.5), bool(tiny * 0.5 > 0)
+        (tensor(0.), True)
+    """
+    off = _TINY * _HALF > 0.0
+    try:  # a signal may come between any two lines: nothing but the last one is to undo the first
+        if off:
+            torch.set_flush_denormal(True)
+        return function(*arguments, **options)
+    finally:
+        if off:
+            torch.set_flush_denormal(False)
+
+
+def flushing(function: Callable[..., Value]) -> Callable[..., Value]:
+    """Decorator: ``function`` by :func:`flushed`."""
+
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Value:
+        return flushed(function, *arguments, **options)
+
+    return call

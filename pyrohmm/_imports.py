@@ -1,4 +1,4 @@
-"""Imports of what is heavy, or may be missing, where it is first needed."""
+"""Imports of what is heavy, or may be missing, where it is first needed; the version."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import resolve_name
 from typing import Any
+
+__version__ = version("pyrohmm")  # which ``pyproject.toml`` alone states
 
 
 def imported(name: str, package: str | None = None) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import hardshrink
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ._threads import flushed
+from ._choices import flushed
 from ._transforms import by_operations, provenance_of, transforming, with_provenance
 
 _AS_IT_IS = nullcontext()

@@ -12,7 +12,7 @@ import torch
 from pyro.ops.provenance import ProvenanceTensor, track_provenance
 from torch import Tensor
 
-from ._threads import flushed
+from ._choices import flushed
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # of torch 2.7

@@ -33,11 +33,8 @@ ROOMS = [
 EXTRA_ROOMS = {"sklearn"}
 
 # What everything may use, and what lies above all rooms.
-PRIVATE = [
-    "_imports", "_arrays", "_choices", "_threads", "_transforms", "_checks", "_precision",
-    "_version", "_sync",
-]  # fmt: skip
-ENTRIES = {"train_lm", "testing", "language.__main__"}
+PRIVATE = ["_imports", "_arrays", "_choices", "_transforms", "_checks", "_precision", "_sync"]
+ENTRIES = {"testing", "language.__main__"}
 
 # What is run by ``python -m``, and speaks to whoever has called it.
 COMMANDS = {"language.command"}

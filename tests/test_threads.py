@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import pyrohmm._threads as threads
+import pyrohmm._choices as threads
 from pyrohmm import (
     MarginalModel,
     Sequences,

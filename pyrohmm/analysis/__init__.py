@@ -7,9 +7,8 @@ Its modules; each imports only those above it:
 ``agreement``       states: agreement with a truth, number in use, distances
 ``usage``           states that are used, rank of the transitions
 ``metrics``         perplexity, information criteria, accuracy, diversity
-``prediction``      one step ahead, continuation, imputation; factors of a chain
 ``dwell_times``     how long a chain stays in a state; visits of a path
-``queries``         best paths, entropy, pseudo-residuals; the posterior queries under one name
+``queries``         best paths, entropy, prediction, imputation, pseudo-residuals; all queries
 ``streaming``       ``Filter``: online filtering
 ``draw_layout``     samples of a fit or a sampler, and how they lie in tensors
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs

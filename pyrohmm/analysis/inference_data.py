@@ -29,7 +29,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
 from .draws import PosteriorDraws, invariants
-from .prediction import predictive_log_prob
+from .queries import predictive_log_prob
 
 if TYPE_CHECKING:
     import xarray as xr

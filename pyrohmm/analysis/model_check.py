@@ -17,8 +17,7 @@ from pyro.ops.stats import quantile
 from torch import Tensor
 
 from .._checks import check_size
-from .._imports import imported
-from .._version import __version__
+from .._imports import __version__, imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..infer.effects import name_of

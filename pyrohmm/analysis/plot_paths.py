@@ -17,7 +17,7 @@ from .plot_axes import (
     legend_above,
     names_or_numbers,
 )
-from .prediction import observation_marginals
+from .queries import observation_marginals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
-from .prediction import in_blocks
+from .queries import in_blocks
 
 # To the first step no transition leads; where blocks are visited sums are over those of blocks.
 Transition = Tensor | Transitions | None

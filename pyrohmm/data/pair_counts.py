@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._checks import check_floats, check_integers, check_size
-from ..ops.pairs import Pairs, _add_up, _check_symbols
+from .._checks import check_floats, check_integers, check_range, check_size
+from ..ops.pairs import Pairs, add_up
 from .sequences import Sequences, check_sequences
 
 CHUNK = 1 << 20  # pairs that are sorted at a time
@@ -46,7 +46,7 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
 
     def merged() -> tuple[np.ndarray, np.ndarray]:
         columns = zip((keys, counts), *parts)
-        return _add_up(*(np.concatenate(column) for column in columns))
+        return add_up(*(np.concatenate(column) for column in columns))
 
     device = None
     for part in (data,) if isinstance(data, Sequences) else data:
@@ -82,7 +82,7 @@ def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
         both = observed[:, :-lag] & observed[:, lag:]
         first, second = values[:, :-lag][both].long(), values[:, lag:][both].long()
         if len(first):
-            _check_symbols("values of data", torch.cat([first, second]), num_symbols)
+            check_range("values of data", torch.cat([first, second]), num_symbols, "V - 1")
             yield (first * num_symbols + second).cpu().numpy()
 
 

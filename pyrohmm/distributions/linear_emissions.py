@@ -26,9 +26,9 @@ from torch import Tensor
 from torch import distributions as torch_dist
 
 from .._checks import broadcast_shapes
+from .._choices import threads_for
 from .._precision import full_precision
 from .._sync import exceeds, is_guessing
-from .._threads import threads_for
 from .._transforms import transforming
 from ..ops.products import product, squared_norms
 from .hard_zeros import exact_log_prob

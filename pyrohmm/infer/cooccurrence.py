@@ -1,6 +1,6 @@
 """Fits to the joint distribution of symbols a few steps apart (Sicking et al., 2020).
 
-The names of :mod:`pyrohmm.data.pair_counts`, :mod:`pyrohmm.ops.pair_losses` and
+The names of :mod:`pyrohmm.data.pair_counts`, :mod:`pyrohmm.ops.pairs` and
 :mod:`pyrohmm.ops.stationary` that such fits need are available here as well.
 """
 
@@ -28,10 +28,10 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.quantiles import cdf
 from ..nn.base import HMMModule, OwnParameters
-from ..ops.pair_losses import cross_entropy as cross_entropy
-from ..ops.pair_losses import relative_distance as relative_distance
-from ..ops.pair_losses import squared_distance as squared_distance
 from ..ops.pairs import Pairs as Pairs
+from ..ops.pairs import cross_entropy as cross_entropy
+from ..ops.pairs import relative_distance as relative_distance
+from ..ops.pairs import squared_distance as squared_distance
 from ..ops.stationary import joint_probs as joint_probs
 from ..ops.stationary import predicted as predicted
 from ..ops.stationary import stationary as stationary

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .._checks import check_size
-from .._threads import threads_for
+from .._choices import threads_for
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences, check_sequences

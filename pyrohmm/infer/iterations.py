@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import transform_to
 from tqdm import tqdm
 
-from .._threads import threads_for
+from .._choices import threads_for
 from ..data.batches import Batches, Parts
 from ..data.sequences import Sequences
 from ..io.checkpoints import Checkpoint, Fields

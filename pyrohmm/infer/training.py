@@ -22,9 +22,9 @@ from pyro.nn import PyroModule
 from torch import Tensor
 from tqdm import tqdm
 
+from .._choices import threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
-from .._threads import threads_for
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..io.checkpoints import Checkpoint, Fields, describe, fingerprint

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
-from ..analysis.prediction import predictive_log_prob
+from ..analysis.queries import predictive_log_prob
 from ..data.batches import Parts, in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..analysis.prediction import predictive_log_prob
+from ..analysis.queries import predictive_log_prob
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..distributions.block_hmm import BlockHMM

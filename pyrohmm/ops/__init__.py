@@ -39,8 +39,7 @@ Its modules; each imports only those above it:
 ``brown_merges``      Brown clustering: its tables and its loop
 ``automata``          ``Automaton``: constraints of sentences
 ``stationary``        stationary distribution, joint probabilities of steps
-``pairs``             ``Pairs``: sparse counts of pairs of symbols
-``pair_losses``       losses between counted and predicted pairs
+``pairs``             ``Pairs``: sparse counts of pairs of symbols; losses of predicted ones
 ``diversity``         kernels between rows, their log-determinant, and ascents under it
 """
 

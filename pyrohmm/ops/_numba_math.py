@@ -21,9 +21,8 @@ from numba.core import event
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from .._choices import WORTH
+from .._choices import WORTH, flushed
 from .._imports import signals_delayed
-from .._threads import flushed
 
 FAST = {"contract", "reassoc", "nsz"}
 LOOP: dict[str, Any] = {"cache": True, "no_cfunc_wrapper": True, "nogil": True, "fastmath": FAST}

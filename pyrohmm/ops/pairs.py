@@ -1,16 +1,31 @@
-"""``Pairs``: sparse counts of pairs of symbols."""
+r"""``Pairs``: sparse counts of pairs of symbols, and losses of a model that predicts their shares.
+
+``K`` states, ``V`` symbols, ``M`` distinct pairs that occur; ``*B`` are batch dimensions.
+
+``joint``   ``(*B, K, K)``  :math:`\Theta = \mathrm{diag}(\pi) A^d`, of two states d steps apart
+``probs``   ``(*B, K, V)``  B, probabilities of symbols in each state
+``target``  what was counted, W: :class:`Pairs`, or dense fractions ``(*B, V, V)``
+
+A model predicts :math:`\Omega = B^\top \Theta B`, which has V² entries. Losses against
+:class:`Pairs` never write them down: they cost O(V K² + M K) and keep O(V K + M) numbers.
+"""
 
 from __future__ import annotations
 
 import warnings
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
-from .._checks import check_integers, check_size
+from .._checks import check_integers, check_range, check_size
+from .log_space import log
+
+FAINT = 1e-30  # probabilities of pairs below which single precision may lose them
+SMALL = 256  # symbols, up to which all V^2 pairs take less time than those that occur
 
 
 class Pairs:
@@ -63,13 +78,13 @@ class Pairs:
                     f"{tuple(tensor.shape)}, and first has {tuple(first.shape)}."
                 )
         for name, tensor in (("first", first), ("second", second)):
-            _check_symbols(name, tensor, num_symbols)
+            check_range(name, tensor, num_symbols, "V - 1")
         if int(counts.min()) < 1:
             raise ValueError(f"counts must be at least 1; got {int(counts.min())}.")
         self.first, self.second, self.counts = first.long(), second.long(), counts.long()
         keys = self.first * num_symbols + self.second
         if not bool((keys[1:] > keys[:-1]).all()):
-            sums = _add_up(keys.cpu().numpy(), self.counts.cpu().numpy())
+            sums = add_up(keys.cpu().numpy(), self.counts.cpu().numpy())
             keys, self.counts = (torch.from_numpy(column).to(first.device) for column in sums)
             self.first, self.second = keys // num_symbols, keys % num_symbols
         self.num_symbols, self.lag = num_symbols, lag
@@ -216,18 +231,212 @@ def relative_weights(shares: Tensor) -> Tensor:
     return 2 / (shares + 1 / shares.size(-1))
 
 
-def _check_symbols(name: str, symbols: Tensor, num_symbols: int) -> None:
-    low, high = (int(end) for end in torch.aminmax(symbols))
-    if low < 0 or high >= num_symbols:
-        raise ValueError(
-            f"{name} must be symbols from 0 to V - 1 = {num_symbols - 1}; got values from {low} to "
-            f"{high}."
-        )
-
-
-def _add_up(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def add_up(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Distinct keys in rising order, and the sums of their counts."""
     distinct = np.unique(keys)  # sorting keys alone is ten times as fast as sorting with counts
     sums = np.zeros_like(distinct)
     np.add.at(sums, np.searchsorted(distinct, keys), counts)
     return distinct, sums
+
+
+# Losses ------------------------------------------------------------------------------------------
+
+
+def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    r"""The squared distance of what is predicted and counted, :math:`\lVert \Omega - W \rVert^2`.
+
+    Against :class:`Pairs` it is
+    :math:`\mathrm{tr}(\Theta^\top G \Theta G) - 2 \langle \Theta, B W B^\top \rangle +
+    \lVert W \rVert^2` with :math:`G = B B^\top`, in float64, in which the terms cancel to some
+    1e-16 of :math:`\lVert W \rVert^2`: at a perfect fit the result may be as much below zero.
+
+    Its gradient by the logarithm of a probability is in proportion to that probability: with
+    thousands of symbols a fit that starts far off makes little progress, unlike with
+    :func:`relative_distance` and :func:`cross_entropy`.
+
+    Args:
+        joint: ``(*B, K, K)``.
+        probs: ``(*B, K, V)``.
+        target: Pairs, or dense fractions ``(*B, V, V)``.
+
+    Returns:
+        ``(*B)``.
+
+    Example:
+        >>> both = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
+        >>> target = Pairs(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.tensor([1, 1]), 2)
+        >>> squared_distance(both, torch.eye(2), target)  # ((1/2)^2 + (-1/2)^2 + 0)
+        tensor(0.5000)
+    """
+    _check_target(probs, target)
+    if isinstance(target, Tensor):
+        return (probs.mT @ joint @ probs - target).square().sum((-2, -1))
+    if target.num_symbols <= SMALL:
+        value = squared_distance(joint, probs, target._dense.to(probs.dtype))
+        return value + (target.squares - target._sampled_squares)
+    table = _table(probs, torch.float64)
+    return (_expanded(joint, table, table, target) + target.squares).to(probs.dtype)
+
+
+def relative_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    r"""Half the squared distance, relative to what independent symbols would have.
+
+    .. math:: \frac12 \sum_{xy} \frac{(\Omega_{xy} - W_{xy})^2}{m_x m_y}, \quad
+              m_x = \frac12 \Big( \frac1V + \frac12 \sum_y (W_{xy} + W_{yx}) \Big)
+
+    Rare symbols count as much as frequent ones, so that fits of thousands of symbols make progress
+    from any start. Where symbols are nearly independent this is the excess of
+    :func:`cross_entropy` over its least value, to second order. Half of m is uniform, lest pairs of
+    symbols that occur once dominate (as in the regularised Laplacian of Qin and Rohe, 2013,
+    https://arxiv.org/abs/1309.4111). The cost and the precision are those of
+    :func:`squared_distance`.
+
+    Args:
+        joint: ``(*B, K, K)``.
+        probs: ``(*B, K, V)``.
+        target: Pairs, or dense fractions ``(*B, V, V)``.
+
+    Returns:
+        ``(*B)``.
+
+    Example:
+        >>> both = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
+        >>> target = Pairs(torch.tensor([0, 1]), torch.tensor([1, 0]), torch.tensor([1, 1]), 2)
+        >>> relative_distance(both, torch.eye(2), target)  # four times (1/2)^2 / (2 m m), m = 1/2
+        tensor(2.)
+    """
+    _check_target(probs, target)
+    if isinstance(target, Tensor):
+        weights = relative_weights((target.sum(-1) + target.sum(-2)) / 2)
+        difference = probs.mT @ joint @ probs - target
+        terms = weights.unsqueeze(-1) * difference.square() * weights.unsqueeze(-2)
+        return terms.sum((-2, -1)) / 2
+    table = _table(probs, torch.float64)
+    weighted = target.relative_weights.unsqueeze(-1) * table
+    value = _expanded(joint, table, weighted, target) + target.relative_squares
+    return (value / 2).to(probs.dtype)
+
+
+def _expanded(joint: Tensor, table: Tensor, weighted: Tensor, pairs: Pairs) -> Tensor:
+    """The terms of a squared distance that depend on the model; ``weighted`` is w times a table."""
+    joint = joint.double()
+    gram = table.mT @ weighted  # G, (*B, K, K)
+    cross = weighted.mT @ _Product.apply(None, weighted, pairs, False)  # B W B^T, (*B, K, K)
+    return (joint.mT @ gram @ joint * gram).sum((-2, -1)) - 2 * (joint * cross).sum((-2, -1))
+
+
+def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    r"""Minus the mean log-probability of the pairs, :math:`-\sum_{xy} W_{xy} \log \Omega_{xy}`.
+
+    In nats per pair; at least the entropy of the target. If a pair occurs that is impossible under
+    the model, the result is infinite, and this pair adds nothing to the gradient.
+
+    Args:
+        joint: ``(*B, K, K)``.
+        probs: ``(*B, K, V)``.
+        target: Pairs, or dense fractions ``(*B, V, V)``.
+
+    Returns:
+        ``(*B)``.
+
+    Example:
+        >>> even = torch.full((2, 2), 0.25)
+        >>> target = Pairs(torch.tensor([0, 1]), torch.tensor([1, 1]), torch.tensor([1, 1]), 2)
+        >>> cross_entropy(even, torch.eye(2), target)  # log 4
+        tensor(1.3863)
+    """
+    _check_target(probs, target)
+    if isinstance(target, Pairs) and target.num_symbols <= SMALL:
+        target = target._dense
+    fractions = target if isinstance(target, Tensor) else target.fractions
+    pair_probs = _pair_probs(joint, probs, target)  # as fractions, but for batch dimensions
+    if bool(pair_probs.detach().amin() > FAINT):
+        logs = pair_probs.log()
+    else:  # too small for single precision, or zero
+        logs = log(_pair_probs(joint.double(), probs.double(), target))
+    over = (-2, -1) if isinstance(target, Tensor) else (-1,)
+    terms = fractions.to(logs.dtype) * logs
+    return -terms.sum(over, dtype=torch.float64).to(probs.dtype)
+
+
+def _pair_probs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
+    """Predicted probabilities of the pairs ``(*B, M)``, or of all ``(*B, V, V)``, one elsewhere."""
+    if isinstance(target, Tensor):
+        return (probs.mT @ joint @ probs).masked_fill(target <= 0, 1.0)
+    table = _table(probs, probs.dtype)
+    before = table @ joint  # its products with rows of the table are the probabilities
+    return _Products.apply(before, table.expand(before.shape), target)
+
+
+def _table(probs: Tensor, dtype: torch.dtype) -> Tensor:
+    """A row for each symbol, ``(*B, V, K)`` in one piece."""
+    return probs.mT.to(dtype).contiguous()
+
+
+def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
+    size = target.size(-1) if isinstance(target, Tensor) else target.num_symbols
+    if size != probs.size(-1):
+        raise ValueError(
+            f"target must be of the symbols of probs, V = {probs.size(-1)}; it is of {size}."
+        )
+
+
+# Two products with a sparse matrix. The gradient of each is the other, so that both can be
+# differentiated any number of times; nothing of size M K or V V is ever made.
+
+
+class _Product(torch.autograd.Function):
+    """A sparse matrix (``values`` ``(*B, M)``, or the fractions) times tables ``(*B, V, K)``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor | None, table: Tensor, pairs: Pairs, transposed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(values, table)
+        ctx.pairs, ctx.transposed = pairs, transposed
+        every = table.reshape(-1, *table.shape[-2:])
+        entries = [None] * len(every) if values is None else values.reshape(-1, values.size(-1))
+        products = [pairs._matrix(each, transposed) @ one for each, one in zip(entries, every)]
+        return _stacked(products).reshape(table.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        values, table = ctx.saved_tensors
+        by_values = by_table = None
+        if ctx.needs_input_grad[0]:
+            sides = (table, gradient) if ctx.transposed else (gradient, table)
+            by_values = _Products.apply(*sides, ctx.pairs)
+        if ctx.needs_input_grad[1]:
+            by_table = _Product.apply(values, gradient, ctx.pairs, not ctx.transposed)
+        return by_values, by_table, None, None
+
+
+class _Products(torch.autograd.Function):
+    """Products ``(*B, M)`` of rows ``first`` of tables ``(*B, V, K)`` and ``second`` of others."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, pairs: Pairs) -> Tensor:
+        ctx.save_for_backward(left, right)
+        ctx.pairs = pairs
+        places = pairs._matrix(left.new_zeros(len(pairs)), False)
+        both = (table.reshape(-1, *table.shape[-2:]) for table in (left, right))
+        products = [
+            torch.sparse.sampled_addmm(places, one, other.mT, beta=0.0).values()
+            for one, other in zip(*both)
+        ]
+        return _stacked(products).reshape(*left.shape[:-2], -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        left, right = ctx.saved_tensors
+        by_left = by_right = None
+        if ctx.needs_input_grad[0]:
+            by_left = _Product.apply(gradient, right, ctx.pairs, False)
+        if ctx.needs_input_grad[1]:
+            by_right = _Product.apply(gradient, left, ctx.pairs, True)
+        return by_left, by_right, None
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """``torch.stack`` of parts; a single part is not copied."""
+    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)

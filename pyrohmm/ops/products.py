@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from .._checks import broadcast_shapes
-from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN
+from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN, threads_for
 from .._imports import imported
 from .._precision import full_precision, with_gradient
-from .._threads import threads_for
 from .backends import NUMBA, pick
 
 CHUNK = CACHED

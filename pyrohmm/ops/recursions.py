@@ -24,9 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._choices import WIDEST_PATHS
+from .._choices import WIDEST_PATHS, flushing
 from .._precision import recomputing, with_gradient
-from .._threads import flushing
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from .dense import _torch as torch_engine
 from .dense import scaling

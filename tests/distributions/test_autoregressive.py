@@ -10,7 +10,7 @@ from pyro.distributions import Categorical, MultivariateNormal, Poisson
 from scipy import stats
 
 from pyrohmm import HMM, Filter, TabularHMM
-from pyrohmm.analysis.prediction import (
+from pyrohmm.analysis.queries import (
     continuation,
     impute,
     predictive_log_prob,
