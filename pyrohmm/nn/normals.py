@@ -38,6 +38,7 @@ from .family import (
 )
 
 ROUNDING = 1e-14  # share of its mean below which a standard deviation is rounding
+LEAST_OF_STATE = 10.0  # observations, by which a deviation within states is known
 LEAST_STEPS = 0.1  # share of a standard deviation that one step of the dtype may be
 SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
 LOWER, UPPER = 0.1, 5.0  # ends of a flat prior, by variances within states and of all data
@@ -573,7 +574,7 @@ def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
 
     Args:
         values: ``(M, *E)``.
-        num_states: K; n is 100, or M / K if that is less.
+        num_states: K; n is 100, or M / K if that is less, but 10 at least: fewer show no deviation.
     """
     values = values.double()
     mean = values.nanmean(0)
@@ -586,7 +587,7 @@ def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
 
 def _within(values: Tensor, num_states: int) -> Tensor:
     """Deviation within the narrowest state, by :func:`moments_of`; infinite if all are equal."""
-    size = min(max(len(values) / num_states, 2.0), 100.0)
+    size = min(max(len(values) / num_states, LEAST_OF_STATE), 100.0)
     values, counts = values.unique(return_counts=True)
     total = counts.cumsum(0)
     last = torch.searchsorted(total, total + max(int(size / 3), 1))

@@ -217,6 +217,21 @@ def test_no_state_collapses():
         assert deviation.min() > 0.05 * spreads.min(), problem
 
 
+def test_no_component_of_a_mixture_collapses():
+    """Where a component has five observations, and some one."""
+    pyro.set_rng_seed(0)
+    torch.set_default_dtype(torch.float64)
+    rng = np.random.default_rng(2)
+    for problem in range(12):
+        values = rng.normal(size=(20, 2))
+        if problem % 2:
+            values[rng.integers(20)] += 1e4
+        data = Sequences.from_list([torch.tensor(values)])
+        fit = fit_em(TabularHMM(2, normal_mixture(2, num_components=2)), data, num_iterations=40)
+        # those of one observation have a deviation of some tenths of that within states
+        assert fit.parameters["module.emission.variance"].min().sqrt() > 0.02, problem
+
+
 @pytest.mark.parametrize("gap", [10.0, 20.0])
 def test_intervals_of_separated_levels_cover(gap):
     """Of 120 intervals of 95 % 114 cover, plus or minus 2.4: fewer than 104 hardly ever."""
