@@ -20,7 +20,7 @@ from block_ways import Call, lines
 from common import arguments, interleaved, ratio, write
 
 from pyrohmm.ops import backends, recursions
-from pyrohmm.ops.dense import _paths, _torch
+from pyrohmm.ops.dense import _torch
 
 NAME = "engine_ways"
 
@@ -45,17 +45,7 @@ def gradient(num_states: int, steps: int, count: int, cycle: bool) -> Call:
     return run
 
 
-loops = backends.compiled("dense")
-
-
-def whole(call: Call) -> Call:
-    """The same with sequences as they are."""
-
-    def run() -> None:
-        with mock.patch.object(loops, "_is_long", return_value=False):
-            call()
-
-    return run
+loops = backends.compiled("dense._numba")
 
 
 def unsure_again(call: Call) -> Call:
@@ -95,12 +85,6 @@ def best_path(num_states: int, steps: int) -> Call:
 def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
     """For each way its shape, its source, and how it and the general way are called."""
     found = []
-    for num_states, steps in ((2, 4000), (2, 50_000), (4, 50_000)):
-        steps = 4000 if quick else steps
-        call = gradient(num_states, steps, 1, cycle=False)
-        shape = f"one sequence of {steps:,} steps, {num_states} states"
-        sources = [loops._Pieces, loops._chain_of_pieces]
-        found.append(("long sequences in pieces", shape, sources, call, whole(call)))
     steps = 50 if quick else 500
     call = gradient(10, steps, 64, cycle=True)
     shape = f"64 sequences of {steps} steps, cycle of 10 states, float32"
@@ -115,7 +99,7 @@ def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
     for num_states in (16, 256, 1000):
         call = best_path(num_states, 5 if quick else 50)
         shape = f"64 x 50 steps, {num_states} states"
-        sources = [_paths.viterbi_lanes.py_func, _paths.viterbi_rows.py_func]
+        sources = [loops.viterbi_lanes.py_func, loops.viterbi_rows.py_func]
         found.append(("best paths by compiled loops", shape, sources, call, by_torch(call)))
     return found
 

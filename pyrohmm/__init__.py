@@ -123,6 +123,5 @@ from .nn.waits_and_angles import von_mises as von_mises
 from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import recursions as recursions
-from .ops import second_order as second_order
 from .ops import semi_markov as semi_markov
 from .ops.recursions import Posterior as Posterior

@@ -41,10 +41,6 @@ FEW = 4
 SIDE_BY_SIDE = 16
 """Sequences of a group from which arithmetic runs along them, 32 at a time, not along states."""
 
-PIECES = 4, 3200
-"""Most states and fewest steps of one sequence that is cut in pieces: 2.0 times at 50,000 steps
-and 2 states, 1.8 at 4, 1.1 at 4,000 steps."""
-
 CHUNKS, CHUNKED_ON_DEVICE = (256, 1000), 32_000
 """Fewest steps, and most sequences times K^2, that torch takes in chunks side by side: 2.4 to 24
 times below, 1.2 to 1.6 there. On an accelerator, where launches count, it is estimated."""

@@ -28,6 +28,7 @@ from pyrohmm import (
     SecondOrderHMM,
     load_hmm,
     queries,
+    recursions,
     save,
 )
 from pyrohmm.chains import ProductChain
@@ -35,7 +36,6 @@ from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNorma
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.ops import backends, blocks
 from pyrohmm.ops.dense import chain as chains
-from pyrohmm.ops.dense import scaling
 
 NAN = np.nan
 
@@ -944,7 +944,7 @@ def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
     def dense(matrix, seen):
         arguments = EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000])
         chain = chains.arrange(chains.check_arguments(*arguments))
-        value, gradient = scaling.solve(chain, None)
+        value, gradient = recursions.solve(chain, None)
         return value.sum(), gradient(torch.ones_like(value))[1]
 
     def product(matrix, seen):

@@ -43,7 +43,7 @@ COMMANDS = {"language.command"}
 LONG_MODULES: dict[str, str] = {
     "nn.covariances": "conjugate and flat priors of matrices, alone and autoregressive",
     "nn.normals": "conjugate and flat priors of numbers, mixtures of them",
-    "ops.segments._numba": "loops over scalars, in which every array has a line",
+    "ops._numba_segments": "loops over scalars, in which every array has a line",
 }
 LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",

@@ -20,8 +20,8 @@ from .._checks import (
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
-from ..ops import masks, semi_markov
-from ..ops.log_space import logsumexp
+from ..ops import semi_markov
+from ..ops.log_space import logsumexp, step_mask
 
 
 class Segment(NamedTuple):
@@ -75,7 +75,7 @@ def _runs(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     check_lengths(lengths, num_steps)
     batch = check_broadcast({"states": states.shape[:-1], "lengths": lengths.shape})
     states = states.detach().long().expand(*batch, num_steps).reshape(-1, num_steps)
-    exists = masks.exists(lengths.to(states.device).expand(batch).reshape(-1), num_steps)
+    exists = step_mask(lengths.to(states.device).expand(batch).reshape(-1), num_steps)
     if bool((states[exists] < 0).any()):
         raise ValueError(
             f"states must lie between 0 and K - 1; got {int(states[exists].min())}. Where "

@@ -13,8 +13,7 @@ from torch.nn.functional import one_hot
 from .._checks import check_size, check_tensor
 from .._transforms import beside
 from ..chains.blocks import CarriedState
-from ..chains.markov import MarkovChain
-from ..chains.paths import PathFactors, logsumexp, normalised
+from ..chains.markov import MarkovChain, PathFactors
 from ..chains.rates import Gaps, over_gaps
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import check_possible
@@ -27,6 +26,7 @@ from ..distributions.structured_hmm import HSMM
 from ..ops import recursions
 from ..ops.blocks import queries as block_queries
 from ..ops.blocks.inner_products import InnerProductTransition
+from ..ops.log_space import logsumexp, normalised
 from .dwell_times import Segment as Segment
 from .dwell_times import dwell_counts as dwell_counts
 from .dwell_times import dwell_time_hazard as dwell_time_hazard

@@ -15,7 +15,6 @@ from .._checks import check_booleans, check_real, check_size, check_times
 from .._transforms import beside
 from ..chains.base import refuse_steps
 from ..chains.markov import MarkovChain
-from ..chains.paths import normalised
 from ..chains.rates import Gaps, RateChain, transitions_between
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import check_possible
@@ -24,6 +23,7 @@ from ..distributions.forecast import AutoregressiveForecast, Forecast
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops.blocks.transitions import Transitions
+from ..ops.log_space import normalised
 from .queries import in_blocks
 
 # To the first step no transition leads; where blocks are visited sums are over those of blocks.
@@ -448,7 +448,6 @@ def _of_streams(
         with suppress(RuntimeError):  # of sizes that do not expand
             return tensor.expand(shape)
     raise ValueError(
-        f"{name} must have shape (*B, L, *E), with batch shape {tuple(batch)} or one that expands "
-        f"to it, L at least 1 and *E = {event}; got {tuple(tensor.shape)}. For more streams, build "
-        "the filter from hmm.expand."
+        f"{name} must have shape (*B, L, *E) with *B = {tuple(batch)}, L at least 1 and *E = "
+        f"{event}; got {tuple(tensor.shape)}. For more streams, build the filter from hmm.expand."
     )

@@ -6,13 +6,11 @@ module here: its named parameters, and its recursions.
 Its modules; each imports only those above it:
 
 ``base``          ``Chain``: the protocol; expected counts by the names of the parameters
-``markov``        ``MarkovChain``: each state depends on the one before it; ``MarkovRecursions``
+``markov``        ``MarkovChain``, ``MarkovRecursions``; ``PathFactors``: queries of any chain
 ``semi_markov``   ``SemiMarkovChain``: states with explicit durations
 ``blocks``        ``BlockChain``: each state in the block of its symbol; ``CarriedState``
-``product``       ``ProductChain``: several independent chains
-``second_order``  ``SecondOrderChain``: each state depends on the two before it
+``compound``      ``ProductChain``, several independent chains; ``SecondOrderChain``
 ``rates``         ``RateChain``: a Markov chain in continuous time
-``paths``         ``PathFactors``: best paths, entropy and messages of any chain
 """
 
 from .base import Chain as Chain
@@ -20,9 +18,9 @@ from .base import ExpectedCounts as ExpectedCounts
 from .blocks import BlockChain as BlockChain
 from .blocks import BlockLikelihood as BlockLikelihood
 from .blocks import CarriedState as CarriedState
+from .compound import ProductChain as ProductChain
+from .compound import SecondOrderChain as SecondOrderChain
 from .markov import MarkovChain as MarkovChain
 from .markov import MarkovRecursions as MarkovRecursions
-from .product import ProductChain as ProductChain
 from .rates import RateChain as RateChain
-from .second_order import SecondOrderChain as SecondOrderChain
 from .semi_markov import SemiMarkovChain as SemiMarkovChain

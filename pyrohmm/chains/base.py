@@ -14,8 +14,8 @@ from .._checks import broadcast_shapes, check_floats, check_log_simplex, check_s
 from .._precision import recomputing
 from .._sync import exceeds
 from .._transforms import gradients, transforming
-from ..ops.masks import exists as steps_of
-from ..ops.sampling import CategoricalTable, refuse_nan, sample_path
+from ..ops.log_space import step_mask
+from ..ops.markov import CategoricalTable, refuse_nan, sample_path
 
 Core = tuple[str, ...]
 
@@ -176,7 +176,7 @@ class Chain:
 
     def log_joint(self, log_likelihood: Any, lengths: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` of paths ``(*B, T)``, ``(*B)``."""
-        here = steps_of(lengths, states.size(-1), states.device)
+        here = step_mask(lengths, states.size(-1), states.device)
         batch = broadcast_shapes(
             self.batch_shape, lengths.shape, log_likelihood.shape[:-2], states.shape[:-1]
         )
@@ -229,9 +229,8 @@ class Chain:
         for name, count in zip(names, counts) if not transforming() else ():
             if not exceeds((total.isnan().any() | ~count.isnan().any()).double(), 0.5):
                 raise ValueError(
-                    f"the gradient of the evidence by {name} is NaN. Where probabilities may be "
-                    f"zero, {type(self).__name__} should take pyrohmm.ops.log_space.log of them, "
-                    "whose gradient at zero is zero."
+                    f"the gradient of the evidence by {name} is NaN. {type(self).__name__} should "
+                    "take pyrohmm.ops.log_space.log of probabilities that may be zero."
                 )
         return ExpectedCounts(total, states, dict(zip(names, counts)))
 
@@ -264,9 +263,8 @@ class Chain:
         """Raise unless the next state depends on the state alone, as ``purpose`` needs."""
         if not self.is_markov:
             raise ValueError(
-                f"{purpose} needs a chain whose next state depends on the state before it alone; "
-                f"hmm has a {type(self).__name__}. Give hmm.expanded(), a Markov chain with the "
-                "same distribution."
+                f"{purpose} needs a Markov chain; hmm has a {type(self).__name__}. Give "
+                "hmm.expanded(), a Markov chain with the same distribution."
             )
 
     def check_constant(self, purpose: str) -> None:

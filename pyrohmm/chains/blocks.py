@@ -15,17 +15,16 @@ from .._checks import (
     check_shape,
 )
 from .._precision import at_least_single, full_precision
-from ..ops import masks
 from ..ops.blocks import queries, recursions
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.blocks.messages import LogChain
 from ..ops.blocks.plan import PlannedChain
 from ..ops.blocks.states import Blocks
 from ..ops.blocks.transitions import Transitions
-from ..ops.log_space import logsumexp
+from ..ops.log_space import logsumexp, step_mask
+from ..ops.markov import refuse_nan, sample_path
 from ..ops.products import take_rows
 from ..ops.recursions import Posterior
-from ..ops.sampling import refuse_nan, sample_path
 from .base import Chain, ExpectedCounts, gradients
 from .markov import MarkovChain
 
@@ -248,7 +247,7 @@ class BlockChain(MarkovChain):
         matrix = isinstance(self.transition, Tensor) and self.transition.requires_grad
         if trim and missing is None and not matrix:  # by whose entries there is a gradient
             clock = torch.arange(1, blocks.size(1) + 1)
-            known = (blocks < self.blocks.num_blocks) & masks.exists(lengths, len(clock))
+            known = (blocks < self.blocks.num_blocks) & step_mask(lengths, len(clock))
             lengths = (known * clock).amax(1).clamp(min=1)
         if leaving is not None and with_leaving:
             logs = logs + leaving

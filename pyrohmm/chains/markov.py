@@ -1,17 +1,20 @@
-"""``MarkovChain``: each state depends on the state before it."""
+"""``MarkovChain``: each state depends on the one before it; ``PathFactors`` of any chain."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from ..ops import recursions
-from ..ops import stationary as stationary_ops
+from .._checks import broadcast_shapes
+from .._precision import recomputing
+from ..ops import forward, recursions
+from ..ops import markov as markov_ops
+from ..ops.log_space import finite_or_zero, step_mask
+from ..ops.markov import CategoricalTable
 from ..ops.recursions import Posterior
-from ..ops.sampling import CategoricalTable
 from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
 
 
@@ -82,8 +85,8 @@ class MarkovRecursions(Chain):
         return Expansion(chain, torch.arange(self.num_states, device=self.log_initial.device))
 
     def stationary(self) -> Tensor:
-        r"""Stationary :math:`\pi = \pi A`: see :mod:`pyrohmm.ops.stationary`."""
-        return stationary_ops.stationary(self.log_transition)
+        r"""Stationary :math:`\pi = \pi A`: see :mod:`pyrohmm.ops.markov`."""
+        return markov_ops.stationary(self.log_transition)
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
@@ -156,3 +159,135 @@ class MarkovChain(MarkovRecursions):
             "log_initial": first.sum_to_size(self.log_initial.shape),
             "log_transition": pairs.sum_to_size(self.log_transition.shape),
         }
+
+
+class PathFactors(NamedTuple):
+    r"""Factors of the joint density of states and observations, of a whole batch, in float64.
+
+    The K states are those of the expanded chain: a path of the model is one path of these.
+
+    Attributes:
+        initial: ``(*B, K)``, :math:`\log p(z_1)`.
+        transition: ``(*b, 1|T-1, K, K)``, :math:`\log p(z_{t+1} \mid z_t)`.
+        likelihood: ``(*B, T, K)``, :math:`\log p(x_t \mid z_t)`; 0 at padded steps.
+        exists: ``(*B, T)``, which steps exist.
+        state_of: ``(K,)``, the state of the model that each of the chain is.
+    """
+
+    initial: Tensor
+    transition: Tensor
+    likelihood: Tensor
+    exists: Tensor
+    state_of: Tensor
+
+    @classmethod
+    def of(cls, chain: Chain, log_likelihood: Tensor, lengths: Tensor) -> PathFactors:
+        """Factors of ``chain`` and log-likelihoods ``(*B, T, K)`` of its states."""
+        # in float64: sums over long sequences, and the tails of distributions
+        wide = chain.map(lambda _, parameter, core: parameter.double())
+        markov, state_of, allowed = wide.expanded(lengths, log_likelihood.size(-2))
+        likelihood = log_likelihood.double().index_select(-1, state_of)
+        if allowed is not None:
+            likelihood = likelihood.masked_fill(~allowed, -torch.inf)
+        return cls.joined(markov.log_initial, markov.matrices, likelihood, lengths, state_of)
+
+    @classmethod
+    def joined(
+        cls,
+        initial: Tensor,
+        transition: Tensor,
+        likelihood: Tensor,
+        lengths: Tensor,
+        state_of: Tensor | None = None,
+    ) -> PathFactors:
+        """Factors of a Markov chain, with the batch dimensions of all of them."""
+        batch = broadcast_shapes(
+            initial.shape[:-1], transition.shape[:-3], likelihood.shape[:-2], lengths.shape
+        )
+        here = step_mask(lengths, likelihood.size(-2), likelihood.device)
+        return cls(
+            initial.double().expand(*batch, initial.size(-1)),
+            transition.double(),
+            likelihood.double().masked_fill(~here.unsqueeze(-1), 0.0),
+            here.expand(*batch, here.size(-1)),
+            torch.arange(initial.size(-1), device=initial.device) if state_of is None else state_of,
+        )
+
+    def _matrix(self, t: int) -> Tensor:
+        """Log-probabilities ``(*b, K, K)`` of the transition to step ``t``, counted from 0."""
+        return self.transition[..., t - 1 if self.transition.size(-3) > 1 else 0, :, :]
+
+    @recomputing
+    def predicted(self) -> Tensor:
+        r"""Predicted states :math:`\log p(z_t \mid x_{1:t-1})`, ``(*B, T, K)``."""
+        steps, first = torch.tensor(self.likelihood.size(-2)), self.initial.unsqueeze(-2)
+        if steps == 1:
+            return first
+        filtered = recursions.filtered(self.initial, self.transition, self.likelihood, steps)
+        logs = self.transition
+        if logs.shape[:-3].numel() > 1:
+            logs = logs.expand(*self.initial.shape[:-1], *logs.shape[-3:])
+        logs = logs.reshape(-1, *logs.shape[-3:])
+        scores = filtered[..., :-1, :].reshape(-1, *filtered[..., 1:, :].shape[-2:])
+        after = forward.sums(logs).over(scores, logs, logs.exp())
+        return torch.cat([first, after.reshape(filtered[..., 1:, :].shape)], -2)
+
+    def backward(self) -> Tensor:
+        r"""Backward messages :math:`\log p(x_{t+1:T} \mid z_t)` plus a constant, ``(*B, T, K)``.
+
+        Those of a chain whose rows sum to one: predictions of the chain reversed in time.
+        """
+        earlier, seen = self.transition.flip(-3).mT, self.likelihood.flip(-2)
+        initial = torch.zeros_like(self.initial)
+        return (
+            self._replace(initial=initial, transition=earlier, likelihood=seen).predicted().flip(-2)
+        )
+
+    @recomputing
+    def k_best(self, count: int) -> tuple[Tensor, Tensor]:
+        """The most probable paths ``(*B, C, T)``, best first, and their log joint ``(*B, C)``.
+
+        The list Viterbi algorithm: the best paths into each state are kept at each step. Where
+        fewer than C paths are possible the rest have -inf, and hold 0.
+        """
+        num_steps, num_states = self.likelihood.shape[-2:]
+        first = self.initial + self.likelihood[..., 0, :]
+        scores = first.new_full((*first.shape, count), -torch.inf)  # of the C best into each state
+        scores[..., 0] = first
+        same = torch.arange(num_states * count, device=first.device)
+        pointers = []  # where each of the K C paths came from, among those of the step before
+        for t in range(1, num_steps):
+            extended = self._matrix(t).mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (*B, to, from, C)
+            ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
+            here = self.exists[..., t, None, None]
+            arrived = ranked[..., :count] + self.likelihood[..., t, :, None]
+            scores = torch.where(here, arrived, scores)
+            origin = order[..., :count].flatten(-2)
+            pointers.append(torch.where(here.squeeze(-1), origin, same))
+        ranked, order = scores.flatten(-2).sort(dim=-1, descending=True, stable=True)
+        log_joint, place = ranked[..., :count], order[..., :count]
+        path = [self.state_of[place // count]]
+        for pointer in reversed(pointers):
+            place = pointer.gather(-1, place)
+            path.append(self.state_of[place // count])
+        paths = torch.stack(path[::-1], -1)
+        real = self.exists.unsqueeze(-2) & ~log_joint.isneginf().unsqueeze(-1)
+        return paths.masked_fill(~real, 0), log_joint.masked_fill(log_joint.isneginf(), -torch.inf)
+
+    @recomputing
+    def entropy(self) -> tuple[Tensor, Tensor]:
+        r"""Entropy of the path given the observations ``(*B)``, in nats; zero if there is none.
+
+        The log evidence less the expected log joint density. Also the logarithm of what remains of
+        all paths, ``(*B)``: -inf if there is none, else 0.
+        """
+        batch, lengths = self.initial.shape[:-1], self.exists.sum(-1)
+        logs = self.initial, self.transition.expand(*batch, *self.transition.shape[-3:])
+        found = recursions.expected_counts(*logs, self.likelihood, lengths)
+        counts = found.initial, found.transitions, found.state_probs
+        expected = sum(
+            (count * finite_or_zero(part)).flatten(len(batch)).sum(-1)
+            for count, part in zip(counts, (*logs, self.likelihood))
+        )
+        evidence = found.log_evidence
+        return (evidence - expected).clamp(min=0.0), torch.where(evidence.isneginf(), evidence, 0.0)

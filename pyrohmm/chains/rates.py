@@ -17,9 +17,9 @@ from .._arrays import from_numpy
 from .._checks import check_booleans, check_log_simplex, check_real, check_shape, check_times
 from .._precision import recomputed, recomputing
 from .._transforms import gradients, refuse_transforms, transforming
-from ..ops import masks, recursions
-from ..ops import stationary as stationary_ops
-from ..ops.log_space import finite_or_zero, largest, log, logsumexp
+from ..ops import markov as markov_ops
+from ..ops import recursions
+from ..ops.log_space import finite_or_zero, largest, log, logsumexp, step_mask
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
 from .base import Chain, Core, ExpectedCounts
@@ -112,7 +112,7 @@ class RateChain(MarkovRecursions):
     def exists(self) -> Tensor:
         """Which steps exist, ``(*B, T)`` booleans."""
         lengths = from_numpy("lengths", self.options["lengths"]).cpu()
-        return masks.exists(lengths, self.times.size(-1), self.rates.device)
+        return step_mask(lengths, self.times.size(-1), self.rates.device)
 
     @lazy
     def gaps(self) -> Gaps:
@@ -165,9 +165,8 @@ class RateChain(MarkovRecursions):
         wrong = (rates.sum(-1).abs() > 1e-4 * leave).any()
         if bool(wrong) or not bool((others >= 0).all()) or not bool(leave.isfinite().all()):
             raise ValueError(
-                "rates must be finite, not negative off the diagonal, and sum to zero in each row. "
-                "From a matrix of rates with anything on the diagonal: rates = "
-                "rates.fill_diagonal_(0); rates = rates - rates.sum(-1).diag_embed()."
+                "rates must be finite, not negative off the diagonal, and sum to zero in each row: "
+                "rates = rates.fill_diagonal_(0); rates = rates - rates.sum(-1).diag_embed()."
             )
         if self.exact_entry is not None and bool(leave[..., self.exact_entry].any()):
             raise ValueError(
@@ -239,33 +238,29 @@ class RateChain(MarkovRecursions):
         fastest = -self.rates.diagonal(dim1=-2, dim2=-1).amin(-1)[..., None, None]
         step = 0.5 / torch.where(fastest > 0, fastest, 1.0)  # so that each state may stay
         stays = torch.eye(self.num_states).to(self.rates)
-        return stationary_ops.stationary(log(stays + step * self.rates))
+        return markov_ops.stationary(log(stays + step * self.rates))
 
     def check_constant(self, purpose: str) -> NoReturn:
         """Raise: steps do not lie at equal distances."""
         raise ValueError(
-            f"{purpose} needs an hmm that does not change with the step; the steps of a "
-            "ContinuousTimeHMM have times of their own. Call filtered or posterior, with times to "
-            "come as steps that are not observed, or forecast(values, times)."
+            f"{purpose} needs an hmm that does not change with the step; this one has times. Call "
+            "forecast(values, times), or mark times to come as steps that are not observed."
         )
 
     def check_rates(self, purpose: str) -> None:
         """Raise if rates change with the step, as ``purpose`` cannot have it."""
         if self.rates_per_step:
             raise ValueError(
-                f"{purpose} needs rates that do not change with the step; here they depend on "
-                "covariates. Mark steps to come, with covariates of theirs, as not observed; or "
-                "take those of one gap t: hmm.replace(rates=hmm.rates[..., t, :, :], "
-                "rates_per_step=False)."
+                f"{purpose} needs rates that do not change with the step. Take those of one gap t: "
+                "hmm.replace(rates=hmm.rates[..., t, :, :], rates_per_step=False)."
             )
 
     def check_samples(self, purpose: str) -> None:
         """Raise if transitions have densities in place of probabilities: see ``exact_entry``."""
         if self.exact_entry is not None:
             raise ValueError(
-                f"{purpose} needs probabilities of the states at each step; this ContinuousTimeHMM "
-                "has densities of entries at exact times. Take hmm.replace(exact_entry=None), of "
-                "which an entry is seen at the next step."
+                f"{purpose} needs probabilities of the states at each step, not densities of "
+                "entries at exact times. Take hmm.replace(exact_entry=None)."
             )
 
 

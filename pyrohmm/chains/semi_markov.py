@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from .._checks import check_floats
 from .._transforms import transforming
+from ..ops import markov as markov_ops
 from ..ops import semi_markov
-from ..ops import stationary as stationary_ops
 from ..ops.log_space import finite_or_zero
 from ..ops.recursions import Posterior
 from .base import Chain, Core, Expansion, ExpectedCounts, entry
@@ -175,7 +175,7 @@ class SemiMarkovChain(Chain):
 
     def stationary(self) -> Tensor:
         """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
-        segments = stationary_ops.stationary(self.log_transition)
+        segments = markov_ops.stationary(self.log_transition)
         spent = segments * semi_markov.log_mean_duration(self.log_duration).exp()
         return spent / spent.sum(-1, keepdim=True)
 
@@ -198,13 +198,6 @@ class SemiMarkovChain(Chain):
         pairs = found.transitions.squeeze(-3)
         counts = found.initial, pairs, found.durations
         return ExpectedCounts(found.log_evidence, found.state_probs, dict(zip(self.cores, counts)))
-
-    def check_markov(self, purpose: str) -> None:
-        """Raise: the next state depends on how long the segment has lasted."""
-        raise ValueError(
-            f"{purpose} needs a Markov chain; hmm is an HSMM, whose states last for durations of "
-            "their own. Give hmm.expanded(), whose states count the steps of a segment."
-        )
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions between segments of each sequence."""

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from .._imports import imported
-from ..ops.sampling import sample_path
-from ..ops.stationary import stationary
+from ..ops.markov import sample_path, stationary
 from .readers import BROKEN, Corpus, Entry, corpus_of, plain, read_characters
 from .sequences import Sequences
 from .vocabulary import LETTERS, Vocabulary

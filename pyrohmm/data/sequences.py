@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from .._arrays import from_numpy, regular, to_tensor
 from .._checks import check_booleans, check_integers, check_lengths, check_shape, check_size
-from ..ops import masks
+from ..ops.log_space import step_mask
 from .steps import (
     CHECKS,
     FLAT,
@@ -94,7 +94,7 @@ class Sequences(Dataset["Sequences"]):
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()
         check_lengths(lengths, values.size(1))
-        exists = masks.exists(lengths, values.size(1), values.device)
+        exists = step_mask(lengths, values.size(1), values.device)
         self.has_gaps = False  # whether steps that exist are missing
         if observed is None:
             observed = exists
@@ -338,7 +338,7 @@ class Sequences(Dataset["Sequences"]):
     @property
     def exists(self) -> Tensor:
         """Which steps are not padding, ``(N, T)`` booleans."""
-        return masks.exists(self.lengths, self.num_steps, self.values.device)
+        return step_mask(self.lengths, self.num_steps, self.values.device)
 
     @property
     def num_labelled(self) -> int:
@@ -422,7 +422,7 @@ class Sequences(Dataset["Sequences"]):
             setattr(new, name, None if part is None else change(part))
         new.has_gaps, new.numbered, new.table = self.has_gaps, self.numbered, self.table
         if self.has_gaps:
-            exists = masks.exists(lengths, new.num_steps, new.values.device)
+            exists = step_mask(lengths, new.num_steps, new.values.device)
             new.has_gaps = not torch.equal(new.observed, exists)
         return new
 

@@ -27,7 +27,7 @@ from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
 from ..data.sequences import Sequences, check_sequences
-from ..ops import masks
+from ..ops.log_space import step_mask
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs
@@ -188,7 +188,7 @@ class ChainDistribution(TorchDistribution):
     @property
     def exists(self) -> Tensor:
         """Which steps exist, ``(*B, T)`` booleans; padding does not."""
-        return masks.exists(self.lengths, self.num_steps, self.log_initial.device)
+        return step_mask(self.lengths, self.num_steps, self.log_initial.device)
 
     @property
     def known(self) -> Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 from .._checks import broadcast_shapes, check_same_device, check_tensor, check_trailing
 from .._transforms import refuse_transforms
 from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
-from ..ops import masks
 from ..ops.blocks.inner_products import InnerProductTransition as InnerProductTransition
 from ..ops.blocks.messages import LogChain
 from ..ops.blocks.states import Blocks
+from ..ops.log_space import step_mask
 from .block_symbols import BlockSymbols
 from .hmm import HMM
 
@@ -231,7 +231,7 @@ class BlockHMM(HMM):
         seen = self._read(values, check=True)
         evidence, probs = self.chain.within_blocks(seen)
         self._check_possible(evidence)
-        exists = masks.exists(seen.lengths, self.num_steps).unsqueeze(-1)
+        exists = step_mask(seen.lengths, self.num_steps).unsqueeze(-1)
         states = self.blocks.states[seen.blocks].masked_fill(~exists, -1).to(probs.device)
         return BlockPosterior(evidence, probs, states.reshape(probs.shape))
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_floats, check_integers, check_range, check_shape
-from ..ops import masks
 from ..ops.blocks.states import Blocks
+from ..ops.log_space import step_mask
 from ..ops.products import take_rows
 from ..ops.tensor_cache import cached, lazy
 
@@ -98,7 +98,7 @@ class BlockSymbols:
             ValueError: If a symbol is not below V.
         """
         check_integers("values", values)
-        known = masks.exists(lengths, values.size(1), values.device)
+        known = step_mask(lengths, values.size(1), values.device)
         known = known if observed is None else known & observed
         symbols = values.long().masked_fill(~known, 0)
         return self._of(symbols, None if observed is not None else values, lengths, check)

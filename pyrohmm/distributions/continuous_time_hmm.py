@@ -300,7 +300,6 @@ class ContinuousTimeHMM(HMM):
         if self._validate_args and not transforming() and bool(wrong.any()):
             raise ValueError(
                 "times must be finite, and not lie before the last step of a sequence; got "
-                f"{-gaps[wrong][0].item():g} before it. Of the states between observations ask the "
-                "posterior, with steps that are not observed."
+                f"{-gaps[wrong][0].item():g} before it. Of states between steps ask the posterior."
             )
         return gaps

@@ -30,10 +30,8 @@ from .._precision import at_least_single, full_precision
 from .._sync import exceeds, with_one_wait
 from .._transforms import opaque, transforming
 from ..chains.base import Core
-from ..chains.markov import MarkovRecursions
-from ..chains.paths import PathFactors
-from ..ops import masks
-from ..ops.log_space import finite_or_zero
+from ..chains.markov import MarkovRecursions, PathFactors
+from ..ops.log_space import finite_or_zero, step_mask
 from .labels import allowed_states, refuse_unknown
 
 
@@ -207,7 +205,7 @@ class LinearChainCRF(TorchDistribution):
     @property
     def exists(self) -> Tensor:
         """Which steps exist, ``(*B, T)`` booleans; padding does not."""
-        return masks.exists(self.lengths, self.num_steps, self.emission_scores.device)
+        return step_mask(self.lengths, self.num_steps, self.emission_scores.device)
 
     @property
     def support(self) -> constraints.Constraint:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import broadcast_shapes, check_broadcast, check_probs, check_real, check_trailing
-from ..ops.sampling import CategoricalTable, sample_path
+from ..ops.markov import CategoricalTable, sample_path
 from .autoregressive import Autoregressive
 from .context_tables import AutoregressiveCategorical
 from .hard_zeros import log_probs

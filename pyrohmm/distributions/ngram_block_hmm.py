@@ -25,9 +25,8 @@ from torch.nn.functional import logsigmoid
 from .._checks import check_floats, check_integers, check_range, check_same_device, check_shape
 from .._precision import full_precision
 from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
-from ..ops import masks
 from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.log_space import logsumexp
+from ..ops.log_space import logsumexp, step_mask
 from ..ops.products import take_rows
 from .block_hmm import BlockHMM
 from .block_symbols import BlockSymbols, ContextSymbols
@@ -253,7 +252,7 @@ class NGramBlockHMM(BlockHMM):
             entered = _mixed(
                 _at(shares, states, block[:, 1:, None]).to(logs.dtype), log_block[:, 1:], logits
             )
-            exists = masks.exists(seen.lengths, block.size(1), block.device)
+            exists = step_mask(seen.lengths, block.size(1), block.device)
             entered = entered.masked_fill(~exists[:, 1:, None], 0.0)
             leaving = torch.nn.functional.pad(entered, (0, 0, 0, 1))
         return seen._replace(first=first, leaving=leaving)

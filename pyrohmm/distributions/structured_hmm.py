@@ -11,10 +11,9 @@ from torch import Tensor
 from .._arrays import from_numpy
 from .._checks import check_integers, check_range, check_trailing
 from .._transforms import opaque
-from ..chains.product import FactorialPosterior as FactorialPosterior
-from ..chains.product import ProductChain
-from ..chains.second_order import SecondOrderChain
-from ..chains.second_order import SecondOrderPosterior as SecondOrderPosterior
+from ..chains.compound import FactorialPosterior as FactorialPosterior
+from ..chains.compound import ProductChain, SecondOrderChain
+from ..chains.compound import SecondOrderPosterior as SecondOrderPosterior
 from ..chains.semi_markov import SemiMarkovChain
 from .forecast import Forecast
 from .hmm import HMM
@@ -136,8 +135,7 @@ class HSMM(HMM):
                 raise
             raise ValueError(
                 f"labels must not stay in a state for longer than its durations, of up to "
-                f"{self.max_duration} steps; the longest run has {longest}. Allow durations of "
-                f"{longest} steps, or correct the labels."
+                f"{self.max_duration} steps; the longest run has {longest}. Allow longer ones."
             ) from None
 
     def duration_counts(self, values: Tensor) -> Tensor:

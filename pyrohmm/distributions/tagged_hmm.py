@@ -30,7 +30,7 @@ from .._checks import (
 )
 from .._precision import full_precision
 from .._transforms import refuse_transforms
-from ..ops import masks
+from ..ops.log_space import step_mask
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
 from .block_hmm import BlockHMM
@@ -152,7 +152,7 @@ class TaggedSymbols(BlockSymbols):
         check: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Log-likelihoods by block of pairs ``(N, T, 2)``: see :meth:`BlockSymbols.likelihood`."""
-        known = masks.exists(lengths, values.size(1), values.device)
+        known = step_mask(lengths, values.size(1), values.device)
         known = known if observed is None else known & observed
         words, tags = self.split(values, known, check)
         same = None if observed is not None else values

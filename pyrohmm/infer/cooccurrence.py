@@ -1,7 +1,7 @@
 """Fits to the joint distribution of symbols a few steps apart (Sicking et al., 2020).
 
 The names of :mod:`pyrohmm.data.pair_counts`, :mod:`pyrohmm.ops.pairs` and
-:mod:`pyrohmm.ops.stationary` that such fits need are available here as well.
+:mod:`pyrohmm.ops.markov` that such fits need are available here as well.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.quantiles import cdf
 from ..nn.base import HMMModule, OwnParameters
+from ..ops.markov import joint_probs as joint_probs
+from ..ops.markov import predicted as predicted
+from ..ops.markov import stationary as stationary
+from ..ops.markov import stationary_detached as stationary_detached
 from ..ops.pairs import Pairs as Pairs
 from ..ops.pairs import cross_entropy as cross_entropy
 from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
-from ..ops.stationary import joint_probs as joint_probs
-from ..ops.stationary import predicted as predicted
-from ..ops.stationary import stationary as stationary
-from ..ops.stationary import stationary_detached as stationary_detached
 from .gradient import fit_map, init_near, near_data
 from .models import LogPrior, build, exclusive, factor_log_prior
 from .options import MINIBATCHES, FitOptions

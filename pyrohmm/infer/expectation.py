@@ -24,7 +24,6 @@ from ..nn.discrete import CategoricalEmission
 from ..nn.tabular import TabularHMM
 from ..ops import recursions
 from ..ops.backends import NUMBA, pick
-from ..ops.dense import scaling
 from ..ops.dense.chain import Chain
 from ..ops.log_space import log
 from .maximization import Maximization, expectation_of_logs
@@ -250,7 +249,7 @@ class TableCounts:
         chain = Chain(
             initial.unsqueeze(1).expand(-1, len(batch), -1), transition.unsqueeze(0), table, *wide
         )
-        evidence, gradient = scaling.solve(chain, initial.dtype)
+        evidence, gradient = recursions.solve(chain, initial.dtype)
         found = gradient(torch.ones_like(evidence))
         assert found is not None
         counts = {"log_initial": found[0].sum(1), "log_transition": found[1][0]}

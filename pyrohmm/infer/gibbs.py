@@ -28,7 +28,7 @@ from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
-from ..ops.sampling import sample_paths
+from ..ops.markov import sample_paths
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
 from .options import names_checked

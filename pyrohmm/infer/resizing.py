@@ -14,7 +14,7 @@ from ..distributions.constructors import arguments_of
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams, Tied
 from ..nn.emissions import family_of
-from ..ops.stationary import stationary
+from ..ops.markov import stationary
 
 Change = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
 

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributions.utils import logits_to_probs, probs_to_logits
 
 from ..chains.base import Chain
+from ..chains.compound import ProductChain, SecondOrderChain
 from ..chains.markov import MarkovChain
-from ..chains.product import ProductChain
 from ..chains.rates import RateChain
-from ..chains.second_order import SecondOrderChain
 from ..chains.semi_markov import SemiMarkovChain
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.constructors import ATTRIBUTES, argument_names, arguments_of, holder_of

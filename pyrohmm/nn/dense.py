@@ -25,7 +25,7 @@ from torch.nn.functional import logsigmoid
 from .._checks import check_size
 from .._precision import at_least_single, full_precision
 from ..distributions.hmm import HMM
-from ..ops import stationary as stationary_ops
+from ..ops import markov as markov_ops
 from ..ops.log_space import log
 from .base import HMMModule
 from .family import EmissionFamily, build_emission
@@ -226,7 +226,7 @@ class DenseHMM(HMMModule):
         transition = log_rows(self.kernel, leave, enter)
         if self.stationary:
             # where rounding splits the chain in two, the HMM built says so, if it is validated
-            initial = log(stationary_ops.stationary(transition, check=False))
+            initial = log(markov_ops.stationary(transition, check=False))
         else:
             initial = log_rows(self.kernel, self.start.unsqueeze(-2), enter).squeeze(-2)
         return HMM(initial, transition, self._emission(leave), lengths, observed)

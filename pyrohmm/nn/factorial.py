@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from .._checks import check_size
-from ..chains.product import check_product
+from ..chains.compound import check_product
 from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics

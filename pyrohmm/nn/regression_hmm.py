@@ -21,8 +21,8 @@ from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
-from ..ops import masks, newton
-from ..ops.log_space import log
+from ..ops import newton
+from ..ops.log_space import log, step_mask
 from .base import HMMModule
 from .closed_form import Prior, Statistics, inside, under
 from .durations import truncated
@@ -180,9 +180,7 @@ class RegressionHMM(HMMModule):
         rest: dict[str, Any] = {"emission": emission, "lengths": lengths, "observed": observed,
                                 "emission_per_step": per_step}  # fmt: skip
         if self.duration is not None:
-            self._check_constant(
-                covariates, masks.exists(lengths, covariates.size(-2), first.device)
-            )
+            self._check_constant(covariates, step_mask(lengths, covariates.size(-2), first.device))
             lasts = truncated(self.duration(first), self.max_duration)
             return HSMM(start, self._logits(first).log_softmax(-1), lasts, **rest)
         logits = self._logits(covariates[..., :-1, :])

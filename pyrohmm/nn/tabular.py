@@ -19,7 +19,7 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import SparseDirichlet
 from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
-from ..ops.stationary import stationary
+from ..ops.markov import stationary
 from .base import HMMModule
 from .closed_form import (
     Family,

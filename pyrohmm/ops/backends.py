@@ -40,9 +40,9 @@ def pick(device: torch.device, fits: bool = True) -> Backend:
 
 
 @cache
-def compiled(folder: str) -> ModuleType:
-    """The compiled loops of a folder of this room."""
-    module: ModuleType = imported(f".{folder}._numba", __package__)
+def compiled(name: str) -> ModuleType:
+    """A module of compiled loops of this room."""
+    module: ModuleType = imported(f".{name}", __package__)
     return module
 
 

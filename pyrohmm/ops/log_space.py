@@ -1,9 +1,11 @@
-"""Logarithms and their sums with hard zeros: gradients are zero there, never NaN."""
+"""Logarithms and sums with hard zeros, where gradients are zero, never NaN; masks of padding."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from .._transforms import transforming
 
 
 def logsumexp(scores: Tensor, dim: int) -> Tensor:
@@ -11,6 +13,8 @@ def logsumexp(scores: Tensor, dim: int) -> Tensor:
 
     Such rows are ordinary in an HMM: a state that cannot be reached.
     """
+    if not (scores.requires_grad or transforming()):
+        return scores.logsumexp(dim)
     dead = scores.isneginf().all(dim, keepdim=True)
     return scores.masked_fill(dead, 0.0).logsumexp(dim).masked_fill(dead.squeeze(dim), -torch.inf)
 
@@ -51,3 +55,15 @@ def log_softmax_of_parts(scores: Tensor, sizes: Tensor, log_weights: Tensor) -> 
         return (cells + log_weights.unsqueeze(-1)).flatten(-2)
     parts = zip(scores.split(widths, -1), log_weights.split(1, -1))
     return torch.cat([part.log_softmax(-1) + weight for part, weight in parts], -1)
+
+
+def step_mask(lengths: Tensor, num_steps: int, device: torch.device | None = None) -> Tensor:
+    """Mask ``(*B, T)`` of sequences padded on the right, True at the steps that exist.
+
+    Args:
+        lengths: ``(*B)`` integers, the number of steps of each sequence.
+        num_steps: T.
+        device: Of the mask; that of ``lengths`` by default.
+    """
+    mask = torch.arange(num_steps, device=lengths.device) < lengths.unsqueeze(-1)
+    return mask if device is None else mask.to(device, non_blocking=True)

@@ -14,24 +14,59 @@ to one, but a different best path.)
 
 Every function raises TypeError for other dtypes, and ValueError if shapes disagree or a length does
 not lie between 1 and T.
+
+**In the range of numbers that each sequence needs.**
+Messages are probabilities scaled to sum to one at every step, so a step is one matrix product:
+:math:`\alpha_t \propto (\alpha_{t-1} A) \circ e_t`, and the evidence is the sum of the logarithms
+of the norms (Rabiner, 1989, section V.A). The gradient is the forward-backward algorithm itself:
+the derivative by ``log_likelihood`` is p(z_t | x), that by ``log_transition`` the expected number
+of transitions (Eisner, 2016). No tape of T steps is kept; memory is O(T K) per sequence.
+
+Scaled numbers can underflow, and then sums lose paths that later turn out to matter. A sequence to
+which that may have happened is computed again in float64, and where that is not enough, in log
+space. What is known of the losses:
+
+**No step can lose anything** if a^2 >= ``tiny * K / eps``, with a the smallest transition
+probability: for every mass p that arrives at a step is then right to rounding. That holds for most
+matrices without zeros. Transitions may have densities above one: ``tiny`` stands for the smallest
+number times the largest of them, by which an error is multiplied.
+
+**A step loses nothing** if q > ``2 tiny`` and a q / s >= ``2 tiny``, with q the smallest positive
+product of a step, of arriving mass :math:`\alpha_{t-1} A` and likelihood, a the smallest positive
+transition probability, and s the norm of the step; or if all masses that arrive at the next one are
+above ``tiny * K / (s * eps)``. Compiled loops watch for that. Factors below ``tiny`` are raised to
+it, so that only hard zeros are zero.
+
+**What was lost may not matter**: well separated observations leave mass only in one state. Let
+:math:`\beta_t` be the backward message, so that
+:math:`L_t = \prod_{u \le t} s_u \; \alpha_t \cdot \beta_t` is the evidence of messages that are
+computed up to t and exact from there on. Then :math:`L_t` and :math:`L_{t - 1}` differ by no more
+than ``(K + 4) tiny`` :math:`/ s_t \sum_k \beta_t(k)`, and the evidence, relatively, by no more than
+the sum over the steps of ``(K + 4) tiny / (s_t P_t)`` with
+:math:`P_t = \alpha_t \cdot \beta_t / \sum_k \beta_t(k)`. Backward messages lose something too:
+below ``(K + 2) tiny`` if :math:`e \circ \beta` sums to one. That is added to every transition on
+the way back, so that they are never too small. If the bound is rounding, the sequence is exact.
+Torch goes both ways at once, in one product a step, and needs no other bound: as
+:math:`s_t P_t \ge a^2`, it holds wherever nothing can be lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._choices import WIDEST_PATHS, flushing
+from .._choices import FEW, WIDEST, WIDEST_PATHS, flushing
 from .._precision import recomputing, with_gradient
 from .._transforms import evidence_and_gradient, refuse_transforms, transforming
-from .dense import _torch as torch_engine
-from .dense import scaling
-from .dense.chain import Arguments, arrange, check_arguments, spread
-from .log_space import finite_or_zero, logsumexp
-from .masks import exists
+from . import forward
+from .backends import NUMBA, compiled, pick
+from .dense import _torch
+from .dense.chain import Arguments, Chain, Gradient, arrange, check_arguments, spread
+from .log_space import finite_or_zero, logsumexp, step_mask
 
 
 class Posterior(NamedTuple):
@@ -139,7 +174,7 @@ def posterior(
         counts = _counts(arguments._replace(transition=wide))
         return Posterior(counts.log_evidence, counts.state_probs, counts.transitions.sum(-3))
     with torch.no_grad():
-        value, gradient = scaling.solve(arrange(arguments), dtype, each=True)
+        value, gradient = solve(arrange(arguments), dtype, each=True)
         found = gradient(torch.ones_like(value))
         assert found is not None
         parts = value, found[2], found[1].sum(0, dtype=torch.float64).unflatten(0, value.shape)
@@ -204,15 +239,13 @@ def filtered(
     """
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     if transforming():
-        scores = log_space_by_steps(arguments)[1]
-        scores = scores - finite_or_zero(logsumexp(scores, -1).unsqueeze(-1))
-    else:
-        with torch.no_grad():
-            scores = scaling.filtered(arrange(arguments), arguments.dtype)
+        return forward.filtered(_by_steps(arguments)).to(arguments.dtype)
+    with torch.no_grad():
+        scores = filtered_scaled(arrange(arguments), arguments.dtype)
     scores = scores.to(arguments.dtype).reshape(*arguments.batch, *scores.shape[-2:])
     if bool((arguments.lengths == scores.size(-2)).all()):
         return scores
-    padded = ~exists(arguments.lengths, scores.size(-2), scores.device)
+    padded = ~step_mask(arguments.lengths, scores.size(-2), scores.device)
     return scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
 
 
@@ -228,7 +261,9 @@ def viterbi(
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     with torch.no_grad():
         chain = arrange(arguments)
-        best: Tensor = scaling.engine(chain, WIDEST_PATHS).viterbi(chain)
+        if (loops := engine(chain, WIDEST_PATHS)) is _torch:
+            return forward.viterbi(_by_steps(arguments))
+        best: Tensor = loops.viterbi(chain)
         return best.reshape(*arguments.batch, best.size(-1))
 
 
@@ -249,11 +284,10 @@ def sample_states(
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     with torch.no_grad():
         chain = arrange(arguments)
-        if (loops := scaling.engine(chain)) is torch_engine:
-            states: Tensor = torch_engine.sample_states(chain, num_samples)
-        else:
-            filters = scaling.filtered(chain, arguments.dtype)
-            states = loops.sample_states(chain, filters, num_samples)
+        if (loops := engine(chain)) is _torch:
+            return forward.sample_states(_by_steps(arguments), num_samples)
+        filters = filtered_scaled(chain, arguments.dtype)
+        states: Tensor = loops.sample_states(chain, filters, num_samples)
         return states.reshape(num_samples, *arguments.batch, states.size(-1))
 
 
@@ -274,7 +308,7 @@ def _solved(
 ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
     """Log evidence ``(*B)``, and its gradient by weights ``(*B)``."""
     chain = arrange(arguments)
-    evidence, gradient = scaling.solve(chain, arguments.dtype, differentiable)
+    evidence, gradient = solve(chain, arguments.dtype, differentiable)
 
     def by_arguments(weights: Tensor) -> list[Tensor]:
         found = gradient(weights.reshape(evidence.shape))
@@ -289,7 +323,7 @@ def _twin(arguments: Arguments) -> Callable[..., Tensor]:
 
     def evidence(initial: Tensor, transition: Tensor, logs: Tensor) -> Tensor:
         parts = arguments._replace(initial=initial, transition=transition, logs=logs)
-        return log_space_by_steps(parts)[0].to(arguments.dtype)
+        return forward.log_evidence_by_pairs(_by_steps(parts)).to(arguments.dtype)
 
     return evidence
 
@@ -309,20 +343,89 @@ def _counts(arguments: Arguments) -> ExpectedCounts:
         return ExpectedCounts(value, *gradient(torch.ones_like(value)))
 
 
-def log_space_by_steps(arguments: Arguments) -> tuple[Tensor, Tensor]:
-    """Evidence ``(*B)`` and messages log p(x_{1:t}, z_t) ``(*B, T, K)``, by plain autograd.
+def _by_steps(arguments: Arguments) -> forward.Arranged:
+    """The arguments as :mod:`.forward` takes them."""
+    initial, transition = arguments.initial.unsqueeze(-2), arguments.transition.unsqueeze(-3)
+    parts = initial, transition, arguments.likelihood, arguments.lengths
+    return forward.arrange(*parts, arguments.batch)
 
-    In float64, in which the sums of gradients over steps are then too.
+
+# In the range of numbers that each sequence needs -----------------------------------------------
+
+
+def engine(chain: Chain, widest: int = WIDEST) -> ModuleType:
+    """The module that computes: compiled loops, up to ``widest`` states, or torch."""
+    narrow = chain.initial.size(-1) <= widest or chain.lengths.numel() <= FEW
+    return compiled("dense._numba") if pick(chain.initial.device, narrow) is NUMBA else _torch
+
+
+def wider(dtype: torch.dtype) -> torch.dtype | None:
+    """The range to try when ``dtype`` underflows; None stands for log space."""
+    return None if dtype == torch.float64 else torch.float64
+
+
+def solve(
+    chain: Chain, dtype: torch.dtype | None, differentiable: bool = True, each: bool = False
+) -> tuple[Tensor, Gradient]:
+    """Log evidence ``(G, n)`` in float64, and its gradient.
+
+    Args:
+        chain: The arguments, constants.
+        dtype: The range of numbers to begin with; None stands for log space.
+        differentiable: Whether the gradient is wanted.
+        each: Whether expected transitions are wanted of each sequence, ``(S, G n, K, K)``.
     """
-    initial, transition, likelihood = (
-        part.double() for part in (arguments.initial, arguments.transition, arguments.likelihood)
+    if dtype is None:
+        return engine(chain).log_space(chain, each)
+    evidence, exact, gradient = engine(chain).scaled(chain, dtype, differentiable, each)
+    rows = None
+    if exact is not None and not bool(exact.all()):
+        rows = (~exact).flatten().nonzero().squeeze(-1)
+        if len(rows) == exact.numel():
+            return solve(chain, wider(dtype), differentiable, each)
+        lost, again = solve(chain.subset(rows), wider(dtype), differentiable, each)
+        evidence = evidence.flatten().index_put((rows,), lost.flatten()).reshape(evidence.shape)
+
+    def complete(weight: Tensor) -> tuple[Tensor, ...] | None:
+        parts = gradient(weight if rows is None else weight.masked_fill(~exact, 0.0))
+        if parts is None:  # only the way back has left the range
+            return solve(chain, wider(dtype), True, each)[1](weight)
+        if rows is None:
+            return parts
+        more = again(weight.flatten()[rows].reshape(lost.shape))
+        assert more is not None
+        return _merged(chain, parts, rows, more, each)
+
+    return evidence, complete
+
+
+def _merged(
+    chain: Chain, parts: tuple[Tensor, ...], rows: Tensor, more: tuple[Tensor, ...], each: bool
+) -> tuple[Tensor, ...]:
+    """Gradients of all sequences and of some that were done again, in which the former are zero."""
+    (initial, transition, logs), size = parts, chain.lengths.size(1)
+    more = tuple(part.to(like.dtype) for part, like in zip(more, parts))
+    shared = rows // size if len(chain.lengths) > 1 else rows[:1] * 0
+
+    def put(part: Tensor, new: Tensor) -> Tensor:
+        whole = part.flatten(0, 1).index_put((rows,), new.flatten(0, 1))
+        return whole.reshape(part.shape)
+
+    return (
+        put(initial, more[0]),
+        transition.index_add(1, rows if each else shared, more[1]),
+        put(logs, more[2]) if chain.symbols is None else logs.index_add(0, shared, more[2]),
     )
-    lengths = arguments.lengths.to(initial.device)
-    alpha = (initial + likelihood[..., 0, :]).expand(*arguments.batch, initial.size(-1))
-    alphas, varying = [alpha], transition.size(-3) > 1
-    for t in range(1, likelihood.size(-2)):
-        matrix = transition[..., t - 1 if varying else 0, :, :]
-        arrived = logsumexp(alpha.unsqueeze(-1) + matrix, -2) + likelihood[..., t, :]
-        alpha = torch.where((t < lengths).unsqueeze(-1), arrived, alpha)
-        alphas.append(alpha)
-    return logsumexp(alpha, -1), torch.stack(alphas, -2)
+
+
+def filtered_scaled(chain: Chain, dtype: torch.dtype | None) -> Tensor:
+    """Filtered log-probabilities ``(G, n, T, K)``; padded steps hold anything."""
+    if dtype is None:
+        messages: Tensor = engine(chain).filtered_in_log_space(chain)
+        return messages - finite_or_zero(logsumexp(messages, -1).unsqueeze(-1))
+    found, exact = engine(chain).filtered(chain, dtype)
+    if bool(exact.all()):
+        return found
+    rows = (~exact).flatten().nonzero().squeeze(-1)
+    again = filtered_scaled(chain.subset(rows), wider(dtype)).flatten(0, 1).to(found.dtype)
+    return found.flatten(0, 1).index_put((rows,), again).reshape(found.shape)

@@ -30,20 +30,20 @@ Source: Yu, 2010, Hidden semi-Markov models; the gradient as in
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._checks import check_broadcast, check_floats
 from .._precision import recomputing, with_gradient
 from .._transforms import gradients, refuse_transforms, transforming
+from . import forward
 from .backends import NUMBA, compiled, pick
-from .log_space import finite_or_zero, logsumexp
-from .masks import exists
+from .dense.chain import arrange, by_groups, check_arguments, split_of
+from .log_space import finite_or_zero, logsumexp, normalised, step_mask
 from .recursions import ExpectedCounts
-from .segments import _torch as torch_engine
-from .segments._torch import SegmentChain, Segmented, arrange
 
 
 def log_survival(log_duration: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def log_survival(log_duration: Tensor) -> Tensor:
     check_floats("log_duration", log_duration)
     sums, width = log_duration.double(), 1
     while width < sums.size(-1):  # sums of this many entries, of twice as many, ...
-        beyond = torch.nn.functional.pad(sums[..., width:], (0, width), value=-torch.inf)
+        beyond = pad(sums[..., width:], (0, width), value=-torch.inf)
         sums, width = logsumexp(torch.stack([sums, beyond]), 0), 2 * width
     return sums.to(log_duration.dtype)
 
@@ -106,24 +106,81 @@ def segment_weights(
     return torch.stack([duration, right, left, both]).unflatten(0, (2, 2))
 
 
+class SegmentChain(NamedTuple):
+    """N sequences in G groups that share a matrix and tables of durations, all in float64."""
+
+    initial: Tensor  # (N, K), log
+    transition: Tensor  # (1, G, K, K), log
+    weights: Tensor  # (2, 2, G, D, K), log, of segments by how much is seen: see segment_weights
+    likelihood: Tensor  # (N, T, K), log, 0 at padded steps
+    lengths: Tensor  # (N,), on the CPU
+
+    def detach(self) -> SegmentChain:
+        """Copy as constants, contiguous in memory."""
+        return SegmentChain(*(part.detach().contiguous() for part in self))
+
+    def by_steps(self) -> forward.Arranged:
+        """The chain as :mod:`.forward` takes it: messages are of steps so far, and states."""
+        groups, size = self.weights.shape[2:4]
+        each = 1 if groups == 1 else len(self.likelihood) // groups
+        logs = self.transition[0, :, None, None].repeat_interleave(each, 0)
+        weights = self.weights.movedim(2, 0).repeat_interleave(each, 0)
+        initial = pad(self.initial.unsqueeze(1), (0, 0, 0, size - 1), value=-torch.inf)
+        batch = self.lengths.shape
+        return forward.arrange(initial, logs, self.likelihood, self.lengths, batch, weights)
+
+    @property
+    def loops(self) -> Any:
+        """The compiled loops; None where torch computes."""
+        return compiled("_numba_segments") if pick(self.likelihood.device) is NUMBA else None
+
+
+class Segmented(NamedTuple):
+    """A chain, the batch shape of its N sequences, and the dtype of what it was made of.
+
+    The largest log-likelihood of each step is taken from all of it, so that sums of many steps lose
+    fewer digits; ``shift`` ``(N,)`` is what the log evidence lacks.
+    """
+
+    chain: SegmentChain
+    shift: Tensor
+    batch: torch.Size
+    dtype: torch.dtype
+
+
 def _arranged(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
 ) -> Segmented:  # fmt: skip
-    """The arguments in one form, with the weights of segments that are cut."""
+    """The arguments in one form by differentiable operations, with weights of cut segments."""
+    parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
+    num_states, shape = parts.initial.size(-1), log_duration.shape
+    if shape[-2:-1] != (num_states,) or shape[-1] < 1:
+        raise ValueError(
+            f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
+            f"{tuple(shape)}."
+        )
+    leads = log_transition.shape[:-2], shape[:-2]
+    batch = check_broadcast({"log_duration": shape[:-2], "the other arguments": parts.batch})
+    split = split_of(batch, leads)
+    dtype = torch.promote_types(parts.dtype, log_duration.dtype)
+    chain = arrange(parts._replace(batch=batch, split=split, dtype=torch.float64))
+    likelihood, lengths = chain.logs.flatten(0, 1), chain.lengths.flatten()
+    if transforming() or bool((lengths < likelihood.size(1)).any()):
+        padded = ~step_mask(lengths, likelihood.size(1), likelihood.device)
+        likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
+    largest = finite_or_zero(likelihood.detach().amax(-1, keepdim=True))
     weights = segment_weights(log_duration, censored_end, censored_start, log_mean)
-    return arrange(log_initial, log_transition, log_duration, weights, log_likelihood, lengths)
+    tables = [by_groups(table, 2, batch, split).mT for table in weights.flatten(0, 1)]
+    weights = torch.stack(tables).unflatten(0, (2, 2))
+    tensors = chain.initial.flatten(0, 1), chain.transition, weights, likelihood - largest
+    return Segmented(SegmentChain(*tensors, lengths), largest.sum((-2, -1)), batch, dtype)
 
 
 def log_evidence(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    censored_end: bool = True,
-    censored_start: bool = False,
-) -> Tensor:
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
+    lengths: Tensor, censored_end: bool = True, censored_start: bool = False,
+) -> Tensor:  # fmt: skip
     r"""Log evidence :math:`\log p(x_{1:T})` in nats, states and durations summed out, ``(*B)``.
 
     Differentiable by the first four arguments, any number of times. A sequence of probability
@@ -138,48 +195,41 @@ def log_evidence(
         >>> log_evidence(first, swap, two, likelihood, torch.tensor(3)).exp()
         tensor(0.5040)
     """
-    chain, shift, batch, dtype = _arranged(
-        log_initial, log_transition, log_duration, log_likelihood, lengths,
-        censored_end, censored_start,
-    )  # fmt: skip
-    return (_evidence(chain, dtype) + shift).reshape(batch).to(dtype)
+    parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+    return _evidence(_arranged(*parts, censored_end, censored_start))
 
 
-def _engine(chain: SegmentChain) -> ModuleType:
-    """The module that computes: compiled loops, or torch."""
-    return compiled("segments") if pick(chain.likelihood.device) is NUMBA else torch_engine
-
-
-def _evidence(chain: SegmentChain, dtype: torch.dtype) -> Tensor:
-    """Log evidence ``(N,)`` in float64, differentiable, of parameters of a dtype."""
+def _evidence(arranged: Segmented) -> Tensor:
+    """Log evidence ``(*B)``, differentiable."""
+    chain, shift, batch, dtype = arranged
 
     def solved(*tensors: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
         parts = SegmentChain._make([*tensors, chain.lengths]).detach()
-        engine = _engine(parts)
-        arrive, ends, evidence, _ = engine.forward(parts, False)
+        arrive, ends, evidence, _ = chain.loops.forward(parts, False)
 
         def gradient(weight: Tensor) -> tuple[Tensor, ...]:
             messages = arrive, ends, evidence, weight.contiguous()
-            return engine.backward(parts, *messages)
+            return chain.loops.backward(parts, *messages)
 
         return evidence.clone(), gradient
 
     def twin(*tensors: Tensor) -> Tensor:
-        return torch_engine.forward(SegmentChain._make([*tensors, chain.lengths]), False)[2]
+        return forward.log_evidence_by_pairs(
+            SegmentChain._make([*tensors, chain.lengths]).by_steps()
+        )
 
-    return with_gradient(solved, twin, *chain[:-1], also=chain[-1:], dtype=dtype)
+    if chain.loops is None:
+        value = forward.log_evidence(chain.by_steps(), dtype)
+    else:
+        value = with_gradient(solved, twin, *chain[:-1], also=chain[-1:], dtype=dtype)
+    return (value + shift).reshape(batch).to(dtype)
 
 
 @recomputing
 def expected_counts(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    censored_end: bool = True,
-    censored_start: bool = False,
-) -> ExpectedCounts:
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
+    lengths: Tensor, censored_end: bool = True, censored_start: bool = False,
+) -> ExpectedCounts:  # fmt: skip
     """Expected counts under the posterior, as gradients of the evidence (Fisher's identity).
 
     Those of durations have the shape of ``log_duration``: a segment that is cut counts with the
@@ -193,24 +243,16 @@ def expected_counts(
         tensor([[0.0000, 1.0000],
                 [0.5000, 0.5000]])
     """
-    batch = check_broadcast(
-        {
-            "log_initial": log_initial.shape[:-1],
-            "log_transition": log_transition.shape[:-2],
-            "log_duration": log_duration.shape[:-2],
-            "log_likelihood": log_likelihood.shape[:-2],
-            "lengths": lengths.shape,
-        }
-    )
+    parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
+    batch = check_broadcast({"log_duration": log_duration.shape[:-2], "the others": parts.batch})
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_duration, log_likelihood
     # a first segment that is cut is divided by the mean duration, which no count is derived from
     log_mean = log_mean_duration(log_duration.double())
 
-    def log_evidence(initial: Tensor, transition: Tensor, duration: Tensor, seen: Tensor) -> Tensor:
-        parts = initial, transition, duration, seen, lengths
-        chain, shift, batch, dtype = _arranged(*parts, censored_end, censored_start, log_mean)
-        return (_evidence(chain, dtype) + shift).reshape(batch).to(dtype)
+    def log_evidence(*logs: Tensor) -> Tensor:
+        parts: Any = *logs, lengths, censored_end, censored_start, log_mean
+        return _evidence(_arranged(*parts))
 
     evidence, (starts, transitions, durations, states) = gradients(log_evidence, *logs)
     return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
@@ -218,41 +260,31 @@ def expected_counts(
 
 @recomputing
 def filtered(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    censored_start: bool = False,
-) -> Tensor:
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
+    lengths: Tensor, censored_start: bool = False,
+) -> Tensor:  # fmt: skip
     r"""Filtered log-probabilities :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``.
 
     Whether the sequence goes on after step t is not known to them. They are -inf at padded steps,
     and from the step at which the observations become impossible.
     """
     with torch.set_grad_enabled(transforming()):
-        chain, _, batch, dtype = _arranged(
-            log_initial, log_transition, log_duration, log_likelihood, lengths, True, censored_start
-        )
-        if transforming():
-            scores = torch_engine.forward(chain, True)[3]
+        parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+        chain, _, batch, dtype = _arranged(*parts, True, censored_start)
+        if transforming() or chain.loops is None:
+            scores = forward.filtered(chain.by_steps())
         else:
-            scores = _engine(chain).forward(chain.detach(), True)[3]
-        scores = scores - finite_or_zero(logsumexp(scores, -1).unsqueeze(-1))
-        padded = ~exists(chain.lengths, scores.size(1), scores.device)
-        scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
+            scores = chain.loops.forward(chain.detach(), True)[3]
+            scores = normalised(scores)
+            padded = ~step_mask(chain.lengths, scores.size(1), scores.device)
+            scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
         return scores.to(dtype).reshape(*batch, *scores.shape[-2:])
 
 
 def viterbi(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    censored_end: bool = True,
-    censored_start: bool = False,
-) -> Tensor:
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
+    lengths: Tensor, censored_end: bool = True, censored_start: bool = False,
+) -> Tensor:  # fmt: skip
     r"""Most probable states and durations :math:`\arg\max_{z, d} p(z, d \mid x_{1:T})`.
 
     Returns:
@@ -261,24 +293,19 @@ def viterbi(
     """
     refuse_transforms("the most probable path")
     with torch.no_grad():
-        chain, _, batch, _ = _arranged(
-            log_initial, log_transition, log_duration, log_likelihood, lengths,
-            censored_end, censored_start,
-        )  # fmt: skip
-        best: Tensor = _engine(chain).viterbi(chain.detach())
+        parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+        chain, _, batch, _ = _arranged(*parts, censored_end, censored_start)
+        if chain.loops is None:
+            best = forward.viterbi(chain.by_steps())
+        else:
+            best = chain.loops.viterbi(chain.detach())
         return best.reshape(*batch, best.size(1))
 
 
 def sample_states(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_duration: Tensor,
-    log_likelihood: Tensor,
-    lengths: Tensor,
-    num_samples: int = 1,
-    censored_end: bool = True,
-    censored_start: bool = False,
-) -> Tensor:
+    log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
+    lengths: Tensor, num_samples: int = 1, censored_end: bool = True, censored_start: bool = False,
+) -> Tensor:  # fmt: skip
     r"""Samples of paths from :math:`p(z_{1:T} \mid x_{1:T})`: filter forward, sample backward.
 
     Returns:
@@ -286,15 +313,12 @@ def sample_states(
     """
     refuse_transforms("samples of paths")
     with torch.no_grad():
-        chain, _, batch, _ = _arranged(
-            log_initial, log_transition, log_duration, log_likelihood, lengths,
-            censored_end, censored_start,
-        )  # fmt: skip
-        chain, device, engine = chain.detach(), chain.likelihood.device, _engine(chain)
-        arrive, ends, *_ = engine.forward(chain, False)
-        shape = num_samples, *chain.likelihood.shape[:2], 2
-        uniform = torch.rand(shape, dtype=torch.float64, device=device)
-        states: Tensor = engine.sample_states(chain, arrive, ends, uniform)
+        parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+        chain, _, batch, _ = _arranged(*parts, censored_end, censored_start)
+        if chain.loops is None:
+            states = forward.sample_states(chain.by_steps(), num_samples)
+        else:
+            states = chain.loops.sample_states(chain.detach(), num_samples)
         return states.reshape(num_samples, *batch, states.size(-1))
 
 
@@ -312,8 +336,8 @@ def boundaries(states: Tensor, present: Tensor) -> tuple[Tensor, Tensor, Tensor]
         Booleans, booleans and integers, all ``(*B, T)``.
     """
     differ = states[..., 1:] != states[..., :-1]
-    opens = torch.nn.functional.pad(differ, (1, 0), value=True) & present
-    later = torch.nn.functional.pad(opens[..., 1:] | ~present[..., 1:], (0, 1), value=True)
+    opens = pad(differ, (1, 0), value=True) & present
+    later = pad(opens[..., 1:] | ~present[..., 1:], (0, 1), value=True)
     steps = torch.arange(states.size(-1), device=states.device).expand(states.shape)
     start = steps.masked_fill(~opens, 0).cummax(-1).values
     return opens, later & present, steps - start + 1

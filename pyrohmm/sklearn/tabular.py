@@ -21,7 +21,7 @@ from ..infer.em import fit_em
 from ..nn.base import freeze
 from ..nn.emissions import from_distribution
 from ..nn.tabular import TabularHMM
-from ..ops.stationary import stationary
+from ..ops.markov import stationary
 from .base import ConvergenceMonitor, SequenceEstimator
 
 AT_ONCE = 16  # iterations of EM between two looks at their gains

@@ -14,9 +14,8 @@ from pyrohmm import (
     autoregressive_normal,
     categorical,
     fit_em,
-    second_order,
 )
-from pyrohmm.chains import second_order as chains
+from pyrohmm.chains import compound as chains
 
 
 @pytest.fixture(autouse=True, params=["a chain of pairs", "steps of pairs"])
@@ -84,7 +83,9 @@ def test_nothing_leaves_the_range_of_numbers():
     seen = torch.full((1, 4, 2), -1e6 / 4)
     seen[0, 0, 1] -= 3000.0
     seen[0, 3, 0] = -torch.inf
-    found = second_order.log_evidence(even[0, 0], stay, stay.expand(2, 2, 2), seen, LENGTHS[3:])
+    found = chains.SecondOrderChain(even[0, 0], stay, stay.expand(2, 2, 2)).log_evidence(
+        seen, LENGTHS[3:]
+    )
     assert found.item() == pytest.approx(-1e6 - 3000 + math.log(0.5), abs=1e-6)
 
 

@@ -33,8 +33,8 @@ from pyrohmm.data import pair_counts
 from pyrohmm.data.pair_counts import binned, count_pairs, counted, quantile_edges
 from pyrohmm.infer.cooccurrence import bin_probs
 from pyrohmm.ops import pairs as pair_losses
+from pyrohmm.ops.markov import joint_probs, predicted, stationary, stationary_detached
 from pyrohmm.ops.pairs import Pairs, cross_entropy, relative_distance, squared_distance
-from pyrohmm.ops.stationary import joint_probs, predicted, stationary, stationary_detached
 
 LOSSES = [squared_distance, relative_distance, cross_entropy]
 

@@ -10,7 +10,6 @@ from torch.testing import assert_close
 
 from pyrohmm import HMM, recursions
 from pyrohmm.ops import backends
-from pyrohmm.ops.dense import scaling
 
 pytestmark = pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")
 
@@ -22,7 +21,7 @@ CLOSE = {
 
 def loops():
     """The module of the compiled recursions."""
-    return backends.compiled("dense")
+    return backends.compiled("dense._numba")
 
 
 def logits(*shape, dtype=torch.float64, zeros=False, seed=0):
@@ -117,18 +116,14 @@ def test_each_group_of_sequences_has_its_matrix(shared):
 @pytest.mark.parametrize(
     ("count", "steps", "states"), [(1, 1, 2), (1, 40, 1), (1, 64, 3), (1, 333, 4)]
 )
-def test_a_long_sequence_in_pieces(monkeypatch, count, steps, states, zeros, dtype):
+def test_one_sequence_in_each_layout(count, steps, states, zeros, dtype):
     """Symbols and log-likelihoods in both layouts, ragged and with gaps, with a weight each."""
-    monkeypatch.setattr(loops(), "PIECES", (4, 1))
     initial, transition, table, symbols, lengths, known = case(
         count, steps, states, 5, dtype, zeros
     )
-    tried, made = [], loops()._Pieces
-    monkeypatch.setattr(loops(), "_Pieces", lambda *args: tried.append(1) or made(*args))
     weights = torch.linspace(-1, 2, count, dtype=dtype)
     arguments = initial, transition, table, symbols, lengths, known
     check_solved(arguments, weights, **CLOSE[dtype])
-    assert tried
     scores = table.T[symbols].masked_fill(~known.unsqueeze(-1), 0.0)
     for layout in (scores, scores.transpose(0, 1).contiguous().transpose(0, 1)):
         inputs = [part.clone().requires_grad_() for part in (initial, transition[None])]
@@ -142,9 +137,8 @@ def test_a_long_sequence_in_pieces(monkeypatch, count, steps, states, zeros, dty
             assert_close(ours, theirs, **CLOSE[dtype])
 
 
-def test_pieces_join_whatever_the_order_of_magnitude(monkeypatch):
+def test_symbols_that_all_but_exclude_states():
     """A chain that seldom leaves its state, and symbols that all but exclude the other states."""
-    monkeypatch.setattr(loops(), "PIECES", (4, 1))
     for stay in (1 - 1e-12, 1e-12):
         rest = (1 - stay) / 2
         transition = torch.full((3, 3), rest, dtype=torch.float64).fill_diagonal_(stay).log()
@@ -155,9 +149,8 @@ def test_pieces_join_whatever_the_order_of_magnitude(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_pieces_lose_no_state_that_comes_back(monkeypatch, dtype):
+def test_a_state_that_was_all_but_excluded_comes_back(dtype):
     """The first state cannot be entered; its weight vanishes, until observations favour it."""
-    monkeypatch.setattr(loops(), "PIECES", (4, 1))
     transition = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=dtype).log()
     table = torch.tensor([[-10.0, -1e-9], [-1e-9, -20.0]], dtype=dtype)
     symbols = torch.arange(2).repeat_interleave(200)[None]
@@ -169,13 +162,12 @@ def test_pieces_lose_no_state_that_comes_back(monkeypatch, dtype):
 
 @pytest.mark.parametrize("nats", [1.0, 30.0, 740.0, 744.0, 800.0, 5000.0])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_pieces_where_a_state_that_cannot_be_explains_more(monkeypatch, dtype, nats):
-    """The other state would do better in each piece, by so many nats; nothing leads to it."""
-    monkeypatch.setattr(loops(), "PIECES", (4, 1))
+def test_a_state_that_cannot_be_explains_more(dtype, nats):
+    """The other state would do better, by so many nats in two steps; nothing leads to it."""
     never = torch.tensor(0.0, dtype=dtype).log()
     transition = torch.zeros(2, 2, dtype=dtype).fill_diagonal_(1.0).log()
     likelihood = torch.zeros(1, 64, 2, dtype=dtype)
-    likelihood[..., 0] = -nats / 2  # of each of the two steps of a piece
+    likelihood[..., 0] = -nats / 2
     initial = torch.stack([torch.zeros((), dtype=dtype), never])
     for requires in (False, True):
         likelihood = likelihood.detach().requires_grad_(requires)
@@ -200,13 +192,13 @@ def test_products_of_norms_do_not_underflow(count):
 def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monkeypatch):
     """Hard zeros make one sequence impossible: -inf, with gradient zero; NaN stays its own."""
     again = []
-    solve = scaling.solve
+    solve = recursions.solve
 
     def counted(chain, *arguments):
         again.append(chain.lengths.numel())
         return solve(chain, *arguments)
 
-    monkeypatch.setattr(scaling, "solve", counted)
+    monkeypatch.setattr(recursions, "solve", counted)
     transition = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
     table = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
     symbols = torch.tensor([[0, 0], [0, 1], [1, 1]] * 8)
@@ -233,7 +225,7 @@ def test_separated_observations_stay_in_the_loops(monkeypatch, count, dtype):
     lengths = torch.randint(1, 31, (count,))
     with backends.use(backends.TORCH):
         expected = recursions.expected_counts(*(part.double() for part in (*parts, logs)), lengths)
-    monkeypatch.setattr(scaling, "wider", None)  # what takes other ways
+    monkeypatch.setattr(recursions, "wider", None)  # what takes other ways
     found = recursions.expected_counts(*parts, logs, lengths)
     for ours, theirs in zip(found[:4], expected[:4]):
         assert_close(ours.double(), theirs, **CLOSE[dtype])

@@ -5,7 +5,7 @@ import torch
 
 from pyrohmm.ops import recursions
 from pyrohmm.ops.backends import has_numba
-from pyrohmm.ops.sampling import sample_paths
+from pyrohmm.ops.markov import sample_paths
 
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
 

@@ -113,7 +113,7 @@ class Watch(TorchDispatchMode):
 def watch(monkeypatch):
     found = Watch()
     if backends.has_numba():
-        for name in ("_numba_math", "dense._numba", "segments._numba"):
+        for name in ("_numba_math", "dense._numba", "_numba_segments"):
             module = import_module(f"pyrohmm.ops.{name}")
             monkeypatch.setattr(module, "call", found.over(module.call))
     return found

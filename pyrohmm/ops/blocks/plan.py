@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks import exists
+from ..log_space import step_mask
 from ..tensor_cache import cached_on
 
 
@@ -131,7 +131,7 @@ def make_plan(blocks: Tensor, lengths: Tensor, states: States) -> Plan:
     order = lengths.argsort(descending=True, stable=True)
     lengths = lengths[order]
     clock = torch.arange(int(lengths[0])).unsqueeze(-1)
-    real = exists(lengths, len(clock)).T  # (T, N)
+    real = step_mask(lengths, len(clock)).T  # (T, N)
     place = (order * steps + clock)[real]
     counts = real.sum(-1)
     begins = bounds(counts)[:-1]

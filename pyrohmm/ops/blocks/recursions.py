@@ -224,4 +224,4 @@ def _kernels(chain: PlannedChain) -> ModuleType | None:
         return None
     if bool((chain.plan.block == len(chain.states.sizes)).any()):
         return None
-    return compiled("blocks")
+    return compiled("blocks._numba")

@@ -14,20 +14,24 @@ from ._forward import Messages
 from ._lanes import (
     _LANES,
     LANES,
+    Data,
     _0,
     _1,
     _2,
     _3,
     _4,
     add_rows,
+    begin_step,
     multiply,
     multiply_row,
+    read,
+    read_row,
     scale_lanes,
     scratch,
     store,
     sum_products,
+    tile_of,
 )
-from ._steps import Data, begin_step, read, read_row, tile_of
 
 STEPS = 8  # whose transitions are added up together
 _STEPS = u64(STEPS)
@@ -70,7 +74,6 @@ class Back(NamedTuple):
     Attributes:
         transposed: ``(S, G, height, height)``, those of :class:`Data`, transposed.
         weights: ``(N,)``, of each sequence.
-        after: ``(N, K)``, what follows the last steps; no rows if it is nothing.
         exact: ``(N,)``, which sequences to go through; cleared where numbers left their range.
         most: If positive, only ``exact`` is of interest: it is cleared where more than ``most``
             of the evidence may have been lost. Every transition is then larger by what a product
@@ -81,7 +84,6 @@ class Back(NamedTuple):
 
     transposed: np.ndarray
     weights: np.ndarray
-    after: np.ndarray
     exact: np.ndarray
     most: float
     starts: np.ndarray
@@ -104,12 +106,12 @@ class Counts(NamedTuple):
     symbols: np.ndarray
 
 
-def begin_back(data: Data, exact: np.ndarray, weights: np.ndarray, after: np.ndarray) -> Back:
+def begin_back(data: Data, exact: np.ndarray, weights: np.ndarray) -> Back:
     """Arguments of a backward pass, and results that are not yet written."""
     (count, size), real = data.initial.shape, data.initial.dtype
     rows = count * data.steps if len(data.likelihood) else 0
     return Back(
-        np.ascontiguousarray(data.matrices.swapaxes(2, 3)), weights, after, exact.copy(), 0.0,
+        np.ascontiguousarray(data.matrices.swapaxes(2, 3)), weights, exact.copy(), 0.0,
         np.zeros((count, size), real), np.zeros((rows, size), real),
     )  # fmt: skip
 
@@ -195,7 +197,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
                 matrix = back.transposed[t if several else 0, g].ravel()
             multiply(beta, later, matrix, height)
         if t >= shortest - 1:
-            _begin_back(beta, back.after, lengths, t, start, width, size)
+            _begin_back(beta, lengths, t, start, width, size)
         place = u64(tile * steps + t) * _LANES
         offset = place * size
         here, total = found.alpha[offset : offset + size * _LANES], found.total[place:]
@@ -242,12 +244,12 @@ def _backward_tile(tile, data, found, back, counts, emitted):
 
 
 @inner
-def _begin_back(beta, after, lengths, t, start, width, size):
-    """Write what follows the last steps of those sequences that end at t."""
+def _begin_back(beta, lengths, t, start, width, size):
+    """Write one, as nothing follows, for those sequences that end at t."""
     for i in range(width):
         if t == lengths[start + i] - 1:
             for k in range(size):
-                beta[k * _LANES + u64(i)] = after[start + i, k] if len(after) else 1
+                beta[k * _LANES + u64(i)] = 1
 
 
 @inner
@@ -262,7 +264,7 @@ def _note_step(before, after, earlier, later, weight, row, size):
 
 @inner
 def _add_losses(loss, every, beta, norm, total, active, tiny, size):
-    """Add to the bound of what each sequence has lost that of one step: see :mod:`.scaling`."""
+    """Add to the bound of what each sequence has lost that of one step: see :mod:`.recursions`."""
     for i in range(_LANES):
         every[i] = 0
     for k in range(size):
@@ -304,7 +306,7 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
     bounding, weight = back.most > 0.0, real.type(back.weights[row])
     filled, owner = _0, row * counts.shape[1] // lengths.shape[0]
     for k in range(size):
-        beta[k] = back.after[row, k] if len(back.after) else 1
+        beta[k] = 1
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
         at, place = row * steps + t, begin + t * along
         offset = u64(at) * size

@@ -3,7 +3,7 @@
 What a sum over paths needs is done in the loop itself: symbols are looked up, and nothing of size
 N T K is written but the messages, and those only where a gradient is wanted. Probabilities of
 symbols are scaled by the largest of each symbol, log-likelihoods by that of each step; how numbers
-are watched is said in :mod:`.scaling`. K is rounded up to a multiple of four, with zeros.
+are watched is said in :mod:`.recursions`. K is rounded up to a multiple of four, with zeros.
 
 A tile is ``LANES`` sequences of one group side by side: entry k of sequence i lies at
 ``LANES * k + i``. Few sequences go one after the other instead, along their states.
@@ -16,8 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 from .._numba_math import inner, kernel, u64
-from ._lanes import _LANES, LANES, _0, multiply, multiply_row, scale_lanes, scratch, sum_products
-from ._steps import Data, accumulate, begin_step, read, read_row, take, tile_of, watch
+from ._lanes import (
+    _LANES,
+    LANES,
+    Data,
+    _0,
+    accumulate,
+    begin_step,
+    multiply,
+    multiply_row,
+    read,
+    read_row,
+    scale_lanes,
+    scratch,
+    sum_products,
+    take,
+    tile_of,
+    watch,
+)
 
 
 class Messages(NamedTuple):
@@ -27,7 +43,6 @@ class Messages(NamedTuple):
         evidence: ``(N,)``, log.
         exact: ``(N,)``, cleared where numbers left their range.
         sure: ``(N,)``, cleared where a step that is watched may have lost something.
-        ends: ``(N, K)``, last messages.
         alpha: Filtered probabilities, flat: by tiles, steps, states, sequences; or by sequences,
             steps, states. Empty if no message is to be kept.
         total: Their sums before they were scaled, flat.
@@ -36,7 +51,6 @@ class Messages(NamedTuple):
     evidence: np.ndarray
     exact: np.ndarray
     sure: np.ndarray
-    ends: np.ndarray
     alpha: np.ndarray
     total: np.ndarray
 
@@ -47,7 +61,7 @@ def messages(data: Data, tiles: int, lanes: int, kept: bool) -> Messages:
     length = tiles * data.steps * lanes if kept else 0
     return Messages(
         np.zeros(count), np.ones(count, np.bool_), np.ones(count, np.bool_),
-        np.zeros((count, size), real), np.empty(length * size, real), np.empty(length, real),
+        np.empty(length * size, real), np.empty(length, real),
     )  # fmt: skip
 
 
@@ -79,7 +93,6 @@ def _forward_tile(tile, data, kept, found):
     rows, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
     one, lowest = real.type(1), real.type(low)
     faint[:] = least < tiny
-    shortest = lengths[start : start + width].min()
     for t in range(lengths[start : start + width].max()):
         begin_step(
             rows, active, symbols, starts, along, lengths, t, start, width, missing, exact
@@ -120,10 +133,6 @@ def _forward_tile(tile, data, kept, found):
         scale_lanes(mass, norm, _LANES, height)
         for k in range(size * _LANES if kept else _0):
             found.alpha[at * size + k] = mass[k]
-        for i in range(width if t >= shortest - 1 else 0):
-            if t == lengths[start + i] - 1:
-                for k in range(size):
-                    found.ends[start + i, k] = mass[k * _LANES + u64(i)]
     for i in range(width):
         found.evidence[start + i] = logs[i] + np.log(product[i])
 
@@ -186,8 +195,6 @@ def _forward_row(row, data, kept, found):
             for k in range(size):
                 found.alpha[offset + k] = mass[k]
     found.evidence[row] = logs + np.log(product)
-    for k in range(size):
-        found.ends[row, k] = mass[k]
 
 
 @kernel

@@ -1,4 +1,4 @@
-"""Arithmetic of the compiled recursions along many sequences, or along the states of one.
+"""What compiled recursions read at a step, and arithmetic along sequences or states.
 
 A tile holds entry k of sequence i at L k + i: arithmetic runs along its L = ``LANES`` sequences, so
 that few states are no waste. Where there are few sequences it runs along the states instead.
@@ -7,9 +7,11 @@ K is rounded up to a multiple of four, with zeros.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from .._numba_math import exp, inner, u64
+from .._numba_math import exp, inner, kernel, u64
 
 LANES = 32  # sequences that go through a matrix together, if there are so many
 _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
@@ -218,3 +220,250 @@ def reach(out, origin, tile, packed, height):
                 top = out[o + i]
                 origin[o + i] = low if w > top else origin[o + i]
                 out[o + i] = w if w > top else top
+
+
+# What a step reads, and sums of what is found ---------------------------------------------------
+
+
+class Data(NamedTuple):
+    """Arguments of both passes over N sequences in G groups; symbols or likelihoods are empty.
+
+    Attributes:
+        initial: ``(N, K)``, probabilities.
+        matrices: ``(S, G, height, height)``, probabilities, S = 1 or T - 1.
+        symbols: Their numbers, flat.
+        tables: ``(G, V + 1, height)``, probabilities of symbols, scaled; the last row is for
+            missing ones.
+        peaks: ``(G, V + 1)``, logarithms of the scales.
+        likelihood: Log-likelihoods, flat.
+        first: ``(N,)``, where the first step of each sequence lies in those.
+        along: How much further each next step lies.
+        lengths: ``(N,)``.
+        steps: T.
+        limits: The smallest positive probability of the chain, or -1 if no step is watched; the
+            logarithm of the smallest normal number; twice that number, above which nothing was
+            raised to it; what a product must be above to be surely exact.
+    """
+
+    initial: np.ndarray
+    matrices: np.ndarray
+    symbols: np.ndarray
+    tables: np.ndarray
+    peaks: np.ndarray
+    likelihood: np.ndarray
+    first: np.ndarray
+    along: int
+    lengths: np.ndarray
+    steps: int
+    limits: tuple[float, float, float, float]
+
+
+@kernel
+def prepare(initial, transition, logs, low, high, eps, starts, matrices, tables, peaks):
+    """Write probabilities from their logarithms, and say how closely steps must be watched.
+
+    Args:
+        initial: ``(N, K)``.
+        transition: ``(S, G, K, K)``.
+        logs: ``(G, K, V)``, of symbols; V = 0 if there are none.
+        low: Logarithm of the smallest normal number.
+        high: Logarithm of the largest number.
+        eps: Relative precision.
+        starts: ``initial`` of :class:`Data`, written.
+        matrices: And these, zeros before.
+        tables: And these, zeros before.
+        peaks: And these, zeros before.
+
+    Returns:
+        ``limits`` of :class:`Data`.
+    """
+    real, (steps, groups, size) = initial.dtype, transition.shape[:3]
+    least, most, zeros = real.type(0), real.type(1), False
+    for row in range(len(initial)):
+        least, most, zeros = _exponentials(starts[row], initial[row], low, high, least, most, zeros)
+    for s in range(steps):
+        for g in range(groups):
+            for j in range(size):
+                out = matrices[s, g, j, :size]
+                least, most, zeros = _exponentials(
+                    out, transition[s, g, j], low, high, least, most, zeros
+                )
+    _scale_tables(logs, low, tables, peaks)
+    tiny, smallest = np.exp(low) * most, np.exp(least)
+    slack = tiny * size / eps
+    watched = zeros or not smallest * smallest >= slack
+    return smallest if watched else -1.0, np.float64(low), 2 * tiny, slack
+
+
+@inner
+def _exponentials(out, logs, low, high, least, most, zeros):
+    """Write exponentials; what is not zero becomes at least the smallest normal number.
+
+    Returns ``least`` or a smaller logarithm, ``most`` or a larger probability, and whether there
+    are zeros or NaN.
+    """
+    for k in range(logs.shape[0]):
+        x = logs[k]
+        zeros |= not x > -np.inf
+        least = x if -np.inf < x < least else least
+        value = exp(low if not x > low else high if x > high else x)
+        value = np.inf if x > high else value
+        value = 0 if x == -np.inf else x if x != x else value
+        most = value if value > most else most
+        out[k] = value
+    return least, most, zeros
+
+
+@inner
+def _scale_tables(logs, low, tables, peaks):
+    """Write probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
+    groups, size, count = logs.shape
+    for g in range(groups):
+        peak = peaks[g]
+        peak[:count] = -np.inf
+        for k in range(size):
+            for v in range(count):
+                x = logs[g, k, v]
+                peak[v] = x if x > peak[v] or x != x else peak[v]
+        for v in range(count):
+            peak[v] = 0 if peak[v] == -np.inf else peak[v]
+        for k in range(size):
+            for v in range(count):
+                x = logs[g, k, v] - peak[v]
+                value = exp(low if not x > low else x)
+                tables[g, v, k] = 0 if x == -np.inf else x if x != x else value
+        tables[g, count:, :size] = 1  # of a missing symbol
+
+
+@kernel
+def starts_of(groups, size, over_groups, over):
+    """Where each sequence begins in a memory of such strides, ``(N,)``."""
+    first = np.empty(groups * size, np.int64)
+    for g in range(groups):
+        for i in range(size):
+            first[g * size + i] = g * over_groups + i * over
+    return first
+
+
+@kernel
+def symbol_range(symbols, first, along, steps):
+    """Least and largest symbol of all steps of all sequences."""
+    least = most = symbols[first[0]]
+    for row in range(first.shape[0]):
+        for t in range(steps):
+            symbol = symbols[first[row] + t * along]
+            least, most = min(least, symbol), max(most, symbol)
+    return least, most
+
+
+@inner
+def accumulate(logs, product, norm):
+    """Multiply a norm into a product, part of the logarithm before it leaves its range."""
+    if norm < 1e-100 or norm > 1e100:  # even two of them might leave it
+        logs += np.log(norm)
+    else:
+        product *= norm
+    if product < 1e-200 or product > 1e200:
+        logs += np.log(product)
+        product = 1.0
+    return logs, product
+
+
+@inner
+def tile_of(data, tile):
+    """Group of a tile, its first sequence, and how many there are."""
+    count, groups = data.lengths.shape[0], data.matrices.shape[1]
+    size = count // groups
+    tiles = (size + LANES - 1) // LANES
+    start = tile // tiles * size + tile % tiles * LANES
+    return tile // tiles, start, min(LANES, (tile // tiles + 1) * size - start)
+
+
+# Arrays are passed by themselves, for each that is in a tuple takes its time in every call.
+
+
+@inner
+def begin_step(rows, active, symbols, first, along, lengths, t, start, width, missing, exact):
+    """Which sequences of a tile have a step t, and their symbols, or where its numbers lie."""
+    for i in range(LANES):
+        here = i < width and t < lengths[start + i] and exact[start + i]
+        active[i] = here
+        rows[i] = missing
+        if here:
+            place = first[start + i] + t * along
+            rows[i] = u64(symbols[place]) if symbols.shape[0] else u64(place)
+
+
+@inner
+def read(seen, peak, rows, active, symbols, entries, peaks, likelihood, size, height, low):
+    """Write the likelihoods of a step over their largest, and the logarithms of those."""
+    if symbols.shape[0]:
+        for i in range(LANES):
+            peak[i] = peaks[rows[i]]
+            rows[i] *= height
+        load(seen, _LANES, entries, rows, active, height, low * 0 + 1)
+        return
+    load(seen, _LANES, likelihood, rows, active, size, low - low)
+    weigh(seen, _LANES, size, peak, low)
+
+
+@inner
+def watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size, sure, start):
+    """Note each sequence's smallest positive product; clear ``sure`` where mass may be lost.
+
+    And in ``low`` the least mass that arrives.
+    """
+    for i in range(_LANES):
+        smallest[i] = low[i] = np.inf
+    for k in range(size):
+        for i in range(_LANES):
+            p, q = arrived[k * _LANES + i], seen[k * _LANES + i]
+            low[i] = p if p < low[i] else low[i]
+            product = p * q if p > 0 and q > 0 else np.inf
+            smallest[i] = product if product < smallest[i] else smallest[i]
+    for i in range(width):
+        if faint[i] and active[i] and low[i] * scale[i] < slack:
+            sure[start + i] = False
+
+
+@inner
+def take(norm, peak, active, logs, product, slack):
+    """Multiply the norms of a step into the products; returns how many are out of range.
+
+    A product becomes part of the logarithm before it leaves its range.
+    """
+    lost, small = 0, 0
+    for i in range(_LANES):
+        lost += not (norm[i] >= slack and norm[i] < np.inf)
+        small += norm[i] < 1e-100 or product[i] < 1e-150
+        small += norm[i] > 1e100 or product[i] > 1e150
+    if small > 0:
+        for i in range(LANES):
+            if active[i]:
+                logs[i], product[i] = accumulate(logs[i] + peak[i], product[i], norm[i])
+        return lost
+    for i in range(_LANES):
+        product[i] *= norm[i] if active[i] else 1.0
+        logs[i] += peak[i] if active[i] else 0.0
+    return lost
+
+
+@inner
+def read_row(seen, place, symbols, entries, peaks, likelihood, size, height, low):
+    """Read one step of one sequence; returns the logarithm of the largest likelihood."""
+    if symbols.shape[0]:
+        offset = u64(symbols[place]) * height
+        for k in range(size):
+            seen[k] = entries[offset + k]
+        return peaks[symbols[place]]
+    offset, zero = u64(place), low - low
+    peak = likelihood[offset]
+    for k in range(_1, size):
+        x = likelihood[offset + k]
+        peak = x if x > peak else peak
+    peak = zero if peak == -np.inf else peak
+    for k in range(size):
+        x = likelihood[offset + k] - peak
+        value = exp(low if x < low else x)
+        seen[k] = zero if x == -np.inf else value
+    return peak

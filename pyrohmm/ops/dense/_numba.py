@@ -9,15 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._choices import MILLISECOND, PIECES, SIDE_BY_SIDE
-from .._numba_math import call, run, share
-from ..log_space import largest
-from ..masks import exists
-from . import _backward, _forward, _paths
+from ..._choices import MILLISECOND, SIDE_BY_SIDE
+from .._numba_math import call, copy, exp, kernel, run, share, u64
+from ..backends import compiled
+from ..log_space import largest, step_mask
+from . import _backward, _forward
 from ._backward import Back, Counts
 from ._forward import Messages
-from ._lanes import LANES
-from ._steps import Data, prepare, starts_of, symbol_range
+from ._lanes import _LANES, LANES, Data, load, prepare, reach, starts_of, symbol_range
 from .chain import Chain, Gradient, cast
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
@@ -32,18 +31,13 @@ _NO_SYMBOLS = np.zeros(0, np.int64)
 def scaled(
     chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
-    """Evidence by scaled messages: see :func:`.scaling.solve`.
+    """Evidence by scaled messages: see :func:`.recursions.solve`.
 
     Returns:
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if it is
         everywhere; and the gradient, None if numbers left their range on the way back.
     """
     data, shape = _data(chain, dtype), chain.lengths.shape
-    if not each and _is_long(data):
-        pieces = _Pieces(data, differentiable)
-        if pieces.good:
-            evidence = torch.full(shape, pieces.evidence, dtype=torch.float64)
-            return evidence, None, lambda weight: _gradient(chain, pieces.backward(weight), data)
     passes = _Passes(data, each)
     messages, lost, unsure = passes.forward(differentiable)
     if unsure:
@@ -163,9 +157,9 @@ class _Passes:
     def bound_losses(self, found: Messages) -> np.ndarray:
         """Which passes are exact, from a bound on what those that are not ``sure`` lost."""
         size, tiny, unsure = self.size, self.data.limits[2], found.exact & ~found.sure
-        back = _backward.begin_back(self.data, unsure, np.ones(self.count), found.ends[:0])
+        back = _backward.begin_back(self.data, unsure, np.ones(self.count))
         back.transposed[..., :size, :size] += (size + 2) * tiny
-        self._run_back(found, back._replace(most=float(LIMITS[found.ends.dtype][2])))
+        self._run_back(found, back._replace(most=float(LIMITS[self.data.initial.dtype][2])))
         exact: np.ndarray = (found.exact & ~unsure) | back.exact
         return exact
 
@@ -187,13 +181,10 @@ class _Passes:
         whole = (part[0] if len(part) == 1 else part.sum(0) for part in (counts, emitted))
         return *whole, lost
 
-    def backward(
-        self, found: Messages, weight: Tensor, after: np.ndarray | None = None
-    ) -> Counts | None:
+    def backward(self, found: Messages, weight: Tensor) -> Counts | None:
         """Expected counts, each sequence with its weight; None if numbers left their range."""
         weights = cast(weight, torch.float64).reshape(-1).numpy()
-        after = found.ends[:0] if after is None else after
-        back = _backward.begin_back(self.data, found.exact, weights, after)
+        back = _backward.begin_back(self.data, found.exact, weights)
         pairs, symbols, lost = self._run_back(found, back)
         return None if lost else Counts(back.starts, back.gamma, pairs, symbols)
 
@@ -214,147 +205,199 @@ def _gradient(chain: Chain, counts: Counts | None, data: Data) -> tuple[Tensor, 
     return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(symbols)
 
 
-# One long sequence ------------------------------------------------------------------------------
-
-
-def _is_long(data: Data) -> bool:
-    """Whether there is one sequence, so long and of so few states that it is cut in pieces."""
-    return (
-        len(data.lengths) == len(data.matrices) == 1
-        and data.initial.shape[1] <= PIECES[0]
-        and data.lengths[0] >= PIECES[1]
-    )
-
-
-class _Pieces:
-    """One long sequence with few states, in pieces that go side by side.
-
-    A first pass goes through each piece but the first from every state before it, so K times as
-    much. What it finds are the transitions of a chain of pieces, whose forward and backward
-    messages are those at the ends of the pieces.
-
-    Attributes:
-        good: Whether no number left its range; else nothing here is of use.
-        evidence: Log evidence.
-    """
-
-    def __init__(self, data: Data, differentiable: bool) -> None:
-        size, real = data.initial.shape[1], data.matrices.dtype
-        matrix, length = data.matrices[0, 0, :size, :size], -(-int(data.lengths[0]) // LANES)
-        begin = np.arange(0, data.lengths[0], length)
-        first, lengths = data.first + begin * data.along, np.minimum(data.lengths - begin, length)
-        owner = np.repeat(np.arange(len(begin)), [1] + [size] * (len(begin) - 1))
-        starts = np.concatenate([data.initial, np.tile(matrix, (len(begin) - 1, 1))])
-        pieces = data._replace(first=first, lengths=lengths, steps=length)
-        probe = pieces._replace(initial=starts, first=first[owner], lengths=lengths[owner])
-        tried, lost, unsure = _Passes(probe).forward(False)
-        self.good = lost + unsure == 0
-        if not self.good:
-            return
-        joined, shift = _chain_of_pieces(tried, size, data.matrices.shape[-1])
-        self.evidence = float(tried.evidence[0] + shift)
-        over = _Passes(joined)
-        along, lost, _ = over.forward(True)
-        self.evidence += float(along.evidence[0])
-        self.finish = along.alpha.reshape(-1, size)
-        watched, slack = data.limits[0] >= 0.0, data.limits[3]
-        self.good = lost == 0 and bool(not watched or self.finish.min() >= slack)
-        if not (self.good and differentiable):
-            return
-        initial = np.concatenate([data.initial, (self.finish[:-1] @ matrix).astype(real)])
-        self.passes = _Passes(pieces._replace(initial=initial))
-        self.messages, lost, unsure = self.passes.forward(True)
-        back = over.backward(along, torch.ones(1))
-        self.good = back is not None and lost + unsure == 0
-        if back is not None:
-            sides = back.states, self.finish
-            self.after = np.divide(*sides, out=np.zeros_like(sides[1]), where=sides[1] > 0)
-
-    def backward(self, weight: Tensor) -> Counts | None:
-        """Expected counts, times ``weight`` ``(1, 1)``."""
-        weights = weight.expand(len(self.finish), 1)
-        after = self.after.astype(self.passes.data.matrices.dtype)
-        counts = self.passes.backward(self.messages, weights, after)
-        if counts is None:
-            return None
-        starts, initial = counts.starts.astype(float), self.passes.data.initial
-        entered = np.divide(starts, initial, out=np.zeros_like(starts), where=initial > 0)[1:]
-        size = starts.shape[1]
-        counts.pairs[0, 0, :size, :size] += self.finish[:-1].T @ entered
-        return counts._replace(starts=counts.starts[:1])
-
-
-def _chain_of_pieces(tried: Messages, size: int, height: int) -> tuple[Data, float]:
-    """The pieces as steps of a chain, in float64, and what its log evidence lacks."""
-    count = (len(tried.evidence) - 1) // size
-    logs, ends = tried.evidence[1:].reshape(count, size), tried.ends[1:].astype(float)
-    peak = logs.max(1, keepdims=True)
-    matrices = np.zeros((count, 1, height, height))
-    matrices[:, 0, :size, :size] = np.exp(logs - peak)[..., None] * ends.reshape(-1, size, size)
-    low, _, eps = LIMITS[matrices.dtype]
-    tiny = np.exp(low)
-    joined = Data(
-        tried.ends[:1].astype(float), matrices, np.zeros(0, np.int64), np.zeros((1, 0, height)),
-        np.zeros((1, 1)), np.zeros((count + 1) * size), np.zeros(1, np.int64), size,
-        np.array([count + 1]), count + 1, (-1.0, low, 2 * tiny, tiny * size / eps),
-    )  # fmt: skip
-    return joined, float(peak.sum())
-
-
 # In logarithms ----------------------------------------------------------------------------------
 
 
 def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)``, and the gradient, in logarithms and float64."""
-    (groups, size), num_states = chain.lengths.shape, chain.initial.size(-1)
-    initial, transition, likelihood, lengths, shift = _wide(chain)
-    evidence, gamma = likelihood.new_zeros(len(lengths)), torch.zeros_like(likelihood)
-    counts = likelihood.new_zeros(len(transition), len(lengths), num_states, num_states)
-    run(
-        _paths.log_space, len(lengths), 10 * likelihood[0].numel() * num_states, initial,
-        transition, transition.mT.contiguous(), transition.exp(), likelihood, lengths, True,
-        torch.zeros_like(likelihood), evidence, gamma, counts,
-    )  # fmt: skip
+    loops, (parts, shift) = compiled("_numba_segments"), _segments(chain, each)
+    messages, shape = loops.forward(parts, False)[:3], chain.lengths.shape
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:
-        states = gamma.reshape(groups, size, -1, num_states) * weight[..., None, None]
-        pairs = counts * weight.reshape(-1, 1, 1)
-        if not each:
-            pairs = pairs.unflatten(1, (groups, size)).sum(2)
-        return states[:, :, 0], pairs, chain.by_logs(states)
+        weights = weight.double().reshape(-1).contiguous()
+        starts, pairs, _, states = loops.backward(parts, *messages, weights)
+        starts, states = starts.reshape(*shape, -1), states.reshape(*shape, *states.shape[1:])
+        return starts, pairs, chain.by_logs(states)
 
-    return (evidence + shift).reshape(groups, size), gradient
+    return (messages[2] + shift).reshape(shape), gradient
 
 
 def filtered_in_log_space(chain: Chain) -> Tensor:
     """Log p(x_{1:t}, z_t) ``(G, n, T, K)`` but for a number at each step; padding is anything."""
-    initial, transition, likelihood, lengths, _ = _wide(chain)
-    messages, nothing = torch.zeros_like(likelihood), likelihood.new_zeros(0, 0, 0)
-    run(
-        _paths.log_space, len(lengths), 10 * likelihood[0].numel() * likelihood.size(-1), initial,
-        transition, transition.mT.contiguous(), transition.exp(), likelihood, lengths, False,
-        messages, likelihood.new_zeros(len(lengths)), nothing, nothing.unsqueeze(0),
-    )  # fmt: skip
-    return messages.reshape(*chain.lengths.shape, *messages.shape[1:])
+    found: Tensor = compiled("_numba_segments").forward(_segments(chain)[0], False)[1]
+    return found.reshape(*chain.lengths.shape, *found.shape[1:])
 
 
-def _wide(chain: Chain) -> tuple[Tensor, ...]:
-    """Initial, transition, log-likelihood and lengths of N sequences, in float64.
+def _segments(chain: Chain, each: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The chain as one of segments of one step, in float64; and what the log evidence lacks.
 
     The largest logarithm of each step and matrix is subtracted, lest sums over steps grow so large
-    that none of their digits are left for the differences; the last part is that sum, ``(N,)``.
+    that none of their digits are left for the differences. ``each`` sequence may have a matrix.
     """
     initial, transition, likelihood = chain.initial, chain.transition, chain.likelihood
     initial, transition = initial.double().flatten(0, 1), transition.double()
     likelihood, lengths = likelihood.double().flatten(0, 1), chain.lengths.reshape(-1)
     peak, most = largest(likelihood, (-1,)), largest(transition, (-2, -1))
-    steps = likelihood.size(1)
+    steps, repeats = likelihood.size(1), chain.lengths.size(1)
     moves = most.flatten(2).expand(max(steps - 1, 0), -1, -1).squeeze(-1).mT  # (G, T - 1)
-    moves = moves.repeat_interleave(len(lengths) // len(moves), 0)
-    shift = (peak.squeeze(-1) * exists(lengths, steps)).sum(-1)
-    shift = shift + (moves * exists(lengths - 1, steps - 1)).sum(-1)
-    parts = initial.contiguous(), (transition - most).contiguous(), (likelihood - peak).contiguous()
-    return *parts, lengths, shift
+    shift = (peak.squeeze(-1) * step_mask(lengths, steps)).sum(-1)
+    moves = moves.repeat_interleave(repeats, 0) * step_mask(lengths - 1, steps - 1)
+    transition = transition - most
+    transition = transition.repeat_interleave(repeats, 1) if each else transition
+    weights = initial.new_zeros(2, 2, transition.size(1), 1, initial.size(-1))
+    parts = initial, transition, weights, likelihood - peak
+    return (*(part.contiguous() for part in parts), lengths), shift + moves.sum(-1)
+
+
+# Best paths, and samples of paths --------------------------------------------------------------
+
+
+@kernel
+def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
+    """Most probable paths of many sequences; a group is a unit of work."""
+    steps, groups, num_states, _ = transition.shape
+    size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
+    count, real = lengths.shape[0] // groups, likelihood.dtype
+    packed = np.full(height * height, -np.inf, real)
+    score, reached = (
+        np.full(height * _LANES, -np.inf, real),
+        np.full(height * _LANES, -np.inf, real),
+    )
+    origin, seen = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
+    back = np.zeros(u64(best.shape[1]) * size * _LANES, np.uint16)
+    zero, peak = real.type(0), np.zeros(LANES, real)
+    offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
+    states = np.zeros(LANES, np.uint64)
+    tiles, current = (count + LANES - 1) // LANES, -1  # which matrix is packed
+    for tile in range(first, last):
+        g, start = tile // tiles, tile // tiles * count + tile % tiles * LANES
+        width = min(LANES, (g + 1) * count - start)
+        longest = lengths[start : start + width].max()
+        for t in range(longest):
+            for i in range(LANES):
+                active[i] = i < width and t < lengths[start + i]
+                offsets[i] = u64((start + i) * best.shape[1] + t) * size
+            if t == 0:
+                for i in range(width):
+                    for k in range(num_states):
+                        reached[u64(k) * _LANES + u64(i)] = initial[start + i, k]
+            else:
+                wanted = g if steps == 1 else (t - 1) * groups + g
+                if wanted != current:
+                    current = wanted
+                    for j in range(num_states):
+                        for k in range(num_states):
+                            packed[j * height + k] = transition[wanted // groups, g, j, k]
+                reach(reached, origin, score, packed, height)
+                row = u64(t) * size * _LANES
+                for k in range(size * _LANES):
+                    back[row + k] = np.uint16(origin[k])
+            load(seen, _LANES, likelihood.ravel(), offsets, active, size, zero)
+            for i in range(_LANES):
+                peak[i] = -np.inf
+            for k in range(size):
+                for i in range(_LANES):
+                    x = reached[k * _LANES + i] + seen[k * _LANES + i]
+                    score[k * _LANES + i] = x
+                    peak[i] = x if x > peak[i] else peak[i]
+            for i in range(_LANES):
+                peak[i] = peak[i] if peak[i] > -np.inf else zero
+            for k in range(size):
+                for i in range(_LANES):
+                    score[k * _LANES + i] -= peak[i]
+            for i in range(width):
+                if t == lengths[start + i] - 1:
+                    lane, state = u64(i), u64(0)
+                    for k in range(size):
+                        if score[u64(k) * _LANES + lane] > score[state * _LANES + lane]:
+                            state = u64(k)
+                    states[i] = state
+                    best[start + i, t] = state
+        for t in range(longest - 1, 0, -1):
+            for i in range(width):
+                if t < lengths[start + i]:
+                    state = u64(back[(u64(t) * size + states[i]) * _LANES + u64(i)])
+                    states[i] = state
+                    best[start + i, t - 1] = state
+
+
+@kernel
+def viterbi_rows(first, last, initial, transition, likelihood, lengths, best):
+    """Most probable paths of few sequences, one after the other."""
+    steps, groups, num_states, _ = transition.shape
+    size, longest = lengths.shape[0] // groups, likelihood.shape[1]
+    scores = np.empty((longest, num_states), likelihood.dtype)
+    for i in range(first, last):
+        g, end = i // size, lengths[i] - 1
+        for t in range(end + 1):
+            row = scores[t]
+            if t == 0:
+                copy(row, initial[i])
+            else:
+                matrix = transition[0 if steps == 1 else t - 1, g]
+                row[:] = -np.inf
+                for j in range(num_states):
+                    score = scores[t - 1, j]
+                    origin = matrix[j]
+                    for k in range(num_states):
+                        reached = score + origin[k]
+                        row[k] = reached if reached > row[k] else row[k]
+            for k in range(num_states):
+                row[k] += likelihood[i, t, k]
+            peak = row[0]
+            for k in range(1, num_states):
+                peak = row[k] if row[k] > peak else peak
+            if peak > -np.inf:
+                for k in range(num_states):
+                    row[k] -= peak
+        state = 0
+        for t in range(end, -1, -1):
+            row, matrix = scores[t], transition[0 if steps == 1 else min(t, steps - 1), g]
+            top, choice = row[0] + matrix[0, state] if t < end else row[0], 0
+            for k in range(1, num_states):
+                score = row[k] + matrix[k, state] if t < end else row[k]
+                if score > top:
+                    top, choice = score, k
+            state = choice
+            best[i, t] = state
+
+
+@kernel
+def sample_rows(first, last, messages, transition, lengths, low, uniform, states):
+    """Sample paths backwards from log filtered ``messages`` ``(N, T, K)``.
+
+    A state less probable than the exponential of ``low``, relative to another, is not sampled.
+    """
+    steps, groups, num_states, _ = transition.shape
+    size = lengths.shape[0] // groups
+    mass = np.empty(num_states, messages.dtype)
+    lowest, zero = messages.dtype.type(low), messages.dtype.type(0)
+    for i in range(first, last):
+        g, end = i // size, lengths[i] - 1
+        for s in range(states.shape[0]):
+            state = 0
+            for t in range(end, -1, -1):
+                row, matrix = messages[i, t], transition[0 if steps == 1 else min(t, steps - 1), g]
+                for k in range(num_states):
+                    mass[k] = row[k] + matrix[k, state] if t < end else row[k]
+                peak = mass[0]
+                for k in range(1, num_states):
+                    peak = mass[k] if mass[k] > peak else peak
+                if not peak > -np.inf:  # an impossible sequence has no posterior: any path will do
+                    mass[:] = 0.0
+                    peak = mass[0]
+                for k in range(num_states):
+                    x = mass[k] - peak
+                    value = exp(x if x > lowest else lowest)
+                    mass[k] = value if x > lowest else zero
+                total = zero
+                for k in range(num_states):
+                    total += mass[k]
+                    mass[k] = total
+                state = 0
+                while state < num_states - 1 and not mass[state] > uniform[s, i, t] * total:
+                    state += 1
+                states[s, i, t] = state
 
 
 def viterbi(chain: Chain) -> Tensor:
@@ -366,7 +409,7 @@ def viterbi(chain: Chain) -> Tensor:
     work, many = likelihood[0].numel() * likelihood.size(-1), size >= SIDE_BY_SIDE
     tiles = -(-size // LANES)
     run(
-        _paths.viterbi_lanes if many else _paths.viterbi_rows,
+        viterbi_lanes if many else viterbi_rows,
         groups * tiles if many else groups * size, work * size // tiles if many else work,
         initial.contiguous(), transition.contiguous(), likelihood, lengths.reshape(-1), best,
     )  # fmt: skip
@@ -380,7 +423,7 @@ def sample_states(chain: Chain, messages: Tensor, num_samples: int) -> Tensor:
     states = torch.zeros(uniform.shape, dtype=torch.long)
     low = math.log(torch.finfo(messages.dtype).tiny)
     run(
-        _paths.sample_states, len(lengths), 10 * num_samples * messages[0].numel(), messages,
+        sample_rows, len(lengths), 10 * num_samples * messages[0].numel(), messages,
         chain.transition.to(messages.dtype).contiguous(), lengths, low, uniform, states,
     )  # fmt: skip
     return states.reshape(num_samples, *chain.lengths.shape, -1)

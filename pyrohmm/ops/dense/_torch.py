@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED
 from ..._sync import exceeds
-from .. import log_messages
+from .. import forward
 from ..products import accumulated
 from .chain import Chain, Gradient
 
@@ -15,7 +15,7 @@ from .chain import Chain, Gradient
 def scaled(
     chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
-    """Evidence by scaled messages: see :func:`.scaling.solve`.
+    """Evidence by scaled messages: see :func:`.recursions.solve`.
 
     Returns:
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if everywhere;
@@ -93,7 +93,7 @@ def _normal(probs: Tensor) -> Tensor:
 
 
 def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
-    """Whether no mass that matters can be lost, whatever is observed: see :mod:`.scaling`."""
+    """Whether no mass that matters can be lost, whatever is observed: see :mod:`.recursions`."""
     tables = [part.to(dtype) for part in (chain.initial, chain.transition) if part.numel()]
     least = torch.stack([part.amin() for part in tables]).amin().exp()
     most = torch.stack([part.amax() for part in tables]).amax().exp().clamp(min=1.0)
@@ -313,26 +313,27 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # In logarithms ----------------------------------------------------------------------------------
 
 
-def _arranged(chain: Chain, each: bool = False) -> log_messages.Arranged:
+def _arranged(chain: Chain, each: bool = False) -> forward.Arranged:
     """The chain in logarithms, with matrices of each sequence if need be."""
     size, matrices = chain.lengths.size(1), chain.transition.movedim(0, 1)  # (G, S, K, K)
     if each or len(matrices) > 1:
         matrices = matrices.repeat_interleave(size, 0)
-    lengths = chain.lengths.reshape(-1)
-    parts = chain.initial.flatten(0, 1), matrices.unsqueeze(-3), chain.likelihood.flatten(0, 1)
-    return log_messages.arrange(*parts, lengths, lengths.shape)
+    lengths, initial = chain.lengths.reshape(-1), chain.initial.flatten(0, 1)
+    parts = initial.unsqueeze(-2), matrices.unsqueeze(-3), chain.likelihood.flatten(0, 1)
+    return forward.arrange(*parts, lengths, lengths.shape)
 
 
 def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)``, and the gradient, in logarithms and float64."""
     arranged, shape = _arranged(chain, each), chain.lengths.shape
-    value, gradient = log_messages.solve(arranged.chain)
+    value, gradient = forward.solve(arranged.chain)
 
     def restored(weight: Tensor) -> tuple[Tensor, ...]:
         order = arranged.order.to(weight.device)
         initial, states, table = gradient(weight.double().reshape(-1)[order])
         initial, states = (
-            arranged.restored(part).reshape(*shape, *part.shape[1:]) for part in (initial, states)
+            arranged.restored(part).reshape(*shape, *part.shape[1:])
+            for part in (initial.squeeze(1), states)
         )
         table = table.squeeze(2)
         if table.size(1) > 1:
@@ -345,16 +346,5 @@ def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
 
 def filtered_in_log_space(chain: Chain) -> Tensor:
     """Filtered log-probabilities ``(G, n, T, K)``."""
-    found = log_messages.filtered(_arranged(chain))
+    found = forward.filtered(_arranged(chain))
     return found.reshape(*chain.lengths.shape, *found.shape[1:])
-
-
-def viterbi(chain: Chain) -> Tensor:
-    """Most probable paths ``(G, n, T)``; zeros at padded steps."""
-    return log_messages.viterbi(_arranged(chain)).reshape(*chain.lengths.shape, -1)
-
-
-def sample_states(chain: Chain, num_samples: int) -> Tensor:
-    """Paths ``(S, G, n, T)`` of the posterior; zeros at padded steps."""
-    found = log_messages.sample_states(_arranged(chain), num_samples)
-    return found.reshape(num_samples, *chain.lengths.shape, -1)

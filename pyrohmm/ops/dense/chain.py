@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,69 +114,43 @@ def symbol_scores(logs: Tensor, symbols: Tensor, known: Tensor | None) -> Tensor
 
 
 def check_arguments(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    logs: Tensor,
-    lengths: Tensor,
-    symbols: Tensor | None = None,
-    known: Tensor | None = None,
-) -> Arguments:
+    log_initial: Tensor, log_transition: Tensor, logs: Tensor, lengths: Tensor,
+    symbols: Tensor | None = None, known: Tensor | None = None,
+) -> Arguments:  # fmt: skip
     """Raise unless dtypes, devices and shapes agree."""
     name = "log_likelihood" if symbols is None else "log_symbols"
     parts = {"log_initial": log_initial, "log_transition": log_transition, name: logs}
-    shapes = "(*B, K)", "(*B, 1|T-1, K, K)", "(*B, T, K)" if symbols is None else "(*B, K, V)"
-    for (each, tensor), shape in zip(parts.items(), shapes):
+    for each, tensor in parts.items():
         check_tensor(each, tensor)
         if not tensor.dtype.is_floating_point:
-            raise TypeError(
-                f"{each} must be floating point; got {tensor.dtype}. Call .float() on it."
-            )
-        if tensor.dim() < shape.count(","):
-            raise ValueError(
-                f"{each} must have shape {shape}; got shape {tuple(tensor.shape)}. Insert "
-                "dimensions of size 1 with unsqueeze."
-            )
+            raise TypeError(f"{each} must be floating point; got {tensor.dtype}. Call .float().")
     check_integers("lengths", lengths)
     check_same_device(parts)
-    num_states = logs.size(-1) if symbols is None else log_initial.size(-1)
-    leads = {
-        "log_initial": log_initial.shape[:-1],
-        "log_transition": log_transition.shape[:-3],
-        name: logs.shape[:-2],
-        "lengths": lengths.shape,
-    }
+    size, steps = log_initial.size(-1), (logs if symbols is None else symbols[..., None]).size(-2)
+    several = log_transition.dim() > 2 and log_transition.size(-3) != 1
+    matrices = steps - 1 if several else 1, size, size
+    check_trailing("log_transition", log_transition, matrices, "(1|T-1, K, K)")
     if symbols is None:
-        steps = logs.size(-2)
-        cure = "K is that of log_likelihood."
-        check_trailing("log_initial", log_initial, (num_states,), "(K,)", cure)
+        check_trailing(name, logs, (steps, size), "(T, K)", "K is that of log_initial.")
     else:
-        steps = _check_symbols(logs, symbols, known, num_states)
-        leads["symbols"] = symbols.shape[:-1]
-        if known is not None:
-            leads["known"] = known.shape[:-1]
-    if steps == 0:
-        raise ValueError(f"{name} must have at least one step; got shape {tuple(logs.shape)}.")
-    check_trailing("log_transition", log_transition, (num_states, num_states), "(K, K)")
+        check_integers("symbols", symbols)
+        check_trailing(name, logs, (size, logs.size(-1)), "(K, V)", "K is that of log_initial.")
+    if known is not None:
+        check_booleans("known", known)
+        check_trailing("known", known, (steps,), "(T,)", "T is that of symbols.")
     lengths = lengths.cpu().long()
     check_lengths(lengths, steps)
-    varying = log_transition.size(-3)
-    if varying != 1 and varying != steps - 1:
-        raise ValueError(
-            f"log_transition must have 1 or T - 1 = {steps - 1} matrices in dimension -3; got "
-            f"{varying}."
-        )
-    check_broadcast(leads)
+    leads = {each: tensor.shape[: tensor.dim() - 2] for each, tensor in parts.items()}
+    leads |= {"log_initial": log_initial.shape[:-1], "log_transition": log_transition.shape[:-3]}
+    rows = {"lengths": lengths[..., None], "symbols": symbols, "known": known}
+    check_broadcast(leads | {each: x.shape[:-1] for each, x in rows.items() if x is not None})
     return read_arguments(log_initial, log_transition, logs, lengths, symbols, known)
 
 
 def read_arguments(
-    initial: Tensor,
-    transition: Tensor,
-    logs: Tensor,
-    lengths: Tensor,
-    symbols: Tensor | None = None,
-    known: Tensor | None = None,
-) -> Arguments:
+    initial: Tensor, transition: Tensor, logs: Tensor, lengths: Tensor,
+    symbols: Tensor | None = None, known: Tensor | None = None,
+) -> Arguments:  # fmt: skip
     """Arguments whose dtypes, devices and shapes are known to agree; lengths are on the CPU."""
     double = torch.float64 in (initial.dtype, transition.dtype, logs.dtype)
     shared = [transition.shape[:-3]]
@@ -187,50 +161,34 @@ def read_arguments(
         if known is not None:
             leads.add(known.shape[:-1])
     batch = broadcast_shapes(*leads)
-    split = max(
-        (len(batch) - len(lead) + place + 1
-         for lead in shared for place, size in enumerate(lead) if size != 1),
-        default=0,
-    )  # fmt: skip
+    split = split_of(batch, shared)
     dtype = torch.float64 if double else torch.float32
     return Arguments(initial, transition, logs, symbols, known, lengths, batch, split, dtype)
 
 
-def _check_symbols(
-    log_symbols: Tensor, symbols: Tensor, known: Tensor | None, num_states: int
-) -> int:
-    """Raise unless types and shapes agree; return the number of steps."""
-    check_integers("symbols", symbols)
-    if log_symbols.size(-2) != num_states:
-        raise ValueError(
-            f"log_symbols must have shape (*B, K, V) with K = {num_states}, that of log_initial; "
-            f"got {tuple(log_symbols.shape)}."
-        )
-    if symbols.dim() == 0:
-        raise ValueError("symbols must have shape (*B, T); got shape ().")
-    if known is not None:
-        check_booleans("known", known)
-        if known.shape[-1:] != symbols.shape[-1:]:
-            raise ValueError(
-                f"known must have shape (*B, T) with T = {symbols.size(-1)}, that of symbols; got "
-                f"{tuple(known.shape)}."
-            )
-    return symbols.size(-1)
+def split_of(batch: torch.Size, shared: Sequence[torch.Size]) -> int:
+    """Number of dimensions of ``batch`` up to the last in which one of ``shared`` differs."""
+    return max(
+        (len(batch) - len(lead) + place + 1
+         for lead in shared for place, size in enumerate(lead) if size != 1),
+        default=0,
+    )  # fmt: skip
+
+
+def by_groups(table: Tensor, core: int, batch: torch.Size, split: int) -> Tensor:
+    """A table ``(*b, *core)`` of each of G groups of the batch, ``(G, *core)``."""
+    lead, tail = table.shape[:-core], table.shape[-core:]
+    if split == 0:
+        return table.reshape(1, *tail)
+    lead = torch.Size((1,) * (len(batch) - len(lead))) + lead
+    table = table.reshape(lead[:split] + tail).expand(batch[:split] + tail)
+    return table.reshape(math.prod(batch[:split]), *tail)
 
 
 def arrange(arguments: Arguments) -> Chain:
     """The arguments in groups that share a matrix, of one dtype."""
     initial, transition, logs, symbols, known, lengths, batch, split, dtype = arguments
     shape = math.prod(batch[:split]), math.prod(batch[split:])
-
-    def shared(table: Tensor, core: int, axis: int) -> Tensor:
-        table = cast(table, dtype)
-        lead, tail = table.shape[:-core], table.shape[-core:]
-        if shape[0] == 1:
-            return (table.reshape(tail) if lead else table).unsqueeze(axis)
-        lead = torch.Size((1,) * (len(batch) - len(lead))) + lead
-        table = table.reshape(lead[:split] + tail).expand(batch[:split] + tail)
-        return table.reshape(shape[0], *tail).movedim(0, axis)
 
     def each(part: Tensor, core: int) -> Tensor:
         lead, tail = part.shape[: part.dim() - core], part.shape[part.dim() - core :]
@@ -239,8 +197,10 @@ def arrange(arguments: Arguments) -> Chain:
         return (part if lead == batch else part.expand(*batch, *tail)).reshape(*shape, *tail)
 
     return Chain(
-        each(cast(initial, dtype), 1), shared(transition, 3, 1),
-        shared(logs, 2, 0) if symbols is not None else each(cast(logs, dtype), 2),
+        each(cast(initial, dtype), 1),
+        by_groups(cast(transition, dtype), 3, batch, split).transpose(0, 1),
+        by_groups(cast(logs, dtype), 2, batch, split) if symbols is not None
+        else each(cast(logs, dtype), 2),
         None if symbols is None else each(symbols, 1),
         None if known is None else each(known, 1),
         each(lengths, 0),

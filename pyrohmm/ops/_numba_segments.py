@@ -1,6 +1,7 @@
 """Compiled recursions of chains with durations, in float64.
 
-Arrays are those of :class:`.chain.SegmentChain`. For each state, the segments that may
+Arrays are those of :class:`.semi_markov.SegmentChain`; of a Markov chain, whose segments have one
+step, there may be a matrix for each step. For each state, the segments that may
 cover a step are kept as numbers relative to a logarithm of their own, its *frame*; a step adds its
 log-likelihood to the frame, a new segment stands beside the others, and the sum over durations is a
 product of two vectors. What falls out of the range of numbers is so small that such a sum does not
@@ -20,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._numba_math import call, copy, exp, inner, kernel, logsumexp, run, share, threads_of
-from ._torch import SegmentChain
+from ._numba_math import call, copy, exp, inner, kernel, logsumexp, run, share, threads_of
+from .semi_markov import SegmentChain
 
 ABOVE = 40.0  # how far an entry may lie above its frame
 FLOOR = 1e-150  # a smaller number is zero, so that products are normal numbers
@@ -199,17 +200,22 @@ def _forward(
     first, last, initial, transition, weights, likelihood, lengths, filtering, arrive, ends,
     evidence, filtered,
 ):  # fmt: skip
-    """Forward messages: see :func:`._torch.forward`."""
+    """Forward messages.
+
+    Of segments that begin at each step (``arrive``) and of those that end there (``ends``), both
+    together with the observations before and in them, ``(N, T, K)``; the log evidence ``(N,)``; and
+    if ``filtering``, log p(x_{1:t}, z_t) as if each step were the last. Padded steps hold anything.
+    """
     num_durations, num_states = weights.shape[3:]
-    per = lengths.shape[0] // transition.shape[0]
+    per = lengths.shape[0] // transition.shape[1]
     scores, column = np.empty(num_durations), np.empty(num_states)
     window = np.empty((num_states, likelihood.shape[1]))
     frame = np.empty(num_states)
-    group = -1
+    group, several = -1, transition.shape[0] > 1
     for i in range(first, last):
         g = i // per
         if g != group:
-            group, matrix, tables = g, _matrix(transition[g]), _tables(weights, g)
+            group, tables = g, _tables(weights, g)
         end = lengths[i] - 1
         seen, enter = likelihood[i], arrive[i]
         copy(enter[0], initial[i])
@@ -229,7 +235,10 @@ def _forward(
                     if is_last and filtering:
                         filtered[i, t, k] = value
             if t < end:
-                _products(ends[i, t], matrix, transition[g], column, enter[t + 1])
+                logs = transition[t if several else 0, g]
+                if several or t == 0:
+                    matrix = _matrix(logs)
+                _products(ends[i, t], matrix, logs, column, enter[t + 1])
         evidence[i] = logsumexp(ends[i, end])
 
 
@@ -248,23 +257,23 @@ def _backward(
     first, last, transition, weights, likelihood, lengths, arrive, ends, evidence, weight, starts,
     gamma, transitions, sums,
 ):  # fmt: skip
-    """Posterior counts times ``weight``: see :func:`._torch.backward`."""
+    """Posterior counts times ``weight``: the derivatives of the evidences."""
     num_durations, num_states = weights.shape[3:]
     steps = likelihood.shape[1]
-    per = lengths.shape[0] // transition.shape[0]
+    per = lengths.shape[0] // transition.shape[1]
     scores, inside = np.empty(num_durations), np.empty(num_states)
     frame, spare, shares = np.empty(num_states), np.empty(num_states), np.empty(steps)
     window, cover = np.empty((num_states, steps)), np.empty((num_states, steps))
     onward, seen = np.empty((steps, num_states)), np.empty((steps, num_states))
     counts = np.empty((num_states, num_durations))
-    group = -1
+    group, several = -1, transition.shape[0] > 1
     for i in range(first, last):
         whole = evidence[i]
         if whole == -np.inf:
             continue
         g = i // per
         if g != group:
-            group, matrix, tables = g, _matrix(transition[g]), _tables(weights, g)
+            group, tables = g, _tables(weights, g)
         end = lengths[i] - 1
         for r in range(end + 1):  # steps, counted from the end
             copy(seen[r], likelihood[i, end - r])
@@ -302,9 +311,14 @@ def _backward(
                 for s in range(span):
                     counts[k, num_durations - span + s] += shares[s]
             if t > 0:
-                moves = transition[g]
-                _products(inside, matrix.T, moves.T, spare, onward[r + 1])
-                _count_transitions(ends[i, t - 1], inside, moves, whole, weight[i], transitions[g])
+                here = t - 1 if several else 0
+                if several or t == end:
+                    matrix = _matrix(transition[here, g])
+                _products(inside, matrix.T, transition[here, g].T, spare, onward[r + 1])
+                _count_transitions(
+                    ends[i, t - 1], inside, transition[here, g], whole, weight[i],
+                    transitions[here, g],
+                )  # fmt: skip
         for r in range(end + 1):
             for k in range(num_states):
                 gamma[i, end - r, k] = cover[k, r]
@@ -317,7 +331,7 @@ def _backward(
 def _largest(first, last, initial, transition, weights, likelihood, lengths, arrive, ends):
     """Forward messages with maxima for sums."""
     num_durations, num_states = weights.shape[3:]
-    per = lengths.shape[0] // transition.shape[0]
+    per = lengths.shape[0] // transition.shape[1]
     within = np.empty(num_states)
     for i in range(first, last):
         g, end = i // per, lengths[i] - 1
@@ -337,7 +351,7 @@ def _largest(first, last, initial, transition, weights, likelihood, lengths, arr
                     enter[t + 1, k] = -np.inf
                 for j in range(num_states):
                     for k in range(num_states):
-                        score = peaks[t, j] + transition[g, j, k]
+                        score = peaks[t, j] + transition[0, g, j, k]
                         enter[t + 1, k] = score if score > enter[t + 1, k] else enter[t + 1, k]
 
 
@@ -371,9 +385,9 @@ def _choose(logs, count, uniform):
 def _walk_back(
     first, last, transition, weights, likelihood, lengths, arrive, ends, uniform, states
 ):
-    """Paths from the last segment to the first: see :func:`._torch.sample_states`."""
+    """Paths from the last segment to the first; the best where ``uniform`` is negative."""
     num_durations, num_states = weights.shape[3:]
-    per = lengths.shape[0] // transition.shape[0]
+    per = lengths.shape[0] // transition.shape[1]
     logs, spans = np.empty(num_states), np.empty(num_durations)
     for i in range(first, last):
         g, end = i // per, lengths[i] - 1
@@ -383,7 +397,7 @@ def _walk_back(
                 for k in range(num_states):
                     logs[k] = ends[i, t, k]
                     if t < end:
-                        logs[k] += transition[g, k, state]
+                        logs[k] += transition[0, g, k, state]
                 state = _choose(logs, num_states, uniform[s, i, t, 0])
                 span, within = min(t + 1, num_durations), 0.0
                 for d in range(span):
@@ -400,13 +414,14 @@ def _walk_back(
 
 def _work(chain: SegmentChain) -> int:
     """Multiplications for each sequence."""
-    size, num_states = chain.weights.shape[3:]
-    return chain.likelihood.size(1) * num_states * (num_states + 10 * size)
+    _, _, weights, likelihood, _ = chain
+    size, num_states = weights.shape[3:]
+    return likelihood.size(1) * num_states * (num_states + 10 * size)
 
 
 def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
-    """Forward messages, evidence, filtered states: see :func:`._torch.forward`."""
-    likelihood = chain.likelihood
+    """Forward messages, evidence, filtered states: see :func:`_forward`."""
+    likelihood = chain[3]
     arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
     evidence = likelihood.new_zeros(len(likelihood))
     filtered = likelihood.new_zeros(likelihood.shape if filtering else (0, 0, 0))
@@ -418,11 +433,12 @@ def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
 def backward(
     chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
 ) -> tuple[Tensor, ...]:
-    """Derivatives of the evidences times ``weight``: see :func:`._torch.backward`."""
-    count = len(chain.lengths)
+    """Derivatives of the evidences times ``weight`` ``(N,)`` by the tensors of the chain."""
+    initial, transition, weights, likelihood, lengths = chain
+    count = len(lengths)
     threads = threads_of(count, count * _work(chain))
-    gamma, starts = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.initial)
-    sums = [[torch.zeros_like(table) for table in chain[1:3]] for _ in range(threads)]
+    gamma, starts = torch.zeros_like(likelihood), torch.zeros_like(initial)
+    sums = [[torch.zeros_like(table) for table in (transition, weights)] for _ in range(threads)]
     constant = [part.numpy() for part in (*chain[1:], arrive, ends, evidence, weight)]
 
     def run_part(part: int) -> None:
@@ -438,12 +454,17 @@ def viterbi(chain: SegmentChain) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
     arrive, ends = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.likelihood)
     run(_largest, len(ends), _work(chain), *chain, arrive, ends)
-    best = ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2)
-    return sample_states(chain, arrive, ends, best)[0]
+    return _paths(chain, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
 
 
-def sample_states(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
-    """Paths ``(S, N, T)`` sampled backwards, where ``uniform`` is not negative; else the best."""
+def sample_states(chain: SegmentChain, num_samples: int) -> Tensor:
+    """Paths ``(S, N, T)`` of the posterior, sampled backwards."""
+    arrive, ends, *_ = forward(chain, False)
+    uniform = torch.rand(num_samples, *ends.shape[:2], 2, dtype=torch.float64)
+    return _paths(chain, arrive, ends, uniform)
+
+
+def _paths(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
     states = torch.zeros(uniform.shape[:-1], dtype=torch.long)
     work = 10 * len(states) * chain.likelihood[0].numel()
     run(_walk_back, len(chain.lengths), work, *chain[1:], arrive, ends, uniform, states)

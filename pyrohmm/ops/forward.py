@@ -1,0 +1,432 @@
+"""The forward pass of any chain in logarithms and float64, as torch operations on any device.
+
+Messages ``(n, H, W)`` are log-probabilities of the W states and of what else the next step depends
+on. A step takes them along: those of a Markov chain by a matrix (H = 1), those of a second-order
+chain, of pairs (i, j), to (j, k) by a matrix for each j, those of a semi-Markov chain by one more
+step of each segment (H = D, its steps so far) or by its end. All else follows from a step: for the
+gradient it is taken again on the way back, and best paths and samples choose what came before it.
+
+-inf is legal everywhere. A sequence of probability zero has evidence -inf and gradient zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .._precision import recomputing, with_gradient
+from .._transforms import transforming
+from .log_space import finite_or_zero, largest, log, logsumexp, step_mask
+
+LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
+SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
+SMALL = 1 << 12  # pairs of states, up to which their sum takes less time than a product
+AT_ONCE = 1 << 17  # numbers made at once, of all pairs of states: they stay in the cache
+Gradient = Callable[[Tensor], tuple[Tensor, ...]]
+
+
+class Chain(NamedTuple):
+    """N sequences, the longest first, in float64."""
+
+    initial: Tensor  # (N, H, W), log
+    likelihood: Tensor  # (N, T, W), log, of the states
+    logs: Tensor  # (S, N|1, R|1, k, k), log, of S transitions: the last for all after the others
+    weights: Tensor | None  # (N|1, 2, 2, D, W), log, of segments: is it the first, is it the last
+    counts: list[int]  # how many sequences have each step, up to the last that one has
+    last: Tensor | None  # (N, 1), the last step of each, of what is carried over those after it
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What the evidence is differentiated by."""
+        return tuple(part for part in self[:4] if part is not None)
+
+    def replaced(
+        self, initial: Tensor, likelihood: Tensor, logs: Tensor, weights: Tensor | None = None
+    ) -> Chain:
+        """The chain with other tensors."""
+        return Chain(initial, likelihood, logs, weights, self.counts, self.last)
+
+    def place(self, t: int) -> int:
+        """Which of the S transitions leads to step t."""
+        return min(t, len(self.logs)) - 1
+
+
+class Arranged(NamedTuple):
+    """Sequences as a chain has them, and as they came."""
+
+    chain: Chain
+    order: Tensor  # (N,), the sequence that each row is
+    batch: torch.Size
+    dtype: torch.dtype
+    shift: Tensor  # (N,), what was subtracted from the logarithms of each sequence
+
+    def restored(self, rows: Tensor, dim: int = 0) -> Tensor:
+        """Results of sequences ``(*, N, *)`` in the order and the batch shape of the arguments."""
+        rows = rows.index_select(dim, self.order.argsort().to(rows.device))
+        return rows.reshape((*rows.shape[:dim], *self.batch, *rows.shape[dim + 1 :]))
+
+
+def arrange(
+    initial: Tensor, logs: Tensor, likelihood: Tensor, lengths: Tensor, batch: torch.Size,
+    weights: Tensor | None = None,
+) -> Arranged:  # fmt: skip
+    """Sort the longest sequences first, by differentiable operations.
+
+    Within transforms, which may not know the lengths, all go on to the end, as they were.
+
+    The largest logarithm of each step is subtracted, lest sums over steps grow so large that none
+    of their digits are left for the differences.
+
+    Args:
+        initial: ``(*b, H, W)``.
+        logs: ``(*b, S, R|1, k, k)``: the last of S for all transitions after the others.
+        likelihood: ``(*b, T, W)``.
+        lengths: ``(*b)``, on the CPU.
+        batch: What ``(*b)`` broadcast to.
+        weights: ``(*b, 2, 2, D, W)``, of a semi-Markov chain.
+    """
+    lengths = lengths.expand(batch).reshape(-1)
+    unknown, order = transforming(), torch.arange(len(lengths))
+    longest = likelihood.size(-2)
+    if not unknown:
+        order = lengths.argsort(descending=True, stable=True)
+        longest = int(lengths.max()) if len(lengths) else 1
+    where = order.to(likelihood.device)
+
+    def rows(tensor: Tensor, core: int, shared: bool = False) -> Tensor:
+        lead, tail = tensor.shape[: tensor.dim() - core], tensor.shape[tensor.dim() - core :]
+        if shared and lead.numel() == 1:
+            return tensor.double().reshape(1, *tail)
+        return (
+            tensor.double().expand(*batch, *tail).reshape(len(order), *tail).index_select(0, where)
+        )
+
+    seen = rows(likelihood, 2)
+    peak = largest(seen, (-1,))
+    steps = step_mask(lengths[order], seen.size(1), where.device)
+    seen = (seen - peak).masked_fill(~steps.unsqueeze(-1), 0.0)
+    last = (lengths - 1).unsqueeze(-1).to(where.device) if unknown else None
+    counts = [len(order)] * longest
+    if not unknown:
+        counts = (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist()
+    durations = None if weights is None else rows(weights, 4, True)
+    tables = rows(logs, 4, True).movedim(1, 0)
+    chain = Chain(rows(initial, 2), seen, tables, durations, counts, last)
+    dtype = torch.promote_types(likelihood.dtype, initial.dtype)
+    dtype = torch.promote_types(dtype, logs.dtype)
+    return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
+
+
+# What a sum over states is -----------------------------------------------------------------------
+
+
+class Sums:
+    """Sums of probabilities, by products of matrices where these surely lose only rounding."""
+
+    along = staticmethod(logsumexp)
+
+    def __init__(self, logs: Tensor) -> None:
+        self.safe = bool((logs >= LEAST).all())
+        self.sure = SURE * logs.exp().amax().clamp(min=1.0) if logs.numel() else SURE
+
+    def over(self, scores: Tensor, logs: Tensor, probs: Tensor) -> Tensor:
+        """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
+        if scores.numel() * scores.size(-1) <= SMALL:
+            return PairSums.over(scores, logs)
+        top = finite_or_zero(scores.detach().amax(-1, keepdim=True))
+        total = _product((scores - top).exp(), probs)
+        found = log(total) + top
+        if not self.safe and bool((total < self.sure).any()):
+            possible = ((part.detach() > -torch.inf).double() for part in (scores, logs))
+            lost = (total < self.sure) & (_product(*possible) > 0)
+            rows = lost.flatten(1).any(-1).nonzero().squeeze(-1)
+            if len(rows):
+                table = logs if len(logs) == 1 else logs[rows]
+                found = found.index_put((rows,), PairSums.over(scores[rows], table))
+        return found
+
+
+class PairSums:
+    """Sums of probabilities over all pairs of states, differentiable any number of times."""
+
+    along = staticmethod(logsumexp)
+
+    @staticmethod
+    def over(scores: Tensor, logs: Tensor, _: Tensor | None = None) -> Tensor:
+        """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
+        return logsumexp(scores.unsqueeze(-1) + logs, -2)
+
+
+class Maxima:
+    """Largest scores."""
+
+    along = staticmethod(torch.amax)
+
+    @staticmethod
+    def over(scores: Tensor, logs: Tensor, _: Tensor | None = None) -> Tensor:
+        """Largest scores ``(n, R, k)`` over transitions."""
+        size = max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))
+        parts, tables = scores.unsqueeze(-1).split(size), logs.split(size)
+        tables = tables if len(tables) == len(parts) else tables * len(parts)
+        return torch.cat([(part + table).amax(-2) for part, table in zip(parts, tables)])
+
+
+Algebra = Any  # one of these
+
+
+def sums(logs: Tensor) -> Algebra:
+    """The sums over transitions with such logarithms, differentiable within transforms."""
+    return PairSums if transforming() else Sums(logs)
+
+
+def _product(values: Tensor, table: Tensor) -> Tensor:
+    """Products ``(n, R, k)`` of ``values`` and a table ``(n|1, R|1, k, k)``."""
+    return torch.einsum("nri,nrik->nrk", values, table)
+
+
+# A step ------------------------------------------------------------------------------------------
+
+
+def _step(
+    algebra: Algebra, t: int, message: Tensor, logs: Tensor, probs: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Messages ``(n, H, W)`` of step t, before its observation, from those of the step before."""
+    if weights is None:
+        moved: Tensor = algebra.over(_fibres(message, logs), logs, probs)
+        return moved
+    ended = algebra.along(message + _lasting(weights, t - 1, False), 1).unsqueeze(1)
+    return torch.cat([algebra.over(ended, logs, probs), message[:, :-1]], 1)
+
+
+def _end(t: Any, message: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Messages of sequences that end with step t."""
+    return message if weights is None else message + _lasting(weights, t, True)
+
+
+def _before(
+    algebra: Algebra, choose: Callable[[Tensor], Tensor], t: int, place: Tensor, message: Tensor,
+    logs: Tensor, weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Places ``(*s, n)`` in the messages of step t - 1 that a step leads from to ``place``."""
+    size, row = logs.size(-1), torch.arange(place.size(-1), device=place.device)
+    outer, state = place // size, place % size
+    into = logs[row % len(logs), outer % logs.size(1), :, state]
+    if weights is None:
+        scores = _fibres(message, logs)
+        return choose(scores[row, outer] + into) * scores.size(1) + outer
+    lasted = message + _lasting(weights, t - 1, False)
+    origin = choose(algebra.along(lasted, 1) + into)
+    age = choose(lasted.mT[row, origin])
+    return torch.where(outer > 0, place - size, age * size + origin)
+
+
+def _fibres(message: Tensor, logs: Tensor) -> Tensor:
+    """Messages as ``(n, R, k)``, by the states that a transition leaves."""
+    return message.reshape(len(message), logs.size(-1), -1).mT
+
+
+def _lasting(weights: Tensor, t: Any, is_last: bool) -> Tensor:
+    """Weights ``(n|1, D, W)`` of segments that end with step t: one of t + 1 steps is the first."""
+    steps = torch.arange(weights.size(-2), device=weights.device)
+    others, first = weights[:, :, int(is_last)].unbind(1)
+    return torch.where((steps == t).unsqueeze(-1), first, others)
+
+
+# The passes --------------------------------------------------------------------------------------
+
+
+def forward(chain: Chain, algebra: Algebra, probs: Tensor) -> list[Tensor]:
+    """Log-probabilities of the past and the states, ``(n_t, H, W)`` for each step t."""
+    messages = [chain.initial + chain.likelihood[:, :1]]
+    for t, count in enumerate(chain.counts[1:], 1):
+        message = _step(algebra, t, messages[-1][:count], *_at(chain, probs, t))
+        message = message + chain.likelihood[:count, t : t + 1]
+        if chain.last is not None:
+            message = torch.where((t <= chain.last).unsqueeze(-1), message, messages[-1])
+        messages.append(message)
+    return messages
+
+
+def _at(chain: Chain, probs: Tensor, t: int) -> tuple[Tensor, ...]:
+    """What the step to t reads, of the sequences that have it."""
+    place, count = chain.place(t), chain.counts[t]
+    tables = chain.logs[place][:count], probs[place][:count]
+    return tables if chain.weights is None else (*tables, chain.weights[:count])
+
+
+def _ends(chain: Chain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tensor | None]]:
+    """Step, messages and weights of the sequences that end with each step, the last first."""
+    found, weights = [], chain.weights
+    if chain.last is not None:
+        return [(chain.last, messages[-1], weights)]
+    for t, (message, end) in enumerate(zip(messages, [*chain.counts[1:], 0])):
+        if end < len(message):
+            if chain.weights is not None and len(chain.weights) > 1:
+                weights = chain.weights[end : len(message)]
+            found.append((t, message[end:], weights))
+    return found[::-1]
+
+
+def _evidence(chain: Chain, messages: list[Tensor]) -> Tensor:
+    """Log evidence ``(N,)``, of messages of the forward pass."""
+    ends = [_end(*parts).flatten(1) for parts in _ends(chain, messages)]
+    return logsumexp(torch.cat(ends), -1)
+
+
+def solve(chain: Chain) -> tuple[Tensor, Gradient]:
+    """Log evidence ``(N,)``; and the derivatives of its sum with weights, by all tensors."""
+    probs = chain.logs.exp()
+    algebra = Sums(chain.logs)
+    messages = forward(chain, algebra, probs)
+
+    def gradient(weight: Tensor) -> tuple[Tensor, ...]:
+        return _gradient(chain, algebra, probs, messages, weight)
+
+    return _evidence(chain, messages), gradient
+
+
+def _gradient(
+    chain: Chain, algebra: Algebra, probs: Tensor, messages: list[Tensor], weight: Tensor
+) -> tuple[Tensor, ...]:
+    """Derivatives by the tensors of the evidences times weights ``(N,)``, a step at a time."""
+    states, by_logs, by_probs = (torch.zeros_like(x) for x in (chain.likelihood, probs, probs))
+    by_weights = [] if chain.weights is None else [torch.zeros_like(chain.weights)]
+    flow = messages[-1][:0]
+    ends = {t: parts for t, *parts in _ends(chain, messages)}
+    for t in range(len(messages) - 1, -1, -1):
+        if t in ends:
+            first, count = len(flow), len(messages[t])
+
+            def evidence(message: Tensor, *weights: Tensor, t: int = t) -> Tensor:
+                return logsumexp(_end(t, message, *weights).flatten(1), -1)
+
+            ending = (part for part in ends[t] if part is not None)
+            stopped, *more = _pulled(evidence, weight[first:count], *ending)
+            flow = torch.cat([flow, stopped])
+            for total, part in zip(by_weights, more):
+                total[slice(first, count) if len(total) > 1 else slice(None)] += part
+        states[: len(flow), t] = flow.sum(1)
+        if t == 0:
+            break
+        parts = messages[t - 1][: len(flow)], *_at(chain, probs, t)
+        flow, *more = _pulled(partial(_step, algebra, t), flow, *parts)
+        tables = by_logs[chain.place(t)], by_probs[chain.place(t)], *by_weights
+        for total, part in zip(tables, more):
+            if part is not None:
+                total[: len(part)] += part
+    return flow, states, by_logs + by_probs * probs, *by_weights
+
+
+def _pulled(
+    function: Callable[..., Tensor], weights: Tensor, *arguments: Tensor
+) -> tuple[Any, ...]:
+    """Derivatives of the sum of ``function(*arguments)`` with ``weights`` by all arguments."""
+    with torch.inference_mode(False), torch.enable_grad():
+        parts = (x.clone() if x.is_inference() else x.detach() for x in (weights, *arguments))
+        weights, *leaves = parts
+        for leaf in leaves:
+            leaf.requires_grad_()
+        return torch.autograd.grad(function(*leaves), leaves, weights, allow_unused=True)
+
+
+# What is asked -----------------------------------------------------------------------------------
+
+
+def log_evidence(arranged: Arranged, dtype: torch.dtype | None = None) -> Tensor:
+    """Log evidence ``(*B)``, differentiable any number of times.
+
+    ``dtype`` is what gradients are going to be converted to, that of the arguments by default.
+    """
+    chain = arranged.chain
+    value = with_gradient(
+        lambda *tensors: solve(chain.replaced(*tensors)),
+        lambda *tensors: _by_pairs(chain.replaced(*tensors)),
+        *chain.tensors, dtype=dtype or arranged.dtype,
+    )  # fmt: skip
+    return arranged.restored(value + arranged.shift).to(arranged.dtype)
+
+
+def log_evidence_by_pairs(arranged: Arranged) -> Tensor:
+    """Log evidence ``(*B)``, by differentiable operations of torch alone."""
+    value = _by_pairs(arranged.chain)
+    return arranged.restored(value + arranged.shift).to(arranged.dtype)
+
+
+def _by_pairs(chain: Chain) -> Tensor:
+    """Log evidence ``(N,)``, by sums over all pairs of states."""
+    return _evidence(chain, forward(chain, PairSums, chain.logs))
+
+
+@recomputing
+def filtered(arranged: Arranged) -> Tensor:
+    """Filtered log-probabilities ``(*B, T, W)`` of the states; -inf where padded.
+
+    Each step is taken as the last.
+    """
+    chain = arranged.chain
+    count, num_steps, _ = chain.likelihood.shape
+    steps = []
+    for t, message in enumerate(forward(chain, sums(chain.logs), chain.logs.exp())):
+        weights = chain.weights if chain.weights is None else chain.weights[: len(message)]
+        states = logsumexp(_end(t, message, weights), 1)
+        states = states - finite_or_zero(logsumexp(states, -1).unsqueeze(-1))
+        steps.append(pad(states, (0, 0, 0, count - len(message)), value=-torch.inf))
+    scores = pad(torch.stack(steps, 1), (0, 0, 0, num_steps - len(steps)), value=-torch.inf)
+    if chain.last is not None:
+        after = torch.arange(num_steps, device=scores.device) > chain.last
+        scores = scores.masked_fill(after.unsqueeze(-1), -torch.inf)
+    return arranged.restored(scores).to(arranged.dtype)
+
+
+@torch.no_grad()
+def viterbi(arranged: Arranged) -> Tensor:
+    """Most probable path of the states, ``(*B, T)``; 0 at padded steps."""
+    path = _walk_back(arranged.chain, Maxima, lambda logs: logs.argmax(-1), torch.Size())
+    return arranged.restored(path)
+
+
+@torch.no_grad()
+def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
+    """Samples of paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
+    algebra = Sums(arranged.chain.logs)
+    paths = _walk_back(arranged.chain, algebra, drawn, torch.Size([num_samples]))
+    return arranged.restored(paths, 1)
+
+
+def _walk_back(
+    chain: Chain, algebra: Algebra, choose: Callable[[Tensor], Tensor], samples: torch.Size
+) -> Tensor:
+    """Paths ``(*S, N, T)`` of the states, from the last to the first; 0 at padded steps.
+
+    ``choose`` returns a column for each row of log-probabilities.
+    """
+    probs = chain.logs.exp()
+    messages = forward(chain, algebra, probs)
+    ends = torch.cat([_end(*parts).flatten(1) for parts in _ends(chain, messages)])
+    last = choose(ends.expand(*samples, *ends.shape))
+    shape = (*samples, *chain.likelihood.shape[:2])
+    path = torch.zeros(shape, dtype=torch.long, device=last.device)
+    place = last[..., :0]
+    for t in range(len(chain.counts) - 1, -1, -1):
+        if count := place.size(-1):
+            logs, _, *weights = _at(chain, probs, t + 1)
+            parts = place, messages[t][:count], logs, *weights
+            place = _before(algebra, choose, t + 1, *parts)
+        place = torch.cat([place, last[..., place.size(-1) : chain.counts[t]]], -1)
+        path[..., : place.size(-1), t] = place % chain.likelihood.size(-1)
+    return path
+
+
+def drawn(logs: Tensor) -> Tensor:
+    """A column of each row of log-probabilities ``(*n, S)``, up to a constant, ``(*n)``."""
+    probs = (logs - finite_or_zero(logs.amax(-1, keepdim=True))).exp()
+    sums = probs.cumsum(-1)
+    uniform = torch.rand_like(sums[..., :1]) * (1 - 1e-9)
+    place = torch.searchsorted(sums, sums[..., -1:] * uniform, right=True)
+    return place.squeeze(-1).clamp(max=logs.size(-1) - 1)

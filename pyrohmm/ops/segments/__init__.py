@@ -1,1 +1,0 @@
-"""Chains with durations: see :mod:`pyrohmm.ops.semi_markov`."""
