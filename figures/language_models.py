@@ -49,6 +49,7 @@ from typing import Any
 import pyro
 import torch
 from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common.neural_ablations import ScalarHMM, allocate
 from common.text import Text, brown, read
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -57,10 +58,8 @@ from pyrohmm import (
     Fit,
     MarginalModel,
     NeuralHMM,
-    ScalarHMM,
     Sequences,
     blocks,
-    clusters,
     fit_map,
     metrics,
 )
@@ -265,7 +264,7 @@ def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks 
         cache[key] = brown(text, model.clusters)
     assignment, counts = cache[key]
     power = 0.5 if model.by_mass else 0.0
-    sizes = clusters.allocate(model.states, assignment, counts, power)
+    sizes = allocate(model.states, assignment, counts, power)
     return blocks.from_clusters(assignment, sizes)
 
 

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from pyrohmm import MarginalModel, NeuralHMM, Sequences, blocks, fit_map
 from pyrohmm.data.batches import Batches, batches_in_round
-from pyrohmm.nn.dropout import sample_kept_states
+from pyrohmm.nn.neural import sample_kept_states
 
 NAME = "large_hmm_speed"
 BLOCKS, ROUNDS, STEPS, BATCH, SMALL = 128, 5, 10, 8192, 512

@@ -2,11 +2,11 @@
 
 The best plain model of ``language_models.py`` (its checkpoint, named after its settings, is read
 from the folder ``CHECKPOINTS``; without one it is trained first) and an interpolated Kneser-Ney
-5-gram are mixed as :class:`pyrohmm.NGramMixture` says: the n-gram helps to choose the block of the
-next word in the transition, and the word within its block in the emission. The weights depend on
-the block and on a class of what is before: the length of the longest known context, and the weight
-with which the n-gram backs off from it; for the word, the longest context in which a word of its
-block is known, and its share of the probability of the block.
+5-gram are mixed as :class:`pyrohmm.language.NGramMixture` says: the n-gram helps to choose the
+block of the next word in the transition, and the word within its block in the emission. The weights
+depend on the block and on a class of what is before: the length of the longest known context, and
+the weight with which the n-gram backs off from it; for the word, the longest context in which a
+word of its block is known, and its share of the probability of the block.
 
 ``plain`` is the model alone, as ``language_models.json`` has it, ``n-gram`` the n-gram alone. In
 ``emission`` the weights of the transition are zero, in ``emission and transition`` they are not;
@@ -44,10 +44,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from pyrohmm import MarginalModel, NeuralHMM, NGramMixture, Sequences, fit_map
+from pyrohmm import MarginalModel, NeuralHMM, Sequences, fit_map
 from pyrohmm.data.batches import batches_in_round, cut_by_steps
-from pyrohmm.distributions import NGramBlockHMM, NGramWeights
-from pyrohmm.language import END, WarmupCosine
+from pyrohmm.language import END, NGramBlockHMM, NGramMixture, NGramWeights, WarmupCosine
 from pyrohmm.nn import LinearDropout
 from pyrohmm.ops.blocks import Blocks
 

@@ -95,14 +95,12 @@ from .nn.modified import censored as censored
 from .nn.modified import truncated as truncated
 from .nn.modified import zero_inflated as zero_inflated
 from .nn.neural import NeuralHMM as NeuralHMM
-from .nn.neural import ScalarHMM as ScalarHMM
 from .nn.newton import beta as beta
 from .nn.newton import log_normal as log_normal
 from .nn.newton import negative_binomial as negative_binomial
 from .nn.newton import student_t as student_t
 from .nn.newton import weibull as weibull
 from .nn.newton import wrapped_cauchy as wrapped_cauchy
-from .nn.ngram import NGramMixture as NGramMixture
 from .nn.normals import normal as normal
 from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical

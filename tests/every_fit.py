@@ -8,7 +8,6 @@ from pyrohmm import (
     MarginalModel,
     NeuralHMM,
     RegressionHMM,
-    ScalarHMM,
     Sequences,
     StationaryHMM,
     StickyHDPHMM,
@@ -53,7 +52,6 @@ MODULES = {
     "StickyHDPHMM": (lambda: StickyHDPHMM(2, categorical(3), kappa=(1.0, 1.0)), bare),
     "DenseHMM": (lambda: DenseHMM(2, 3, dim=2), bare),
     "NeuralHMM": (lambda: NeuralHMM(4, 3, 8), bare),
-    "ScalarHMM": (lambda: ScalarHMM(4, 3), bare),
     "RegressionHMM": (
         lambda: RegressionHMM(2, categorical(3), [0], prior_scale=1.0),
         lambda: symbols(covariates=torch.ones(3, 8, 1)),

@@ -429,9 +429,9 @@ def test_l_bfgs_waits_for_the_device_once_at_a_point(monkeypatch):
 @counted
 def test_the_indices_of_blocks_are_made_once_a_batch(monkeypatch):
     made = []
-    original = pyrohmm.ops.blocks.recursions.make_plan
+    original = pyrohmm.ops.blocks.recursions.pairs_of
     monkeypatch.setattr(
-        pyrohmm.ops.blocks.recursions, "make_plan", lambda *args: made.append(1) or original(*args)
+        pyrohmm.ops.blocks.recursions, "pairs_of", lambda *args: made.append(1) or original(*args)
     )
     with watched():
         by_map(there(MODULES["two levels"]()), there(some_data()), num_iterations=3)

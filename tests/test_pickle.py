@@ -20,7 +20,6 @@ from pyrohmm import (
     Filter,
     MarginalModel,
     NeuralHMM,
-    ScalarHMM,
     Sequences,
     TabularFactorialHMM,
     TabularHMM,
@@ -84,7 +83,6 @@ MODULES = {
     "dense normal": lambda: DenseHMM(2, None, dim=2, emission=normal(1)),
     "neural": lambda: NeuralHMM(4, 3, 8),
     "neural blocks": lambda: NeuralHMM(4, 3, 8, blocks=two_blocks()),
-    "scalar": lambda: ScalarHMM(4, 3, blocks=two_blocks()),
 }
 
 

@@ -1,24 +1,132 @@
-"""What the released code of the neural HMM has besides: noise in training, and other emissions."""
+"""What the paper and code of the neural HMM have besides: a baseline, noise, other emissions."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from pyro.distributions import Categorical
 from pyro.nn import PyroModule
 from torch import Tensor, nn
 
-from pyrohmm import HMM, BlockHMM, NeuralHMM, ScalarHMM
-from pyrohmm._checks import check_floats, check_size
+from pyrohmm import HMM, BlockHMM, NeuralHMM
+from pyrohmm._checks import check_floats, check_shape, check_size
 from pyrohmm._precision import at_least_single
-from pyrohmm.distributions.block_symbols import BlockSymbols, ContextSymbols
-from pyrohmm.nn.dropout import check_dropout
+from pyrohmm.distributions.block_hmm import BlockSymbols
 from pyrohmm.nn.networks import Residual
+from pyrohmm.nn.neural import LinearDropout, _Large, check_dropout
+from pyrohmm.ops.blocks.inner_products import normalised
 from pyrohmm.ops.blocks.states import Blocks
+
+
+class ScalarHMM(_Large):
+    """HMM whose logits are the parameters, with blocks and state dropout (eq. 2).
+
+    A baseline of :class:`NeuralHMM`.
+
+    Args:
+        num_states: K.
+        num_symbols: V.
+        blocks: Which states may emit which symbol; all of them by default.
+        dropout: As in :class:`NeuralHMM`.
+    """
+
+    def __init__(
+        self,
+        num_states: int,
+        num_symbols: int,
+        *,
+        blocks: Blocks | None = None,
+        dropout: float | LinearDropout = 0.0,
+    ) -> None:
+        super().__init__(num_states, num_symbols, blocks, dropout)
+        width = num_states if blocks is None else blocks.width
+        self.start = nn.Parameter(torch.randn(num_states))
+        self.transition = nn.Parameter(torch.randn(num_states, num_states))
+        self.emit = nn.Parameter(torch.randn(num_symbols, width))
+
+    def _build(
+        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
+    ) -> HMM:
+        every = slice(None) if states is None else states
+        start, transition, emit = self.start, self.transition, self.emit
+        initial = start[every].log_softmax(-1)
+        matrix = transition[every][:, every].log_softmax(-1)
+        if blocks is None or self.blocks is None:
+            emission = Categorical(logits=emit.mT[every])  # (K, V)
+            return HMM(initial, matrix, emission, lengths, observed)
+        table = normalised(emit, self.blocks)
+        if states is not None:
+            places = _places(self.blocks, states.cpu())[self.blocks.symbol_block].to(table.device)
+            table = table.gather(1, places.clamp(min=0))
+        return BlockHMM(initial, matrix, table, blocks, lengths, observed)
+
+
+def _places(blocks: Blocks, states: Tensor) -> Tensor:
+    """Which places of each block hold the states that ``Blocks.keep`` keeps, ``(B, w')``.
+
+    -1 where fewer than w' are kept, the number of the block that keeps most.
+    """
+    kept = torch.isin(blocks.states, states)
+    order = (~kept).byte().argsort(dim=-1, stable=True)
+    return order.masked_fill(~kept.gather(-1, order), -1)[:, : int(kept.sum(-1).max())]
+
+
+def allocate(
+    num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
+) -> Tensor:
+    """Divide states among clusters, equally or by how often their words occur.
+
+    What is not whole goes by the largest remainders, to the first clusters where they are equal.
+    Clusters whose share is below one get one state, and the others divide the rest.
+
+    Args:
+        num_states: K, at least C.
+        assignment: ``(V,)`` integers, the cluster of each word.
+        counts: ``(V,)`` integers, at least 0, how often each word occurs; by default the clusters
+            get equally many.
+        power: From 0 to 1. A cluster's share is the sum of its counts to this power: in proportion
+            by default; 0.5, the root, leaves more to rare clusters.
+
+    Returns:
+        ``(C,)`` long, at least 1 each, K in sum.
+
+    Raises:
+        ValueError: If there are fewer states than clusters, a cluster has no word, no word occurs,
+            or the power is out of range.
+    """
+    sizes = torch.bincount(assignment.long()).cpu().numpy()
+    if not sizes.all():
+        raise ValueError(
+            f"assignment must have a word in every cluster; {sizes.argmin()} has none."
+        )
+    check_size("num_states", num_states, len(sizes))
+    if not 0 <= power <= 1:
+        raise ValueError(f"power must be from 0, equal shares, to 1, in proportion; got {power}.")
+    mass: np.ndarray = np.ones(len(sizes))
+    if counts is not None:
+        check_shape("counts", counts, tuple(assignment.shape), "(V,)")
+        mass = np.bincount(assignment.cpu().numpy(), counts.cpu().numpy()) ** power
+        if not mass.sum() > 0:
+            raise ValueError("counts must be at least 0, and not all of them 0.")
+    out = np.ones(len(sizes), np.int64)
+    large, left = np.arange(len(sizes)), num_states
+    while True:
+        share = mass[large] * left  # in units of one over the sum of their masses
+        total = mass[large].sum()
+        if (share >= total).all():
+            break
+        large, left = large[share >= total], left - int((share < total).sum())
+    whole, remainder = np.divmod(share, total)
+    out[large] = whole
+    most = np.argsort(-remainder, kind="stable")[: left - int(out[large].sum())]
+    out[large[most]] += 1
+    return torch.from_numpy(out).to(assignment.device)
+
 
 # Noise in training ---------------------------------------------------------------------------
 
@@ -209,7 +317,7 @@ def log_product(
     return torch.cat(parts)[torch.cat(order).argsort()]
 
 
-class ExpertSymbols(ContextSymbols):
+class ExpertSymbols(BlockSymbols):
     r"""Products of two experts: of the state, and of the symbols before.
 
     .. math:: p(x_t | z_t, x_{<t}) \propto p(x_t | z_t) \, \exp(c(x_{<t}) \cdot E_{x_t})
@@ -222,8 +330,6 @@ class ExpertSymbols(ContextSymbols):
         words: ``(V, D)``, E.
         context: From symbols ``(N, T)`` to vectors c ``(N, T, D)``, each of the symbols before.
     """
-
-    kind = "a product of experts"
 
     def __init__(
         self, log_probs: Tensor, blocks: Blocks, words: Tensor, context: Callable[[Tensor], Tensor]
@@ -238,6 +344,29 @@ class ExpertSymbols(ContextSymbols):
         vectors = at_least_single(self.context(symbols)).to(self.words.dtype).flatten(0, 1)
         found = log_product(self.log_probs, self.words, vectors, symbols.flatten(), self.blocks)
         return blocks, found.view_as(alone)
+
+    def refuse(self, query: str) -> NoReturn:
+        """Raise: every symbol must be given."""
+        raise NotImplementedError(
+            f"every symbol must be given, as the next depends on it: there is no {query}."
+        )
+
+    def likelihood(
+        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods with every step observed: see :meth:`BlockSymbols.likelihood`."""
+        if observed is not None:
+            self.refuse("missing step")
+        return super().likelihood(values, lengths, None, check)
+
+    @property
+    def distribution(self) -> NoReturn:
+        """Refused: it depends on the symbols before."""
+        self.refuse("emission of all states")
+
+    def sample(self, states: Tensor) -> NoReturn:
+        """Refused, as :attr:`distribution`."""
+        self.refuse("sample")
 
 
 class ExpertHMM(NeuralHMM):

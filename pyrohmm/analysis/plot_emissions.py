@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .._imports import imported
-from ..distributions.autoregressive import Autoregressive
-from ..distributions.context_tables import AutoregressiveCategorical
+from ..distributions.autoregressive import Autoregressive, AutoregressiveCategorical
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.vector_autoregression import AutoregressiveNormal

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from .._checks import check_size, check_tensor
 from .._transforms import beside
-from ..chains.blocks import CarriedState
+from ..chains.blocks import BlockLikelihood, CarriedState
 from ..chains.markov import MarkovChain, PathFactors
 from ..chains.rates import Gaps, over_gaps
 from ..distributions.autoregressive import Autoregressive
@@ -24,7 +24,6 @@ from ..distributions.hmm import HMM
 from ..distributions.quantiles import cdf
 from ..distributions.structured_hmm import HSMM
 from ..ops import recursions
-from ..ops.blocks import queries as block_queries
 from ..ops.blocks.inner_products import InnerProductTransition
 from ..ops.log_space import logsumexp, normalised
 from .dwell_times import Segment as Segment
@@ -39,14 +38,24 @@ from .dwell_times import segments as segments
 
 def chain_factors(hmm: HMM, values: Tensor) -> PathFactors:
     """Join the parameters of ``hmm`` and observations ``(*B, T, *E)``."""
-    if isinstance(hmm, BlockHMM):
-        return PathFactors.joined(*hmm.log_factors(values), hmm.lengths)
     return PathFactors.of(hmm.chain, hmm.log_likelihood(values), hmm.lengths)
 
 
 def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:
     """Whether queries are computed from block to block, not by the matrix of all transitions."""
     return isinstance(hmm, BlockHMM) and hmm.carried is None
+
+
+def path_factors(hmm: HMM, values: Tensor) -> tuple[list[PathFactors], BlockLikelihood | None]:
+    """Factors of paths; in blocks of places in them, of some of the N sequences at a time.
+
+    In blocks also the log-likelihoods, unless steps are missing, where the state may be any.
+    """
+    if in_blocks(hmm):
+        seen = hmm._read(values, check=True)
+        if not hmm.chain.has_gaps(seen):
+            return [PathFactors.joined(*part) for _, part in hmm.chain.in_places(seen)], seen
+    return [chain_factors(hmm, values)], None
 
 
 def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
@@ -82,19 +91,19 @@ def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:
         tensor([0.7000, 0.7457, 0.7772], dtype=torch.float64)
     """
     if in_blocks(hmm):
-        with torch.no_grad():
-            blocks, shape = hmm.log_chain(values, trim=True)
-            return block_queries.at_steps(blocks, block_queries.predictive(blocks), shape)
-    chain = chain_factors(hmm, values)
-    scores = logsumexp(chain.predicted() + chain.likelihood, -1)
+        scores = hmm.chain.predictive(hmm._read(values, check=True))
+    else:
+        chain = chain_factors(hmm, values)
+        scores = logsumexp(chain.predicted() + chain.likelihood, -1)
+    exists = hmm.exists.expand(scores.shape)
     informative = hmm.known
     if hmm.allowed is not None:
-        informative = informative | (chain.exists & ~hmm.allowed.all(-1))
+        informative = informative | (exists & ~hmm.allowed.all(-1))
     if isinstance(hmm, ContinuousTimeHMM) and hmm.exact_entry is not None:
-        informative = chain.exists  # of no entry where nothing is observed
+        informative = exists  # of no entry where nothing is observed
     if isinstance(hmm, HSMM) and not hmm.censored_end:  # where a segment ends
-        later = torch.nn.functional.pad(chain.exists[..., 1:], (0, 1))
-        informative = informative | (chain.exists & ~later)
+        later = torch.nn.functional.pad(exists[..., 1:], (0, 1))
+        informative = informative | (exists & ~later)
     return scores.masked_fill(~informative, 0.0)
 
 
@@ -350,12 +359,12 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         tensor([0.1125, 0.0405, 0.0225], dtype=torch.float64)
     """
     check_size("count", count)
-    if in_blocks(hmm):
-        with torch.no_grad():
-            states, best = hmm.chain.k_best(hmm._read(values, check=True), count)
-        paths = states.movedim(0, -2).masked_fill(best.isneginf().unsqueeze(-1), 0)
-    else:
-        paths, best = chain_factors(hmm, values).k_best(count)
+    parts, seen = path_factors(hmm, values)
+    paths, best = map(torch.cat, zip(*(part.k_best(count) for part in parts)))
+    if seen is not None:
+        paths = cast(BlockHMM, hmm).chain.at_places(paths.movedim(1, 0), seen).movedim(0, -2)
+        best = best.reshape(*seen.batch, count)
+        paths = paths.masked_fill(best.isneginf().unsqueeze(-1), 0)
     check_possible(best[..., 0])
     return paths, best
 
@@ -387,12 +396,10 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         >>> path_entropy(hmm, torch.tensor([0, 0, 0])) / math.log(2)  # three tosses
         tensor(3., dtype=torch.float64)
     """
-    if in_blocks(hmm):
-        with torch.no_grad():
-            blocks, shape = hmm.log_chain(values)
-            found, left = (part.reshape(shape[:-1]) for part in block_queries.entropy(blocks))
-    else:
-        found, left = chain_factors(hmm, values).entropy()
+    parts, seen = path_factors(hmm, values)
+    found, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
+    if seen is not None:
+        found, left = (each.reshape(seen.batch) for each in (found, left))
     check_possible(left)
     return found
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._checks import (
     broadcast_shapes,
@@ -15,18 +17,17 @@ from .._checks import (
     check_shape,
 )
 from .._precision import at_least_single, full_precision
-from ..ops.blocks import queries, recursions
+from ..ops import recursions as ops
+from ..ops.blocks import recursions
 from ..ops.blocks.inner_products import InnerProductTransition
-from ..ops.blocks.messages import LogChain
-from ..ops.blocks.plan import PlannedChain
 from ..ops.blocks.states import Blocks
 from ..ops.blocks.transitions import Transitions
-from ..ops.log_space import logsumexp, step_mask
+from ..ops.log_space import finite_or_zero, logsumexp, normalised, step_mask
 from ..ops.markov import refuse_nan, sample_path
 from ..ops.products import take_rows
 from ..ops.recursions import Posterior
 from .base import Chain, ExpectedCounts, gradients
-from .markov import MarkovChain
+from .markov import MarkovChain, PathFactors
 
 # Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
 # so many times the states of a block, all transitions at once take less time than those of pairs.
@@ -223,81 +224,82 @@ class BlockChain(MarkovChain):
         within = logs.new_zeros(1).expand(*logs.shape[:2], self.blocks.width)
         return BlockLikelihood(anything, within, lengths.expand(batch).reshape(-1), batch, logs)
 
-    def plan(
-        self, seen: BlockLikelihood, trim: bool = False, with_leaving: bool = True
-    ) -> PlannedChain:
-        """The chain as the recursions read it.
-
-        Args:
-            seen: The log-likelihoods.
-            trim: Whether to leave out what is missing after the last observation, which changes no
-                evidence.
-            with_leaving: Whether ``seen.leaving``, a factor of the state, is part of its
-                likelihood.
-        """
-        blocks, logs, lengths, _, missing, first, leaving = seen
-        block = blocks[:, 0].clamp(max=self.blocks.num_blocks - 1)
+    def log_first(self, seen: BlockLikelihood) -> Tensor:
+        """Log-probabilities ``(N, w)`` of the first state, in the block of the first symbol."""
+        block, device = seen.blocks[:, 0].clamp(max=self.blocks.num_blocks - 1), seen.logs.device
+        first = seen.first
         if first is None:
-            states = self.blocks.states[block].to(logs.device)
+            states = self.blocks.states[block].to(device)
             first = take_rows(self.log_initial.unsqueeze(-1), states.clamp(min=0)).squeeze(-1)
             first = first.masked_fill(states < 0, -torch.inf)
-        if self.carried is not None and isinstance(self.transition, InnerProductTransition):
-            goes_on = self.carried.continues.to(logs.device).unsqueeze(-1)
-            first = torch.where(goes_on, self.carried.first(self.transition, block), first)
+        if self.carried is None or isinstance(self.transition, Tensor):
+            return first
+        goes_on = self.carried.continues.to(device).unsqueeze(-1)
+        return torch.where(goes_on, self.carried.first(self.transition, block), first)
+
+    def trimmed(self, seen: BlockLikelihood) -> BlockLikelihood:
+        """Without what is missing after the last observation, which changes no evidence."""
         matrix = isinstance(self.transition, Tensor) and self.transition.requires_grad
-        if trim and missing is None and not matrix:  # by whose entries there is a gradient
-            clock = torch.arange(1, blocks.size(1) + 1)
-            known = (blocks < self.blocks.num_blocks) & step_mask(lengths, len(clock))
-            lengths = (known * clock).amax(1).clamp(min=1)
-        if leaving is not None and with_leaving:
-            logs = logs + leaving
-        scores = self.scores(leaving is not None)
-        return recursions.plan_chain(blocks, lengths, self.blocks.layout, *scores, first, logs)
+        if seen.missing is not None or matrix:  # by whose entries there is a gradient
+            return seen
+        clock = torch.arange(1, seen.blocks.size(1) + 1)
+        known = (seen.blocks < self.blocks.num_blocks) & step_mask(seen.lengths, len(clock))
+        return seen._replace(lengths=(known * clock).amax(1).clamp(min=1))
 
-    def log_chain(
-        self, seen: BlockLikelihood, dtype: torch.dtype | None = None, trim: bool = False
-    ) -> LogChain:
-        """The chain in logarithms, without gradients.
+    def has_gaps(self, seen: BlockLikelihood) -> bool:
+        """Whether some step is missing."""
+        here = step_mask(seen.lengths, seen.blocks.size(1))
+        return bool(((seen.blocks == self.blocks.num_blocks) & here).any())
 
-        Args:
-            seen: The log-likelihoods.
-            dtype: Of the messages; that of the parameters by default.
-            trim: Whether to leave out what is missing after the last observation.
+    def messages(self, seen: BlockLikelihood) -> Iterator[tuple[Tensor, Tensor]]:
+        """Log p(x_{1:t}, z_t) of all states: see :func:`.recursions.messages_of_all`."""
+        transitions, device = self.transitions(), seen.logs.device
+        unseen = seen.logs.new_zeros(1, self.num_states) if seen.missing is None else seen.missing
+
+        def at(logs: Tensor, others: Tensor, t: int) -> Tensor:
+            """Vectors of all states, from those in blocks; ``others`` where the step is missing."""
+            missing = (seen.blocks[:, t] == transitions.all).to(device).unsqueeze(-1)
+            others = pad(others.to(logs), (0, 1), value=-torch.inf)
+            return torch.where(missing, others, transitions.widened(logs, seen.blocks[:, t]))
+
+        return recursions.messages_of_all(
+            transitions, seen.blocks, seen.lengths, at(self.log_first(seen), self.all_initial(), 0),
+            lambda t: at(seen.logs[:, t], unseen[:, t] if unseen.dim() > 2 else unseen, t),
+        )  # fmt: skip
+
+    def in_places(
+        self, seen: BlockLikelihood, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+        """The Markov chain over the places in blocks, of some sequences at a time, as constants.
+
+        Which these are, ``(n,)``, and what :mod:`pyrohmm.ops.recursions` take: log-probabilities
+        ``(n, w)`` of the first place and ``(n, T-1, w, w)`` of transitions, log-likelihoods
+        ``(n, T, w)``, and lengths.
         """
         with torch.no_grad(), full_precision(self.log_initial):
-            chain = self.plan(seen, trim, with_leaving=False).detached()
-            logs = chain.log_first.to(dtype), chain.log_seen.to(dtype)
-            chain = chain._replace(log_first=logs[0], log_seen=logs[1])
-            initial, missing = self._of_all_states(chain, seen)
-            leaving = seen.leaving
-            if leaving is not None:
-                where = chain.plan.where.to(leaving.device)
-                leaving = leaving.flatten(0, 1)[where].to(chain.log_seen)
-            return LogChain(chain, initial, leaving, missing)
+            mixed, first = seen.leaving, self.log_first(seen)
+            transitions = Transitions(self.blocks.layout, *self.scores(mixed is not None))
+            for rows in recursions.parts_of(seen.blocks, self.blocks.width):
+                lengths = seen.lengths[rows]
+                matrices = recursions.gathered(transitions, seen.blocks[rows], lengths)
+                if mixed is not None:
+                    matrices = matrices + mixed[rows, :-1].unsqueeze(-1)
+                parts = first[rows], matrices, seen.logs[rows]
+                yield rows, (*(part.to(dtype or part.dtype) for part in parts), lengths)
 
-    def _of_all_states(
-        self, chain: PlannedChain, seen: BlockLikelihood
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Log-probabilities of the first state, and log-likelihoods where steps are missing."""
-        initial: Tensor | None = self.log_initial
-        if self.carried is not None:
-            first = chain.plan.block[: len(chain.plan.lengths)]
-            is_missing = bool((first == self.blocks.num_blocks).any())
-            initial = self.all_initial()[chain.plan.order] if is_missing else None
-        missing = seen.missing
-        if missing is not None and missing.dim() > 1:
-            missing = missing.flatten(0, 1)[chain.plan.where.to(missing.device)]
-        return initial, missing
+    def states(self, seen: BlockLikelihood) -> Tensor:
+        """The states at the places of each step, ``(N, T, w)``; K beyond those of a block."""
+        states = self.blocks.states[seen.blocks.clamp(max=self.blocks.num_blocks - 1)]
+        return states.masked_fill(states < 0, self.num_states).to(seen.logs.device)
 
-    def widened(self, seen: BlockLikelihood) -> Tensor:
-        """Log-likelihoods of all states ``(N, T, K)``; -inf outside of blocks."""
-        size, logs = self.blocks.num_states, seen.logs
-        missing = seen.blocks == self.blocks.num_blocks
-        states = self.blocks.states[seen.blocks.masked_fill(missing, 0)].to(logs.device)
-        wide = logs.new_full((*states.shape[:2], size + 1), -torch.inf)
-        wide = wide.scatter(2, states.masked_fill(states < 0, size), logs)[..., :-1]
+    def widened(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods of all states ``(*B, T, K)``, -inf outside of blocks; and lengths."""
+        size, logs = self.num_states, seen.logs
+        wide = self._of_all(logs, self.states(seen), -torch.inf)
+        missing = (seen.blocks == self.blocks.num_blocks).to(logs.device)
         unseen = logs.new_zeros(size) if seen.missing is None else seen.missing
-        return torch.where(missing.to(logs.device).unsqueeze(-1), unseen, wide)
+        wide = torch.where(missing.unsqueeze(-1), unseen, wide)
+        return wide.reshape(*seen.batch, *wide.shape[1:]), seen.lengths.reshape(seen.batch)
 
     # The recursions of a chain
 
@@ -306,86 +308,130 @@ class BlockChain(MarkovChain):
         seen, blocks = self.in_blocks(log_likelihood, lengths), self.blocks
         with full_precision(self.log_initial):
             if not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width:
-                found = self.replace().log_evidence(self.widened(seen), seen.lengths)
-                return found.reshape(seen.batch)
-            chain = self.plan(seen, trim=True)
-            value = recursions.log_evidence(chain, *self._of_all_states(chain, seen))
-            return queries.in_order(chain, value).reshape(seen.batch)
+                return self.replace().log_evidence(*self.widened(seen))
+            seen = self.trimmed(seen)
+            if self.has_gaps(seen):
+                *_, (message, total) = self.messages(seen)
+                found = (total + logsumexp(message, -1)).to(message.dtype)
+            else:
+                found = recursions.log_evidence(*self.arguments(seen))
+            return found.reshape(seen.batch)
+
+    def arguments(
+        self, seen: BlockLikelihood
+    ) -> tuple[Transitions, Tensor, Tensor, Tensor, Tensor]:
+        """The arguments of :func:`.recursions.log_evidence`, ``leaving`` as part of ``logs``."""
+        logs = seen.logs if seen.leaving is None else seen.logs + seen.leaving
+        transitions = Transitions(self.blocks.layout, *self.scores(seen.leaving is not None))
+        return transitions, seen.blocks, seen.lengths, self.log_first(seen), logs
 
     def within_blocks(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
         """Log evidence ``(*B)``, and smoothed marginals ``(*B, T, w)`` of the states of blocks."""
         with torch.no_grad(), full_precision(self.log_initial):
-            chain = self.plan(seen)
+            transitions, blocks, lengths, first, logs = self.arguments(seen)
 
-        def evidence(logs: Tensor) -> Tensor:
-            return recursions.log_evidence(chain.detached()._replace(log_seen=logs))
+            def evidence(logs: Tensor) -> Tensor:  # copies may be saved for its gradient
+                scores: Any = (
+                    part if part is None else part.clone() for part in transitions.scores
+                )
+                copy = Transitions(self.blocks.layout, *scores)
+                return recursions.log_evidence(copy, blocks, lengths, first.clone(), logs)
 
-        with full_precision(self.log_initial):
-            value, (probs,) = gradients(evidence, chain.log_seen)
-        where = chain.plan.where.to(probs.device)
-        out = torch.zeros_like(seen.logs).flatten(0, 1).index_copy(0, where, probs)
-        shape = *seen.batch, *seen.logs.shape[1:]
-        return queries.in_order(chain, value).reshape(seen.batch), out.reshape(shape)
+            value, (probs,) = gradients(evidence, logs)
+        return value.reshape(seen.batch), probs.reshape(*seen.batch, *probs.shape[1:])
 
     def final_state(self, seen: BlockLikelihood) -> Tensor:
         """Log-probabilities ``(N, w)`` of the last state, in the block of its symbol."""
-        with torch.no_grad(), full_precision(self.log_initial):
-            chain = self.plan(seen)
-            return queries.in_order(chain, recursions.final_state_log_probs(chain))
+        with full_precision(self.log_initial):
+            if (found := recursions.final_state(*self.arguments(seen))) is not None:
+                return found
+        logs = torch.cat([ops.filtered(*parts) for _, parts in self.in_places(seen)])
+        return logs[torch.arange(len(logs)), seen.lengths - 1]
 
     def posterior(self, log_likelihood: Any, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions of each sequence, without gradients."""
-        seen = self.in_blocks(log_likelihood, lengths)
-        evidence = self.log_evidence(seen, lengths).detach()
-        with torch.no_grad():
-            chain = self.log_chain(seen)
-            filtered = chain.filtered()
-            smoothed = chain.smoothed(filtered)
-            counts = queries.transition_counts(chain, filtered, smoothed)
-            states = self._at_all_steps(chain, smoothed, seen).exp()
-        return Posterior(evidence, states, counts.reshape(*evidence.shape, *counts.shape[1:]))
+        seen, size = self.in_blocks(log_likelihood, lengths), self.num_states + 1
+        if self.has_gaps(seen):
+            with torch.no_grad():
+                return self.replace().posterior(*self.widened(seen))
+        states, probs = self.states(seen), list[Tensor]()
+        evidence, counts = [], seen.logs.new_zeros(len(states), size**2, dtype=torch.float64)
+        for rows, parts in self.in_places(seen):
+            found = ops.expected_counts(*parts)
+            at = states[rows]
+            cells = (at[:, :-1].unsqueeze(-1) * size + at[:, 1:].unsqueeze(-2)).flatten(1)
+            counts[rows] = counts[rows].scatter_add_(
+                1, cells, found.transitions.double().flatten(1)
+            )
+            evidence.append(found.log_evidence)
+            probs.append(self._of_all(found.state_probs, at, 0.0))
+        pairs = counts.unflatten(1, (size, size))[:, :-1, :-1].to(seen.logs)
+        parts = torch.cat(evidence), torch.cat(probs), pairs
+        return Posterior(*(part.reshape(*seen.batch, *part.shape[1:]) for part in parts))
+
+    def _of_all(self, values: Tensor, states: Tensor, fill: float) -> Tensor:
+        """Values ``(n, T, K)`` of all states, of those at places ``(n, T, w)``."""
+        wide = values.new_full((*values.shape[:-1], self.num_states + 1), fill)
+        return wide.scatter(-1, states, values)[..., :-1]
 
     def expected_counts(self, log_likelihood: Any, lengths: Tensor) -> ExpectedCounts:
         """Expected counts of the first state and of the entries of the matrix."""
-        if isinstance(log_likelihood, BlockLikelihood):
-            wide = self.widened(log_likelihood)
-            log_likelihood = wide.reshape(*log_likelihood.batch, *wide.shape[1:])
-        return self.replace().expected_counts(log_likelihood, lengths)
+        wide = self.widened(self.in_blocks(log_likelihood, lengths))
+        return self.replace().expected_counts(*wide)
 
     def filtered(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Filtered states, ``(*B, T, K)``, without gradients; -inf at padded steps."""
         seen = self.in_blocks(log_likelihood, lengths)
         with torch.no_grad():
-            chain = self.log_chain(seen)
-            return self._at_all_steps(chain, chain.filtered(), seen)
+            if self.has_gaps(seen):
+                steps = [normalised(message)[:, :-1] for message, _ in self.messages(seen)]
+                padded = ~step_mask(seen.lengths, len(steps), seen.logs.device)
+                found = torch.stack(steps, 1).masked_fill(padded.unsqueeze(-1), -torch.inf)
+            else:
+                parts = [ops.filtered(*parts) for _, parts in self.in_places(seen)]
+                found = self._of_all(torch.cat(parts), self.states(seen), -torch.inf)
+        return found.reshape(*seen.batch, *found.shape[1:])
 
-    def _at_all_steps(self, chain: LogChain, logs: list[Tensor], seen: BlockLikelihood) -> Tensor:
-        """Logarithms ``(*B, T, K)``, of messages."""
-        shape = *seen.batch, seen.blocks.size(1), self.num_states
-        return queries.all_states(chain, logs, seen.blocks.numel()).reshape(shape)
+    @torch.no_grad()
+    def predictive(self, seen: BlockLikelihood) -> Tensor:
+        r"""Log :math:`p(x_t \mid x_{1:t-1})` of each step, ``(*B, T)``; anything at padded ones."""
+        if self.has_gaps(seen):
+            steps = [total + logsumexp(message, -1) for message, total in self.messages(seen)]
+            totals = torch.stack(steps, 1)
+            found = totals - finite_or_zero(pad(totals[:, :-1], (1, 0)))
+        else:
+            factors = (PathFactors.joined(*parts) for _, parts in self.in_places(seen))
+            found = torch.cat([logsumexp(f.predicted() + f.likelihood, -1) for f in factors])
+        return found.reshape(*seen.batch, found.size(-1))
 
     def viterbi(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        return self.k_best(self.in_blocks(log_likelihood, lengths), 1)[0].squeeze(0)
-
-    def k_best(self, seen: BlockLikelihood, count: int) -> tuple[Tensor, Tensor]:
-        """The C best paths ``(C, *B, T)``; and their log p(x, z), ``(*B, C)``."""
-        with torch.no_grad():
-            chain = self.log_chain(seen, torch.float64)
-            paths, best = queries.k_best(chain, count)
-        return self._paths(chain, paths, seen), best.reshape(*seen.batch, count)
+        return self._paths(lambda chain, *parts: chain.viterbi(*parts), log_likelihood, lengths)
 
     def sample_states(self, log_likelihood: Any, lengths: Tensor, num_samples: int) -> Tensor:
         """Paths of the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        return self._paths(
+            lambda chain, *parts: chain.sample_states(*parts, num_samples), log_likelihood, lengths
+        )
+
+    def _paths(self, query: Callable[..., Tensor], log_likelihood: Any, lengths: Tensor) -> Tensor:
+        """Paths ``(*S, *B, T)`` by a query of a Markov chain: that of places, or that of states."""
         seen = self.in_blocks(log_likelihood, lengths)
         with torch.no_grad():
-            chain = self.log_chain(seen)
-            return self._paths(chain, queries.sample(chain, num_samples), seen)
+            if self.has_gaps(seen):
+                return query(self.replace(), *self.widened(seen))
+            found = [
+                query(MarkovChain(first, matrices, True), *parts)
+                for _, (first, matrices, *parts) in self.in_places(seen, torch.float64)
+            ]
+            return self.at_places(torch.cat(found, -2), seen)
 
-    def _paths(self, chain: LogChain, paths: Tensor, seen: BlockLikelihood) -> Tensor:
-        """Paths ``(*S, *B, T)``, of states of tokens; 0 at padded steps."""
-        shape = torch.Size([*seen.batch, seen.blocks.size(1)])
-        return queries.at_steps(chain, paths, shape).to(self.log_initial.device)
+    def at_places(self, places: Tensor, seen: BlockLikelihood) -> Tensor:
+        """States ``(*S, *B, T)`` at places ``(*S, N, T)``; 0 at padded steps."""
+        states = self.states(seen).expand(*places.shape, -1)
+        found = states.gather(-1, places.unsqueeze(-1)).squeeze(-1)
+        found = found.masked_fill(~step_mask(seen.lengths, found.size(-1), found.device), 0)
+        return found.reshape(*places.shape[:-2], *seen.batch, places.size(-1))
 
     def log_joint(self, log_likelihood: Any, lengths: Tensor, states: Tensor) -> Tensor:
         r""":math:`\log p(x_{1:T}, z_{1:T})` of paths; in blocks the evidence, -inf with it."""

@@ -13,9 +13,8 @@ Its modules; each imports only those above it:
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
 ``values``                 observations as the recursions read them
-``autoregressive``         emissions that depend on the observations before: their base
+``autoregressive``         emissions that depend on the observations before; those of symbols
 ``vector_autoregression``  vectors that depend linearly on those before
-``context_tables``         symbols that depend on those before
 ``quantiles``              cumulative probabilities, and quantiles of mixtures of emissions
 ``forecast``               sampling given states; ``Forecast``: observations at future steps
 ``labels``                 which states are allowed at each step
@@ -24,9 +23,7 @@ Its modules; each imports only those above it:
 ``hmm``                    ``HMM``: a distribution over whole sequences
 ``structured_hmm``         ``HSMM``, ``FactorialHMM``, ``SecondOrderHMM``: HMMs of other chains
 ``continuous_time_hmm``    ``ContinuousTimeHMM``: sequences observed at times of their own
-``block_symbols``          ``BlockSymbols``: symbols emitted only by the states of their blocks
 ``block_hmm``              ``BlockHMM``: states in blocks, tens of thousands of them
-``ngram_block_hmm``        ``NGramBlockHMM``: states in blocks, mixed with an n-gram
 ``tagged_hmm``             ``TaggedHMM``: states that emit a word and a tag
 ``dpp``                    the determinantal prior of the diversified HMM
 """
@@ -34,8 +31,8 @@ Its modules; each imports only those above it:
 from . import block_hmm as block_hmm
 from . import dpp as dpp
 from .autoregressive import Autoregressive as Autoregressive
+from .autoregressive import AutoregressiveCategorical as AutoregressiveCategorical
 from .block_hmm import BlockHMM as BlockHMM
-from .context_tables import AutoregressiveCategorical as AutoregressiveCategorical
 from .continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .crf import LinearChainCRF as LinearChainCRF
 from .dpp import DiversityPrior as DiversityPrior
@@ -47,9 +44,6 @@ from .modified import Censored as Censored
 from .modified import Truncated as Truncated
 from .modified import WrappedCauchy as WrappedCauchy
 from .modified import ZeroInflated as ZeroInflated
-from .ngram_block_hmm import NGramBlockHMM as NGramBlockHMM
-from .ngram_block_hmm import NGramProbs as NGramProbs
-from .ngram_block_hmm import NGramWeights as NGramWeights
 from .observation import Streams as Streams
 from .observation import Tied as Tied
 from .observation import is_categorical as is_categorical

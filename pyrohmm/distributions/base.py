@@ -28,8 +28,7 @@ from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
 from ..data.sequences import Sequences, check_sequences
 from ..ops.log_space import step_mask
-from .autoregressive import Autoregressive
-from .context_tables import AutoregressiveCategorical
+from .autoregressive import Autoregressive, AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state

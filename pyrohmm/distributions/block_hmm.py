@@ -5,17 +5,154 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Self, cast
 
 import torch
+from pyro.distributions import Categorical
+from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
-from .._checks import broadcast_shapes, check_same_device, check_tensor, check_trailing
+from .._checks import (
+    broadcast_shapes,
+    check_floats,
+    check_integers,
+    check_range,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    check_trailing,
+)
 from .._transforms import refuse_transforms
 from ..chains.blocks import BlockChain, BlockLikelihood, CarriedState
 from ..ops.blocks.inner_products import InnerProductTransition as InnerProductTransition
-from ..ops.blocks.messages import LogChain
 from ..ops.blocks.states import Blocks
 from ..ops.log_space import step_mask
-from .block_symbols import BlockSymbols
+from ..ops.products import take_rows
+from ..ops.tensor_cache import cached, lazy
 from .hmm import HMM
+
+
+class BlockSymbols:
+    """Symbols, each emitted only by the states of its block.
+
+    Args:
+        log_probs: ``(V, w)``, log-probability of each symbol in each state of its block, in the
+            order of the block; what is beyond the block is not read.
+        blocks: Which states may emit which symbol.
+
+    Raises:
+        TypeError: If ``log_probs`` are not floating point.
+        ValueError: If shapes disagree.
+    """
+
+    event_shape = torch.Size()
+    log_missing: Tensor | None = None  # (K,), log-likelihood of states at missing steps, if not 0
+
+    def __init__(self, log_probs: Tensor, blocks: Blocks) -> None:
+        check_floats("log_emission", log_probs)
+        check_shape("log_emission", log_probs, (blocks.num_symbols, blocks.width), "(V, w)")
+        self.blocks = blocks
+        exists = (blocks.states[blocks.symbol_block] >= 0).to(log_probs.device)
+        self.log_probs = log_probs.masked_fill(~exists, -torch.inf)
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """``(K,)``."""
+        return torch.Size((self.blocks.num_states,))
+
+    @property
+    def support(self) -> constraints.Constraint:
+        """The symbols."""
+        return constraints.integer_interval(0, self.blocks.num_symbols - 1)
+
+    @lazy
+    def distribution(self) -> TorchDistribution:
+        """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
+        size = self.blocks.num_states
+        wide = self.log_probs.new_full((self.blocks.num_symbols, size + 1), -torch.inf)
+        logits = wide.scatter(1, self.columns(), self.log_probs)[:, :-1].mT
+        return Categorical(logits=logits, validate_args=False)  # sums are checked with the HMM
+
+    def columns(self) -> Tensor:
+        """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
+        states = self.blocks.states[self.blocks.symbol_block]
+        return states.masked_fill(states < 0, self.blocks.num_states).to(self.log_probs.device)
+
+    def check_sums(self) -> None:
+        """Raise unless the probabilities of what each state may emit sum to one."""
+        sums = self.log_probs.new_zeros(self.blocks.num_states + 1)
+        sums.index_add_(0, self.columns().flatten(), self.log_probs.detach().exp().flatten())
+        low, high = (end.item() for end in torch.aminmax(sums[:-1]))
+        if not 1 - 1e-4 <= low <= high <= 1 + 1e-4:
+            raise ValueError(
+                "log_emission must hold log-probabilities that sum to one over the symbols of each "
+                f"state; got sums from {low:.6g} to {high:.6g}."
+            )
+
+    def likelihood(
+        self,
+        values: Tensor,
+        lengths: Tensor,
+        observed: Tensor | None = None,
+        check: bool = True,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods of symbols in the states of their blocks.
+
+        Args:
+            values: ``(N, T)`` integers, symbols; anything at padded and missing steps.
+            lengths: ``(N,)``, on the CPU.
+            observed: ``(N, T)`` booleans; all by default.
+            check: Whether to read the symbols of an accelerator in order to check them.
+
+        Returns:
+            The block of each step ``(N, T)``, on the CPU, and the log-likelihood of the step in the
+            states of that block ``(N, T, w)``; at padded steps they mean nothing.
+
+        Raises:
+            TypeError: If ``values`` are not integers.
+            ValueError: If a symbol is not below V.
+        """
+        check_integers("values", values)
+        known = step_mask(lengths, values.size(1), values.device)
+        known = known if observed is None else known & observed
+        symbols = values.long().masked_fill(~known, 0)
+        return self._of(symbols, None if observed is not None else values, lengths, check)
+
+    def _of(
+        self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Log-likelihoods of symbols ``values``, by block: see :meth:`likelihood`.
+
+        While these values live and are not written to, an accelerator is not asked for the symbols
+        again; if they are None it always is.
+        """
+        table = self.blocks.symbol_block
+        if check or symbols.device.type == "cpu":
+            check_range(
+                "values", symbols, len(table), "V - 1",
+                "Mark steps without a symbol by observed=False.",
+            )  # fmt: skip
+        if values is None or symbols.device.type == "cpu":
+            blocks = table[symbols.cpu()]
+        else:
+            parts = table, lengths.numpy().tobytes()
+            blocks = cached(values, lambda: table[symbols.cpu()], *parts)
+        return blocks, take_rows(self.log_probs, symbols)
+
+    def sample(self, states: Tensor) -> Tensor:
+        """Sample a symbol from each of ``states``, integers of any shape; only those are read."""
+        kinds, rows = states.unique(return_inverse=True)
+        wanted = torch.zeros(self.blocks.num_states + 1, dtype=torch.bool, device=states.device)
+        wanted[kinds] = True
+        owner = self.columns().flatten()
+        cells = wanted[owner].nonzero().squeeze(-1)  # of the (V, w) that belong to these states
+        owner, order = torch.searchsorted(kinds, owner[cells]).sort(stable=True)
+        cells = cells[order]
+        sums = self.log_probs.flatten()[cells].double().exp().cumsum(0)
+        last = torch.bincount(owner, minlength=len(kinds)).cumsum(0) - 1
+        high = sums[last]
+        low = torch.cat([high.new_zeros(1), high])[:-1]
+        uniform = torch.rand(states.shape, dtype=sums.dtype, device=sums.device) * (1 - 1e-9)
+        place = torch.searchsorted(sums, torch.lerp(low[rows], high[rows], uniform), right=True)
+        return cells[place.minimum(last[rows])] // self.blocks.width
 
 
 class BlockPosterior(NamedTuple):
@@ -199,16 +336,7 @@ class BlockHMM(HMM):
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         """Log-likelihoods of all states: see :meth:`HMM.log_likelihood`."""
-        seen = self._read(values, check)
-        wide = self.chain.widened(seen)
-        return wide.reshape(*seen.batch, *wide.shape[1:])
-
-    def log_chain(
-        self, values: Tensor, dtype: torch.dtype = torch.float64, trim: bool = False
-    ) -> tuple[LogChain, torch.Size]:
-        """The messages of posterior queries, without gradients; and the shape ``(*B, T)``."""
-        seen = self._read(values, check=True)
-        return self.chain.log_chain(seen, dtype, trim), torch.Size([*seen.batch, self.num_steps])
+        return self.chain.widened(self._read(values, check))[0]
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
         """Factors of the joint density over all K states: see :meth:`HMM.log_factors`."""

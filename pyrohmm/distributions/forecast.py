@@ -13,8 +13,7 @@ from torch.distributions import constraints
 
 from .._checks import broadcast_shapes, check_broadcast, check_probs, check_real, check_trailing
 from ..ops.markov import CategoricalTable, sample_path
-from .autoregressive import Autoregressive
-from .context_tables import AutoregressiveCategorical
+from .autoregressive import Autoregressive, AutoregressiveCategorical
 from .hard_zeros import log_probs
 from .observation import Streams, is_categorical, log_likelihood
 from .quantiles import mixture_quantiles, symbol_quantiles

@@ -33,8 +33,7 @@ from .._transforms import refuse_transforms
 from ..ops.log_space import step_mask
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
-from .block_hmm import BlockHMM
-from .block_symbols import BlockSymbols
+from .block_hmm import BlockHMM, BlockSymbols
 from .forecast import sample_emission
 from .hmm import HMM
 from .observation import Streams

@@ -4,16 +4,13 @@ Imports all other rooms.
 
 Its modules; each imports only those above it:
 
-``text``          sentences as lines of words and as codes
+``ngram``         ``NGramMixture``: a neural HMM mixed with an n-gram
+``text``          sentences as lines of words, as codes, and as samples
 ``clusters``      Brown clusters of words
 ``training``      the fit, its learning rate and state dropout
-``scoring``       log-probabilities of sentences and of their words
-``generation``    samples of sentences
-``files``         a model in a directory
-``lookahead``     probability that a constraint will hold, by state
-``steering``      ``Steering``: sentences that satisfy a constraint
+``steering``      ``Steering``: sentences that satisfy a constraint, and how probable it is
+``tokens``        constraints on tokens, from those on words and from regular expressions
 ``control``       ``ConstraintProcessor``: another model's texts that satisfy a constraint
-``patterns``      regular expressions as constraints on tokens
 ``distillation``  ``distil``: an HMM that imitates another model
 ``model``         ``LanguageModel``
 ``command``       ``python -m pyrohmm.language``
@@ -22,16 +19,20 @@ Its modules; each imports only those above it:
 from . import clusters as clusters
 from .clusters import find_clusters as find_clusters
 from .control import ConstraintProcessor as ConstraintProcessor
-from .control import over_tokens as over_tokens
 from .distillation import Distilled as Distilled
 from .distillation import distil as distil
 from .model import LanguageModel as LanguageModel
-from .patterns import matching as matching
+from .ngram import NGramBlockHMM as NGramBlockHMM
+from .ngram import NGramMixture as NGramMixture
+from .ngram import NGramProbs as NGramProbs
+from .ngram import NGramWeights as NGramWeights
 from .steering import Steering as Steering
 from .text import END as END
 from .text import UNKNOWN as UNKNOWN
 from .text import count_words as count_words
 from .text import encode as encode
+from .tokens import matching as matching
+from .tokens import over_tokens as over_tokens
 from .training import DefaultDropout as DefaultDropout
 from .training import WarmupCosine as WarmupCosine
 from .training import default_dropout as default_dropout

@@ -235,66 +235,23 @@ def _is_alone(word: Tensor, assignment: Tensor) -> bool:
     return int((assignment == assignment[word]).sum()) == 1
 
 
-def allocate(
-    num_states: int, assignment: Tensor, counts: Tensor | None = None, power: float = 1.0
-) -> Tensor:
-    """Divide states among clusters, equally or by how often their words occur.
-
-    What is not whole goes by the largest remainders, to the first clusters where they are equal.
-    Clusters whose share is below one get one state, and the others divide the rest.
+def allocate(num_states: int, assignment: Tensor) -> Tensor:
+    """Divide states equally among clusters; the first have one more where K is no multiple of C.
 
     Args:
         num_states: K, at least C.
         assignment: ``(V,)`` integers, the cluster of each word.
-        counts: ``(V,)`` integers, at least 0, how often each word occurs; by default the clusters
-            get equally many.
-        power: From 0 to 1. A cluster's share is the sum of its counts to this power: in proportion
-            by default; 0.5, the root, leaves more to rare clusters.
 
     Returns:
-        ``(C,)`` long, at least 1 each, K in sum.
-
-    Raises:
-        ValueError: If there are fewer states than clusters, a cluster has no word, no word occurs,
-            or the power is out of range.
+        ``(C,)`` long.
 
     Example:
-        >>> assignment = torch.tensor([0, 1, 1, 2])
-        >>> clusters.allocate(10, assignment)
+        >>> clusters.allocate(10, torch.tensor([0, 1, 1, 2]))
         tensor([4, 3, 3])
-        >>> counts = torch.tensor([70, 20, 9, 1])
-        >>> clusters.allocate(10, assignment, counts)
-        tensor([6, 3, 1])
-        >>> clusters.allocate(10, assignment, counts, power=0.5)
-        tensor([5, 4, 1])
     """
-    sizes = torch.bincount(assignment.long()).cpu().numpy()
-    if not sizes.all():
-        raise ValueError(
-            f"assignment must have a word in every cluster; {sizes.argmin()} has none."
-        )
-    check_size("num_states", num_states, len(sizes))
-    if not 0 <= power <= 1:
-        raise ValueError(f"power must be from 0, equal shares, to 1, in proportion; got {power}.")
-    mass: np.ndarray = np.ones(len(sizes))
-    if counts is not None:
-        check_shape("counts", counts, tuple(assignment.shape), "(V,)")
-        mass = np.bincount(assignment.cpu().numpy(), counts.cpu().numpy()) ** power
-        if not mass.sum() > 0:
-            raise ValueError("counts must be at least 0, and not all of them 0.")
-    out = np.ones(len(sizes), np.int64)
-    large, left = np.arange(len(sizes)), num_states
-    while True:
-        share = mass[large] * left  # in units of one over the sum of their masses
-        total = mass[large].sum()
-        if (share >= total).all():
-            break
-        large, left = large[share >= total], left - int((share < total).sum())
-    whole, remainder = np.divmod(share, total)
-    out[large] = whole
-    most = np.argsort(-remainder, kind="stable")[: left - int(out[large].sum())]
-    out[large[most]] += 1
-    return torch.from_numpy(out).to(assignment.device)
+    count = int(assignment.max()) + 1
+    check_size("num_states", num_states, count)
+    return num_states // count + (torch.arange(count) < num_states % count).long()
 
 
 # Files -------------------------------------------------------------------------------------------

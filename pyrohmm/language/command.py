@@ -56,7 +56,7 @@ EXAMPLES = """examples:
 
 # Options that are arguments of a function, from which come types, defaults and explanations.
 OF_WORDS = {"min-count": "min_count", "max-words": "max_size"}
-OF_CLUSTERS = {"states": "num_states", "clusters": "num_clusters", "mass-power": "mass_power"}
+OF_CLUSTERS = {"states": "num_states", "clusters": "num_clusters"}
 OF_MODEL = {
     "dim": "hidden_dim", "dropout": "dropout", "one-level": "two_level", "contiguous": "contiguous",
 }  # fmt: skip

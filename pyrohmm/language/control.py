@@ -10,7 +10,6 @@ so that the constraint holds in the end, whatever the model.
 
 from __future__ import annotations
 
-import re
 from math import inf
 from typing import Any
 
@@ -19,151 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._checks import check_size
-from ..data.vocabulary import Vocabulary
 from ..distributions.hmm import HMM
 from ..ops.automata import Automaton, of_length
-from .lookahead import Lookahead
+from .steering import Lookahead
+from .tokens import over_tokens, token_texts
 
-IN_WORDS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum() or b in b"_'")
 FEW = 0.1  # share of all tokens that are compared one by one
-BETWEEN, OTHER = 0, 1  # places in the text: between words, and in a word that none begins with
-
-
-def token_texts(tokenizer: Any) -> list[bytes | None]:
-    """The bytes of each token of a tokenizer, with the space before a word; None for special ones.
-
-    Args:
-        tokenizer: Of ``transformers`` or ``tokenizers`` (byte-level, SentencePiece or WordPiece); a
-            :class:`Vocabulary`, whose words are separated by spaces; or the text of each token,
-            None if it is special.
-
-    Example:
-        >>> token_texts(["a", " cat", None])
-        [b'a', b' cat', None]
-    """
-    if isinstance(tokenizer, str):
-        raise TypeError(
-            f"tokenizer must be AutoTokenizer.from_pretrained(name); got {tokenizer!r}."
-        )
-    if isinstance(tokenizer, Vocabulary):
-        tokenizer = [None if word[:1] == "<" else f" {word}" for word in tokenizer]
-    if not hasattr(tokenizer, "get_vocab"):
-        return [text.encode() if isinstance(text, str) else text for text in tokenizer]
-    codes = tokenizer.get_vocab()
-    special = {*getattr(tokenizer, "all_special_ids", ())}
-    decoder: dict[int, Any] = getattr(tokenizer, "get_added_tokens_decoder", dict)()
-    special |= {code for code, token in decoder.items() if token.special}
-    texts: list[bytes | None] = [None] * (max(codes.values()) + 1)
-    joined = "".join(codes)
-    bytes_of = _bytes_of_characters()
-    for token, code in codes.items():
-        if code in special:
-            continue
-        if "Ġ" in joined:  # the space, of byte-level tokens
-            texts[code] = b"".join(bytes_of.get(letter, letter.encode()) for letter in token)
-        elif re.fullmatch(r"<0x[0-9A-F]{2}>", token):
-            texts[code] = bytes([int(token[3:5], 16)])
-        elif "##" in joined and "▁" not in joined:
-            texts[code] = (token[2:] if token.startswith("##") else f" {token}").encode()
-        else:
-            texts[code] = token.replace("▁", " ").encode()
-    return texts
-
-
-def _bytes_of_characters() -> dict[str, bytes]:
-    """The byte for which each character of a byte-level token stands (GPT-2)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    letters = [*map(chr, plain), *(chr(256 + number) for number in range(len(others)))]
-    return dict(zip(letters, (bytes([byte]) for byte in [*plain, *others])))
-
-
-def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False) -> Automaton:
-    """The constraint on the words of a text as one on its tokens, however these divide the words.
-
-    A word is a run of letters, digits, ``_``, ``'`` and characters that are not ASCII. Special
-    tokens are excluded. What comes back has the codes of tokens and combines with others of these.
-
-    Args:
-        constraint: Over words.
-        tokenizer: As for :func:`token_texts`.
-        ignore_case: Whether A to Z in the text count as small letters.
-
-    Raises:
-        ValueError: If what ``constraint`` names is a code, or not one word.
-
-    Example:
-        >>> wanted = over_tokens(automata.must_contain("cat"), ["c", "at", " ", "s", None])
-        >>> wanted.accepts([0, 1, 2, 3]), wanted.accepts([0, 1, 3])  # "cat s", "cats"
-        (True, False)
-    """
-    texts = token_texts(tokenizer)
-    words = {symbol: str(symbol).encode() for symbol in constraint.classes}
-    _check_words(words)
-    places, ends = _places(words, ignore_case)
-    table = constraint.table
-    ended = table[
-        :, [constraint.classes.get(ends.get(place, ""), 0) for place in range(len(places))]
-    ]
-    ended[:, BETWEEN] = torch.arange(len(table))  # (Q, places), after the word at the place
-    count = len(places)
-    nexts = places.clamp(min=0) + count * torch.arange(len(table)).view(-1, 1, 1)
-    after = torch.where(places < 0, count * ended.unsqueeze(-1), nexts).flatten(0, 1)
-    accepting = constraint.accepting[ended].flatten()
-    each = {byte: byte for byte in range(256)}
-    of_bytes = constraint._alike(after, each, accepting, constraint.name)
-    return joined(of_bytes, texts)
-
-
-def _check_words(words: dict[str | int, bytes]) -> None:
-    """Raise unless each is one word."""
-    for symbol, word in words.items():
-        if isinstance(symbol, int) or not word or word.translate(None, IN_WORDS):
-            raise ValueError(
-                "constraint must be over words, which are letters, digits, _ and '; got "
-                f"{symbol!r}. Codes of tokens combine with what over_tokens returns."
-            )
-
-
-def _places(
-    words: dict[str | int, bytes], ignore_case: bool
-) -> tuple[Tensor, dict[int, str | int]]:
-    """For each place in words the next one ``(places, 256)``, -1 at the end; words by place."""
-    prefixes = {b"": BETWEEN}
-    for word in words.values():
-        for end in range(1, len(word) + 1):
-            prefixes.setdefault(word[:end], len(prefixes) + 1)
-    table = torch.full((len(prefixes) + 1, 256), -1)
-    table[:, list(IN_WORDS)] = OTHER
-    for prefix, place in prefixes.items():
-        if prefix:
-            table[prefixes[prefix[:-1]], prefix[-1]] = place
-    if ignore_case:
-        table[:, ord("A") : ord("Z") + 1] = table[:, ord("a") : ord("z") + 1]
-    return table, {prefixes[word]: symbol for symbol, word in words.items()}
-
-
-def joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
-    """An automaton over bytes as one over tokens, by their bytes; others end in a dead state."""
-    table = of_bytes.table
-    dead = len(table)
-    kind = bytes(of_bytes.classes.get(byte, 0) for byte in range(256))
-    again = [c for c in range(table.size(1)) if table[table[:, c], c].equal(table[:, c])]
-    repeated = re.compile(b"(" + b"|".join(b"\\x%02x" % c for c in again) + b")\\1+")
-    columns, places, classes = [torch.full((dead + 1,), dead)], {}, {}
-    for code, text in enumerate(texts):
-        if text is None:
-            continue
-        key = repeated.sub(rb"\1", text.translate(kind))  # which leads to the same states
-        if key not in places:
-            places[key] = len(columns)
-            state = torch.arange(dead)
-            for each in key:
-                state = table[state, each]
-            columns.append(pad(state, (0, 1), value=dead))
-        classes[code] = places[key]
-    accepting = pad(of_bytes.accepting, (0, 1))
-    return of_bytes._alike(torch.stack(columns, 1), classes, accepting, of_bytes.name)
 
 
 class ConstraintProcessor:

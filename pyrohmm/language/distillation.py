@@ -19,7 +19,7 @@ from ..infer.em import fit_em
 from ..infer.results import Fit
 from ..nn.discrete import categorical
 from ..nn.tabular import TabularHMM
-from .control import token_texts
+from .tokens import token_texts
 
 AT_ONCE = 256  # texts that are sampled as one batch
 SCORED = 16  # texts whose logits exist at one time

@@ -9,7 +9,9 @@ are made of V words in C clusters; there are K states.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,22 +19,29 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..analysis.metrics import Perplexity
-from ..data.batches import batches_in_round
+from ..analysis.queries import predictive_log_prob
+from ..data.batches import batches_in_round, cut_by_steps
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary, word_classes
+from ..distributions.block_hmm import BlockHMM
+from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from ..io.files import FilePath
+from ..io.files import TENSORS, FilePath, check_directory, read_directory, write_directory
 from ..nn.base import in_mode
-from ..nn.dropout import LinearDropout
-from ..nn.neural import NeuralHMM
+from ..nn.neural import LinearDropout, NeuralHMM
 from ..ops.automata import Automaton, template
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
-from . import clusters, generation, scoring, text
-from .files import read_model, write_model
+from . import clusters, text
 from .steering import Steering
-from .text import check_ends, split_words
+from .text import END, as_text, check_ends, next_states, sample_sentences, split_words
 from .training import DefaultDropout, fit_sentences, in_words
+
+PADDED = 64  # largest number of states, those of all blocks padded, for each number in a file
+CLASSES = {"function": "word_classes"}  # the function for unknown words, in a file
+STEPS = 8192  # that are evaluated at once
+WINDOW = 1024  # tokens of one text that are evaluated at once
+AT_ONCE = 256  # sentences that are sampled as one batch
 
 
 class LanguageModel:
@@ -98,8 +107,7 @@ class LanguageModel:
                 f"blocks must be disjoint, and of the {len(vocabulary)} words of the vocabulary; "
                 f"got {blocks}. Make them with blocks.from_clusters."
             )
-        self.vocabulary, self.blocks = vocabulary, blocks
-        self.contiguous = contiguous
+        self.vocabulary, self.blocks, self.contiguous = vocabulary, blocks, contiguous
         self._options = {"hidden_dim": hidden_dim, "two_level": two_level, "dropout": dropout,
                          "contiguous": contiguous}  # fmt: skip
         self.module = NeuralHMM(
@@ -116,8 +124,6 @@ class LanguageModel:
         num_states: int = 4096,
         num_clusters: int = 128,
         hidden_dim: int = 256,
-        *,
-        mass_power: float = 0.0,
         **options: Any,
     ) -> LanguageModel:
         """An untrained model whose blocks belong to Brown clusters of the words.
@@ -129,22 +135,15 @@ class LanguageModel:
             num_states: K, divided among the clusters.
             num_clusters: C, of words, as for :func:`find_clusters`; that of ``<eos>`` is one.
             hidden_dim: D, of embeddings.
-            mass_power: From 0, equally many states for each cluster, to 1, in proportion to how
-                often its words occur. With 0.5 the words of the Penn Treebank are predicted better,
-                in longer time (one row of ``figures/language_models.json``).
             **options: ``two_level``, ``dropout`` and ``contiguous`` of :class:`LanguageModel`.
 
         Raises:
             TypeError: If ``data`` are not :class:`Sequences` of integers.
-            ValueError: As :func:`find_clusters` and :func:`pyrohmm.clusters.allocate`; or if there
-                are more clusters than states.
+            ValueError: As :func:`find_clusters`; or if there are more clusters than states.
         """
         check_size("num_states", num_states, num_clusters)  # finding clusters takes minutes
-        if not 0 <= mass_power <= 1:
-            raise ValueError(f"mass_power must be from 0 to 1; got {mass_power}.")
         assignment = clusters.find_clusters(data, vocabulary, num_clusters)
-        counts = torch.bincount(data.values[data.exists], minlength=len(vocabulary))
-        sizes = clusters.allocate(num_states, assignment, counts, mass_power)
+        sizes = clusters.allocate(num_states, assignment)
         blocks = state_blocks.from_clusters(assignment, sizes)
         return cls(vocabulary, blocks, hidden_dim, **options)
 
@@ -245,8 +244,14 @@ class LanguageModel:
             ValueError: As :func:`encode`; or if a sentence does not end in ``<eos>``, or has steps
                 that are missing.
         """
+        data = self._coded(sentences)
+        if self.contiguous:
+            return -torch.stack([nats.sum() for nats in self.surprisal(data)])
+        scores = torch.empty(len(data), dtype=torch.float64)
         with torch.no_grad(), in_mode(False, self.module):
-            return scoring.score(self.module, self._coded(sentences), self.contiguous)
+            for chosen, hmm, values in _parts(self.module, data):
+                scores[chosen] = hmm.log_prob(values).double().cpu()
+        return scores
 
     def surprisal(self, sentences: Iterable[str] | Sequences) -> list[Tensor]:
         r"""Surprisal :math:`-\log p(w_t \mid w_{1:t-1})` of each word of each sentence, in nats.
@@ -255,18 +260,18 @@ class LanguageModel:
 
         Returns:
             For each sentence its words and ``<eos>``, ``(num_words + 1,)`` float64.
-
-        Example:
-            >>> _ = pyro.set_rng_seed(0)
-            >>> lines = ["a rose is a rose", "is a rose a rose"]
-            >>> vocabulary = language.count_words(lines)
-            >>> data = language.encode(lines, vocabulary)
-            >>> model = LanguageModel.from_data(vocabulary, data, 8, 4, hidden_dim=8)
-            >>> [len(each) for each in model.surprisal(["a rose", "is"])]
-            [3, 2]
         """
+        data = self._coded(sentences)
+        found: list[Tensor] = [torch.empty(0)] * len(data)
         with torch.no_grad(), in_mode(False, self.module):
-            return scoring.surprisal(self.module, self._coded(sentences), self.contiguous)
+            if self.contiguous:
+                nats = _surprisal_of_text(self.module, as_text(data).values[0])
+                return list(nats.split(data.lengths.tolist()))
+            for chosen, hmm, values in _parts(self.module, data):
+                logs = predictive_log_prob(hmm, values).cpu()
+                for place, row, length in zip(chosen.tolist(), logs, data.lengths[chosen].tolist()):
+                    found[place] = -row[:length]
+        return found
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
         """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
@@ -294,22 +299,24 @@ class LanguageModel:
             constraint: What each whole sentence satisfies; see :meth:`steer`.
 
         Raises:
-            ValueError: If ``<eos>`` is in the prompt, or a word that the vocabulary does not have
-                and for which nothing stands; as :meth:`steer`; or if the model is contiguous and
-                there is a constraint.
+            ValueError: As :meth:`encode` of the prompt, and as :meth:`steer`; or if the model is
+                contiguous and there is a constraint.
         """
         check_size("count", count)
         check_size("max_words", max_words)
         if constraint is not None:
             if self.contiguous:
                 raise ValueError(
-                    "constraint must be None for a contiguous text, whose sentences depend on each "
-                    "other. For first ones call model.steer(constraint).sample(count)."
+                    "constraint must be None for a contiguous text; see model.steer for first ones."
                 )
             steering = self.steer(constraint, max_words + len(prompt.split()))
             return steering.sample(count, generator, prompt)
         with torch.no_grad(), in_mode(False, self.module):
-            return generation.generate(self, count, generator, max_words, prompt)
+            hmm: Any = self.module(torch.tensor([1]))
+            codes = _samples(hmm, self, count, generator, max_words, prompt)
+        lines = [" ".join(self.vocabulary.decode(each)) for each in codes]
+        first = 1 if self.contiguous else count  # those that begin with the prompt
+        return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
         """Condition sentences on a constraint: a :class:`.Steering`.
@@ -372,7 +379,8 @@ class LanguageModel:
 
     def save(self, directory: FilePath) -> None:
         """Save vocabulary, blocks and parameters to a directory, as :func:`pyrohmm.save` does."""
-        write_model(directory, self, self._options)
+        check_directory(directory)
+        write_directory(directory, *_saved(self))
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
@@ -380,4 +388,96 @@ class LanguageModel:
 
         Raises as :func:`pyrohmm.load_hmm`.
         """
-        return read_model(directory, cls)
+        tensors, meta = read_directory(directory, "language model")
+        try:
+            return _model_of(tensors, meta)
+        except Exception as error:
+            path = Path(directory) / TENSORS
+            raise ValueError(f"{path} does not describe a language model: {error}") from error
+
+
+def _samples(
+    hmm: Any,
+    model: LanguageModel,
+    count: int,
+    generator: torch.Generator | None,
+    max_words: int,
+    prompt: str,
+) -> list[Tensor]:
+    """Codes of sentences after a prompt, without ``<eos>``; contiguous ones are one text."""
+    end, at_once = model.vocabulary.index(END), 1 if model.contiguous else AT_ONCE
+    log_first = next_states(hmm, model.encode([prompt]).values[0, :-1]).unsqueeze(0)
+    found: list[Tensor] = []
+    for done in range(0, count, at_once):
+        rows = log_first.expand(min(at_once, count - done), -1)
+        codes, last = sample_sentences(hmm, rows, max_words, end, generator)
+        found += codes
+        if model.contiguous:
+            log_first = hmm.transition.rows(last)
+    return found
+
+
+def _parts(module: NeuralHMM, data: Sequences) -> Iterator[tuple[Tensor, HMM, Tensor]]:
+    """Sequences of about equal length: their places, their HMM and their values."""
+    device = next(module.parameters()).device
+    for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
+        part = data[chosen].to(device)
+        yield chosen, module(part.lengths), part.values
+
+
+def _surprisal_of_text(module: NeuralHMM, tokens: Tensor) -> Tensor:
+    """Surprisal of each token of one text ``(T,)``, a window at a time."""
+    hmm: Any = module(torch.tensor([1]))
+    log_first, found = hmm.log_initial, []
+    for values in tokens.to(log_first.device).split(WINDOW):
+        window = BlockHMM(
+            log_first, hmm.transition, hmm.symbols, hmm.blocks, torch.tensor([len(values)]),
+            validate_args=False,
+        )  # fmt: skip
+        found.append(-predictive_log_prob(window, values.unsqueeze(0))[0].cpu())
+        log_first = next_states(window, values)
+    return torch.cat(found)
+
+
+def _saved(model: LanguageModel) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = {f"module.{name}": tensor for name, tensor in model.module.state_dict().items()}
+    tensors |= {"symbol_block": model.blocks.symbol_block, "block_sizes": model.blocks.sizes}
+    unknown = model.vocabulary.unknown
+    meta = {
+        "kind": "language model",
+        "words": list(model.vocabulary),
+        "unknown": CLASSES if unknown is word_classes else unknown,
+        **model._options,
+        "dropout": _as_saved(model._options["dropout"]),
+        "dropout_of_fit": _as_saved(model.module.dropout),
+    }
+    return tensors, meta
+
+
+def _model_of(tensors: dict[str, Tensor], meta: dict[str, Any]) -> LanguageModel:
+    unknown = word_classes if meta["unknown"] == CLASSES else meta["unknown"]
+    symbol_block, sizes = tensors.pop("symbol_block"), tensors.pop("block_sizes")
+    state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    count, there = int(sizes.sum()), sum(tensor.numel() for tensor in tensors.values())
+    padded = len(sizes) * int(sizes.max())  # before any memory is taken
+    if state["start_vectors.state"].size(0) != count or max(count, padded / PADDED) > there:
+        claimed = f"{count} states in {len(sizes)} blocks are claimed"
+        raise ValueError(f"{claimed}; the file has no room")
+    blocks, dropout = state_blocks.from_clusters(symbol_block, sizes), meta["dropout"]
+    with torch.device("meta"):  # until shapes have been compared
+        model = LanguageModel(
+            Vocabulary(meta["words"], unknown),
+            blocks,
+            meta["hidden_dim"],
+            two_level=meta["two_level"],
+            dropout=LinearDropout(**dropout) if isinstance(dropout, dict) else dropout,
+            contiguous=meta.get("contiguous", False),  # older files have none
+        )
+    if dropout is None:
+        model.module.dropout = DefaultDropout(**meta["dropout_of_fit"])
+    model.module.load_state_dict(state, assign=True)
+    return model
+
+
+def _as_saved(dropout: float | LinearDropout | None) -> object:
+    return asdict(dropout) if isinstance(dropout, LinearDropout) else dropout

@@ -1,22 +1,334 @@
-"""Sentences that satisfy a constraint: exact probabilities, next words and samples."""
+r"""Sentences that satisfy a constraint, by the probability that it will hold, ``Lookahead``.
+
+The tokens before a step determine the state q of the automaton, so that
+
+.. math:: h_t(z, q) = p(\text{the whole text satisfies the constraint} \mid z_{t+1} = z, q)
+
+follows from :math:`h_{t+1}` by a sum over transitions and one over classes of tokens, since those
+of a class lead from q to the same state.
+
+References:
+    Adaptable Logical Control for Large Language Models (Zhang et al., 2024),
+    https://arxiv.org/abs/2406.13892
+"""
 
 from __future__ import annotations
 
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .._checks import check_size
+from .._precision import full_precision
 from ..data.vocabulary import Vocabulary
 from ..distributions.block_hmm import BlockHMM
+from ..distributions.hmm import HMM
+from ..distributions.observation import is_categorical
 from ..ops.automata import Automaton
-from .generation import choose, emitted_by
-from .lookahead import Lookahead
-from .scoring import next_states
-from .text import END, encode
+from ..ops.blocks.transitions import Transitions
+from ..ops.log_space import finite_or_zero
+from .text import END, choose, emitted_by, encode, next_states
 
 AT_ONCE = 64  # sentences that are sampled as one batch
+LARGE = 0.02  # share of all tokens from which on a class of tokens has sums of its own
+TILE = 1024  # tokens of one product of matrices, whose rows of probabilities stay near
+
+
+class Emissions:
+    """Probabilities of V tokens in K states, by blocks of tokens with the states that emit them.
+
+    Tokens are sorted by block, and in a block by class.
+
+    Args:
+        hmm: Its states emit symbols; without disjoint blocks all is one block.
+        classes: ``(V,)``, of tokens.
+        dtype: Of the probabilities; that of the HMM by default.
+
+    Attributes:
+        blocks: For each its first token (as they are sorted), states, and ``(V_b, K_b)`` numbers.
+        segments: Of sorted tokens the first, their states, their class, which is -1 for all small
+            ones, and their numbers, a part of those of a block.
+    """
+
+    def __init__(self, hmm: HMM, classes: Tensor, dtype: torch.dtype | None = None) -> None:
+        if not isinstance(hmm, HMM):
+            raise TypeError(f"hmm must be an HMM, as fit.hmm(data); got {type(hmm).__name__}.")
+        self.num_states, self.device = hmm.num_states, hmm.log_initial.device
+        in_blocks = isinstance(hmm, BlockHMM) and hmm.blocks.disjoint
+        if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):
+            raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
+        table = hmm.log_emission if in_blocks else hmm.emission.probs.mT  # (V, width)
+        self.num_tokens, self.classes = len(table), classes
+        if len(classes) != len(table):
+            raise ValueError(
+                f"hmm must have the {len(classes)} tokens of the vocabulary; it has {len(table)}."
+            )
+        owner, sizes = torch.zeros_like(classes), torch.tensor([self.num_states])
+        if in_blocks:
+            owner, sizes = hmm.blocks.symbol_block, hmm.blocks.sizes
+        large = classes.bincount() > LARGE * len(classes)
+        kinds = classes.where(large[classes], -1)
+        self.order = torch.from_numpy(np.lexsort((classes, kinds, owner)))
+        self.places = self.order.argsort()
+        self._owner = owner
+        self.blocks: list[tuple[int, slice, Tensor]] = []
+        self.segments: list[tuple[int, slice, int, Tensor]] = []
+        first = state = 0
+        for count, size in zip(owner.bincount(minlength=len(sizes)).tolist(), sizes.tolist()):
+            tokens, states = self.order[first : first + count], slice(state, state + size)
+            probs = table.index_select(0, tokens.to(self.device))[:, :size]
+            probs = (probs.exp() if in_blocks else probs).to(dtype or probs.dtype)
+            self.blocks.append((first, states, probs))
+            state = states.stop
+            kind_of, counts = kinds[tokens].unique_consecutive(return_counts=True)
+            for kind, members in zip(kind_of.tolist(), probs.split(counts.tolist())):
+                for part in members.split(TILE):
+                    self.segments.append((first, states, kind, part))
+                    first += len(part)
+
+    def of_classes(self, count: int) -> Tensor:
+        """Probability of the tokens of each class in each state, ``(count, K)`` float64."""
+        mass = torch.zeros(count, self.num_states, dtype=torch.float64, device=self.device)
+        for first, states, _, probs in self.segments:
+            kinds = self.classes[self.order[first : first + len(probs)]].to(self.device)
+            mass[:, states].index_add_(0, kinds, probs.double())
+        return mass
+
+    def column(self, tokens: Tensor) -> Tensor:
+        """Probability of each of some tokens ``(n,)`` in each state, ``(n, K)``."""
+        places, probs = self.places[tokens], self.blocks[0][2]
+        if len(self.blocks) == 1:
+            return probs.index_select(0, places.to(self.device))
+        found = probs.new_zeros(len(tokens), self.num_states)
+        for row, block, place in zip(found, self._owner[tokens], places.tolist()):
+            first, states, probs = self.blocks[block]
+            row[states] = probs[place - first]
+        return found
+
+    def log_sums(self, free: Tensor, weights: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Logs of sums over states of weights times the probability of each token, each (n, V).
+
+        Args:
+            free: ``(n, K)``, weights for all tokens: those of the first result.
+            weights: ``(P, K)``.
+            pairs: ``(n, C)``, which of these each class of tokens has: those of the second result.
+        """
+        count, dtype = len(free), self.blocks[0][2].dtype
+        columns = {-1: torch.cat([free, weights]).to(dtype).mT.contiguous()}
+        found = free.new_empty(self.num_tokens, 2 * count, dtype=dtype)
+        with full_precision(found):
+            for first, states, kind, probs in self.segments:
+                if kind not in columns:
+                    own = weights.index_select(0, pairs[:, kind].to(self.device))
+                    columns[kind] = torch.cat([free, own]).to(dtype).mT.contiguous()
+                here, rows = columns[kind][states], found[first : first + len(probs)]
+                if kind >= 0:
+                    torch.mm(probs, here, out=rows)
+                    continue
+                chosen = pairs[:, self.classes[self.order[first : first + len(probs)]]]
+                sums = probs @ here
+                rows[:, :count] = sums[:, :count]
+                rows[:, count:] = sums.gather(1, count + chosen.mT.to(self.device))
+        found = found.log_().index_select(0, self.places.to(self.device)).mT.contiguous()
+        return found[:count], found[count:]
+
+
+class Lookahead:
+    """Log-probability that a constraint will hold, before and after each possible next token.
+
+    It holds of a text of at most ``max_tokens`` tokens, the end not counted. What does not depend
+    on a prompt is computed once, in O(K² Q) a step with K states and the Q states that the
+    automaton may be in, and takes K Q float64 numbers a step.
+
+    Args:
+        hmm: Its states emit symbols, the tokens.
+        constraint: Its automaton.
+        classes: ``(V,)``, the column of each token in the table of the automaton.
+        end: The token that ends a text; None if all have ``max_tokens`` tokens.
+        max_tokens: n, of a text.
+        must_end: Whether ``end`` must follow; otherwise a text may also be cut after n tokens.
+        dtype: Of the sums over states.
+
+    Attributes:
+        alive: For each number of tokens so far the states of the automaton that can be reached, and
+            from which a text can still satisfy the constraint.
+        column: ``(Q,)`` for each number of tokens: where a state is among these, at their end if
+            it is not.
+
+    Raises:
+        ValueError: If no text of so many tokens satisfies the constraint.
+    """
+
+    def __init__(
+        self,
+        hmm: HMM,
+        constraint: Automaton,
+        classes: Tensor,
+        end: int | None,
+        max_tokens: int,
+        must_end: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.constraint, self.max_tokens = constraint, max_tokens
+        self.end, self.must_end = end, must_end
+        self.classes, self.end_class = classes.clone(), constraint.table.size(1)
+        if end is not None:
+            self.classes[end] = self.end_class
+        self.emissions = Emissions(hmm, self.classes, dtype)
+        self.device = hmm.log_initial.device
+        self._set_alive()
+        if not len(self.alive[0]):
+            raise ValueError(
+                f"constraint must hold for some text of at most {max_tokens} words or tokens; "
+                f"{constraint.name} does for none. Allow more of them, ask for less, or look "
+                "whether its words can be written with these tokens."
+            )
+        if isinstance(hmm, BlockHMM):
+            self.transitions = hmm.chain.transitions()
+        else:
+            self.transitions = Transitions.of_matrix(hmm.log_transition)
+        self.log_mass = self.emissions.of_classes(self.end_class + 1).log()
+        self._set_pairs()
+        self.after = [torch.empty(0)] * (max_tokens + 1)
+        for t in range(max_tokens, 0, -1):
+            here = self.transitions.back_from_all(self.here(t))
+            self.after[t] = pad(here, (0, 0, 0, 1), value=-inf)
+
+    def _set_alive(self) -> None:
+        table, accepting = self.constraint.table, self.constraint.accepting
+        kinds = self.classes.unique()
+        follows = table[:, kinds[kinds != self.end_class]]  # classes may have no other token
+        can_end = accepting if self.end is not None else torch.zeros_like(accepting)
+        ends = [accepting]
+        for _ in range(self.max_tokens):
+            ends.append(can_end | ends[-1][follows].any(-1))
+        reached = torch.zeros_like(accepting)
+        reached[0] = True
+        self.alive: list[Tensor] = []
+        self.column: list[Tensor] = []
+        for end in reversed(ends):
+            alive = reached & end
+            states = alive.nonzero().squeeze(-1)
+            self.alive.append(states)
+            self.column.append((alive.cumsum(0) - 1).masked_fill(~alive, len(states)))
+            reached = torch.zeros_like(reached)
+            reached[follows[states].flatten()] = True
+
+    def _set_pairs(self) -> None:
+        """Pairs of states of the automaton that follow each other, and the mass of their tokens."""
+        table = self.constraint.table
+        size = len(table)
+        cells = (torch.arange(size).unsqueeze(1) * size + table).flatten()
+        pairs, place = cells.unique(return_inverse=True)
+        self._source, self._target = pairs // size, pairs % size
+        mass = self.log_mass[:-1].exp().repeat(size, 1)
+        sums = mass.new_zeros(len(pairs), mass.size(1)).index_add_(0, place.to(self.device), mass)
+        self._log_mass_of_pairs = sums.log()
+
+    def here(self, t: int) -> Tensor:
+        """Log h_t of the states of the automaton that are alive, ``(L, K)``."""
+        alive = self.alive[t]
+        found = self.log_mass.new_full((len(alive), self.emissions.num_states), -inf)
+        accepting = self.constraint.accepting[alive].to(self.device)
+        if t == self.max_tokens and not self.must_end:
+            return found.masked_fill(accepting.unsqueeze(-1), 0.0)
+        if self.end is not None:
+            found[accepting] = self.log_mass[-1]
+        if t == self.max_tokens:
+            return found
+        source, target = self.column[t][self._source], self.column[t + 1][self._target]
+        some = ((source < len(alive)) & (target < len(self.alive[t + 1]))).nonzero().squeeze(-1)
+        source, target = source[some].to(self.device), target[some].to(self.device)
+        terms = self.after[t + 1][target] + self._log_mass_of_pairs[some.to(self.device)]
+        cells = source.unsqueeze(-1).expand_as(terms)
+        peak = finite_or_zero(found.scatter_reduce(0, cells, terms, "amax"))
+        sums = (found - peak).exp().index_add_(0, source, (terms - peak[source]).exp())
+        return sums.log() + peak
+
+    def log_joint(self, log_states: Tensor, state: int, t: int) -> float:
+        """Log-probability that the constraint holds, after t tokens.
+
+        Args:
+            log_states: ``(K,)``, log-probabilities of the next state.
+            state: That of the automaton.
+            t: Number of tokens so far.
+        """
+        column = int(self.column[t][state])
+        if column == len(self.alive[t]):
+            return -inf
+        return min(0.0, float((log_states + self.here(t)[column]).logsumexp(-1)))
+
+    def of_tokens(self, probs: Tensor, states: Tensor, t: int) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of each next token, with the constraint and without, ``(n, V)``.
+
+        Args:
+            probs: ``(n, K)``, probabilities of the next state.
+            states: ``(n,)``, of the automaton.
+            t: Number of tokens so far, of all.
+        """
+        weights, pairs, peaks = self._weights(probs, states, t)
+        free, joint = self.emissions.log_sums(probs, weights, pairs)
+        joint = joint + peaks.to(joint)[:, self.classes.to(self.device)]
+        if self.end is not None:
+            accepting = self.constraint.accepting[states].to(self.device)
+            joint[:, self.end] = free[:, self.end].masked_fill(~accepting, -inf)
+        return joint, free
+
+    def of_some(self, probs: Tensor, states: Tensor, t: int, tokens: Tensor) -> Tensor:
+        """Log-probability of the constraint after each of some tokens ``(n, m)`` of a dense HMM."""
+        weights, pairs, peaks = self._weights(probs, states, t)
+        kinds = self.classes[tokens]
+        pairs, peaks = pairs.gather(1, kinds), peaks.gather(1, kinds.to(self.device))
+        found = peaks.new_empty(tokens.shape)
+        for i, (own, pair) in enumerate(zip(tokens, pairs)):
+            first, last = int(pair.min()), int(pair.max()) + 1  # pairs are sorted by row
+            emitted, rows = self.emissions.column(own), torch.cat([probs[[i]], weights[first:last]])
+            sums = emitted @ rows.to(emitted).mT
+            chosen = (pair - first + 1).unsqueeze(1).to(self.device)
+            found[i] = (sums.gather(1, chosen).squeeze(1) / sums[:, 0]).log()
+        found = (found + peaks).clamp(max=0.0).nan_to_num(-inf)  # impossible for the HMM
+        ends = self.classes[tokens] == self.end_class
+        accepting = self.constraint.accepting[states].unsqueeze(1).expand_as(ends)
+        return torch.where(ends.to(self.device), accepting.to(found).log(), found)
+
+    def bounds(self, states: Tensor, t: int, for_any: bool = False) -> Tensor:
+        """Upper bound of the log-probability of the constraint after each token, ``(n, V)``.
+
+        ``for_any`` HMM; then it is 0 or -inf.
+        """
+        largest = torch.full((len(states), self.end_class + 1), -inf)
+        if t < self.max_tokens:
+            peaks = self.after[t + 1].amax(-1).cpu()
+            if for_any:
+                peaks = torch.zeros_like(peaks).index_fill(0, torch.tensor([len(peaks) - 1]), -inf)
+            largest[:, :-1] = peaks[self.column[t + 1][self.constraint.table[states]]]
+        if self.end is not None:
+            largest[:, -1] = self.constraint.accepting[states].log()
+        return largest.index_select(1, self.classes)
+
+    def _weights(self, probs: Tensor, states: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights of states in the sum over them for each next token that does not end the text.
+
+        Returns:
+            ``(P, K)`` weights for each pair of a row and a next state of its automaton, the place
+            of each class of tokens among them ``(n, C + 1)``, and the logarithm of the factor
+            that it lacks, of the same shape.
+        """
+        if t == self.max_tokens:
+            none = torch.zeros(len(states), self.end_class + 1, dtype=torch.long)
+            return torch.zeros_like(probs[:1]), none, none.to(probs)
+        after = self.after[t + 1]  # the last row is that of all that are not alive
+        dead = len(after) - 1
+        columns = pad(self.column[t + 1][self.constraint.table[states]], (0, 1), value=dead)
+        keys = columns + len(after) * torch.arange(len(states)).unsqueeze(-1)
+        keys, pairs = keys.unique(return_inverse=True)
+        row, column = (keys // len(after)).to(self.device), (keys % len(after)).to(self.device)
+        peak = finite_or_zero(after.amax(-1))
+        weights = probs[row] * (after[column] - peak[column].unsqueeze(-1)).exp()
+        return weights, pairs, peak[columns.to(self.device)]
 
 
 class Steering:

@@ -14,8 +14,7 @@ from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.objective import LEFT
 from ..infer.results import Fit
-from ..nn.dropout import LinearDropout
-from ..nn.neural import NeuralHMM
+from ..nn.neural import LinearDropout, NeuralHMM
 from .text import as_text, check_ends
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)

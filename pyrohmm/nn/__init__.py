@@ -24,9 +24,7 @@ Its modules; each imports only those above it:
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
 ``networks``         networks and tables that make embeddings
-``dropout``          which states training leaves out: ``LinearDropout``
-``neural``           ``NeuralHMM``, ``ScalarHMM``: tens of thousands of states
-``ngram``            ``NGramMixture``: a neural HMM mixed with an n-gram
+``neural``           ``NeuralHMM``: tens of thousands of states
 ``tagging``          ``NeuralTagger``: a neural HMM of words and tags
 """
 
@@ -46,7 +44,6 @@ from .discrete import autoregressive_categorical as autoregressive_categorical
 from .discrete import bernoulli as bernoulli
 from .discrete import categorical as categorical
 from .discrete import poisson as poisson
-from .dropout import LinearDropout as LinearDropout
 from .durations import free_durations as free_durations
 from .durations import geometric_durations as geometric_durations
 from .durations import negative_binomial_durations as negative_binomial_durations
@@ -59,15 +56,14 @@ from .factorial import additive_normal as additive_normal
 from .modified import censored as censored
 from .modified import truncated as truncated
 from .modified import zero_inflated as zero_inflated
+from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
-from .neural import ScalarHMM as ScalarHMM
 from .newton import beta as beta
 from .newton import log_normal as log_normal
 from .newton import negative_binomial as negative_binomial
 from .newton import student_t as student_t
 from .newton import weibull as weibull
 from .newton import wrapped_cauchy as wrapped_cauchy
-from .ngram import NGramMixture as NGramMixture
 from .normals import normal as normal
 from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical

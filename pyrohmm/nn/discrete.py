@@ -11,7 +11,7 @@ from torch import Tensor
 from torch import distributions as torch_dist
 from torch.distributions import constraints
 
-from ..distributions.context_tables import AutoregressiveCategorical
+from ..distributions.autoregressive import AutoregressiveCategorical
 from ..ops.log_space import log
 from ..ops.products import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows

@@ -1,8 +1,7 @@
 r"""``NeuralHMM``: softmaxes of networks applied to embeddings, for tens of thousands of states.
 
 Symbols belong to blocks of states (:mod:`pyrohmm.ops.blocks.states`), and states are
-dropped at random in training. :class:`ScalarHMM` is the same without networks: each logit is a
-parameter.
+dropped at random in training.
 
 References:
     Scaling Hidden Markov Language Models (Chiu and Rush, 2020),
@@ -13,7 +12,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any, cast
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar, cast
 
 import torch
 from pyro.distributions import Categorical
@@ -23,18 +24,78 @@ from torch import Tensor, nn
 from .._checks import check_size
 from .._precision import at_least_single, full_precision
 from ..chains.blocks import CarriedState
-from ..distributions.block_hmm import BlockHMM, FinalState
-from ..distributions.block_symbols import BlockSymbols
+from ..distributions.block_hmm import BlockHMM, BlockSymbols, FinalState
 from ..distributions.hmm import HMM
-from ..ops.blocks.inner_products import InnerProductTransition, log_emission, normalised
+from ..ops.blocks.inner_products import InnerProductTransition, log_emission
 from ..ops.blocks.states import Blocks
 from .base import HMMModule
-from .dropout import LinearDropout, check_dropout, sample_kept_states
 from .networks import USES, Residual, StateEmbedding, SymbolEmbedding
 
 
+@dataclass(frozen=True)
+class LinearDropout:
+    """A share of states that changes linearly with the calls in training mode, then stays.
+
+    A fit that goes on from its checkpoint with more steps may have a larger ``num_steps``.
+
+    Args:
+        begin: Share at the first call, at least 0 and less than 1.
+        end: Share at call ``num_steps`` and after it.
+        num_steps: Such as the number of steps of the fit.
+
+    Raises:
+        ValueError: If a number is out of range.
+
+    Example:
+        >>> share = LinearDropout(0.5, 0.0, 100)
+        >>> share(0), share(50), share(200)
+        (0.5, 0.25, 0.0)
+    """
+
+    begin: float
+    end: float
+    num_steps: int
+    may_differ: ClassVar[tuple[str, ...]] = ("num_steps",)  # from that of a checkpoint
+
+    def __post_init__(self) -> None:
+        check_dropout("begin", self.begin)
+        check_dropout("end", self.end)
+        check_size("num_steps", self.num_steps)
+
+    def __call__(self, step: int) -> float:
+        """The share at a ``step``, from 0."""
+        return self.begin + (self.end - self.begin) * min(1.0, step / self.num_steps)
+
+
+def check_dropout(name: str, share: float) -> None:
+    """Raise unless ``share`` may be left out."""
+    if not isinstance(share, Real) or not 0 <= share < 1:
+        raise ValueError(f"{name} must be at least 0 and less than 1; got {share!r}.")
+
+
+def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
+    """States that dropout keeps, ascending: the same share of every block (section 4.3).
+
+    Of k states ``round((1 - dropout) * k)`` are kept, at least one. Without blocks, or where they
+    overlap, k is the number of all states, and each block that would have none keeps one more.
+    """
+    apart = blocks is not None and blocks.disjoint
+    sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
+    num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    uniform = torch.rand(num_states, dtype=torch.float64)
+    order = (owner + uniform).argsort()
+    rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
+    kept = torch.zeros(num_states, dtype=torch.bool)
+    kept[order[rank < num_kept[owner]]] = True
+    if blocks is not None and not apart:
+        places = uniform[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
+        kept[blocks.states.gather(-1, places.unsqueeze(-1))] = True
+    return kept.nonzero().squeeze(-1)
+
+
 class _Large(HMMModule):
-    """Base of :class:`NeuralHMM` and :class:`ScalarHMM`: state dropout, and a cached HMM."""
+    """HMM modules with blocks of states and state dropout, which keep the last HMM."""
 
     may_differ = ("num_drawn",)  # from that of a checkpoint, which restores it
 
@@ -301,47 +362,3 @@ class NeuralHMM(_Large):
             leave, shares = (part.unflatten(0, rows.shape) for part in (leave, shares))
             hmm = hmm.continue_from(CarriedState(leave, shares, log_probs, goes_on))
         return hmm, every if states is None else states
-
-
-class ScalarHMM(_Large):
-    """HMM whose logits are the parameters, with blocks and state dropout (eq. 2).
-
-    A baseline of :class:`NeuralHMM`; for models of moderate size, with priors, there is
-    :class:`pyrohmm.TabularHMM`.
-
-    Args:
-        num_states: K.
-        num_symbols: V.
-        blocks: Which states may emit which symbol; all of them by default.
-        dropout: As in :class:`NeuralHMM`.
-    """
-
-    def __init__(
-        self,
-        num_states: int,
-        num_symbols: int,
-        *,
-        blocks: Blocks | None = None,
-        dropout: float | LinearDropout = 0.0,
-    ) -> None:
-        super().__init__(num_states, num_symbols, blocks, dropout)
-        width = num_states if blocks is None else blocks.width
-        self.start = nn.Parameter(torch.randn(num_states))
-        self.transition = nn.Parameter(torch.randn(num_states, num_states))
-        self.emit = nn.Parameter(torch.randn(num_symbols, width))
-
-    def _build(
-        self, states: Tensor | None, blocks: Blocks | None, lengths: Tensor, observed: Tensor | None
-    ) -> HMM:
-        every = slice(None) if states is None else states
-        start, transition, emit = self.start, self.transition, self.emit
-        initial = start[every].log_softmax(-1)
-        matrix = transition[every][:, every].log_softmax(-1)
-        if blocks is None or self.blocks is None:
-            emission = Categorical(logits=emit.mT[every])  # (K, V)
-            return HMM(initial, matrix, emission, lengths, observed)
-        table = normalised(emit, self.blocks)
-        if states is not None:
-            places = self.blocks.places(states.cpu())[self.blocks.symbol_block].to(table.device)
-            table = table.gather(1, places.clamp(min=0))
-        return BlockHMM(initial, matrix, table, blocks, lengths, observed)

@@ -21,13 +21,10 @@ Its modules; each imports only those above it:
 ``recursions``        forward-backward, Viterbi, path sampling of Markov chains
 ``semi_markov``       the recursions of chains with durations
 ``_numba_segments``   their compiled loops, in which nothing leaves the range of numbers
-``blocks.plan``       which pairs of blocks occur in a batch, and where they lie in memory
+``blocks.states``     ``Blocks``: which states emit which symbols
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
-``blocks.messages``   chains in blocks of states by torch, in logarithms, with missing steps
-``blocks.queries``    posterior queries of those, best paths, paths sampled from the posterior
 ``blocks._numba``     compiled loops over chains in blocks of states
 ``blocks.recursions``  evidence of block-sparse chains by whichever computes
-``blocks.states``     ``Blocks``: which states emit which symbols
 ``blocks.inner_products``  transitions and emissions by inner products
 ``_numba_clusters``   compiled loops of Brown clustering
 ``brown_merges``      Brown clustering: its tables and its loop

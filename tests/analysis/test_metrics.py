@@ -35,7 +35,6 @@ from pyrohmm import (
 from pyrohmm.data import StoredSequences
 from pyrohmm.nn import (
     DenseHMM,
-    ScalarHMM,
     StationaryHMM,
     StickyHDPHMM,
     TabularFactorialHMM,
@@ -265,7 +264,6 @@ def test_evidence_by_sequence_is_that_of_the_hmm_and_sums_to_the_perplexity():
         (TabularFactorialHMM((2, 3), additive_normal((2, 3), 2)), 11 + (2 + 3 - 1) * 2 + 2),
         (TabularFactorialHMM((2, 3), additive_bernoulli((2, 3), 2)), 11 + (2 + 3 - 1) * 2),
         (DenseHMM(2, 3, dim=2), 1 + 2 + 2 * 2),  # what embeddings of 20 numbers can express
-        (ScalarHMM(2, 3), 1 + 2 + 2 * 2),
     ],
 )
 def test_free_parameters_are_counted_once(module, count):

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import pyro
@@ -9,8 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from pyrohmm import HMM, MarginalModel, NeuralHMM, Sequences, blocks, fit_map, recursions
-from pyrohmm.distributions.block_symbols import BlockSymbols
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    NeuralHMM,
+    Sequences,
+    blocks,
+    clusters,
+    fit_map,
+    recursions,
+)
+from pyrohmm.distributions.block_hmm import BlockSymbols
 
 FIGURES = Path(__file__).resolve().parents[2] / "figures"
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
@@ -145,3 +155,41 @@ def test_a_context_sees_only_the_symbols_before(neural):
         changed[0, t] = (changed[0, t] + 1) % 6
         differs = (context(changed) != before).any(-1)[0]
         assert differs.tolist() == [t < s <= t + 2 for s in range(5)]
+
+
+# States by how often the words of a cluster occur -------------------------------------------------
+
+
+def slow_shares(num_states, mass):
+    """Largest remainders, with at least one for each, in whole numbers."""
+    shares = {}
+    rest = dict(enumerate(mass))
+    while True:
+        left = num_states - len(shares)
+        below = [c for c in rest if Fraction(rest[c]) * left < sum(rest.values())]
+        if not below:
+            break
+        for c in below:
+            shares[c] = 1
+        rest = {c: m for c, m in rest.items() if c not in below}
+    quotas = {c: Fraction(m) * left / sum(rest.values()) for c, m in rest.items()}
+    shares |= {c: math.floor(quota) for c, quota in quotas.items()}
+    most = sorted(quotas, key=lambda c: (math.floor(quotas[c]) - quotas[c], c))
+    for c in most[: num_states - sum(shares.values())]:
+        shares[c] += 1
+    return [shares[c] for c in range(len(mass))]
+
+
+def test_states_in_proportion_are_those_of_the_largest_remainders(neural):
+    """Also in proportion to roots, and in equal shares."""
+    torch.manual_seed(0)
+    for more in range(60):
+        roots = torch.randint(12, (1 + more % 8,))
+        roots[0] += 1
+        words, num_states = torch.arange(len(roots)), len(roots) + more
+        found = neural.allocate(num_states, words, roots)
+        assert found.dtype == torch.long
+        assert found.tolist() == slow_shares(num_states, roots.tolist())
+        assert torch.equal(neural.allocate(num_states, words, roots**2, 0.5), found)
+        equal = neural.allocate(num_states, words, roots, 0.0)
+        assert torch.equal(equal, clusters.allocate(num_states, words))

@@ -11,7 +11,6 @@ from pyrohmm import (
     DiversityPrior,
     MarginalModel,
     NeuralTagger,
-    NGramMixture,
     TabularHMM,
     categorical,
     fit_em,
@@ -22,7 +21,7 @@ from pyrohmm.chains import MarkovChain
 
 
 def test_every_public_module_is_here():
-    apart = {NGramMixture, NeuralTagger, pyrohmm.HMMModule}  # of other data, or of none
+    apart = {NeuralTagger, pyrohmm.HMMModule}  # of other data, or of none
     kinds = {
         thing
         for thing in vars(pyrohmm).values()

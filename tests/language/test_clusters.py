@@ -14,7 +14,6 @@ from pyrohmm import Sequences, clusters, datasets
 from pyrohmm.data.pair_counts import count_pairs
 from pyrohmm.language.clusters import (
     Clusters,
-    allocate,
     average_mutual_information,
     brown,
     isolate,
@@ -207,46 +206,6 @@ def test_words_with_a_cluster_of_their_own():
     assert isolate(assignment, range(5)).tolist() == [0] * 5
     assert isolate(isolate(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
     assert assignment.equal(kept)
-
-
-def slow_shares(num_states, mass):
-    """Largest remainders, with at least one for each, in whole numbers."""
-    shares = {}
-    rest = dict(enumerate(mass))
-    while True:
-        left = num_states - len(shares)
-        below = [c for c in rest if Fraction(rest[c]) * left < sum(rest.values())]
-        if not below:
-            break
-        for c in below:
-            shares[c] = 1
-        rest = {c: m for c, m in rest.items() if c not in below}
-    quotas = {c: Fraction(m) * left / sum(rest.values()) for c, m in rest.items()}
-    shares |= {c: math.floor(quota) for c, quota in quotas.items()}
-    most = sorted(quotas, key=lambda c: (math.floor(quotas[c]) - quotas[c], c))
-    for c in most[: num_states - sum(shares.values())]:
-        shares[c] += 1
-    return [shares[c] for c in range(len(mass))]
-
-
-@patient
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8).filter(any), st.integers(0, 60))
-def test_states_in_proportion_are_those_of_the_largest_remainders(mass, more):
-    num_states = len(mass) + more
-    found = allocate(num_states, torch.arange(len(mass)), torch.tensor(mass))
-    assert found.dtype == torch.long
-    assert found.sum() == num_states
-    assert found.min() >= 1
-    assert found.tolist() == slow_shares(num_states, mass)
-
-
-@patient
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(any), st.integers(0, 60))
-def test_states_by_the_root_are_those_in_proportion_to_roots(roots, more):
-    num_states = len(roots) + more
-    words, mass = torch.arange(len(roots)), torch.tensor(roots) ** 2
-    assert allocate(num_states, words, mass, 0.5).tolist() == slow_shares(num_states, roots)
-    assert torch.equal(allocate(num_states, words, mass, 0.0), allocate(num_states, words))
 
 
 # Files -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 
 from pyrohmm import BlockHMM, LanguageModel, Sequences, blocks
 from pyrohmm.data.vocabulary import Vocabulary
-from pyrohmm.language import scoring
+from pyrohmm.language import model as language_models
 from pyrohmm.language.command import hold_out, main
 from pyrohmm.language.text import as_text
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
@@ -43,7 +43,7 @@ def alternating():
 @pytest.mark.parametrize(("two_level", "window"), [(False, 1024), (True, 1), (True, 4)])
 def test_scores_in_order_are_those_of_the_whole_text(two_level, window, monkeypatch):
     """Each sentence has what it adds to the log-probability of a single dense sequence."""
-    monkeypatch.setattr(scoring, "WINDOW", window)
+    monkeypatch.setattr(language_models, "WINDOW", window)
     model = tiny(two_level=two_level)
     lines = ["a b", "", "b a a", "c", "", "a"]
     scores = model.score(lines)

@@ -10,7 +10,7 @@ from pyro.distributions import Categorical
 
 from pyrohmm import HMM, BlockHMM, TabularHMM, automata, blocks, normal
 from pyrohmm.language import ConstraintProcessor, matching, over_tokens
-from pyrohmm.language.control import token_texts
+from pyrohmm.language.tokens import token_texts
 
 TOKENS = ["a", "b", " a", ".", None]  # the last ends a text
 END, LONGEST = 4, 6

@@ -88,22 +88,6 @@ def test_there_are_as_many_clusters_where_the_end_has_company_only_among_more(li
     assert len(pairs) == num_clusters + 1
 
 
-def test_clusters_whose_words_occur_more_may_have_more_states(monkeypatch):
-    vocabulary, data = prepared(["a b a", "b a", "a c b"])
-    counts = torch.tensor(
-        [" ".join(["a b a", "b a", "a c b"]).split().count(w) for w in vocabulary]
-    )
-    counts[vocabulary.index("<eos>")] = 3
-    for power, most in ((0.0, 3), (0.5, 4), (1.0, 5)):
-        model = LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=power)
-        owner = model.blocks.symbol_block
-        assert torch.equal(model.blocks.sizes, clusters.allocate(12, owner, counts, power))
-        assert int(model.blocks.sizes.max()) == most
-    monkeypatch.setattr(clusters, "find_clusters", None)  # refused before the long part
-    with pytest.raises(ValueError, match="mass_power must be from 0 to 1; got 2"):
-        LanguageModel.from_data(vocabulary, data, 12, 4, 4, mass_power=2.0)
-
-
 # What it is given ---------------------------------------------------------------------------------
 
 

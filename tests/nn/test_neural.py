@@ -13,7 +13,6 @@ from pyrohmm import (
     HMM,
     MarginalModel,
     NeuralHMM,
-    ScalarHMM,
     Sequences,
     StatefulModel,
     blocks,
@@ -21,8 +20,8 @@ from pyrohmm import (
     fit_svi,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.nn.dropout import LinearDropout, sample_kept_states
 from pyrohmm.nn.networks import CharCNN
+from pyrohmm.nn.neural import LinearDropout, sample_kept_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -89,18 +88,12 @@ def test_probabilities_are_the_softmaxes_of_the_paper(variant):
         torch.testing.assert_close(hmm.log_prob(DATA.values), plain.log_prob(DATA.values))
 
 
-SCALAR = ["no blocks", "one level", "overlapping"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "variant"),
-    [(NeuralHMM, each) for each in VARIANTS] + [(ScalarHMM, each) for each in SCALAR],
-)
-def test_dropped_states_leave_the_probabilities_of_the_others(kind, variant):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dropped_states_leave_the_probabilities_of_the_others(variant):
     """Transitions and starts are normalised again, within blocks on two levels; emissions not."""
     pyro.set_rng_seed(0)
     given = VARIANTS[variant].get("blocks")
-    module = kind(6, 6, **VARIANTS[variant], dropout=0.4).double()
+    module = NeuralHMM(6, 6, **VARIANTS[variant], dropout=0.4).double()
     whole = module.eval()(DATA.lengths)
     module.train()
     for _ in range(5):
@@ -328,21 +321,14 @@ def test_windows_with_different_dropped_states_follow_the_paper(monkeypatch):
 
 
 @pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])
-@pytest.mark.parametrize(
-    ("make", "name", "shape"),
-    [(lambda **given: NeuralHMM(6, 6, 8, **given), "bias", (6,)),
-     (lambda **given: ScalarHMM(6, 6, **given), "start", (6,))],
-    ids=["neural", "scalar"],
-)  # fmt: skip
-def test_particles_are_sampled_one_after_the_other(make, name, shape, given):
-    module = make(blocks=given)
-    prior = pyro.distributions.Normal(0.0, torch.ones(shape)).to_event(1)
-    setattr(module, name, PyroSample(prior))
+def test_particles_are_sampled_one_after_the_other(given):
+    module = NeuralHMM(6, 6, 8, blocks=given)
+    module.bias = PyroSample(pyro.distributions.Normal(0.0, torch.ones(6)).to_event(1))
     model = MarginalModel(module)
     guide = pyro.infer.autoguide.AutoNormal(model)
     for number in (3, 6):
         elbo = Trace_ELBO(number, max_plate_nesting=1, vectorize_particles=True)
-        with pytest.raises(ValueError, match=f"{name} must have 1 dimensions; got shape .*False"):
+        with pytest.raises(ValueError, match=r"bias must have 1 dimensions; got shape .*False"):
             fit_svi(model, guide, DATA, num_iterations=2, elbo=elbo)
     fit = fit_svi(model, guide, DATA, num_iterations=2, elbo=Trace_ELBO(3))
     assert bool(fit.losses.isfinite().all())

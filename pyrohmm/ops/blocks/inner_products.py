@@ -11,13 +11,13 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..._checks import check_floats, check_shape, check_tensor
 from ..._precision import at_least_single, full_precision, recomputed, with_gradient
 from ..log_space import log_softmax_of_parts
-from ..tensor_cache import lazy
-from .plan import States, bounds
-from .states import Blocks
+from ..tensor_cache import cached, cached_on, lazy
+from .states import Blocks, States, bounds
 
 LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
@@ -138,17 +138,36 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
         bias: ``(V,)``.
         blocks: Which states may emit which symbol.
     """
-    plain = partial(_plain_log_emission, blocks=blocks)
     if not blocks.disjoint:
-        return plain(emit, words, bias)
-    return with_gradient(partial(_by_blocks, blocks), plain, emit, words, bias)
+        rows = blocks.states[blocks.symbol_block].to(emit.device)
+        logits = words @ emit.mT + bias.unsqueeze(-1)
+        return normalised(logits.gather(1, rows.clamp(min=0)), blocks)
+    padded = partial(_padded, blocks)
+    if emit.device.type != "cpu":
+        return padded(emit, words, bias)
+    return with_gradient(partial(_by_blocks, blocks), padded, emit, words, bias)
 
 
-def _plain_log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> Tensor:
-    """:func:`log_emission` by the logits of all symbols in all states."""
-    rows = blocks.states[blocks.symbol_block].to(emit.device)
-    logits = words @ emit.mT + bias.unsqueeze(-1)
-    return normalised(logits.gather(1, rows.clamp(min=0)), blocks)
+def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor:
+    """:func:`log_emission` for disjoint blocks, which are padded to equally many symbols."""
+
+    def made() -> tuple[Tensor, Tensor]:
+        owner, order = blocks.symbol_block, blocks.symbol_block.argsort(stable=True)
+        counts = owner.bincount(minlength=blocks.num_blocks)
+        rank = torch.arange(len(owner)) - bounds(counts)[owner[order]]
+        most = int(counts.max())
+        members = torch.full((len(counts), most), len(owner))
+        members[owner[order], rank] = order
+        return members, owner * most + rank[order.argsort()]
+
+    places = cached(blocks.symbol_block, made)
+    members, place = (cached_on(emit.device, part) for part in places)
+    own = blocks.states.to(emit.device)
+    vectors = pad(words, (0, 0, 0, 1))[members] @ emit[own.clamp(min=0)].mT  # (B, M, w)
+    biases = pad(bias, (0, 1), value=-torch.inf)[members]
+    table = (vectors + biases.unsqueeze(-1)).log_softmax(1)
+    table = table.masked_fill((own < 0).unsqueeze(1), -torch.inf)
+    return table.flatten(0, 1).index_select(0, place)
 
 
 def normalised(logits: Tensor, blocks: Blocks) -> Tensor:

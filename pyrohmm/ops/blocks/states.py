@@ -13,12 +13,31 @@ References:
 from __future__ import annotations
 
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._checks import check_integers, check_range, check_shape, check_size
-from .plan import States, bounds
+
+
+def bounds(sizes: Tensor) -> Tensor:
+    """Offsets of parts of given sizes, with the end of the last."""
+    return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+
+
+class States(NamedTuple):
+    """The states of each block: ``members[starts[b] : starts[b + 1]]``, ``width`` at most."""
+
+    starts: Tensor
+    members: Tensor
+    sizes: Tensor
+    width: int
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether all blocks have as many states, so that there is one operation for all."""
+        return bool((self.sizes == self.width).all())
 
 
 class Blocks:
@@ -139,15 +158,6 @@ class Blocks:
         new.disjoint = self.disjoint
         return new
 
-    def places(self, states: Tensor) -> Tensor:
-        """Which places of each block hold the states that :meth:`keep` keeps, ``(B, w')``.
-
-        -1 where fewer than w' are kept, the number of the block that keeps most.
-        """
-        kept = torch.isin(self.states, states)
-        order = (~kept).byte().argsort(dim=-1, stable=True)
-        return order.masked_fill(~kept.gather(-1, order), -1)[:, : int(kept.sum(-1).max())]
-
     def __repr__(self) -> str:
         low, high = int(self.sizes.min()), self.width
         each = f"{low}" if low == high else f"{low} to {high}"
@@ -162,8 +172,7 @@ def from_clusters(assignment: Tensor, states_per_cluster: int | Tensor) -> Block
 
     Args:
         assignment: ``(V,)`` integers, such as :func:`pyrohmm.clusters.brown` finds.
-        states_per_cluster: Of each; or ``(C,)`` integers, such as
-            :func:`pyrohmm.clusters.allocate` finds.
+        states_per_cluster: Of each; or ``(C,)`` integers.
 
     Example:
         >>> from_clusters(torch.tensor([0, 1, 1, 2]), 4)

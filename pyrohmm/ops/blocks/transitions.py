@@ -19,10 +19,12 @@ from torch import Tensor
 
 from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
-from ..tensor_cache import cached
-from .plan import States, bounds
+from ..products import take_rows
+from ..tensor_cache import cached, cached_on
+from .states import States, bounds
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
+DENSE = 3  # transitions of all pairs of blocks are computed at once, if one in so many occurs
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
 
 Part = Callable[..., Tensor]  # from the scores to log transition probabilities
@@ -33,7 +35,10 @@ class Transitions:
 
     Args:
         states: Of each of B blocks.
-        leave, enter, log_block_probs: As in :class:`.plan.PlannedChain`.
+        leave, enter, log_block_probs: Vectors u and v ``(K, D)``, and log p(b | i) ``(K, B)``:
+            p(j | i) = p(b | i) softmax_b(u_i v_j) for state j in block b. Vectors may be of lower
+            precision than all else: then the products are computed in that. Or log p(j | i)
+            ``(K, K)`` and None twice, also where states are in several blocks.
     """
 
     def __init__(
@@ -71,34 +76,60 @@ class Transitions:
         wide = logs.new_full((len(logs), self.num_states + 1), -torch.inf)
         return wide.scatter(1, places, logs.masked_fill(places == self.num_states, -torch.inf))
 
-    def log_probs(self, source: int, target: int) -> Tensor:
-        """Log-probabilities ``(r, c)`` of transitions from a block to a block."""
-        return self._part(self.states_of(source), target)(*self.scores)
+    def between(self, source: Tensor, target: Tensor) -> Tensor:
+        """Log-probabilities ``(P, w, w)`` of transitions from some blocks to others.
 
-    def sums(self, logs: Tensor, source: Tensor, target: Tensor, back: bool = False) -> Tensor:
+        What is beyond the states of a block means nothing.
+        """
+        leave, enter, log_block_probs = self.scores
+        count, width = self.all, self.states.width
+        places = self.places(torch.arange(count)).to(leave.device)
+        states = places.clamp(max=self.num_states - 1)
+        source, target = (cached_on(leave.device, blocks) for blocks in (source, target))
+        if enter is None or log_block_probs is None:
+            cells = states[source].unsqueeze(-1) * self.num_states + states[target].unsqueeze(-2)
+            return take_rows(leave.reshape(-1, 1), cells).squeeze(-1)
+        tables = (leave, enter, log_block_probs)
+        before, after, shares = (
+            each.index_select(0, states.flatten()).view(count, width, -1) for each in tables
+        )
+        beyond, pairs = places == self.num_states, source * count + target
+        shares = shares.mT.flatten(0, 1).index_select(0, pairs).unsqueeze(-1)  # (P, w, 1)
+        if len(pairs) * DENSE > count**2:
+            scores = at_least_single(before.flatten(0, 1) @ after.flatten(0, 1).mT)
+            scores = scores.view(count, width, count, width).masked_fill(beyond, -torch.inf)
+            logs = scores.log_softmax(-1).transpose(1, 2).flatten(0, 1)
+            return logs.index_select(0, pairs) + shares
+        scores = before.index_select(0, source) @ after.index_select(0, target).mT
+        scores = at_least_single(scores).masked_fill(beyond[target].unsqueeze(-2), -torch.inf)
+        return scores.log_softmax(-1) + shares
+
+    def sums(self, logs: Tensor, source: Tensor, target: Tensor) -> Tensor:
         """Logs of sums over the states before, of vectors of all states; -inf elsewhere.
 
         Args:
             logs: ``(n, K + 1)``; what is beyond the states of ``source`` is not read, or is -inf.
             source: ``(n,)``, blocks before, or B.
             target: ``(n,)``, blocks after, or B.
-            back: Whether to sum over the states after, of vectors of those of ``target``.
         """
-        if self.scores[1] is None:  # of a matrix one product for all
-            source = target = torch.full_like(source, self.all)
         found, order = [], []
-        keys = source * (self.all + 1) + target
+        keys = (source * (self.all + 1) + target).masked_fill(
+            (source < self.all) & (target < self.all), -1
+        )
         for key in keys.unique().tolist():
             rows = (keys == key).nonzero().squeeze(-1)
-            one, other = divmod(key, self.all + 1)
-            here, there = (
-                self.states_of(block).to(logs.device)
-                for block in ((other, one) if back else (one, other))
-            )
-            values = logs.index_select(0, rows.to(logs.device)).index_select(1, here)
-            part = self._sums(values, one, other, back)
-            wide = part.new_full((len(rows), self.num_states + 1), -torch.inf)
-            found.append(wide.index_copy(1, there, part))
+            values = logs.index_select(0, rows.to(logs.device))
+            if key < 0:
+                before, after = source[rows], target[rows]
+                values = values.gather(1, self.places(before).to(logs.device))
+                part = logsumexp(values.unsqueeze(-1) + self.between(before, after), -2)
+                found.append(self.widened(part, after))
+            else:
+                one, other = divmod(key, self.all + 1)
+                here, there = (self.states_of(block).to(logs.device) for block in (one, other))
+                part = self._sums(values.index_select(1, here), one, other, False)
+                wide = part.new_full((len(rows), self.num_states + 1), -torch.inf)
+                found.append(wide.index_copy(1, there, part))
             order.append(rows)
         return torch.cat(found)[torch.cat(order).argsort().to(logs.device)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pyrohmm import BlockHMM, blocks, queries
-from pyrohmm.distributions import NGramBlockHMM, NGramProbs, NGramWeights
+from pyrohmm.language import NGramBlockHMM, NGramProbs, NGramWeights
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 SIZES, BLOCK = [2, 1, 3], torch.tensor([0, 1, 2, 0, 2])  # states of each block, block of each word

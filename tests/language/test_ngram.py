@@ -9,12 +9,12 @@ import torch
 from pyrohmm import (
     MarginalModel,
     NeuralHMM,
-    NGramMixture,
     Sequences,
     blocks,
     fit_map,
     metrics,
 )
+from pyrohmm.language import NGramMixture
 
 CYCLE = torch.tensor([0, 1, 0, 2, 1, 2])  # in which a word says little of the next, and two all
 BLOCKS = blocks.from_clusters(torch.tensor([0, 0, 1]), 2)
