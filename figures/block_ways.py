@@ -27,6 +27,7 @@ from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
 from pyrohmm.ops.backends import TORCH, use
 from pyrohmm.ops.blocks import _numba, recursions
+from pyrohmm.ops.blocks import transitions as module_of_transitions
 from pyrohmm.ops.blocks.transitions import Transitions
 
 NAME = "block_ways"
@@ -113,14 +114,12 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     vectors = [each.detach() for each in parameters]
     transition = InnerProductTransition(*vectors[:2], transition.blocks, vectors[2])
     some = Transitions(transition.blocks.layout, *vectors[:2], transition.log_block_probs)
-    anything = torch.full((5,), some.all)
-    wide = torch.nn.functional.pad(later, (0, 1), value=-torch.inf)
     shape, single = f"{states:,} states, {count} blocks, ", f"{tokens:,} tokens"
     return {
         "compiled evidence and gradient":
             (shape + single, [_numba, recursions], evidence, by_torch(evidence)),
         "compiled last state":
-            (shape + single, [recursions.final_state_log_probs], last, by_torch(last)),
+            (shape + single, [recursions.final_state], last, by_torch(last)),
         "matrix of one level":
             (f"{states // 4:,} states, {count} blocks, {16 * tokens:,} tokens, one level",
              [block_chains.BlockChain.scores], matrix,
@@ -132,7 +131,7 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
         "matrix kept for steering":
             (shape + "5 vectors", [Transitions.back_from_all, Transitions._probs],
              lambda: some.back_from_all(later),
-             lambda: some.sums(wide, anything, anything, back=True)),
+             patched(lambda: some.back_from_all(later), (module_of_transitions, "KEPT", 0))),
     }  # fmt: skip
 
 
