@@ -91,21 +91,3 @@ def test_large_networks_keep_all_threads(monkeypatch):
     data = Sequences.from_list([[0, 1, 2, 1]])
     fit_map(MarginalModel(NeuralHMM(4, 3, 128)), data, num_iterations=2, tolerance=None)
     assert set(found) == {3}
-
-
-def test_a_small_layer_of_torch_keeps_all_threads():
-    """A convolution computes much with few parameters."""
-    found = []
-
-    class Convolved(TabularHMM):
-        def __init__(self):
-            super().__init__(2, categorical(3))
-            self.layer = torch.nn.Conv2d(1, 2, 3)
-
-        def forward(self, *arguments):
-            found.append(torch.get_num_threads())
-            return super().forward(*arguments)
-
-    data = Sequences.from_list([[0, 1, 2, 1]])
-    fit_map(MarginalModel(Convolved()), data, num_iterations=2, tolerance=None)
-    assert set(found) == {3}

@@ -55,13 +55,13 @@ from torch import Tensor
 from pyrohmm import (
     HMM,
     DenseHMM,
+    GradientStep,
     Sequences,
     TabularHMM,
     categorical,
     cooccurrence,
     datasets,
     dense,
-    em,
     fit_cooccurrence,
     fit_em,
     readers,
@@ -197,7 +197,10 @@ def fit_dense(
 ) -> Any:
     """A DenseHMM by EM."""
     module = densehmm(protocol, num_states, size, dim)
-    options = em.densehmm_schedule() if protocol == CODE else {}
+    # that of the authors: forty iterations of 25 steps of Adam, whose moments are kept
+    adam = partial(torch.optim.Adam, lr=0.01)
+    authors = {"tolerance": None, "gradient_step": GradientStep(25, adam, False)}
+    options: dict[str, Any] = authors if protocol == CODE else {}
     return fit_em(module, data, **options | {"num_iterations": iterations})
 
 

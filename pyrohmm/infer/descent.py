@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
-from ..io.checkpoints import Fields, describe
+from ..io.checkpoints import describe
 from ..nn.base import in_mode
 from .models import to_model_device
 from .options import Settings, Validation
@@ -113,7 +113,7 @@ class Average:
 def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
     """Copy tensors into others, in place."""
     with torch.no_grad():
-        for target, value in zip(into, values):
+        for target, value in zip(into, values, strict=True):
             target.copy_(value)
 
 
@@ -202,11 +202,10 @@ class HeldOut:
         """The validations so far, for checkpoints."""
         return {"trail": [list(past) for past in self.history], "best": self.best}
 
-    def restore(self, state: Fields, tensors: list[Tensor]) -> None:
-        """Continue from the :meth:`state` of another one, whose best are like ``tensors``."""
-        self.history = [Validation(int(step), float(nats)) for step, nats in state["trail"]]
-        finite = any(math.isfinite(past.nats) for past in self.history)
-        self.best = state.tensors_like("best", tensors if finite else [])
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the :meth:`state` of another one."""
+        self.history = [Validation(*past) for past in state["trail"]]
+        self.best = state["best"]
 
     def _log_evidence(self, parts: list[Sequences]) -> Tensor:
         """Log evidence of some data in ``eval()`` mode, at one value of each latent variable."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +42,6 @@ from .smoothing import fit_smooth, unweighted
 from .starts import FEW, MOST_STEPS, Start, begin, num_ranked
 
 
-def densehmm_schedule() -> dict[str, Any]:
-    """Options of :func:`fit_em` with which the authors of the DenseHMM fit it by EM.
-
-    Forty iterations of 25 steps of Adam with a learning rate of 0.01, whose moments are kept from
-    one to the next. The paper does not state it, and it is short: a coordinate changes by at most a
-    quarter in an iteration. It is there for comparison.
-
-    Example:
-        >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])
-        >>> fit = fit_em(DenseHMM(2, 2, dim=1), data, **em.densehmm_schedule())
-        >>> len(fit.losses)
-        41
-    """
-    adam = partial(torch.optim.Adam, lr=0.01)
-    return {"num_iterations": 40, "tolerance": None, "gradient_step": GradientStep(25, adam, False)}
-
-
 @names_checked
 @exclusive(gradients=False)  # M-steps that need them ask for themselves
 def fit_em(
@@ -76,7 +58,6 @@ def fit_em(
     transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
     acceleration: bool | None = None,
-    bounds: bool = False,
     priors: bool = True,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
@@ -132,8 +113,6 @@ def fit_em(
             fewer iterations where states are hard to tell apart. Parameters that are not better are
             undone at the cost of an E-step, so that the loss never rises. By default it begins
             where iterations have become slow, if there is a ``tolerance``.
-        bounds: Whether ``Fit.history`` holds the lower bound of the log joint density after each
-            M-step, at about the cost of another E-step.
         priors: False for maximum likelihood: densities of priors are left out, and variances have a
             floor. All modules and fits that have this argument mean the same.
         generator: Source of randomness for minibatches; torch's global one by default.
@@ -179,8 +158,7 @@ def fit_em(
         parameters.restarts = min(FEW, ranked)
     loop = Loop(
         parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
-        batch_size=batch_size, decay=decay, acceleration=acceleration, bounds=bounds,
-        generator=generator,
+        batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
     )  # fmt: skip
     if ranked > 1:
         loop.large, loop.num_first = int(data.lengths.sum()) > MOST_STEPS, 2 if restarts else 1
@@ -322,8 +300,6 @@ def _finish(loop: Loop) -> Fit:
         notes += loop.maximize.moved(loop.last, place)
     notes += _risen(loop, going) + _still_falling(loop, going) + _alone(loop, losses[:, -1])
     history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
-    if loop.bounds:
-        history["bound"] = torch.stack(loop.bounds, 1)[best]
     model = MarginalModel(parameters.module, parameters.log_prior)
     stacked = {f"module.{name}": value for name, value in loop.values.items()}
     values = {name: value[best] for name, value in stacked.items()}

@@ -24,7 +24,6 @@ from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
@@ -352,7 +351,7 @@ class Gibbs(Chains):
             state["others"] = tuning | {"names": self.others.names}
         return state
 
-    def restore(self, state: Fields) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Take the parameters from a checkpoint."""
         self.parameters.restore(state)
         if "others" in state:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .._choices import threads_for
 from ..data.batches import Batches, Parts
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint, Fields
+from ..io.checkpoints import Checkpoint
 from ..nn.closed_form import Statistics
 from .expectation import Expectation
 from .maximization import GradientSteps, Maximization
@@ -151,7 +151,6 @@ class Loop:
         losses: Minus the log joint density at each iteration, ``(R,)``; that of a restart that was
             given up stays as it was.
         log_priors: ``(R,)``, at each iteration.
-        bounds: After each M-step, ``(R,)``, if they are asked for.
         alive: The restarts that go on.
         settled: Which of these have converged.
         num_first: How many restarts at the front are given up only when they have converged.
@@ -172,7 +171,6 @@ class Loop:
         batch_size: int | None = None,
         decay: float = 0.7,
         acceleration: bool | None = None,
-        bounds: bool = False,
         generator: torch.Generator | None = None,
     ) -> None:
         data, self.group = parameters.data, group
@@ -186,7 +184,7 @@ class Loop:
                 "out batch_size, or acceleration."
             )
         self.parameters, self.maximize, self.num_iterations = parameters, maximize, num_iterations
-        self.expect = Expectation(parameters, maximize, group, bounds)
+        self.expect = Expectation(parameters, maximize, group)
         self.batches = Batches(
             data, batch_size, generator, shard=group.share, agree=group.from_first
         )
@@ -201,7 +199,6 @@ class Loop:
         self.checkpoint: Checkpoint | None = None
         self.losses: list[Tensor] = []
         self.log_priors: list[Tensor] = []
-        self.bounds: list[Tensor] = []
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
         self.num_first, self.large = 1, False
@@ -258,8 +255,6 @@ class Loop:
                 rate = (len(self.losses) + 1) ** -self.decay
                 statistics = self.average = _mixed(self.average, statistics, rate)
             self.maximize(statistics, batch)
-            if self.expect.keep:
-                self._append(self.bounds, self.expect.bound(loss))
             if self.squarem is not None and bool(self.squarem.active.any()):
                 self.squarem.record()
             bar.update()
@@ -380,7 +375,6 @@ class Loop:
             {
                 "losses": torch.stack(self.losses),
                 "log_priors": torch.stack(self.log_priors),
-                "bounds": self.bounds,
                 "alive": self.alive,
                 "all_values": self.values,
                 "statistics": self.average,
@@ -400,11 +394,8 @@ class Loop:
             return False
         return self.checkpoint.resume(self._restore, self.parameters.points)
 
-    def _restore(self, state: Fields) -> None:
-        restarts = self.parameters.restarts
+    def _restore(self, state: dict[str, Any]) -> None:
         self.alive = state["alive"]
-        if not set(self.alive.tolist()) <= set(range(restarts)) or not len(self.alive):
-            raise ValueError(f"wanted some of {restarts} restarts")
         self.parameters.restarts = len(self.alive)
         self.settled = torch.zeros(len(self.alive), dtype=torch.bool)
         self.parameters.restore(state)
@@ -413,14 +404,10 @@ class Loop:
         if self.squarem is not None and state["squarem"] is not None:
             self.squarem.restore(state["squarem"])
         self.batches.restore(state["batches"])
-        if self.decay is not None:
-            data = self.batches.data
-            _, wanted = self._expect(data.batch(torch.arange(1)))
-            saved = state.tensors_like("statistics", wanted)
-            self.average = {name: saved[name].to(data.device) for name in wanted}
-        self.losses = list(state.losses(restarts))
+        device = self.parameters.data.device
+        self.average = {name: value.to(device) for name, value in state["statistics"].items()}
+        self.losses = list(state["losses"])
         self.log_priors = list(state["log_priors"])
-        self.bounds = state["bounds"]
         self.start_time -= state["seconds"]
         if state["reason"] is not None and state["tolerance"] == self.tolerance:
             self.reason = state["reason"]

@@ -24,7 +24,6 @@ from torch.distributions import constraints
 from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
-from ..io.checkpoints import Fields
 from ..nn.base import HMMModule, in_mode
 from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
 from .gradient import near_data
@@ -505,7 +504,7 @@ class HMC(Chains):
         """State of the chains and of what has been tuned, for checkpoints."""
         return {"state": vars(self.hamiltonian.state), "tuning": vars(self.hamiltonian.tuning)}
 
-    def restore(self, state: Fields) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         self.hamiltonian.state = State(**state["state"])
         self.hamiltonian.tuning = Tuning(**state["tuning"])

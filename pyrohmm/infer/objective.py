@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyro
@@ -22,8 +21,6 @@ from torch.distributions import constraints
 
 from .._choices import SHARED
 from ..data.sequences import Sequences
-from ..distributions.hmm import HMM
-from ..distributions.structured_hmm import HSMM
 from .guides import repeatable
 from .plates import AtValues, PlatesOfBatch, sequence_plates
 
@@ -42,7 +39,7 @@ class Objective:
     Attributes:
         supports: Spaces of the latent variables, by name.
         plates: Of the latent variables of which each sequence has one, by name.
-        cost: Multiplications for one step of a sequence, about; infinite if it is not known.
+        cost: Multiplications for one step of a sequence, about; infinite for networks.
         module: Called with data, returns the loss.
         parameters: All that are trained: those of modules, and those that model and guide read.
     """
@@ -77,7 +74,9 @@ class Objective:
         self.parameters = [parameter for parameter in distinct if parameter.requires_grad]
         self.module.trained = self.parameters
         self.read = [] if isinstance(asked, nn.Module) else list(of_model.trace.nodes)
-        self.cost = step_cost(_hmms_in(trace), self.parameters, model, guide)
+        states = getattr(trace.nodes["_RETURN"]["value"], "num_states", 0)
+        count = sum(each.numel() for each in self.parameters)
+        self.cost = math.inf if count > SHARED else max(count, restarts * states**2)
         if not self.parameters:
             raise ValueError(
                 "model and guide have no parameters to fit. Give the module PyroParam or "
@@ -309,45 +308,6 @@ def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
     values = [site["value"] for site in read.trace.nodes.values()]
     return [value.unconstrained() if hasattr(value, "unconstrained") else value for value in values
             if hasattr(value, "unconstrained") or isinstance(value, nn.Parameter)]  # fmt: skip
-
-
-def step_cost(hmms: list[HMM], parameters: Iterable[Tensor], *functions: Any) -> float:
-    """Multiplications for one step of a sequence, about.
-
-    Infinite without an HMM, and where there is more to compute: many parameters, or layers of a
-    network in one of the ``functions``.
-    """
-    modules = (each.modules() for each in functions if isinstance(each, nn.Module))
-    layers = any(_is_layer(part) for part in chain.from_iterable(modules))
-    registered = any("$$$" in name for name in pyro.get_param_store())  # by pyro.module
-    if layers or registered or not hmms or sum(each.numel() for each in parameters) > SHARED:
-        return math.inf
-    total = 0.0
-    for hmm in hmms:
-        width, further = math.prod(hmm.event_shape[1:]), 16
-        if isinstance(hmm, HSMM):
-            further += hmm.log_duration.size(-1)
-        states = hmm.num_states * (hmm.num_states**hmm.order + further + width**2)
-        total += states * math.prod(hmm.batch_shape[:-1])
-    return total
-
-
-def _is_layer(module: nn.Module) -> bool:
-    """Whether it is a layer of ``torch.nn`` with parameters of its own."""
-    own = any(True for _ in module.parameters(recurse=False))
-    return own and any(kind.__module__.startswith("torch.nn.modules.") and kind is not nn.Module
-                       for kind in type(module).__mro__)  # fmt: skip
-
-
-def _hmms_in(trace: poutine.Trace) -> list[HMM]:
-    """The HMMs that distributions of sites are, or are made of."""
-    found = []
-    for site in trace.nodes.values():
-        distribution = site.get("fn")
-        while distribution is not None and not isinstance(distribution, HMM):
-            distribution = getattr(distribution, "base_dist", None)
-        found += [] if distribution is None else [distribution]
-    return found
 
 
 def is_enumerated(site: dict[str, Any]) -> bool:

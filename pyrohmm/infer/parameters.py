@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Fields
 from ..nn.base import HMMModule
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
-from .objective import check_events, step_cost
+from .objective import check_events
 
 Values = dict[str, Tensor]
 
@@ -66,7 +65,6 @@ class Parameters:
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
         self.example: HMM = trace.nodes["_RETURN"]["value"]
-        self._cost = step_cost([self.example], self.points, module)
         if restarts > 1 and self.points:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each restart has its own; "
@@ -80,8 +78,10 @@ class Parameters:
 
     @property
     def cost(self) -> float:
-        """Multiplications for one step of a sequence, about."""
-        return self.restarts * self._cost
+        """Multiplications for one step of a sequence, about: a number of parameters or K^2."""
+        sizes = [site.event_shape.numel() for site in self.sites.values()]
+        size = sum(sizes) + sum(point.numel() for point in self.points)
+        return self.restarts * max(size, self.example.num_states**2)
 
     def set_values(self, values: Values) -> None:
         """Take latent variables, one of each or one for each restart, and what points it has."""
@@ -119,7 +119,9 @@ class Parameters:
         """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
         with _LogDensities(self.values) as sampled:
             hmm = build(self.module, batch)
-        prior = self._total(sampled.found)
+        prior = sum(sampled.found.values(), torch.zeros(()))
+        if self.restarts > 1 and prior.dim():  # (R, 1)
+            prior = prior.sum(-1)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
@@ -129,10 +131,6 @@ class Parameters:
         if batch.labels is not None:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
-
-    def log_density(self) -> Tensor:
-        """Log prior density ``(R,)`` or scalar, if no prior depends on another variable."""
-        return self._total({n: site.log_prob(self.values[n]) for n, site in self.sites.items()})
 
     def prior_slopes(self, batch: Sequences) -> Values:
         """Gradients of the log priors of the module at the latent variables, ``(R, ...)``."""
@@ -146,11 +144,6 @@ class Parameters:
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
         slopes = {name: slope for name, slope in zip(leaves, found) if slope is not None}
         return {n: s.squeeze(1) if self.restarts > 1 else s[None] for n, s in slopes.items()}
-
-    def _total(self, log_densities: Values) -> Tensor:
-        """Sum over the latent variables; in each restart, whose dimensions are ``(R, 1)``."""
-        total = sum(log_densities.values(), torch.zeros(()))
-        return total.sum(-1) if self.restarts > 1 and total.dim() else total
 
     def get(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter; that of a frozen one is the same in all."""
@@ -199,23 +192,12 @@ class Parameters:
         """State, for checkpoints."""
         return {"values": self.values, "points": list(self.points)}
 
-    def restore(self, state: Fields) -> None:
-        """Take the parameters from a checkpoint.
-
-        Raises:
-            ValueError: If they are not those of this module.
-        """
-        device, values = self.data.device, state["values"]
-        if values.keys() != self.sites.keys():
-            raise ValueError(f"wanted values of {list(self.sites)}")
-        lead = (self.restarts, 1) if self.restarts > 1 else ()
-        for name, site in self.sites.items():
-            if values[name].shape != (*lead, *site.batch_shape, *site.event_shape):
-                raise ValueError(f"{name} has shape {tuple(values[name].shape)}")
-        self.values = {name: value.to(device) for name, value in values.items()}
-        self.check_supports()
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the parameters from a checkpoint."""
+        device = self.data.device
+        self.values = {name: state["values"][name].to(device) for name in self.sites}
         with torch.no_grad():
-            for point, saved in zip(self.points, state.tensors_like("points", self.points)):
+            for point, saved in zip(self.points, state["points"], strict=True):
                 point.copy_(saved)
 
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint, Fields, describe
+from ..io.checkpoints import Checkpoint, describe
 from .guides import Point
 from .options import FREE
 from .results import Fit, name_of, uses_labels
@@ -292,7 +292,7 @@ class Chains:
         """State of the chains, for checkpoints."""
         raise NotImplementedError
 
-    def restore(self, state: Fields) -> None:
+    def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
         raise NotImplementedError
 
@@ -334,9 +334,9 @@ class Chains:
                     known |= {"ladder": vars(self.ladder), "chains": self.state()}
                     checkpoint.save(known)
 
-    def _resume(self, state: Fields) -> None:
+    def _resume(self, state: dict[str, Any]) -> None:
         vars(self.ladder).update(state["ladder"])
-        self.restore(Fields(state["chains"], state, "chains."))
+        self.restore(state["chains"])
         self.done, self.kept = state["done"], state["kept"]
         self.start_time -= state["seconds"]
 

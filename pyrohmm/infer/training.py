@@ -27,7 +27,7 @@ from .._precision import full_precision
 from .._sync import with_one_wait
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
-from ..io.checkpoints import Checkpoint, Fields, describe, fingerprint
+from ..io.checkpoints import Checkpoint, describe, fingerprint
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, copy_values, describe_schedule
 from .guides import point_of
@@ -339,21 +339,19 @@ class Training:
             "held_out": None if self.held_out is None else self.held_out.state(),
         }
 
-    def _restore(self, saved: Fields) -> None:
+    def _restore(self, saved: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
-        copy_values(saved.tensors_like("tensors", self.tensors()), self.tensors())
+        copy_values(saved["tensors"], self.tensors())
         self.descent.optimizer.load_state_dict(saved["optimizer"])
         if self.descent.schedule is not None:
             self.descent.schedule.load_state_dict(saved["schedule"])
         self.batches.restore(saved["batches"])
         device = self.objective.parameters[0].device
         if self.descent.average is not None:
-            averages = saved.tensors_like("averages", self.descent.average.values)
-            self.descent.average.values = [value.to(device) for value in averages]
+            self.descent.average.values = [value.to(device) for value in saved["averages"]]
         if self.held_out is not None:
-            held_out = Fields(saved["held_out"], saved, "held_out.")
-            self.held_out.restore(held_out, self.tensors())
-        self.losses = list(saved.losses(None).to(device))
+            self.held_out.restore(saved["held_out"])
+        self.losses = list(saved["losses"].to(device))
         self.parts = [part.to(device) for part in saved["parts"]]
         self.start_time -= saved["seconds"]
         if saved["reason"] is not None and saved["tests"] == self._tests:

@@ -8,6 +8,7 @@ that was killed and resumed ends with the same bits as one that never was.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import time
 import zlib
@@ -22,13 +23,15 @@ from pyro.nn import PyroModule
 from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from .files import kinds, read_tensors, write_tensors
+from .files import read_tensors, write_tensors
 
 SECONDS = 10.0  # between two saves
-VERSION = 8  # of what fits save
+VERSION = 9  # of what fits save
+CURE = "Choose another file, or delete it to start afresh."
 
 
 class Checkpoint:
@@ -61,7 +64,7 @@ class Checkpoint:
         self.writes = writes
         self.saved = time.perf_counter()
 
-    def resume(self, restore: Callable[[Fields], None], tensors: Iterable[Tensor]) -> bool:
+    def resume(self, restore: Callable[[dict[str, Any]], None], tensors: Iterable[Tensor]) -> bool:
         """Continue from the state saved last; returns whether there is one.
 
         Random number generators are restored as well: all of it, or nothing.
@@ -71,8 +74,7 @@ class Checkpoint:
             tensors: What has to be as it was after an error.
 
         Raises:
-            ValueError: If the file is damaged, or of another fit: it names the difference, or the
-                field.
+            ValueError: If the file is damaged, or of another fit: it names the difference.
         """
         if not self.path.exists():
             return False
@@ -80,29 +82,28 @@ class Checkpoint:
         if (meta.get("kind"), meta.get("version")) != ("checkpoint", VERSION):
             raise ValueError(
                 f"checkpoint {self.path} holds something else, or is of another version of this "
-                "package. Choose another file, or delete it to start afresh."
+                f"package. {CURE}"
             )
         if (differing := difference(meta.get("identity"), self.identity)) is not None:
             path, there, here = differing
             raise ValueError(
                 f"checkpoint {self.path} belongs to another fit: its {path} is {there}, and "
-                f"here it is {here}. Choose another file, or delete it to start afresh."
+                f"here it is {here}. {CURE}"
             )
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-        numbers, state = self._random(), Fields({})
+        numbers = self._random()
         try:
-            state.update(_unpack(meta["state"], saved))
+            state = _unpack(saved, meta)
             restore(state)
-            self._set_random(Fields(state["random"], state, "random."))
+            self._set_random(state["random"])
         except Exception as error:
             with torch.no_grad():
                 for tensor, value in before:
                     tensor.copy_(value)
             self._set_random(numbers)
             raise ValueError(
-                f"checkpoint {self.path} holds a field {state.asked} that does not fit this fit "
-                f"({type(error).__name__}: {error}). Choose another file, or delete it to start "
-                "afresh."
+                f"checkpoint {self.path} does not fit this fit ({type(error).__name__}: {error}). "
+                f"{CURE}"
             ) from error
         return True
 
@@ -114,10 +115,9 @@ class Checkpoint:
         """Replace the file by one of ``state``: nested dicts and lists of tensors and numbers."""
         if not self.writes:
             return
-        tensors: dict[str, Tensor] = {}
-        packed = _pack(state | {"random": self._random()}, tensors, "state")
+        tensors, packed = _pack(state | {"random": self._random()})
         meta = {"kind": "checkpoint", "version": VERSION, "identity": self.identity}
-        write_tensors(self.path, tensors, meta | {"state": packed})
+        write_tensors(self.path, tensors, meta | packed)
         self.saved = time.perf_counter()
 
     def _random(self) -> dict[str, Any]:
@@ -136,82 +136,25 @@ class Checkpoint:
             generator.set_state(numbers)
 
 
-class Fields(dict[str, Any]):
-    """A state that was read; it knows which field was asked for last."""
-
-    def __init__(
-        self, state: dict[str, Any], outer: Fields | None = None, prefix: str = ""
-    ) -> None:
-        super().__init__(state)
-        self.outer, self.prefix, self.asked = outer or self, prefix, "state"
-
-    def __getitem__(self, name: str) -> Any:
-        self.outer.asked = self.prefix + name
-        return super().__getitem__(name)
-
-    def tensors_like(self, name: str, wanted: dict[str, Tensor] | list[Tensor]) -> Any:
-        """The tensors of a field, of the names or number, shapes and dtypes of ``wanted``.
-
-        Raises:
-            ValueError: If they differ, or a number is NaN.
-        """
-        found = self[name]
-        pairs: dict[Any, Tensor] = dict(_items(wanted))
-        if type(found) is not type(wanted) or kinds(dict(_items(found))) != kinds(pairs):
-            raise ValueError(f"wanted the tensors {kinds(pairs)}")
-        for key, like in pairs.items():
-            if bool((found[key].cpu().isnan() & ~like.cpu().isnan()).any()):
-                raise ValueError(f"{key} holds NaN")
-        return found
-
-    def losses(self, restarts: int | None) -> Tensor:
-        """The field ``losses``, ``(n, R)`` or ``(n,)``; raise unless they are so, and no NaN."""
-        found = self["losses"]
-        wrong = restarts is not None and found.shape[1:] != (restarts,)
-        if wrong or found.isnan().any() or not found.is_floating_point() or found.dim() == 0:
-            raise ValueError(
-                f"wanted losses (n, {restarts or ''}), none NaN; got {kinds({0: found})}"
+def _pack(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a state by number, and all else as JSON can hold it."""
+    leaves, form = tree_flatten(state)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | bool | int | float | str | None):
+            raise TypeError(
+                f"a checkpoint can hold tensors, numbers and text; got {type(leaf).__name__}. "
+                "Choose an optimizer and a schedule whose state_dict() holds nothing else."
             )
-        return found
+    tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return tensors, {"form": treespec_dumps(form), "leaves": json.dumps(others)}
 
 
-def _items(tensors: Any) -> Iterable[tuple[Any, Tensor]]:
-    return tensors.items() if isinstance(tensors, dict) else enumerate(tensors)
-
-
-def _pack(item: Any, tensors: dict[str, Tensor], name: str) -> Any:
-    """``item`` as JSON can hold it; tensors go to ``tensors`` under their names."""
-    if isinstance(item, Tensor):
-        tensors[name] = item.detach()
-        return {"tensor": name}
-    if isinstance(item, dict):
-        pairs = [[key, _pack(value, tensors, f"{name}.{key}")] for key, value in item.items()]
-        return {"pairs": pairs}
-    if isinstance(item, list | tuple):
-        parts = [_pack(part, tensors, f"{name}.{i}") for i, part in enumerate(item)]
-        return {"list" if isinstance(item, list) else "tuple": parts}
-    if isinstance(item, float) and not math.isfinite(item):
-        return {"float": str(item)}
-    if item is None or isinstance(item, bool | int | float | str):
-        return item
-    raise TypeError(
-        f"a checkpoint can hold tensors, numbers and text; {name} is {type(item).__name__}. Choose "
-        "an optimizer and a schedule whose state_dict() holds nothing else."
-    )
-
-
-def _unpack(item: Any, tensors: dict[str, Tensor]) -> Any:
-    if not isinstance(item, dict):
-        return item
-    ((kind, content),) = item.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "pairs":
-        return {key: _unpack(value, tensors) for key, value in content}
-    if kind == "float":
-        return float(content)
-    parts = [_unpack(part, tensors) for part in content]
-    return parts if kind == "list" else tuple(parts)
+def _unpack(tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Any]:
+    """The state that :func:`_pack` packed."""
+    leaves = [tensors.get(str(i), leaf) for i, leaf in enumerate(json.loads(meta["leaves"]))]
+    state: dict[str, Any] = tree_unflatten(leaves, treespec_loads(meta["form"]))
+    return state
 
 
 LONGEST = 200  # characters of a value in an error
@@ -222,17 +165,17 @@ _OF_MODULES = ("_buffers", "_parameters", "_modules", "_pyro_samples")
 
 def describe(item: Any, depth: int = 3) -> Any:
     """Description of ``item`` to be compared, for JSON; of objects within others to a depth."""
+    if isinstance(item, float) and math.isfinite(item):
+        return float(item)
+    if isinstance(item, float | Path | torch.dtype | torch.device):
+        return str(item)
     if item is None or isinstance(item, bool | int | str):
         return item
-    if isinstance(item, float):
-        return float(item) if math.isfinite(item) else str(item)
-    if isinstance(item, Path | torch.dtype | torch.device):
-        return str(item)
-    if isinstance(item, np.ndarray | np.generic):
-        item = torch.as_tensor(item)
-    if isinstance(item, Tensor):
-        kind = f"{tuple(item.shape)} {item.dtype}"
-        return kind if item.requires_grad and item.is_leaf else f"{kind} {digits([item])}"
+    if isinstance(item, Tensor | np.ndarray | np.generic):
+        tensor = torch.as_tensor(item)
+        kind = f"{tuple(tensor.shape)} {tensor.dtype}"
+        point = tensor.requires_grad and tensor.is_leaf  # its value is the fit's to change
+        return kind if point else f"{kind} {digits([tensor])}"
     if isinstance(item, torch.Generator):
         return item.initial_seed()
     if isinstance(item, Sequences | Parts):
@@ -242,9 +185,7 @@ def describe(item: Any, depth: int = 3) -> Any:
     if isinstance(item, list | tuple):
         return [describe(part, depth) for part in item]
     if isinstance(item, partial):
-        return {"function": describe(item.func), "arguments": describe(item.args)} | describe(
-            item.keywords
-        )
+        return describe({"function": item.func, "arguments": item.args} | item.keywords)
     name = getattr(item, "__qualname__", type(item).__qualname__)
     if not depth or hasattr(item, "__qualname__") or isinstance(item, Trace):
         return name

@@ -1,17 +1,17 @@
-"""EM of tables, whose E-step builds no HMM: as the E-step that does."""
+"""EM of symbols, whose E-step counts states by symbol: as the E-step that counts by step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
 import pyro
 import pytest
 import torch
 
-from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, normal, starts
-from pyrohmm.infer.expectation import TableCounts
+from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, starts
+from pyrohmm.infer import expectation
+from pyrohmm.infer.maximization import Maximization
 
 
 def ragged() -> Sequences:
@@ -57,18 +57,22 @@ def fitted(case: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_as_with_an_hmm(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_with_counts_of_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    counts = TableCounts.__call__
+    counts, prepare = expectation.symbol_counts, Maximization.__init__
 
-    def counted(self: TableCounts, batch: Sequences) -> Any:
-        calls.append(len(batch))
-        return counts(self, batch)
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return counts(*arguments)
 
-    monkeypatch.setattr(TableCounts, "__call__", counted)
+    def by_step(self: Maximization, *arguments: Any) -> None:
+        prepare(self, *arguments)
+        self.by_symbol = False
+
+    monkeypatch.setattr(expectation, "symbol_counts", counted)
     quick = fitted(case)
     assert len(calls) >= 9
-    monkeypatch.setattr(TableCounts, "suit", staticmethod(lambda parameters: False))
+    monkeypatch.setattr(Maximization, "__init__", by_step)
     slow = fitted(case)
     torch.testing.assert_close(quick.losses, slow.losses, rtol=1e-5, atol=1e-5)
     for name, value in slow.parameters.items():
@@ -93,46 +97,3 @@ def test_restarts_that_go_on_after_others_were_given_up_are_single_fits() -> Non
     values = {name: value[fit.restarts.best] for name, value in fit.restarts.parameters.items()}
     for name, value in fit.parameters.items():
         torch.testing.assert_close(value, values[name])
-
-
-def test_numbers_out_of_range_go_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = fitted("ragged")
-    monkeypatch.setattr(TableCounts, "__call__", lambda self, batch: None)
-    torch.testing.assert_close(fitted("ragged").losses, wanted.losses, rtol=1e-5, atol=1e-5)
-
-
-def replaced() -> TabularHMM:
-    module: Any = TabularHMM(2, categorical(3))
-    module.forward = MethodType(TabularHMM.forward, module)
-    return module
-
-
-def watched() -> TabularHMM:
-    module = TabularHMM(2, categorical(3))
-    module.emission.register_forward_hook(lambda *arguments: None)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("module", "labels"),
-    [
-        (lambda: TabularHMM(2, normal(0)), None),
-        (lambda: TabularHMM(2, categorical(3)), [[0, 1, 0, 1]] * 3),
-        (replaced, None),
-        (watched, None),
-    ],
-    ids=["normal", "labels", "another forward", "a hook"],
-)
-def test_others_build_their_hmm(
-    module: Callable[[], TabularHMM], labels: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: TableCounts, batch: Sequences) -> None:
-        raise AssertionError("nobody should ask tables")
-
-    monkeypatch.setattr(TableCounts, "__call__", refuse)
-    pyro.set_rng_seed(0)
-    data = Sequences.from_list([[0, 1, 1, 2]] * 3, labels=labels)
-    fit = fit_em(module(), data, num_iterations=6, tolerance=None)
-    assert fit.losses.isfinite().all()
-    if labels is not None:
-        assert fit.parameters["module.transition"].tolist() == [[0.0, 1.0], [1.0, 0.0]]

@@ -241,18 +241,6 @@ def test_the_entropy_of_a_guide_is_the_rest():
     torch.testing.assert_close(sum(fit.history.values()), -fit.losses)
 
 
-@pytest.mark.parametrize("restarts", [1, 2])
-@pytest.mark.parametrize("make", [lambda: TabularHMM(2, normal(0)), lambda: module()])
-def test_the_bound_lies_between_two_log_densities(make, restarts):
-    data = numbers() if "Normal" in type(make().emission).__name__ else DATA
-    options = {"num_iterations": 6, "tolerance": None, "bounds": True, "restarts": restarts}
-    fit = fit_em(make().double(), data, **options)
-    bound, log_joint = fit.history["bound"], -fit.losses
-    assert bound.shape == (6,)
-    assert (bound >= log_joint[:-1] - 1e-6).all()
-    assert (bound <= log_joint[1:] + 1e-6).all()
-
-
 class Wrong(TabularHMM):
     """Its M-step returns what EM cannot take."""
 

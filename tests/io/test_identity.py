@@ -151,7 +151,6 @@ CHANGES = {
         "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.LogitGradient()),
         "gradient_step": ({}, GradientStep(3)),
         "acceleration": ({}, True),
-        "bounds": ({}, True),
         "priors": ({}, False),
         "generator": ({"generator": seeded(1)}, seeded(2)),
         "name": ({"name": "one"}, "another"),
