@@ -12,12 +12,11 @@ Its modules; each imports only those above it:
 ``modified``               wrapped Cauchy; zero-inflated, censored, truncated distributions
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
-``values``                 observations as the recursions read them
+``values``                 observations and labels as the recursions read them
 ``autoregressive``         emissions that depend on the observations before; those of symbols
 ``vector_autoregression``  vectors that depend linearly on those before
 ``quantiles``              cumulative probabilities, and quantiles of mixtures of emissions
 ``forecast``               sampling given states; ``Forecast``: observations at future steps
-``labels``                 which states are allowed at each step
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``hmm``                    ``HMM``: a distribution over whole sequences

@@ -30,9 +30,8 @@ from ..data.sequences import Sequences, check_sequences
 from ..ops.log_space import step_mask
 from .autoregressive import Autoregressive, AutoregressiveCategorical
 from .hard_zeros import log_probs
-from .labels import refuse_dead_ends
 from .observation import is_categorical, log_likelihood, log_prob_per_state
-from .values import SequencesOf, as_numbers, check_support, fill_gaps
+from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_dead_ends
 
 OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."

@@ -32,7 +32,7 @@ from .._transforms import opaque, transforming
 from ..chains.base import Core
 from ..chains.markov import MarkovRecursions, PathFactors
 from ..ops.log_space import finite_or_zero, step_mask
-from .labels import allowed_states, refuse_unknown
+from .values import allowed_states, refuse_unknown
 
 
 class ScoreChain(MarkovRecursions):

@@ -32,8 +32,8 @@ from .forecast import (
     sample_emission,
     sample_emission_per_step,
 )
-from .labels import allowed_states
 from .observation import Tied, permuted
+from .values import allowed_states
 
 _PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed", "num_steps"
 

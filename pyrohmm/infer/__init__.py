@@ -7,9 +7,9 @@ Its modules; each imports only those above it:
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
 ``guides``        samples, and one value, of any guide; a point as a guide
 ``plates``        latent variables of which each sequence has one
-``options``       ``FitOptions``: the arguments that gradient fits share
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
+``descent``       ``FitOptions``: arguments of gradient fits; optimizer, averages, held-out evidence
 ``objective``     the loss of a gradient fit
 ``parameters``    the parameters of an EM fit
 ``maximization``  the M-step: closed forms and gradient steps
@@ -19,10 +19,8 @@ Its modules; each imports only those above it:
 ``resizing``      merge and split of states
 ``uncertainty``   ``Information``: standard errors and intervals
 ``effects``         tables of estimates, and predictions at values of the covariates
-``ascent``        maximisation of many functions as one batch
 ``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
 ``results``       ``Fit``, ``Restarts``: what a fit returns
-``descent``       gradient steps: optimizer, schedule, averages, held-out evidence
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
 ``marginal``      log marginal likelihoods with random effects, by Laplace's approximation
@@ -43,6 +41,7 @@ from . import msteps as msteps
 from . import starts as starts
 from .cooccurrence import CooccurrenceModel as CooccurrenceModel
 from .cooccurrence import fit_cooccurrence as fit_cooccurrence
+from .descent import FitOptions as FitOptions
 from .em import fit_em as fit_em
 from .gibbs import fit_gibbs as fit_gibbs
 from .gradient import fit_map as fit_map
@@ -56,7 +55,6 @@ from .models import StatefulModel as StatefulModel
 from .models import markov_sample as markov_sample
 from .models import scale_priors as scale_priors
 from .msteps import GradientStep as GradientStep
-from .options import FitOptions as FitOptions
 from .resizing import merge_states as merge_states
 from .resizing import split_state as split_state
 from .results import Fit as Fit

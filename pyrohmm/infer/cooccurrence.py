@@ -36,9 +36,9 @@ from ..ops.pairs import Pairs as Pairs
 from ..ops.pairs import cross_entropy as cross_entropy
 from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
+from .descent import MINIBATCHES, FitOptions
 from .gradient import fit_map, init_near, near_data
 from .models import LogPrior, build, exclusive, factor_log_prior
-from .options import MINIBATCHES, FitOptions
 from .parameters import Values
 from .results import Fit
 

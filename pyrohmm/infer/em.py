@@ -24,17 +24,17 @@ from .._checks import check_size, check_tolerance
 from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.checkpoints import Checkpoint, describe, digits
+from ..io.files import Checkpoint, describe, digits
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
+from .descent import FREE, names_checked
 from .guides import Point
 from .iterations import Loop
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel, exclusive
 from .msteps import GradientStep, TransitionPrior, TransitionStep
-from .options import FREE, names_checked
 from .parameters import Parameters, Values
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels

@@ -28,9 +28,9 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
 from ..ops.markov import sample_paths
+from .descent import names_checked
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
-from .options import names_checked
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit

@@ -22,10 +22,10 @@ from ..distributions.sparse import interior
 from ..nn.base import HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.sticky_hdp import SharedRows
+from .descent import MINIBATCHES, FitOptions, settings_of
 from .guides import Point
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
-from .options import MINIBATCHES, FitOptions, settings_of
 from .parameters import Values, fitted_in, set_point
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import build_once, by_kmeans

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from .._choices import threads_for
 from ..data.batches import Batches, Parts
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint
+from ..io.files import Checkpoint
 from ..nn.closed_form import Statistics
 from .expectation import Expectation
 from .maximization import GradientSteps, Maximization

@@ -33,7 +33,7 @@ from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
-from .ascent import Peak, climb
+from ..ops.newton import Peak, climb
 from .guides import Point
 from .marginal import Marginal, Values
 from .models import exclusive

@@ -26,10 +26,10 @@ from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..nn.base import HMMModule, in_mode
 from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
+from .descent import names_checked
 from .gradient import near_data
 from .models import MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
-from .options import names_checked
 from .parameters import Values
 from .plates import marks_of, sequence_plates
 from .results import Fit

@@ -16,7 +16,7 @@ from torch import Tensor, distributed
 
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from ..io.checkpoints import digits, fingerprint
+from ..io.files import digits, fingerprint
 
 
 class ProcessGroup:

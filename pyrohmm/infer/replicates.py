@@ -20,7 +20,7 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
-from .ascent import Peak, climb
+from ..ops.newton import Peak, climb
 from .objective import APART, LogJoint, check_copies, each_alone
 from .uncertainty import Information, names_of, normal_quantile
 

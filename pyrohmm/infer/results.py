@@ -22,11 +22,11 @@ from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
+from .descent import Validation
 from .effects import Bands, described, lines, predicted, table
 from .effects import name_of as name_of
 from .guides import repeatable, samples_of
 from .objective import site_losses
-from .options import Validation
 from .parameters import fitted_in
 from .plates import SequencePlate, check_fitted, hmm_at
 from .replicates import Bootstrap, bootstrap, limits_of, match_states

@@ -22,9 +22,9 @@ from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..io.checkpoints import Checkpoint, describe
+from ..io.files import Checkpoint, describe
+from .descent import FREE
 from .guides import Point
-from .options import FREE
 from .results import Fit, name_of, uses_labels
 from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
 

@@ -27,13 +27,12 @@ from .._precision import full_precision
 from .._sync import with_one_wait
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
-from ..io.checkpoints import Checkpoint, describe, fingerprint
+from ..io.files import Checkpoint, describe, fingerprint
 from ..nn.base import HMMModule, in_mode
-from .descent import Descent, HeldOut, copy_values, describe_schedule
+from .descent import FREE, Descent, HeldOut, Settings, copy_values, describe_schedule
 from .guides import point_of
 from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
-from .options import FREE, Settings
 from .plates import marks_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels

@@ -4,17 +4,15 @@ Imports the rooms down to ``nn``.
 
 Its modules; each imports only those above it:
 
-``files``        files of tensors and plain data, written whole or not at all
+``files``        files of tensors and plain data, written whole or not at all; checkpoints
 ``persistence``  ``save``, ``load_hmm``, ``load_into``
-``checkpoints``  the file from which a fit resumes, and what makes a fit the same
-``hmmlearn``     models of hmmlearn as HMMs, and back
-``ctrlg``        models of Ctrl-G, HMMs of tokens, and back
+``conversion``   models of hmmlearn and of Ctrl-G as HMMs, and back
 """
 
-from .ctrlg import from_ctrlg as from_ctrlg
-from .ctrlg import to_ctrlg as to_ctrlg
-from .hmmlearn import from_hmmlearn as from_hmmlearn
-from .hmmlearn import to_hmmlearn as to_hmmlearn
+from .conversion import from_ctrlg as from_ctrlg
+from .conversion import from_hmmlearn as from_hmmlearn
+from .conversion import to_ctrlg as to_ctrlg
+from .conversion import to_hmmlearn as to_hmmlearn
 from .persistence import load_hmm as load_hmm
 from .persistence import load_into as load_into
 from .persistence import save as save

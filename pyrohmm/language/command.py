@@ -35,11 +35,10 @@ from torch import distributed
 from tqdm import tqdm
 
 from ..data.readers import read_lines
-from ..infer.options import RunOptions, Validation
+from ..infer.descent import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
 from ..io import ctrlg
-from ..io.checkpoints import Checkpoint
-from ..io.files import TENSORS, check_directory
+from ..io.files import TENSORS, Checkpoint, check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain
 from .distillation import distil
 from .model import LanguageModel

@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from .._checks import check_size
 from ..distributions.hard_zeros import log_probs
 from ..distributions.observation import log_prob_per_component
-from ..io.hmmlearn import covars_of, normals_of
+from ..io.conversion import covars_of, normals_of
 from ..nn.closed_form import Maximum, Statistics, row_mode
 from ..nn.covariances import CovarianceEmission
 from ..ops.log_space import log

@@ -31,7 +31,7 @@ from pyrohmm import (
     normal,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.infer.options import Validation
+from pyrohmm.infer.descent import Validation
 from pyrohmm.infer.training import why_converged
 
 QUICK = {"num_iterations": 30, "progress": False}

@@ -20,8 +20,8 @@ from pyrohmm import (
     normal,
     poisson,
 )
-from pyrohmm.infer.ascent import climb
 from pyrohmm.infer.replicates import Copies, match_states
+from pyrohmm.ops.newton import climb
 
 COINS = HMM(
     torch.tensor([0.6, 0.4]).log(),

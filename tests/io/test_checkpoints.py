@@ -32,7 +32,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm.infer import gibbs, mcmc, sampled, tempering
-from pyrohmm.io import checkpoints
+from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors, write_tensors
 
 

@@ -30,7 +30,7 @@ from pyrohmm import (
     normal,
     starts,
 )
-from pyrohmm.infer.options import FREE, FitOptions
+from pyrohmm.infer.descent import FREE, FitOptions
 
 GENERATOR = torch.Generator().manual_seed(0)
 SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)

@@ -48,8 +48,7 @@ from pyrohmm.distributions.modified import (
 )
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
-from pyrohmm.io.checkpoints import Checkpoint
-from pyrohmm.io.files import read_tensors, write_tensors
+from pyrohmm.io.files import Checkpoint, read_tensors, write_tensors
 from pyrohmm.nn.waits_and_angles import Angle
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 

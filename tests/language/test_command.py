@@ -18,7 +18,7 @@ import torch
 
 from pyrohmm import LanguageModel, blocks
 from pyrohmm.data.vocabulary import Vocabulary
-from pyrohmm.io import checkpoints
+from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors
 from pyrohmm.language import command
 from pyrohmm.language.command import hold_out, main
