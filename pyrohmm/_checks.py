@@ -146,8 +146,8 @@ def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> Non
     if transforming():
         return
     sums = tensor.detach().exp().sum(-1)  # logsumexp would take ten times as long
-    low, high = (end.item() for end in torch.aminmax(sums)) if sums.numel() else (1.0, 1.0)
-    if not 1 - tolerance <= low <= high <= 1 + tolerance:  # also catches NaN
+    low, high = torch.aminmax(sums) if sums.numel() else (torch.ones(()), torch.ones(()))
+    if not 1 - tolerance <= low.item() <= high.item() <= 1 + tolerance:  # also catches NaN
         rest = f"sums from {low:.6g} to {high:.6g}. Call .log_softmax(-1) on unnormalised scores."
         plain = tensor.detach()
         if bool((plain >= 0).all()) and bool(((plain.sum(-1) - 1).abs() <= tolerance).all()):

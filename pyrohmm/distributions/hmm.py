@@ -216,6 +216,8 @@ class HMM(ChainDistribution):
     def expand(self, batch_shape: Sequence[int], _instance: HMM | None = None) -> HMM:
         """Expand to a larger batch; parameters are not copied."""
         shape = torch.Size(batch_shape)
+        if shape == self.batch_shape:
+            return self
         if check_broadcast({"HMM": self.batch_shape, "batch_shape": shape}) != shape:
             raise ValueError(
                 f"batch_shape must be one that {tuple(self.batch_shape)} expands to; got "
