@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,9 +52,10 @@ def check_real(name: str, value: object) -> None:
 
 def check_integers(name: str, tensor: Tensor, cure: str = "Call .long() on it.") -> None:
     """Raise unless ``tensor`` holds integers."""
+    if isinstance(tensor, Tensor) and tensor.dtype in INTEGERS:
+        return
     check_tensor(name, tensor)
-    if tensor.dtype not in INTEGERS:
-        raise TypeError(f"{name} must hold integers; got dtype {tensor.dtype}. {cure}")
+    raise TypeError(f"{name} must hold integers; got dtype {tensor.dtype}. {cure}")
 
 
 def check_booleans(name: str, tensor: Tensor) -> None:
@@ -68,9 +70,9 @@ def check_booleans(name: str, tensor: Tensor) -> None:
 
 def check_floats(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` holds floating-point numbers."""
-    check_tensor(name, tensor)
-    if tensor.dtype in (torch.float32, torch.float64):
+    if isinstance(tensor, Tensor) and tensor.dtype in (torch.float32, torch.float64):
         return
+    check_tensor(name, tensor)
     wanted = "float32 or float64" if tensor.dtype.is_floating_point else "floating point"
     raise TypeError(f"{name} must be {wanted}; got dtype {tensor.dtype}. Call .float() on it.")
 
@@ -132,7 +134,7 @@ def _inside_plates() -> str:
 
 def check_same_device(tensors: dict[str, Tensor]) -> None:
     """Raise unless all the named tensors are on one device."""
-    if len({tensor.device for tensor in tensors.values()}) > 1:
+    if len(set(map(attrgetter("device"), tensors.values()))) > 1:
         devices = {name: tensor.device for name, tensor in tensors.items()}
         listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ValueError(

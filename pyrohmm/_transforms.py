@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, TypeVar, cast
@@ -35,7 +35,7 @@ def opaque(function: Function) -> Function:
             return torch.compiler.disable(function)(*args, **kwargs)
         owner, *given = args
         if "provenance" not in owner.__dict__:  # it is being made
-            owner.provenance = provenance_of(tensors_of((given, kwargs), set()))
+            owner.provenance = provenance_of(tensors_of((given, kwargs)))
         tracked = owner.provenance | provenance_of(given)
         return with_provenance(tracked, function, *args, **kwargs)
 
@@ -55,21 +55,30 @@ def with_provenance(
 
 def provenance_of(tensors: Iterable[Any]) -> frozenset[Any]:
     """What Pyro says that tensors depend on, all together."""
-    return NOTHING.union(*(x._provenance for x in tensors if type(x) is ProvenanceTensor))
+    tracked = NOTHING
+    for x in tensors:
+        if type(x) is ProvenanceTensor:
+            tracked |= x._provenance
+    return tracked
 
 
-def tensors_of(part: Any, seen: set[int]) -> Iterator[Tensor]:
+def tensors_of(part: Any) -> list[Tensor]:
     """All tensors that ``part`` holds, those of objects within it included."""
-    if id(part) in seen or isinstance(part, type):
-        return
-    seen.add(id(part))
-    if isinstance(part, Tensor):
-        yield part
-        return
-    if not isinstance(part, list | tuple):
-        part = (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
-    for inner in part:
-        yield from tensors_of(inner, seen)
+    found, seen, rest = [], set(), [part]
+    while rest:
+        part = rest.pop()
+        if id(part) in seen or isinstance(part, type):
+            continue
+        seen.add(id(part))
+        if isinstance(part, Tensor):
+            found.append(part)
+        elif isinstance(part, list | tuple):
+            rest.extend(part)
+        else:
+            rest.extend(
+                (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
+            )
+    return found
 
 
 _by_operations: ContextVar[bool] = ContextVar("pyrohmm_by_operations", default=False)
@@ -91,7 +100,7 @@ def beside(found: Tensor, owner: Any) -> Any:
     """
     if found.requires_grad or not torch.is_grad_enabled():
         return owner
-    held = [part for part in tensors_of(owner, set()) if part.requires_grad]
+    held = [part for part in tensors_of(owner) if part.requires_grad]
     return copy.deepcopy(owner, {id(part): part.detach() for part in held}) if held else owner
 
 

@@ -131,13 +131,13 @@ class ChainDistribution(TorchDistribution):
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes without Pyro's weak references, which cannot be pickled; it makes new ones."""
-        for tensor in tensors_of(self.__dict__, set()):
+        for tensor in tensors_of(self.__dict__):
             tensor.__dict__.pop("unconstrained", None)
         return self.__dict__
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy whose tensors are leaves of a graph of their own, as a pickle's are."""
-        for tensor in tensors_of(self.__dict__, set()):
+        for tensor in tensors_of(self.__dict__):
             if not tensor.is_leaf and id(tensor) not in memo:
                 memo[id(tensor)] = copy.deepcopy(tensor.detach(), memo).requires_grad_()
         new = copy.copy(self)

@@ -242,13 +242,14 @@ class Loop:
             loss, statistics = self._judge(batch) if proposed else self._expect(batch)
             self._append(self.losses, loss)
             self._append(self.log_priors, self.expect.log_prior)
-            nats = loss.min().item() / max(data.num_observed, 1)
-            bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
+            if not bar.disable:
+                nats = loss.min().item() / max(data.num_observed, 1)
+                bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
             self.reason = self._why_converged()
             if self.reason is not None or len(self.losses) > self.num_iterations:
                 self.last = statistics
                 break
-            if len(chosen := self._promising()) < len(self.alive):
+            if len(self.alive) > 1 and len(chosen := self._promising()) < len(self.alive):
                 self._keep(chosen)
                 loss, statistics = self._expect(batch)
             if self.decay is not None:
@@ -306,7 +307,7 @@ class Loop:
         """
         loss = self.losses[-1][self.alive].nan_to_num(nan=torch.inf)
         going = torch.ones_like(loss, dtype=torch.bool)
-        if self.ranked and len(loss) > 1:
+        if self.ranked:
             at_once = self.large and len(self.losses) == 1
             if at_once or len(self.losses) % RANKED == 0:
                 kept = 1 if at_once else (len(loss) + 1) // 2

@@ -191,9 +191,8 @@ class Maximization:
             transition_step = FixedPoint(num_starts=100 if labelled else 0) if exact else None
         self.parameters, self.transition_step = parameters, copy.copy(transition_step)
         emission = module.emission_module()
-        inner = (f"{name}." for name, part in module.named_modules() if part is emission)
-        prefix = next(inner, None)  # of the names of the emission's parameters
-        self.prefix = prefix or ""
+        inner = [f"{name}." for name, part in module.named_modules() if part is emission]
+        self.prefix = inner[0] if inner else ""  # of the names of the emission's parameters
         closed = log_prior is None or of_transitions
         clusters = closed and isinstance(emission, EmissionMStep)
         own = clusters and not has_foreign_priors(emission)
@@ -201,26 +200,19 @@ class Maximization:
         self.chain: Any = None
         of_chain: set[str] = set()
         if closed and isinstance(module, TransitionCounts if of_transitions else ChainMStep):
-            names = _names_of_chain(module, hmm)  # raises if there is no mode
+            found = _names_of_chain(module, hmm)  # raises if there is no mode
+            by_gradient = {"transition"} if of_transitions and transition_step is None else set()
             if not has_foreign_priors(parameters.module, but=emission):
-                self.chain, of_chain = module, names
-                if of_transitions and transition_step is None:
-                    of_chain = names - {"transition"}
-        steps = log_prior is None and isinstance(module, StepsMStep)
-        self.steps: Any = None
-        if steps and module.by_steps:
-            self.steps = module
+                self.chain, of_chain = module, found - by_gradient
+        steps = log_prior is None and isinstance(module, StepsMStep) and module.by_steps
+        self.steps: Any = module if steps else None
         points = {name: point for name, point in module.named_parameters() if point.requires_grad}
-        others = []  # neither of the emission nor in closed form
-        rest = []  # not in closed form
-        for name in (*parameters.sites, *points):
-            of_emission = prefix is not None and name.startswith(prefix)
-            if name.removesuffix("_unconstrained") in of_chain:
-                continue
-            others += [] if of_emission else [name]
-            if self.steps and name.removesuffix("_unconstrained") in self.steps.by_steps:
-                continue
-            rest += [] if of_emission and own else [name]
+        names = {name: name.removesuffix("_unconstrained") for name in (*parameters.sites, *points)}
+        of_emission = {name for name in names if inner and name.startswith(self.prefix)}
+        others = {name for name in names if names[name] not in of_chain} - of_emission
+        closed_names = {*of_chain, *(module.by_steps if steps else ())}
+        rest = [name for name in names if names[name] not in closed_names]
+        rest = [name for name in rest if not (own and name in of_emission)]
         self.gradient = GradientSteps(
             parameters, gradient_step or GradientStep(),
             [name for name in rest if name in parameters.sites],

@@ -50,9 +50,10 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
     check_sequences("data", data)
-    given = {"covariates": data.covariates, "times": data.times}
-    further = {name: value for name, value in given.items() if value is not None}
-    if further:
+    further = {}
+    if data.covariates is not None or data.times is not None:
+        given = {"covariates": data.covariates, "times": data.times}
+        further = {name: value for name, value in given.items() if value is not None}
         known = inspect.signature(module.forward).parameters
         if "covariates" in further and "covariates" not in known:
             raise TypeError(

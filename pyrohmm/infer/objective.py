@@ -126,18 +126,26 @@ class _UnreadELBO(Trace_ELBO):
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The loss, with the gradient of its surrogate where the guide needs one."""
         ((of_model, of_guide),) = self._get_traces(model, guide, args, kwargs)
-        model_sites, guide_sites = (
-            [site for site in trace.nodes.values() if site["type"] == "sample"]
-            for trace in (of_model, of_guide)
-        )
-        zero = (model_sites + guide_sites)[0]["log_prob_sum"].new_zeros(())
-        likelihood = sum((s["log_prob_sum"] for s in model_sites if is_likelihood(s)), zero)
-        prior = sum((s["log_prob_sum"] for s in model_sites if not is_likelihood(s)), zero)
-        self.parts = torch.stack([likelihood, prior]).detach()
-        if any(not is_identically_zero(s["score_parts"].score_function) for s in guide_sites):
+        likelihood: Any = 0.0
+        prior: Any = 0.0
+        guided: Any = 0.0
+        surrogates = False
+        for site in of_model.nodes.values():
+            if site["type"] == "sample" and is_likelihood(site):
+                likelihood = likelihood + site["log_prob_sum"]
+            elif site["type"] == "sample":
+                prior = prior + site["log_prob_sum"]
+        for site in of_guide.nodes.values():
+            if site["type"] == "sample":
+                guided = guided + site["log_prob_sum"]
+                surrogates |= not is_identically_zero(site["score_parts"].score_function)
+        loss: Any = guided - likelihood - prior
+        parts = [torch.as_tensor(each).to(loss).detach() for each in (likelihood, prior)]
+        self.parts = torch.stack(parts)
+        if surrogates:
             loss, surrogate = self._differentiable_loss_particle(of_model, of_guide)
             return loss + (surrogate - surrogate.detach())
-        return sum((s["log_prob_sum"] for s in guide_sites), zero) - likelihood - prior
+        return loss
 
 
 class _LossOfGradients(ELBOModule):

@@ -49,11 +49,10 @@ class OwnParameters(PyroModule):
             context = self._pyro_context
             if context.active:
                 return super().__call__(*args, **kwargs)
-            own = {id(parameter) for parameter in self.parameters()}
-            names = {
-                name.removesuffix("_unconstrained")
-                for name, _ in self.named_parameters(remove_duplicate=False)
-            }
+            own, names = set(), set()
+            for name, parameter in self.named_parameters(remove_duplicate=False):
+                own.add(id(parameter))
+                names.add(name.removesuffix("_unconstrained"))
             store, others = pyro.get_param_store(), {}  # names of others, such as of pyro.module
             for name, parameter in list(store.named_parameters()):
                 if (name in names) == (id(parameter) in own):
