@@ -20,7 +20,6 @@ from .._checks import check_size, check_tolerance
 from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
-from ..io.files import describe
 from ..nn.base import in_mode
 from .models import to_model_device
 from .plates import Plates, new_log_evidence
@@ -31,9 +30,6 @@ ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Report = Callable[["Validation"], object]
 Fitting = TypeVar("Fitting", bound=Callable[..., Any])
 
-# What another call may change and still resume from a checkpoint: it changes no step, only how many
-# there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
-FREE = ("num_iterations", "tolerance", "patience", "progress", "report", "checkpoint")
 MINIBATCHES = ("batch_size", "batch_tokens", "windows")
 ALIASES = {  # of other packages
     "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
@@ -266,12 +262,6 @@ def copy_values(values: Iterable[Tensor], into: Iterable[Tensor]) -> None:
     with torch.no_grad():
         for target, value in zip(into, values, strict=True):
             target.copy_(value)
-
-
-def describe_schedule(schedule: LRScheduler, made_by: Any) -> Any:
-    """Description of a schedule: all but its first rate, which follows from the rest."""
-    state = {name: value for name, value in schedule.state_dict().items() if name != "_last_lr"}
-    return describe(state | {"function": made_by})
 
 
 LARGER = 4  # size of an evaluated batch, without a gradient, over that of a minibatch

@@ -24,11 +24,11 @@ from .._checks import check_size, check_tolerance
 from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.files import Checkpoint, describe, digits
+from ..io.files import Checkpoint, digits, identity_of
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
-from .descent import FREE, names_checked
+from .descent import names_checked
 from .guides import Point
 from .iterations import Loop
 from .maximization import Maximization
@@ -162,7 +162,13 @@ def fit_em(
     if ranked > 1:
         loop.large, loop.num_first = int(data.lengths.sum()) > MOST_STEPS, 2 if restarts else 1
     if checkpoint is not None:
-        identity = _identity(parameters, arguments)
+        compared = arguments
+        if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
+            begin_at = {name: digits([value]) for name, value in module.named_parameters()}
+            compared = arguments | {"module": module, "start": begin_at}
+        identity = identity_of(
+            f"EM on {type(module).__name__}", module.state_dict().values(), compared
+        ) | {"latent variables": list(parameters.sites)}
         loop.checkpoint = Checkpoint(checkpoint, identity, (generator,), group.is_first)
     if not loop.resume():
         unsuited = False
@@ -205,22 +211,6 @@ def _check(
             "transition_step is for a TabularHMM with log_prior=DiversityPrior(...); other "
             "transitions have a closed form, or follow gradient_step."
         )
-
-
-def _identity(parameters: Parameters, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Fingerprint of the fit: every argument but those in ``FREE``."""
-    module = parameters.module
-    compared = {name: value for name, value in arguments.items() if name not in FREE}
-    if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
-        begin = {name: digits([value]) for name, value in module.named_parameters()}
-        compared |= {"module": module, "start": begin}
-    return {
-        "fit": f"EM on {type(module).__name__}",
-        "latent variables": list(parameters.sites),
-        "shapes": [list(tensor.shape) for tensor in module.state_dict().values()],
-        "seed of the generator": describe(compared.pop("generator")),
-        **{name: describe(value) for name, value in compared.items()},
-    }
 
 
 def _risen(loop: Loop, history: Tensor) -> list[str]:

@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from .._checks import check_size
 from ..data.sequences import Sequences
-from ..io.files import Checkpoint, describe
-from .descent import FREE
+from ..io.files import Checkpoint, identity_of
 from .guides import Point
 from .results import Fit, name_of, uses_labels
 from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
@@ -314,9 +313,7 @@ class Chains:
         """All steps, after those of a checkpoint of the same ``arguments``, or after ``begin``."""
         checkpoint, total = None, self.warmup + self.num_samples
         if path is not None:
-            compared = {name: value for name, value in arguments.items() if name not in FREE}
-            identity = {name: describe(value) for name, value in compared.items()}
-            checkpoint = Checkpoint(path, {"fit": type(self).__name__} | identity)
+            checkpoint = Checkpoint(path, identity_of(type(self).__name__, (), arguments))
         with tqdm(total=total, disable=None if progress is None else not progress) as bar:
             if checkpoint is None or not checkpoint.resume(self._resume, ()):
                 begin()

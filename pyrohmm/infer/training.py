@@ -27,9 +27,9 @@ from .._precision import full_precision
 from .._sync import with_one_wait
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
-from ..io.files import Checkpoint, describe, fingerprint
+from ..io.files import Checkpoint, identity_of
 from ..nn.base import HMMModule, in_mode
-from .descent import FREE, Descent, HeldOut, Settings, copy_values, describe_schedule
+from .descent import Descent, HeldOut, Settings, copy_values
 from .guides import point_of
 from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
@@ -360,29 +360,12 @@ class Training:
 
     def _identity(self) -> dict[str, Any]:
         """Fingerprint of the fit, for checkpoints."""
-        settings, optimizer, schedule = self.settings, self.descent.optimizer, self.descent.schedule
         model = inspect.unwrap(self.model)
-        apart = {*FREE, "optimizer", "schedule", "generator"}
-        compared = {name: value for name, value in settings.items() if name not in apart}
-        compared["precision"] = self.precision[1]
-        groups: dict[str, list[Any]] = {}
-        for group in optimizer.param_groups:
-            rate = group.get("initial_lr", group.get("lr"))  # before a schedule has changed it
-            for name, value in (group | {"lr": rate}).items():
-                if name not in ("params", "initial_lr"):
-                    groups.setdefault(name, []).append(value)
-        return {
-            "fit": f"{name_of(self.guide)} on {name_of(model)}",
-            "latent variables": list(self.objective.supports),
-            "shapes": [list(parameter.shape) for parameter in self.objective.parameters],
-            **{name: describe(value) for name, value in compared.items()},
-            "optimizer": describe({"class": type(optimizer)} | groups),
-            "schedule": schedule and describe_schedule(schedule, settings["schedule"]),
-            "data": fingerprint(self.data),
-            "seed of the generator": describe(settings["generator"]),
-            "model": describe(model),
-            "guide": describe(self.guide),
-        }
+        arguments = self.settings | {"precision": self.precision[1], "data": self.data}
+        return identity_of(
+            f"{name_of(self.guide)} on {name_of(model)}", self.objective.parameters,
+            arguments | {"model": model, "guide": self.guide},
+        ) | {"latent variables": list(self.objective.supports)}  # fmt: skip
 
 
 def why_converged(losses: list[Tensor], tolerance: float | None, units: float = 0.0) -> str | None:

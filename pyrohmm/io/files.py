@@ -389,6 +389,21 @@ _BOOKKEEPING = set(vars(PyroModule(""))) | {"training"}
 _OF_MODULES = ("_buffers", "_parameters", "_modules", "_pyro_samples")
 
 
+# What another call may change and still resume from a checkpoint: it changes no step, only how many
+# there are (``tolerance`` and ``patience`` are tested anew), or what is shown and kept on the way.
+FREE = ("num_iterations", "tolerance", "patience", "progress", "report", "checkpoint")
+
+
+def identity_of(
+    fit: str, tensors: Iterable[Tensor], arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fingerprint of a fit: its name, shapes of its parameters, all arguments not in ``FREE``."""
+    compared = {name: describe(each) for name, each in arguments.items() if name not in FREE}
+    seed = compared.pop("generator", None)
+    shapes = [list(tensor.shape) for tensor in tensors]
+    return {"fit": fit, "shapes": shapes, "seed of the generator": seed} | compared
+
+
 def describe(item: Any, depth: int = 3) -> Any:
     """Description of ``item`` to be compared, for JSON; of objects within others to a depth."""
     if isinstance(item, float) and math.isfinite(item):

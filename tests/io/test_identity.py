@@ -30,7 +30,8 @@ from pyrohmm import (
     normal,
     starts,
 )
-from pyrohmm.infer.descent import FREE, FitOptions
+from pyrohmm.infer.descent import FitOptions
+from pyrohmm.io.files import FREE
 
 GENERATOR = torch.Generator().manual_seed(0)
 SYMBOLS = torch.randint(3, (6, 8), generator=GENERATOR)
