@@ -37,9 +37,6 @@ OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their l
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
 
-MOST_SEQUENCES = 1 << 28
-
-
 class ChainDistribution(TorchDistribution):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
@@ -120,13 +117,6 @@ class ChainDistribution(TorchDistribution):
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
         batch = check_broadcast(shapes)
-        if (count := batch.numel()) > MOST_SEQUENCES:
-            listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-            raise ValueError(
-                f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "
-                f"{listing}, which make {count:,}: the evidence alone would take {4 * count:,} "
-                "bytes. Give arguments of the same sequences the same batch shape."
-            )
         return batch, num_steps
 
     def __getstate__(self) -> dict[str, Any]:

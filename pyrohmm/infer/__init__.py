@@ -11,10 +11,9 @@ Its modules; each imports only those above it:
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``descent``       ``FitOptions``: arguments of gradient fits; optimizer, averages, held-out evidence
 ``objective``     the loss of a gradient fit
-``parameters``    the parameters of an EM fit
+``parameters``    the parameters of an EM fit, and their extrapolation by SQUAREM
 ``maximization``  the M-step: closed forms and gradient steps
-``expectation``   the E-step, batched by length
-``iterations``    the iterations of EM, and its extrapolation by SQUAREM
+``iterations``    the iterations of EM, and the E-step, batched by length
 ``starts``        where EM begins
 ``resizing``      merge and split of states
 ``uncertainty``   ``Information``: standard errors and intervals

@@ -1,141 +1,175 @@
-"""The iterations of EM: restarts that are given up, extrapolation, convergence, checkpoints."""
+"""The iterations of EM: E-step, M-step, restarts that are given up, convergence, checkpoints."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import torch
+from pyro.distributions.util import is_validation_enabled, validation_enabled
 from torch import Tensor
-from torch.distributions import transform_to
 from tqdm import tqdm
 
+from .._checks import broadcast_shapes
 from .._choices import threads_for
-from ..data.batches import Batches, Parts
+from .._sync import guessing, with_one_wait
+from ..chains.base import ExpectedCounts
+from ..data.batches import Batches, Parts, parts_of
 from ..data.sequences import Sequences
+from ..distributions.hmm import HMM
 from ..io.files import Checkpoint
 from ..nn.closed_form import Statistics
-from .expectation import Expectation
-from .maximization import GradientSteps, Maximization
-from .parameters import Parameters, Values
+from ..ops import recursions
+from .maximization import Maximization
+from .parameters import Extrapolation, Parameters, Values
 from .process_group import ProcessGroup
 
 RANKED = 20  # iterations after which the worse half of the restarts is given up, and again
 SPAN = 6  # iterations whose fall of the loss is compared with that of as many before
 SLOW = 0.25  # ratio of these, from which extrapolation pays
-GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
+PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
 
-class Extrapolation:
-    r"""Steps of SQUAREM (Varadhan and Roland, 2008, Scandinavian Journal of Statistics 35).
-
-    From two iterations of EM, :math:`\theta_0, \theta_1, \theta_2`, with
-    :math:`r = \theta_1 - \theta_0` and :math:`v = \theta_2 - \theta_1 - r`, it proposes
-    :math:`\theta_0 + 2 s r + s^2 v`, where :math:`s = |r| / |v|` in each restart. Coordinates are
-    unconstrained, such as logarithms of probabilities; hard zeros stay.
+class Expectation:
+    """The E-step, and the loss.
 
     Args:
-        parameters: Of the fit; they are set.
-        gradient: Gradient steps, which may hold coordinates of their own.
-        active: Whether it extrapolates; else it waits until EM is slow.
+        parameters: They build the HMM.
+        maximize: Reduces expected counts to what the M-step needs.
+        group: The data-parallel ranks, over which statistics are added.
 
     Attributes:
-        active: Whether each restart extrapolates, ``(R,)``; others take steps of EM.
-        proposed: Whether the parameters are a proposal that is to be judged.
+        log_prior: ``(R,)`` or a scalar, that of the last call.
     """
 
-    def __init__(self, parameters: Parameters, gradient: GradientSteps, active: bool) -> None:
-        self.parameters, self.gradient = parameters, gradient
-        self.active = torch.full((parameters.restarts,), active)
-        self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
-        self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
-        self.shapes: list[torch.Size] = []  # of the coordinates of each parameter
-        self.proposed = False
-        self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
-        self.length = torch.ones_like(self.longest)
+    def __init__(self, parameters: Parameters, maximize: Maximization, group: ProcessGroup) -> None:
+        self.parameters, self.maximize, self.group = parameters, maximize, group
+        self.log_prior = torch.zeros(())
+        self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
+        self._split_of: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
-    @torch.no_grad()
-    def record(self) -> None:
-        """Take the parameters of one more iteration, and propose others after two."""
-        values, points = self.parameters.values, self.parameters.points
-        latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
-        pieces = latent + [point.double() for point in points]
-        self.shapes = [piece.shape for piece in pieces]
-        self.path.append(torch.cat([x.reshape(len(self.longest), -1) for x in pieces], 1))
-        if len(self.path) < 3:
-            return
-        first, second, third = self.path
-        ahead = second - first
-        turn = third - second - ahead
-        usable = turn.isfinite()
-        ahead, turn = ahead.where(usable, 0.0), turn.where(usable, 0.0)
-        length = ahead.norm(dim=-1, keepdim=True) / turn.norm(dim=-1, keepdim=True)
-        self.length = length.nan_to_num(1.0).cpu().clamp(min=1.0).minimum(self.longest)
-        self.length[~self.active] = 1.0
-        s = self.length.to(ahead.device)
-        self.path = [third]
-        self.proposed = bool((self.length > 1).any())
-        if self.proposed:  # at s = 1 it is the third
-            self.path.append(third + 2 * (s - 1) * ahead + (s * s - 1) * turn)
-            self._write(self.path[1])
-        else:
-            self._lengthen()
+    def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Statistics]:
+        """The loss ``(R,)`` with the parameters as they are, and what the M-step needs.
 
-    @torch.no_grad()
-    def undo(self, worse: Tensor) -> bool:
-        """Take back the proposals that are ``worse``, ``(R,)``, and have longer steps after others.
-
-        Args:
-            worse: Whether a proposal has lowered the log joint density, or has none.
-
-        Returns:
-            Whether any was taken back.
+        The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual.
         """
-        third, proposal = self.path
-        bad = worse.reshape(-1, 1) & (self.length > 1)
-        kept = torch.where(bad.to(third.device), third, proposal)
-        self.proposed, self.path = False, []
-        self._lengthen()
-        self.longest = torch.where(bad, (self.length / GROWTH).clamp(min=1.0), self.longest)
-        undone = bool(bad.any())
-        if undone:
-            self._write(kept)
-        return undone
+        last, times = self._seen
+        self._seen = batch, times + 1 if batch is last else 1
+        if self.group.size == 1:  # ranks stay in step
+            # by then data, start and what an M-step returns have been checked
+            validate = is_validation_enabled() and self._seen[1] <= 2
+            with guessing() as guesses, validation_enabled(validate):
+                loss, statistics, _ = self._compute(batch)
+            right, (read, log_prior) = guesses.read(loss, self.log_prior)
+            if right and bool(read.isfinite().any()) and not bool(read.isnan().any()):
+                self.log_prior = log_prior
+                return read, statistics
+        loss, statistics, evidences = self._compute(batch)
+        if not bool(loss.isfinite().any()):
+            self._refuse(loss, evidences)
+        return loss.cpu(), statistics
 
-    def keep(self, chosen: Tensor) -> None:
-        """Go on with some of the restarts alone."""
-        self.path = [flat[chosen.to(flat.device)] for flat in self.path]
-        self.shapes = [torch.Size([len(chosen), *shape[1:]]) for shape in self.shapes]
-        self.longest, self.length, self.active = (
-            each[chosen] for each in (self.longest, self.length, self.active)
+    def _compute(
+        self, batch: Sequences | Parts
+    ) -> tuple[Tensor, Statistics, list[tuple[Tensor, Tensor]]]:
+        """Loss and statistics, and which sequences have which log evidences ``(R, N)``."""
+        total: Any = 0.0
+        statistics: Statistics = {}
+        evidences = []
+        for chosen, part, scale in self._pieces(batch):
+            with torch.no_grad():
+                hmm, self.log_prior = self.parameters.build(part)
+                by_symbol = self.maximize.by_symbol and hmm.allowed is None
+                count = symbol_counts if by_symbol else type(hmm).expected_counts
+                expected = count(hmm, part.values)
+            evidences.append((chosen, expected.log_evidence.double().reshape(-1, len(part))))
+            total = total + scale * evidences[-1][1].sum(-1)
+            steps = None if by_symbol else part
+            for name, value in self.maximize.gather(expected, steps, hmm, scale).items():
+                statistics[name] = statistics[name] + value if name in statistics else value
+        if self.group.size > 1:
+            total = self.group.mean(total)
+            statistics = {n: self.group.mean(v.contiguous()) for n, v in statistics.items()}
+        return -(total + self.log_prior.double()), statistics, evidences
+
+    def _refuse(self, loss: Tensor, evidences: list[tuple[Tensor, Tensor]]) -> NoReturn:
+        """Raise the error of a loss that is infinite in all restarts."""
+        for chosen, evidence in evidences:
+            if bool((impossible := evidence.isneginf().all(0)).any()):
+                where = int(chosen[impossible.byte().argmax()])
+                raise ValueError(
+                    f"data: sequence {where} of this batch has probability zero; check for symbols "
+                    "or transitions that no path allows, or give the parameters a prior that rules "
+                    "none out."
+                )
+        raise FloatingPointError(
+            f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
         )
 
-    def _lengthen(self) -> None:
-        """Allow longer steps where the last one was as long as allowed."""
-        self.longest = torch.where(self.length < self.longest, 1.0, GROWTH) * self.longest
+    def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
+        """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
+        for part in parts_of(batch):
+            scale = part.total / len(part)
+            apart = self.maximize.apart
+            for chosen, piece in self._split(part) if apart else [(torch.arange(len(part)), part)]:
+                yield chosen, piece, scale
 
-    def _write(self, flat: Tensor) -> None:
-        """Set the parameters to coordinates ``(R, P)``."""
-        values, leaves = self.parameters.values, self.gradient.leaves
-        sizes = [shape.numel() // len(flat) for shape in self.shapes]
-        pieces = [x.reshape(shape) for x, shape in zip(flat.split(sizes, 1), self.shapes)]
-        for (name, to), piece in zip(self._transforms.items(), pieces):
-            values[name] = to(piece).to(values[name].dtype)
-            if name in leaves:
-                leaves[name].copy_(piece)
-        for point, piece in zip(self.parameters.points, pieces[len(self._transforms) :]):
-            point.copy_(piece)
+    def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
+        """Sequences of similar length, and which these are: else most of the work is padding."""
+        if self._split_of is None or self._split_of[0] is not batch:
+            order = batch.lengths.argsort(descending=True, stable=True)
+            lengths = batch.lengths[order]
+            if batch.num_steps * len(batch) < max(PADDED, 1.5 * int(lengths.sum())):
+                self._split_of = batch, [(order.sort().values, batch)]
+                return self._split_of[1]
+            ends = [0]
+            while ends[-1] < len(batch):
+                ends.append(int((1.5 * lengths > lengths[ends[-1]]).sum()))
+            parts = [order[a:b].sort().values for a, b in pairwise(ends)]
+            self._split_of = batch, [(part, batch[part]) for part in parts]
+        return self._split_of[1]
 
-    STATE = "path", "shapes", "proposed", "longest", "length", "active"
 
-    def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
-        return {name: getattr(self, name) for name in self.STATE}
+def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
+    """Expected counts of an HMM of symbols, ``states`` ``(*, V, K)`` by symbol, not by step.
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        for name in self.STATE:
-            setattr(self, name, state[name])
+    Parameters, and so their counts, have the batch dimensions of all of them.
+    """
+
+    def compute() -> ExpectedCounts:
+        factors = hmm.symbol_factors(values)
+        assert factors is not None  # observations are symbols, parameters constant, no labels
+        initial, transition, table, symbols, lengths, known = factors
+        if initial.dim() + transition.dim() > 4:  # restarts
+            parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
+            table = table.expand(*broadcast_shapes(*parts), *table.shape[-2:])
+        return hmm.chain.named(
+            recursions.expected_counts_of_symbols(
+                initial, transition, table, symbols, lengths, known
+            )
+        )
+
+    counts = with_one_wait(compute)
+    hmm._check_evidence(counts.log_evidence, values)
+    return counts
+
+
+def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:
+    """Expected counts if all transitions that ``hmm`` allows were equally probable.
+
+    Args:
+        hmm: Its zeros stay.
+        data: The sequences.
+        likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
+    """
+    logs = hmm.log_likelihood(data.values, check=False)
+    # restarts may share the emission: if all of it is frozen
+    logs = likelihood.reshape((-1,) * (logs.dim() - 3) + logs.shape[-3:]).log().to(logs)
+    if hmm.allowed is not None:
+        logs = logs.masked_fill(~hmm.allowed, -torch.inf)
+    return hmm.chain.uniform().expected_counts(logs, hmm.lengths)
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""The parameters of an EM fit: values of the latent variables, and points in the module."""
+"""The parameters of an EM fit, values of latent variables and points; extrapolation of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.nn.module import PyroModule, _Context
 from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
+from torch.distributions import transform_to
 
 from ..data.batches import Parts
 from ..data.sequences import Sequences
@@ -19,6 +20,7 @@ from ..nn.base import HMMModule
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
 from .objective import check_events
 
+GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
 Values = dict[str, Tensor]
 
 
@@ -240,3 +242,115 @@ def set_point(module: nn.Module, name: str, value: Tensor) -> None:
         part._parameters[last].data.copy_(value)  # type: ignore[union-attr]
     else:
         setattr(part, last, value.clone())  # which is trained in place
+
+
+class Extrapolation:
+    r"""Steps of SQUAREM (Varadhan and Roland, 2008, Scandinavian Journal of Statistics 35).
+
+    From two iterations of EM, :math:`\theta_0, \theta_1, \theta_2`, with
+    :math:`r = \theta_1 - \theta_0` and :math:`v = \theta_2 - \theta_1 - r`, it proposes
+    :math:`\theta_0 + 2 s r + s^2 v`, where :math:`s = |r| / |v|` in each restart. Coordinates are
+    unconstrained, such as logarithms of probabilities; hard zeros stay.
+
+    Args:
+        parameters: Of the fit; they are set.
+        gradient: The gradient steps, which may hold coordinates of their own.
+        active: Whether it extrapolates; else it waits until EM is slow.
+
+    Attributes:
+        active: Whether each restart extrapolates, ``(R,)``; others take steps of EM.
+        proposed: Whether the parameters are a proposal that is to be judged.
+    """
+
+    def __init__(self, parameters: Parameters, gradient: Any, active: bool) -> None:
+        self.parameters, self.gradient = parameters, gradient
+        self.active = torch.full((parameters.restarts,), active)
+        self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
+        self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
+        self.shapes: list[torch.Size] = []  # of the coordinates of each parameter
+        self.proposed = False
+        self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
+        self.length = torch.ones_like(self.longest)
+
+    @torch.no_grad()
+    def record(self) -> None:
+        """Take the parameters of one more iteration, and propose others after two."""
+        values, points = self.parameters.values, self.parameters.points
+        latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
+        pieces = latent + [point.double() for point in points]
+        self.shapes = [piece.shape for piece in pieces]
+        self.path.append(torch.cat([x.reshape(len(self.longest), -1) for x in pieces], 1))
+        if len(self.path) < 3:
+            return
+        first, second, third = self.path
+        ahead = second - first
+        turn = third - second - ahead
+        usable = turn.isfinite()
+        ahead, turn = ahead.where(usable, 0.0), turn.where(usable, 0.0)
+        length = ahead.norm(dim=-1, keepdim=True) / turn.norm(dim=-1, keepdim=True)
+        self.length = length.nan_to_num(1.0).cpu().clamp(min=1.0).minimum(self.longest)
+        self.length[~self.active] = 1.0
+        s = self.length.to(ahead.device)
+        self.path = [third]
+        self.proposed = bool((self.length > 1).any())
+        if self.proposed:  # at s = 1 it is the third
+            self.path.append(third + 2 * (s - 1) * ahead + (s * s - 1) * turn)
+            self._write(self.path[1])
+        else:
+            self._lengthen()
+
+    @torch.no_grad()
+    def undo(self, worse: Tensor) -> bool:
+        """Take back the proposals that are ``worse``, ``(R,)``, and have longer steps after others.
+
+        Args:
+            worse: Whether a proposal has lowered the log joint density, or has none.
+
+        Returns:
+            Whether any was taken back.
+        """
+        third, proposal = self.path
+        bad = worse.reshape(-1, 1) & (self.length > 1)
+        kept = torch.where(bad.to(third.device), third, proposal)
+        self.proposed, self.path = False, []
+        self._lengthen()
+        self.longest = torch.where(bad, (self.length / GROWTH).clamp(min=1.0), self.longest)
+        undone = bool(bad.any())
+        if undone:
+            self._write(kept)
+        return undone
+
+    def keep(self, chosen: Tensor) -> None:
+        """Go on with some of the restarts alone."""
+        self.path = [flat[chosen.to(flat.device)] for flat in self.path]
+        self.shapes = [torch.Size([len(chosen), *shape[1:]]) for shape in self.shapes]
+        self.longest, self.length, self.active = (
+            each[chosen] for each in (self.longest, self.length, self.active)
+        )
+
+    def _lengthen(self) -> None:
+        """Allow longer steps where the last one was as long as allowed."""
+        self.longest = torch.where(self.length < self.longest, 1.0, GROWTH) * self.longest
+
+    def _write(self, flat: Tensor) -> None:
+        """Set the parameters to coordinates ``(R, P)``."""
+        values, leaves = self.parameters.values, self.gradient.leaves
+        sizes = [shape.numel() // len(flat) for shape in self.shapes]
+        pieces = [x.reshape(shape) for x, shape in zip(flat.split(sizes, 1), self.shapes)]
+        for (name, to), piece in zip(self._transforms.items(), pieces):
+            values[name] = to(piece).to(values[name].dtype)
+            if name in leaves:
+                leaves[name].copy_(piece)
+        for point, piece in zip(self.parameters.points, pieces[len(self._transforms) :]):
+            point.copy_(piece)
+
+    STATE = "path", "shapes", "proposed", "longest", "length", "active"
+
+    def state(self) -> dict[str, Any]:
+        """State, for checkpoints."""
+        return {name: getattr(self, name) for name in self.STATE}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        for name in self.STATE:
+            setattr(self, name, state[name])

@@ -24,8 +24,7 @@ from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..nn.base import PYRO, HMMModule
-from .expectation import uniform_counts
-from .iterations import Loop
+from .iterations import Loop, uniform_counts
 from .maximization import Maximization
 from .models import build
 from .msteps import share_labelled

@@ -37,7 +37,7 @@ from tqdm import tqdm
 from ..data.readers import read_lines
 from ..infer.descent import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
-from ..io import ctrlg
+from ..io.conversion import CTRLG_TENSORS, to_ctrlg
 from ..io.files import TENSORS, Checkpoint, check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain
 from .distillation import distil
@@ -144,7 +144,7 @@ def _keep(save: Callable[[str], None], options: argparse.Namespace) -> None:
 
 def imitate(options: argparse.Namespace) -> None:
     """Distil a model of ``transformers``, and save the HMM."""
-    _check_free(options, ctrlg.TENSORS)
+    _check_free(options, CTRLG_TENSORS)
     os.makedirs(options.save, exist_ok=True)  # before anything takes time
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -153,7 +153,7 @@ def imitate(options: argparse.Namespace) -> None:
     pyro.set_rng_seed(options.seed)
     found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
     if ProcessGroup.all().is_first and found.divergence is not None:
-        _keep(lambda folder: ctrlg.to_ctrlg(found.hmm, folder, tokenizer.eos_token_id), options)
+        _keep(lambda folder: to_ctrlg(found.hmm, folder, tokenizer.eos_token_id), options)
         print(f"ended: {found.fit.reason}; saved to {options.save}\nheld out: {found.perplexity}")
         steps = " ".join(f"{nats:.2f}" for nats in found.divergence.tolist())
         print(f"divergence by step, in nats: {steps}")

@@ -36,7 +36,7 @@ from pyrohmm import (
     starts,
     to_hmmlearn,
 )
-from pyrohmm.infer import expectation
+from pyrohmm.infer import iterations
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -174,7 +174,7 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     data = Sequences(data.values, data.lengths, data.observed, total=10)
     begin, fits = start_at(sample_start(module, data, restarts)), []
     for least in (1 << 16, 0):
-        monkeypatch.setattr(expectation, "PADDED", least)
+        monkeypatch.setattr(iterations, "PADDED", least)
         pyro.set_rng_seed(0)
         fits.append(
             fit_em(module, data, num_iterations=3, tolerance=None, start=begin, restarts=restarts)
@@ -186,7 +186,7 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
 
 
 def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
-    monkeypatch.setattr(expectation, "PADDED", 0)
+    monkeypatch.setattr(iterations, "PADDED", 0)
     sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
     module = TabularHMM(2, categorical(2))
     begin = {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, starts
-from pyrohmm.infer import expectation
+from pyrohmm.infer import iterations
 from pyrohmm.infer.maximization import Maximization
 
 
@@ -59,7 +59,7 @@ def fitted(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_as_with_counts_of_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    counts, prepare = expectation.symbol_counts, Maximization.__init__
+    counts, prepare = iterations.symbol_counts, Maximization.__init__
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
@@ -69,7 +69,7 @@ def test_as_with_counts_of_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> 
         prepare(self, *arguments)
         self.by_symbol = False
 
-    monkeypatch.setattr(expectation, "symbol_counts", counted)
+    monkeypatch.setattr(iterations, "symbol_counts", counted)
     quick = fitted(case)
     assert len(calls) >= 9
     monkeypatch.setattr(Maximization, "__init__", by_step)

@@ -22,7 +22,7 @@ from pyrohmm import (
     normal_full,
     starts,
 )
-from pyrohmm.infer import iterations
+from pyrohmm.infer import parameters as of_em
 from pyrohmm.infer.msteps import GradientStep
 
 
@@ -88,7 +88,7 @@ FITS = {
     [*((name, 4.0) for name in FITS), ("restarts", 1e9), ("rates", 1e9)],
 )
 def test_the_log_joint_never_falls(name, growth, monkeypatch):
-    monkeypatch.setattr(iterations, "GROWTH", growth)
+    monkeypatch.setattr(of_em, "GROWTH", growth)
     make, data, options = FITS[name]
     data, found = data(), []
     for acceleration in (True, False):
@@ -163,9 +163,9 @@ def test_its_steps_are_those_of_squarem_in_numpy():
     parameters = SimpleNamespace(
         values={"x": torch.tensor([[4.0, -2.0]])}, points=[], restarts=1, sites={"x": site}
     )
-    steps = iterations.Extrapolation(parameters, SimpleNamespace(leaves={}), True)
+    steps = of_em.Extrapolation(parameters, SimpleNamespace(leaves={}), True)
     steps.record()
-    theta, longest = np.array([4.0, -2.0]), iterations.GROWTH
+    theta, longest = np.array([4.0, -2.0]), of_em.GROWTH
     for _ in range(8):
         for _ in range(2):
             moved = parameters.values["x"].numpy() @ matrix.T + shift
@@ -175,7 +175,7 @@ def test_its_steps_are_those_of_squarem_in_numpy():
         second = matrix @ first + shift
         r, v = first - theta, second - 2 * first + theta
         s = np.clip(np.linalg.norm(r) / np.linalg.norm(v), 1.0, longest)
-        longest *= iterations.GROWTH if s == longest else 1.0
+        longest *= of_em.GROWTH if s == longest else 1.0
         theta = theta + 2 * s * r + s**2 * v
         np.testing.assert_allclose(parameters.values["x"][0], theta, rtol=1e-9)
         if steps.proposed:
