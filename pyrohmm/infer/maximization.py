@@ -366,7 +366,7 @@ class Maximization:
             if pairs is not None and self.transition_step is not None:
                 values["transition"] = self._transition(pairs, self.transition_step)
             elif pairs is not None:  # transitions follow gradient steps
-                del values["transition"]
+                values.pop("transition", None)
         if self.emission is not None:
             mode, remarks = _maximum(self.emission, inside(statistics, "emission."))
             values, notes = values | under(self.prefix, mode), notes + remarks
