@@ -195,13 +195,3 @@ def _forward_row(row, data, kept, found):
             for k in range(size):
                 found.alpha[offset + k] = mass[k]
     found.evidence[row] = logs + np.log(product)
-
-
-@kernel
-def doubts(exact, sure):
-    """Numbers of sequences that left the range of numbers, and of others that are not sure."""
-    lost = unsure = 0
-    for row in range(exact.shape[0]):
-        lost += not exact[row]
-        unsure += exact[row] and not sure[row]
-    return lost, unsure

@@ -345,17 +345,6 @@ def starts_of(groups, size, over_groups, over):
     return first
 
 
-@kernel
-def symbol_range(symbols, first, along, steps):
-    """Least and largest symbol of all steps of all sequences."""
-    least = most = symbols[first[0]]
-    for row in range(first.shape[0]):
-        for t in range(steps):
-            symbol = symbols[first[row] + t * along]
-            least, most = min(least, symbol), max(most, symbol)
-    return least, most
-
-
 @inner
 def accumulate(logs, product, norm):
     """Multiply a norm into a product, part of the logarithm before it leaves its range."""

@@ -16,7 +16,7 @@ from ..log_space import largest, step_mask
 from . import _backward, _forward
 from ._backward import Back, Counts
 from ._forward import Messages
-from ._lanes import _LANES, LANES, Data, load, prepare, reach, starts_of, symbol_range
+from ._lanes import _LANES, LANES, Data, load, prepare, reach, starts_of
 from .chain import Chain, Gradient, cast
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
@@ -39,11 +39,11 @@ def scaled(
     """
     data, shape = _data(chain, dtype), chain.lengths.shape
     passes = _Passes(data, each)
-    messages, lost, unsure = passes.forward(differentiable)
-    if unsure:
-        kept = messages if differentiable else passes.forward(True)[0]
+    messages = passes.forward(differentiable)
+    if not (messages.sure | ~messages.exact).all():
+        kept = messages if differentiable else passes.forward(True)
         messages.exact[:] = passes.bound_losses(kept)
-        lost = not messages.exact.all()
+    lost = not messages.exact.all()
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...] | None:
         return _gradient(chain, passes.backward(messages, weight), data)
@@ -56,7 +56,7 @@ def scaled(
 def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Filtered log-probabilities ``(G, n, T, K)``, and where they are exact, ``(G, n)``."""
     passes = _Passes(_data(chain, dtype), each=False)
-    found = passes.forward(True)[0]
+    found = passes.forward(True)
     exact = torch.from_numpy(found.exact & found.sure).reshape(chain.lengths.shape)
     return passes.view(found.alpha).log_(), exact
 
@@ -92,16 +92,13 @@ def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
     """Memory of the symbols: see :func:`_flat`; V where they are missing."""
     assert chain.symbols is not None
     codes, count = cast(chain.symbols, torch.long), chain.logs.size(-1)
-    symbols, first, along = _flat(codes)
-    low, high = call(symbol_range, symbols, first, along, chain.num_steps)
+    low, high = (end.item() for end in torch.aminmax(codes))
     if low < 0 or high >= count:
         raise ValueError(
             f"symbols must lie between 0 and V - 1 = {count - 1}, with V that of log_symbols; got "
             f"{low} to {high}."
         )
-    if chain.known is None:
-        return symbols, first, along
-    return _flat(codes.masked_fill(~chain.known, count))
+    return _flat(codes if chain.known is None else codes.masked_fill(~chain.known, count))
 
 
 def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
@@ -137,16 +134,13 @@ class _Passes:
         ends = [parts * part // threads * (self.tiles // parts) for part in range(threads + 1)]
         self.bounds = [*pairwise(ends)]
 
-    def forward(self, kept: bool) -> tuple[Messages, int, int]:
-        """The pass; messages are written if ``kept``.
-
-        Also how many sequences left the range of numbers, and how many others may have lost mass.
-        """
+    def forward(self, kept: bool) -> Messages:
+        """The pass; messages are written if ``kept``."""
         found = _forward.messages(self.data, self.tiles, self.lanes, kept)
         loop = _forward.forward_rows if self.lanes == 1 else _forward.forward_tiles
         arrays = tuple(self.data), kept, tuple(found)
         share(lambda part: call(loop, *self.bounds[part], *arrays), len(self.bounds))
-        return found, *call(_forward.doubts, found.exact, found.sure)
+        return found
 
     def view(self, alpha: np.ndarray) -> Tensor:
         """Messages as ``(G, n, T, K)``."""
