@@ -228,7 +228,8 @@ class PathFactors(NamedTuple):
         if logs.shape[:-3].numel() > 1:
             logs = logs.expand(*self.initial.shape[:-1], *logs.shape[-3:])
         logs = logs.reshape(-1, *logs.shape[-3:])
-        scores = filtered[..., :-1, :].reshape(-1, *filtered[..., 1:, :].shape[-2:])
+        several = 1 if logs.shape[:2].numel() == 1 else int(steps) - 1  # steps a row, or each a row
+        scores = filtered[..., :-1, :].reshape(-1, several, filtered.size(-1))
         after = forward.sums(logs).over(scores, logs, logs.exp())
         return torch.cat([first, after.reshape(filtered[..., 1:, :].shape)], -2)
 

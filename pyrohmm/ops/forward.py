@@ -144,8 +144,8 @@ class Sums:
         if not self.safe and bool((total < self.sure).any()):
             possible = ((part.detach() > -torch.inf).double() for part in (scores, logs))
             lost = (total < self.sure) & (_product(*possible) > 0)
-            rows = lost.flatten(1).any(-1).nonzero().squeeze(-1)
-            if len(rows):
+            lost = lost.flatten(1).any(-1).nonzero().squeeze(-1)
+            for rows in lost.split(max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))):
                 table = logs if len(logs) == 1 else logs[rows]
                 found = found.index_put((rows,), PairSums.over(scores[rows], table))
         return found
