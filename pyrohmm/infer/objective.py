@@ -39,7 +39,8 @@ class Objective:
     Attributes:
         supports: Spaces of the latent variables, by name.
         plates: Of the latent variables of which each sequence has one, by name.
-        cost: Multiplications for one step of a sequence, about; infinite for networks.
+        cost: Multiplications for one step of a sequence, about; infinite without an HMM, and for
+            networks.
         module: Called with data, returns the loss.
         parameters: All that are trained: those of modules, and those that model and guide read.
     """
@@ -76,7 +77,8 @@ class Objective:
         self.read = [] if isinstance(asked, nn.Module) else list(of_model.trace.nodes)
         states = getattr(trace.nodes["_RETURN"]["value"], "num_states", 0)
         count = sum(each.numel() for each in self.parameters)
-        self.cost = math.inf if count > SHARED else max(count, restarts * states**2)
+        small = states and count <= SHARED
+        self.cost = max(count, restarts * states**2) if small else math.inf
         if not self.parameters:
             raise ValueError(
                 "model and guide have no parameters to fit. Give the module PyroParam or "

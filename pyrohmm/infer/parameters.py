@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -267,7 +268,7 @@ class Extrapolation:
         self.active = torch.full((parameters.restarts,), active)
         self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
         self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
-        self.shapes: list[torch.Size] = []  # of the coordinates of each parameter
+        self.shapes: list[tuple[int, ...]] = []  # of the coordinates of each parameter
         self.proposed = False
         self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
         self.length = torch.ones_like(self.longest)
@@ -278,7 +279,7 @@ class Extrapolation:
         values, points = self.parameters.values, self.parameters.points
         latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
         pieces = latent + [point.double() for point in points]
-        self.shapes = [piece.shape for piece in pieces]
+        self.shapes = [tuple(piece.shape) for piece in pieces]
         self.path.append(torch.cat([x.reshape(len(self.longest), -1) for x in pieces], 1))
         if len(self.path) < 3:
             return
@@ -323,7 +324,7 @@ class Extrapolation:
     def keep(self, chosen: Tensor) -> None:
         """Go on with some of the restarts alone."""
         self.path = [flat[chosen.to(flat.device)] for flat in self.path]
-        self.shapes = [torch.Size([len(chosen), *shape[1:]]) for shape in self.shapes]
+        self.shapes = [(len(chosen), *shape[1:]) for shape in self.shapes]
         self.longest, self.length, self.active = (
             each[chosen] for each in (self.longest, self.length, self.active)
         )
@@ -335,7 +336,7 @@ class Extrapolation:
     def _write(self, flat: Tensor) -> None:
         """Set the parameters to coordinates ``(R, P)``."""
         values, leaves = self.parameters.values, self.gradient.leaves
-        sizes = [shape.numel() // len(flat) for shape in self.shapes]
+        sizes = [math.prod(shape) // len(flat) for shape in self.shapes]
         pieces = [x.reshape(shape) for x, shape in zip(flat.split(sizes, 1), self.shapes)]
         for (name, to), piece in zip(self._transforms.items(), pieces):
             values[name] = to(piece).to(values[name].dtype)

@@ -35,7 +35,6 @@ from pyro.nn import PyroModule
 from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
-from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..data.batches import Parts
 from ..data.readers import FilePath
@@ -319,7 +318,7 @@ class Checkpoint:
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         numbers = self._random()
         try:
-            state = _unpack(saved, meta)
+            state = _unpack(json.loads(meta["state"]), saved)
             restore(state)
             self._set_random(state["random"])
         except Exception as error:
@@ -341,9 +340,10 @@ class Checkpoint:
         """Replace the file by one of ``state``: nested dicts and lists of tensors and numbers."""
         if not self.writes:
             return
-        tensors, packed = _pack(state | {"random": self._random()})
+        tensors: dict[str, Tensor] = {}
+        packed = json.dumps(_pack(state | {"random": self._random()}, tensors))  # infinity as well
         meta = {"kind": "checkpoint", "version": FIT_VERSION, "identity": self.identity}
-        write_tensors(self.path, tensors, meta | packed)
+        write_tensors(self.path, tensors, meta | {"state": packed})
         self.saved = time.perf_counter()
 
     def _random(self) -> dict[str, Any]:
@@ -362,25 +362,36 @@ class Checkpoint:
             generator.set_state(numbers)
 
 
-def _pack(state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a state by number, and all else as JSON can hold it."""
-    leaves, form = tree_flatten(state)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor | bool | int | float | str | None):
-            raise TypeError(
-                f"a checkpoint can hold tensors, numbers and text; got {type(leaf).__name__}. "
-                "Choose an optimizer and a schedule whose state_dict() holds nothing else."
-            )
-    tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return tensors, {"form": treespec_dumps(form), "leaves": json.dumps(others)}
+def _pack(item: Any, tensors: dict[str, Tensor]) -> Any:
+    """``item`` as JSON can hold it; its tensors are added to ``tensors``."""
+    if isinstance(item, Tensor):
+        name = str(len(tensors))
+        tensors[name] = item
+        return {"tensor": name}
+    if isinstance(item, dict):
+        return {"dict": [[key, _pack(value, tensors)] for key, value in item.items()]}
+    if isinstance(item, list | tuple):
+        kind = "list" if isinstance(item, list) else "tuple"
+        return {kind: [_pack(part, tensors) for part in item]}
+    if item is None or isinstance(item, bool | int | float | str):
+        return item
+    raise TypeError(
+        f"a checkpoint can hold tensors, numbers and text; got {type(item).__name__}. Choose an "
+        "optimizer and a schedule whose state_dict() holds nothing else."
+    )
 
 
-def _unpack(tensors: dict[str, Tensor], meta: dict[str, Any]) -> dict[str, Any]:
-    """The state that :func:`_pack` packed."""
-    leaves = [tensors.get(str(i), leaf) for i, leaf in enumerate(json.loads(meta["leaves"]))]
-    state: dict[str, Any] = tree_unflatten(leaves, treespec_loads(meta["form"]))
-    return state
+def _unpack(item: Any, tensors: dict[str, Tensor]) -> Any:
+    """What :func:`_pack` packed."""
+    if not isinstance(item, dict):
+        return item
+    ((kind, content),) = item.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _unpack(value, tensors) for key, value in content}
+    parts = [_unpack(part, tensors) for part in content]
+    return parts if kind == "list" else tuple(parts)
 
 
 LONGEST = 200  # characters of a value in an error
