@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import FOLDER, arguments, earlier, public_files, pyplot, write
 
 from pyrohmm import datasets, readers
-from pyrohmm.data.pair_counts import count_pairs
+from pyrohmm.infer.cooccurrence import count_pairs
 from pyrohmm.language.clusters import Clusters, average_mutual_information, brown
 from pyrohmm.ops import backends
 from pyrohmm.ops.pairs import Pairs
@@ -38,8 +38,8 @@ def read(source: str) -> tuple[Pairs, Pairs, readers.Vocabulary]:
         train = datasets.english_words(300)
         parts = train.data.split(0.9)
     else:
-        train = readers.read_sentences(datasets.find(f"{source}-train"))
-        held_out = readers.read_sentences(datasets.find(f"{source}-valid"), train.vocabulary)
+        train = readers.read_sentences(public_files.find(f"{source}-train"))
+        held_out = readers.read_sentences(public_files.find(f"{source}-valid"), train.vocabulary)
         parts = (train.data, held_out.data)
     pairs = (count_pairs(part, len(train.vocabulary)) for part in parts)
     return *pairs, train.vocabulary

@@ -25,7 +25,17 @@ from typing import Any
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, interleaved, machine, pyplot, ratio, write
+from common import (
+    FOLDER,
+    arguments,
+    earlier,
+    interleaved,
+    machine,
+    public_files,
+    pyplot,
+    ratio,
+    write,
+)
 
 from pyrohmm import (
     DenseHMM,
@@ -268,8 +278,8 @@ def memory(quick: bool) -> list[dict[str, Any]]:
 def words(quick: bool) -> tuple[str, Sequences, Sequences, int]:
     """Name, training and held-out words as running text, and the size of the vocabulary."""
     try:
-        train = readers.read_sentences(datasets.find("ptb-train"))
-        held_out = readers.read_sentences(datasets.find("ptb-valid"), train.vocabulary)
+        train = readers.read_sentences(public_files.find("ptb-train"))
+        held_out = readers.read_sentences(public_files.find("ptb-valid"), train.vocabulary)
         name, parts = "Penn Treebank, words", (train.data, held_out.data)
     except (FileNotFoundError, ImportError, OSError):
         train = datasets.english_words()

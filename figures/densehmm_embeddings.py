@@ -16,7 +16,7 @@ from typing import Any
 
 import pyro
 import torch
-from common import FOLDER, arguments, write
+from common import FOLDER, arguments, public_files, write
 from matplotlib import pyplot as plt
 from pyro import poutine
 from pyro.distributions import Categorical
@@ -130,7 +130,7 @@ def words(quick: bool) -> tuple[Sequences, readers.Vocabulary, str]:
     """Words of WikiText-2 if available; else those that come with the package."""
     if not quick:
         try:
-            path = datasets.find("wikitext2-train")
+            path = public_files.find("wikitext2-train")
         except (FileNotFoundError, ImportError):
             pass
         else:

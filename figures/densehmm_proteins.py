@@ -10,7 +10,7 @@ and the two protocols. Writes ``densehmm_proteins.json`` and ``densehmm_proteins
 
 from __future__ import annotations
 
-from common import arguments
+from common import arguments, public_files
 from common.densehmm import (
     DENSE_EM,
     DIRECT,
@@ -32,12 +32,12 @@ from common.densehmm import (
 )
 from common.papers import read_proteins
 
-from pyrohmm import datasets, readers
+from pyrohmm import readers
 
 
 def chains() -> readers.Corpus:
     """The first 1,024 chains."""
-    proteins = read_proteins(datasets.find("jpred4"))
+    proteins = read_proteins(public_files.find("jpred4"))
     return readers.Corpus(proteins.data[:1024], proteins.vocabulary)
 
 

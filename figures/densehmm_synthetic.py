@@ -28,13 +28,14 @@ from common.densehmm import (
     standard_leads,
     within,
 )
+from common.dirichlet_toy import dirichlet_toy
 
-from pyrohmm import cooccurrence, datasets
+from pyrohmm import cooccurrence
 
 
 def draw(num_states: int, generator: torch.Generator) -> Halves:
     """A random HMM and data sampled from it."""
-    toy = datasets.dirichlet_toy(num_states, num_states, generator=generator)
+    toy = dirichlet_toy(num_states, num_states, generator=generator)
     pair_probs = cooccurrence.predicted(toy.initial, toy.transition.log(), toy.emission)
     return Halves(toy.train.without_labels(), toy.test.without_labels(), pair_probs)
 

@@ -12,7 +12,7 @@ than 1 % merged. Half of the sentences are for training, half for testing. See
 from __future__ import annotations
 
 import torch
-from common import arguments
+from common import arguments, public_files
 from common.densehmm import (
     DENSE_EM,
     DIRECT,
@@ -34,19 +34,19 @@ from common.densehmm import (
 )
 from common.papers import tags_as_values
 
-from pyrohmm import datasets, readers
+from pyrohmm import readers
 
 
 def penn() -> readers.Corpus:
     """Tags of the Penn sample."""
-    path = datasets.find("treebank-sample")
-    return tags_as_values(readers.read_tagged(path, drop=()))
+    path = public_files.find("treebank-sample")
+    return tags_as_values(public_files.read_tagged(path, drop=()))
 
 
 def web() -> readers.Corpus:
     """Tags of 1,000 sentences of UD English EWT."""
-    path = datasets.find("ud-ewt-train")
-    corpus = tags_as_values(readers.read_conllu(path, "xpos"))
+    path = public_files.find("ud-ewt-train")
+    corpus = tags_as_values(public_files.read_conllu(path, "xpos"))
     order = torch.randperm(len(corpus.data), generator=torch.Generator().manual_seed(0))
     return corpus._replace(data=corpus.data[order[:1000]])
 

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import FOLDER, arguments, earlier, public_files, pyplot, write
 from common.papers import Letters, read_ocr_letters
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -144,7 +144,7 @@ def letters_of(quick: bool) -> Letters:
     """The words; a quick run uses four hundred of them, or synthetic ones if there are no data."""
     if quick and "PYROHMM_DATA" not in os.environ:
         return made_up()
-    letters = read_ocr_letters(datasets.find("ocr-letters"))
+    letters = read_ocr_letters(public_files.find("ocr-letters"))
     if not quick:
         return letters
     few = torch.randperm(len(letters.data), generator=torch.Generator().manual_seed(0))[:400]

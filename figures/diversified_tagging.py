@@ -36,7 +36,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyro
 import torch
-from common import FOLDER, arguments, earlier, pyplot, write
+from common import FOLDER, arguments, earlier, public_files, pyplot, write
+from common.dirichlet_toy import dirichlet_toy
 
 from pyrohmm import (
     DenseHMM,
@@ -45,13 +46,12 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     clusters,
-    datasets,
     fit_em,
     metrics,
     readers,
     starts,
 )
-from pyrohmm.data.pair_counts import count_pairs
+from pyrohmm.infer.cooccurrence import count_pairs
 
 PAPER = {0.0: 0.4475, 100.0: 0.4688}
 WEIGHTS = (0.0, 1.0, 10.0, 100.0, 1000.0)
@@ -97,7 +97,7 @@ def lowered(corpus: readers.Corpus) -> tuple[torch.Tensor, int]:
 
 def penn() -> Task:
     """The sample of the Penn Treebank, its tags merged."""
-    corpus = readers.read_tagged(datasets.find("treebank-sample"))
+    corpus = public_files.read_tagged(public_files.find("treebank-sample"))
     groups = {tag: n for n, group in enumerate(MERGED) for tag in group.split()}
     assert corpus.tags is not None
     assert corpus.data.labels is not None
@@ -110,7 +110,7 @@ def penn() -> Task:
 
 def web() -> Task:
     """UD English EWT, training part, universal tags."""
-    corpus = readers.read_conllu(datasets.find("ud-ewt-train"), "upos")
+    corpus = public_files.read_conllu(public_files.find("ud-ewt-train"), "upos")
     assert corpus.tags is not None
     values, num_words = lowered(corpus)
     data = Sequences(values, corpus.data.lengths, labels=corpus.data.labels).truncate(80)
@@ -119,7 +119,7 @@ def web() -> Task:
 
 def toy() -> Task:
     """Samples of a random HMM, where there are no data."""
-    toy = datasets.dirichlet_toy(4, 8, 1.0)
+    toy = dirichlet_toy(4, 8, 1.0)
     return Task(toy.train, 8, list("abcd"))
 
 

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import pyro
-from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common import FOLDER, alone, arguments, earlier, public_files, pyplot, write
 
-from pyrohmm import LanguageModel, datasets, language
+from pyrohmm import LanguageModel, language
 from pyrohmm.data.readers import read_lines
 from pyrohmm.language.training import FEW_EPOCHS
 from pyrohmm.nn import LinearDropout
@@ -127,7 +127,7 @@ def main() -> None:
         for share in SHARES:
             train(Run("quick", 100, 2, share, 16, 4, 8), lines, lines[:10])
         return
-    lines, held = (read_lines(datasets.find(f"ptb-{part}")) for part in ("train", "valid"))
+    lines, held = (read_lines(public_files.find(f"ptb-{part}")) for part in ("train", "valid"))
     order = [key(asdict(run)) for part in PARTS.values() for run in part]
     for part in options.only:
         for run in PARTS[part]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import alone, arguments, baselines, earlier, write
+from common import alone, arguments, baselines, earlier, public_files, write
 from torch import Tensor, nn
 
 from pyrohmm import Sequences, datasets, readers
@@ -71,9 +71,9 @@ def read(source: str) -> Texts:
         train, rest = corpus.data[:600].split(0.8)
         parts: tuple[Sequences, ...] = (train, *rest.split(0.5))
     else:
-        corpus = readers.read_sentences(datasets.find(f"{source}-train"))
+        corpus = readers.read_sentences(public_files.find(f"{source}-train"))
         rest = [
-            readers.read_sentences(datasets.find(f"{source}-{part}"), corpus.vocabulary).data
+            readers.read_sentences(public_files.find(f"{source}-{part}"), corpus.vocabulary).data
             for part in ("valid", "test")
         ]
         parts = (corpus.data, *rest)

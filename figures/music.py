@@ -30,7 +30,7 @@ from typing import Any
 import pyro
 import pyro.distributions as dist
 import torch
-from common import FOLDER, alone, earlier, pyplot, write
+from common import FOLDER, alone, earlier, public_files, pyplot, write
 from pyro import poutine
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.infer import SVI, Trace_ELBO, TraceEnum_ELBO
@@ -49,11 +49,9 @@ from pyrohmm import (
     TabularHSMM,
     additive_bernoulli,
     bernoulli,
-    datasets,
     fit_em,
     fit_map,
     negative_binomial_durations,
-    readers,
 )
 
 NAMES = {
@@ -572,7 +570,7 @@ def main() -> None:
     loaded: dict[str, Music] = {}
     for name, kind, size, steps in () if options.draw else runs(options):
         if name not in loaded:
-            loaded[name] = Music(readers.read_piano_rolls(datasets.find(NAMES[name])))
+            loaded[name] = Music(public_files.read_piano_rolls(public_files.find(NAMES[name])))
         music = loaded[name]
         torch.manual_seed(0)
         start_time = time.perf_counter()

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import pyro
 import torch
-from common import FOLDER, alone, arguments, earlier, pyplot, write
+from common import FOLDER, alone, arguments, earlier, public_files, pyplot, write
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -59,7 +59,6 @@ from pyrohmm import (
     Sequences,
     blocks,
     cooccurrence,
-    datasets,
     fit_map,
     readers,
 )
@@ -103,11 +102,13 @@ class Task(NamedTuple):
 def read(source: str, replaced: bool = True) -> Task:
     """A source; ``toy`` needs no file. Rare and unknown words are replaced by symbols, or kept."""
     if source == "web":
-        files = (datasets.find(f"ud-ewt-{part}") for part in ("train", "dev", "test"))
-        corpora = [readers.read_conllu(path, "xpos") for path in files]
+        files = (public_files.find(f"ud-ewt-{part}") for part in ("train", "dev", "test"))
+        corpora = [public_files.read_conllu(path, "xpos") for path in files]
     else:
         corpus = (
-            readers.read_tagged(datasets.find("treebank-sample")) if source == "penn" else toy()
+            public_files.read_tagged(public_files.find("treebank-sample"))
+            if source == "penn"
+            else toy()
         )
         count = len(corpus.data)
         ends = [0, int(0.8 * count), int(0.9 * count), count]

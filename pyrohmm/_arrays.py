@@ -1,4 +1,4 @@
-"""Numbers that are not in a tensor yet: arrays of NumPy and others, lists, columns of tables."""
+"""Conversion to tensors: arrays of NumPy and others, lists, columns of tables."""
 
 from __future__ import annotations
 
@@ -51,16 +51,8 @@ def regular(name: str, tensor: Tensor) -> Tensor:
         TypeError: If there is none, or its layout is not dense.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
-        raise TypeError(
-            f"{name} must be dense; got layout {tensor.layout}, dtype {tensor.dtype}. Call "
-            ".to_dense() or .dequantize() on it."
-        )
-    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
-        raise TypeError(f"{name} must not be {tensor.dtype}. Call .float() on it.")
-    wider = tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
-    if tensor.dtype == torch.uint64 and bool((wider < 0).any()):
-        raise TypeError(f"{name} holds integers of 2**63 or more, which no signed dtype holds.")
-    return wider
+        raise TypeError(f"{name} must be dense; got layout {tensor.layout}, {tensor.dtype}.")
+    return tensor.to(_WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def to_numpy(values: Any) -> np.ndarray:
@@ -94,7 +86,7 @@ def _is_nothing(item: Any) -> bool:
 def _from_list(name: str, value: Any) -> np.ndarray:
     """An array of a list that is no tensor as it is."""
     try:
-        return np.asarray(value, dtype=None if _is_text(value) else object)
+        return np.asarray(value, dtype=object)
     except ValueError:
         raise TypeError(f"{name} must be rows of equal length; got a ragged list.") from None
 
@@ -106,10 +98,6 @@ def _stacked(value: list[Any] | tuple[Any, ...]) -> Any:
     if value and all(isinstance(item, Tensor) for item in value):
         return torch.stack(value)
     return torch.as_tensor(value)
-
-
-def _is_text(value: Any) -> bool:
-    return bool(value) and all(isinstance(item, str) for item in value)
 
 
 def _from_numpy(name: str, array: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""The wording of every error about a tensor: its name, what was wanted, what came, the cure.
+"""Checks of arguments; an error has the name, what was wanted, what came, and the cure.
 
 Checks of shape, dtype and device never read values. Checks of values do, which on a GPU waits for
 it; callers run those under ``validate_args`` only. Within transforms of ``torch.func``

@@ -90,7 +90,7 @@ def threads_for(work: float) -> Iterator[None]:
 
 
 def flushed(function: Callable[..., Value], *arguments: Any, **options: Any) -> Value:
-    """``function(*arguments, **options)``, with subnormal numbers as zero on this thread.
+    """Call ``function`` with subnormal numbers flushed to zero on this thread.
 
     Arithmetic with numbers below the smallest normal one, such as weights far from an observation
     have, takes a hundred times as long on many processors. Afterwards the thread does as before.

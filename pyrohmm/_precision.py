@@ -28,12 +28,12 @@ def full_precision(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
-    """In float32, if it is in less."""
+    """Convert half precision to float32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``backward`` of an autograd function, also where it is called under autocast."""
+    """Decorator: a ``backward`` outside of autocast."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -63,7 +63,7 @@ def differentiable_gradient(
 
 
 def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, computed again for the gradient rather than kept.
+    """Checkpointed ``function(*arguments)``: recomputed in the backward pass, not stored.
 
     The values are computed as without gradients; on the way back the function is called again, by
     operations of torch, as within transforms. Arguments and result are tensors, or tuples, lists

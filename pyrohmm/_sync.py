@@ -79,7 +79,7 @@ def is_guessing(device: torch.device) -> bool:
 
 
 def with_one_wait(compute: Callable[[], Result], device: torch.device | None = None) -> Result:
-    """``compute()``, by guesses if they turn out right; within :func:`guessing` by those of it.
+    """Run ``compute()`` on guesses, and again where one was wrong; waits for the device once.
 
     On the CPU, if that is the ``device``, there is nothing to wait for.
     """
@@ -91,7 +91,7 @@ def with_one_wait(compute: Callable[[], Result], device: torch.device | None = N
 
 
 def read_with_one_wait(compute: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Value of ``compute()`` on the CPU, in float64, read with one wait."""
+    """Results of ``compute()`` copied to the CPU in float64, with one wait."""
     with guessing() as guesses:
         found = compute()
     right, read = guesses.read(*found)

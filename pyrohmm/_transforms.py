@@ -20,7 +20,7 @@ NOTHING: frozenset[Any] = frozenset()
 
 
 def opaque(function: Function) -> Function:
-    """Decorator of what users call: others see it as one operation.
+    """Decorator: one opaque operation for ``torch.compile`` and for Pyro's provenance.
 
     ``torch.compile`` leaves it as it is, for it reads values (as ``torch.compiler.disable``, which
     loads the compiler, but only where something is compiled). And its result has the provenance of
@@ -45,7 +45,7 @@ def opaque(function: Function) -> Function:
 def with_provenance(
     tracked: frozenset[Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """``function(*args, **kwargs)``, which sees plain tensors; its result has this provenance."""
+    """Call ``function`` on plain tensors, and mark its result with this provenance."""
     if not tracked:
         return function(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -54,7 +54,7 @@ def with_provenance(
 
 
 def provenance_of(tensors: Iterable[Any]) -> frozenset[Any]:
-    """What Pyro says that tensors depend on, all together."""
+    """Union of the provenance of tensors."""
     tracked = NOTHING
     for x in tensors:
         if type(x) is ProvenanceTensor:
@@ -85,7 +85,7 @@ _by_operations: ContextVar[bool] = ContextVar("pyrohmm_by_operations", default=F
 
 
 def by_operations(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` by differentiable operations of torch alone, as within transforms."""
+    """Call ``function`` with custom gradients and compiled loops replaced by torch operations."""
     token = _by_operations.set(True)
     try:
         return function(*args)
@@ -94,7 +94,7 @@ def by_operations(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def beside(found: Tensor, owner: Any) -> Any:
-    """``owner``, whose tensors meet ``found``; as constants, if that is one.
+    """Detach the tensors of ``owner`` where ``found`` is a constant.
 
     A product of a constant with what has a gradient would have a part of its gradient.
     """

@@ -52,7 +52,6 @@ LONG_CLASSES: dict[str, str] = {
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "infer.em.fit_em": "explains fifteen arguments; its body makes the parts of the loop",
-    "infer.cooccurrence.fit_cooccurrence": "explains the arguments of its model as well",
 }
 # Of modules lines of code count, so that none is split for the sake of its docstrings. Of the whole
 # package half is code, a quarter docstrings and the rest imports, decorators and space.

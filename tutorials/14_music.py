@@ -26,8 +26,9 @@ from pathlib import Path
 import pyro
 import torch
 from matplotlib import pyplot as plt
+from scipy.io import loadmat
 
-from pyrohmm import Sequences, TabularHMM, bernoulli, fit_em, queries, readers
+from pyrohmm import Sequences, TabularHMM, bernoulli, fit_em, queries
 
 try:
     import mido
@@ -57,7 +58,11 @@ def made_up(number, steps=48):
 
 path = Path(os.environ.get("PYROHMM_DATA", "."), "music", "JSB_Chorales.mat")
 if path.exists():
-    splits = readers.read_piano_rolls(path)
+    tables = loadmat(path)
+    splits = {
+        split: Sequences.from_list([torch.tensor(roll).float() for roll in tables[key].ravel()])
+        for split, key in (("train", "traindata"), ("valid", "validdata"), ("test", "testdata"))
+    }
 else:
     print("no chorales under $PYROHMM_DATA: made-up music instead")
     splits = {"train": made_up(100), "valid": made_up(30), "test": made_up(30)}

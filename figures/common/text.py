@@ -10,6 +10,8 @@ from torch import Tensor
 from pyrohmm import Sequences, clusters, cooccurrence, datasets, readers
 from pyrohmm.language import END, find_clusters
 
+from . import public_files
+
 
 class Text(NamedTuple):
     """Sentences, each ended by ``<eos>``, and the vocabulary."""
@@ -26,9 +28,9 @@ def read(name: str) -> Text:
         corpus = datasets.english_words(500)
         data = corpus.data
         return Text(data[: len(data) * 8 // 10], data[-200:-100], data[-100:], corpus.vocabulary)
-    train = readers.read_sentences(datasets.find(f"{name}-train"))
+    train = readers.read_sentences(public_files.find(f"{name}-train"))
     parts = [
-        readers.read_sentences(datasets.find(f"{name}-{part}"), train.vocabulary).data
+        readers.read_sentences(public_files.find(f"{name}-{part}"), train.vocabulary).data
         for part in ("valid", "test")
     ]
     return Text(train.data, parts[0], parts[1], train.vocabulary)

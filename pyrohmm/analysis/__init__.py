@@ -15,8 +15,7 @@ Its modules; each imports only those above it:
 ``inference_data``  ``to_arviz``
 ``plot_axes``       axes, names and tables of pictures
 ``plot_emissions``  pictures of emissions
-``plot_paths``      pictures of paths of states: shares, bars, a series, a map
-``plots``           all other pictures
+``plots``           pictures of chains, paths of states, predictions and fits
 ``calibration``     simulation-based calibration of posterior samples
 ``model_check``     simulated data beside the data, pictures of residuals, a page about a fit
 """

@@ -181,7 +181,7 @@ def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
 
 
 def dwell_time_hazard(states: Tensor, lengths: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
-    r"""Hazard of visits in paths that were decoded or sampled: the share that ends after d steps.
+    r"""Empirical hazard of visits in paths: the share that ends after d steps.
 
     Visits that the end of a path cuts off count as long as they are seen, and not as ended (Kaplan
     and Meier, 1958, Nonparametric estimation from incomplete observations).
@@ -211,7 +211,7 @@ def dwell_time_hazard(states: Tensor, lengths: Tensor, num_states: int) -> tuple
 def dwell_counts(
     states: Tensor, lengths: Tensor, num_states: int, *, complete: bool = False
 ) -> Tensor:
-    """Count how long the visits to each state last in paths that were decoded or sampled.
+    """Histogram of dwell times in paths that were decoded or sampled.
 
     Args:
         states: ``(*B, T)`` integers, paths.
@@ -258,7 +258,7 @@ class Prevalence(NamedTuple):
 
 
 def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevalence:
-    """Numbers of sequences in each state as observed, and as the rates have it, at some times.
+    """Observed and expected prevalence: numbers of sequences in each state at some times.
 
     At each time since their first steps the sequences are counted that last so long, or have ended
     in a state that is never left, in the state of their last step until then. Expected are as many
@@ -336,17 +336,7 @@ def _log_leave(hmm: HMM) -> Tensor:
     """Log-probability of leaving each state; one minus that of staying would lose its digits."""
     if hmm.order > 1:
         hmm.check_markov("the dwell time of a Markov chain")
-    if isinstance(hmm, ContinuousTimeHMM):
-        raise ValueError(
-            "hmm must have steps at equal distances, for dwell times to be numbers of steps; those "
-            "of a ContinuousTimeHMM have times of their own. Its sojourn_times are mean times."
-        )
-    if hmm.transition_per_step:
-        raise ValueError(
-            "hmm must have one log_transition for all steps, for dwell times to have one "
-            "distribution; this one has a matrix for each transition. Take one of them, or count "
-            "visits with dwell_counts."
-        )
+    hmm.chain.check_constant("the dwell time")
     matrix = hmm.log_transition
     diagonal = torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
     return logsumexp(matrix.masked_fill(diagonal, -torch.inf), -1)

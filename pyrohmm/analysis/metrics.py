@@ -240,15 +240,8 @@ def _rank(
         rows = []
         for _ in range(size + 4 if outputs.requires_grad else 0):
             outcome = (outputs * torch.randn_like(outputs)).sum()
-            parts = torch.autograd.grad(outcome, leaves, retain_graph=True, allow_unused=True)
-            rows.append(
-                torch.cat(
-                    [
-                        leaf.new_zeros(leaf.numel()) if part is None else part.flatten()
-                        for part, leaf in zip(parts, leaves)
-                    ]
-                )
-            )
+            parts = torch.autograd.grad(outcome, leaves, retain_graph=True, materialize_grads=True)
+            rows.append(torch.cat([part.flatten() for part in parts]))
     jacobian = torch.stack(rows or [torch.zeros(size)]).nan_to_num(0.0)
     jacobian = jacobian / jacobian.norm(dim=0).clamp(min=1e-30)
     return int(torch.linalg.matrix_rank(jacobian, rtol=1e-9))
@@ -280,7 +273,8 @@ def aic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
         data: What was fitted.
         num_parameters: p; by default that of :func:`num_parameters`.
     """
-    return _criterion(fit, data, num_parameters, 2.0)
+    evidence, count = _evidence_and_size(fit, data, num_parameters)
+    return 2.0 * count - 2.0 * evidence
 
 
 def bic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
@@ -291,14 +285,8 @@ def bic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
     Schwarz (1978), with n the number of observed steps, as is usual for hidden Markov models.
     Arguments are those of :func:`aic`.
     """
-    return _criterion(fit, data, num_parameters)
-
-
-def _criterion(fit: Fit, data: Data, count: float | None, price: float | None = None) -> float:
-    evidence, count = _evidence_and_size(fit, data, count)
-    if price is None:
-        price = math.log(max(in_parts(data).num_observed, 1))
-    return -2.0 * evidence + price * count
+    evidence, count = _evidence_and_size(fit, data, num_parameters)
+    return math.log(max(in_parts(data).num_observed, 1)) * count - 2.0 * evidence
 
 
 def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Axes, names, colours and tables of pictures; matplotlib is imported when one is drawn."""
+"""Axes, tick labels, colours, legends and heat maps of plots; matplotlib is imported late."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from .._imports import imported
 from ..infer.effects import Bands
-from ..infer.results import Fit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,7 +56,7 @@ def ink_on(color: Any) -> str:
 
 
 def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float = 1.0) -> None:
-    """Draw a matrix as shades from 0 to ``top``, with a text in each cell, if they can be read."""
+    """Heat map of a matrix from 0 to ``top``, with a text in each cell where it fits."""
     axes.imshow(matrix.numpy(), cmap="Blues", vmin=0.0, vmax=top, aspect=axes.get_aspect())
     blocks = [text.split("\n") for row in texts for text in row]
     longest = max(len(line) for block in blocks for line in block)
@@ -73,14 +72,14 @@ def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float
 
 
 def _room(axes: Axes) -> tuple[float, float]:
-    """Width and height of the axes in points, about; a character is 6 points wide."""
+    """Approximate width and height of the axes in points; a character is 6 points wide."""
     points = 72 / axes.figure.dpi
     width, height = axes.bbox.width * points, axes.bbox.height * points
     return (width, height) if axes.get_aspect() == "auto" else (min(width, height),) * 2
 
 
 def name_ticks(axis: Any, labels: Sequence[str], places: Sequence[float] | None = None) -> None:
-    """Names along an axis; of many only some, evenly spaced."""
+    """Tick labels of an axis, evenly thinned where there are many."""
     every = -(-len(labels) // MOST_TICKS)
     places = range(len(labels)) if places is None else places
     axis.set_ticks(list(places)[::every], list(labels)[::every])
@@ -104,7 +103,7 @@ def square(
     texts: Sequence[Sequence[str]],
     names: Sequence[str] | None,
 ) -> Axes:
-    """Draw a transition matrix as shades, with texts if they can be read."""
+    """Heat map of a transition matrix, with a text in each cell where it fits."""
     labels = names_or_numbers(names, len(matrix))
     axes = axes_or_new(axes)
     axes.set_aspect("equal")
@@ -140,16 +139,6 @@ def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
     columns = max(1, min(6, int(_room(axes)[0] / (6 * longest))))
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False,
                 handlelength=1.0, columnspacing=1.0)  # fmt: skip
-
-
-def history(fit: Fit, *, axes: Axes | None = None) -> Axes:
-    """Draw the parts of the loss at each step: ``Fit.history``, in nats."""
-    axes = axes_or_new(axes)
-    for name, values in fit.history.items():
-        axes.plot(values.cpu().numpy(), label=name.replace("_", " "))
-    axes.set(xlabel="step", ylabel="nats")
-    axes.legend()
-    return axes
 
 
 def bands(

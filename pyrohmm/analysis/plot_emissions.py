@@ -1,4 +1,4 @@
-"""Pictures of what each state emits: symbols, numbers, counts, vectors."""
+"""Plots of the emission distributions: symbols, numbers, counts, vectors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def emission(
     values: Tensor | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw what each state emits.
+    """Draw the emission distribution of each state.
 
     - Symbols: a row of bars for each state.
     - Numbers: the density of each state; counts: their probabilities. With ``values`` weighted by
@@ -154,7 +154,7 @@ def _contexts(
     distribution: AutoregressiveCategorical, symbols: Sequence[str] | None, labels: list[str],
     axes: Axes,
 ) -> Axes:  # fmt: skip
-    """A table of shades: a row for each state and context, a column for each symbol."""
+    """Heat map of symbol probabilities by state and context."""
     probs = distribution.tables.probs.cpu()  # (K, V ** L, V)
     names, size = _per_column("V", symbols, probs), probs.size(1)
     rows = probs.flatten(0, 1)
@@ -204,7 +204,7 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
 
 
 def _ends(distribution: Any) -> tuple[float, float]:
-    """Numbers between which nearly all is that the states emit."""
+    """Range of nearly all observations: means and four deviations, or sample quantiles."""
     try:
         width = WIDTH * distribution.variance.sqrt()
         low, high = (distribution.mean - width).min(), (distribution.mean + width).max()

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from .._checks import check_probs
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -20,6 +19,7 @@ from .dwell_times import (
     dwell_time_hazard,
     dwell_time_log_prob,
     dwell_time_log_survival,
+    segments,
 )
 from .plot_axes import (
     MOST_TICKS,
@@ -32,12 +32,8 @@ from .plot_axes import (
     square,
 )
 from .plot_axes import bands as bands
-from .plot_axes import history as history
 from .plot_emissions import emission as emission
-from .plot_paths import series as series
-from .plot_paths import state_probs as state_probs
-from .plot_paths import timeline as timeline
-from .plot_paths import track as track
+from .queries import observation_marginals
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,7 +44,7 @@ LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
 def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
-    """Draw the transition matrix as a table of shades; row = from, column = to.
+    """Heat map of the transition matrix; row = from, column = to.
 
     Args:
         hmm: An HMM without batch dimensions in its parameters.
@@ -63,19 +59,17 @@ def graph(
     hmm: HMM,
     names: Sequence[str] | None = None,
     *,
-    least: float | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the chain as a graph: states on a circle, an arrow for each probable transition.
+    """Graph of the chain: states on a circle, an arrow for each probable transition.
 
     The wider an arrow, the more probable the transition; up to twelve states how probable stands
-    beside it. Up to thirty, staying is written below the name of a state.
+    beside it. Up to thirty, staying is written below the name of a state. Left out are transitions
+    of a probability below 0.01, and all but the forty most probable.
 
     Args:
         hmm: An HMM without batch dimensions in its parameters.
         names: Of the K states; numbers by default.
-        least: Transitions of less probability are left out; by default those below 0.01, and all
-            but the forty most probable.
         axes: Where to draw; new ones by default.
 
     Raises:
@@ -90,9 +84,9 @@ def graph(
     places = [(radius * math.sin(angle), radius * math.cos(angle)) for angle in angles]
     away = matrix.masked_fill(torch.eye(size, dtype=torch.bool), 0.0)
     order = away.flatten().argsort(descending=True, stable=True)
-    for place in order[: MOST_ARROWS if least is None else None].tolist():
+    for place in order[:MOST_ARROWS].tolist():
         i, j = divmod(place, size)
-        if away[i, j] >= (0.01 if least is None else max(least, 1e-12)):
+        if away[i, j] >= 0.01:
             _arrow(axes, places[i], places[j], away[i, j].item(), size)
     few = size <= MOST_TICKS
     font = 9 if size <= 10 else 6 if few else 5
@@ -167,7 +161,7 @@ def transition_posterior(
     level: float = 0.9,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the posterior of the transition matrix: means as shades, with central intervals.
+    """Heat map of the posterior mean of the transition matrix, with central intervals.
 
     Args:
         samples: ``(*S, K, K)``, such as ``fit.samples()["module.transition"]`` or, of chains,
@@ -233,7 +227,6 @@ def forecast(
             "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
             f"shapes {tuple(predicted.shape())} and {past}. Give fit.hmm(data[:1]).forecast."
         )
-    check_probs("levels", list(levels))
     axes = axes_or_new(axes)
     if values is not None:
         observed = values.detach().reshape(-1).cpu().numpy()
@@ -251,19 +244,28 @@ def forecast(
     return axes
 
 
+def _longest(hmm: HMM) -> int:
+    """The duration that at most one visit in a hundred exceeds."""
+    exceeds = dwell_time_log_survival(hmm, LONGEST).exp() > 0.01
+    return max(1, int(exceeds.reshape(-1, LONGEST).any(0).sum()))
+
+
 def durations(
     hmm: HMM,
     *,
+    quantity: Literal["probability", "survival", "hazard"] = "probability",
     num_steps: int | None = None,
     states: Tensor | None = None,
     lengths: Tensor | None = None,
     names: Sequence[str] | None = None,
     axes: Axes | None = None,
 ) -> Axes:
-    """Draw the probability of each duration as a curve for each state, and decoded ones as dots.
+    """Draw the duration distribution of each state as a curve, and that of decoded visits as dots.
 
     Args:
         hmm: An HMM or an HSMM without batch dimensions in its parameters.
+        quantity: The probability of each duration; or that to last at least so many steps; or the
+            hazard, the probability to end after d steps given so many, which of an HMM is constant.
         num_steps: The longest duration to draw; by default that which at most one visit in a
             hundred exceeds in any state, up to 200.
         states: ``(N, T)`` integers, decoded paths, whose durations are the dots: see
@@ -273,77 +275,16 @@ def durations(
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
-    curves = dwell_time_log_prob(hmm, num_steps or _longest(hmm)).exp()
-    ended, lasted = _decoded(states, lengths, hmm.num_states)
-    return _lasting(curves, ended * lasted, "probability", names, axes)
-
-
-def survival(
-    hmm: HMM,
-    *,
-    num_steps: int | None = None,
-    states: Tensor | None = None,
-    lengths: Tensor | None = None,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw the probability to last at least so many steps; arguments as :func:`durations`."""
-    curves = dwell_time_log_survival(hmm, num_steps or _longest(hmm)).exp()
-    _, lasted = _decoded(states, lengths, hmm.num_states)
-    return _lasting(curves, lasted, "probability to last as long", names=names, axes=axes)
-
-
-def hazard(
-    hmm: HMM,
-    *,
-    num_steps: int | None = None,
-    states: Tensor | None = None,
-    lengths: Tensor | None = None,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Draw the probability to end after d steps, given so many; arguments as :func:`durations`.
-
-    That of an HMM is constant.
-    """
     num_steps = num_steps or _longest(hmm)
-    lasting = dwell_time_log_survival(hmm, num_steps)
-    curves = (dwell_time_log_prob(hmm, num_steps) - lasting).exp()
-    ended, _ = _decoded(states, lengths, hmm.num_states)
-    curves = curves.masked_fill(lasting.isneginf(), torch.nan)
-    return _lasting(curves, ended, "probability to end now", names=names, axes=axes)
-
-
-def _longest(hmm: HMM) -> int:
-    """The duration that at most one visit in a hundred exceeds."""
-    exceeds = dwell_time_log_survival(hmm, LONGEST).exp() > 0.01
-    return max(1, int(exceeds.reshape(-1, LONGEST).any(0).sum()))
-
-
-def _decoded(
-    states: Tensor | None, lengths: Tensor | None, num_states: int
-) -> tuple[Tensor, Tensor]:
-    """Hazard and survival of decoded visits, ``(K, T)``; NaN where few are at risk."""
-    if states is None:
-        none = torch.full((num_states, 1), torch.nan)
-        return none, none
-    if lengths is None:
-        lengths = torch.full(states.shape[:-1], states.shape[-1] if states.dim() else 1)
-    shares, at_risk = dwell_time_hazard(states, lengths, num_states)
-    lasted = torch.nn.functional.pad((1 - shares).cumprod(-1)[:, :-1], (1, 0), value=1.0)
-    few = at_risk < LEAST_AT_RISK
-    return shares.masked_fill(few, torch.nan), lasted.masked_fill(few, torch.nan)
-
-
-def _lasting(
-    curves: Tensor,
-    dots: Tensor,
-    label: str,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
-) -> Axes:
-    """Curves ``(K, D)``, and dots ``(K, T)``, against the number of steps."""
-    curves = single("durations", curves)
+    ends = dwell_time_log_prob(hmm, num_steps)
+    lasts = dwell_time_log_survival(hmm, num_steps)
+    hazards, lasted = _decoded(states, lengths, hmm.num_states)
+    logs, dots, label = {
+        "probability": (ends, hazards * lasted, "probability"),
+        "survival": (lasts, lasted, "probability to last as long"),
+        "hazard": (ends - lasts, hazards, "probability to end now"),
+    }[quantity]
+    curves = single("durations", logs.exp())
     labels = names_or_numbers(names, len(curves), "state ")
     axes = axes_or_new(axes)
     steps, shown = range(1, curves.size(1) + 1), min(curves.size(1), dots.size(1))
@@ -355,3 +296,207 @@ def _lasting(
     axes.set_ylim(bottom=0)
     legend_above(axes, labels)
     return axes
+
+
+def survival(hmm: HMM, **options: Any) -> Axes:
+    """Draw the survival function of durations; options as of :func:`durations`."""
+    return durations(hmm, quantity="survival", **options)
+
+
+def hazard(hmm: HMM, **options: Any) -> Axes:
+    """Draw the hazard of durations; options as of :func:`durations`."""
+    return durations(hmm, quantity="hazard", **options)
+
+
+def _decoded(
+    states: Tensor | None, lengths: Tensor | None, num_states: int
+) -> tuple[Tensor, Tensor]:
+    """Hazard and survival of decoded visits, ``(K, T)``; NaN where few are at risk."""
+    if states is None:
+        none = torch.full((num_states, 1), torch.nan)
+        return none, none
+    if lengths is None:
+        lengths = torch.full(states.shape[:-1], states.size(-1))
+    shares, at_risk = dwell_time_hazard(states, lengths, num_states)
+    lasted = torch.nn.functional.pad((1 - shares).cumprod(-1)[:, :-1], (1, 0), value=1.0)
+    few = at_risk < LEAST_AT_RISK
+    return shares.masked_fill(few, torch.nan), lasted.masked_fill(few, torch.nan)
+
+
+def state_probs(
+    probs: Tensor, names: Sequence[str] | None = None, *, axes: Axes | None = None
+) -> Axes:
+    """Draw the distribution of the state at each step as stacked shares.
+
+    Args:
+        probs: ``(T, K)``, such as one sequence of ``hmm.posterior(values).state_probs``.
+        names: Of the K states; numbers by default.
+        axes: Where to draw; new ones by default.
+
+    Raises:
+        ValueError: If there are not K names.
+    """
+    labels = names_or_numbers(names, probs.size(1), "state ")
+    axes = axes_or_new(axes)
+    shares = probs.detach().cpu().mT.numpy()
+    axes.stackplot(range(len(probs)), shares, labels=labels, step="mid", alpha=0.85,
+                   colors=colors_of(len(labels)))  # fmt: skip
+    axes.set(xlim=(0, max(len(probs) - 1, 1)), ylim=(0, 1), xlabel="step", ylabel="probability")
+    legend_above(axes, labels)
+    return axes
+
+
+def timeline(
+    states: Tensor,
+    names: Sequence[str] | None = None,
+    *,
+    lengths: Tensor | None = None,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw paths as coloured bars, one row for each sequence.
+
+    Args:
+        states: ``(T,)`` or ``(N, T)`` integers, such as ``hmm.viterbi(values)``.
+        names: Of the K states; numbers of those that occur by default.
+        lengths: ``(N,)``, steps of each sequence; T by default.
+        axes: Where to draw; new ones by default.
+
+    Raises:
+        ValueError: As :func:`pyrohmm.queries.segments`; or if a state has no name.
+
+    Example:
+        >>> axes = timeline(torch.tensor([0, 0, 1, 1, 0]), ["rest", "run"])
+        >>> len(axes.patches)
+        3
+    """
+    rows = segments(states, lengths)
+    labels = _names_of(states, names)
+    colors = colors_of(len(labels))
+    axes = axes_or_new(axes)
+    for state in sorted({row.state for row in rows}):
+        own = [row for row in rows if row.state == state]
+        axes.barh(
+            [row.sequence for row in own], [row.length for row in own], height=0.9,
+            left=[row.first - 0.5 for row in own], color=colors[state], label=labels[state],
+        )  # fmt: skip
+    count = 1 if states.dim() == 1 else len(states)
+    axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
+    axes.set_xlim(-0.5, states.size(-1) - 0.5)
+    axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
+    legend_above(axes, labels)
+    return axes
+
+
+def series(
+    hmm: HMM,
+    values: Tensor,
+    names: Sequence[str] | None = None,
+    *,
+    level: float = 0.9,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw one sequence of numbers, each coloured by its most probable state, over a band.
+
+    The state is that of the Viterbi path. The band has this probability at each step, if the state
+    is drawn from the smoothed posterior and emits anew: observations outside are surprising.
+
+    Args:
+        hmm: Of one sequence: ``fit.hmm(data[:1])``.
+        values: ``(T,)``, ``(1, T)`` or ``(1, T, 1)``, the sequence. Steps that are not
+            observed are not drawn.
+        names: Of the K states; numbers by default.
+        level: Probability of the band.
+        axes: Where to draw; new ones by default.
+
+    Raises:
+        ValueError: If there are several sequences, observations are vectors, or there are not K
+            names.
+    """
+    single = hmm.emission.event_shape.numel() == hmm.batch_shape.numel() == 1
+    if not single or values.numel() != hmm.event_shape.numel():
+        raise ValueError(
+            "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1]) and "
+            f"data.values[:1]; got {hmm} and values of shape {tuple(values.shape)}."
+        )
+    labels = names_or_numbers(names, hmm.num_states, "state ")
+    with torch.no_grad():
+        path = hmm.viterbi(values).reshape(-1).cpu()
+        low, high = (
+            end.reshape(-1).cpu() for end in observation_marginals(hmm, values).interval(level)
+        )
+    drawn = hmm.exists.reshape(-1).cpu()
+    observed = drawn if hmm.observed is None else drawn & hmm.observed.reshape(-1).cpu()
+    numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
+    steps = torch.arange(len(path))
+    axes = axes_or_new(axes)
+    axes.fill_between(
+        steps[drawn].numpy(), low[drawn].numpy(), high[drawn].numpy(), step="mid", color="0.85",
+        linewidth=0.0, label=f"{level:.0%}",
+    )  # fmt: skip
+    axes.plot(steps.numpy(), numbers.numpy(), color="0.6", linewidth=0.8)
+    for k, color in enumerate(colors_of(len(labels))):
+        chosen = (path == k) & ~numbers.isnan()
+        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=color,
+                  label=labels[k])  # fmt: skip
+    axes.set(xlabel="step", ylabel="observation")
+    legend_above(axes, labels)
+    return axes
+
+
+def track(
+    locations: Tensor,
+    states: Tensor,
+    names: Sequence[str] | None = None,
+    *,
+    plane: bool = False,
+    axes: Axes | None = None,
+) -> Axes:
+    """Draw tracks on a map; each step has the colour of the state at its beginning.
+
+    Args:
+        locations: ``(N, T, 2)`` or ``(T, 2)``: ``data.locations`` of :func:`pyrohmm.movement`.
+            Nothing is drawn beside missing ones, NaN.
+        states: ``(N, T)`` or ``(T,)`` integers, such as ``hmm.viterbi(data.values)``.
+        names: Of the K states; numbers of those that occur by default.
+        plane: Locations are x and y in a plane, and not degrees of longitude and latitude.
+        axes: Where to draw; new ones by default.
+
+    Raises:
+        ValueError: If shapes disagree, or a state has no name.
+
+    Example:
+        >>> places = torch.tensor([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.1, 1.0]])
+        >>> axes = track(places, torch.tensor([1, 1, 0, 0]), ["rest", "run"], plane=True)
+        >>> [line.get_label() for line in axes.lines]
+        ['rest', 'run']
+    """
+    if locations.shape != (*states.shape, 2):
+        raise ValueError(
+            "locations must have the shape of states, and 2 coordinates; got "
+            f"{tuple(locations.shape)} for states {tuple(states.shape)}."
+        )
+    labels = _names_of(states, names)
+    places = locations.detach().cpu().double().reshape(-1, *locations.shape[-2:])
+    gap = torch.full_like(places[:, 1:], torch.nan)
+    steps = torch.stack([places[:, :-1], places[:, 1:], gap], 2)  # (N, T-1, 3, 2)
+    begins = states.cpu().reshape(len(places), -1)[:, :-1]
+    axes = axes_or_new(axes)
+    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
+        x, y = steps[begins == k].reshape(-1, 2).mT.numpy()
+        axes.plot(x, y, color=color, label=label, linewidth=1.0)
+    if plane:
+        axes.set(xlabel="x", ylabel="y", aspect="equal")
+    else:
+        middle = places[..., 1].nanmean().deg2rad().cos().item()
+        axes.set(xlabel="longitude", ylabel="latitude", aspect=1 / max(middle, 0.01))
+    axes.set_adjustable("datalim")
+    legend_above(axes, labels)
+    return axes
+
+
+def _names_of(states: Tensor, names: Sequence[str] | None) -> list[str]:
+    """Names of the states of paths, at least one for each that occurs."""
+    most = int(states.max())
+    if names is not None and most >= len(names):
+        raise ValueError(f"names must have one for state {most}; got {len(names)}.")
+    return names_or_numbers(names, most + 1 if names is None else len(names), "state ")

@@ -301,17 +301,9 @@ class _ForecastPerStep(Forecast):
         self._forecast = Forecast(states.unsqueeze(-2), emission)  # batch shape (*B, H, 1)
         self._dim = -1 - len(self.event_shape)
 
-    @property
-    def probs(self) -> Tensor:
-        return self._forecast.probs.squeeze(-2)
-
-    @property
-    def mean(self) -> Tensor:
-        return self._forecast.mean.squeeze(self._dim)
-
-    @property
-    def variance(self) -> Tensor:
-        return self._forecast.variance.squeeze(self._dim)
+    probs: Any = property(lambda self: self._forecast.probs.squeeze(-2))
+    mean: Any = property(lambda self: self._forecast.mean.squeeze(self._dim))
+    variance: Any = property(lambda self: self._forecast.variance.squeeze(self._dim))
 
     def quantiles(self, probs: Sequence[float] | Tensor = (0.05, 0.5, 0.95)) -> Tensor:
         return self._forecast.quantiles(probs).squeeze(self._dim)

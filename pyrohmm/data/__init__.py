@@ -10,10 +10,9 @@ Its modules; each imports only those above it:
 ``sequences``    ``Sequences``: ragged data in one padded tensor
 ``movement``     step lengths and turning angles of animals
 ``batches``      minibatches; ``Parts``: sequences that do not fit into memory at once
-``pair_counts``  pairs of symbols counted; numbers put into bins
-``readers``      files of text, treebanks, FASTA, piano rolls, with their vocabularies
+``readers``      files of text, with their vocabularies
 ``formulas``     design matrices of covariates from formulas
-``datasets``     public files with checksums, embedded text, simulated data
+``datasets``     simulated data, English that comes with Python
 """
 
 from . import datasets as datasets

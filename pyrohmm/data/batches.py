@@ -186,7 +186,6 @@ class StoredSequences:
         times: ``(M,)``, increasing along each sequence: an array, also mapped.
 
     Raises:
-        TypeError: If ``values`` have no shape.
         ValueError: If ``lengths`` do not sum to M.
 
     Example:
@@ -209,13 +208,13 @@ class StoredSequences:
         times: Any = None,
     ) -> None:
         check_size("max_steps", max_steps)
-        num_rows = _num_rows("values", values)
+        num_rows = _num_rows(values)
         self.values = values
         further = {"labels": labels, "covariates": covariates, "times": times}
         self.further = {name: part for name, part in further.items() if part is not None}
         self.lengths = checked_lengths(lengths, num_rows)
         for name, part in self.further.items():
-            check_num_rows(name, (_num_rows(name, part),), num_rows)
+            check_num_rows(name, (_num_rows(part),), num_rows)
         self.parts = cut_by_steps(self.lengths, torch.arange(len(self.lengths)), max_steps)
 
     def __len__(self) -> int:
@@ -231,15 +230,8 @@ class StoredSequences:
             yield Sequences.from_concatenated(self.values[rows], lengths, **further)
 
 
-def _num_rows(name: str, values: Any) -> int:
-    shape: Any = (
-        values.get_shape() if hasattr(values, "get_shape") else getattr(values, "shape", ())
-    )
-    if len(shape) < 1:
-        raise TypeError(
-            f"{name} must be an array of shape (M, *E), perhaps mapped; got "
-            f"{type(values).__name__}. Convert lists with numpy.asarray."
-        )
+def _num_rows(values: Any) -> int:
+    shape = values.get_shape() if hasattr(values, "get_shape") else values.shape
     return int(shape[0])
 
 
@@ -417,9 +409,6 @@ class Batches:
         """Continue from the :meth:`state` of another one."""
         order, sizes, number = state["order"], state["sizes"], state["number"]
         check_range("order", order, len(self.data), "N - 1")
-        whole = self.windows is not None or int(sizes.sum()) == len(order)
-        if order.dtype != sizes.dtype or len(order.unique()) < len(order) or not whole:
-            raise ValueError("wanted each sequence once, and sizes of batches that hold them")
         self.order, self.sizes, self.number = order, sizes, number
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)

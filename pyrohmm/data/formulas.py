@@ -259,6 +259,4 @@ def as_columns(name: str, columns: Columns | Sequence[int] | None) -> Columns:
             f"design, formulas(frame, {name}='~ dose')[{name!r}]; got {columns!r}."
         )
     indices = tuple(int(index) for index in given)
-    if not indices:
-        raise ValueError(f"{name} must have columns of the covariates; got none.")
     return Columns(tuple(f"column {index}" for index in indices), indices)

@@ -12,17 +12,14 @@ N sequences have up to T steps and V symbols.
 from __future__ import annotations
 
 import gzip
-import itertools
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from scipy.io import loadmat
 
 from .._checks import check_size
 from .sequences import Sequences
@@ -59,23 +56,6 @@ class Entry(NamedTuple):
     tags: Sequence[str | None] = ()
 
 
-NUCLEOTIDES = frozenset("ACGTUN")
-
-
-class Proteins(NamedTuple):
-    """Chains of residues.
-
-    Attributes:
-        data: Values ``(N, T)``, codes of residues.
-        vocabulary: Names the values.
-        names: N identifiers.
-    """
-
-    data: Sequences
-    vocabulary: Vocabulary
-    names: tuple[str, ...]
-
-
 def read_lines(path: FilePath) -> list[str]:
     """The lines of a text file, blank ones too.
 
@@ -83,7 +63,7 @@ def read_lines(path: FilePath) -> list[str]:
         FileNotFoundError: If there is no such file.
         ValueError: If it has no line that is not blank, or is not UTF-8.
     """
-    lines = [line for _, line in _lines(path)]
+    lines = [line for _, line in numbered_lines(path)]
     if not any(line.strip() for line in lines):
         raise malformed(path, 1, "at least one sentence", "a file without any")
     return lines
@@ -106,7 +86,7 @@ def read_sentences(
         ValueError: If there is no sentence, or a token is not in ``vocabulary``.
     """
     end = [] if eos is None else [eos]
-    entries = (Entry(number, line.split() + end) for number, line in _lines(path))
+    entries = (Entry(number, line.split() + end) for number, line in numbered_lines(path))
     return corpus_of(path, [entry for entry in entries if entry.symbols], vocabulary)
 
 
@@ -132,136 +112,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
     return Corpus(Sequences.from_list(codes.split(chunk)), vocabulary)
 
 
-def read_conllu(
-    path: FilePath,
-    column: Literal["upos", "xpos"] = "upos",
-    vocabulary: Vocabulary | Counting | None = None,
-    tags: Vocabulary | None = None,
-) -> Corpus:
-    """Read the words and tags of a CoNLL-U file, the format of Universal Dependencies.
-
-    Multiword ranges (``3-4``) and empty nodes (``5.1``) are passed over: their words come by
-    themselves. A tag that is not given (``_``) makes a label of -1.
-
-    Args:
-        path: The file.
-        column: Which tags: universal or those of the language.
-        vocabulary: Of the words, or what makes it.
-        tags: Those of the training set; by default those that occur.
-
-    Raises:
-        ValueError: If a line is malformed, or a word or tag is not known.
-    """
-    place = {"upos": 3, "xpos": 4}[column]
-
-    def read(number: int, line: str) -> tuple[str, str | None] | None:
-        if line.startswith("#"):
-            return None
-        fields = line.split("\t")
-        if len(fields) != 10 or "" in fields or not re.fullmatch(r"\d+([-.]\d+)?", fields[0]):
-            raise malformed(path, number, "10 tab-separated fields, the first a number", line)
-        tag = None if fields[place] == "_" else fields[place]
-        return (fields[1], tag) if fields[0].isdigit() else None
-
-    return corpus_of(path, _entries(path, read), vocabulary, tags)
-
-
-def read_tagged(
-    path: FilePath,
-    vocabulary: Vocabulary | Counting | None = None,
-    tags: Vocabulary | None = None,
-    drop: Sequence[str] = ("-NONE-",),
-) -> Corpus:
-    """Read one word, a tab and its tag per line, with a blank line after each sentence.
-
-    Args:
-        path: The file.
-        vocabulary: Of the words, or what makes it.
-        tags: Those of the training set; by default those that occur.
-        drop: Words with these tags are left out. The default are the traces of the Penn Treebank,
-            which nobody wrote or said.
-
-    Raises:
-        ValueError: If a line is malformed, or a word or tag is not known.
-    """
-
-    def read(number: int, line: str) -> tuple[str, str | None] | None:
-        word, _, tag = line.partition("\t")
-        if not (word and tag) or "\t" in tag:
-            raise malformed(path, number, "a word, a tab and a tag", line)
-        return None if tag in drop else (word, tag)
-
-    return corpus_of(path, _entries(path, read), vocabulary, tags)
-
-
-def read_fasta(
-    path: FilePath,
-    vocabulary: Vocabulary | Counting | None = None,
-    keep: Callable[[str], bool] | None = None,
-    missing: str | None = None,
-) -> Proteins:
-    """Read a FASTA file of proteins or nucleic acids; residues are upper-cased letters.
-
-    Args:
-        path: The file.
-        vocabulary: Of the residues, or what makes it.
-        keep: Whether to keep the sequence under a header, given without its ``>``; by default
-            all are kept. ``pdb_seqres.txt`` of RCSB wants
-            ``lambda header: "mol:protein" in header``.
-        missing: Letters of residues that are not known, whose steps are missing. By default N if
-            the file has no letters but A, C, G, T, U and N, as DNA and RNA have, and none if it has
-            others; give "NRYKMSWBDHV" where ambiguity codes occur.
-
-    Raises:
-        ValueError: If a line is malformed, or a residue is not in ``vocabulary``.
-    """
-    chains: list[tuple[int, str, list[str]]] = []  # line, header, residues
-    for number, line in _lines(path):
-        if line.startswith(">"):
-            chains.append((number, line[1:].strip(), []))
-        elif line.strip():
-            if not chains or not re.fullmatch("[A-Za-z]+", line.strip()):
-                raise malformed(path, number, "a header (>), or letters under one", line)
-            chains[-1][2].extend(line.strip().upper())
-    for number, header, residues in chains:
-        if not residues:
-            raise malformed(path, number, "a sequence under the header", f">{header}")
-    kept = [chain for chain in chains if keep is None or keep(chain[1])]
-    if missing is None:
-        missing = "N" if all(NUCLEOTIDES.issuperset(residues) for *_, residues in kept) else ""
-    rows = [Entry(n, [None if s in missing else s for s in residues]) for n, _, residues in kept]
-    corpus = corpus_of(path, rows, vocabulary)
-    names = tuple(header.split()[0] if header else "" for _, header, _ in kept)
-    return Proteins(corpus.data, corpus.vocabulary, names)
-
-
-def read_piano_rolls(path: FilePath) -> dict[str, Sequences]:
-    """Read polyphonic music: the keys of a piano that are held down at each step.
-
-    The files are those of Boulanger-Lewandowski et al., 2012, Modeling temporal dependencies in
-    high-dimensional sequences, in MATLAB's format: ``datasets.find("jsb-chorales")``,
-    ``"nottingham"``, ``"piano-midi"`` and ``"muse-data"``.
-
-    Args:
-        path: The file, with arrays ``traindata``, ``validdata`` and ``testdata`` of matrices of
-            zeros and ones, steps by keys.
-
-    Returns:
-        Training, validation and test set by the names "train", "valid" and "test": values
-        ``(N, T, 88)``, 1 where a key is down, as float32.
-    """
-    tables = loadmat(path)
-    rolls = {split: list(tables[f"{split}data"].ravel()) for split in _SPLITS}
-    return {
-        split: Sequences.from_list([torch.from_numpy(roll.astype(np.float32)) for roll in part])
-        for split, part in rolls.items()
-    }
-
-
-_SPLITS = "train", "valid", "test"
-
-
-def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
+def numbered_lines(path: FilePath) -> Iterator[tuple[int, str]]:
     """Number, from 1, and text of each line; only a newline ends a line."""
     number = 0
     try:
@@ -273,23 +124,8 @@ def _lines(path: FilePath) -> Iterator[tuple[int, str]]:
         raise malformed(path, max(number, 1), "UTF-8, whole if gzipped", str(error)) from error
 
 
-def _entries(
-    path: FilePath, read: Callable[[int, str], tuple[str, str | None] | None]
-) -> list[Entry]:
-    """A sequence for each block of lines between blank ones, of what ``read`` makes of a line."""
-    entries = []
-    for filled, block in itertools.groupby(_lines(path), lambda line: bool(line[1].strip())):
-        lines = list(block)
-        pairs = [pair for number, line in lines if filled and (pair := read(number, line))]
-        if pairs:
-            entries.append(Entry(lines[0][0], *zip(*pairs)))
-    return entries
-
-
 def plain(text: str, alphabet: str) -> str:
     """``text`` lower-cased, one space for each run of characters that are not in ``alphabet``."""
-    if " " not in alphabet or alphabet != alphabet.lower():
-        raise ValueError(f"alphabet must be lower-case and hold a space; got {alphabet!r}.")
     kept = re.escape(alphabet.replace(" ", ""))
     return re.sub(f"[^{kept}]+", " ", text.lower())
 

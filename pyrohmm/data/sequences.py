@@ -7,7 +7,7 @@ exists or is observed (the opposite of TensorFlow Probability's).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listed
 from functools import cached_property
 from typing import Any
@@ -122,8 +122,6 @@ class Sequences(Dataset["Sequences"]):
         if indices is not None:
             check_integers("indices", indices)
             check_shape("indices", indices, (len(values),), "(N,)", "N is that of values.")
-            if bool((indices < 0).any()):
-                raise ValueError("indices must not be negative: they number sequences from 0.")
             self.indices = indices.cpu().long().clone()
 
     def _part(self, name: str, part: Any, exists: Tensor) -> Tensor | None:
@@ -444,11 +442,6 @@ class Sequences(Dataset["Sequences"]):
             (3, 1)
         """
         first = round(share * len(self))
-        if not 0 < first < len(self):
-            raise ValueError(
-                f"share must leave a sequence to each of the two parts; got {share} of "
-                f"{len(self)} sequences."
-            )
         order = torch.randperm(len(self), generator=generator)
         return self[order[:first].sort().values], self[order[first:].sort().values]
 
@@ -475,19 +468,6 @@ class Sequences(Dataset["Sequences"]):
         new = self.with_total(self.total)
         new.labels = None
         return new
-
-    def batches(
-        self, batch_size: int, generator: torch.Generator | None = None
-    ) -> Iterator[Sequences]:
-        """Yield each sequence once, in random order, ``batch_size`` at a time.
-
-        Every batch keeps the ``total`` of the whole set; the last one may be smaller. The
-        ``generator`` is on the CPU; by default it is torch's global one.
-        """
-        check_size("batch_size", batch_size)
-        order = torch.randperm(len(self), generator=generator)
-        for chosen in order.split(batch_size):
-            yield self.batch(chosen)
 
     def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
         """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays.

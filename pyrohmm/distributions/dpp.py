@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from .._checks import check_floats, check_number, check_trailing
 from ..ops.diversity import _check_rho, _log_diversity
 from ..ops.diversity import log_diversity as log_diversity
-from ..ops.diversity import product_kernel as product_kernel
-from ..ops.diversity import simplex_projection as simplex_projection
 
 if TYPE_CHECKING:
     from .hmm import HMM

@@ -1,7 +1,7 @@
 """Fits to the joint distribution of symbols a few steps apart (Sicking et al., 2020).
 
-The names of :mod:`pyrohmm.data.pair_counts`, :mod:`pyrohmm.ops.pairs` and
-:mod:`pyrohmm.ops.markov` that such fits need are available here as well.
+The names of :mod:`pyrohmm.ops.pairs` and :mod:`pyrohmm.ops.markov` that such fits need are
+available here as well.
 """
 
 from __future__ import annotations
@@ -11,68 +11,120 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 
-from ..data.pair_counts import binned as binned
-from ..data.pair_counts import check_edges
-from ..data.pair_counts import count_pairs as count_pairs
-from ..data.pair_counts import counted as counted
-from ..data.pair_counts import quantile_edges as quantile_edges
-from ..data.sequences import Sequences
+from .._checks import check_integers, check_range, check_size
+from ..data.sequences import Sequences, check_sequences
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..distributions.quantiles import cdf
 from ..nn.base import HMMModule, OwnParameters
 from ..ops.markov import joint_probs as joint_probs
 from ..ops.markov import predicted as predicted
 from ..ops.markov import stationary as stationary
 from ..ops.markov import stationary_detached as stationary_detached
 from ..ops.pairs import Pairs as Pairs
+from ..ops.pairs import add_up
 from ..ops.pairs import cross_entropy as cross_entropy
 from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
 from .descent import MINIBATCHES, FitOptions
-from .gradient import fit_map, init_near, near_data
+from .gradient import fit_map
 from .models import LogPrior, build, exclusive, factor_log_prior
 from .parameters import Values
 from .results import Fit
 
+CHUNK = 1 << 20  # pairs that are sorted at a time
 Target = Pairs | Tensor
 Loss = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-def bin_probs(emission: TorchDistribution, edges: Tensor) -> Tensor:
-    """Probability of each bin in each state, ``(*B, K, V)``: differences of ``emission.cdf``.
+def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Pairs:
+    """Count the pairs of symbols ``lag`` steps apart.
+
+    Both steps of a pair lie in one sequence and are observed; steps between them need not be.
 
     Args:
-        emission: A distribution of numbers, or of vectors of size one, batched over K states.
-        edges: ``(V - 1,)``, rising.
+        data: Sequences of symbols; or an iterable of them, as from a file larger than memory: only
+            the distinct pairs and one of the ``Sequences`` are held at a time.
+        num_symbols: V.
+        lag: Distance of the pairs in steps.
 
     Raises:
-        TypeError: If the observations are larger.
-        ValueError: If the distribution has no ``cdf``.
+        TypeError: If the values are not integers.
+        ValueError: If a symbol is not below V, or there is no pair.
 
     Example:
-        >>> bin_probs(Normal(torch.tensor([0.0, 9.0]), 1.0), torch.tensor([0.0, 9.0]))
-        tensor([[0.5000, 0.5000, 0.0000],
-                [0.0000, 0.5000, 0.5000]])
+        >>> data = Sequences.from_list([[0, 1, 1, 1], [1, 0]])
+        >>> pairs = count_pairs(data, 2)
+        >>> pairs.first, pairs.second, pairs.counts
+        (tensor([0, 1, 1]), tensor([1, 0, 1]), tensor([1, 1, 2]))
+        >>> count_pairs((data[n : n + 1] for n in range(2)), 2, lag=2)  # a stream
+        Pairs(2 distinct pairs of 2 symbols, 2 in all, lag 2)
     """
-    check_edges(edges)
-    if emission.event_shape.numel() != 1:
-        raise TypeError(
-            "bins are of numbers; the module emits observations of shape "
-            f"{tuple(emission.event_shape)}."
+    check_size("num_symbols", num_symbols)
+    check_size("lag", lag)
+    keys, counts = np.zeros((2, 0), np.int64)  # of all merged parts
+    parts: list[tuple[np.ndarray, np.ndarray]] = []  # not yet merged
+    pending = 0
+
+    def merged() -> tuple[np.ndarray, np.ndarray]:
+        columns = zip((keys, counts), *parts)
+        return add_up(*(np.concatenate(column) for column in columns))
+
+    device = None
+    for part in (data,) if isinstance(data, Sequences) else data:
+        check_sequences("data", part)
+        device = part.values.device if device is None else device
+        for pairs in _keys(part, num_symbols, lag):
+            parts.append(np.unique(pairs, return_counts=True))
+            pending += len(parts[-1][0])
+            if pending > max(CHUNK, len(keys)):
+                (keys, counts), pending = merged(), 0
+                parts.clear()
+    keys, counts = merged()
+    if len(keys) == 0:
+        raise ValueError(
+            f"data has no two observed steps {lag} apart in one sequence; nothing to count."
         )
-    points = edges.double().reshape(-1, *(1,) * len(emission.batch_shape + emission.event_shape))
-    below = cdf(emission, points).reshape(len(edges), *emission.batch_shape).movedim(0, -1)
-    ends = [torch.full_like(below[..., :1], end) for end in (0.0, 1.0)]
-    probs = torch.cat([ends[0], below, ends[1]], -1).diff(dim=-1)
-    return probs.clamp(min=0.0).to(edges.dtype)
+    first, second, number = (
+        torch.from_numpy(column).to(device) for column in (*np.divmod(keys, num_symbols), counts)
+    )
+    return Pairs(first, second, number, num_symbols, lag)
+
+
+def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
+    """Pairs (a, b) as numbers a V + b, those of some sequences at a time."""
+    check_integers("values of data", data.values)
+    if data.values.dim() != 2:
+        raise ValueError(
+            f"values of data must have shape (N, T), one symbol at a step; got "
+            f"{tuple(data.values.shape)}."
+        )
+    rows = max(1, CHUNK // data.num_steps)
+    for values, observed in zip(data.values.split(rows), data.observed.split(rows)):
+        both = observed[:, :-lag] & observed[:, lag:]
+        first, second = values[:, :-lag][both].long(), values[:, lag:][both].long()
+        if len(first):
+            check_range("values of data", torch.cat([first, second]), num_symbols, "V - 1")
+            yield (first * num_symbols + second).cpu().numpy()
+
+
+def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 1) -> Tensor:
+    """Joint relative frequencies of symbols ``lag`` steps apart, ``(V, V)``.
+
+    :func:`count_pairs` as a dense matrix.
+
+    Example:
+        >>> counted(Sequences.from_list([[0, 1, 1], [1, 0]]), 2)
+        tensor([[0.0000, 0.3333],
+                [0.3333, 0.3333]])
+    """
+    return count_pairs(data, num_symbols, lag).dense()
 
 
 class CooccurrenceModel(OwnParameters):
@@ -87,7 +139,7 @@ class CooccurrenceModel(OwnParameters):
     Sites: those of ``module``, then ``log_prior`` if there is one, then ``pairs``.
 
     Args:
-        module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
+        module: Builds an HMM that emits symbols.
         target: W: the counted :class:`cooccurrence.Pairs`, or the dense shares ``(V, V)`` of
             adjacent symbols, which may have batch dimensions; or a list of them, of several lags.
         weight: w, the weight of the loss against the priors; one number, or one for each target.
@@ -98,13 +150,9 @@ class CooccurrenceModel(OwnParameters):
         stationary: Called with ``log_transition``, returns the marginal probabilities of the state
             ``(*B, K)``: :func:`cooccurrence.stationary`, or
             :func:`cooccurrence.stationary_detached`.
-        edges: ``(V - 1,)``, between the bins of emissions that are numbers.
-        pairs_per_step: Number of pairs sampled at each call in place of all, in proportion to their
-            counts; the loss is then an unbiased estimate.
-        generator: Source of randomness for them; torch's global one by default.
 
     Raises:
-        TypeError: If the module emits neither symbols nor numbers with edges.
+        TypeError: If the module does not emit symbols.
         ValueError: If the model changes with the step, V is not that of the target, or there are
             not as many weights as targets.
     """
@@ -123,16 +171,13 @@ class CooccurrenceModel(OwnParameters):
         *,
         loss: Loss = squared_distance,
         stationary: Callable[[Tensor], Tensor] = stationary,
-        edges: Tensor | None = None,
-        pairs_per_step: int | None = None,
-        generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
         self.targets = [target] if isinstance(target, Pairs | Tensor) else list(target)
         if len(self.targets) > 1 and any(isinstance(each, Tensor) for each in self.targets):
             raise ValueError(
                 "target: dense shares do not say of which lag they are; several targets must be "
-                "Pairs. Call pair_counts.count_pairs for each lag."
+                "Pairs. Call cooccurrence.count_pairs for each lag."
             )
         self.weights: list[Any] = (
             list(weight) if isinstance(weight, Sequence) else [weight] * len(self.targets)
@@ -144,15 +189,12 @@ class CooccurrenceModel(OwnParameters):
         self.module, self.log_prior, self.loss, self.stationary = (
             module, log_prior, loss, stationary
         )  # fmt: skip
-        self.pairs_per_step, self.generator = pairs_per_step, generator
-        self.register_buffer("edges", edges)
 
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
         hmm = build(self.module, data)
         hmm.check_constant("fit_cooccurrence")
-        emission: Any = hmm.emission
-        probs = _symbol_probs(emission) if self.edges is None else bin_probs(emission, self.edges)
+        probs = _symbol_probs(hmm.emission)
         if self.log_prior is not None:
             factor_log_prior(self.log_prior, hmm)
         marginal = self.stationary(hmm.log_transition)
@@ -160,8 +202,6 @@ class CooccurrenceModel(OwnParameters):
         total: Any = 0.0
         for target, weight in zip(self.targets, self.weights, strict=True):
             lag = 1 if isinstance(target, Tensor) else target.lag
-            if self.pairs_per_step is not None and isinstance(target, Pairs):
-                target = target.sample(self.pairs_per_step, self.generator)
             joint = joint_probs(marginal, hmm.log_transition, lag)
             total = total - weight * self.loss(joint, probs, target)
         pyro.factor("pairs", total)
@@ -177,9 +217,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     lags: Iterable[int] | None = None,
     loss: Loss = squared_distance,
     stationary: Callable[[Tensor], Tensor] = stationary,
-    edges: Tensor | None = None,
     weight: float | list[float] | None = None,
-    pairs_per_step: int | None = None,
     log_prior: LogPrior | None = None,
     num_iterations: int = 1000,
     learning_rate: float = 0.05,
@@ -201,7 +239,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     Arguments that are not listed, from ``num_iterations`` on, are those of :func:`fit_map`.
 
     Args:
-        module: Builds an HMM that emits symbols, or numbers that ``edges`` put into bins.
+        module: Builds an HMM that emits symbols.
         data: The sequences; or pairs already counted, as from a stream, by
             :func:`cooccurrence.count_pairs`; or dense shares ``(V, V)``; or a list of these.
         num_symbols: V, for sequences of symbols; by default that of the module.
@@ -212,25 +250,19 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
             so that priors may hold a fit at the uniform distribution.
         stationary: As in :class:`CooccurrenceModel`; ``stationary_detached`` leaves out the
             gradient of the stationary distribution, as published code does.
-        edges: ``(V - 1,)``, between bins of numbers, such as :func:`cooccurrence.quantile_edges`.
-            A state far from all numbers has no gradient: where priors put states there, give
-            ``start=fit``, another fit.
         weight: Of the loss, against the priors; one number, or one for each lag. By default the
             number of pairs n for the cross-entropy, which is then in nats, and for the relative
             distance, which agrees with it to second order where symbols are nearly independent;
             for the squared distance :math:`n / 2 \lVert W \rVert^2`, with which it does where all
             pairs that occur are equally frequent.
-        pairs_per_step: Number of pairs sampled at each step, in place of all; losses are noisy
-            then, and ``tolerance=None`` takes all steps.
         log_prior: A further log-density of the HMM built.
-        **options: Further arguments: :class:`FitOptions` explains them. ``generator`` is for
-            ``pairs_per_step``, which takes the place of minibatches of sequences.
+        **options: Further arguments: :class:`FitOptions` explains them.
 
     Returns:
         The fit; ``num_observed`` is the number of pairs (those of the first lag).
 
     Raises:
-        TypeError: If a model has neither symbols nor edges.
+        TypeError: If the module does not emit symbols.
         ValueError: If there is no pair, V of data and module differ, or ``weight`` is missing for
             dense shares.
 
@@ -242,16 +274,11 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     """
     for name in MINIBATCHES:
         if options.get(name) is not None:
-            raise ValueError(
-                f"{name} is of sequences, and a step reads counts of pairs: give pairs_per_step."
-            )
-    targets, notes = _targets(module, data, num_symbols, lags, edges)
-    if edges is not None and isinstance(data, Sequences) and start is init_to_sample:
-        start = init_near(near_data(module, data, restarts), restarts)
+            raise ValueError(f"{name} is of sequences, and a step reads the counts of all pairs.")
+    targets, notes = _targets(module, data, num_symbols, lags)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
-        log_prior, loss=loss, stationary=stationary, edges=edges, pairs_per_step=pairs_per_step,
-        generator=options.get("generator"),
+        log_prior, loss=loss, stationary=stationary,
     )  # fmt: skip
     total = targets[0].total if isinstance(targets[0], Pairs) else 0
     fit = fit_map(
@@ -280,13 +307,12 @@ def _targets(
     data: Sequences | Target | Iterable[Target],
     num_symbols: int | None,
     lags: Iterable[int] | None,
-    edges: Tensor | None,
 ) -> tuple[list[Target], list[str]]:
     """The pairs of ``data`` at each lag, and remarks on what of the data is not used."""
     if not isinstance(data, Sequences):
         if lags is not None:
             raise ValueError("lags are of sequences; pairs have theirs already. Count each lag: "
-                             "pair_counts.count_pairs(data, num_symbols, lag).")  # fmt: skip
+                             "cooccurrence.count_pairs(data, num_symbols, lag).")  # fmt: skip
         return [data] if isinstance(data, Pairs | Tensor) else list(data), []
     if data.covariates is not None:
         raise ValueError(
@@ -294,9 +320,7 @@ def _targets(
             "fit_map or fit_em."
         )
     notes = ["the labels of the data were not used: pairs have none"] if data.num_labelled else []
-    if edges is not None:
-        data, num_symbols = binned(data, edges), len(edges) + 1
-    elif num_symbols is None:
+    if num_symbols is None:
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
             num_symbols = _symbol_probs(module(torch.tensor([1])).emission).size(-1)
     return [count_pairs(data, num_symbols, lag) for lag in lags or (1,)], notes
@@ -306,8 +330,7 @@ def _symbol_probs(emission: Any) -> Tensor:
     """Probabilities of symbols, ``(*B, K, V)``."""
     if not is_categorical(emission):
         raise TypeError(
-            f"co-occurrences are those of symbols; the module emits {type(emission).__name__}. "
-            "Give edges, which put numbers into bins."
+            f"co-occurrences are those of symbols; the module emits {type(emission).__name__}."
         )
     return emission.probs
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from .._checks import check_range, check_shape, check_size
-from ..data.pair_counts import count_pairs
 from ..data.readers import FilePath
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
+from ..infer.cooccurrence import count_pairs
 from ..ops import brown_merges
 from ..ops.pairs import Pairs
 from .text import END, check_ends

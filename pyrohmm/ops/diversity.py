@@ -29,38 +29,10 @@ from .log_space import log
 FAR = 0.5  # length of a step along which the slope grows
 
 
-def product_kernel(probs: Tensor, rho: float = 0.5, normalized: bool = True) -> Tensor:
-    r"""Probability product kernel of rows: :math:`\sum_v (p_{iv} p_{jv})^\rho`.
-
-    Args:
-        probs: ``(*B, K, V)``, a distribution in each row.
-        rho: Exponent; with 0.5 it is the Bhattacharyya coefficient.
-        normalized: Whether to divide by the roots of both diagonal entries, so that these are one.
-
-    Returns:
-        ``(*B, K, K)``. The gradient at a probability of exactly zero is zero, so that a hard zero
-        stays one.
-
-    Raises:
-        TypeError: If ``probs`` is not a floating-point tensor.
-        ValueError: If it has no rows or a negative entry, or ``rho`` is not positive.
-
-    References:
-        Equations 2 and 5 of the paper; Probability Product Kernels (Jebara, Kondor and Howard,
-        2004).
-
-    Example:
-        >>> dpp.product_kernel(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
-        tensor([[1.0000, 0.7071],
-                [0.7071, 1.0000]])
-    """
-    _check(probs, rho)
-    features = _features(probs, rho, normalized)
-    return features @ features.mT
-
-
 def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
-    r"""Log-determinant of the normalised product kernel of rows.
+    r"""Log-determinant of the product kernel of rows, normalised to ones on the diagonal.
+
+    .. math:: \sum_v (p_{iv} p_{jv})^\rho
 
     It is computed in float64 from the features themselves, not from the kernel, whose condition
     is the square of theirs: rows that differ by a part in :math:`10^{12}` have a diversity with a
@@ -79,7 +51,7 @@ def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
 
     Raises:
         TypeError: If ``probs`` is not a floating-point tensor.
-        ValueError: If it has no rows or a negative entry, or ``rho`` is not positive.
+        ValueError: If it has a negative entry, or ``rho`` is not positive.
 
     Example:
         >>> dpp.log_diversity(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).exp()  # 1 - 0.7071 ** 2
@@ -87,40 +59,11 @@ def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
         >>> dpp.log_diversity(torch.tensor([[0.5, 0.5], [0.5, 0.5]]))
         tensor(-inf)
     """
-    _check(probs, rho)
+    check_floats("probs", probs)
+    if bool((probs.detach() < 0).any()):
+        raise ValueError("probs must not be negative: give probabilities, not their logarithms.")
+    _check_rho(rho)
     return _log_diversity(probs, rho)
-
-
-def simplex_projection(values: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The distributions closest to rows of numbers, in Euclidean distance.
-
-    Args:
-        values: ``(*, V)``.
-        weights: ``(*, V)``, positive, of the squared differences; equal by default.
-
-    Returns:
-        ``(*, V)``; entries may be exactly zero.
-
-    References:
-        Projection onto the probability simplex (Wang and Carreira-Perpiñán, 2013), algorithm 1.
-
-    Example:
-        >>> dpp.simplex_projection(torch.tensor([0.2, 0.4, 2.0]))
-        tensor([0., 0., 1.])
-        >>> dpp.simplex_projection(torch.tensor([0.2, 0.4, 0.7]))
-        tensor([0.1000, 0.3000, 0.6000])
-        >>> dpp.simplex_projection(torch.tensor([0.2, 0.4, 0.7]), torch.tensor([1.0, 1.0, 9.0]))
-        tensor([0.0579, 0.2579, 0.6842])
-    """
-    check_floats("values", values)
-    weights = torch.ones_like(values) if weights is None else weights
-    scaled = values * weights
-    scaled = scaled - scaled.amax(-1, keepdim=True)  # a shift does not matter
-    falling, order = scaled.sort(-1, descending=True)
-    shares = 1 / weights.gather(-1, order)
-    excess = ((falling * shares).cumsum(-1) - 1) / shares.cumsum(-1)
-    last = (falling > excess).sum(-1, keepdim=True) - 1  # the largest number of positive entries
-    return ((scaled - excess.gather(-1, last)) / weights).clamp(min=0.0)
 
 
 class RootAscent:
@@ -233,7 +176,7 @@ class RootAscent:
 def _conjugate_gradients(
     curved: Callable[[Tensor], Tensor], scaled: Callable[[Tensor], Tensor], slope: Tensor
 ) -> Tensor:
-    """A solution x ``(R, K, K)`` of ``curved(x) = slope``, about; far along what bends upwards.
+    """Truncated conjugate gradients for ``curved(x) = slope``, ``(R, K, K)``.
 
     Args:
         curved: Product with minus the Hessian, which need not be positive definite.
@@ -271,33 +214,14 @@ def _usable_volume(roots: Tensor) -> Tensor:
     return volume.masked_fill(~(volume > -30 - 2 * roots.size(-1)), -torch.inf)
 
 
-def _check(probs: Tensor, rho: float) -> None:
-    check_floats("probs", probs)
-    if probs.dim() < 2 or 0 in probs.shape[-2:]:
-        raise ValueError(
-            f"probs must have at least one row and one column, (*B, K, V); got "
-            f"{tuple(probs.shape)}."
-        )
-    if bool((probs.detach() < 0).any()):
-        raise ValueError(
-            f"probs must not be negative; got {probs.min().item():g}. Give probabilities, not "
-            "their logarithms."
-        )
-    if not bool((probs.detach() > 0).any(-1).all()):
-        raise ValueError("probs must have a positive entry in every row; a row is all zero.")
-    _check_rho(rho)
-
-
 def _check_rho(rho: float) -> None:
     if not 0 < rho < float("inf"):
         raise ValueError(f"rho must be a positive number; got {rho!r}.")
 
 
-def _features(probs: Tensor, rho: float, normalized: bool) -> Tensor:
-    """``probs ** rho`` ``(*B, K, V)``, its rows of length one if ``normalized``."""
+def _features(probs: Tensor, rho: float) -> Tensor:
+    """``probs ** rho`` ``(*B, K, V)``, with rows of length one."""
     logs = rho * log(probs)  # the derivative of a power is infinite at zero
-    if not normalized:
-        return logs.exp()
     # a large exponent of small probabilities must not underflow
     largest = logs.detach().amax(-1, keepdim=True).clamp(min=torch.finfo(logs.dtype).min)
     powers = (logs - largest).exp()
@@ -305,7 +229,7 @@ def _features(probs: Tensor, rho: float, normalized: bool) -> Tensor:
 
 
 def _log_diversity(probs: Tensor, rho: float) -> Tensor:
-    features = _features(probs.double(), rho, normalized=True)
+    features = _features(probs.double(), rho)
     count, size = features.shape[-2:]
     if count > size:
         total = probs.sum((-2, -1))  # so that there is a gradient, of zero

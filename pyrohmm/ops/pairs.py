@@ -39,7 +39,6 @@ class Pairs:
         counts: ``(M,)`` integers, at least 1, how often they do.
         num_symbols: V.
         lag: By how many steps the second follows the first.
-        whole: All pairs, if these are a :meth:`sample` of them.
 
     Attributes:
         first, second, counts: As above, sorted by ``first`` and then ``second``, each pair once.
@@ -66,7 +65,6 @@ class Pairs:
         counts: Tensor,
         num_symbols: int,
         lag: int = 1,
-        whole: Pairs | None = None,
     ) -> None:
         check_size("num_symbols", num_symbols)
         check_size("lag", lag)
@@ -88,7 +86,6 @@ class Pairs:
             keys, self.counts = (torch.from_numpy(column).to(first.device) for column in sums)
             self.first, self.second = keys // num_symbols, keys % num_symbols
         self.num_symbols, self.lag = num_symbols, lag
-        self._whole = whole
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -104,11 +101,6 @@ class Pairs:
         """Number of pairs counted."""
         return int(self.counts.sum())
 
-    @property
-    def whole(self) -> Pairs:
-        """All pairs: these, or those of which they are a :meth:`sample`."""
-        return self if self._whole is None else self._whole
-
     @cached_property
     def fractions(self) -> Tensor:
         """``(M,)``, counts over their total, in float64."""
@@ -116,28 +108,22 @@ class Pairs:
 
     @cached_property
     def squares(self) -> float:
-        """The sum of the squared fractions, of all pairs."""
-        return self.whole._sampled_squares
-
-    @cached_property
-    def _sampled_squares(self) -> float:
+        """The sum of the squared fractions."""
         return float(self.fractions.square().sum())
 
     @cached_property
     def relative_weights(self) -> Tensor:
-        """``(V,)``, the weight of each symbol in :func:`relative_distance`, by all pairs."""
-        pairs = self.whole
-        shares = pairs.fractions.new_zeros(pairs.num_symbols)
-        for symbols in (pairs.first, pairs.second):
-            shares.index_add_(0, symbols, pairs.fractions)
+        """``(V,)``, the weight of each symbol in :func:`relative_distance`."""
+        shares = self.fractions.new_zeros(self.num_symbols)
+        for symbols in (self.first, self.second):
+            shares.index_add_(0, symbols, self.fractions)
         return relative_weights(shares / 2)
 
     @cached_property
     def relative_squares(self) -> float:
-        """The sum of the squared fractions with these weights, of all pairs."""
-        pairs, weights = self.whole, self.relative_weights
-        terms = pairs.fractions.square() * weights[pairs.first] * weights[pairs.second]
-        return float(terms.sum())
+        """The sum of the squared fractions with these weights."""
+        weights = self.relative_weights
+        return float((self.fractions.square() * weights[self.first] * weights[self.second]).sum())
 
     def dense(self) -> Tensor:
         """The fractions as a matrix ``(V, V)``, in the default dtype, with zeros elsewhere."""
@@ -148,43 +134,13 @@ class Pairs:
         if self.counts.device == torch.empty(0, device=device).device:
             return self
         first, second, counts = (each.to(device) for each in (self.first, self.second, self.counts))
-        whole = None if self._whole is None else self._whole.to(device)
-        return Pairs(first, second, counts, self.num_symbols, self.lag, whole)
-
-    def sample(self, num_pairs: int, generator: torch.Generator | None = None) -> Pairs:
-        """Pairs sampled with replacement, in proportion to their counts: a minibatch.
-
-        Its losses are unbiased estimates of those of all pairs: :func:`cross_entropy` is linear in
-        the fractions, and so are :func:`squared_distance` and :func:`relative_distance` but for
-        ``squares`` and weights, which stay those of all.
-
-        Args:
-            num_pairs: How many to sample.
-            generator: Source of randomness on the CPU; torch's global one by default.
-        """
-        check_size("num_pairs", num_pairs)
-        places = torch.randint(self.total, (num_pairs,), generator=generator)
-        chosen = torch.searchsorted(self._ends, places.to(self._ends.device), right=True)
-        chosen, counts = chosen.unique(return_counts=True)
-        return Pairs(
-            self.first[chosen],
-            self.second[chosen],
-            counts,
-            self.num_symbols,
-            self.lag,
-            self.whole,
-        )
+        return Pairs(first, second, counts, self.num_symbols, self.lag)
 
     @cached_property
     def _dense(self) -> Tensor:
         out = self.fractions.new_zeros(self.num_symbols, self.num_symbols)
         out[self.first, self.second] = self.fractions
         return out
-
-    @cached_property
-    def _ends(self) -> Tensor:
-        """Cumulative counts, ``(M,)``."""
-        return self.counts.cumsum(0)
 
     @cached_property
     def _by_second(self) -> Tensor:
@@ -272,8 +228,7 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
     if isinstance(target, Tensor):
         return (probs.mT @ joint @ probs - target).square().sum((-2, -1))
     if target.num_symbols <= SMALL:
-        value = squared_distance(joint, probs, target._dense.to(probs.dtype))
-        return value + (target.squares - target._sampled_squares)
+        return squared_distance(joint, probs, target._dense.to(probs.dtype))
     table = _table(probs, torch.float64)
     return (_expanded(joint, table, table, target) + target.squares).to(probs.dtype)
 

@@ -4,16 +4,13 @@ Imports scikit-learn, and is therefore not imported by ``import pyrohmm``; nothi
 
 Its modules; each imports only those above it:
 
-``base``     ``SequenceEstimator``: tables of data in, answers for each row out
-``tabular``  EM for the estimators whose parameters are arrays
-``normals``  ``GaussianHMM``, ``GMMHMM``: normal vectors, and mixtures of them
-``counts``   ``CategoricalHMM``, ``PoissonHMM``: symbols, and vectors of counts
-``modules``  ``HMMEstimator``: any module as an estimator
+``estimators``  ``HMMEstimator``: any module as an estimator; the queries of all estimators
+``arrays``      ``GaussianHMM``, ``GMMHMM``, ``CategoricalHMM``, ``PoissonHMM``, as in hmmlearn
 """
 
-from .base import ConvergenceMonitor as ConvergenceMonitor
-from .counts import CategoricalHMM as CategoricalHMM
-from .counts import PoissonHMM as PoissonHMM
-from .modules import HMMEstimator as HMMEstimator
-from .normals import GMMHMM as GMMHMM
-from .normals import GaussianHMM as GaussianHMM
+from .arrays import GMMHMM as GMMHMM
+from .arrays import CategoricalHMM as CategoricalHMM
+from .arrays import GaussianHMM as GaussianHMM
+from .arrays import PoissonHMM as PoissonHMM
+from .estimators import ConvergenceMonitor as ConvergenceMonitor
+from .estimators import HMMEstimator as HMMEstimator

@@ -5,8 +5,6 @@ Counts of real files are checked where ``$PYROHMM_DATA`` holds them.
 
 import functools
 import gzip
-import hashlib
-import os
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.io import savemat
 
-from pyrohmm import TabularHMM, categorical, datasets, fit_em, metrics, readers
-from pyrohmm.data.datasets import PublicFile
+from pyrohmm import datasets, metrics, readers
 from pyrohmm.data.vocabulary import Vocabulary
 
 patient = settings(deadline=None, max_examples=50)  # the machine may be busy
@@ -94,22 +90,6 @@ def test_every_symbol_of_a_training_text_occurs_and_kinds_of_rare_words_often(te
 
 # Readers
 
-CONLLU = """\
-# text = They don't.
-1\tThey\tthey\tPRON\tPRP\t_\t2\tnsubj\t_\t_
-2-3\tdon't\t_\t_\t_\t_\t_\t_\t_\t_
-2\tdo\tdo\tAUX\tVBP\t_\t0\troot\t_\t_
-3\tn't\tnot\tPART\t_\t_\t2\tadvmod\t_\t_
-3.1\tgo\tgo\tVERB\tVB\t_\t_\t_\t_\t_
-
-# text = #
-1\t#\t#\tSYM\t#\t_\t0\troot\t_\t_
-"""
-
-TAGGED = "The\tDT\ndie\tNN\n*-1\t-NONE-\n\n*-2\t-NONE-\n\n\n#\t#\n"
-
-FASTA = ">1abc_A mol:protein  CASINO\nACD\nef\n\n>2xyz_B mol:na\nGG\n"
-
 
 def sentences_of(corpus: readers.Corpus) -> list[list[str]]:
     return [
@@ -153,72 +133,9 @@ def test_characters_outside_the_alphabet_separate_words():
     assert "".join(sentences_of(digits)[0]) == " -1"
 
 
-def test_conllu_passes_over_ranges_and_empty_nodes(tmp_path):
-    path = written(tmp_path, CONLLU)
-    corpus = readers.read_conllu(path)
-    assert sentences_of(corpus) == [["They", "do", "n't"], ["#"]]
-    assert corpus.tags is not None
-    assert corpus.tags.decode(corpus.data.labels[0]) == ["PRON", "AUX", "PART"]
-    fine = readers.read_conllu(path, "xpos", vocabulary=corpus.vocabulary)
-    assert fine.tags == ("#", "PRP", "VBP")
-    assert fine.data.labels.tolist() == [[1, 2, -1], [0, -1, -1]]  # "_" is not a tag
-    with pytest.raises(ValueError, match=r"line 1: symbol 'PRP'"):
-        readers.read_conllu(path, "xpos", tags=corpus.tags)
-
-
-def test_dropped_tags_take_their_words_and_empty_sentences_along(tmp_path):
-    path = written(tmp_path, TAGGED)
-    corpus = readers.read_tagged(path)
-    assert sentences_of(corpus) == [["The", "die"], ["#"]]
-    whole = readers.read_tagged(path, drop=())
-    assert sentences_of(whole) == [["The", "die", "*-1"], ["*-2"], ["#"]]
-    assert whole.tags[0] == "-NONE-"
-
-
-def test_fasta_joins_lines_and_keeps_what_is_wanted(tmp_path):
-    path = written(tmp_path, FASTA)
-    corpus = readers.read_fasta(path)
-    assert sentences_of(corpus) == [list("ACDEF"), list("GG")]
-    assert corpus.names == ("1abc_A", "2xyz_B")
-    proteins = readers.read_fasta(path, keep=lambda header: "mol:protein" in header)
-    assert proteins.names == ("1abc_A",)
-    assert "G" not in proteins.vocabulary
-
-
-def test_unknown_bases_are_missing(tmp_path):
-    path = written(tmp_path, ">chr1 a\nacgtNNac\n>chr2\nNN\n")
-    corpus = readers.read_fasta(path)
-    assert sorted(corpus.vocabulary) == ["A", "C", "G", "T"]
-    assert corpus.data.observed.tolist() == [
-        [True, True, True, True, False, False, True, True], [False] * 8
-    ]  # fmt: skip
-    known = corpus.data.values[corpus.data.observed]
-    assert corpus.vocabulary.decode(known) == list("ACGTAC")
-    fit_em(TabularHMM(2, categorical(4)), corpus.data, num_iterations=2)
-    everything = readers.read_fasta(path, missing="")
-    assert "N" in everything.vocabulary
-    assert everything.data.observed[0].all()
-    coded = readers.read_fasta(written(tmp_path, ">a\nACGRN\n"), missing="NR")
-    assert coded.data.observed.tolist() == [[True, True, True, False, False]]
-    protein = readers.read_fasta(written(tmp_path, ">a\nACNK\n"))  # N is asparagine
-    assert protein.data.observed.all()
-
-
 @pytest.mark.parametrize(
     ("read", "content", "line"),
-    [
-        (readers.read_sentences, "", 1),
-        (readers.read_sentences, b"a\nb\n\xff\n", 3),
-        (readers.read_conllu, CONLLU.replace("do\tdo\t", "do\t"), 4),
-        (readers.read_conllu, CONLLU.replace("2-3", "two"), 3),
-        (readers.read_conllu, "# only a comment\n", 1),
-        (readers.read_tagged, "a\tA\nb\n", 2),
-        (readers.read_tagged, "a\tA\n\nb\t\n", 3),
-        (readers.read_tagged, "a\tA\tB\n", 1),
-        (readers.read_fasta, "ACD\n", 1),
-        (readers.read_fasta, ">a\nAC-D\n", 2),
-        (readers.read_fasta, ">a\nA\n>b\n", 3),
-    ],
+    [(readers.read_sentences, "", 1), (readers.read_sentences, b"a\nb\n\xff\n", 3)],
 )
 def test_malformed_files_are_errors_that_name_file_and_line(tmp_path, read, content, line):
     with pytest.raises(ValueError, match=rf"file\.txt, .*line {line}: "):
@@ -230,90 +147,6 @@ def test_damaged_archives_are_errors_that_name_the_file(tmp_path, damage):
     raw = gzip.compress(b"some words\n" * 100)
     with pytest.raises(ValueError, match=r"file\.gz, line \d+: wanted UTF-8"):
         readers.read_sentences(written(tmp_path, damage(raw), "file.gz"))
-
-
-# Public files
-
-CONTENT = b"a b\nc\n"
-
-
-@pytest.fixture
-def public(monkeypatch, tmp_path):
-    """A made-up public file called "made-up", published nowhere, and an empty cache."""
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    file = PublicFile("some/words.txt", "http://127.0.0.1:9/words.txt", digest)
-    monkeypatch.setattr(datasets, "PUBLIC_FILES", {"made-up": file})
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("PYROHMM_DATA", str(tmp_path / "data"))
-    (tmp_path / "data" / "some").mkdir(parents=True)
-    return tmp_path
-
-
-@pytest.mark.parametrize("place", ["data", "cache/pyrohmm"])
-@pytest.mark.parametrize("zipped", [False, True])
-def test_files_at_hand_are_found_zipped_or_not(public, place, zipped):
-    (public / place / "some").mkdir(parents=True, exist_ok=True)
-    path = written(
-        public / place / "some",
-        gzip.compress(CONTENT) if zipped else CONTENT,
-        "words.txt.gz" if zipped else "words.txt",
-    )
-    assert datasets.find("made-up") == path
-    assert len(readers.read_sentences(path).data) == 2
-
-
-@pytest.mark.parametrize("name", ["words.txt", "words.txt.gz"])
-@pytest.mark.parametrize("content", [b"a b\nd\n", gzip.compress(b"a b\nd\n", mtime=0), CONTENT[:3]])
-def test_tampered_files_are_refused(public, name, content):
-    path = written(public / "data" / "some", content, name)
-    with pytest.raises(ValueError, match=r"words\.txt.* is not what was published"):
-        datasets.find("made-up")
-    path.unlink()
-    mended = written(public / "data" / "some", CONTENT, "words.txt")
-    assert datasets.find("made-up") == mended
-
-
-def test_what_is_nowhere_is_downloaded_with_its_checksum(public, monkeypatch):
-    pooch, asked = pytest.importorskip("pooch"), []
-    monkeypatch.setattr(pooch, "retrieve", lambda *arguments, **_: asked.append(arguments))
-    path, file = datasets.find("made-up"), datasets.PUBLIC_FILES["made-up"]
-    assert path == public / "cache" / "pyrohmm" / "some" / "words.txt"
-    assert asked == [(file.url, f"sha256:{file.sha256}", "words.txt", path.parent)]
-
-
-def test_piano_rolls_are_read(tmp_path):
-    roll = np.eye(3, 88, dtype=np.uint8)
-    notes = np.empty((1, 2), dtype=object)
-    notes[0, 0], notes[0, 1] = roll, roll[:2]
-    path = tmp_path / "rolls.mat"
-    savemat(path, {f"{split}data": notes for split in ("train", "valid", "test")})
-    data = readers.read_piano_rolls(path)["valid"]
-    assert data.lengths.tolist() == [3, 2]
-    assert data.values[0].tolist() == roll.tolist()
-
-
-# Counts of the real files
-
-real = pytest.mark.skipif(
-    "PYROHMM_DATA" not in os.environ, reason="set PYROHMM_DATA to the directory of public files"
-)
-
-
-@real
-def test_the_penn_treebank_has_the_published_counts():
-    for split, counts in {"valid": (3370, 73760), "test": (3761, 82430)}.items():
-        data = readers.read_sentences(datasets.find(f"ptb-{split}")).data
-        assert (len(data), data.num_observed) == counts
-
-
-@real
-def test_tagged_sets_have_the_published_counts():
-    for drop, counts in ((("-NONE-",), (94084, 45, 11968)), ((), (100676, 46, 12408))):
-        corpus = readers.read_tagged(datasets.find("treebank-sample"), drop=drop)
-        assert len(corpus.data) == 3914
-        assert (corpus.data.num_observed, len(corpus.tags), len(corpus.vocabulary)) == counts
-    nouns = corpus.data.labels.eq(corpus.tags.encode(["NN"])).sum()
-    assert nouns == 13166
 
 
 # Data made here
@@ -342,25 +175,9 @@ def test_rows_of_the_diverse_toy_are_as_far_apart_as_in_the_paper():
     assert sum(datasets.DIVERSE_INITIAL) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("num_states", "num_symbols"), [(1, 1), (1, 3), (3, 1), (3, 3), (5, 8)])
-def test_a_dirichlet_toy_is_stationary_and_shows_every_symbol(num_states, num_symbols):
-    for seed in range(2):
-        toy = datasets.dirichlet_toy(num_states, num_symbols, generator=seeded(seed))
-        assert toy.emission.shape == (num_states, num_symbols)
-        torch.testing.assert_close(toy.transition.sum(-1), torch.ones(num_states))
-        torch.testing.assert_close(toy.emission.sum(-1), torch.ones(num_states))
-        torch.testing.assert_close(toy.initial @ toy.transition, toy.initial)
-        for data in (toy.train, toy.test):
-            assert data.values.shape == (10, 200)
-            assert data.values.unique().tolist() == list(range(num_symbols))
-            assert data.labels.max() < num_states
-        assert num_symbols == 1 or not toy.train.values.equal(toy.test.values)
-
-
 GENERATED = [
     lambda generator: datasets.casino(3, 20, generator),
     lambda generator: datasets.diverse_toy(generator=generator),
-    lambda generator: datasets.dirichlet_toy(3, 3, generator=generator).train,
 ]
 
 

@@ -98,7 +98,7 @@ def same(one, other):
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
 def test_batches_cover_everything_once_and_keep_the_total(batch_size, event):
     data = make(7, total=50, event=event)
-    batches = list(data.batches(batch_size))
+    batches = [data.batch(chosen) for chosen in torch.randperm(7).split(batch_size)]
     assert [len(batch) for batch in batches[:-1]] == [batch_size] * (len(batches) - 1)
     assert sum(map(len, batches)) == 7
     found = {}

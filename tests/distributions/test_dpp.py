@@ -54,15 +54,6 @@ exponents = st.sampled_from([0.25, 0.5, 1.0, 2.0])
 
 
 @settings(deadline=None)
-@given(sizes, exponents, st.booleans(), st.integers(0, 10**6))
-def test_kernel_is_what_the_paper_writes(size, rho, normalized, seed):
-    torch.manual_seed(seed)
-    rows = drawn(*size)
-    kernel = dpp.product_kernel(rows, rho, normalized)
-    torch.testing.assert_close(kernel, slow_kernel(rows, rho, normalized))
-
-
-@settings(deadline=None)
 @given(sizes, exponents, st.integers(0, 10**6))
 def test_log_diversity_is_the_log_determinant(size, rho, seed):
     torch.manual_seed(seed)
@@ -201,43 +192,3 @@ def test_weights():
     assert DiversityPrior.as_in_paper(10.0).alpha == 5.0
     assert DiversityPrior(0.0).log_density_of_transition(torch.full((3, 3), 1 / 3)).item() == 0.0
     assert "alpha=2" in repr(prior)
-
-
-# The simplex --------------------------------------------------------------------------------------
-
-
-def slow_projection(row):
-    """By trying all sets of positive entries."""
-    best, closest = math.inf, None
-    for size in range(1, len(row) + 1):
-        for kept in itertools.combinations(range(len(row)), size):
-            shift = (sum(row[i] for i in kept) - 1) / size
-            point = [row[i] - shift if i in kept else 0.0 for i in range(len(row))]
-            distance = sum((a - b) ** 2 for a, b in zip(point, row))
-            if min(point) >= -1e-12 and distance < best:
-                best, closest = distance, point
-    return torch.tensor(closest)
-
-
-@settings(deadline=None)
-@given(st.lists(st.floats(-3, 3), min_size=1, max_size=5))
-def test_projection_is_the_closest_point(row):
-    found = dpp.simplex_projection(torch.tensor(row))
-    assert bool((found >= 0).all())
-    assert found.sum().item() == pytest.approx(1.0)
-    exact = slow_projection(row)
-    distances = [(each - torch.tensor(row)).pow(2).sum().item() for each in (found, exact)]
-    assert distances[0] == pytest.approx(distances[1], abs=1e-9)
-
-
-@settings(deadline=None)
-@given(st.lists(st.tuples(st.floats(-3, 3), st.floats(0.1, 10)), min_size=1, max_size=5))
-def test_weighted_projection_is_where_all_slopes_are_equal(pairs):
-    row, weights = torch.tensor(pairs).T
-    found = dpp.simplex_projection(row, weights)
-    assert bool((found >= 0).all())
-    assert found.sum().item() == pytest.approx(1.0)
-    slopes = weights * (row - found)
-    common = slopes[found > 0].mean()
-    torch.testing.assert_close(slopes[found > 0], common.expand(int((found > 0).sum())))
-    assert bool((slopes[found == 0] <= common + 1e-9).all())

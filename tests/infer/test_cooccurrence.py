@@ -9,12 +9,6 @@ import pytest
 import torch
 from largest import Largest
 from pyro import poutine
-from pyro.distributions import (
-    Categorical,
-    Gamma,
-    MixtureSameFamily,
-    Normal,
-)
 from pyro.infer.autoguide import init_to_value
 
 from pyrohmm import (
@@ -27,11 +21,9 @@ from pyrohmm import (
     fit_cooccurrence,
     fit_em,
     fit_map,
-    normal,
 )
-from pyrohmm.data import pair_counts
-from pyrohmm.data.pair_counts import binned, count_pairs, counted, quantile_edges
-from pyrohmm.infer.cooccurrence import bin_probs
+from pyrohmm.infer import cooccurrence as pair_counts
+from pyrohmm.infer.cooccurrence import count_pairs, counted
 from pyrohmm.ops import pairs as pair_losses
 from pyrohmm.ops.markov import joint_probs, predicted, stationary, stationary_detached
 from pyrohmm.ops.pairs import Pairs, cross_entropy, relative_distance, squared_distance
@@ -286,91 +278,6 @@ def test_no_gradient_passes_through_a_detached_law():
     assert (slope(stationary) - slope(stationary_detached)).abs().max() > 1e-3
 
 
-# Bins
-
-
-def test_probabilities_of_bins_are_those_of_draws():
-    pyro.set_rng_seed(0)
-    edges = torch.tensor([-1.0, 0.0, 0.4, 2.0])
-    shares = torch.tensor([[0.3, 0.7], [0.5, 0.5]])
-    parts = Normal(torch.tensor([[0.0, 2.0], [-1.0, 0.5]]), torch.tensor([[1.0, 0.5], [0.3, 2.0]]))
-    vectors = Normal(parts.loc.unsqueeze(-1), parts.scale.unsqueeze(-1)).to_event(1)
-    families = [
-        Normal(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0])),
-        Normal(torch.tensor([[0.0], [1.0]]), torch.tensor([[1.0], [2.0]])).to_event(1),
-        MixtureSameFamily(Categorical(shares), parts),
-        MixtureSameFamily(Categorical(shares), vectors),
-        Gamma(torch.tensor([1.0, 3.0]), 2.0),
-    ]
-    for emission in families:
-        if isinstance(emission, Gamma):  # of positive numbers
-            edges = torch.tensor([0.1, 0.4, 1.0, 2.0])
-        found = bin_probs(emission, edges)
-        assert found.shape == (2, 5)
-        torch.testing.assert_close(found.sum(-1), torch.ones(2))
-        draws = emission.sample((40_000,)).reshape(-1, 2).T
-        symbols = binned(Sequences(draws, torch.full((2,), 40_000)), edges).values
-        for k in range(2):
-            drawn = torch.bincount(symbols[k], minlength=5) / 40_000
-            torch.testing.assert_close(found[k], drawn, rtol=0.0, atol=4 * 0.5 / 200)
-
-
-def test_quantile_edges_part_the_observed_values_evenly():
-    values, observed = torch.randn(4, 25, 1), torch.rand(4, 25) < 0.8
-    data = Sequences(values, torch.tensor([25, 20, 25, 3]), observed)
-    edges = quantile_edges(data, 4)
-    symbols = binned(data, edges)
-    sizes = torch.bincount(symbols.values[data.observed], minlength=4)
-    assert sizes.max() - sizes.min() <= 1
-    assert torch.equal(symbols.observed, data.observed)
-    assert torch.equal(symbols.lengths, data.lengths)
-    with pytest.raises(ValueError, match="num_bins = 3 is too many"):
-        quantile_edges(Sequences.from_list([[1.0, 1.0, 1.0, 2.0]]), 3)
-
-
-# Minibatches of pairs
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("small", [0, 256])
-def test_minibatches_of_pairs_are_unbiased(monkeypatch, loss, small):
-    """Every draw of one pair, weighed by its probability, gives loss and gradient of all."""
-    monkeypatch.setattr(pair_losses, "SMALL", small)
-    pairs = random_pairs(4)
-    joint, probs = (part.requires_grad_() for part in random_joint())
-    every = [
-        Pairs(
-            pairs.first[m : m + 1], pairs.second[m : m + 1], torch.tensor([1]), 4,
-            whole=pairs,
-        )
-        for m in range(len(pairs))
-    ]  # fmt: skip
-    mean = sum(share * loss(joint, probs, one) for share, one in zip(pairs.fractions, every))
-    whole = loss(joint, probs, pairs)
-    torch.testing.assert_close(mean, whole)
-    for one, other in zip(
-        torch.autograd.grad(mean, (joint, probs)), torch.autograd.grad(whole, (joint, probs))
-    ):
-        torch.testing.assert_close(one, other)
-
-
-def test_pairs_are_drawn_in_proportion_to_their_counts():
-    pairs = random_pairs(5)
-    count = 200_000
-    sample = pairs.sample(count, torch.Generator().manual_seed(0))
-    assert sample.total == count
-    assert sample.squares == pairs.squares
-    error = (sample.dense() - pairs.dense()).abs()
-    deviation = (pairs.dense() * (1 - pairs.dense()) / count).sqrt()
-    assert (error <= 4.5 * deviation).all()
-    few = pairs.sample(3, torch.Generator().manual_seed(1))
-    again = pairs.sample(3, torch.Generator().manual_seed(1))
-    assert few.total == again.total == 3
-    assert torch.equal(few.dense(), again.dense())
-    with pytest.raises(ValueError, match="num_pairs must be at least 1"):
-        pairs.sample(0)
-
-
 # The model
 
 
@@ -449,29 +356,6 @@ def test_the_default_weight_makes_the_losses_agree_where_pairs_are_equally_frequ
     divergence = 60 * (cross_entropy(pair_probs, torch.eye(3), pairs) - math.log(3))
     distance = weights[0] * squared_distance(pair_probs, torch.eye(3), pairs)
     torch.testing.assert_close(distance, divergence, rtol=1e-3, atol=0.0)
-
-
-@pytest.mark.parametrize(("loss", "size"), [(relative_distance, 0), (cross_entropy, 1)])
-def test_numbers_are_fitted_by_their_bins(loss, size):
-    """Two normal states that take turns."""
-    pyro.set_rng_seed(0)
-    transition = torch.tensor([[0.8, 0.2], [0.3, 0.7]]).log()
-    normals = Normal(torch.tensor([-1.0, 2.0]), 0.5)
-    truth = HMM(stationary(transition).log(), transition, normals, torch.full((50,), 200))
-    module = TabularHMM(2, normal(size, weight=0.2))
-    values = truth.sample()
-    data = Sequences(values.unsqueeze(-1) if size else values, truth.lengths)
-    edges = quantile_edges(data, 12)
-    fit = fit_cooccurrence(
-        module, data, edges=edges, loss=loss, restarts=6, num_iterations=250, learning_rate=0.2
-    )
-    hmm = fit.hmm(data)
-    means = hmm.emission.mean.flatten()
-    order = means.argsort()
-    torch.testing.assert_close(means[order], torch.tensor([-1.0, 2.0]), rtol=0.0, atol=0.1)
-    matrix = hmm.log_transition.exp()[order][:, order]
-    torch.testing.assert_close(matrix, transition.exp(), rtol=0.0, atol=0.05)
-    assert torch.equal(fit.model.targets[0].counts, count_pairs(binned(data, edges), 12).counts)
 
 
 def test_maximum_a_posteriori_and_em_may_begin_at_a_fit_of_pairs():

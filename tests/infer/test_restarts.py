@@ -23,7 +23,6 @@ from pyrohmm import (
     fit_mcmc,
     fit_svi,
     normal,
-    plots,
 )
 
 DATA = datasets.casino(num_sequences=6, num_steps=15).without_labels()
@@ -232,7 +231,6 @@ def test_log_likelihood_and_log_prior_sum_to_minus_the_loss(name):
         torch.testing.assert_close(
             fit.history["log_likelihood"][-1], log_prob, rtol=1e-5, atol=1e-3
         )
-    assert plots.history(fit).get_xlabel() == "step"
 
 
 def test_the_entropy_of_a_guide_is_the_rest():

@@ -126,9 +126,7 @@ FITS = {
         TabularHMM(3, categorical(3, 1.1)), in_parts(), **BATCHES | more
     ),
     "em by gradient": with_gradient_steps,
-    "pairs": lambda **more: fit_cooccurrence(
-        model().module, symbols(), pairs_per_step=20, restarts=2, generator=seeded(), **more
-    ),
+    "pairs": lambda **more: fit_cooccurrence(model().module, symbols(), restarts=2, **more),
 }
 
 

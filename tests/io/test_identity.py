@@ -176,16 +176,7 @@ CHANGES = {
         "lags": ({}, (1, 2)),
         "loss": ({"weight": 1.0}, cooccurrence.cross_entropy),
         "stationary": ({}, cooccurrence.stationary_detached),
-        "edges": (
-            {
-                "module": TabularHMM(2, normal(0)),
-                "data": Sequences(SYMBOLS.double(), LENGTHS),
-                "edges": torch.tensor([0.5, 1.5]),
-            },
-            torch.tensor([0.5, 1.0]),
-        ),
         "weight": ({}, 3.0),
-        "pairs_per_step": ({}, 5),
         "priors": ({}, False),
         "log_prior": ({}, quadratic),
         "start": ({"start": init_to_mean}, init_to_median),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pyrohmm import Sequences, clusters, datasets
-from pyrohmm.data.pair_counts import count_pairs
+from pyrohmm.infer.cooccurrence import count_pairs
 from pyrohmm.language.clusters import (
     Clusters,
     average_mutual_information,

@@ -16,10 +16,8 @@ from pyrohmm import (
     GradientStep,
     MarginalModel,
     Sequences,
-    cooccurrence,
     dense,
     em,
-    fit_cooccurrence,
     fit_em,
     fit_map,
     freeze,
@@ -264,17 +262,15 @@ def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
 # Other fits
 
 
-def test_a_dense_chain_under_numbers_is_fitted_by_em_map_and_pairs():
-    """EM, MAP, and co-occurrences of bins, find two levels that alternate."""
+def test_a_dense_chain_under_numbers_is_fitted_by_em_and_map():
+    """Both find two levels that alternate."""
     states = (torch.arange(40) // 2) % 2
     values = 3.0 * states + 0.5 * torch.randn(6, 40)
     data = Sequences(values, torch.full((6,), 40))
     module = DenseHMM(2, None, 1, emission=normal(0))
-    edges = cooccurrence.quantile_edges(data, 12)
     fits = [
         fit_em(module, data),
         fit_map(MarginalModel(module), data, num_iterations=200, learning_rate=0.1, restarts=4),
-        fit_cooccurrence(module, data, edges=edges, num_iterations=150, restarts=4),
     ]
     for fit in fits:
         means = fit.hmm(data).emission.mean.sort().values

@@ -39,9 +39,10 @@ def select_by_criterion(hmm):
             model = hmm.GaussianHMM(
                 n_components=n_components,
                 covariance_type="diag",
-                covars_prior=0.0,
                 random_state=seed,
             )
+            if hmm is hmmlearn:  # whose fits have a prior
+                model.covars_prior = 0.0
             model.fit(X)
             score = model.score(X)
             if not best_score or score > best_score:

@@ -1,11 +1,11 @@
-"""``SequenceEstimator``: tables of data in, answers for each row out; and how a fit went."""
+"""``HMMEstimator``: any module as an estimator, and the queries that all estimators answer."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -13,9 +13,16 @@ from torch import Tensor
 
 from .._checks import check_size
 from .._imports import imported
+from ..analysis.metrics import num_parameters
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..nn.base import PYRO
+from ..distributions.observation import is_categorical
+from ..infer.em import fit_em
+from ..infer.models import exclusive
+from ..infer.results import Fit
+from ..infer.starts import build_once
+from ..nn.base import PYRO, HMMModule
+from ..ops.markov import stationary
 
 try:
     imported("sklearn.utils.validation")
@@ -27,6 +34,8 @@ except ImportError as error:
     raise ImportError(
         "pyrohmm.sklearn needs scikit-learn 1.6: pip install 'pyrohmm[sklearn]'."
     ) from error
+
+ONE = torch.tensor([1])  # lengths of one sequence of one step
 
 
 @dataclass
@@ -58,6 +67,14 @@ class ConvergenceMonitor:
         """Number of iterations taken."""
         return len(self.history)
 
+    def take(self, fit: Fit) -> float:
+        """Append the history of a fit, and take its notes; the log-probability at its end."""
+        *history, last = (-fit.losses).tolist()
+        self.history += history
+        # that n_iter is few is known from the monitor, and no degeneration
+        self.notes = [note for note in fit.notes if "still falling" not in note]
+        return last
+
     def warn(self) -> None:
         """Warn of each of the ``notes``, from within ``fit``."""
         for note in self.notes:
@@ -83,6 +100,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
 
     n_components: int
     random_state: Any
+    transmat_: Any
     algorithm = "viterbi"
 
     # What an estimator defines
@@ -113,22 +131,11 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return float(hmm.log_prob(data.values).sum())
 
     def score_samples(self, X: Any, lengths: Any = None) -> tuple[float, np.ndarray]:
-        """Log evidence of all sequences, and the posterior of the states of each row.
-
-        Args:
-            X: ``(n_samples, n_features)``, or a list of such arrays.
-            lengths: ``(n_sequences,)`` integers.
-
-        Returns:
-            Nats, and ``(n_samples, n_components)``.
-        """
-        score, probs = self._posterior(X, lengths)
-        return score, _as_given(probs, X)
-
-    def _posterior(self, X: Any, lengths: Any) -> tuple[float, np.ndarray]:
+        """Log evidence of all sequences, in nats, and :meth:`predict_proba`."""
         hmm, data = self._ask(X, lengths)
         posterior = hmm.posterior(data.values)
-        return float(posterior.log_evidence.sum()), posterior.state_probs[data.exists].numpy()
+        probs = posterior.state_probs[data.exists].numpy()
+        return float(posterior.log_evidence.sum()), _as_given(probs, X)
 
     def predict_proba(self, X: Any, lengths: Any = None) -> np.ndarray:
         """Posterior of the states of each row, ``(n_samples, n_components)``.
@@ -157,20 +164,17 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         Raises:
             ValueError: If ``algorithm`` is another.
         """
-        if self._by_marginals(algorithm):
-            _, probs = self._posterior(X, lengths)
-            return float(probs.max(1).sum()), _as_given(probs.argmax(1), X)
-        hmm, data = self._ask(X, lengths)
-        path = hmm.viterbi(data.values)
-        score = float(hmm.log_joint(data.values, path).sum())
-        return score, _as_given(path[data.exists].numpy(), X)
-
-    def _by_marginals(self, algorithm: str | None = None) -> bool:
-        """Whether states are those that are most probable each, not the best path."""
         algorithm = algorithm or self.algorithm
         if algorithm not in ("viterbi", "map"):
             raise ValueError(f"algorithm must be 'viterbi' or 'map'; got {algorithm!r}.")
-        return algorithm == "map"
+        hmm, data = self._ask(X, lengths)
+        if algorithm == "map":
+            probs = hmm.posterior(data.values).state_probs[data.exists]
+            score, states = probs.amax(1).sum(), probs.argmax(1)
+        else:
+            path = hmm.viterbi(data.values)
+            score, states = hmm.log_joint(data.values, path).sum(), path[data.exists]
+        return float(score), _as_given(states.numpy(), X)
 
     def predict(self, X: Any, lengths: Any = None) -> np.ndarray:
         """The states of each row, ``(n_samples,)``: see :meth:`decode`.
@@ -209,13 +213,13 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return values.reshape(n_samples, -1).numpy(), states[0].numpy()
 
     def get_stationary_distribution(self) -> np.ndarray:
-        """The stationary distribution of the states, ``(n_components,)``.
+        """The stationary distribution of ``transmat_``, ``(n_components,)``.
 
         Raises:
             ValueError: If the chain has several.
         """
-        check_is_fitted(self)
-        return self._hmm(torch.tensor([1])).stationary().numpy()
+        check_is_fitted(self, "transmat_")
+        return stationary(torch.as_tensor(np.array(self.transmat_)).log()).numpy()
 
     def aic(self, X: Any, lengths: Any = None) -> float:
         """Akaike's information criterion, in nats times two; less is better.
@@ -233,14 +237,13 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             X: ``(n_samples, n_features)``, or a list of such arrays.
             lengths: ``(n_sequences,)`` integers.
         """
-        hmm, data = self._ask(X, lengths)
-        evidence = float(hmm.log_prob(data.values).sum())
-        return self._num_parameters() * np.log(data.num_observed) - 2 * evidence
+        count = self._table(X, lengths, reset=False)[0].shape[0]
+        return self._num_parameters() * np.log(count) - 2 * self.score(X, lengths=lengths)
 
     def hmm_to_save(self) -> HMM:
         """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of an estimator."""
         check_is_fitted(self)
-        return self._hmm(torch.tensor([1]))
+        return self._hmm(ONE)
 
     # From tables to sequences
 
@@ -253,11 +256,9 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         self, X: Any, lengths: Any, reset: bool, y: Any = None
     ) -> tuple[np.ndarray, list[int]]:
         """One table of all rows, and the lengths of its sequences."""
-        parts = None
-        if _is_list(X):
-            parts = [len(part) for part in X]
-            X = np.concatenate(X)
-        table = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32, np.int64])
+        parts = [len(part) for part in X] if _is_list(X) else None
+        rows = X if parts is None else np.concatenate(X)
+        table = validate_data(self, rows, reset=reset, dtype=[np.float64, np.float32, np.int64])
         if parts is not None:
             if lengths is not None and list(lengths) != parts:
                 raise ValueError(
@@ -266,9 +267,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
                 )
             return table, parts
         lengths = _lengths_in(y, len(table)) if lengths is None else lengths
-        if lengths is None:
-            return table, [len(table)]
-        found = np.atleast_1d(np.asarray(lengths))
+        found = np.atleast_1d(np.asarray(len(table) if lengths is None else lengths))
         if found.dtype.kind not in "iu" or (found < 1).any() or found.sum() != len(table):
             raise ValueError(
                 "lengths must be positive integers whose sum is the number of rows of X, "
@@ -282,6 +281,150 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def _seed(self, random_state: Any = None) -> int:
         chosen = self.random_state if random_state is None else random_state
         return int(check_random_state(chosen).randint(2**31 - 1))
+
+
+@dataclass(eq=False, repr=False)
+class HMMEstimator(SequenceEstimator):
+    """Any module of this package, or of yours, as an estimator.
+
+    Args:
+        module: Called with K, returns the module to fit: ``partial(TabularHMM,
+            emission=normal(2))``. Its priors are part of the fit.
+        n_components: K, the number of states.
+        method: Called with the module and the :class:`Sequences`, returns their :class:`Fit`, such
+            as ``lambda module, data: fit_map(MarginalModel(module), data)``. By default
+            ``fit_em`` with ``num_iterations=n_iter`` and ``tolerance=tol``.
+        n_iter: Largest number of iterations.
+        tol: Share of the loss below which a gain ends EM: see :func:`pyrohmm.fit_em`.
+        algorithm: How ``predict`` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: A seed or a ``numpy.random.RandomState``.
+        n_init: How many batched starts to fit from, of which the best is kept; without ``method``.
+
+    Attributes:
+        fit_: What the fit returned.
+        startprob_: ``(K,)``.
+        transmat_: ``(K, K)``, row = from.
+        monitor_: How the fit went.
+
+    Example:
+        >>> from functools import partial
+        >>> from pyrohmm.sklearn import HMMEstimator
+        >>> import numpy as np
+        >>> X = np.array([0, 1] * 20)[:, None]
+        >>> model = HMMEstimator(partial(TabularHMM, emission=categorical(2)), n_components=2)
+        >>> model.set_params(random_state=0).fit(X).transmat_.shape
+        (2, 2)
+    """
+
+    module: Callable[[int], HMMModule]
+    n_components: int = 1
+    _: KW_ONLY
+    method: Callable[[HMMModule, Sequences], Fit] | None = None
+    n_iter: int = 200
+    tol: float | None = 1e-6
+    algorithm: str = "viterbi"
+    random_state: Any = None
+    n_init: int = 1
+
+    def fit(self, X: Any, y: Any = None, lengths: Any = None) -> Self:
+        """Build a module, and fit it.
+
+        Args:
+            X: ``(n_samples, n_features)``, or a list of such arrays, one for each sequence.
+            y: A target, with an entry for each row, is not read; any other is ``lengths``, as
+                hmmlearn takes them here.
+            lengths: ``(n_sequences,)`` integers; one sequence by default.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            TypeError: If ``module`` does not return a module.
+            ValueError: If ``lengths`` is out of range, or the data cannot be emitted.
+
+        Warns:
+            ConvergenceWarning: If the fit has remarks: see ``fit_.notes``.
+        """
+        check_size("n_components", self.n_components)
+        table, sizes = self._table(X, lengths, reset=True, y=y)
+        with exclusive(gradients=False), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self._seed())
+            module = self.module(self.n_components)
+            if not isinstance(module, HMMModule):
+                raise TypeError(
+                    f"module must return an HMMModule; got {type(module).__name__} from "
+                    f"module({self.n_components})."
+                )
+            emission = build_once(module, Sequences(torch.zeros(1, 1), ONE)).emission
+            self._shape, self._symbols = emission.event_shape, is_categorical(emission)
+            data = self._sequences(table, sizes)
+            if self.method is not None:
+                self.fit_ = self.method(module, data)
+            else:
+                self.fit_ = fit_em(
+                    module, data, num_iterations=self.n_iter, tolerance=self.tol,
+                    restarts=self.n_init, progress=False,
+                )  # fmt: skip
+        self.monitor_ = ConvergenceMonitor(self.tol or 0.0, self.n_iter)
+        self.monitor_.take(self.fit_)
+        self.monitor_.converged = self.fit_.converged
+        self.monitor_.warn()
+        return self
+
+    @property
+    def startprob_(self) -> np.ndarray:
+        """Probabilities of the first state, ``(K,)``."""
+        return self._hmm(ONE).log_initial.exp().numpy()
+
+    @property
+    def transmat_(self) -> np.ndarray:
+        """Transition matrix ``(K, K)``, row = from."""
+        return self._hmm(ONE).log_transition.exp().numpy()
+
+    def _placeholder(self, lengths: Tensor) -> Sequences:
+        return Sequences(torch.zeros(len(lengths), int(lengths.max()), *self._shape), lengths)
+
+    def _hmm(self, lengths: Tensor) -> HMM:
+        return self.fit_.hmm(self._placeholder(lengths))
+
+    def _values(self, table: np.ndarray) -> Tensor:
+        if self._symbols:
+            return symbols(table)
+        values = torch.as_tensor(table, dtype=torch.get_default_dtype())
+        return values if self._shape else values[:, 0]
+
+    def _num_parameters(self) -> float:
+        model: Any = self.fit_.model
+        return num_parameters(model, self._placeholder(ONE))
+
+
+def whole_numbers(table: np.ndarray) -> Tensor:
+    """A table of counts or symbols as integers.
+
+    Raises:
+        ValueError: If one is negative, or not whole.
+    """
+    if (table < 0).any():  # the first words are those that scikit-learn asks for
+        raise ValueError(f"Negative values in data: X must hold whole numbers; got {table.min()}.")
+    wrong = table[table != np.floor(table)]
+    if len(wrong):
+        raise ValueError(f"X must hold whole numbers of at least 0; got {wrong[0]}.")
+    return torch.as_tensor(table.astype(np.int64))
+
+
+def symbols(table: np.ndarray) -> Tensor:
+    """A table of one column as symbols ``(n,)``.
+
+    Raises:
+        ValueError: If there are several columns, or numbers that are no symbols.
+    """
+    numbers = whole_numbers(table)
+    if table.shape[1] != 1:
+        raise ValueError(
+            f"X must have one column of symbols; got {table.shape[1]} features. X[:, None] makes "
+            "a column of a vector."
+        )
+    return numbers[:, 0]
 
 
 def _is_list(X: Any) -> bool:
