@@ -263,8 +263,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
 
     Raises:
         TypeError: If the module does not emit symbols.
-        ValueError: If there is no pair, V of data and module differ, or ``weight`` is missing for
-            dense shares.
+        ValueError: If there is no pair, or ``weight`` is missing for dense shares.
 
     Example:
         >>> data = Sequences.from_list([[0, 1] * 10, [1, 0] * 10])

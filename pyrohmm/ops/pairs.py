@@ -224,7 +224,6 @@ def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Te
         >>> squared_distance(both, torch.eye(2), target)  # ((1/2)^2 + (-1/2)^2 + 0)
         tensor(0.5000)
     """
-    _check_target(probs, target)
     if isinstance(target, Tensor):
         return (probs.mT @ joint @ probs - target).square().sum((-2, -1))
     if target.num_symbols <= SMALL:
@@ -260,7 +259,6 @@ def relative_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> T
         >>> relative_distance(both, torch.eye(2), target)  # four times (1/2)^2 / (2 m m), m = 1/2
         tensor(2.)
     """
-    _check_target(probs, target)
     if isinstance(target, Tensor):
         weights = relative_weights((target.sum(-1) + target.sum(-2)) / 2)
         difference = probs.mT @ joint @ probs - target
@@ -300,7 +298,6 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
         >>> cross_entropy(even, torch.eye(2), target)  # log 4
         tensor(1.3863)
     """
-    _check_target(probs, target)
     if isinstance(target, Pairs) and target.num_symbols <= SMALL:
         target = target._dense
     fractions = target if isinstance(target, Tensor) else target.fractions
@@ -326,14 +323,6 @@ def _pair_probs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
 def _table(probs: Tensor, dtype: torch.dtype) -> Tensor:
     """A row for each symbol, ``(*B, V, K)`` in one piece."""
     return probs.mT.to(dtype).contiguous()
-
-
-def _check_target(probs: Tensor, target: Pairs | Tensor) -> None:
-    size = target.size(-1) if isinstance(target, Tensor) else target.num_symbols
-    if size != probs.size(-1):
-        raise ValueError(
-            f"target must be of the symbols of probs, V = {probs.size(-1)}; it is of {size}."
-        )
 
 
 # Two products with a sparse matrix. The gradient of each is the other, so that both can be
