@@ -96,9 +96,11 @@ from .nn.modified import truncated as truncated
 from .nn.modified import zero_inflated as zero_inflated
 from .nn.neural import NeuralHMM as NeuralHMM
 from .nn.newton import beta as beta
+from .nn.newton import gamma as gamma
 from .nn.newton import log_normal as log_normal
 from .nn.newton import negative_binomial as negative_binomial
 from .nn.newton import student_t as student_t
+from .nn.newton import von_mises as von_mises
 from .nn.newton import weibull as weibull
 from .nn.newton import wrapped_cauchy as wrapped_cauchy
 from .nn.normals import normal as normal
@@ -116,8 +118,6 @@ from .nn.tabular import sticky as sticky
 from .nn.tabular_times import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .nn.tabular_times import TabularHSMM as TabularHSMM
 from .nn.tagging import NeuralTagger as NeuralTagger
-from .nn.waits_and_angles import gamma as gamma
-from .nn.waits_and_angles import von_mises as von_mises
 from .ops import automata as automata
 from .ops import blocks as blocks
 from .ops import recursions as recursions

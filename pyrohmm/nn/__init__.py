@@ -11,8 +11,7 @@ Its modules; each imports only those above it:
 ``discrete``         symbols, zeros and ones, counts
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
-``waits_and_angles``  gamma: positive numbers; von Mises: angles
-``newton``           log-normal, Weibull, beta, Student t, negative binomial, wrapped Cauchy
+``newton``             log-normal, Weibull, beta, Student t, negative binomial, gamma; angles
 ``modified``         zero-inflated, censored and truncated families
 ``composed``         joined streams; states that share an emission
 ``regression``       linear predictors of covariates; ``regression`` of emissions
@@ -59,9 +58,11 @@ from .modified import zero_inflated as zero_inflated
 from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
 from .newton import beta as beta
+from .newton import gamma as gamma
 from .newton import log_normal as log_normal
 from .newton import negative_binomial as negative_binomial
 from .newton import student_t as student_t
+from .newton import von_mises as von_mises
 from .newton import weibull as weibull
 from .newton import wrapped_cauchy as wrapped_cauchy
 from .normals import normal as normal
@@ -79,5 +80,3 @@ from .tabular import sticky as sticky
 from .tabular_times import TabularContinuousTimeHMM as TabularContinuousTimeHMM
 from .tabular_times import TabularHSMM as TabularHSMM
 from .tagging import NeuralTagger as NeuralTagger
-from .waits_and_angles import gamma as gamma
-from .waits_and_angles import von_mises as von_mises

@@ -175,6 +175,7 @@ def family(
     def function(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EmissionFamily:
         try:
             bound = wanted.bind(*args, **kwargs).arguments
+            bound |= bound.pop("priors", {})  # those of any name
         except TypeError as error:
             named = [part.name for part in rest if part.kind is part.KEYWORD_ONLY]
             cure = f" Give {', '.join(named)} by name; the dimension comes first." if named else ""
@@ -189,16 +190,6 @@ def family(
     function.__module__, function.__doc__ = build.__module__, build.__doc__
     function.__signature__ = wanted  # type: ignore[attr-defined]
     return function
-
-
-def falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Root in [1e-9, 1e9] of a falling function of positive numbers, by bisection."""
-    low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e9))
-    for _ in range(60):
-        middle = (low + high) / 2
-        rises = slope(middle.exp()) > 0
-        low, high = torch.where(rises, middle, low), torch.where(rises, high, middle)
-    return ((low + high) / 2).exp()
 
 
 def averaged(table: Tensor, weights: Tensor) -> Tensor:

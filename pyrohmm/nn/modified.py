@@ -102,15 +102,13 @@ def zero_inflated(
 class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
     """Counts or positive numbers with further zeros: see :func:`zero_inflated`."""
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"gate": constraints.unit_interval}
-
-    def __init__(self, num_states: int, inner: EmissionFamily, gate: TorchDistribution) -> None:
-        super().__init__(num_states, inner, gate=gate)
+    supports: ClassVar = {"gate": constraints.unit_interval}
+    defaults: ClassVar = {"gate": lambda _: Beta(1.0, 1.0)}
 
     @classmethod
     def around(cls, part: Any, base: Any) -> Emission:
         """The module with the gates of ``base``."""
-        module = cls(base.batch_shape[0], lambda _: part, Beta(1.0, 1.0))
+        module = cls(base.batch_shape[0], lambda _: part)
         module.set_points(gate=base.gate.expand(base.batch_shape))
         return module
 
@@ -122,8 +120,7 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
         """The maximum without zeros, and half of their share."""
         zero = values == 0
         start = super().begin(values.masked_fill(zero, torch.nan), weights)
-        weights = weights.unsqueeze(-1) if self.dim else weights
-        weights = weights * ~values.isnan().unsqueeze(1)
+        _, weights = self._known(values, weights)
         share = (weights * zero.unsqueeze(1)).sum(1) / weights.sum(1)
         return start | {"gate": 0.05 + 0.9 * share.nan_to_num(0.1)}
 

@@ -38,6 +38,7 @@ from pyrohmm import (
 )
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.modified import (
+    Angle,
     BetaWithCdf,
     Censored,
     StableWeibull,
@@ -49,7 +50,6 @@ from pyrohmm.distributions.modified import (
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.io import persistence
 from pyrohmm.io.files import Checkpoint, read_tensors, write_tensors
-from pyrohmm.nn.waits_and_angles import Angle
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
 FILE = "tensors.safetensors"

@@ -12,8 +12,7 @@ from scipy import integrate, optimize, stats
 import pyrohmm
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
-from pyrohmm.distributions.modified import BetaWithCdf, StudentTWithCdf, von_mises_cdf
-from pyrohmm.nn.waits_and_angles import Angle
+from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf, von_mises_cdf
 from pyrohmm.ops.newton import maximized, of_function
 
 GENERATOR = np.random.default_rng(0)
