@@ -15,10 +15,12 @@ estimation in the presence of length bias).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import pyro
 import torch
 from pyro.distributions import Beta, Dirichlet, Gamma, Poisson
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -28,15 +30,13 @@ from torch.distributions import constraints, transform_to
 
 from .._checks import check_size
 from ..distributions.hard_zeros import exact_log_prob
+from ..ops import newton
 from ..ops.log_space import log
 from . import emissions
 from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
 from .family import family, positive
 
 BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
-LONGEST = 3.0  # step of all parameters together
-CLOSE = 1e-8  # length of a step that is not worth taking
-REACH = 3e-4  # of central differences
 
 DurationFamily = Callable[[int], PyroModule]
 
@@ -85,7 +85,7 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
 class Durations(Family):
     """Base of the families of this module.
 
-    Subclasses define ``log_probs``, ``starts``, and the prior of each parameter in ``supports``.
+    Subclasses define ``forward``, ``starts``, and the prior of each parameter in ``supports``.
     """
 
     def __init__(
@@ -98,17 +98,13 @@ class Durations(Family):
             self.register_buffer(name, positive(name, value, (num_states,)))
         self.add_parameters(**dict.fromkeys(self.supports, (num_states,)))
 
-    def log_probs(self, **parameters: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(*B, D)``, for parameters ``(*B)``."""
         raise NotImplementedError
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
         """Parameters ``(S, R, K)`` from which Newton steps start; the best end is taken."""
         raise NotImplementedError
-
-    def forward(self) -> Tensor:
-        """Log-probabilities of durations, ``(K, D)``."""
-        return self.log_probs(**{name: getattr(self, name) for name in self.supports})
 
     def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
         """The counts themselves, if a parameter is free."""
@@ -119,7 +115,7 @@ class Durations(Family):
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode, the cut at D included; NaN where nothing determines it."""
         for name in filter(self.has_prior, self.supports):
-            prior = getattr(self, f"{name}_prior")()
+            prior = self.prior(name)
             for part in prior.arg_constraints:
                 if part.startswith("concentration"):
                     check_mode(part, getattr(prior, part))
@@ -132,31 +128,36 @@ class Durations(Family):
             counts: ``(R, K, D)``.
             first: ``(R, K)``, how many of these began before the data; None if there are none.
         """
-        transforms = {
-            n: transform_to(self.supports[n]) for n in filter(self.is_free, self.supports)
-        }
-        held = {n: getattr(self, n).detach().to(counts) for n in self.supports.keys() - transforms}
-        priors = {n: getattr(self, f"{n}_prior")() for n in filter(self.has_prior, transforms)}
-        for name, prior in priors.items():  # whose densities are of the precision of its arguments
-            arguments = {part: getattr(prior, part).to(counts) for part in prior.arg_constraints}
-            priors[name] = type(prior)(**arguments)
+        links = {name: transform_to(space) for name, space in self.supports.items()}
+        points = self.starts(counts)
+        for name in itertools.filterfalse(self.is_free, links):
+            points[name] = getattr(self, name).detach().to(counts).expand_as(points[name])
+        start = torch.stack([link.inv(points[name]) for name, link in links.items()], -1)
+        shape, double = start.shape, self.at(points)  # priors are as precise as their arguments
+        priors = {name: double.prior(name) for name in filter(self.has_prior, links)}
         steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
 
-        def values(theta: Tensor) -> dict[str, Tensor]:
-            return {n: to(part) for (n, to), part in zip(transforms.items(), theta.unbind(-1))}
+        def values(point: Tensor) -> dict[str, Tensor]:
+            parts = point.clamp(-BOUND, BOUND).unflatten(-2, shape[:-1]).unbind(-1)
+            return {name: link(part) for (name, link), part in zip(links.items(), parts)}
 
-        def objective(theta: Tensor, rows: Tensor) -> Tensor:
-            found = values(theta)
-            wide = {n: value.expand(theta.shape[:-1]) for n, value in held.items()}
-            logs = self.log_probs(**wide, **found)
-            total = (counts[rows] * logs).sum(-1)
+        def log_joint(point: Tensor) -> Tensor:
+            found = values(point)
+            logs = self.at(found).forward()
+            total = (counts * logs).sum(-1)
             if first is not None:
-                total = total - first[rows] * (logs + steps.log()).logsumexp(-1)
-            return total + sum(prior.log_prob(found[n]) for n, prior in priors.items())
+                total = total - first * (logs + steps.log()).logsumexp(-1)
+            total = total + sum(prior.log_prob(found[n]) for n, prior in priors.items())
+            return total.flatten(-3)
 
-        points = self.starts(counts)
-        start = torch.stack([to.inv(points[n]) for n, to in transforms.items()], -1)
-        mode = values(maximum(objective, start.clamp(-BOUND, BOUND)))
+        free = torch.tensor([*map(self.is_free, links)], device=counts.device)
+        with pyro.validation_enabled(False):
+            best = newton.maximized(
+                log_joint, newton.of_differences(log_joint), start.flatten(0, -2), free
+            )
+            chosen = log_joint(best).reshape(shape[:-1]).argmax(0, keepdim=True)
+        found = filter(lambda item: self.is_free(item[0]), values(best).items())
+        mode = {name: x.gather(0, chosen).squeeze(0) for name, x in found}
         unknown = counts.sum(-1) == 0
         return {n: x if n in priors else x.masked_fill(unknown, torch.nan) for n, x in mode.items()}
 
@@ -176,7 +177,7 @@ class FreeDurations(Durations):
         torch.Size([2, 4])
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.simplex}
+    supports: ClassVar = {"probs": constraints.simplex}
 
     def __init__(
         self, num_states: int, max_duration: int, concentration: float | Tensor = 1.0
@@ -190,9 +191,9 @@ class FreeDurations(Durations):
         """Dirichlet rows."""
         return Dirichlet(self.concentration)
 
-    def log_probs(self, **parameters: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
-        return log(parameters["probs"])
+        return log(self.probs)
 
     def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
         prior = self.concentration if self.has_prior("probs") else None
@@ -229,7 +230,7 @@ class GeometricDurations(Durations):
         tensor([[0.5000, 0.2500, 0.2500]])
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"leave": constraints.unit_interval}
+    supports: ClassVar = {"leave": constraints.unit_interval}
 
     def __init__(
         self,
@@ -244,9 +245,9 @@ class GeometricDurations(Durations):
         """Beta probabilities."""
         return Beta(self.prior_leave, self.prior_stay)
 
-    def log_probs(self, **parameters: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(*B, D)``."""
-        leave = parameters["leave"].unsqueeze(-1)
+        leave = self.leave.unsqueeze(-1)
         count = torch.arange(self.max_duration, device=leave.device)
         stays = torch.where(count > 0, count * log(1 - leave), 0.0)  # 0 times -inf is NaN
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
@@ -286,7 +287,7 @@ class PoissonDurations(Durations):
         torch.Size([2, 4])
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.positive}
+    supports: ClassVar = {"rate": constraints.positive}
 
     def __init__(
         self,
@@ -302,9 +303,9 @@ class PoissonDurations(Durations):
         """Gamma rates."""
         return Gamma(self.concentration, self.prior_rate)
 
-    def log_probs(self, **parameters: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(*B, D)``."""
-        return truncated(Poisson(parameters["rate"]), self.max_duration)
+        return truncated(Poisson(self.rate), self.max_duration)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
         """The mean of d - 1."""
@@ -334,10 +335,7 @@ class NegativeBinomialDurations(Durations):
         torch.Size([2, 4])
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "average": constraints.positive,
-        "shape": constraints.positive,
-    }
+    supports: ClassVar = {"average": constraints.positive, "shape": constraints.positive}
 
     def __init__(
         self,
@@ -361,14 +359,14 @@ class NegativeBinomialDurations(Durations):
         """Gamma shapes."""
         return Gamma(self.shape_concentration, self.shape_rate)
 
-    def log_probs(self, **parameters: Tensor) -> Tensor:
+    def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(*B, D)``."""
-        average, shape = (parameters[name].double().unsqueeze(-1) for name in self.supports)
+        average, shape = (part.double().unsqueeze(-1) for part in (self.average, self.shape))
         steps = torch.arange(1, self.max_duration).to(average)
         # of each number of further steps over that of one less
         ratios = (shape + steps - 1).log() - (shape + average).log() + average.log() - steps.log()
         logs = torch.nn.functional.pad(ratios.cumsum(-1), (1, 0)).log_softmax(-1)
-        return logs.to(parameters["average"].dtype)
+        return logs.to(self.average.dtype)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
         """The mean of d - 1 with several shapes: there may be more than one maximum."""
@@ -423,65 +421,6 @@ class ParametricDurations(PyroModule):
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
         return truncated(self.part(), self.max_duration)
-
-
-# Maxima ------------------------------------------------------------------------------------------
-
-
-def maximum(function: Callable[[Tensor, Tensor], Tensor], start: Tensor) -> Tensor:
-    """Parameters ``(R, K, P)`` where ``function`` is largest, by Newton steps that only go up.
-
-    A direction in which it bends upwards is followed uphill. A step that leads down is shortened.
-    Slopes and bends are central differences, all points of which are evaluated at once.
-
-    Args:
-        function: Of parameters ``(*, n, K, P)`` and which n of the R rows they are, ``(n,)``; each
-            of its values ``(*, n, K)`` depends on the parameters of its own.
-        start: ``(S, R, K, P)``, S points to start from; the best end is returned.
-    """
-    size, rows = start.size(-1), torch.arange(start.size(1), device=start.device)
-    axes = torch.eye(size).to(start)
-    ways = torch.cat([axes, *(axes + axis for axis in axes)]) * REACH  # each axis, sums of two
-    ways = ways.reshape(-1, 1, 1, 1, size)
-
-    def evaluate(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        values = function(torch.cat([point.unsqueeze(0), point + ways, point - ways]), rows)
-        here, ahead, back = values.split([1, len(ways), len(ways)])
-        slope = (ahead - back)[:size] / (2 * REACH)
-        single, double = ((ahead + back - 2 * here) / REACH**2).split([size, size * size])
-        bend = (double.unflatten(0, (size, size)) - single - single.unsqueeze(1)) / 2
-        return here.squeeze(0), slope.movedim(0, -1), bend.movedim((0, 1), (-2, -1))
-
-    point, scale = start, torch.ones_like(start[..., 0])
-    value, slope, bend = evaluate(point)
-    ends, heights = point.clone(), value.clone()
-    for _ in range(200):
-        curves, axes = torch.linalg.eigh(-bend)
-        along = (axes.mT @ slope.unsqueeze(-1)).squeeze(-1)
-        least = 1e-12 * slope.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-        step = (axes @ (along / curves.abs().clamp(min=least)).unsqueeze(-1)).squeeze(-1)
-        step = step * (LONGEST / step.norm(dim=-1, keepdim=True).clamp(min=LONGEST))
-        trial = (point + scale.unsqueeze(-1) * step).clamp(-BOUND, BOUND)
-        moving = ((trial - point).abs() > CLOSE).any(-1).any(-1).any(0)
-        if not bool(moving.all()):  # the other rows are done
-            rows = rows[moving]
-            if not len(rows):
-                break
-            point, scale, value, slope, bend, trial = (
-                part[:, moving] for part in (point, scale, value, slope, bend, trial)
-            )
-        height, new_slope, new_bend = evaluate(trial)
-        level = (height - value).abs() <= 1e-11 * value.abs()  # rounding
-        flatter = new_slope.norm(dim=-1) < slope.norm(dim=-1)
-        better = torch.where(level, flatter, height > value)
-        wide = better.unsqueeze(-1)
-        point, value = torch.where(wide, trial, point), torch.where(better, height, value)
-        slope = torch.where(wide, new_slope, slope)
-        bend = torch.where(wide.unsqueeze(-1), new_bend, bend)
-        scale = torch.where(better, (2 * scale).clamp(max=1.0), scale / 4)
-        ends[:, rows], heights[:, rows] = point, value
-    best = heights.argmax(0)[None, ..., None].expand(1, *ends.shape[1:])
-    return ends.gather(0, best).squeeze(0)
 
 
 def free_probs(counts: Tensor, first: Tensor | None) -> Tensor:

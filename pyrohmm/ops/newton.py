@@ -17,6 +17,7 @@ Derivatives = Callable[[Tensor], tuple[Tensor, Tensor]]  # to slopes (B, P), Hes
 
 FLAT = 1e-10  # share of the largest curvature, below which a direction has that share
 HALVINGS = 40
+REACH = 3e-4  # of central differences
 RISE = 1e-4  # share of the rise that the slope promises, which a step must bring
 
 
@@ -100,6 +101,26 @@ def of_function(value: Value) -> Derivatives:
         leaf = point.detach().requires_grad_()
         (slope,) = torch.autograd.grad(value(leaf).sum(), leaf, create_graph=True)
         return slope.detach(), _rows_of_hessian(slope, leaf)
+
+    return derivatives
+
+
+def of_differences(value: Value) -> Derivatives:
+    """Derivatives by central differences: of few unknowns in less time than exact ones.
+
+    Args:
+        value: Of points ``(n, B, P)``, all of which are evaluated at once: ``(n, B)``.
+    """
+
+    def derivatives(point: Tensor) -> tuple[Tensor, Tensor]:
+        size = point.size(-1)
+        axes = torch.eye(size).to(point)
+        ways = torch.cat([axes, *(axes + axis for axis in axes)]).unsqueeze(1) * REACH
+        values = value(torch.cat([point.unsqueeze(0), point + ways, point - ways]))
+        here, ahead, back = values.split([1, len(ways), len(ways)])
+        single, double = ((ahead + back - 2 * here) / REACH**2).split([size, size * size])
+        bend = (double.unflatten(0, (size, size)) - single - single.unsqueeze(1)) / 2
+        return ((ahead - back)[:size] / (2 * REACH)).mT, bend.movedim(-1, 0)
 
     return derivatives
 
