@@ -72,8 +72,11 @@ from .nn import emissions as emissions
 from .nn import tagging as tagging
 from .nn.base import HMMModule as HMMModule
 from .nn.base import freeze as freeze
+from .nn.composed import censored as censored
 from .nn.composed import streams as streams
 from .nn.composed import tied as tied
+from .nn.composed import truncated as truncated
+from .nn.composed import zero_inflated as zero_inflated
 from .nn.covariances import autoregressive_normal as autoregressive_normal
 from .nn.covariances import normal_full as normal_full
 from .nn.covariances import normal_tied as normal_tied
@@ -91,9 +94,6 @@ from .nn.emissions import parametric as parametric
 from .nn.factorial import TabularFactorialHMM as TabularFactorialHMM
 from .nn.factorial import additive_bernoulli as additive_bernoulli
 from .nn.factorial import additive_normal as additive_normal
-from .nn.modified import censored as censored
-from .nn.modified import truncated as truncated
-from .nn.modified import zero_inflated as zero_inflated
 from .nn.neural import NeuralHMM as NeuralHMM
 from .nn.newton import beta as beta
 from .nn.newton import gamma as gamma
@@ -108,8 +108,8 @@ from .nn.normals import normal_mixture as normal_mixture
 from .nn.normals import normal_spherical as normal_spherical
 from .nn.regression import regression as regression
 from .nn.regression_hmm import RegressionHMM as RegressionHMM
-from .nn.sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import StationaryHMM as StationaryHMM
+from .nn.tabular import StickyHDPHMM as StickyHDPHMM
 from .nn.tabular import TabularHMM as TabularHMM
 from .nn.tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .nn.tabular import banded as banded

@@ -157,6 +157,25 @@ def of_corpus(
     return lambda _: len(corpus().vocabulary), halves
 
 
+def fair_num_states(
+    num_states: int, num_symbols: int, dim: int, *, as_in_code: bool = False
+) -> int:
+    r"""Number of states of a standard HMM with as many parameters as a DenseHMM (section 5).
+
+    The positive root of :math:`x^2 + x (V - 1) - 1 = D (3 K + V + 1)`, rounded. The right side
+    counts embeddings; what they can express is less: see ``dense.degrees_of_freedom``.
+
+    Args:
+        num_states: K of the DenseHMM.
+        num_symbols: V.
+        dim: D.
+        as_in_code: Whether to leave out the -1, as the authors' code does.
+    """
+    parameters = dim * (3 * num_states + num_symbols + 1) + (0 if as_in_code else 1)
+    half = (num_symbols - 1) / 2
+    return max(1, round(math.sqrt(half**2 + parameters) - half))
+
+
 def mean_absolute_deviation(first: Tensor, second: Tensor) -> float:
     """Mean absolute difference of two joint distributions of adjacent symbols."""
     return (first.double() - second.double()).abs().mean().item()
@@ -318,7 +337,7 @@ def job_of(source: Source, size: int, protocol: str, model: str, cell: Cell) -> 
     n, dim = cell
     sampled_for = cell if source.anew else None
     if model == FAIR:
-        n = dense.fair_num_states(n, size, dim, as_in_code=protocol == CODE)
+        n = fair_num_states(n, size, dim, as_in_code=protocol == CODE)
     if model in (STANDARD, FAIR):
         return Job(protocol, STANDARD, n, None, sampled_for)
     return Job(protocol, model, n, dim, sampled_for)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from .._imports import imported
-from ..distributions.autoregressive import Autoregressive, AutoregressiveCategorical
+from ..distributions.autoregressive import (
+    Autoregressive,
+    AutoregressiveCategorical,
+    AutoregressiveNormal,
+)
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
-from ..distributions.vector_autoregression import AutoregressiveNormal
 from .plot_axes import (
     MOST_TICKS,
     axes_or_new,

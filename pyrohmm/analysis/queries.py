@@ -19,9 +19,8 @@ from ..distributions.autoregressive import Autoregressive
 from ..distributions.base import check_possible
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.forecast import Forecast, sample_in_time
+from ..distributions.forecast import Forecast, cdf, sample_in_time
 from ..distributions.hmm import HMM
-from ..distributions.quantiles import cdf
 from ..distributions.structured_hmm import HSMM
 from ..ops import recursions
 from ..ops.blocks.inner_products import InnerProductTransition

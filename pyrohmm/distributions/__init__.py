@@ -6,17 +6,13 @@ Its modules; each imports only those above it:
 
 ``sparse``                 Dirichlet rows, and Gamma variables, with exact zeros
 ``units``                  priors of data in any unit
-``hard_zeros``             log-probabilities in which zeros are exact
-``cumulative``             cumulative probabilities of counts; inversion by bisection
-``constructors``           the arguments that a distribution is built from
-``modified``               wrapped Cauchy; zero-inflated, censored, truncated distributions
+``hard_zeros``             exact log- and cumulative probabilities; arguments of a distribution
+``modified``               wrapped Cauchy, von Mises; zero-inflated, censored, truncated
 ``linear_emissions``       emissions whose log-probabilities are a product of matrices
 ``observation``            joined and tied emissions; log-probabilities per state
 ``values``                 observations and labels as the recursions read them
-``autoregressive``         emissions that depend on the observations before; those of symbols
-``vector_autoregression``  vectors that depend linearly on those before
-``quantiles``              cumulative probabilities, and quantiles of mixtures of emissions
-``forecast``               sampling given states; ``Forecast``: observations at future steps
+``autoregressive``         emissions that depend on those before: their base; symbols, vectors
+``forecast``               quantiles; sampling given states; ``Forecast``: future observations
 ``base``                   ``ChainDistribution``: parameters, masks and data joined
 ``crf``                    ``LinearChainCRF``: labels given scores of a network
 ``hmm``                    ``HMM``: a distribution over whole sequences
@@ -31,6 +27,7 @@ from . import block_hmm as block_hmm
 from . import dpp as dpp
 from .autoregressive import Autoregressive as Autoregressive
 from .autoregressive import AutoregressiveCategorical as AutoregressiveCategorical
+from .autoregressive import AutoregressiveNormal as AutoregressiveNormal
 from .block_hmm import BlockHMM as BlockHMM
 from .continuous_time_hmm import ContinuousTimeHMM as ContinuousTimeHMM
 from .crf import LinearChainCRF as LinearChainCRF
@@ -57,4 +54,3 @@ from .structured_hmm import SecondOrderHMM as SecondOrderHMM
 from .tagged_hmm import TaggedHMM as TaggedHMM
 from .units import InverseWishart as InverseWishart
 from .units import covariance_matrix as covariance_matrix
-from .vector_autoregression import AutoregressiveNormal as AutoregressiveNormal

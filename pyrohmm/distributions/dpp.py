@@ -121,9 +121,8 @@ class DiversityPrior(nn.Module):
             inside = bool((rows > torch.finfo(rows.dtype).eps ** 0.5).all())
             if inside and torch.equal(rows, rows[..., :1, :].expand_as(rows)):
                 raise ValueError(
-                    "log_prior: all rows of the transition matrix are equal, where the density of "
-                    "a DiversityPrior is zero and has no slope. Give the guide "
-                    "init_loc_fn=init_to_sample."
+                    "log_prior: all rows of the transition matrix are equal, where the density "
+                    "has no slope. Give the guide init_loc_fn=init_to_sample."
                 )
         return self.log_density_of_transition(rows)
 

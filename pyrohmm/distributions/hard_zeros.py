@@ -1,4 +1,4 @@
-"""Log-probabilities in which a probability of zero is exact, and digits do not cancel.
+"""Log- and cumulative probabilities in which a zero is exact, and digits do not cancel; arguments.
 
 torch computes logarithms of probabilities that it clamps: ``Categorical(probs=...).log_prob`` of
 what never happens is -15.9 in float32, and not -inf. Its terms of the density of Gamma(1e5, 1e3)
@@ -8,6 +8,8 @@ are of the size of 1e6, and leave two digits of their sum: here such terms are i
 from __future__ import annotations
 
 import copy
+import inspect
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -21,18 +23,23 @@ from torch.distributions import (
     Categorical,
     Distribution,
     Gamma,
+    Independent,
     LogNormal,
     Multinomial,
+    MultivariateNormal,
     NegativeBinomial,
+    Normal,
     OneHotCategorical,
     Poisson,
     StudentT,
     VonMises,
     Weibull,
+    constraints,
 )
 from torch.distributions.utils import probs_to_logits
 from torch.nn.functional import logsigmoid
 
+from .._checks import broadcast_shapes
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import finite_or_zero, log
@@ -177,3 +184,118 @@ def log_prob_of_bits(logs: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
     if transforming() or not exceeds((~never).all().byte(), 0):
         scores = scores.masked_fill(product(bits, never.to(bits.dtype)) > 0, -torch.inf)
     return scores
+
+
+# Cumulative probabilities -------------------------------------------------------------------------
+
+BISECTIONS = 60  # of an interval: what is left is below the rounding of its ends
+OPEN = {"lower_bound": -torch.inf, "upper_bound": torch.inf}
+REACH = 40.0  # standard deviations about the mean, within which values are sought
+
+
+def bounds(distribution: Any) -> tuple[Tensor, Tensor]:
+    """Ends of the support of numbers, which broadcast with the batch."""
+    ends: Any = (0.0, 1.0)
+    if distribution.support is not constraints.boolean:
+        ends = [getattr(distribution.support, name, end) for name, end in OPEN.items()]
+    low, high = (
+        end if isinstance(end, Tensor) else torch.tensor(end, dtype=torch.double) for end in ends
+    )
+    return low, high
+
+
+def cdf_of_counts(distribution: Any, values: Tensor) -> Tensor:
+    """Probability of at most each of whole numbers: the sum of those from zero upwards.
+
+    Args:
+        distribution: Of batch shape B.
+        values: What broadcasts with B.
+    """
+    most = values.max().minimum(bounds(distribution)[1].max().to(values.device))
+    counts = torch.arange(max(int(most), 0) + 1).to(values)
+    counts = counts.reshape(-1, *(1,) * len(distribution.batch_shape))
+    upto = exact_log_prob(distribution, counts).double().exp().cumsum(0)
+    upto = torch.cat([torch.zeros_like(upto[:1]), upto])  # (V + 1, *B)
+    shape = broadcast_shapes(values.shape, upto.shape[1:])
+    upto = upto.reshape(len(upto), *(1,) * (len(shape) + 1 - upto.dim()), *upto.shape[1:])
+    index = values.clamp(-1, len(counts) - 1).long() + 1
+    return upto.expand(-1, *shape).gather(0, index.expand(1, *shape)).squeeze(0)
+
+
+def first_reaching(reached: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
+    """The least value between ``low`` and ``high`` that has ``reached``, by bisection."""
+    first = low
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        enough = reached(middle)
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return torch.where(reached(first), first, high)
+
+
+# Arguments ----------------------------------------------------------------------------------------
+
+# alternative arguments of one distribution, of which the first is taken
+ALTERNATIVES = (
+    ("scale_tril", "covariance_matrix", "precision_matrix"),
+    ("gate", "gate_logits"),
+)
+ATTRIBUTES = {"base_distribution": "base_dist"}  # where they differ from arguments
+
+
+def argument_names(kind: type) -> list[str]:
+    """The names of the arguments of a class of distributions, in order."""
+    names = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    return [name for name in names if name not in ("self", "validate_args")]
+
+
+def without_events(distribution: Any) -> Any:
+    """A distribution without the ``Independent`` around it."""
+    while isinstance(distribution, Independent):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def arguments_of(distribution: Any) -> dict[str, Any]:
+    """The arguments that build a distribution, by name.
+
+    Of ``probs`` and ``logits`` it is the one that it was built from; one scale or covariance
+    that stands for several is one.
+
+    Example:
+        >>> arguments_of(Normal(torch.zeros(2, 2), torch.ones(2, 1)))
+        {'loc': tensor([[0., 0.],
+                [0., 0.]]), 'scale': tensor([[1.],
+                [1.]])}
+    """
+    names = argument_names(type(distribution))
+    left_out = {name for same in ALTERNATIVES if same[0] in names for name in same[1:]}
+    if "probs" in names and "logits" in names:
+        given = built_from(holder_of(distribution))
+        left_out |= {"probs", "logits"} - {given}
+    pairs = ((name, ATTRIBUTES.get(name, name)) for name in names if name not in left_out)
+    found = {name: getattr(distribution, at) for name, at in pairs if hasattr(distribution, at)}
+    if isinstance(distribution, Normal) and is_spherical(distribution):
+        found["scale"] = distribution.scale[..., :1]
+    if isinstance(distribution, MultivariateNormal) and is_tied(distribution):
+        found["scale_tril"] = distribution.scale_tril[..., :1, :, :]
+    return found
+
+
+def holder_of(distribution: Any) -> Any:
+    """The distribution that has the probabilities as attributes: itself, or one within."""
+    return getattr(distribution, "_categorical", distribution)
+
+
+def is_spherical(normal: Any) -> bool:
+    """Whether a ``Normal`` ``(*, K, D)`` was built with one scale ``(*, K, 1)`` for each state.
+
+    No value is read. One scale for all the states as well is none of each.
+    """
+    steps = normal.scale.stride()
+    return len(steps) > 1 and normal.scale.size(-1) > 1 and steps[-1] == 0 and steps[-2] != 0
+
+
+def is_tied(normal: Any) -> bool:
+    """Whether a ``MultivariateNormal`` ``(*, K)`` was built with one covariance for all states."""
+    root = normal.scale_tril
+    return root.dim() > 2 and root.size(-3) > 1 and root.stride(-3) == 0

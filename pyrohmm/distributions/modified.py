@@ -16,8 +16,7 @@ from torch.distributions.utils import broadcast_all
 
 from .._imports import imported
 from ..ops.log_space import finite_or_zero, log
-from .cumulative import REACH, bounds, cdf_of_counts, first_reaching
-from .hard_zeros import exact_log_prob
+from .hard_zeros import REACH, bounds, cdf_of_counts, exact_log_prob, first_reaching
 
 MOST_TRIES = 100  # rejected samples of a truncated distribution, before the cdf is inverted
 POINTS = 201  # of a quadrature, on each side of the middle

@@ -31,7 +31,13 @@ from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
 from ..ops.products import look_up
-from .hard_zeros import exact_log_prob, log_prob_of_bits, log_probs, log_probs_of_bits
+from .hard_zeros import (
+    exact_log_prob,
+    log_prob_of_bits,
+    log_probs,
+    log_probs_of_bits,
+    without_events,
+)
 from .linear_emissions import component_log_prob, linear_log_prob
 from .modified import Censored, Truncated, ZeroInflated
 
@@ -309,9 +315,7 @@ def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor
         return _mixed(distribution, values, marginal_log_prob)
     if isinstance(distribution, MultivariateNormal):
         return _marginal_normal(distribution, values)
-    base, events = distribution, 0
-    while isinstance(base, Independent):
-        base, events = base.base_dist, events + base.reinterpreted_batch_ndims
+    base, events = without_events(distribution), len(distribution.event_shape)
     if base.event_shape:
         raise ValueError(
             f"values has vectors with some components NaN, which {type(base).__name__} cannot "
@@ -335,9 +339,7 @@ def support_varies(distribution: Any) -> bool:
         return support_varies(distribution.base)
     if isinstance(distribution, MixtureSameFamily):
         return support_varies(distribution.component_distribution)
-    while isinstance(distribution, Independent):
-        distribution = distribution.base_dist
-    bounds = vars(distribution.support).values()
+    bounds = vars(without_events(distribution).support).values()
     return any(
         size > 1 and step != 0
         for bound in bounds

@@ -8,7 +8,7 @@ data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pyro.distributions as dist
@@ -50,7 +50,7 @@ class InUnits(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Real numbers, with these coordinates."""
-        real = _Measured(constraints.real, self.origin, self.unit)
+        real = _measured(constraints.real, self.origin, self.unit)
         return constraints.independent(real, len(self.event_shape)) if self.event_shape else real
 
     @property
@@ -90,7 +90,7 @@ class InverseGamma(dist.InverseGamma):
     @property
     def support(self) -> constraints.Constraint:
         """Positive numbers, with logarithms in these units as coordinates."""
-        return _Measured(constraints.positive, torch.zeros_like(self.rate), self.rate)
+        return _measured(constraints.positive, torch.zeros_like(self.rate), self.rate)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)``."""
@@ -126,7 +126,7 @@ class Flat(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Positive numbers, with logarithms in units of a fifth of the large scale."""
-        return _Measured(constraints.positive, torch.zeros_like(self.upper), self.upper / 5)
+        return _measured(constraints.positive, torch.zeros_like(self.upper), self.upper / 5)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Flat:
         """Expand to a larger batch."""
@@ -150,22 +150,27 @@ class Flat(TorchDistribution):
         return -self.lower / value - value / self.upper - norm
 
 
-class _Measured(constraints.Constraint):
-    """A space of numbers with another origin and unit; torch's have one bijection for all."""
+class Coordinates(constraints.Constraint):
+    """A space with a bijection of its own to unconstrained coordinates; torch has one for all."""
 
-    def __init__(self, space: constraints.Constraint, origin: Tensor, unit: Tensor) -> None:
-        self.space, self.origin, self.unit = space, origin, unit
+    def __init__(self, space: constraints.Constraint, transform: Transform) -> None:
+        self.space, self.transform, self.event_dim = space, transform, space.event_dim
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
+        """Whether values are in the space."""
         return self.space.check(value)
 
 
-@biject_to.register(_Measured)
-@transform_to.register(_Measured)
-def _from_units(constraint: _Measured) -> Transform:
-    measured = AffineTransform(constraint.origin, constraint.unit)
-    return ComposeTransform([biject_to(constraint.space), measured])
+@biject_to.register(Coordinates)
+@transform_to.register(Coordinates)
+def _transform_of(constraint: Coordinates) -> Transform:
+    return constraint.transform
+
+
+def _measured(space: constraints.Constraint, origin: Tensor, unit: Tensor) -> Coordinates:
+    """A space of numbers with another origin and unit of its coordinates."""
+    return Coordinates(space, ComposeTransform([biject_to(space), AffineTransform(origin, unit)]))
 
 
 # Covariances -------------------------------------------------------------------------------------
@@ -219,7 +224,7 @@ class InverseWishart(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Covariance matrices, with coordinates in units of the scale."""
-        return _Covariance(self.scale.diagonal(dim1=-2, dim2=-1).sqrt())
+        return _covariances(self.scale.diagonal(dim1=-2, dim2=-1).sqrt())
 
     @property
     def mean(self) -> Tensor:
@@ -287,7 +292,7 @@ class FlatCovariance(TorchDistribution):
     @property
     def support(self) -> constraints.Constraint:
         """Covariance matrices, with coordinates in units of a fifth of the large scale by D."""
-        return _Covariance((self.upper / (5 * self.upper.size(-1))).sqrt())
+        return _covariances((self.upper / (5 * self.upper.size(-1))).sqrt())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> FlatCovariance:
         """Expand to a larger batch."""
@@ -336,41 +341,30 @@ def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, factor.mT, upper=False).mT
 
 
-def flat_step(
-    old: Tensor,
-    upper: Tensor,
-    spare: Tensor,
-    total: Tensor,
-    log_means: Callable[[Tensor], Tensor],
-    count: Tensor,
-    about: Tensor,
-) -> Tensor:
-    """A step of covariances under a flat prior, which leaves their posterior invariant.
+def flat_step(old: Tensor, upper: Tensor, count: Tensor, about: Tensor) -> Tensor:
+    """A step of covariances under a flat prior, which leaves their posterior given means invariant.
 
-    With enough observations a Metropolis step with means integrated out, whose inverse Wishart
-    proposals lack the tail and the prior of the means; else a random walk given the means, which is
-    symmetric under all linear maps of the components.
+    With enough observations a Metropolis step, whose inverse Wishart proposals lack the tail of the
+    prior; else a random walk, which is symmetric under all linear maps of the components.
 
     Args:
         old: ``(*B, D, D)``.
         upper: ``(*B, D)``, of the prior.
-        spare: ``(*B)``, numbers of observations less those of means with a prior.
-        total: ``(*B, D, D)``, squares about sample means, and twice the small scale.
-        log_means: Log-density ``(*B)`` of the sample means, with means integrated out.
         count: ``(*B)``, numbers of observations.
-        about: ``(*B, D, D)``, squares about the means as they are, and twice the small scale.
+        about: ``(*B, D, D)``, squares about the means, and twice the small scale.
     """
     old, upper, dim = old.double(), upper.double(), old.size(-1)
-    degrees = spare - dim - 1
+    degrees = count - dim - 1
     few = degrees < dim + ENOUGH
-    root = sample_root(degrees.clamp(min=dim + ENOUGH), total)
 
     def tail(root: Tensor) -> Tensor:
         return -(root.square().sum(-1) / upper).sum(-1)
 
-    new, first = root @ root.mT, torch.linalg.cholesky(old)
-    ratio = log_means(new) + tail(root) - log_means(old) - tail(first)
-    new = torch.where((ratio.exp() > torch.rand_like(ratio))[..., None, None], new, old)
+    def chosen(ratio: Tensor, new: Tensor, old: Tensor) -> Tensor:
+        return torch.where((ratio.exp() > torch.rand_like(ratio))[..., None, None], new, old)
+
+    root, first = sample_root(degrees.clamp(min=dim + ENOUGH), about), torch.linalg.cholesky(old)
+    new = chosen(tail(root) - tail(first), root @ root.mT, old)
     if not bool(few.any()):
         return new
     root, factor = first, torch.linalg.cholesky(about)
@@ -382,8 +376,7 @@ def flat_step(
     for _ in range(STEPS):
         noise = torch.randn_like(root) / (2 * math.sqrt(dim))
         moved = root @ torch.linalg.matrix_exp((noise + noise.mT) / 2)
-        ratio = log_density(moved) - log_density(root)
-        root = torch.where((ratio.exp() > torch.rand_like(ratio))[..., None, None], moved, root)
+        root = chosen(log_density(moved) - log_density(root), moved, root)
     return torch.where(few[..., None, None], root @ root.mT, new)
 
 
@@ -405,32 +398,12 @@ def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(low[..., None, None], lifted, matrix), low
 
 
-class _Covariance(constraints.Constraint):
-    """Positive definite matrices; torch's constraint has no bijection to vectors.
-
-    Args:
-        unit: ``(*B, D)``, standard deviations of the order of those of the components.
-    """
-
-    event_dim = 2
-
-    def __init__(self, unit: Tensor | None = None) -> None:
-        self.unit = torch.ones(1) if unit is None else unit
-        super().__init__()
-
-    def check(self, value: Tensor) -> Tensor:
-        return constraints.positive_definite.check(value)
-
-
-covariance_matrix = _Covariance()
-
-
 class _VectorToCovariance(Transform):
     """Fills a triangle, takes the exponential of its diagonal, and squares it, in given units."""
 
     bijective = True
     domain = constraints.real_vector
-    codomain = covariance_matrix
+    codomain = constraints.positive_definite
 
     def __init__(self, unit: Tensor) -> None:
         super().__init__()
@@ -470,10 +443,12 @@ class _VectorToCovariance(Transform):
         return torch.Size(shape[:-2]) + torch.Size([shape[-1] * (shape[-1] + 1) // 2])
 
 
-@biject_to.register(_Covariance)
-@transform_to.register(_Covariance)
-def _bijection_to_covariance(constraint: _Covariance) -> Transform:
-    return _VectorToCovariance(constraint.unit)
+def _covariances(unit: Tensor) -> Coordinates:
+    """Positive definite matrices, by standard deviations ``(*B, D)`` of the order of theirs."""
+    return Coordinates(constraints.positive_definite, _VectorToCovariance(unit))
+
+
+covariance_matrix = _covariances(torch.ones(1))
 
 
 def log_det(root: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from ..data.sequences import Sequences
-from ..distributions.cumulative import bounds
+from ..distributions.hard_zeros import bounds
 from ..distributions.hmm import HMM
 from .uncertainty import IDENTITY, LOG, LOGIT, Information, names_of, normal_quantile
 

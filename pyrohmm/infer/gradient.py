@@ -21,7 +21,7 @@ from ..distributions.autoregressive import with_past
 from ..distributions.sparse import interior
 from ..nn.base import HMMModule
 from ..nn.closed_form import under, with_priors
-from ..nn.sticky_hdp import SharedRows
+from ..nn.tabular import SharedRows
 from .descent import MINIBATCHES, FitOptions, settings_of
 from .guides import Point
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device

@@ -7,13 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Independent, transform_to
+from torch.distributions import (
+    Bernoulli,
+    Categorical,
+    Distribution,
+    Independent,
+    MultivariateNormal,
+    Normal,
+    Poisson,
+    transform_to,
+)
 
 from ..distributions.autoregressive import Autoregressive
-from ..distributions.constructors import arguments_of
+from ..distributions.hard_zeros import arguments_of
 from ..distributions.hmm import HMM
 from ..distributions.observation import Streams, Tied
-from ..nn.emissions import family_of
 from ..ops.markov import stationary
 
 Change = Callable[[Any, dict[str, Tensor]], dict[str, Tensor]]
@@ -69,12 +77,7 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
 
     def merge(part: Any, tables: dict[str, Tensor]) -> dict[str, Tensor]:
         both = {name: table[pair] for name, table in tables.items()}
-        merged = family_of(part).merged(both, weights)
-        if merged is None:
-            raise TypeError(
-                "emission must be of categorical, Bernoulli, Poisson or normal distributions, for "
-                f"two states to be merged; got {type(part).__name__}."
-            )
+        merged = _merged(part, both, weights)
         return {name: joined(tables[name], row) for name, row in merged.items()}
 
     start, matrix = hmm.log_initial.detach(), hmm.log_transition.detach()
@@ -183,6 +186,42 @@ def _resized(part: Any, num_states: int, change: Change) -> Any:
         elif isinstance(value, Distribution):
             arguments[name] = _resized(value, num_states, change)
     return type(part)(**arguments, validate_args=vars(part).get("_validate_args"))
+
+
+def _merged(part: Any, both: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
+    """Arguments of the distribution that stands for a mixture of two, by its moments.
+
+    Args:
+        part: A distribution.
+        both: Its arguments in two states, each ``(2, ...)``.
+        weights: ``(2,)``, which sum to one.
+    """
+
+    def mean(table: Tensor) -> Tensor:
+        return torch.tensordot(weights.to(table), table, 1)
+
+    if isinstance(part, Categorical | Bernoulli) and "logits" in both:
+        if isinstance(part, Categorical):
+            return {"logits": mean(both["logits"].softmax(-1)).log()}
+        return {"logits": mean(both["logits"].sigmoid()).logit()}
+    if isinstance(part, Categorical | Bernoulli | Poisson):
+        return {name: mean(table) for name, table in both.items()}
+    if not isinstance(part, Normal | MultivariateNormal):
+        raise TypeError(
+            "emission must be of categorical, Bernoulli, Poisson or normal distributions, for "
+            f"two states to be merged; got {type(part).__name__}."
+        )
+    loc = mean(both["loc"])
+    away = both["loc"] - loc
+    if isinstance(part, MultivariateNormal):
+        if "scale_tril" not in both:  # one for all states
+            return {"loc": loc}
+        root, outer = both["scale_tril"], away.unsqueeze(-1) * away.unsqueeze(-2)
+        return {"loc": loc, "scale_tril": torch.linalg.cholesky(mean(root @ root.mT + outer))}
+    spread, scale = mean(away.square()), both["scale"]
+    if scale.shape != away.shape:  # one for all components
+        spread = spread.mean(-1, keepdim=True)
+    return {"loc": loc, "scale": (mean(scale.square()) + spread).sqrt()}
 
 
 def _unit(tables: dict[str, Tensor]) -> Tensor:

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from .._checks import check_size
 from ..chains.markov import MarkovChain
-from ..distributions.constructors import is_spherical, is_tied
-from ..distributions.hard_zeros import log_probs
+from ..distributions.hard_zeros import is_spherical, is_tied, log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from .files import check_regular, replace_file

@@ -18,9 +18,14 @@ from ..chains.markov import MarkovChain
 from ..chains.rates import RateChain
 from ..chains.semi_markov import SemiMarkovChain
 from ..distributions.block_hmm import BlockHMM
-from ..distributions.constructors import ATTRIBUTES, argument_names, arguments_of, holder_of
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
-from ..distributions.hard_zeros import built_from
+from ..distributions.hard_zeros import (
+    ATTRIBUTES,
+    argument_names,
+    arguments_of,
+    built_from,
+    holder_of,
+)
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM, FactorialHMM, SecondOrderHMM
 from ..nn.family import FAMILIES

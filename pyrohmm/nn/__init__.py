@@ -11,12 +11,10 @@ Its modules; each imports only those above it:
 ``discrete``         symbols, zeros and ones, counts
 ``normals``          normal components, mixtures of them
 ``covariances``      normal vectors with covariances, alone or autoregressive
-``newton``             log-normal, Weibull, beta, Student t, negative binomial, gamma; angles
-``modified``         zero-inflated, censored and truncated families
-``composed``         joined streams; states that share an emission
+``newton``           log-normal, Weibull, beta, Student t, negative binomial, gamma; angles
+``composed``           joined streams; shared, zero-inflated, censored, truncated emissions
 ``regression``       linear predictors of covariates; ``regression`` of emissions
-``tabular``          ``TabularHMM``, second order, stationary: probabilities as parameters
-``sticky_hdp``       ``StickyHDPHMM``: as many states as the data ask for
+``tabular``            ``TabularHMM``, second order, stationary; ``StickyHDPHMM``
 ``durations``        families of durations: free, geometric, Poisson, negative binomial, any
 ``tabular_times``    ``TabularHSMM``: explicit durations; ``TabularContinuousTimeHMM``: rates
 ``regression_hmm``   ``RegressionHMM``: covariates of chains of all kinds
@@ -33,8 +31,11 @@ from . import emissions as emissions
 from . import tagging as tagging
 from .base import HMMModule as HMMModule
 from .base import freeze as freeze
+from .composed import censored as censored
 from .composed import streams as streams
 from .composed import tied as tied
+from .composed import truncated as truncated
+from .composed import zero_inflated as zero_inflated
 from .covariances import autoregressive_normal as autoregressive_normal
 from .covariances import normal_full as normal_full
 from .covariances import normal_tied as normal_tied
@@ -52,9 +53,6 @@ from .emissions import parametric as parametric
 from .factorial import TabularFactorialHMM as TabularFactorialHMM
 from .factorial import additive_bernoulli as additive_bernoulli
 from .factorial import additive_normal as additive_normal
-from .modified import censored as censored
-from .modified import truncated as truncated
-from .modified import zero_inflated as zero_inflated
 from .neural import LinearDropout as LinearDropout
 from .neural import NeuralHMM as NeuralHMM
 from .newton import beta as beta
@@ -70,8 +68,8 @@ from .normals import normal_mixture as normal_mixture
 from .normals import normal_spherical as normal_spherical
 from .regression import regression as regression
 from .regression_hmm import RegressionHMM as RegressionHMM
-from .sticky_hdp import StickyHDPHMM as StickyHDPHMM
 from .tabular import StationaryHMM as StationaryHMM
+from .tabular import StickyHDPHMM as StickyHDPHMM
 from .tabular import TabularHMM as TabularHMM
 from .tabular import TabularSecondOrderHMM as TabularSecondOrderHMM
 from .tabular import banded as banded

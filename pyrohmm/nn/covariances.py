@@ -17,7 +17,8 @@ from torch.distributions import constraints
 
 from .._checks import check_number
 from .._sync import exceeds
-from ..distributions.constructors import is_tied
+from ..distributions.autoregressive import AutoregressiveNormal
+from ..distributions.hard_zeros import is_tied
 from ..distributions.units import (
     FlatCovariance,
     InUnits,
@@ -25,14 +26,12 @@ from ..distributions.units import (
     covariance_matrix,
     flat_step,
     lift,
-    log_det,
     sample_root,
 )
-from ..distributions.vector_autoregression import AutoregressiveNormal
 from ..ops.products import symmetric, upper_products, weighted_sums
 from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
-from .family import Emission, EmissionFamily, averaged, check_strengths, family, spread
+from .family import Emission, EmissionFamily, check_strengths, family, spread
 from .normals import LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
 
 HALF = 0.378  # deviation of the half of a normal sample that is nearest to its mean
@@ -89,10 +88,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 
     scale: Tensor
     lags = 0  # on how many vectors before it the mean depends
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "covariance": covariance_matrix,
-        "loc": constraints.real,
-    }
+    supports: ClassVar = {"covariance": covariance_matrix, "loc": constraints.real}
 
     def __init__(
         self,
@@ -132,19 +128,6 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         module.set_points(covariance=covariance[0] if tied else covariance, loc=base.loc)
         return module
 
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """Mean and Cholesky factor of the covariance of the mixture."""
-        loc, root = averaged(arguments["loc"], weights), arguments.get("scale_tril")
-        if root is None:  # one for all states
-            return {"loc": loc}
-        away = arguments["loc"] - loc
-        outer = away.unsqueeze(-1) * away.unsqueeze(-2)
-        return {
-            "loc": loc,
-            "scale_tril": torch.linalg.cholesky(averaged(root @ root.mT + outer, weights)),
-        }
-
     def _set_spread(self, variance: Tensor, within: Tensor) -> float:
         self.scale = like(self.scale, (LOWER * within if self.flat else variance).diag())
         if self.flat:
@@ -170,8 +153,8 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
 
     def _columns(self) -> Tensor:
-        """Variances ``(D,)``, in units of which the prior of slopes is, beside a flat one."""
-        return self.upper / (UPPER * self.dim)
+        """Variances ``(D,)``, in units of which a flat prior of slopes is; scales of another."""
+        return self.upper / (UPPER * self.dim) if self.flat else self.scale.diagonal()
 
     def _wide(self, covariance: Tensor) -> Tensor:
         return covariance.unsqueeze(-3) if self.tied else covariance
@@ -254,69 +237,36 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 
         They are in units of :meth:`_columns` beside a flat prior, else of the covariance.
         """
-        covariance = self._wide(covariance).double()
-        if not self.flat:
-            back = torch.linalg.cholesky(covariance).mT
-            return torch.linalg.inv(back), back, back.new_ones(1)
         unit = self._columns().double().sqrt()
-        ratio, vectors = torch.linalg.eigh(covariance / (unit * unit.unsqueeze(-1)))
+        covariance = self._wide(covariance).double() / (unit * unit.unsqueeze(-1))
+        ratio, vectors = torch.linalg.eigh(covariance)
         ratio = ratio.clamp(min=1e-15 * ratio.amax(-1, keepdim=True))
         root = ratio.sqrt().unsqueeze(-2)
-        return vectors / unit.unsqueeze(-1) / root, (vectors * root).mT * unit, ratio
+        turn, back = vectors / unit.unsqueeze(-1) / root, (vectors * root).mT * unit
+        return turn, back, ratio if self.flat else ratio.new_ones(1)
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Covariances and slopes given sums of products."""
         samples, squares = {}, statistics["squares"]
-        if self.has_prior("covariance"):
-            fit = self._least_squares(squares)
-            scatter = self._pooled(self._residuals(squares, fit))
-            if self.flat:
-                covariance = self._sample_flat(squares, fit, scatter, current)
-            else:
-                degrees = self.degrees + self._pooled(squares[..., 0, 0])
-                root = sample_root(degrees, self.scale.double() + scatter)
-                covariance = root @ root.mT
-            samples = {"covariance": covariance}
-        else:
+        fit = self._least_squares(squares)
+        if not self.has_prior("covariance"):
             covariance = self.covariance.double()
-        _, back, ratio = given = self._whitened(covariance)
-        fit = self._least_squares(squares, given)
-        rows, unit, factor, _ = _posterior(squares, fit, ratio)
-        noise = torch.randn_like(fit.values[..., rows, :]).mT.unsqueeze(-1)
-        noise = torch.linalg.solve_triangular(factor.mT, noise, upper=True).squeeze(-1) / unit
-        fit.values[..., rows, :] += noise.mT @ back
+        elif self.flat:
+            for name, (its, _) in self._regressors().items():
+                if self.has_prior(name):
+                    fit.values[..., its, :] = self._as_rows(name, current[name])
+            about = 2 * self.scale.double() + self._pooled(self._residuals(squares, fit))
+            count = self._pooled(squares[..., 0, 0])
+            samples["covariance"] = flat_step(current["covariance"], self.upper, count, about)
+            covariance = samples["covariance"]
+        else:
+            degrees = self.degrees + self._pooled(squares[..., 0, 0])
+            scatter = self._pooled(self._residuals(squares, fit))
+            root = sample_root(degrees, self.scale.double() + scatter)
+            samples["covariance"] = covariance = root @ root.mT
+        fit = self._least_squares(squares, self._whitened(covariance), sampled=True)
         slopes = self._regression(fit.values)
         return samples | {name: x for name, x in slopes.items() if self.has_prior(name)}
-
-    def _sample_flat(
-        self, squares: Tensor, fit: Slopes, scatter: Tensor, current: Statistics
-    ) -> Tensor:
-        """Covariances under the flat prior: see :func:`.units.flat_step`."""
-        values, prior, precision = fit
-        rows = (precision > 0).all(0)
-        apart = (values - prior)[..., rows, :].nan_to_num(0.0)
-        pull = squares[..., rows.nonzero(), rows.nonzero().mT] @ apart
-
-        def log_slopes(matrix: Tensor) -> Tensor:
-            turn, _, ratio = self._whitened(matrix)
-            _, unit, factor, precision = _posterior(squares, fit, ratio)
-            away = ((pull @ turn).mT / unit).unsqueeze(-1)
-            held = torch.cholesky_solve(away, factor).squeeze(-1) / unit
-            found = (held * precision * (apart @ turn).mT).sum(-1)
-            found = found + 2 * unit.log().sum(-1) + log_det(factor)
-            return -self._pooled(found.sum(-1)) / 2
-
-        given = values.clone()
-        for name, (its, _) in self._regressors().items():
-            if self.has_prior(name):
-                given[..., its, :] = self._as_rows(name, current[name])
-        scale, count = 2 * self.scale.double(), squares[..., 0, 0]
-        about = scale + self._pooled(self._residuals(squares, Slopes(given, prior, precision)))
-        spare = self._pooled(count - rows.sum())
-        return flat_step(
-            current["covariance"], self.upper, spare, scale + scatter, log_slopes,
-            self._pooled(count), about,
-        )  # fmt: skip
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
@@ -352,13 +302,17 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return (value.double() - self.centre).unsqueeze(-2)
 
     def _least_squares(
-        self, squares: Tensor, given: tuple[Tensor, Tensor, Tensor] | None = None
+        self,
+        squares: Tensor,
+        given: tuple[Tensor, Tensor, Tensor] | None = None,
+        sampled: bool = False,
     ) -> Slopes:
         """Best slopes on 1 and context; beside a flat prior with theirs if a covariance is given.
 
         Args:
             squares: ``(R, K, F + D, F + D)``.
             given: By :meth:`_whitened`.
+            sampled: Whether they are a sample, not the best.
         """
         dim, states = self.dim, len(self.prior_loc)
         size = squares.size(-1) - dim
@@ -386,6 +340,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         inner = squares[..., None, free, free] + weak.diag_embed()
         nothing = (squares[..., 0, 0] == 0)[..., None] & (weak == 0).any(-1)
         apart = _solved(inner, wanted).masked_fill(nothing[..., None, None], torch.nan)
+        apart = apart + _noise(inner, apart) if sampled else apart
         slopes[..., free, :] += apart.squeeze(-1).mT @ back
         return found
 
@@ -393,27 +348,17 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 normal_full = family("normal_full", CovarianceEmission, dim=1)
 
 
-def normal_tied(
-    dim: int,
-    loc: float | Tensor | None = None,
-    weight: float | None = None,
-    degrees: float | None = None,
-    scale: float | Tensor | None = None,
-) -> EmissionFamily:
+def normal_tied(dim: int, *prior: Any, **named: Any) -> EmissionFamily:
     """Emission family of normal vectors with one covariance matrix ``(D, D)`` for all the states.
-
-    Priors are those of :func:`normal_full`.
 
     Sites: ``emission.covariance`` ``(D, D)``, then ``emission.loc`` ``(K, D)``.
 
     Args:
         dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``scale``.
-        weight: How many observations the prior mean is worth.
-        degrees: Of the inverse Wishart prior.
-        scale: Of the inverse Wishart prior, a number (times the identity) or ``(D, D)``.
+        *prior: ``loc``, ``weight``, ``degrees`` and ``scale``, as of :func:`normal_full`.
+        **named: The same by name.
     """
-    return normal_full(dim, loc, weight, degrees, scale, tied=True)
+    return normal_full(dim, *prior, **{**named, "tied": True})
 
 
 class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNormal):
@@ -471,10 +416,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
     in_time = True
     origin: Tensor
     initial: Any
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        **CovarianceEmission.supports,
-        "weights": constraints.real,
-    }
+    supports: ClassVar = {**CovarianceEmission.supports, "weights": constraints.real}
 
     def __init__(
         self,
@@ -531,7 +473,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
 
     def weights_prior(self) -> TorchDistribution:
         """Normal weights, given the covariances if conjugate."""
-        unit = self._columns() if self.flat else self.scale.diagonal()
+        unit = self._columns()
         ratio = (unit / unit.unsqueeze(-1)).sqrt()
         precision = self._regressors()["weights"][1][: self.dim].to(unit)[:, None, None]
         if self.flat:
@@ -544,7 +486,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         return InUnits(prior, torch.zeros_like(ratio), ratio)
 
     def _columns(self) -> Tensor:
-        return self.initial.scale.diagonal() / LOWER
+        return self.initial.scale.diagonal() / LOWER if self.flat else self.scale.diagonal()
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector given those before, batched over states."""
@@ -606,18 +548,12 @@ autoregressive_normal = family("autoregressive_normal", AutoregressiveNormalEmis
 # Least squares -----------------------------------------------------------------------------------
 
 
-def _posterior(
-    squares: Tensor, fit: Slopes, ratio: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of slopes with a prior; units, roots in them, and priors, of their precisions."""
-    rows = (fit.precision > 0).all(0)
-    precision = (ratio.unsqueeze(-1) * fit.precision.unsqueeze(-2))[..., rows]
-    inner = squares[..., rows.nonzero(), rows.nonzero().mT].unsqueeze(-3)
-    inner = inner + precision.diag_embed()  # (R, K, D or 1, F, F)
-    unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
-    inner = inner / unit.unsqueeze(-1) / unit.unsqueeze(-2)
+def _noise(inner: Tensor, like: Tensor) -> Tensor:
+    """Normal vectors ``(*, F, 1)`` of mean zero with precision matrices ``(*, F, F)``."""
+    unit = inner.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
     rounding = 1e-14 * torch.eye(inner.size(-1)).to(inner)  # which could make it singular
-    return rows, unit, torch.linalg.cholesky(inner + rounding), precision
+    root = torch.linalg.cholesky(inner / unit / unit.mT + rounding)
+    return torch.linalg.solve_triangular(root.mT, torch.randn_like(like), upper=True) / unit
 
 
 def _solved(inner: Tensor, wanted: Tensor) -> Tensor:

@@ -257,30 +257,6 @@ def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistr
 # Sizes that compare ------------------------------------------------------------------------------
 
 
-def fair_num_states(
-    num_states: int, num_symbols: int, dim: int, *, as_in_code: bool = False
-) -> int:
-    r"""Number of states of a standard HMM with as many parameters as a DenseHMM (section 5).
-
-    The positive root of :math:`x^2 + x (V - 1) - 1 = D (3 K + V + 1)`, rounded. The right side
-    counts embeddings; what they can express is less: see :func:`degrees_of_freedom`.
-
-    Args:
-        num_states: K of the DenseHMM.
-        num_symbols: V.
-        dim: D.
-        as_in_code: Whether to leave out the -1, as the authors' code does.
-
-    Example:
-        >>> fair_num_states(10, 10, 3), fair_num_states(10, 10, 3, as_in_code=True)
-        (8, 7)
-    """
-    _check_sizes(num_states=num_states, num_symbols=num_symbols, dim=dim)
-    parameters = dim * (3 * num_states + num_symbols + 1) + (0 if as_in_code else 1)
-    half = (num_symbols - 1) / 2
-    return max(1, round(math.sqrt(half**2 + parameters) - half))
-
-
 def degrees_of_freedom(
     num_states: int, num_symbols: int, dim: int, symbol_dim: int | None = None
 ) -> int:

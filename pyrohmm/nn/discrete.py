@@ -15,7 +15,7 @@ from ..distributions.autoregressive import AutoregressiveCategorical
 from ..ops.log_space import log
 from ..ops.products import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
-from .family import Components, Emission, averaged, family, positive
+from .family import Components, Emission, family, positive
 
 
 class _Rows(Emission):
@@ -24,6 +24,10 @@ class _Rows(Emission):
     def concentrations(self) -> dict[str, Tensor]:
         """Of the Dirichlet priors of the rows, by name."""
         raise NotImplementedError
+
+    def prior(self, name: str) -> Any:
+        """Dirichlet rows."""
+        return Dirichlet(self.concentrations()[name])
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Shares of the counts, with those of the priors."""
@@ -35,9 +39,8 @@ class _Rows(Emission):
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Rows from their Dirichlet posteriors."""
-        prior = self.concentrations()
-        free = filter(self.has_prior, prior)
-        return {name: sample_rows(statistics[name] + prior[name]) for name in free}
+        prior = {n: c for n, c in self.concentrations().items() if self.has_prior(n)}
+        return {name: sample_rows(statistics[name] + more) for name, more in prior.items()}
 
 
 MOST = 10**10  # numbers in the table of a state, which would take 80 GB
@@ -54,7 +57,7 @@ class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
         concentration: Of the prior; a number, ``(V,)`` or ``(K, V)``. One is flat.
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.simplex}
+    supports: ClassVar = {"probs": constraints.simplex}
 
     def __init__(
         self, num_states: int, num_symbols: int, concentration: float | Tensor = 1.0
@@ -73,20 +76,9 @@ class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
         module.set_points(probs=base.probs)
         return module
 
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """Mean probabilities."""
-        if "probs" in arguments:
-            return {"probs": averaged(arguments["probs"], weights)}
-        return {"logits": averaged(arguments["logits"].softmax(-1), weights).log()}
-
     def concentrations(self) -> dict[str, Tensor]:
         """Of the Dirichlet priors of the rows, by name."""
         return {"probs": self.concentration}
-
-    def probs_prior(self) -> TorchDistribution:
-        """Dirichlet rows."""
-        return Dirichlet(self.concentration)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a symbol, batched over states."""
@@ -116,7 +108,7 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         concentration0: Of the prior, for zeros.
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"probs": constraints.unit_interval}
+    supports: ClassVar = {"probs": constraints.unit_interval}
 
     def __init__(
         self,
@@ -128,13 +120,6 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         super().__init__(num_states, dim)
         self.register_buffer("ones", positive("concentration1", concentration1, self.shape))
         self.register_buffer("zeros", positive("concentration0", concentration0, self.shape))
-
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """Mean probabilities."""
-        if "probs" in arguments:
-            return {"probs": averaged(arguments["probs"], weights)}
-        return {"logits": averaged(arguments["logits"].sigmoid(), weights).logit()}
 
     def probs_prior(self) -> TorchDistribution:
         """Beta probabilities."""
@@ -174,7 +159,7 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
             above one.
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"rate": constraints.nonnegative}
+    supports: ClassVar = {"rate": constraints.nonnegative}
     flat = True
     of_moments: ClassVar = {"weight": lambda mean, _, sd: 0.1 / mean.hypot(sd).clamp(min=1.0)}
 
@@ -190,11 +175,6 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
         rate = 0.1 if rate is None else rate
         self.register_buffer("concentration", positive("concentration", concentration, self.shape))
         self.register_buffer("weight", positive("rate", rate, self.shape))
-
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """Mean rates."""
-        return {"rate": averaged(arguments["rate"], weights)}
 
     def rate_prior(self) -> TorchDistribution:
         """Gamma rates."""
@@ -250,10 +230,7 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
     """
 
     in_time = True
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "initial": constraints.simplex,
-        "probs": constraints.simplex,
-    }
+    supports: ClassVar = {"initial": constraints.simplex, "probs": constraints.simplex}
 
     def __init__(
         self,
@@ -283,14 +260,6 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
     def concentrations(self) -> dict[str, Tensor]:
         """Of the Dirichlet priors of the rows, by name."""
         return {"initial": self.concentration.mean(-2), "probs": self.concentration}
-
-    def initial_prior(self) -> TorchDistribution:
-        """Dirichlet rows, of the mean concentrations of all contexts."""
-        return Dirichlet(self.concentration.mean(-2))
-
-    def probs_prior(self) -> TorchDistribution:
-        """Dirichlet rows."""
-        return Dirichlet(self.concentration)
 
     def forward(self) -> TorchDistribution:
         """The distribution of a symbol given those before it, batched over states."""

@@ -11,7 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch import Tensor
 
-from ..distributions.constructors import arguments_of
+from ..distributions.hard_zeros import arguments_of, without_events
 from ..ops.log_space import log
 from .family import FAMILIES, Emission, EmissionFamily
 
@@ -83,11 +83,9 @@ class PointEmission(PyroModule):
 
     def __init__(self, distribution: Any) -> None:
         super().__init__()
-        self.events = 0
-        while isinstance(distribution, torch.distributions.Independent):
-            self.events += distribution.reinterpreted_batch_ndims
-            distribution = distribution.base_dist
-        self.family = type(distribution)
+        base = without_events(distribution)
+        self.events = len(distribution.event_shape) - len(base.event_shape)
+        distribution, self.family = base, type(base)
         cause, same = None, False
         try:
             if not _has_fitted_bounds(distribution.support):
@@ -97,9 +95,8 @@ class PointEmission(PyroModule):
             cause = error
         if not same:
             raise TypeError(
-                f"emission {self.family.__name__} is not determined by arguments that are its "
-                "parameters, or has a support that depends on them, which gradient steps cannot "
-                "fit. Write a PyroModule that returns it."
+                f"emission {self.family.__name__} is not determined by its parameters, or has a "
+                "support that depends on them. Write a PyroModule that returns it."
             ) from cause
 
     def _take(self, distribution: Any) -> None:
@@ -165,9 +162,7 @@ def from_distribution(distribution: Any) -> PyroModule:
         >>> type(from_distribution(Poisson(torch.tensor([1.0, 5.0])))).__name__
         'PoissonEmission'
     """
-    base = distribution
-    while isinstance(base, torch.distributions.Independent):
-        base = base.base_dist
+    base = without_events(distribution)
     family = family_of(base)
     if family.in_time and (len(base.batch_shape) > 1 or not base.num_first):
         raise ValueError(

@@ -20,7 +20,6 @@ from .closed_form import Maximum, Statistics
 from .family import (
     Emission,
     EmissionFamily,
-    build_emission,
     component_sums,
     family,
     positive,
@@ -67,12 +66,11 @@ class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
         initial_concentration: float = 1.0,
         transition_concentration: float = 1.0,
     ) -> None:
-        super().__init__()
+        super().__init__(math.prod(_sizes(num_states)), emission)
         self.num_states = _sizes(num_states)
         for m, size in enumerate(self.num_states):
             self.add_rows(f"initial_{m}", initial_concentration, (size,))
             self.add_rows(f"transition_{m}", transition_concentration, (size, size))
-        self.emission = build_emission(emission, math.prod(self.num_states))
 
     @classmethod
     def _like(cls, hmm: FactorialHMM, emission: Any) -> TabularFactorialHMM:
@@ -106,7 +104,7 @@ class _Additive(Emission):
     S = K_1 + ⋯ + K_M; a product state has the sum of those of its states.
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {"effects": constraints.real}
+    supports: ClassVar = {"effects": constraints.real}
     overcomplete = ("effects",)
 
     def __init__(
@@ -178,10 +176,7 @@ class AdditiveNormalEmission(_Additive):
         tensor([0., 1., 5., 6.])
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "effects": constraints.real,
-        "variance": constraints.positive,
-    }
+    supports: ClassVar = {"effects": constraints.real, "variance": constraints.positive}
 
     def __init__(
         self,

@@ -71,16 +71,6 @@ class Emission(Family):
         """Whether ``statistics`` of these values are those of samples of what else is hidden."""
         return False
 
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """Arguments of the distribution that stands for a mixture of J, by its moments; or None.
-
-        Args:
-            arguments: Of what the family emits, each ``(J, ...)``.
-            weights: ``(J,)``, which sum to one.
-        """
-        return None
-
 
 class Components(Emission):
     """Base of families of independent components; without any, observations are scalars.
@@ -168,7 +158,7 @@ def family(
         torch.Size([2])
     """
     signature = inspect.signature(build)
-    _, *rest = signature.parameters.values()
+    _, *rest = (part for part in signature.parameters.values() if part.name[0] != "_")
     wanted = signature.replace(parameters=rest, return_annotation=EmissionFamily)
     takes = [part.name for part in rest]
 
@@ -190,11 +180,6 @@ def family(
     function.__module__, function.__doc__ = build.__module__, build.__doc__
     function.__signature__ = wanted  # type: ignore[attr-defined]
     return function
-
-
-def averaged(table: Tensor, weights: Tensor) -> Tensor:
-    """Means of the J rows of a table ``(J, ...)``."""
-    return torch.tensordot(weights.to(table), table, 1)
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:

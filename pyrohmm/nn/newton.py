@@ -27,8 +27,7 @@ from torch import distributions as torch_dist
 from torch.distributions import constraints, transform_to
 
 from ..distributions import modified
-from ..distributions.constructors import arguments_of
-from ..distributions.hard_zeros import exact_log_prob
+from ..distributions.hard_zeros import arguments_of, exact_log_prob, without_events
 from ..ops import newton
 from .closed_form import Maximum, Statistics, check_mode
 from .family import Components, check_strengths, family, positive, spread
@@ -134,10 +133,7 @@ class NewtonComponents(Components):
         if current is None:
             found = self.begin(values.double(), weights.double())
         else:
-            base: Any = current
-            while isinstance(base, torch_dist.Independent):
-                base = base.base_dist
-            found = self.values_of(base)
+            found = self.values_of(without_events(current))
         shape = len(weights), *self.shape
         start = {f"start.{n}": v.double().reshape(-1, *self.shape).expand(shape)
                  for n, v in found.items()}  # fmt: skip

@@ -20,8 +20,7 @@ from torch.distributions import constraints
 
 from .._checks import check_size
 from .._sync import exceeds
-from ..distributions.constructors import is_spherical
-from ..distributions.hard_zeros import log_probs
+from ..distributions.hard_zeros import is_spherical, log_probs
 from ..distributions.observation import log_prob_per_component
 from ..distributions.units import Flat, InUnits, InverseGamma, flat_step
 from ..ops.log_space import log
@@ -30,7 +29,6 @@ from .family import (
     Components,
     Emission,
     EmissionFamily,
-    averaged,
     check_strengths,
     family,
     positive,
@@ -162,10 +160,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     rate: Tensor
     shape: Tensor  # type: ignore[assignment]  # of the prior of the variance
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "variance": constraints.positive,
-        "loc": constraints.real,
-    }
+    supports: ClassVar = {"variance": constraints.positive, "loc": constraints.real}
 
     def __init__(
         self,
@@ -176,22 +171,11 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         concentration: float | None = None,
         rate: float | Tensor | None = None,
         spherical: bool = False,
+        _inner: tuple[int, ...] = (),
     ) -> None:
         Emission.__init__(self)
         self.dim = dim
-        shape = (num_states, dim) if dim else (num_states,)
-        self._add_normals(shape, loc, weight, concentration, rate, spherical)
-
-    def _add_normals(
-        self,
-        shape: tuple[int, ...],
-        loc: float | Tensor | None,
-        weight: float | None,
-        concentration: float | None,
-        rate: float | Tensor | None,
-        spherical: bool,
-    ) -> None:
-        """Add means of ``shape``, and variances: one for each row of them if ``spherical``."""
+        shape = (num_states, *_inner, dim) if dim else (num_states,)
         self.of_data = loc is None and rate is None
         self.flat = self.of_data and weight is None and concentration is None
         weight = 0.01 if weight is None else weight
@@ -217,15 +201,6 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         )
         module._set_normals(base)
         return module
-
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """Mean and standard deviation of the mixture."""
-        loc, scale = averaged(arguments["loc"], weights), arguments["scale"]
-        spread = averaged((arguments["loc"] - loc).square(), weights)
-        if scale.shape != arguments["loc"].shape:  # one for all components
-            spread = spread.mean(-1, keepdim=True)
-        return {"loc": loc, "scale": (averaged(scale.square(), weights) + spread).sqrt()}
 
     def _set_normals(self, base: Any) -> None:
         """Make means and variances points, with the values of a distribution."""
@@ -326,7 +301,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         if not self.has_prior("variance"):
             variance = self.variance.double()
         elif self.flat:
-            samples["variance"] = variance = self._sample_flat(statistics, loc, scatter, current)
+            samples["variance"] = variance = self._sample_flat(statistics, current)
         else:
             above = self.rate.double() + 0.5 * self._summed(scatter)
             gammas = torch._standard_gamma(self.shape.double() + 0.5 * self._summed(known))
@@ -339,28 +314,14 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
             samples["loc"] = torch.normal(loc + self.centre, (wide / (weight + known)).sqrt())
         return samples
 
-    def _sample_flat(
-        self, statistics: Statistics, loc: Tensor, scatter: Tensor, current: Statistics
-    ) -> Tensor:
-        """Variances under the flat prior: see :func:`.units.flat_step`."""
+    def _sample_flat(self, statistics: Statistics, current: Statistics) -> Tensor:
+        """Variances under the flat prior, given means: see :func:`.units.flat_step`."""
         known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
-        has_mean = self.has_prior("loc")
-        lost = (known > 0).to(known) if has_mean else torch.zeros_like(known)
-        apart, scale = loc - (self.prior_loc.double() - self.centre), 2 * self.rate.double()
-
-        def log_means(variance: Tensor) -> Tensor:
-            spread = self._wide(variance[..., 0, 0]) / known + self._mean_variance()
-            means = torch.where(lost > 0, spread.log() + apart.square() / spread, 0.0)
-            return -self._summed(means) / 2
-
-        total = scale + self._summed(scatter)
-        if has_mean:
-            loc = current["loc"].double() - self.centre
-            scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
-        about, count = scale + self._summed(scatter), self._summed(known)
-        old, total, about = (x[..., None, None] for x in (current["variance"], total, about))
-        upper, spare = self.upper.unsqueeze(-1), count - self._summed(lost)
-        return flat_step(old, upper, spare, total, log_means, count, about)[..., 0, 0]
+        loc = (current["loc"] if self.has_prior("loc") else self.loc).double() - self.centre
+        scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
+        about = 2 * self.rate.double() + self._summed(scatter)
+        old, about = (x[..., None, None] for x in (current["variance"], about))
+        return flat_step(old, self.upper.unsqueeze(-1), self._summed(known), about)[..., 0, 0]
 
     def _summed(self, sums: Tensor) -> Tensor:
         """Sums over components that share a variance."""
@@ -380,13 +341,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 normal = family("normal", NormalEmission, dim=0)
 
 
-def normal_spherical(
-    dim: int,
-    loc: float | Tensor | None = None,
-    weight: float | None = None,
-    concentration: float | None = None,
-    rate: float | None = None,
-) -> EmissionFamily:
+def normal_spherical(dim: int, *prior: Any, **named: Any) -> EmissionFamily:
     """Emission family of normal vectors with one variance for all the components of a state.
 
     Priors are those of :func:`normal`.
@@ -395,14 +350,12 @@ def normal_spherical(
 
     Args:
         dim: D, at least 1.
-        loc: Prior mean, a number or ``(D,)``; of the data by default, with ``rate``.
-        weight: How many observations the prior mean is worth.
-        concentration: Of the inverse gamma prior of the variance.
-        rate: Of the inverse gamma prior of the variance; by default the mean over components of
-            the variance of the data.
+        *prior: ``loc``, ``weight``, ``concentration`` and ``rate``, as of :func:`normal`; the
+            default rate is the mean over components of the variance of the data.
+        **named: The same by name.
     """
     check_size("dim", dim)
-    return normal(dim, loc, weight, concentration, rate, spherical=True)
+    return normal(dim, *prior, **{**named, "spherical": True})
 
 
 class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
@@ -427,10 +380,7 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         num_components: C, given by name.
     """
 
-    supports: ClassVar[dict[str, constraints.Constraint]] = {
-        "weights": constraints.simplex,
-        **NormalEmission.supports,
-    }
+    supports: ClassVar = {"weights": constraints.simplex, **NormalEmission.supports}
 
     def __init__(
         self,
@@ -445,14 +395,13 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         *,
         num_components: int,
     ) -> None:
-        Emission.__init__(self)
-        self.dim, self.num_components = dim, num_components
-        shape = (num_states, num_components, dim)
+        inner = (num_components,)
+        super().__init__(num_states, dim, loc, weight, concentration, rate, spherical, inner)
+        self.num_components, shape = num_components, (num_states, num_components)
         self.register_buffer(
-            "concentration", positive("weights_concentration", weights_concentration, shape[:2])
+            "concentration", positive("weights_concentration", weights_concentration, shape)
         )
-        self.add_parameters(weights=shape[:2])
-        self._add_normals(shape, loc, weight, concentration, rate, spherical)
+        self.add_parameters(weights=shape)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
@@ -466,11 +415,6 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         module._set_normals(inner)
         module.set_points(weights=base.mixture_distribution.probs.expand(part.batch_shape))
         return module
-
-    @classmethod
-    def merged(cls, arguments: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor] | None:
-        """None: a mixture of two is of more components."""
-        return None
 
     def weights_prior(self) -> TorchDistribution:
         """Dirichlet rows."""

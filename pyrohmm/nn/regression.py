@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from pyro.distributions import Categorical, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroParam, PyroSample
 from torch import Tensor
-from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions import constraints, transform_to
 from torch.distributions.transforms import Transform
 
 from .._checks import broadcast_shapes, check_size
@@ -25,9 +25,10 @@ from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.observation import Tied
+from ..distributions.units import Coordinates
 from ..ops import newton
 from .base import OwnParameters
-from .closed_form import Flat, Penalty, Prior, Statistics
+from .closed_form import Family, Penalty, Prior, Statistics
 from .family import EmissionFamily
 from .newton import LARGEST
 
@@ -62,26 +63,7 @@ class Units(Transform):
         return -self.spread.log().sum().expand(x.shape[:-1])
 
 
-class InUnits(constraints.Constraint):
-    """Real coefficients, with the coordinates of :class:`Units`."""
-
-    event_dim = 1
-
-    def __init__(self, units: Units) -> None:
-        self.units = units
-
-    def check(self, value: Tensor) -> Tensor:
-        """Whether they are real."""
-        return (value == value).all(-1)
-
-
-@transform_to.register(InUnits)
-@biject_to.register(InUnits)
-def _units_of(space: InUnits) -> Units:
-    return space.units
-
-
-class Linear(PyroModule):
+class Linear(Family):
     r"""Linear predictors :math:`x^\top \beta`, a vector of coefficients for each output.
 
     Site or parameter: ``coefficients`` ``(*shape, P)``: points without a prior, near zero at first,
@@ -171,7 +153,7 @@ class Linear(PyroModule):
                 is_first = torch.equal(value, self.first[0].to(value))
                 if self.columns.indices:
                     units = self._units(columns)
-                    space = InUnits(units)
+                    space = Coordinates(constraints.real_vector, units)
                     value = units(value) if is_first else value
                 if is_first and level:
                     value = value + self._level(columns, level)
@@ -220,8 +202,7 @@ class Linear(PyroModule):
     @property
     def precision(self) -> Tensor:
         """Inverse variances ``(*shape, P)`` of the priors, zero without one."""
-        flat = isinstance(self._pyro_samples.get("coefficients"), Flat)
-        own = 0.0 if flat or self.prior_scale is None else self.prior_scale**-2
+        own = self.prior_scale**-2 if self.prior_scale and self.has_prior("coefficients") else 0.0
         plain = self.prior_loc.new_full((*self.shape, self.width), own)
         if not self.terms:
             return plain
@@ -242,12 +223,6 @@ class Linear(PyroModule):
             predicted = rows @ table.flatten(-1 - len(self.shape), -2).mT
             predicted = predicted if x.dim() > 2 else predicted.squeeze(-2)
         return predicted.unflatten(-1, self.shape)
-
-    @property
-    def fitted(self) -> bool:
-        """Whether the coefficients have a prior, or are points that are fitted."""
-        point = getattr(self, "coefficients_unconstrained", None)
-        return "coefficients" in self._pyro_samples or (point is not None and point.requires_grad)
 
 
 def mode_of(
@@ -270,7 +245,9 @@ def mode_of(
     for name, part in parts.items():
         curves = current[_smooth(name)].double() if part.terms else None
         table = part.table(current[name].double(), curves).flatten(0, rows)  # (B, *outputs, P)
-        open_to = torch.full(part.shape + table.shape[-1:], part.fitted, device=table.device)
+        open_to = torch.full(
+            part.shape + table.shape[-1:], part.is_free("coefficients"), device=table.device
+        )
         open_to = open_to if part.free is None else open_to & part.free
         tables.append(table.flatten(1))
         for rest, found in ((open_to, free), (part.precision.double(), precision)):
@@ -434,9 +411,8 @@ def regression(
     known = set(getattr(kind, "arg_constraints", ()))
     if not parameters or not set(parameters) <= known or isinstance(parameters.get("scale"), Real):
         raise ValueError(
-            f"parameters must be those of {kind.__name__}, "
-            f"{', '.join(sorted(known))}; got {', '.join(parameters) or 'none'}. The standard "
-            "deviation of a prior is prior_scale=."
+            f"parameters must be those of {kind.__name__}, {', '.join(sorted(known))}; got "
+            f"{', '.join(parameters) or 'none'}. The standard deviation of a prior is prior_scale=."
         )
     if (kind is Categorical) != (num_symbols is not None) or (
         num_symbols is not None and set(parameters) != {"logits"}

@@ -28,7 +28,7 @@ from .durations import (
     DurationMStep,
     free_durations,
 )
-from .family import Emission, EmissionFamily, build_emission, build_part, positive
+from .family import Emission, EmissionFamily, build_part, positive
 from .tabular import ChainTables, TabularHMM
 
 
@@ -89,11 +89,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         priors: bool = True,
     ) -> None:
         check_size("num_states", num_states, 2)
-        others = ~torch.eye(num_states, dtype=torch.bool)
-        if transition_allowed is not None and transition_allowed.shape == others.shape:
-            others = others & transition_allowed.bool()
-        elif transition_allowed is not None:
-            others = transition_allowed  # of a wrong shape, which is reported
+        others = _others(num_states, transition_allowed)
         super().__init__(
             num_states, emission, initial_concentration, transition_concentration,
             initial_allowed=initial_allowed, transition_allowed=others,
@@ -151,13 +147,22 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         return samples | sample_of_part(self.duration, "duration.", statistics, current)
 
 
+def _others(num_states: int, allowed: Tensor | None) -> Tensor:
+    """Transitions ``(K, K)`` between different states, booleans, that are possible."""
+    others = ~torch.eye(num_states, dtype=torch.bool)
+    if allowed is None:
+        return others
+    check_booleans("transition_allowed", allowed)
+    check_shape("transition_allowed", allowed, (num_states, num_states), "(K, K)")
+    return others.to(allowed.device) & allowed
+
+
 def given_times(times: Tensor | None) -> Tensor:
     """The times of the data; raises if there are none."""
     if times is None:
         raise ValueError(
-            "data has no times, which a model in continuous time needs. Build it with "
-            "Sequences(..., times=), or with times= of from_list, from_concatenated or, by "
-            "time=, from_dataframe."
+            "data has no times, which a model in continuous time needs: Sequences(..., times=), "
+            "times= of from_list, or time= of from_dataframe."
         )
     return times
 
@@ -230,35 +235,20 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         exact_entry: Tensor | None = None,
         priors: bool = True,
     ) -> None:
-        super().__init__()
-        check_size("num_states", num_states)
-        self.num_states = num_states
+        super().__init__(num_states, emission)
         square = num_states, num_states
-        others = ~torch.eye(num_states, dtype=torch.bool)
-        if transition_allowed is not None:
-            check_booleans("transition_allowed", transition_allowed)
-            check_shape("transition_allowed", transition_allowed, square, "(K, K)")
-            others = others.to(transition_allowed.device) & transition_allowed
+        others = _others(num_states, transition_allowed)
         self.of_data, rate_time = rate_time is None, 1.0 if rate_time is None else rate_time
         for name, value in (("rate_concentration", rate_concentration), ("rate_time", rate_time)):
             self.register_buffer(name, positive(name, value, square))
         self.add_rows("initial", initial_concentration, (num_states,), initial_allowed)
         self.register_buffer("transition_allowed", others)
         self.register_buffer("exact_entry", exact_entry)
-        if exact_entry is not None:
-            check_booleans("exact_entry", exact_entry)
-            check_shape("exact_entry", exact_entry, (num_states,), "(K,)")
-            if bool(others[exact_entry.to(others.device)].any()):
-                raise ValueError(
-                    "exact_entry must hold states that are never left: give transition_allowed, "
-                    "with rows of these states that are all False."
-                )
         if bool(others.any()):
             self.supports = self.supports | {"rates": SparsePositive(others)}  # type: ignore[misc]
             self.add_parameters(rates=square)
         else:  # there is nothing to fit
             self.register_buffer("rates", torch.zeros(square))
-        self.emission = build_emission(emission, num_states)
         with_priors(self, priors)
 
     @classmethod

@@ -9,7 +9,7 @@ from pyro.distributions import Gamma, LogNormal, NegativeBinomial, Normal, Poiss
 from scipy import stats
 
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy
-from pyrohmm.distributions.quantiles import cdf
+from pyrohmm.distributions.forecast import cdf
 
 
 def number(value):
