@@ -63,7 +63,7 @@ from pyrohmm import (
     readers,
 )
 from pyrohmm.language.clusters import brown
-from pyrohmm.nn.networks import CharCNN
+from pyrohmm.nn.neural import CharCNN
 from pyrohmm.nn.tagging import tagged
 
 NAME = "tagging"

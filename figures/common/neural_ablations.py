@@ -17,8 +17,7 @@ from pyrohmm import HMM, BlockHMM, NeuralHMM
 from pyrohmm._checks import check_floats, check_shape, check_size
 from pyrohmm._precision import at_least_single
 from pyrohmm.distributions.block_hmm import BlockSymbols
-from pyrohmm.nn.networks import Residual
-from pyrohmm.nn.neural import LinearDropout, _Large, check_dropout
+from pyrohmm.nn.neural import LinearDropout, Residual, _Large, check_dropout
 from pyrohmm.ops.blocks.inner_products import normalised
 from pyrohmm.ops.blocks.states import Blocks
 

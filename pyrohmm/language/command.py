@@ -5,7 +5,6 @@
     python -m pyrohmm.language train.txt --valid valid.txt --save model --score test.txt
     python -m pyrohmm.language --load model --score test.txt --generate 5
     python -m pyrohmm.language more.txt --load model --save further
-    python -m pyrohmm.language distil gpt2 --states 1024 --save hmm
 
 Files have one sentence a line, its words separated by white space; they may be gzipped, and blank
 lines are passed over. Each sentence ends in ``<eos>``, which is predicted and counted. In several
@@ -37,10 +36,8 @@ from tqdm import tqdm
 from ..data.readers import read_lines
 from ..infer.descent import RunOptions, Validation
 from ..infer.process_group import ProcessGroup
-from ..io.conversion import CTRLG_TENSORS, to_ctrlg
 from ..io.files import TENSORS, Checkpoint, check_directory
 from ..ops.automata import Automaton, must_contain, must_not_contain
-from .distillation import distil
 from .model import LanguageModel
 from .text import END, UNKNOWN, count_words, encode
 
@@ -64,10 +61,6 @@ OF_FIT = {
     "rate": "learning_rate", "decay": "weight_decay", "clip": "clip_norm", "patience": "patience",
     "checkpoint": "checkpoint",
 }  # fmt: skip
-OF_DISTIL = {
-    "texts": "num_texts", "longest": "max_tokens", "epochs": "num_epochs", "batch": "batch_size",
-    "checkpoint": "checkpoint",
-}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,15 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     if arguments is None:  # the process is this command's own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-    words = sys.argv[1:] if arguments is None else [*arguments]
-    distils = words[:1] == ["distil"]
-    parser = _distil_parser() if distils else _parser()
-    options = parser.parse_args(words[distils:])
-    if not distils:
-        _check(parser, options)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _check(parser, options)
     try:
         with _process_group(options.device):
-            (imitate if distils else run)(options)
+            run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads it, such as head, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -112,19 +102,19 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
             parser.error(f"--{flag} belongs to a new model, without --load")
 
 
-def _check_free(options: argparse.Namespace, file: str) -> None:
+def _check_free(options: argparse.Namespace) -> None:
     """Raise if a model would be replaced by one that does not go on from it."""
     goes_on = os.path.exists(getattr(options, "checkpoint", ""))
-    if loaded := getattr(options, "load", None):
-        goes_on |= os.path.realpath(loaded) == os.path.realpath(options.save)
-    if os.path.exists(os.path.join(options.save, file)) and not goes_on:
+    if options.load:
+        goes_on |= os.path.realpath(options.load) == os.path.realpath(options.save)
+    if os.path.exists(os.path.join(options.save, TENSORS)) and not goes_on:
         raise ValueError(
             f"--save {options.save} holds a model already. Name another directory, or remove it; "
             "to train that model on, name it with --load, too."
         )
 
 
-def _keep(save: Callable[[str], None], options: argparse.Namespace) -> None:
+def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
     """Save what has been trained: where it should be, or beside the checkpoint, or anywhere.
 
     Raises:
@@ -133,30 +123,13 @@ def _keep(save: Callable[[str], None], options: argparse.Namespace) -> None:
     """
     places = [os.path.dirname(getattr(options, "checkpoint", "")) or ".", tempfile.gettempdir()]
     try:
-        return save(options.save)
+        return model.save(options.save)
     except (OSError, ValueError) as error:
         for place in places:
             with suppress(OSError):
-                save(other := tempfile.mkdtemp(prefix="pyrohmm-", dir=place))
+                model.save(other := tempfile.mkdtemp(prefix="pyrohmm-", dir=place))
                 sys.exit(f"not saved to {options.save} ({error}), but to {other}")
         raise
-
-
-def imitate(options: argparse.Namespace) -> None:
-    """Distil a model of ``transformers``, and save the HMM."""
-    _check_free(options, CTRLG_TENSORS)
-    os.makedirs(options.save, exist_ok=True)  # before anything takes time
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(options.model).to(options.device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    pyro.set_rng_seed(options.seed)
-    found = distil(model, tokenizer, options.states, **_given(options, OF_DISTIL))
-    if ProcessGroup.all().is_first and found.divergence is not None:
-        _keep(lambda folder: to_ctrlg(found.hmm, folder, tokenizer.eos_token_id), options)
-        print(f"ended: {found.fit.reason}; saved to {options.save}\nheld out: {found.perplexity}")
-        steps = " ".join(f"{nats:.2f}" for nats in found.divergence.tolist())
-        print(f"divergence by step, in nats: {steps}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -190,7 +163,7 @@ def constraint(options: argparse.Namespace) -> Automaton | None:
 def train(options: argparse.Namespace) -> LanguageModel:
     """Train a model on the files and save it."""
     check_directory(options.save)
-    _check_free(options, TENSORS)
+    _check_free(options)
     of_fit = _given(options, OF_FIT)
     checkpoint = of_fit.get("checkpoint")
     if checkpoint:
@@ -234,13 +207,13 @@ def train(options: argparse.Namespace) -> LanguageModel:
         fit = model.fit(data, validation, generator=generator, report=tell, **of_fit)
     except (KeyboardInterrupt, OSError) as error:  # the latter of the checkpoint
         if processes.is_first:
-            _keep(model.save, options)
+            _keep(model, options)
             print(f"{str(error) or 'interrupted'}; the model as it is now was saved to "
                   f"{options.save}. Give it with --load to train on, or the same command if it has "
                   "a --checkpoint.", file=sys.stderr)  # fmt: skip
         sys.exit(1 if isinstance(error, OSError) else INTERRUPTED)
     if processes.is_first:
-        _keep(model.save, options)
+        _keep(model, options)
         print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {options.save}")
         print(f"held out: {model.perplexity(validation)}, {END} included")
     return model
@@ -342,22 +315,6 @@ def _explained(function: object) -> dict[str, str]:
     text = re.sub(r":\w+:`~?(.*?)`|`", r"\1", inspect.getdoc(function) or "").replace("%", "%%")
     entries = re.findall(r"^    (\w+): ((?:.|\n {8})*)", text, re.MULTILINE)
     return {name: " ".join(words.split()) for name, words in entries}
-
-
-def _distil_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m pyrohmm.language distil",
-        description="Fit an HMM to texts that a model of transformers writes, and save it in the "
-        "format of Ctrl-G, which pyrohmm.from_ctrlg reads.",
-    )
-    devices = ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
-    parser.add_argument("model", help="directory or name of the model and its tokenizer")
-    parser.add_argument("--states", type=int, required=True, help="number of states")
-    parser.add_argument("--save", metavar="DIR", required=True, help="where the HMM goes")
-    parser.add_argument("--seed", type=int, default=0, help="of random numbers (0)")
-    parser.add_argument("--device", choices=devices, default=devices[-1], help="where to compute")
-    _add(parser, distil, OF_DISTIL)
-    return parser
 
 
 def _parser() -> argparse.ArgumentParser:

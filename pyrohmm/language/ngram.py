@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, pad
 
-from .._checks import check_shape, check_size
+from .._checks import check_range, check_shape, check_size
 from .._imports import imported
 from .._precision import full_precision
 from ..chains.blocks import BlockChain, BlockLikelihood
@@ -328,9 +328,9 @@ class NGramMixture(HMMModule):
         check_shape("covariates", covariates, shape, "(*B, T, 4)", cure)
         log_block, log_symbol, *classes = covariates.unbind(-1)
         classes = [each.masked_fill(~words.exists, 0.0) for each in classes]
-        if words._validate_args or covariates.device.type == "cpu":
-            for column, each, row in zip((2, 3), classes, (self.block_class, self.symbol_class)):
-                _check_classes(column, each, len(row))
+        rows = self.block_class, self.symbol_class
+        for each, row in zip(classes, rows) if covariates.device.type == "cpu" else ():
+            check_range("classes in covariates", each.long(), len(row), "the number of classes - 1")
         ngram = NGramProbs(log_block, log_symbol, *(each.long() for each in classes))
         return NGramBlockHMM(words, ngram, self.weights())
 
@@ -363,16 +363,15 @@ class NGramMixture(HMMModule):
         own = self.block_class, self.block_before, self.symbol_class, self.symbol_block
         fitted = [part for part in own if part.requires_grad]
         best, kept = -math.inf, list[Tensor]()
-        for number in range(num_rounds + 1):
+        for _ in range(num_rounds + 1):
             evidence, words, slopes = self._slopes(data, batch_tokens)
             density = evidence + _log_normal(fitted).item()
             if not density > best:
-                for part, value in zip(fitted, kept):
-                    part.data.copy_(value)
                 break
             best, kept = density, [part.detach().clone() for part in fitted]
-            if number < num_rounds:
-                self._maximize(fitted, words, slopes)
+            self._maximize(fitted, words, slopes)
+        for part, value in zip(fitted, kept):
+            part.data.copy_(value)
         return self
 
     def _maximize(self, fitted: list[nn.Parameter], words: Words, slopes: list[Tensor]) -> None:
@@ -436,13 +435,3 @@ def _at_words(weights: NGramWeights, words: Words) -> list[Tensor]:
     """Logits of the weight in the choice of the block of each word, and of the word in it."""
     block_class, symbol_class, before, here = words
     return [weights.block[block_class, before], weights.symbol[symbol_class, here]]
-
-
-def _check_classes(column: int, classes: Tensor, size: int) -> None:
-    """Raise unless a column of covariates holds whole numbers below ``size``."""
-    wrong = ~((classes >= 0) & (classes < size) & (classes == classes.round()))  # also NaN
-    if bool(wrong.any()):
-        raise ValueError(
-            f"covariates must hold classes in column {column}, whole numbers from 0 to {size - 1}; "
-            f"got {classes[wrong][0].item():g}. NGramMixture takes the numbers of classes."
-        )

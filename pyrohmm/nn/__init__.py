@@ -20,7 +20,6 @@ Its modules; each imports only those above it:
 ``regression_hmm``   ``RegressionHMM``: covariates of chains of all kinds
 ``factorial``        ``TabularFactorialHMM``: several chains; additive emissions
 ``dense``            ``DenseHMM``: softmax of inner products of embeddings
-``networks``         networks and tables that make embeddings
 ``neural``           ``NeuralHMM``: tens of thousands of states
 ``tagging``          ``NeuralTagger``: a neural HMM of words and tags
 """

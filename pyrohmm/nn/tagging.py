@@ -16,8 +16,7 @@ from ..distributions.tagged_hmm import TagPath as TagPath
 from ..distributions.tagged_hmm import WordAndTag as WordAndTag
 from ..ops.blocks import states as state_blocks
 from ..ops.blocks.states import Blocks
-from .networks import Residual
-from .neural import NeuralHMM
+from .neural import NeuralHMM, Residual
 
 
 class NeuralTagger(NeuralHMM):
@@ -25,7 +24,7 @@ class NeuralTagger(NeuralHMM):
 
     .. math:: p(y|z) \propto \exp(E_y \cdot g'(E_z) + b_y)
 
-    over all tags, with a separate :class:`~pyrohmm.nn.networks.Residual` g'. Blocks are those of
+    over all tags, with a separate :class:`~pyrohmm.nn.neural.Residual` g'. Blocks are those of
     words.
 
     Args:

@@ -21,7 +21,7 @@ from pyrohmm import (
     load_into,
 )
 from pyrohmm.io.files import read_tensors
-from pyrohmm.nn.networks import CharCNN
+from pyrohmm.nn.neural import CharCNN
 
 SAVED = Path(__file__).parent / "saved_0_4_0"
 EXPECTED, META = read_tensors(SAVED / "expected.safetensors")

@@ -1,16 +1,14 @@
 """Distillation: an HMM of texts of another model, held-out perplexity and divergence by step."""
 
 import math
-import sys
 from types import SimpleNamespace
 
 import pyro
 import pytest
 import torch
 
-from pyrohmm import from_ctrlg
+from pyrohmm import from_ctrlg, to_ctrlg
 from pyrohmm.language import distil
-from pyrohmm.language.command import main
 from pyrohmm.language.distillation import sample_texts
 
 TOKENS, END = ["a", " b", "c", None], 3
@@ -111,34 +109,21 @@ def test_texts_in_parts_take_as_many_steps_as_those_in_memory():
     assert found[1].perplexity.value == pytest.approx(found[0].perplexity.value, rel=0.01)
 
 
-def test_the_command_saves_what_ctrlg_reads_and_resumes(tmp_path, monkeypatch, capsys):
-    model, tokenizer = Bigram(SKEWED), Tokenizer(TOKENS)
-    model.to = lambda device: SimpleNamespace(eval=lambda: model)
-    fake = SimpleNamespace(
-        AutoModelForCausalLM=SimpleNamespace(from_pretrained=lambda name: model),
-        AutoTokenizer=SimpleNamespace(from_pretrained=lambda name: tokenizer),
-    )
-    monkeypatch.setitem(sys.modules, "transformers", fake)
-    words = ["distil", "small", "--states", "3", "--save", str(tmp_path / "hmm"), "--device", "cpu",
-             "--texts", "300", "--longest", "6", "--batch", "100",
-             "--checkpoint", str(tmp_path / "fit")]  # fmt: skip
-    main([*words, "--epochs", "2"])
-    first = capsys.readouterr().out
-    main([*words, "--epochs", "4"])  # goes on
-    second = capsys.readouterr().out
-    assert first.startswith("ended: it took all 6 steps")
-    assert second.startswith("ended: it took all 12 steps")
-    assert "held out: perplexity" in second
-    assert (
-        len(second.strip().splitlines()[-1].removeprefix("divergence by step, in nats:").split())
-        == 6
-    )
-    resumed = from_ctrlg(tmp_path / "hmm")
-    (tmp_path / "fit").unlink()
-    with pytest.raises(SystemExit, match="holds a model already"):
-        main([*words, "--epochs", "4"])
-    words[words.index("--save") + 1] = str(tmp_path / "whole")
-    main([*words, "--epochs", "4"])  # never stopped
-    whole = from_ctrlg(tmp_path / "whole")
-    assert resumed.emission.probs.equal(whole.emission.probs)
-    assert resumed.log_transition.equal(whole.log_transition)
+def test_what_goes_on_from_a_checkpoint_ends_as_one_never_stopped(tmp_path):
+    found = []
+    for num_epochs, name in ((2, "stopped"), (4, "stopped"), (4, "whole")):
+        pyro.set_rng_seed(0)
+        found.append(
+            distil(
+                Bigram(SKEWED), Tokenizer(TOKENS), 3, num_texts=300, max_tokens=6, batch_size=100,
+                num_epochs=num_epochs, checkpoint=str(tmp_path / name),
+            )
+        )  # fmt: skip
+    assert [each.fit.reason for each in found[:2]] == [
+        "it took all 6 steps", "it took all 12 steps",
+    ]  # fmt: skip
+    assert found[1].divergence.shape == (6,)
+    to_ctrlg(found[1].hmm, tmp_path / "hmm", END)
+    resumed, whole = from_ctrlg(tmp_path / "hmm"), found[2].hmm
+    torch.testing.assert_close(resumed.emission.probs, whole.emission.probs.float())
+    assert found[1].hmm.log_transition.equal(whole.log_transition)

@@ -20,8 +20,7 @@ from pyrohmm import (
     fit_svi,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.nn.networks import CharCNN
-from pyrohmm.nn.neural import LinearDropout, sample_kept_states
+from pyrohmm.nn.neural import CharCNN, LinearDropout, sample_kept_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
