@@ -111,7 +111,7 @@ def test_texts_in_parts_take_as_many_steps_as_those_in_memory():
 
 def test_what_goes_on_from_a_checkpoint_ends_as_one_never_stopped(tmp_path):
     found = []
-    for num_epochs, name in ((2, "stopped"), (4, "stopped"), (4, "whole")):
+    for num_epochs, name in ((40, "stopped"), (50, "stopped"), (50, "whole")):
         pyro.set_rng_seed(0)
         found.append(
             distil(
@@ -120,10 +120,11 @@ def test_what_goes_on_from_a_checkpoint_ends_as_one_never_stopped(tmp_path):
             )
         )  # fmt: skip
     assert [each.fit.reason for each in found[:2]] == [
-        "it took all 6 steps", "it took all 12 steps",
+        "it took all 120 steps", "it took all 150 steps",
     ]  # fmt: skip
     assert found[1].divergence.shape == (6,)
-    to_ctrlg(found[1].hmm, tmp_path / "hmm", END)
-    resumed, whole = from_ctrlg(tmp_path / "hmm"), found[2].hmm
-    torch.testing.assert_close(resumed.emission.probs, whole.emission.probs.float())
-    assert found[1].hmm.log_transition.equal(whole.log_transition)
+    for number in (1, 2):
+        to_ctrlg(found[number].hmm, tmp_path / str(number), END)
+    resumed, whole = (from_ctrlg(tmp_path / str(number)) for number in (1, 2))
+    assert resumed.emission.probs.equal(whole.emission.probs)
+    assert resumed.log_transition.equal(whole.log_transition)
