@@ -232,7 +232,7 @@ def first_order(
 
 def shares_of_letters(words: Sequences) -> Tensor:
     """Letter frequencies, ``(26,)``."""
-    counts = metrics.state_histogram(words.labels[words.exists], NUM_LETTERS) + 0.5
+    counts = words.labels[words.exists].bincount(minlength=NUM_LETTERS) + 0.5
     return counts / counts.sum()
 
 

@@ -50,6 +50,7 @@ import pyro
 import torch
 from common import FOLDER, alone, arguments, earlier, pyplot, write
 from common.neural_ablations import ScalarHMM, allocate
+from common.spectrum import transition_spectrum
 from common.text import Text, brown, read
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -375,7 +376,7 @@ def sentence_log_probs(fit: Fit, data: Sequences) -> Tensor:
 def used(fit: Fit, data: Sequences) -> dict[str, Any]:
     """Expected tokens in each state, and the singular values of the transitions, in numbers."""
     states = metrics.state_usage(fit, data, 64)
-    transitions = metrics.transition_spectrum(fit.hmm(data[:1]), 256)
+    transitions = transition_spectrum(fit.hmm(data[:1]), 256)
     return {
         "effective_states": states.effective,
         "states_with_a_token": int((states.counts >= 1).sum()),

@@ -8,9 +8,9 @@ from .analysis import inference_data as inference_data
 from .analysis import metrics as metrics
 from .analysis import plots as plots
 from .analysis import queries as queries
-from .analysis.calibration import calibrate as calibrate
 from .analysis.draws import PosteriorDraws as PosteriorDraws
 from .analysis.inference_data import to_arviz as to_arviz
+from .analysis.model_check import calibrate as calibrate
 from .analysis.model_check import check_model as check_model
 from .analysis.model_check import report as report
 from .analysis.streaming import Filter as Filter

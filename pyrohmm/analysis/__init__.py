@@ -4,20 +4,16 @@ Imports the rooms down to ``infer``.
 
 Its modules; each imports only those above it:
 
-``agreement``       states: agreement with a truth, number in use, distances
-``usage``           states that are used, rank of the transitions
-``metrics``         perplexity, information criteria, accuracy, diversity
+``metrics``         perplexity, information criteria; usage of states, agreement with a truth
 ``dwell_times``     how long a chain stays in a state; visits of a path
 ``queries``         best paths, entropy, prediction, imputation, pseudo-residuals; all queries
 ``streaming``       ``Filter``: online filtering
-``draw_layout``     samples of a fit or a sampler, and how they lie in tensors
 ``draws``           ``PosteriorDraws``: samples of a posterior as HMMs
 ``inference_data``  ``to_arviz``
 ``plot_axes``       axes, names and tables of pictures
 ``plot_emissions``  pictures of emissions
 ``plots``           pictures of chains, paths of states, predictions and fits
-``calibration``     simulation-based calibration of posterior samples
-``model_check``     simulated data beside the data, pictures of residuals, a page about a fit
+``model_check``     simulated data beside the data, residuals, calibration, a page about a fit
 """
 
 from . import draws as draws
@@ -25,9 +21,9 @@ from . import inference_data as inference_data
 from . import metrics as metrics
 from . import plots as plots
 from . import queries as queries
-from .calibration import calibrate as calibrate
 from .draws import PosteriorDraws as PosteriorDraws
 from .inference_data import to_arviz as to_arviz
+from .model_check import calibrate as calibrate
 from .model_check import check_model as check_model
 from .model_check import report as report
 from .streaming import Filter as Filter

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from pyro import poutine
+from pyro.distributions import Unit
 from pyro.infer import MCMC
 from torch import Tensor
 
@@ -24,28 +26,232 @@ from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..distributions.structured_hmm import FactorialHMM
-from ..infer.models import to_model_device
-from ..infer.plates import check_fitted, marks_of, shared
+from ..infer.models import check_returns_hmm, to_model_device
+from ..infer.objective import latent_sites
+from ..infer.plates import (
+    AtValues,
+    SequencePlate,
+    check_fitted,
+    hmm_at,
+    marks_of,
+    samples_of,
+    sequence_plates,
+    shared,
+    values_for,
+)
 from ..infer.replicates import match_states
 from ..infer.results import Fit
-from ..infer.sampled import summary_of
-from .draw_layout import (
-    Layout,
-    arranged,
-    layout_of,
-    log_prior,
-    marks_of_fitted,
-    name_dims,
-    own_from_prior,
-    permute_dims,
-    run,
-    samples_by_name,
-    samples_of_fit,
-    samples_of_sampler,
-)
+from ..infer.sampled import SampledFit, summary_of
+from ..nn.base import PYRO, in_mode
 
 GUIDE = "independent samples of a guide: there are no chains that could disagree"
 CELLS = 2**22  # samples × N × T × K numbers, in one tensor
+Model = Callable[..., Any]
+Values = Mapping[str, Tensor]
+WRONG = (ValueError, RuntimeError, IndexError, AssertionError)
+
+
+class Layout(NamedTuple):
+    """Layout of a model's latent variables: dimensions of samples, states and sequences.
+
+    Attributes:
+        plates: Of the variables of which each sequence has one, by name.
+        inside: Names of the plates around each variable that is inside some, left to right.
+        batched: The variables whose plates are batch dimensions of the HMM.
+    """
+
+    plates: dict[str, SequencePlate]
+    inside: dict[str, tuple[str, ...]]
+    batched: frozenset[str]
+
+    def wide(self, values: Values, num_leading: int = 1) -> dict[str, Tensor]:
+        """Samples with as many dimensions on the left, and then that of the HMM's batch."""
+        return {
+            name: value if name in self.batched else value.unsqueeze(num_leading)
+            for name, value in values.items()
+        }
+
+
+def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
+    """The layout of the variables, of which ``one`` is a sample.
+
+    Raises:
+        ValueError: If ``one`` does not hold the latent variables of the model, all of them.
+    """
+    with PYRO, torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
+        try:
+            with AtValues(one):
+                trace = poutine.trace(model).get_trace(data)
+        except WRONG:  # they are of other sequences, or none are of the model
+            trace = poutine.trace(model).get_trace(data)
+    check_returns_hmm(trace.nodes["_RETURN"]["value"])
+    if one.keys() != (names := latent_sites(trace)[0].keys()):
+        raise ValueError(
+            f"samples must be of the latent variables of the model, {', '.join(names)}; those of "
+            f"{', '.join(one.keys() ^ names)} are missing, or are none of it."
+        )
+    plates = sequence_plates(model, data, trace)
+    for name in one.keys() - plates.keys():
+        found, wanted = tuple(one[name].shape), tuple(trace.nodes[name]["fn"].shape())
+        if found != wanted:
+            raise ValueError(
+                f"samples of {name!r} must have shape (C, S, *) with * = {wanted}, chains first; "
+                f"got * = {found}. Give the MCMC itself, or get_samples(group_by_chain=True)."
+            )
+    inside = {}
+    for name in one:
+        frames = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
+        by_dim = {frame.dim: frame.name for frame in frames}
+        depth = -min(by_dim, default=0)
+        if depth:
+            inside[name] = tuple(by_dim.get(d, f"{name}_dim_{d + depth}") for d in range(-depth, 0))
+    return Layout(plates, inside, frozenset(inside))
+
+
+def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple[Layout, HMM]:
+    """The layout in which samples in a batch are what they are one by one; the first sample's HMM.
+
+    Args:
+        model: The Pyro model.
+        values: Some samples ``(S, ...)``.
+        count: S.
+        data: The sequences.
+
+    Raises:
+        ValueError: If there is none, or names are wrong.
+    """
+    rows = [{name: value[i] for name, value in values.items()} for i in range(count)]
+    layout = layout_of(model, rows[0], data)
+    singles = [run(model, row, data, layout) for row in rows]
+    wanted = torch.stack([single.log_prob(data.values) for single in singles])
+    priors = torch.stack([log_prior(model, row, data, layout, 1)[0] for row in rows])
+    for batched in dict.fromkeys([layout.batched, frozenset(layout.plates)]):
+        tried = layout._replace(batched=batched)
+        try:
+            wide = tried.wide(values)
+            hmm = run(model, wide, data, tried).expand(torch.Size([count, len(data)]))
+            torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-3, atol=1e-3)
+            together = log_prior(model, wide, data, tried, count)
+            torch.testing.assert_close(together, priors, rtol=1e-3, atol=1e-3)
+        except WRONG as error:
+            reason = error
+        else:
+            return tried, singles[0]
+    raise ValueError(
+        "model must accept samples on the left: write matrix[..., 0, :], not matrix[0]."
+    ) from reason
+
+
+def run(model: Model, values: Values, data: Sequences, layout: Layout) -> HMM:
+    """The HMM of the model with these values of its variables."""
+    with in_mode(False, model):
+        return hmm_at(model, values, data, layout.plates)
+
+
+def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, count: int) -> Tensor:
+    """Log-density ``(S,)`` of S samples under the priors and the factors beside them."""
+    total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
+    with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
+        with AtValues(values_for(values, data, layout.plates)):
+            trace = poutine.trace(model).get_trace(data)
+        for name, site in trace.nodes.items():
+            factor = isinstance(site.get("fn"), Unit) and not site["cond_indep_stack"]
+            if name in values or factor:
+                scores = site["fn"].log_prob(site["value"]).double()
+                total += scores.reshape(count, -1).sum(-1) if scores.dim() else scores
+    return total
+
+
+# Where they come from ----------------------------------------------------------------------------
+
+
+def _of_fit(
+    fit: Fit, num_draws: int, data: Sequences | None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Samples ``(C, S, ...)`` and what is known of each: of a sampler its chains.
+
+    Of SVI one chain of samples of the guide, with their log-density; of MAP and EM the point.
+    """
+    if isinstance(fit, SampledFit):
+        return fit.chains, fit.stats
+    if fit.method != "SVI":
+        return {name: fit.parameters[name][None, None] for name in fit.names}, {}
+    with torch.no_grad(), fit.at_rest():
+        values, scores = samples_of(fit.guide, fit.names, num_draws, data)
+    stats = {"log_guide": scores.double()[None]}
+    return {name: value[None] for name, value in values.items()}, stats
+
+
+def _of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Chains of a sampler, ``(C, S, ...)``, and which samples end a trajectory that diverged."""
+    values = mcmc.get_samples(group_by_chain=True)
+    shape = next(iter(values.values())).shape[:2]
+    reports = mcmc.diagnostics() if shape[1] >= 4 else {}  # fewer have no diagnostics
+    if "divergences" not in reports:
+        return values, {}
+    diverging = torch.zeros(shape, dtype=torch.bool)
+    for chain in range(shape[0]):
+        diverging[chain, reports["divergences"][f"chain {chain}"]] = True
+    return values, {"diverging": diverging}
+
+
+def _marks_of_sampled(mcmc: MCMC, model: Model) -> Tensor | None:
+    """Marks of the sequences that a sampler was run on, if each has variables of its own."""
+    # Pyro keeps the arguments of run
+    arguments = (*getattr(mcmc, "_args", ()), *getattr(mcmc, "_kwargs", {}).values())
+    data = next((part for part in arguments if isinstance(part, Sequences)), None)
+    if data is None or not sequence_plates(model, to_model_device(model, None, data)):
+        return None
+    return marks_of(data)
+
+
+# Which dimensions run over states ----------------------------------------------------------------
+
+# Names of the dimensions of the variables of TabularHMM, DenseHMM and others.
+KNOWN_DIMS = {
+    "initial": ("state",),
+    "transition": ("state", "next_state"),
+    "rates": ("state", "next_state"),
+    "start": ("embedding",),
+    "leave": ("state", "embedding"),
+    "enter": ("state", "embedding"),
+    "emit": ("state", "symbol_embedding"),
+    "symbol": ("symbol", "symbol_embedding"),
+}
+STATE_DIMS = ("state", "next_state")  # what is permuted when states are renamed
+
+
+def _dims_of(
+    variable: str, shape: tuple[int, ...], num_states: int, num_symbols: int
+) -> tuple[str, ...]:
+    """Names of the dimensions of a variable: ``state``, ``next_state``, ``symbol``, ...
+
+    A first dimension of ``num_states`` is taken for states; ``num_symbols`` is zero if observations
+    are not symbols.
+    """
+    path = variable.split(".")
+    known = KNOWN_DIMS.get(path[-1], ())
+    if len(known) == len(shape) > 0:
+        return known
+    names = [f"{variable}_dim_{i}" for i in range(len(shape))]
+    if shape[:1] == (num_states,):
+        names[0] = "state"
+        if shape == (num_states,) * 2 and "emission" not in path:
+            names[1] = "next_state"
+        elif len(shape) == 2 and shape[1] == num_symbols:
+            names[1] = "symbol"
+    return tuple(names)
+
+
+def permute_dims(value: Tensor, dims: Sequence[str], order: Tensor) -> Tensor:
+    """Permute the dimensions of states of ``value`` ``(C, S, ...)`` by ``order`` ``(C, S, K)``."""
+    order = order.to(value.device)
+    for place, name in enumerate(dims, start=2):
+        if name in STATE_DIMS:
+            shape = [1] * value.dim()
+            shape[:2], shape[place] = order.shape[:2], order.size(-1)
+            value = value.gather(place, order.reshape(shape).expand(value.shape))
+    return value
 
 
 @dataclass(repr=False)
@@ -61,9 +267,6 @@ class PosteriorDraws:
         dims: Names of the dimensions of a variable, by its name, where they are not to be guessed.
             Those called ``state`` and ``next_state`` are permuted with the states.
         fitted: Marks by which the sequences are recognised, if each has variables of its own.
-
-    Raises:
-        ValueError: If shapes disagree, or ``dims`` do not fit.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -92,8 +295,7 @@ class PosteriorDraws:
         shapes = {name: tuple(value.shape[:2]) for name, value in self.parameters.items()}
         if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
             raise ValueError(
-                "parameters must have shape (C, S, ...), S samples of each of C chains; got shapes "
-                f"{shapes}. Add the dimension of chains with unsqueeze(0)."
+                f"parameters must have shape (C, S, ...), chains first; they begin with {shapes}."
             )
 
     @classmethod
@@ -121,20 +323,27 @@ class PosteriorDraws:
             TypeError: If ``posterior`` is nothing of the above.
             ValueError: If there is no ``model``, or shapes disagree.
         """
+        fitted = getattr(posterior, "fitted", None)
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.parameters, posterior.stats, dims or posterior.dims
         elif isinstance(posterior, Fit):
             model = model or posterior.model
-            values, stats = samples_of_fit(posterior, num_draws, data)
+            values, stats = _of_fit(posterior, num_draws, data)
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
-            values, stats = samples_of_sampler(posterior)
+            values, stats = _of_sampler(posterior)
+            fitted = _marks_of_sampled(posterior, model)
+        elif isinstance(posterior, Mapping):
+            values, stats = dict(posterior), {}
         else:
-            values, stats = samples_by_name(posterior), {}
+            raise TypeError(
+                "posterior must be a fit, MCMC or a dict of samples; got "
+                f"{type(posterior).__name__}. The data come after it."
+            )
         if model is None:
             raise ValueError("model must be given: samples do not say what they are of.")
-        return cls(model, values, stats, dims or {}, marks_of_fitted(posterior, model))
+        return cls(model, values, stats, dims or {}, fitted)
 
     @property
     def shape(self) -> torch.Size:
@@ -197,9 +406,15 @@ class PosteriorDraws:
         plates = layout_of(self.model, self._one(), data).plates
         if not plates:
             raise ValueError("no variable of the model belongs to single sequences; use the draws.")
-        known = shared(self.parameters, plates)
-        own = own_from_prior(self.model, known, plates, self.shape, data)
-        return replace(self, parameters=known | own, stats={}, fitted=marks_of(data))
+        known, rows = shared(self.parameters, plates), []
+        with PYRO, torch.no_grad(), poutine.block(), in_mode(False, self.model):
+            for i in range(self.shape.numel()):
+                with AtValues({name: value.flatten(0, 1)[i] for name, value in known.items()}):
+                    nodes = poutine.trace(self.model).get_trace(data).nodes
+                rows.append({name: nodes[name]["value"] for name in plates})
+        for name in plates:
+            known[name] = torch.stack([row[name] for row in rows]).unflatten(0, self.shape)
+        return replace(self, parameters=known, stats={}, fitted=marks_of(data))
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -217,9 +432,6 @@ class PosteriorDraws:
         Returns:
             What the function returns, with shape ``(C, S, ...)``.
 
-        Raises:
-            TypeError, ValueError: As :meth:`hmm`.
-
         Example:
             >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
             >>> fit = fit_em(TabularHMM(2, categorical(6)), data, num_iterations=5)
@@ -227,8 +439,6 @@ class PosteriorDraws:
             >>> draws.map(data, lambda hmm: hmm.log_prob(data.values)).shape
             torch.Size([1, 1, 5])
         """
-        if batch_size is not None:
-            check_size("batch_size", batch_size)
         data = to_model_device(self.model, None, data)
         layout, first = self._check(data)
         parts = []
@@ -266,8 +476,8 @@ class PosteriorDraws:
         flat = {name: value.flatten(0, 1) for name, value in self.parameters.items()}
         total = self.shape.numel()
         for first in range(0, total, size):
-            some = {name: value[first : first + size] for name, value in flat.items()}
-            yield some, min(size, total - first)
+            last = min(first + size, total)
+            yield {name: value[first:last] for name, value in flat.items()}, last - first
 
     def _check(self, data: Sequences) -> tuple[Layout, HMM]:
         """Raise unless samples in a batch are what they are one by one; see :func:`arranged`."""
@@ -357,20 +567,23 @@ class PosteriorDraws:
         layout = layout_of(self.model, self._one(), data)
         hmm = run(self.model, self._one(), data, layout)
         num_symbols = log_probs(hmm.emission).size(-1) if is_categorical(hmm.emission) else 0
-        shapes = {name: tuple(value.shape[2:]) for name, value in self.parameters.items()}
         sequences = {plate.name: "sequence" for plate in layout.plates.values()}
-        leading = {
-            name: tuple(sequences.get(plate, plate) for plate in plates)
-            for name, plates in layout.inside.items()
-            if name in layout.plates or hmm.num_states not in shapes[name][: len(plates)]
-        }
-        return name_dims(shapes, self.dims, hmm.num_states, num_symbols, leading)
+        named = {}
+        for name, value in self.parameters.items():
+            plates, shape = layout.inside.get(name, ()), tuple(value.shape[2:])
+            if name not in layout.plates and hmm.num_states in shape[: len(plates)]:
+                plates = ()  # of states
+            own = _dims_of(name, shape[len(plates) :], hmm.num_states, num_symbols)
+            named[name] = (*(sequences.get(plate, plate) for plate in plates), *own)
+        return named | {name: tuple(dims) for name, dims in self.dims.items() if name in named}
 
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
         layout, hmm = self._check(data)
         first = {name: value[:1, :1] for name, value in self.parameters.items()}
-        order = _other_order(hmm)
+        if isinstance(hmm, FactorialHMM):
+            raise ValueError("states of several chains have no order. Compare what depends on none")
+        order = torch.arange(hmm.num_states).roll(1)  # which moves them all
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
             other = run(self.model, {n: v[0, 0] for n, v in permuted.items()}, data, layout)
@@ -381,18 +594,16 @@ class PosteriorDraws:
                 torch.testing.assert_close(factor, expected, rtol=1e-3, atol=1e-3)
         except (ValueError, RuntimeError, AssertionError) as error:
             raise ValueError(
-                "states can be permuted only if it is known which dimensions of variables run over "
-                f"them; taken as {dims}, the HMM is not what it was with its states permuted. Name "
-                "them: PosteriorDraws.of(..., dims={'matrix': ('state', 'next_state')}); if states "
-                "share parameters, their order has a meaning already."
+                "states can be permuted only if it is known which dimensions run over them, and if "
+                f"they share no parameters; not so as {dims}. Name them: PosteriorDraws.of(..., "
+                "dims={'matrix': ('state', 'next_state')})."
             ) from error
-        before, after = (replace(self, parameters=values, stats={}).log_prior(data)
-                         for values in (first, permuted))  # fmt: skip
+        both = (replace(self, parameters=values, stats={}) for values in (first, permuted))
+        before, after = (one.log_prior(data) for one in both)
         if not torch.allclose(before, after, rtol=1e-4, atol=1e-3):
             raise ValueError(
-                "states can be permuted only if priors do not tell them apart; here the log prior "
-                f"of a sample changes from {before.item():.4f} to {after.item():.4f} with their "
-                "order. It has a meaning already: compare samples as they are."
+                f"priors tell states apart: the log prior changes from {before.item():.4f} to "
+                f"{after.item():.4f} with their order."
             )
 
 
@@ -432,17 +643,6 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
             entropy = torch.special.entr(hmm.log_transition.double().exp()).sum(-1)
             quantities["transition_entropy"] = (visits * entropy).sum((-2, -1))
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
-
-
-def _other_order(hmm: HMM) -> Tensor:
-    """An order of the states that moves them all; raise if they are those of several chains."""
-    if isinstance(hmm, FactorialHMM):
-        raise ValueError(
-            "states can be permuted in one chain; those of hmm are of several, which have no "
-            "common order. Compare what depends on none: "
-            "draws.map(data, lambda hmm: invariants(hmm, data.values))."
-        )
-    return torch.arange(hmm.num_states).roll(1)
 
 
 def _room(data: Sequences, hmm: HMM) -> int:

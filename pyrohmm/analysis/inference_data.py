@@ -98,9 +98,7 @@ def to_arviz(
     samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims, data=data)
     if samples.shape.numel() == 1:
         raise ValueError(
-            "posterior must be samples; got a single point, such as a fit by MAP or EM has, of "
-            "which ArviZ's loo, compare, intervals and R-hat mean nothing. Fit with fit_svi, or "
-            "sample with NUTS; a point is judged by metrics.cross_validate, aic and bic."
+            "posterior must be samples; a point is judged by metrics.cross_validate, aic and bic."
         )
     samples = samples.aligned(data) if align else samples
     groups = _fitted_groups(samples, data, per_step, batch_size)

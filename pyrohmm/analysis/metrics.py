@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pyro import poutine
 from pyro.poutine.util import site_is_subsample
+from scipy.optimize import linear_sum_assignment, quadratic_assignment
 from scipy.special import chdtrc
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-from .._checks import check_size
-from ..data.batches import in_parts
+from .._checks import check_integers, check_range, check_shape, check_size
+from ..data.batches import Parts, StoredSequences, in_parts, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
 from ..distributions.block_hmm import BlockHMM
@@ -26,20 +29,10 @@ from ..infer.models import build
 from ..infer.plates import AtValues, new_log_evidence
 from ..infer.results import Fit
 from ..nn.base import PYRO, HMMModule
-from .agreement import align as align
-from .agreement import align_transitions as align_transitions
-from .agreement import bhattacharyya as bhattacharyya
-from .agreement import diversity as diversity
-from .agreement import many_to_one_accuracy as many_to_one_accuracy
-from .agreement import num_identified as num_identified
-from .agreement import one_to_one_accuracy as one_to_one_accuracy
-from .agreement import state_histogram as state_histogram
-from .agreement import variation_of_information as variation_of_information
-from .usage import Data, batches_of, hmms_of
-from .usage import state_usage as state_usage
-from .usage import transition_spectrum as transition_spectrum
 
 MOST_PARAMETERS = 2000  # whose independence is computed
+
+Data = Sequences | Parts | StoredSequences
 
 
 class Perplexity(NamedTuple):
@@ -433,3 +426,245 @@ def cross_validate(
         fitted = fit(data[fold != number])
         parts.append(held_out_log_evidence(fitted, data[fold == number]).cpu())
     return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
+
+
+# States: how often they are used, and their agreement with a truth -------------------------------
+
+
+class StateUsage(NamedTuple):
+    """How often each state is expected to be visited.
+
+    Attributes:
+        counts: ``(K,)`` float64, expected number of steps in each state; they sum to the number of
+            steps.
+        effective: exp(entropy of the counts over their sum): the number of equally frequent states
+            that would be as even.
+    """
+
+    counts: Tensor
+    effective: float
+
+
+def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> StateUsage:
+    r"""Expected number of steps in each state, :math:`\sum_{nt} p(z_t^n = k \mid x^n)`.
+
+    With states in blocks, memory is that of the block of each symbol, not of all K states.
+
+    Args:
+        model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
+        data: The sequences.
+        batch_size: How many are evaluated at a time, if ``model`` is a fit.
+
+    Example:
+        >>> data = Sequences.from_list([[0, 0, 0, 1]])
+        >>> even, emission = torch.full((2, 2), 0.5).log(), Categorical(torch.eye(2))
+        >>> found = state_usage(HMM(even[0], even, emission, data.lengths), data)
+        >>> found.counts, round(found.effective, 3)
+        (tensor([3., 1.], dtype=torch.float64), 1.755)
+    """
+    check_size("batch_size", batch_size)
+    hmms = hmms_of(model, data, batch_size)
+    counts = sum(_expected_steps(hmm, part.values) for hmm, part in hmms)
+    shares = counts / counts.sum()
+    return StateUsage(counts, float(torch.special.entr(shares).sum().exp()))
+
+
+def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
+    """An HMM with its sequences; or those of a fit, for some sequences at a time."""
+    for whole in parts_of(in_parts(data)):
+        parts = [whole] if isinstance(model, HMM) else batches_of(whole, batch_size)
+        yield from zip([model] if isinstance(model, HMM) else model.hmms(parts), parts)
+
+
+def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
+    """Consecutive sequences, some at a time, as parts of the whole set."""
+    return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
+
+
+def _expected_steps(hmm: HMM, values: Tensor) -> Any:
+    """``(K,)`` float64."""
+    with torch.no_grad():
+        if not isinstance(hmm, BlockHMM) or hmm.observed is not None:
+            return hmm.posterior(values).state_probs.flatten(0, -2).double().sum(0)
+        found = hmm.block_posterior(values)
+        exists = found.states >= 0
+        counts = torch.zeros(hmm.num_states, dtype=torch.float64, device=found.probs.device)
+        return counts.index_add_(0, found.states[exists], found.probs[exists].double())
+
+
+def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
+    """Renaming of predicted states under which they agree with the truth most often.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known.
+        num_states: K; by default one more than the largest state of either.
+
+    Returns:
+        ``(K,)`` integers: ``renaming[predicted]`` is comparable with ``truth``.
+
+    Example:
+        >>> align(torch.tensor([0, 0, 1, 2]), torch.tensor([2, 2, 0, 1]))
+        tensor([2, 0, 1])
+    """
+    counts = _contingency(predicted, truth, num_states)
+    _, columns = linear_sum_assignment(counts.cpu().numpy(), maximize=True)  # rows are in order
+    return torch.as_tensor(columns, device=predicted.device)
+
+
+def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
+    """Counts of steps by predicted (row) and true (column) state, ``(K, K)``."""
+    check_integers("predicted", predicted)
+    check_integers("truth", truth)
+    check_shape("predicted", predicted, tuple(truth.shape), "that of truth")
+    predicted, truth = predicted.long(), truth.long()
+    known = truth >= 0
+    rows, columns = predicted[known].flatten(), truth[known].flatten()
+    if rows.numel() == 0:
+        raise ValueError("truth has no known state; wanted at least one that is not -1.")
+    size = num_states or 1 + max(int(predicted.max()), int(truth.max()))
+    check_range("predicted", rows, size, "K - 1")
+    check_range("truth", columns, size, "K - 1")
+    return torch.bincount(rows * size + columns, minlength=size * size).reshape(size, size)
+
+
+def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
+    r"""Renaming of states under which a transition matrix is nearest to the true one.
+
+    Rows and columns are permuted together so that the sum of squared differences is least. Up to
+    eight states all permutations are tried; for more, :func:`scipy.optimize.quadratic_assignment`
+    finds one that need not be the best.
+
+    Where true states are known :func:`align` is better, and where there are data and two HMMs
+    :func:`pyrohmm.infer.replicates.match_states`.
+
+    Args:
+        found: ``(K, K)``, a transition matrix.
+        truth: ``(K, K)``, what it is compared with.
+
+    Returns:
+        ``(K,)`` integers: state k of ``found`` is state ``renaming[k]`` of ``truth``;
+        ``hmm.permute_states(renaming.argsort())`` gives an HMM the true numbers.
+
+    Example:
+        >>> truth = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.8, 0.2], [0.3, 0.0, 0.7]])
+        >>> order = torch.tensor([2, 0, 1])
+        >>> align_transitions(truth[order][:, order], truth)
+        tensor([2, 0, 1])
+    """
+    size = truth.size(-1)
+    check_shape("truth", truth, (size, size), "(K, K)")
+    check_shape("found", found, (size, size), "(K, K)")
+    if size <= 8:
+        orders = torch.tensor(list(itertools.permutations(range(size))), device=found.device)
+        permuted = found[orders.unsqueeze(-1), orders.unsqueeze(-2)]
+        order = orders[(permuted - truth).square().sum((-2, -1)).argmin()]
+    else:
+        pair = truth.detach().cpu().numpy(), found.detach().cpu().numpy()
+        options = {"maximize": True, "rng": np.random.default_rng(0)}  # draws nothing from it here
+        first = quadratic_assignment(*pair, options=options).col_ind
+        options["partial_guess"] = np.stack([np.arange(size), first], 1)
+        order = torch.as_tensor(quadratic_assignment(*pair, "2opt", options).col_ind)
+    return order.argsort().to(found.device)
+
+
+def one_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of steps where predicted and true states agree, after the best renaming.
+
+    Args:
+        predicted: ``(*)`` integers.
+        truth: ``(*)`` integers, -1 where it is not known; such steps do not count.
+
+    Example:
+        >>> one_to_one_accuracy(torch.tensor([0, 0, 1, 1]), torch.tensor([1, 1, 0, 1]))
+        0.75
+    """
+    renamed = align(predicted, truth)[predicted.long().clamp(min=0)]
+    known = truth >= 0
+    return (renamed[known] == truth[known]).double().mean().item()
+
+
+def many_to_one_accuracy(predicted: Tensor, truth: Tensor) -> float:
+    """Share of steps that agree if each predicted state is mapped to its most frequent true one.
+
+    Several predicted states may be mapped to one, so that more states are never worse: compare
+    models of the same number of states.
+
+    Args:
+        predicted: As for :func:`one_to_one_accuracy`.
+        truth: The same.
+
+    Example:
+        >>> many_to_one_accuracy(torch.tensor([0, 1, 2, 2]), torch.tensor([1, 1, 0, 1]))
+        0.75
+    """
+    counts = _contingency(predicted, truth)
+    return (counts.amax(1).sum() / counts.sum()).item()
+
+
+def variation_of_information(predicted: Tensor, truth: Tensor) -> float:
+    r"""Variation of information of two labellings, :math:`H(z|y) + H(y|z)`, in nats.
+
+    Zero if one renames the other. A distance, of at most the logarithm of the number of steps.
+
+    Args:
+        predicted: As for :func:`one_to_one_accuracy`.
+        truth: The same.
+
+    References:
+        Comparing clusterings (Meila, 2007).
+
+    Example:
+        >>> variation_of_information(torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2, 0, 0]))
+        0.0
+        >>> even = torch.tensor([0, 1, 0, 1])  # says nothing of the truth: two times log 2
+        >>> round(variation_of_information(even, torch.tensor([0, 0, 1, 1])), 4)
+        1.3863
+    """
+    counts = _contingency(predicted, truth).double()
+    joint = counts / counts.sum()
+    both = torch.special.entr(joint).sum()
+    single = torch.special.entr(joint.sum(0)).sum() + torch.special.entr(joint.sum(1)).sum()
+    return (2 * both - single).clamp(min=0.0).item()
+
+
+def bhattacharyya(probs: Tensor) -> Tensor:
+    r"""Bhattacharyya distances between distributions: :math:`-\ln \sum_v \sqrt{p_{iv} p_{jv}}`.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row.
+
+    Returns:
+        ``(*B, K, K)``, in nats; zero on the diagonal, infinite where supports are disjoint.
+
+    Raises:
+        ValueError: If one is negative, or a row does not sum to one.
+
+    Example:
+        >>> bhattacharyya(torch.tensor([[1.0, 0.0], [0.5, 0.5]]))
+        tensor([[0.0000, 0.3466],
+                [0.3466, 0.0000]])
+    """
+    if not bool((probs >= 0).all() & ((probs.sum(-1) - 1).abs() <= 1e-4).all()):
+        raise ValueError("probs must be probabilities that sum to one in each row.")
+    root = probs.sqrt()
+    overlap = root @ root.mT
+    overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently
+    same = torch.eye(probs.size(-2), dtype=torch.bool, device=probs.device)
+    return -overlap.log().clamp(max=0.0).masked_fill(same, 0.0) + 0.0  # not minus zero
+
+
+def diversity(probs: Tensor) -> Tensor:
+    """Mean Bhattacharyya distance of all pairs of rows, ``(*B)``, in nats (Qiao et al., 2015).
+
+    Infinite as soon as two rows have disjoint supports.
+
+    Args:
+        probs: ``(*B, K, V)``, a distribution in each row, such as a transition matrix; K >= 2.
+
+    Example:
+        >>> diversity(torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.5, 0.5]]))  # 0.3466 twice of three
+        tensor(0.2310)
+    """
+    size = probs.size(-2)
+    return bhattacharyya(probs).sum((-2, -1)) / (size * (size - 1))

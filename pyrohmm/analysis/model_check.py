@@ -1,8 +1,9 @@
-"""Model checks: data simulated from a fit, pseudo-residuals, and a report."""
+"""Model checks: simulated data, pseudo-residuals, calibration of samplers, and a report."""
 
 from __future__ import annotations
 
 import base64
+import copy
 import io
 import math
 from collections.abc import Callable, Mapping
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from datetime import date
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import pyro
 import torch
+from pyro import poutine
 from pyro.ops.stats import quantile
 from torch import Tensor
 
@@ -20,11 +23,13 @@ from .._checks import check_size
 from .._imports import __version__, imported
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..infer.effects import name_of
+from ..infer.coordinates import names_of
 from ..infer.laplace import LaplaceFit
-from ..infer.results import Fit
+from ..infer.models import MarginalModel, exclusive
+from ..infer.objective import latent_sites
+from ..infer.results import Fit, name_of
 from ..infer.sampled import SampledFit
-from ..infer.uncertainty import names_of
+from ..nn.base import HMMModule
 from . import metrics, plots
 from .draws import PosteriorDraws
 from .plot_axes import axes_or_new, square
@@ -162,7 +167,7 @@ def check_model(
     observed, simulated = {}, {}
     for name, statistic in statistics.items():
         observed[name] = _applied(statistic, data)
-        simulated[name] = torch.stack([_applied(statistic, copy) for copy in copies])
+        simulated[name] = torch.stack([_applied(statistic, one) for one in copies])
     return ModelCheck(observed, simulated)
 
 
@@ -218,17 +223,156 @@ def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:
     return [*axes.flat]
 
 
+# Simulation-based calibration ---------------------------------------------------------------------
+
+
+class Calibration(NamedTuple):
+    """Ranks of the truth among samples of its posterior, by the name of each variable.
+
+    Attributes:
+        ranks: ``(R,)`` integers from 0 to S of each, for R data sets.
+        num_samples: S.
+    """
+
+    ranks: dict[str, Tensor]
+    num_samples: int
+
+    def p_values(self, num_bins: int = 8) -> dict[str, float]:
+        """P-values of chi-square tests that ranks are uniform; small where samples are wrong.
+
+        Args:
+            num_bins: Of equal width; a divisor of S + 1, with five or more data sets a bin.
+
+        Raises:
+            ValueError: If it is no divisor.
+        """
+        check_size("num_bins", num_bins, 2)
+        if (self.num_samples + 1) % num_bins:
+            raise ValueError(f"num_bins must divide S + 1 = {self.num_samples + 1}; got {num_bins}")
+        found = {}
+        for name, ranks in self.ranks.items():
+            bins = ranks * num_bins // (self.num_samples + 1)
+            counts, expected = bins.bincount(minlength=num_bins).double(), len(ranks) / num_bins
+            square = ((counts - expected).square() / expected).sum() / 2
+            degrees = torch.tensor((num_bins - 1) / 2, dtype=torch.double)
+            found[name] = torch.special.gammaincc(degrees, square).item()
+        return found
+
+
+@exclusive(gradients=False)
+def calibrate(
+    model: Any,
+    sample: Callable[..., Mapping[str, Tensor]],
+    like: Tensor | Sequences,
+    num_data_sets: int = 100,
+    together: int = 1,
+) -> Calibration:
+    """Simulation-based calibration: ranks of parameters of the prior among posterior samples.
+
+    For each data set, parameters are sampled from the prior and data from them. If what samples
+    the posterior is right, the rank of the truth among S independent samples is uniform on 0 to S.
+    The statistic of a variable is a weighted sum of its entries. If all variables are sampled, "lp"
+    is a further one: the log joint density, which sees the data as well (Modrák et al., 2023).
+    Ranks of samples that lie too close together are piled up at both ends. Priors must be those of
+    the model, not of the data. Variables that their prior fixes, such as the probability of one
+    outcome, have no ranks.
+
+    Args:
+        model: A Pyro model that returns an HMM, or a module, whose :class:`MarginalModel` is meant.
+        sample: Called with a copy of the model or module and data, returns S independent samples
+            ``(S, ...)`` of some variables by their names: ``fit.samples()`` of a guide, or of
+            chains of one sample each.
+        like: ``(N,)`` integers, the steps of the simulated sequences; or sequences, whose lengths,
+            missing steps, covariates and times they have.
+        num_data_sets: R.
+        together: D, how many data sets ``sample`` is called for at once. If not for one, its third
+            argument are the observations of all, ``(D, N, T, *E)``, and it returns ``(D S, ...)``,
+            first those of the first, as ``fit_gibbs(values=)`` does.
+
+    Raises:
+        ValueError: If numbers of samples or variables differ between data sets, samples are not
+            finite or of another shape than their variable, or a variable is none of the model.
+
+    References:
+        Talts, Betancourt, Simpson, Vehtari and Gelman (2018), Validating Bayesian inference
+        algorithms with simulation-based calibration.
+
+    Example:
+        >>> def exact(module, data):  # of one state, in closed form
+        ...     counts = data.values[data.observed].bincount(minlength=2)
+        ...     return {"emission.probs": Dirichlet(1.0 + counts).sample((15,))}
+        >>> _ = pyro.set_rng_seed(0)
+        >>> found = calibrate(TabularHMM(1, categorical(2)), exact, torch.tensor([4, 2]), 40)
+        >>> found.p_values()["emission.probs"] > 0.01
+        True
+    """
+    check_size("num_data_sets", num_data_sets)
+    check_size("together", together)
+    if isinstance(like, Tensor):
+        like = Sequences(torch.zeros(len(like), int(like.max())), like)
+    rows: dict[str, list[Tensor]] = {}
+    for first in range(0, num_data_sets, together):
+        own = copy.deepcopy(model)
+        joint, prefix = (MarginalModel(own), "module.") if isinstance(own, HMMModule) else (own, "")
+        sets = [_simulated(joint, like) for _ in range(min(together, num_data_sets - first))]
+        several = () if together == 1 else (torch.stack([data.values for _, data in sets]),)
+        samples = sample(own, sets[0][1], *several)
+        parts = {prefix + n.removeprefix(prefix): v.chunk(len(sets)) for n, v in samples.items()}
+        for number, (truth, data) in enumerate(sets):
+            some = {name: part[number] for name, part in parts.items()}
+            for name, row in _statistics(joint, truth, some, data).items():
+                rows.setdefault(name.removeprefix(prefix), []).append(row)
+    tables = {name: torch.stack(each) for name, each in rows.items()}  # (R, 1 + S)
+    ranks = {
+        name: (table[:, 1:] < table[:, :1]).sum(1)
+        for name, table in tables.items()
+        if len(table) == 1 or bool((table[:, 0] != table[0, 0]).any())
+    }
+    return Calibration(ranks, next(iter(tables.values())).size(1) - 1)
+
+
+def _simulated(model: Any, like: Sequences) -> tuple[dict[str, Tensor], Sequences]:
+    """Parameters of the prior by name, and data of them."""
+    data = like.with_total(like.total)
+    with torch.no_grad():
+        trace = poutine.trace(model).get_trace(data)
+        data.values = trace.nodes["_RETURN"]["value"].sample()
+    return {name: trace.nodes[name]["value"] for name in latent_sites(trace)[0]}, data
+
+
+def _statistics(
+    model: Any, truth: dict[str, Tensor], samples: dict[str, Tensor], data: Sequences
+) -> dict[str, Tensor]:
+    """Numbers ``(1 + S,)`` of the truth and of samples, by the name of the variable."""
+    found = {}
+    for name, value in samples.items():
+        if name not in truth:
+            raise ValueError(f"sample must return variables, {list(truth)}; got {name!r}.")
+        true, size = truth[name], truth[name].numel()
+        if not bool(value.isfinite().all()):
+            raise ValueError(f"samples of {name!r} must be finite; there are NaN or infinite ones.")
+        shaped = value.detach().to(true.dtype).reshape(len(value), *true.shape)
+        samples[name] = both = torch.cat([true.unsqueeze(0), shaped])
+        weights = torch.arange(1.0, 1 + size, dtype=torch.double).cos()
+        found[name] = both.double().reshape(-1, size) @ weights
+    if samples.keys() == truth.keys() and len(set(map(len, found.values()))) == 1:
+        scores = []
+        for values in zip(*samples.values()):
+            known = poutine.condition(model, dict(zip(samples, values)))
+            with torch.no_grad(), pyro.validation_enabled(False):
+                scores.append(poutine.trace(known).get_trace(data).log_prob_sum())
+        found["lp"] = torch.stack(scores)
+    return found
+
+
 # A page about a fit -------------------------------------------------------------------------------
 
 PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
 body {{ font-family: sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }}
-table {{ border-collapse: collapse; }}
 td, th {{ padding: 0.2em 0.8em; text-align: right; border-bottom: 1px solid #ddd; }}
-td:first-child, th:first-child {{ text-align: left; }}
 img {{ max-width: 100%; }}
-pre {{ white-space: pre-wrap; }}
 </style></head><body>
 <h1>{title}</h1>
 <p>{date}, pyrohmm {version}</p>
@@ -280,7 +424,7 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
         ("Transitions", lambda: _transitions(hmm, data)),
         ("Emissions", lambda: _picture(plots.emission(hmm, values=data.values))),
         ("States of the longest sequence", lambda: _states(hmm, data)),
-        ("Simulated data beside the data", lambda: _simulated(fit, data, draws)),
+        ("Simulated data beside the data", lambda: _simulated_data(fit, data, draws)),
         ("Residuals", lambda: RESIDUALS + _picture(residual_plots(hmm, data.values)[0])),
     ]
     body = "\n".join(f"<h2>{escape(title)}</h2>\n{_or_reason(make)}" for title, make in parts)
@@ -348,15 +492,14 @@ def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[A
         text = f"<p>States as each sample numbers them: {escape(str(error))}</p>"
     if draws.shape[0] > 1 and draws.shape[1] > 3:
         text += f"<pre>{escape(draws.summary())}</pre>"
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("parameter", "mean", "standard deviation", "lower", "upper")
-    }
+    columns: dict[str, list[Any]] = {"parameter": []}
     for name, value in draws.parameters.items():
         flat = value.double().flatten(0, 1)
         low, high = quantile(flat, [0.025, 0.975])
         columns["parameter"] += names_of(name, flat[0])
-        for column, part in zip(list(columns)[1:], (flat.mean(0), flat.std(0), low, high)):
-            columns[column] += part.flatten().tolist()
+        parts = {"mean": flat.mean(0), "standard deviation": flat.std(0), "lower": low}
+        for column, part in (parts | {"upper": high}).items():
+            columns.setdefault(column, []).extend(part.flatten().tolist())
     return columns, text
 
 
@@ -380,7 +523,7 @@ def _summary(fit: Fit) -> str:
     return fit.summary()
 
 
-def _simulated(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
+def _simulated_data(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
     """:func:`check_model` at the estimates, or over samples of the posterior."""
     some = draws and draws.thin(-(-SIMULATED // draws.shape[0]))
     return SIMULATIONS + f"<pre>{escape(str(check_model(some or fit, data)))}</pre>"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from .._imports import imported
-from ..infer.effects import Bands
+from ..infer.results import Bands
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

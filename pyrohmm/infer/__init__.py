@@ -5,8 +5,7 @@ Imports the rooms down to ``io``.
 Its modules; each imports only those above it:
 
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
-``guides``        samples, and one value, of any guide; a point as a guide
-``plates``        latent variables of which each sequence has one
+``plates``        values of latent variables: of each sequence, of guides, at a point
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
 ``descent``       ``FitOptions``: arguments of gradient fits; optimizer, averages, held-out evidence
@@ -16,20 +15,17 @@ Its modules; each imports only those above it:
 ``iterations``    the iterations of EM, and the E-step, batched by length
 ``starts``        where EM begins
 ``resizing``      merge and split of states
+``coordinates``   unconstrained coordinates of variables, as one vector
 ``uncertainty``   ``Information``: standard errors and intervals
-``effects``         tables of estimates, and predictions at values of the covariates
 ``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
-``results``       ``Fit``, ``Restarts``: what a fit returns
+``results``       ``Fit``, ``Restarts``: what a fit returns; tables and predictions
 ``training``      the training loop
 ``gradient``      ``fit_svi``, ``fit_map``
 ``marginal``      log marginal likelihoods with random effects, by Laplace's approximation
-``laplace``       ``fit_laplace``: random effects by marginal likelihood
+``laplace``       ``fit_laplace``: random effects by marginal likelihood; weights of smooth terms
 ``cooccurrence``  ``fit_cooccurrence``, ``CooccurrenceModel``
-``smoothing``     weights of smooth terms by marginal likelihood
 ``em``            ``fit_em``
-``tempering``     ``Ladder``: parallel tempering, and the marginal likelihood it gives
-``sampled``       ``SampledFit``: chains of samples of a posterior, and whether they agree
-``coordinates``   those of Hamiltonian trajectories, and their metric
+``sampled``       ``SampledFit``: chains of samples, whether they agree, tempering
 ``mcmc``          ``fit_mcmc``: Hamiltonian Monte Carlo of many chains in one batch
 ``gibbs``         ``fit_gibbs``
 """

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 import pyro
 import torch
 from pyro import poutine
-from pyro.infer.autoguide import init_to_sample
 from torch import Tensor
 
 from .._checks import check_integers, check_range, check_size
@@ -32,10 +31,9 @@ from ..ops.pairs import add_up
 from ..ops.pairs import cross_entropy as cross_entropy
 from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
-from .descent import MINIBATCHES, FitOptions
+from .descent import MINIBATCHES
 from .gradient import fit_map
 from .models import LogPrior, build, exclusive, factor_log_prior
-from .parameters import Values
 from .results import Fit
 
 CHUNK = 1 << 20  # pairs that are sorted at a time
@@ -209,7 +207,7 @@ class CooccurrenceModel(OwnParameters):
 
 
 @exclusive()
-def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
+def fit_cooccurrence(
     module: HMMModule,
     data: Sequences | Target | Iterable[Target],
     num_symbols: int | None = None,
@@ -219,14 +217,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     stationary: Callable[[Tensor], Tensor] = stationary,
     weight: float | list[float] | None = None,
     log_prior: LogPrior | None = None,
-    num_iterations: int = 1000,
-    learning_rate: float = 0.05,
-    tolerance: float | None = 1e-5,
-    start: Callable[..., Any] | Values | Fit = init_to_sample,
-    restarts: int = 1,
-    validation: Sequences | None = None,
-    priors: bool = True,
-    **options: Unpack[FitOptions],
+    **options: Any,
 ) -> Fit:
     r"""Fit the joint distribution of symbols some steps apart: MAP of :class:`CooccurrenceModel`.
 
@@ -235,8 +226,6 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
     equally well may differ for whole sequences. Several ``lags`` distinguish them, and
     ``fit.parameters`` initialise :func:`fit_em` and :func:`fit_map`. The first state is in no pair,
     and follows its prior.
-
-    Arguments that are not listed, from ``num_iterations`` on, are those of :func:`fit_map`.
 
     Args:
         module: Builds an HMM that emits symbols.
@@ -256,7 +245,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
             for the squared distance :math:`n / 2 \lVert W \rVert^2`, with which it does where all
             pairs that occur are equally frequent.
         log_prior: A further log-density of the HMM built.
-        **options: Further arguments: :class:`FitOptions` explains them.
+        **options: Further arguments of :func:`fit_map`, such as ``start`` and ``restarts``.
 
     Returns:
         The fit; ``num_observed`` is the number of pairs (those of the first lag).
@@ -280,11 +269,7 @@ def fit_cooccurrence(  # noqa: D417  # from num_iterations on: those of fit_map
         log_prior, loss=loss, stationary=stationary,
     )  # fmt: skip
     total = targets[0].total if isinstance(targets[0], Pairs) else 0
-    fit = fit_map(
-        model, _PlaceholderData(total), num_iterations=num_iterations, learning_rate=learning_rate,
-        tolerance=tolerance, start=start, restarts=restarts, validation=validation,
-        priors=priors, **options,
-    )  # fmt: skip
+    fit = fit_map(model, _PlaceholderData(total), **options)
     return replace(fit, notes=fit.notes + notes, unit="pair")
 
 

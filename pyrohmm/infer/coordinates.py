@@ -1,17 +1,28 @@
-r"""Unconstrained coordinates in which posteriors are near to normal, and their metric."""
+"""Unconstrained coordinates of variables, all of them as one vector."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import biject_to, constraints
-from torch.distributions.transforms import IndependentTransform, StickBreakingTransform
+from torch.distributions import biject_to, constraints, transform_to
+from torch.distributions.transforms import (
+    AffineTransform,
+    ExpTransform,
+    IndependentTransform,
+    SigmoidTransform,
+    StickBreakingTransform,
+    Transform,
+)
 from torch.nn.functional import pad
 
-WIDEST = 128  # coordinates, for more of which the metric is diagonal
+BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
+AT_LEAST = constraints.greater_than_eq
+IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
 
 
 class ProbitSticks(StickBreakingTransform):
@@ -48,44 +59,148 @@ def coordinates(support: constraints.Constraint) -> Any:
     return biject_to(support)
 
 
-def times(root: Tensor, vectors: Tensor) -> Tensor:
-    """Matrices ``(*, D, D)``, or diagonals ``(*, D)``, times vectors ``(*, D)``."""
-    if root.dim() == vectors.dim():
-        return root * vectors
-    return (root @ vectors.unsqueeze(-1)).squeeze(-1)
-
-
-def second_moments(vectors: Tensor, like: Tensor) -> Tensor:
-    """Sums over C of products of vectors ``(2, C, R, D)``, or of squares: of a metric ``like``."""
-    form = "pcri,pcri->pri" if like.dim() == 2 else "pcri,pcrj->prij"
-    return torch.einsum(form, vectors, vectors)
-
-
-def metric_root(places: Tensor, gradients: Tensor, freedom: int) -> Tensor:
-    r"""Symmetric square root of the inverse mass matrix M for which M cov(gradients) M = cov(q).
-
-    For a normal distribution that is its covariance matrix, of any places at all. Correlations are
-    shrunk, the more the fewer degrees of freedom there are.
+class Packing:
+    """Variables by name as one vector ``(*, D)`` of unconstrained coordinates.
 
     Args:
-        places: Covariance matrices ``(R, D, D)``, or variances ``(R, D)``, of coordinates.
-        gradients: Those of the gradients of the log-density.
-        freedom: Degrees of freedom of both.
+        transforms: From coordinates to the space of each variable, by name.
+        shapes: Of the coordinates of each, by name.
     """
-    if places.dim() == 2:
-        return (places / gradients).pow(0.25)
-    first, second = (part.diagonal(dim1=-2, dim2=-1) for part in (places, gradients))
-    unit = (first / second).pow(0.25).unsqueeze(-1)
-    units, eye = unit * unit.mT, torch.eye(unit.size(-2)).to(unit)
-    share = eye + (1 - eye) * freedom / (freedom + len(eye))
-    inner, outer = places / units * share, gradients * units * share
-    root, inverse = _power(outer, 0.5), _power(outer, -0.5)
-    return _power(inverse @ _power(root @ inner @ root, 0.5) @ inverse * units, 0.5)
+
+    def __init__(self, transforms: Mapping[str, Any], shapes: Mapping[str, torch.Size]) -> None:
+        self.transforms, self.shapes = transforms, shapes
+        self.sizes = [math.prod(shape) for shape in shapes.values()]
+
+    def flat(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Coordinates ``(R, D)`` of values ``(R, ...)``, R of each."""
+        parts = [to.inv(values[name]) for name, to in self.transforms.items()]
+        return torch.cat([part.reshape(len(part), -1) for part in parts], -1)
+
+    def split(self, flat: Tensor) -> dict[str, Tensor]:
+        """Coordinates of each variable, in its shape, of ``(*, D)``."""
+        parts = zip(self.shapes.items(), flat.split(self.sizes, -1))
+        return {name: part.reshape(flat.shape[:-1] + shape) for (name, shape), part in parts}
+
+    def values(self, flat: Tensor) -> dict[str, Tensor]:
+        """Values ``(*, ...)`` of the variables at coordinates ``(*, D)``."""
+        return {name: self.transforms[name](part) for name, part in self.split(flat).items()}
+
+    def log_volume(self, flat: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """Log-determinant ``(*)`` of the slope of the map from coordinates to values."""
+        total = flat.new_zeros(flat.shape[:-1])
+        for name, part in self.split(flat).items():
+            slope = self.transforms[name].log_abs_det_jacobian(part, values[name])
+            total = total + slope.reshape(*total.shape, -1).sum(-1)
+        return total
 
 
-def _power(matrix: Tensor, power: float) -> Tensor:
-    """Powers of positive definite matrices; NaN if one is not finite."""
-    if not bool(matrix.isfinite().all()):
-        return torch.full_like(matrix, torch.nan)
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.pow(power).unsqueeze(-2)) @ vectors.mT
+@dataclass(frozen=True)
+class Coordinates:
+    r"""Free coordinates :math:`u \in R^P` of one parameter, zero at its estimate.
+
+    Rows of probabilities are a softmax over their positive entries, positive numbers an
+    exponential, anything else the bijection of its support. Entries on the boundary are held.
+
+    Attributes:
+        name: Of the parameter.
+        estimate: Its value.
+        labels: P names, of single coordinates.
+        held: Names of the entries that are held at the boundary.
+        value: From u ``(*, P)`` to the value of the parameter.
+        scale: On which intervals are symmetric: its function, and the inverse.
+    """
+
+    name: str
+    estimate: Tensor
+    labels: list[str]
+    held: list[str]
+    value: Callable[[Tensor], Tensor]
+    scale: Transform
+
+    @classmethod
+    def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
+        """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
+        estimate, base = estimate.detach().double(), _base(support)
+        scale: Transform = IDENTITY
+        moved: Callable[[Tensor], Tensor]  # value of the parameter after a change of coordinates
+        if _is_simplex(estimate, support):
+            scale, inside = LOGIT, estimate > BOUNDARY
+            largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
+            free, logits = inside & ~largest, estimate.log().masked_fill(~inside, -torch.inf)
+
+            def moved(change: Tensor) -> Tensor:
+                return (logits + change).softmax(-1)
+
+        elif _is_positive(support):
+            scale, free = LOG, estimate > _least(estimate, support)
+            # of zeros: a density of a rate of zero has no second derivative
+            edge = estimate.clamp(min=1e-100 if isinstance(base, AT_LEAST) else 0.0)
+            inside = free
+
+            def moved(change: Tensor) -> Tensor:
+                return torch.where(free, estimate * change.exp(), edge)
+
+        else:
+            kind = type(base).__name__
+            triangular = "Cholesky" in kind or "PositiveDefinite" in kind
+            transform = transform_to(support) if triangular else biject_to(support)
+            origin = transform.inv(estimate)
+            inside = origin.isfinite()
+            if base is constraints.unit_interval:
+                scale = LOGIT
+                inside = inside & (estimate > BOUNDARY) & (estimate < 1 - BOUNDARY)
+            free = inside.tril() if triangular else inside
+            origin = origin.masked_fill(~free, 0.0)
+
+            def moved(change: Tensor) -> Tensor:
+                value = transform(origin + unit * change)
+                return value if bool(inside.all()) else torch.where(inside, value, estimate)
+
+        def value(u: Tensor) -> Tensor:
+            change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten()]
+            return moved(change.reshape(u.shape[:-1] + free.shape))
+
+        names = [f"{name}, free coordinate {n}" for n in range(free.numel())]
+        if free.numel() == estimate.numel():
+            names = names_of(name, estimate)
+        labels = [label for label, at in zip(names, free.flatten().tolist()) if at]
+        held = [label for label, at in zip(names, inside.flatten().tolist()) if not at]
+        return cls(name, estimate, labels, held, value, scale)
+
+    def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
+        """Estimates less and plus ``z`` standard errors on ``scale``."""
+        at = self.scale(self.estimate)
+        width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
+        return self.scale.inv(at - width), self.scale.inv(at + width)
+
+
+def _least(estimate: Tensor, support: Any) -> float:
+    """Number below which a fit has left an entry at zero: none where only the unit is small."""
+    if isinstance(_base(support), AT_LEAST):
+        return BOUNDARY
+    rates = "Positive" in type(support).__name__ and estimate.numel()
+    return BOUNDARY * float(estimate.max()) if rates else 0.0
+
+
+def _is_simplex(estimate: Tensor, support: Any) -> bool:
+    rows = estimate.dim() > 0 and bool(((estimate.sum(-1) - 1).abs() < 1e-4).all())
+    return rows and (_base(support) is constraints.simplex or "Simplex" in type(support).__name__)
+
+
+def _is_positive(support: Any) -> bool:
+    base = _base(support)
+    bound = getattr(base, "lower_bound", None)
+    positive = isinstance(base, constraints.greater_than | AT_LEAST)
+    return (positive and bound == 0) or "Positive" in type(support).__name__
+
+
+def _base(support: Any) -> Any:
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    return support
+
+
+def names_of(name: str, value: Tensor) -> list[str]:
+    """Names of the entries of a parameter, row by row."""
+    places = torch.ones(value.shape).nonzero().tolist() if value.dim() else [[]]
+    return [f"{name}{place or ''}" for place in places]

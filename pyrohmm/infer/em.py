@@ -29,16 +29,16 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
 from .descent import names_checked
-from .guides import Point
 from .iterations import Loop
+from .laplace import fit_smooth, unweighted
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel, exclusive
 from .msteps import FixedPoint, GradientStep, TransitionPrior
 from .parameters import Parameters, Values
+from .plates import Point
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
-from .smoothing import fit_smooth, unweighted
 from .starts import FEW, MOST_STEPS, Start, begin, num_ranked
 
 

@@ -102,10 +102,7 @@ def fit_gibbs(
     copies = num_chains * num_temperatures
     parameters = Parameters(copy.deepcopy(module), data, copies, None)
     if parameters.points:
-        raise ValueError(
-            f"every parameter must have a prior, and some of {type(module).__name__} have none. "
-            "Give them one by PyroSample, or freeze them."
-        )
+        raise ValueError("every parameter must have a prior: give one by PyroSample, or freeze it.")
     if values is not None:
         _check_sets(values, data, num_chains, parameters.units)
     sampler = Gibbs(parameters, num_samples, warmup, num_temperatures, values)
@@ -122,13 +119,11 @@ def _check_sets(values: Tensor, data: Sequences, num_chains: int, units: float) 
     same = values.shape[1:] == data.values.shape and not num_chains % len(values)
     if not same or bool((values.isnan() != data.values.isnan()).any()):
         raise ValueError(
-            f"values must be (D, N, T, *E), with D a divisor of {num_chains} chains, and the rest, "
-            f"what is NaN included, as in data; got shape {tuple(values.shape)}."
+            f"values must be (D, N, T, *E), D a divisor of {num_chains} chains, NaN included."
         )
     if units:
         raise ValueError(
-            "priors of module must have numbers of their own where values are those of several "
-            "data sets: these are in the unit of data. Give the emission its prior's arguments."
+            "priors of module are in the unit of data, of which there are several: give numbers."
         )
 
 
@@ -415,7 +410,6 @@ def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:
     for name, count in counts.items():
         if bool(((count - count.round()).abs() > WHOLE).any()):
             raise ValueError(
-                f"the chain of {type(hmm).__name__} uses {name} in ways that its paths do not "
-                "show, so that it cannot be sampled given them. Use fit_mcmc."
+                f"{name} of {type(hmm).__name__} cannot be sampled given paths. Use fit_mcmc."
             )
     return counts

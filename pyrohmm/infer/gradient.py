@@ -23,10 +23,10 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.tabular import SharedRows
 from .descent import MINIBATCHES, FitOptions, settings_of
-from .guides import Point
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, fitted_in, set_point
+from .plates import Point
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import build_once, by_kmeans
 from .training import check_model_and_data, train

@@ -11,6 +11,17 @@ with the most probable effects :math:`\hat b(\theta)`, found by Newton steps of 
 and :math:`H_g` ``(d, d)``, minus the second derivatives of one member. All derivatives are exact;
 that of :math:`\hat b` is by the implicit function (Kristensen et al., 2016, TMB: Automatic
 Differentiation and Laplace Approximation).
+
+``fit_smooth`` finds the weights of smooth terms by the generalised Fellner-Schall method.
+The coefficients b of a term, d of them, are independent normal with a standard deviation
+:math:`\sigma`. The marginal likelihood of :math:`\sigma`, all coefficients integrated out by
+Laplace's method, has its maximum where
+
+.. math:: \sigma^2 = |b|^2 / e, \quad e = d - \operatorname{tr} V / \sigma^2
+
+with b the most probable coefficients and V their covariance, of the exact observed information of
+the HMM; e are the effective degrees of freedom (Wood and Fasiolo, 2017, Biometrics 73; the change
+of the curvature with b is left out there, as here).
 """
 
 from __future__ import annotations
@@ -20,7 +31,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -32,31 +42,27 @@ from torch.distributions import biject_to, constraints
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..nn.base import PYRO
+from ..nn.base import PYRO, HMMModule
+from ..nn.regression import Linear
 from ..ops.newton import Peak, climb
-from .guides import Point
+from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
 from .models import exclusive
 from .objective import APART, check_copies, each_alone, latent_sites
-from .plates import AtValues, in_plate, marks_of, sequence_plates
+from .plates import AtValues, Point, in_plate, marks_of, sequence_plates
 from .results import Fit
 from .training import check_model_and_data
-from .uncertainty import (
-    FAR,
-    LOG,
-    VANISHING,
-    Coordinates,
-    Information,
-    differences,
-    double_of,
-    points_of,
-)
+from .uncertainty import FAR, VANISHING, Information, differences, double_of, evaluated, points_of
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
 SAME = 1e-3  # nats by which the log marginal may change there
 UNSEEN = 1e-6  # nats by which it may as such a number is raised
 STEP = 1e-4  # of central differences of the exact gradient
+FITS = 50  # of a model with smooth terms, each with new weights
+SETTLED = 0.01  # degrees of freedom by which the last of them may change a term
+LONGER = 1.5  # power of the change of a spread; the method is cautious, by a half or more
+LEAST = 1e-4  # spread of a curve that is not there
 
 
 class Effect(NamedTuple):
@@ -117,9 +123,13 @@ class LaplaceInformation(Information):
         data = None if data is None else double_of(data)
         here, b = torch.zeros(len(self.labels), dtype=torch.double), self.marginal.modes[0]
         scale = self.blocks.diagonal(dim1=-2, dim2=-1).rsqrt().flatten()
-        slopes = differences(
-            lambda away: function(self.run(here, data, away.reshape(b.shape))[1]), scale
-        ).unflatten(-1, b.shape)
+
+        def at(places: Tensor) -> Tensor:
+            return evaluated(
+                lambda away: function(self.run(here, data, away.reshape(b.shape))[1]), places
+            )
+
+        slopes = differences(at, 1e-3 * scale).movedim(0, -1).unflatten(-1, b.shape)
         own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
         return value, (error.square() + own).sqrt()
 
@@ -164,9 +174,7 @@ class LaplaceInformation(Information):
         marginal.settle(self.values_at(place), rows)
 
         def function(place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-            with torch.enable_grad():
-                leaf = place.detach().clone().requires_grad_()
-                value, slope, *_ = marginal(self.values_at(leaf), leaf, rows)
+            value, slope, *_ = marginal.at(self.values_at, place, rows)
             slope[:, own] = 0.0
             return value, slope
 
@@ -174,28 +182,24 @@ class LaplaceInformation(Information):
         marginal.settle(self.values_at(peak), rows)
         return function(peak, rows)[0]
 
-    def sampled(self, u: Tensor) -> HMM:
-        """The HMM at sampled coordinates, with sampled effects."""
-        spread = torch.linalg.cholesky(torch.linalg.inv(self.blocks))
-        away = spread @ torch.randn(*spread.shape[:-1], 1, dtype=torch.double)
-        return self.run(u, None, away.squeeze(-1))[1]
-
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient and Hessian of the log marginal likelihood at the estimates."""
         size, marginal = len(self.labels), self.marginal
-        step = STEP * torch.eye(size, dtype=torch.double)
-        marginal.settle(self.values_at(step[:1] * 0), torch.zeros(1).long())
-        gradients, modes = [], []
-        for u in torch.cat([step, -step, step[:1] * 0]).split(marginal.room):
-            marginal.widen(len(u))
-            leaf = u.clone().requires_grad_()
-            _, slope, b, blocks = marginal(self.values_at(leaf), leaf, torch.arange(len(u)))
-            gradients.append(slope)
-            modes.append(b)
-        slope, b = torch.cat(gradients), torch.cat(modes)
-        marginal.modes, self.blocks = b[-1:], blocks[-1]
-        self.drift = (b[:size] - b[size:-1]) / (2 * STEP)
-        return slope[-1], (slope[:size] - slope[size:-1]) / (2 * STEP)
+        here = torch.zeros(1, size, dtype=torch.double)
+        marginal.settle(self.values_at(here), torch.zeros(1).long())
+        rows = differences(self._ends, torch.full((size,), STEP, dtype=torch.double))
+        (end,) = self._ends(here)
+        marginal.modes = end[size:].reshape(1, marginal.members, -1)
+        self.drift = rows[:, size:].unflatten(-1, marginal.modes.shape[1:])
+        return end[:size], rows[:, :size]
+
+    def _ends(self, places: Tensor) -> Tensor:
+        """Gradients of the log marginal, and centres of the effects, ``(B, P + G d)``."""
+        self.marginal.widen(len(places))
+        rows = torch.arange(len(places))
+        _, slopes, centres, blocks = self.marginal.at(self.values_at, places, rows)
+        self.blocks = blocks[-1]
+        return torch.cat([slopes, centres.flatten(1)], -1)
 
 
 @dataclass(repr=False)
@@ -222,11 +226,8 @@ class LaplaceFit(Fit):
         with self.at_rest():
             marginal = Marginal(_doubled(self.model), double_of(data), self.random)
             effects = {name: self.parameters[name].double() for name in self.random}
-            free = [
-                marginal.to[name].inv(value).reshape(marginal.members, -1)
-                for name, value in effects.items()
-            ]
-            marginal.modes = torch.cat(free, -1).unsqueeze(0)
+            wide = {n: x if marginal.plated else x.unsqueeze(0) for n, x in effects.items()}
+            marginal.modes = marginal.packing.flat(wide).unsqueeze(0)
             fixed = {name: v for name, v in self.parameters.items() if name not in self.random}
             return LaplaceInformation(marginal, fixed, self.supports, effects)
 
@@ -242,10 +243,10 @@ class LaplaceFit(Fit):
         spread = torch.einsum("pgi,pq,qgj->gij", drift, covariance, drift)
         spread = spread + torch.linalg.inv(information.blocks)
         found = {}
-        for name, mode in marginal.effects(b[0]).items():
+        for name, mode in marginal.packing.values(b[0]).items():
 
             def one(coordinates: Tensor, name: str = name) -> Tensor:
-                return marginal.effects(coordinates)[name]
+                return marginal.packing.values(coordinates)[name]
 
             slopes = torch.func.vmap(torch.func.jacrev(one))(b[0])
             slopes = slopes.reshape(len(b[0]), -1, b.size(-1))
@@ -267,17 +268,12 @@ def _doubled(model: Any) -> Any:
     return copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
 
 
-class _Starts:
-    """Parameters without random effects, in unconstrained coordinates of R starts."""
+class _Search:
+    """The parameters without random effects, in unconstrained coordinates of R starts."""
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        data: Sequences,
-        random: Sequence[str],
-        start: Mapping[str, Tensor],
-        restarts: int,
-    ) -> None:
+    def __init__(self, marginal: Marginal, start: Mapping[str, Tensor], restarts: int) -> None:
+        self.marginal = marginal
+        model, data, random = marginal.model, marginal.data, marginal.random
         with pyro.get_param_store().scope():
             points, spaces = points_of(model, data)
         self.supports: dict[str, Any] = {n: spaces[n] or constraints.real for n in points}
@@ -293,25 +289,73 @@ class _Starts:
             known = ", ".join(self.supports) or "no parameters"
             raise ValueError(f"start has {unknown[0]!r}, which the model has not; it has {known}.")
         rows = [{**points, **sample, **start} for sample in samples]
-        self.to = {name: biject_to(space) for name, space in self.supports.items()}
-        free = {
-            name: torch.stack([to.inv(row[name].detach().double()) for row in rows])
-            for name, to in self.to.items()
-        }
-        self.shapes = {name: value.shape[1:] for name, value in free.items()}
-        self.names = [n for n, shape in self.shapes.items() for _ in range(shape.numel())]
-        self.place = torch.cat([value.reshape(restarts, -1) for value in free.values()], -1)
-
-    def values(self, place: Tensor) -> Values:
-        """Parameters ``(R, ...)`` by name."""
-        pieces = place.split([shape.numel() for shape in self.shapes.values()], -1)
-        parts = zip(self.to.items(), self.shapes.values(), pieces)
-        return {name: to(x.reshape(x.shape[:-1] + shape)) for (name, to), shape, x in parts}
+        to: Any = {name: biject_to(space) for name, space in self.supports.items()}
+        values = {n: torch.stack([row[n].detach().double() for row in rows]) for n in to}
+        shapes = {name: to[name].inv(value).shape[1:] for name, value in values.items()}
+        self.packing = Packing(to, shapes)
+        self.names = [n for n, shape in shapes.items() for _ in range(shape.numel())]
+        self.place = self.packing.flat(values)
+        if not self.names:
+            raise ValueError("model has no parameters but random effects: there is nothing to fit.")
 
     def wide(self, place: Tensor) -> Values:
         """Parameters with a dimension of sequences, as copies of the model take them."""
-        values = self.values(place)
+        values = self.packing.values(place)
         return {n: v if n in self.plated else v.unsqueeze(1) for n, v in values.items()}
+
+    def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Log marginals ``(B',)`` of the copies ``rows``, and their slopes."""
+        value, slope, *_ = self.marginal.at(self.wide, place, rows)
+        return value, slope
+
+    def check(self) -> None:
+        """Raise unless copies of the model have the density of one, and effects are independent."""
+        marginal = self.marginal
+        marginal.widen(len(self.place))
+        places, b = self.place[0] + APART, torch.zeros(3, *marginal.modes.shape[1:]).double()
+
+        def joint(u: Tensor) -> Tensor:
+            return marginal.joint(self.wide(u), b[: len(u)])
+
+        wide = {**self.wide(places), **marginal.packing.values(b)}
+        check_copies(lambda: each_alone(joint, places), wide)
+        marginal.check_independent(self.wide(self.place))
+
+    def climb(self, num_steps: int, tolerance: float) -> tuple[Tensor, Peak]:
+        """Log marginals of the starts, and the maxima near them."""
+        marginal, every = self.marginal, torch.arange(len(self.place))
+        by_nodes = marginal.widths is not None
+        if by_nodes:
+            marginal.settle(self.wide(self.place), every)
+        first = self(self.place, every)[0]
+        peak = climb(self, self.place, num_steps, tolerance)
+        for _ in range(ROUNDS if by_nodes else 0):  # with nodes where they should be
+            marginal.settle(self.wide(peak.place), every)
+            before, peak = peak, climb(self, peak.place, num_steps, tolerance)
+            if bool(((peak.value - before.value).abs() < tolerance).all()):
+                break
+        return first, peak
+
+    def raised(self, place: Tensor, row: Tensor) -> tuple[Tensor, list[str]]:
+        """The place ``(1, P)`` with numbers that are zero as large as the log marginal allows.
+
+        Much smaller ones are lost in the rounding of the effects. Also notes that name them.
+        """
+
+        def value(place: Tensor) -> float:
+            self.marginal.settle(self.wide(place), row)
+            return float(self(place, row)[0])
+
+        top, notes = value(place), []
+        for name, step in zip(self.names, ZERO * torch.eye(place.size(1), dtype=place.dtype)):
+            alone = self.supports[name] is constraints.positive and not self.packing.shapes[name]
+            if alone and abs(value(place - step) - top) < SAME:
+                notes.append(
+                    f"{name} is zero: there is no such effect, or too few members to see it"
+                )
+                while abs(value(place + step) - top) < UNSEEN and place @ step < 0:
+                    place = place + step
+        return place, notes
 
 
 @exclusive()
@@ -375,119 +419,130 @@ def fit_laplace(
     check_size("restarts", restarts)
     check_size("num_steps", num_steps)
     random = [random] if isinstance(random, str) else list(random)
-    own, data = _doubled(model), double_of(data)
-    marginal = Marginal(own, data, random)
-    starts = _Starts(own, data, random, dict(start or {}), restarts)
-    if not starts.place.size(-1):
-        raise ValueError("model has no parameters but random effects: there is nothing to fit.")
-    marginal.widen(restarts)
-    places, b = starts.place[0] + APART, torch.zeros(3, *marginal.modes.shape[1:]).double()
-
-    def joint(u: Tensor) -> Tensor:
-        return marginal.joint(starts.wide(u), b[: len(u)], torch.zeros(len(u)).long())
-
-    wide = {**starts.wide(places), **marginal.effects(b)}
-    check_copies(lambda: each_alone(joint, places), wide)
-    marginal.check_independent(starts.wide(starts.place))
-
-    ascent = _climbed(marginal, starts, num_steps, tolerance)
-    return _result(model, own, data, marginal, starts, ascent, begin)
-
-
-def _climbed(
-    marginal: Marginal, starts: _Starts, num_steps: int, tolerance: float
-) -> tuple[Tensor, Peak]:
-    """Log marginals of the starts, and the maxima near them."""
-    function, every = partial(_evaluate, marginal, starts), torch.arange(len(starts.place))
-    if marginal.widths is not None:
-        marginal.settle(starts.wide(starts.place), every)
-    first = function(starts.place, every)[0]
-    peak = climb(function, starts.place, num_steps, tolerance)
-    for _ in range(ROUNDS if marginal.widths is not None else 0):  # with nodes where they should be
-        marginal.settle(starts.wide(peak.place), every)
-        before, peak = peak, climb(function, peak.place, num_steps, tolerance)
-        if bool(((peak.value - before.value).abs() < tolerance).all()):
-            break
-    return first, peak
-
-
-def _evaluate(
-    marginal: Marginal, starts: _Starts, place: Tensor, rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Log marginals of some starts, and their slopes."""
-    found = []
-    for some, chosen in zip(place.split(marginal.room), rows.split(marginal.room)):
-        with torch.enable_grad():
-            leaf = some.detach().clone().requires_grad_()
-            found.append(marginal(starts.wide(leaf), leaf, chosen)[:2])
-    values, slopes = zip(*found)
-    return torch.cat(values), torch.cat(slopes)
+    marginal = Marginal(_doubled(model), double_of(data), random)
+    search = _Search(marginal, dict(start or {}), restarts)
+    search.check()
+    first, peak = search.climb(num_steps, tolerance)
+    best = int(peak.value.nan_to_num(-torch.inf, neginf=-torch.inf).argmax())
+    if not bool(peak.value[best].isfinite()):
+        raise ValueError("no start has a marginal likelihood: give start=, near what is expected.")
+    return _result(model, search, first[best], Peak(*(part[[best]] for part in peak)), begin, best)
 
 
 def _result(
-    model: Callable[..., Any],
-    own: Callable[..., Any],
-    data: Sequences,
-    marginal: Marginal,
-    starts: _Starts,
-    ascent: tuple[Tensor, Peak],
-    begin: float,
+    model: Any, search: _Search, first: Tensor, peak: Peak, begin: float, best: int
 ) -> LaplaceFit:
-    """The best of all starts as a fit."""
-    (first, peak), random = ascent, list(marginal.random)
-    scores = peak.value.nan_to_num(-torch.inf, neginf=-torch.inf)
-    best = int(scores.argmax())
-    if not bool(scores[best].isfinite()):
-        raise ValueError("no start has a marginal likelihood: give start=, near what is expected.")
-    row = torch.tensor([best])
-    place, notes = _raised(marginal, starts, peak.place[row], row)
-    values = {name: value[0] for name, value in starts.values(place).items()}
-    modes = marginal.settle(starts.wide(place), row)
+    """The fit of the best start."""
+    marginal, row, random = search.marginal, torch.tensor([best]), list(search.marginal.random)
+    place, notes = search.raised(peak.place, row)
+    modes = marginal.settle(search.wide(place), row)
     if not marginal.resolved:
         raise ValueError(
-            f"the posterior of {random[0]!r} is too wide, or has modes too narrow, for the nodes "
-            "that integrate it. Scale it by its spread, or sample with fit_mcmc."
+            f"nodes miss the posterior of {random[0]!r}: scale it by its spread, or use fit_mcmc."
         )
+    values = {name: value[0] for name, value in search.packing.values(place).items()}
     values |= marginal.single(modes[0])
     values = {name: v.detach().to(torch.get_default_dtype()) for name, v in values.items()}
     with poutine.block(), pyro.get_param_store().scope():
-        plates = sequence_plates(own, data)
-    converged = bool(peak.converged[best])
-    reason = (
-        f"the estimated gap to the maximum is {peak.gap[best]:.1g} nats"
-        if converged
-        else "it took all steps"
-    )
-    if not converged and peak.gap[best] > FAR:
-        reason += f", and ended {peak.gap[best]:.2g} nats below the maximum"
-    supports = {**starts.supports, **{n: s["fn"].support for n, s in marginal.random.items()}}
+        plates = sequence_plates(marginal.model, marginal.data)
+    gap, converged = peak.gap.item(), bool(peak.converged)
+    reason = f"the estimated gap to the maximum is {gap:.1g} nats"
+    if not converged:
+        reason = "it took all steps"
+        reason += f", and ended {gap:.2g} nats below the maximum" if gap > FAR else ""
+    supports = {**search.supports, **{n: s["fn"].support for n, s in marginal.random.items()}}
     return LaplaceFit(
-        model, Point(values), -torch.stack([first[best], scores[best]]), converged, reason,
-        time.perf_counter() - begin, data.num_observed, list(values), method="Laplace", window=1,
-        supports=supports, parameters=values, plates=plates,
-        fitted=marks_of(data) if plates else None, log_marginal=float(scores[best]),
+        model, Point(values), -torch.cat([first.reshape(1), peak.value]), converged, reason,
+        time.perf_counter() - begin, marginal.data.num_observed, list(values), method="Laplace",
+        window=1, supports=supports, parameters=values, plates=plates,
+        fitted=marks_of(marginal.data) if plates else None, log_marginal=peak.value.item(),
         random=random, notes=notes,
     )  # fmt: skip
 
 
-def _raised(
-    marginal: Marginal, starts: _Starts, place: Tensor, row: Tensor
-) -> tuple[Tensor, list[str]]:
-    """The place ``(1, P)`` with numbers that are zero as large as the log marginal allows.
+# Weights of smooth terms ------------------------------------------------------------------------
 
-    Much smaller ones are lost in the rounding of the effects. Also notes that name these numbers.
+
+class _Curvature(Information):
+    """Covariance of the parameters, zero along directions that the data do not determine."""
+
+    def _compute(self) -> None:
+        _, hessian = self.slopes()
+        matrix = -(hessian + hessian.mT).detach() / 2
+        self.covariance = torch.linalg.pinv(matrix, rtol=1e-12, hermitian=True) * self.unit**2
+
+
+def unweighted(module: Any) -> dict[str, Linear]:
+    """The parts of a module with smooth terms whose weights are not known, by name."""
+    parts = module.named_modules() if isinstance(module, HMMModule) else ()
+    return {
+        name: part
+        for name, part in parts
+        if isinstance(part, Linear) and part.terms and bool(part.spread.isnan().any())
+    }
+
+
+def fit_smooth(
+    fit_once: Callable[..., Fit],
+    *,
+    module: Any,
+    data: Any,
+    start: Any,
+    restarts: int | None,
+    **options: Any,
+) -> Fit:
+    """The fit of a module at weights of its smooth terms that maximise the marginal likelihood.
+
+    Args:
+        fit_once: Fits a module whose weights are known, from ``start`` and with ``restarts``.
+        module: With smooth terms.
+        data: The sequences.
+        start: Of the first fit.
+        restarts: Of the first fit; the best goes on.
+        **options: Of all fits.
     """
+    if options["checkpoint"] is not None or not isinstance(data, Sequences):
+        raise ValueError("smooth terms need data in memory, and have no checkpoint.")
+    module = copy.deepcopy(module)
+    parts = unweighted(module)
+    for part in parts.values():
+        part.spread.fill_(1.0)
+    before = torch.tensor(torch.inf)
+    for _ in range(FITS):
+        fit = fit_once(module, data, start=start, restarts=restarts, **options)
+        start, restarts = fit, 1
+        known = {n: p for n, p in fit.parameters.items() if n in fit.supports}
+        information = _Curvature(fit.model, known, fit.supports, data)
+        freedom = [
+            _update(part, f"module.{n}.smooth", fit, information) for n, part in parts.items()
+        ]
+        now = torch.cat(freedom)
+        if bool(((now - before).abs() < SETTLED).all()):
+            break
+        before = now
+    else:
+        fit.converged = False
+        fit.reason = f"weights of smooth terms still changed in the last of {FITS} fits"
+        fit.notes.append(fit.reason)
+    for name, own in zip(parts, freedom):
+        fit.model.module.get_submodule(name).freedom = own  # type: ignore[attr-defined]
+    fit.notes.append(
+        f"smooth terms have {', '.join(f'{e:.1f}' for e in now.clamp(min=0))} degrees of freedom"
+    )
+    return fit
 
-    def value(place: Tensor) -> float:
-        marginal.settle(starts.wide(place), row)
-        return float(_evaluate(marginal, starts, place, row)[0])
 
-    names, top, notes = starts.names, value(place), []
-    for name, step in zip(names, ZERO * torch.eye(len(names), dtype=place.dtype)):
-        alone = starts.supports[name] is constraints.positive and not starts.shapes[name]
-        if alone and abs(value(place - step) - top) < SAME:
-            notes.append(f"{name} is zero: there is no such effect in the data, or too few members "
-                         "to see it")  # fmt: skip
-            while abs(value(place + step) - top) < UNSEEN and place @ step < 0:
-                place = place + step
-    return place, notes
+def _update(part: Linear, name: str, fit: Fit, information: Information) -> Tensor:
+    """Set the weights of the terms of a part to those of its coefficients; returns their e."""
+    own = information.labels.index(f"{name}[{', '.join('0' * (len(part.shape) + 1))}]")
+    b = fit.parameters[name].double()
+    variance = information.covariance.diagonal()[own : own + b.numel()].reshape(b.shape)
+    freedom = torch.zeros(part.spread.shape, dtype=torch.double)
+    square = freedom.clone()
+    terms = torch.tensor(part.terms)
+    freedom.index_add_(-1, terms, 1 - variance / part.spread.double()[..., part.terms] ** 2)
+    square.index_add_(-1, terms, b.square())
+    ratio = (square / freedom).sqrt() / part.spread
+    ratio = torch.where(freedom > 1e-9, ratio**LONGER, 1.0)  # without data it stays
+    part.spread.copy_((ratio * part.spread).clamp(min=LEAST))
+    return freedom.flatten()

@@ -20,6 +20,7 @@ from torch.distributions import biject_to
 
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
+from .coordinates import Packing
 from .objective import is_likelihood
 from .replicates import CELLS, Densities
 
@@ -41,7 +42,6 @@ class Marginal:
         model: In double precision.
         data: The sequences.
         random: Names of the random effects, in one plate of G members.
-        values: ``(B, N, T, *E)``, observations of each copy; those of the data by default.
 
     Attributes:
         modes: ``(B, G, d)``, where the search for the most probable effects starts, or where the
@@ -57,9 +57,8 @@ class Marginal:
         model: Callable[..., Any],
         data: Sequences,
         random: Sequence[str],
-        values: Tensor | None = None,
     ) -> None:
-        self.model, self.data, self.stacked = model, data, values
+        self.model, self.data = model, data
         with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
             nodes = poutine.trace(model).get_trace(data).nodes
         self.random = {name: _plated_site(nodes, name) for name in random}
@@ -67,76 +66,56 @@ class Marginal:
         plates = {stack[0].name if stack else "(outside)" for stack in stacks}
         if len(plates) != 1:
             raise ValueError(
-                f"random must name variables in one plate, or outside; these are in {len(plates)}: "
-                f"{', '.join(sorted(plates)) or 'none are named'}."
+                f"random must name variables in one plate; got {sorted(plates) or 'none are named'}"
             )
         self.plated = bool(stacks[0])
         self.members = stacks[0][0].size if self.plated else 1
         self.to = {name: biject_to(site["fn"].support) for name, site in self.random.items()}
-        event = {name: site["fn"].event_shape for name, site in self.random.items()}
-        self.shapes = {name: self.to[name].inverse_shape(shape) for name, shape in event.items()}
-        self.sizes = [math.prod(shape) for shape in self.shapes.values()]
-        self.modes = torch.zeros(1, self.members, sum(self.sizes), dtype=torch.double)
+        shapes = {
+            n: to.inverse_shape(self.random[n]["fn"].event_shape) for n, to in self.to.items()
+        }
+        self.packing = Packing(self.to, shapes)
+        self.size = sum(self.packing.sizes)
+        self.modes = torch.zeros(1, self.members, self.size, dtype=torch.double)
         (self.plate,) = plates
         inside = [
             self.plate in {frame.name for frame in site["cond_indep_stack"]}
             for site in nodes.values()
             if site["type"] == "sample" and is_likelihood(site)
         ]
-        self.widths: Any = (
-            torch.ones_like(self.modes) if sum(self.sizes) == 1 and all(inside) else None
-        )
+        self.widths: Any = torch.ones_like(self.modes) if self.size == 1 and all(inside) else None
         self.nodes, self.resolved = FIRST_NODES, True
         self.cells = len(data) * data.num_steps * nodes["_RETURN"]["value"].num_states
 
     @property
     def room(self) -> int:
         """Number of copies to be evaluated at once."""
-        passes = 1 + sum(self.sizes) if self.widths is None else self.nodes
+        passes = 1 + self.size if self.widths is None else self.nodes
         return max(1, CELLS // (self.cells * passes))
-
-    def effects(self, b: Tensor) -> Values:
-        """Random effects ``(*, G, ...)`` at coordinates ``(*, G, d)``."""
-        parts = zip(self.to.items(), self.shapes.values(), b.split(self.sizes, -1))
-        return {
-            name: to(part.reshape(part.shape[:-1] + torch.Size(shape)))
-            for (name, to), shape, part in parts
-        }
 
     def single(self, b: Tensor) -> Values:
         """Random effects of one copy at coordinates ``(G, d)``, in the shapes of the model."""
-        effects = self.effects(b)
+        effects = self.packing.values(b)
         return effects if self.plated else {name: x.squeeze(0) for name, x in effects.items()}
 
-    def joint(self, values: Values, b: Tensor, rows: Tensor) -> Tensor:
+    def joint(self, values: Values, b: Tensor) -> Tensor:
         """Log joint densities ``(B',)``, of the effects in their coordinates ``(B', G, d)``."""
-        own, rest = self.terms(values, b, rows)
+        own, rest = self.terms(values, b)
         return own.sum(-1) + rest
 
-    def terms(self, values: Values, b: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def terms(self, values: Values, b: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities of the members ``(B', G)``, and all that is outside their plate."""
-        data = self.data
-        if self.stacked is not None:
-            data = data.with_total(data.total)
-            data.values = self.stacked[rows]
-        effects = self.effects(b)
+        effects = self.packing.values(b)
         with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
             with _Terms({**values, **effects}, len(b), self.plate) as terms:
-                self.model(data)
-        own = terms.own
-        parts = zip(self.to.items(), self.shapes.values(), b.split(self.sizes, -1))
-        for (name, to), shape, part in parts:
-            free = part.reshape(part.shape[:-1] + torch.Size(shape))
-            volume = to.log_abs_det_jacobian(free, effects[name])
-            own = own + volume.reshape(len(b), self.members, -1).sum(-1)
+                self.model(self.data)
+        own = terms.own + self.packing.log_volume(b, effects)
         return own, (terms.likelihood + terms.prior).expand(len(b))
 
-    def derivatives(
-        self, values: Values, b: Tensor, rows: Tensor, graph: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def derivatives(self, values: Values, b: Tensor, graph: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Log joints ``(B',)``, gradients ``(B', G, d)``, minus blocks of second derivatives."""
         with torch.enable_grad():
-            total = self.joint(values, b, rows)
+            total = self.joint(values, b)
             (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
             columns = [
                 torch.autograd.grad(slope[..., j].sum(), b, create_graph=graph, retain_graph=True)[
@@ -152,18 +131,17 @@ class Marginal:
         b = self.modes[:1].clone().requires_grad_()
         one = {name: value[:1].detach() for name, value in values.items()}
         with torch.enable_grad():
-            total = self.joint(one, b, torch.zeros(1).long())
+            total = self.joint(one, b)
             (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
             across = torch.autograd.grad(slope[:, 0].sum(), b)[0][:, 1:]
         if bool((across.abs() > 1e-8).any()):
             raise ValueError(
-                "the effects of the members of a plate must be independent given all other "
-                "parameters; here they are not, as of effects that depend on each other, or that "
-                "share a sequence. Sample such a model with fit_mcmc."
+                "effects of the members of a plate must be independent given all other parameters, "
+                "and share no sequence. Sample such a model with fit_mcmc."
             )
 
     @torch.no_grad()
-    def climb_inside(self, values: Values, b: Tensor, rows: Tensor) -> Tensor:
+    def climb_inside(self, values: Values, b: Tensor) -> Tensor:
         """The most probable effects, by Newton steps of all members and copies at once."""
         known = {name: value.detach() for name, value in values.items()}
         share, step = torch.ones(len(b), dtype=b.dtype), torch.zeros_like(b)
@@ -171,7 +149,7 @@ class Marginal:
         for _ in range(NEWTON):
             tried = b + share.reshape(-1, 1, 1) * step
             at = tried.clone().requires_grad_()
-            total, slope, blocks = self.derivatives(known, at, rows, graph=False)
+            total, slope, blocks = self.derivatives(known, at, graph=False)
             better = (total >= best - 1e-11 * best.abs()) & blocks.isfinite().flatten(1).all(-1)
             wide = better.reshape(-1, 1, 1)
             b, best = torch.where(wide, tried, b), torch.where(better, total, best)
@@ -204,8 +182,8 @@ class Marginal:
                 total = each.sum(-1) + rest
                 (gradient,) = torch.autograd.grad(total.sum(), leaf)
             return total.detach(), gradient, mean, 1 / variance.unsqueeze(-1)
-        b = self.climb_inside(values, self.modes[rows], rows).requires_grad_()
-        total, slope, blocks = self.derivatives(values, b, rows, graph=True)
+        b = self.climb_inside(values, self.modes[rows]).requires_grad_()
+        total, slope, blocks = self.derivatives(values, b, graph=True)
         with torch.enable_grad():
             root, wrong = torch.linalg.cholesky_ex(blocks)
             root = torch.where(
@@ -221,6 +199,17 @@ class Marginal:
         total = total.detach().masked_fill((wrong > 0).any(-1), -torch.inf)
         return total, gradient, b.detach(), blocks.detach()
 
+    def at(
+        self, values_of: Callable[[Tensor], Values], places: Tensor, rows: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What a call returns at ``places`` ``(B', P)``, as many at a time as there is room for."""
+        found = []
+        for some, chosen in zip(places.split(self.room), rows.split(self.room)):
+            with torch.enable_grad():
+                leaf = some.detach().clone().requires_grad_()
+                found.append(self(values_of(leaf), leaf, chosen))
+        return tuple(torch.cat(parts) for parts in zip(*found))
+
     def _by_nodes(self, values: Values, rows: Tensor, count: int) -> tuple[Tensor, ...]:
         """Log marginals of members ``(B', G)``, all outside their plate ``(B')``, and posteriors.
 
@@ -233,8 +222,7 @@ class Marginal:
         for some in z.split(max(1, CELLS // (self.cells * len(rows)))):
             b = self.modes[rows].unsqueeze(1) + self.widths[rows].unsqueeze(1) * some
             wide = {name: value.repeat_interleave(len(some), 0) for name, value in values.items()}
-            copies = rows.repeat_interleave(len(some))
-            own, rest = self.terms(wide, b.flatten(0, 1), copies)
+            own, rest = self.terms(wide, b.flatten(0, 1))
             parts.append((b, own.unflatten(0, (-1, len(some))), rest[:: len(some)]))
         b, logs = (torch.cat([part[i] for part in parts], 1) for i in range(2))
         share = logs.detach().softmax(1).unsqueeze(-1)
@@ -253,7 +241,7 @@ class Marginal:
         Nodes are as many as leave the integral as it is if there are twice as many.
         """
         if self.widths is None:
-            self.modes[rows] = self.climb_inside(values, self.modes[rows], rows)
+            self.modes[rows] = self.climb_inside(values, self.modes[rows])
             return self.modes[rows]
         edge = self._move(values, rows)
         self.nodes = NODES
@@ -320,7 +308,7 @@ def _plated_site(nodes: Any, name: str) -> Any:
             if s["type"] == "sample" and not s["is_observed"] and s.get("cond_indep_stack")
         ]  # fmt: skip
         raise ValueError(
-            f"random must name variables in a plate, the last batch dimension, or single events "
-            f"outside; got {name!r}. In plates are {', '.join(known) or 'none'}."
+            f"random must name variables in the last plate, or events outside; got {name!r}. "
+            f"In plates are {', '.join(known) or 'none'}."
         )
     return site

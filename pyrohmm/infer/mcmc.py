@@ -25,7 +25,7 @@ from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..nn.base import HMMModule, in_mode
-from .coordinates import WIDEST, coordinates, metric_root, second_moments, times
+from .coordinates import Packing, coordinates
 from .descent import names_checked
 from .gradient import near_data
 from .models import MarginalModel, exclusive, scale_priors, to_model_device
@@ -33,13 +33,13 @@ from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
 from .parameters import Values
 from .plates import marks_of, sequence_plates
 from .results import Fit
-from .sampled import Chains, SampledFit
+from .sampled import Chains, Ladder, SampledFit
 from .starts import Start, from_prior
-from .tempering import Ladder
 from .training import check_model_and_data
 
 ASTRAY = 1000.0  # error of the energy, above which a trajectory has diverged
 TARGET = 0.8  # acceptance that the step size aims at
+WIDEST = 128  # coordinates, for more of which the metric is diagonal
 LONGEST = 256  # leapfrog steps of a trajectory
 WINDOWS = (0.05, 0.15, 0.35)  # of the warmup, at whose ends the metric is renewed
 
@@ -197,9 +197,9 @@ class Hamiltonian:
         target: float = TARGET,
     ) -> None:
         self.ladder = ladder
-        self.transforms: Any = {name: coordinates(supports[name]) for name in values}
-        free = {name: self.transforms[name].inv(value) for name, value in values.items()}
-        self.shapes = {name: value.shape[1:] for name, value in free.items()}
+        transforms = {name: coordinates(supports[name]) for name in values}
+        shapes = {name: to.inv(values[name]).shape[1:] for name, to in transforms.items()}
+        self.packing = Packing(transforms, shapes)
         self.log_density = log_density
         place = self.free(values)
         self.state = State(place, place.new_empty(0), place)
@@ -208,24 +208,14 @@ class Hamiltonian:
         self.tuning = Tuning(root, ladder.warmup, target)
 
     def free(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Coordinates of values, off the boundary of their spaces."""
-        parts = []
-        for name, transform in self.transforms.items():
-            free = transform.inv(interior(transform.codomain, values[name]))
-            parts.append(free.reshape(len(free), -1))
-        return torch.cat(parts, -1)
+        """Coordinates ``(C, D)`` of values, off the boundary of their spaces."""
+        spaces = self.packing.transforms.items()
+        return self.packing.flat({n: interior(to.codomain, values[n]) for n, to in spaces})
 
     def constrain(self, free: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Values of coordinates, and the log-determinant ``(C,)`` of the slope of the map."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        values, total = {}, free.new_zeros(len(free))
-        for (name, shape), part in zip(self.shapes.items(), free.split(sizes, -1)):
-            part = part.reshape(len(free), *shape)
-            transform = self.transforms[name]
-            values[name] = value = transform(part)
-            slope = transform.log_abs_det_jacobian(part, value)
-            total = total + slope.reshape(len(free), -1).sum(-1)
-        return values, total
+        values = self.packing.values(free)
+        return values, self.packing.log_volume(free, values)
 
     def at(self, place: Tensor) -> State:
         """The state of chains at coordinates ``(C, D)``; impossible if a matrix has no root."""
@@ -279,6 +269,49 @@ class Hamiltonian:
             leaf.grad = -now.gradient.nan_to_num(0.0)
             adam.step()
         return best
+
+
+def times(root: Tensor, vectors: Tensor) -> Tensor:
+    """Matrices ``(*, D, D)``, or diagonals ``(*, D)``, times vectors ``(*, D)``."""
+    if root.dim() == vectors.dim():
+        return root * vectors
+    return (root @ vectors.unsqueeze(-1)).squeeze(-1)
+
+
+def second_moments(vectors: Tensor, like: Tensor) -> Tensor:
+    """Sums over C of products of vectors ``(2, C, R, D)``, or of squares: of a metric ``like``."""
+    form = "pcri,pcri->pri" if like.dim() == 2 else "pcri,pcrj->prij"
+    return torch.einsum(form, vectors, vectors)
+
+
+def metric_root(places: Tensor, gradients: Tensor, freedom: int) -> Tensor:
+    r"""Symmetric square root of the inverse mass matrix M for which M cov(gradients) M = cov(q).
+
+    For a normal distribution that is its covariance matrix, of any places at all. Correlations are
+    shrunk, the more the fewer degrees of freedom there are.
+
+    Args:
+        places: Covariance matrices ``(R, D, D)``, or variances ``(R, D)``, of coordinates.
+        gradients: Those of the gradients of the log-density.
+        freedom: Degrees of freedom of both.
+    """
+    if places.dim() == 2:
+        return (places / gradients).pow(0.25)
+    first, second = (part.diagonal(dim1=-2, dim2=-1) for part in (places, gradients))
+    unit = (first / second).pow(0.25).unsqueeze(-1)
+    units, eye = unit * unit.mT, torch.eye(unit.size(-2)).to(unit)
+    share = eye + (1 - eye) * freedom / (freedom + len(eye))
+    inner, outer = places / units * share, gradients * units * share
+    root, inverse = _power(outer, 0.5), _power(outer, -0.5)
+    return _power(inverse @ _power(root @ inner @ root, 0.5) @ inverse * units, 0.5)
+
+
+def _power(matrix: Tensor, power: float) -> Tensor:
+    """Powers of positive definite matrices; NaN if one is not finite."""
+    if not bool(matrix.isfinite().all()):
+        return torch.full_like(matrix, torch.nan)
+    values, vectors = torch.linalg.eigh(matrix)
+    return (vectors * values.pow(power).unsqueeze(-2)) @ vectors.mT
 
 
 def _halton(index: int) -> float:
@@ -351,7 +384,7 @@ def fit_mcmc(
     if isinstance(module := getattr(model, "module", None), HMMModule):
         scale_priors(module, data)
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-        sampler = HMC(model, data, num_samples, warmup, num_chains, num_temperatures, target_accept)
+        sampler = HMC(model, data, target_accept, num_samples, warmup, num_chains, num_temperatures)
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
     return sampler.fit(
         model, data, sampler.supports, method="HMC", plates=sampler.plates, tuning=sampler.tuned(),
@@ -365,24 +398,14 @@ class HMC(Chains):
     Args:
         model: The Pyro model.
         data: The sequences.
-        num_samples: How many trajectories are kept.
-        warmup: How many before tune.
-        num_chains: C.
-        num_temperatures: R.
         target: Acceptance that the step size aims at.
+        *sizes: Those of :class:`Chains`.
     """
 
     def __init__(
-        self,
-        model: Callable[..., Any],
-        data: Sequences,
-        num_samples: int,
-        warmup: int,
-        num_chains: int,
-        num_temperatures: int,
-        target: float,
+        self, model: Callable[..., Any], data: Sequences, target: float, *sizes: int
     ) -> None:
-        super().__init__(num_samples, warmup, num_chains, num_temperatures)
+        super().__init__(*sizes)
         self.model, self.data = model, data
         trace = trace_of_batchable(model, data, self.copies)
         with torch.no_grad(), poutine.block():
@@ -441,10 +464,7 @@ class HMC(Chains):
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):
-            raise FloatingPointError(
-                "the log joint density is not finite where a chain begins; give start values that "
-                "are possible, such as those of fit_map."
-            )
+            raise FloatingPointError("a chain begins where the density is not finite: give start=.")
 
     def _widened(self, values: Values) -> Values:
         """Start values with a dimension of chains."""

@@ -21,8 +21,7 @@ from torch.distributions import constraints
 
 from .._choices import SHARED
 from ..data.sequences import Sequences
-from .guides import repeatable
-from .plates import AtValues, PlatesOfBatch, sequence_plates
+from .plates import AtValues, PlatesOfBatch, repeatable, sequence_plates
 
 APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
 WHEN_IMPOSSIBLE = (

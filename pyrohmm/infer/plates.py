@@ -1,21 +1,25 @@
-"""Latent variables inside the plate of sequences, of which each sequence has one.
+"""Values of latent variables: in the plate of sequences, of guides, and at points.
 
-Their values have the size of the data: ``(N, *)``, where those of other variables are shared by all
-sequences. A minibatch needs those of its own sequences, and a new sequence has none: its evidence
-is an average over the prior of these variables, given the shared ones.
+Of a variable inside that plate each sequence has one. Its values have the size of the data:
+``(N, *)``, where those of other variables are shared by all sequences. A minibatch needs those of
+its own sequences, and a new sequence has none: its evidence is an average over the prior of these
+variables, given the shared ones.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import Delta
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoNormal
+from pyro.nn import PyroModule
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
@@ -23,7 +27,6 @@ from torch import Tensor, nn
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
-from .guides import repeatable
 from .models import check_returns_hmm
 
 OWN = ("torch.distributions", "pyro.distributions", "pyrohmm")  # objects that an HMM consists of
@@ -134,9 +137,8 @@ def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlat
     if count != data.total or int(data.indices.max()) >= count:
         raise ValueError(
             f"site {name!r} has one value for each of the {count} sequences that were fitted; got "
-            f"data of {data.total}. For some of those take data.batch(numbers). For new sequences "
-            "ask for metrics.held_out_log_evidence(fit, data), or for samples with "
-            "PosteriorDraws.for_new(data)."
+            f"data of {data.total}. Take data.batch(numbers); of new sequences "
+            "metrics.held_out_log_evidence(fit, data), or PosteriorDraws.for_new(data)."
         )
     if torch.equal(data.indices, torch.arange(count)):
         return value
@@ -145,18 +147,9 @@ def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlat
 
 def marks_of(data: Sequences) -> Tensor:
     """A number ``(N,)`` for each sequence, by which the values of the same one are recognised."""
-    observed = data.observed.cpu()
-    values = data.values.detach().cpu().double().flatten(2 if data.values.dim() > 2 else 1)
-    values = values.masked_fill(~(observed if values.dim() < 3 else observed.unsqueeze(-1)), 0.0)
-    rows = zip(values, observed, data.lengths.tolist())
-    return torch.tensor(
-        [
-            zlib.crc32(
-                steps[:length].numpy().tobytes(), zlib.crc32(seen[:length].numpy().tobytes())
-            )
-            for steps, seen, length in rows
-        ]
-    )
+    values = data.values.detach().cpu().double().reshape(*data.observed.shape, -1)
+    values = values.nan_to_num().masked_fill(~data.observed.cpu().unsqueeze(-1), 0.0).flatten(1)
+    return values @ torch.arange(1.0, 1 + values.size(1)).double().cos()
 
 
 def check_fitted(data: Sequences, fitted: Tensor | None) -> None:
@@ -177,14 +170,12 @@ def check_fitted(data: Sequences, fitted: Tensor | None) -> None:
         expected = fitted
     else:
         return
-    other = (marks_of(data) != expected).nonzero().flatten().tolist()
+    other = (~marks_of(data).isclose(expected, 1e-9, 1e-9)).nonzero().flatten().tolist()
     if other:
         raise ValueError(
-            f"data must be the sequences that were fitted, each of which has variables of its own; "
-            f"{len(other)} of {len(data)} are others, the first is sequence {other[0]}. For new "
-            "sequences ask for metrics.held_out_log_evidence(fit, data), or for samples with "
-            "PosteriorDraws.for_new(data). For other steps of the same ones say which they are: "
-            "Sequences(values, lengths, indices=...)."
+            f"each sequence has variables of its own, and {len(other)} of {len(data)} are others, "
+            f"the first is sequence {other[0]}. New: metrics.held_out_log_evidence(fit, data). "
+            "Other steps of the same ones: Sequences(values, lengths, indices=...)."
         )
 
 
@@ -261,3 +252,80 @@ def detached(item: Any) -> Any:
     duplicate = copy.copy(item)
     duplicate.__dict__.update(changed)
     return duplicate
+
+
+# Guides -------------------------------------------------------------------------------------------
+
+
+def for_guide(guide: Callable[..., Any], data: Sequences | None) -> Sequences | None:
+    """Arguments with which ``guide`` gives the variables of all sequences."""
+    return None if isinstance(guide, AutoGuide) else data
+
+
+def point_of(guide: Callable[..., Any], data: Sequences | None) -> dict[str, Tensor]:
+    """One value of each latent variable: the median of ``guide`` if it has one, else a sample."""
+    data = for_guide(guide, data)
+    if hasattr(guide, "median"):
+        try:
+            return guide.median(data)
+        except NotImplementedError:
+            pass
+    trace = poutine.trace(guide).get_trace(data)
+    return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
+
+
+def samples_of(
+    guide: Callable[..., Any], names: Sequence[str], count: int, data: Sequences | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """S samples of the latent variables by name, ``(S, ...)``; log-density of each, ``(S,)``."""
+    data = for_guide(guide, data)
+    first = poutine.trace(guide).get_trace(data)
+    plated = {name for name in names if first.nodes[name]["cond_indep_stack"]}
+    deep = (frame.dim for name in plated for frame in first.nodes[name]["cond_indep_stack"])
+    if isinstance(guide, AutoNormal | AutoContinuous) and min(deep, default=-1) == -1:
+        with pyro.plate("draws", count, dim=-2):  # these can sample as a batch
+            trace = poutine.trace(guide).get_trace(data)
+        trace.compute_log_prob()
+        values = {name: trace.nodes[name]["value"] for name in names}
+        values = {name: v if name in plated else v.squeeze(1) for name, v in values.items()}
+        sites = [site for site in trace.nodes.values() if site["type"] == "sample"]
+        scores = [site["log_prob"] for site in sites if site["log_prob"].dim()]
+        return _detached(values), torch.stack([score.sum(1) for score in scores]).sum(0)
+    traces = [poutine.trace(guide).get_trace(data) for _ in range(count)]
+    values = {name: torch.stack([trace.nodes[name]["value"] for trace in traces]) for name in names}
+    totals = [torch.as_tensor(trace.log_prob_sum()) for trace in traces]
+    return _detached(values), torch.stack(totals)
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """A context with random numbers that are the same every time; those outside of it go on."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        yield
+
+
+def _detached(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in values.items()}
+
+
+class Point(PyroModule):
+    """A guide that is a single point: a Delta distribution for each latent variable.
+
+    Args:
+        values: By name; buffers of the module.
+    """
+
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.names = list(values)
+        for index, value in enumerate(values.values()):
+            self.register_buffer(f"value_{index}", value.detach().clone())
+
+    def forward(self, *_: Any) -> dict[str, Tensor]:
+        """Sample each site from its Delta distribution."""
+        values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
+        return {
+            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
+            for name, value in values.items()
+        }

@@ -86,13 +86,10 @@ class ProcessGroup:
     ) -> None:
         """Raise ValueError in all ranks unless a fit starts alike in all of them."""
         random = [torch.get_rng_state(), None if generator is None else generator.get_state()]
-        self.check_same(
-            data=fingerprint(data), random_numbers=digits(random), parameters=digits(parameters),
-            checkpoints=num_iterations,
-        )  # fmt: skip
-
-    def check_same(self, **values: object) -> None:
-        """Raise ValueError in all ranks unless each value is the same in all of them."""
+        values = {
+            "data": fingerprint(data), "random numbers": digits(random),
+            "parameters": digits(parameters), "checkpoints": num_iterations,
+        }  # fmt: skip
         hashes = [zlib.crc32(repr(value).encode()) for value in values.values()]
         least = torch.tensor(hashes, device=_device())
         most = least.clone()
@@ -101,9 +98,8 @@ class ProcessGroup:
         for name, equal in zip(values, (least == most).tolist()):
             if not equal:
                 raise ValueError(
-                    f"all processes must start alike, and {name.replace('_', ' ')} differ between "
-                    "them. Call pyro.set_rng_seed with one seed in all of them, before the model "
-                    "is built, and give all of them the whole data."
+                    f"all processes must start alike, and {name} differ: give "
+                    "all of them one seed, before the model is built, and the whole data."
                 )
 
     def wait(self) -> None:

@@ -21,8 +21,9 @@ from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
 from ..ops.newton import Peak, climb
+from .coordinates import Coordinates, names_of
 from .objective import APART, LogJoint, check_copies, each_alone
-from .uncertainty import Information, names_of, normal_quantile
+from .uncertainty import Information, normal_quantile
 
 CELLS = 1 << 22  # copies x sequences x steps x states of one pass
 FAR = 4.0  # standard errors over which a profile is first looked at, on either side
@@ -50,10 +51,7 @@ class Copies:
         weights: Tensor | None = None,
     ) -> None:
         if type(information) is not Information:
-            raise ValueError(
-                "random effects have been integrated out, and neither the bootstrap nor profiles "
-                'do that: take method="delta".'
-            )
+            raise ValueError('random effects are integrated out by method="delta" alone.')
         self.information, data = information, information.data
         self.values, self.labels, self.weights = values, labels, weights
         # coordinates in which the information is the identity
@@ -77,19 +75,14 @@ class Copies:
 
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities ``(B',)`` of the copies ``rows``, and their slopes."""
-        parts = [
-            self._slopes(some, chosen)
-            for some, chosen in zip(place.split(self.room), rows.split(self.room))
-        ]
-        values, slopes = zip(*parts)
+        values, slopes = [], []
+        for some, chosen in zip(place.split(self.room), rows.split(self.room)):
+            with torch.enable_grad():
+                leaf = some.detach().requires_grad_()
+                score = self.score(self.at(leaf), chosen)
+                slopes += torch.autograd.grad(score.sum(), leaf)
+            values.append(score.detach())
         return torch.cat(values), torch.cat(slopes)
-
-    def _slopes(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            place = place.detach().requires_grad_()
-            score = self.score(self.at(place), rows)
-            (slope,) = torch.autograd.grad(score.sum(), place)
-        return score.detach(), slope
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)`` at free coordinates ``(B', P)``."""
@@ -158,11 +151,10 @@ class Bootstrap:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters of the replicates by name, ``(B, ...)``."""
-        parts = zip(self.information.coordinates, self._split(self.coordinates))
+        parts = zip(
+            self.information.coordinates, self.coordinates.split(self.information.sizes, -1)
+        )
         return {part.name: part.value(own).detach() for part, own in parts}
-
-    def _split(self, u: Tensor) -> tuple[Tensor, ...]:
-        return u.split(self.information.sizes, -1)
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard deviations of the parameters over the replicates; NaN for what is held."""
@@ -220,29 +212,20 @@ def bootstrap(
     information: Information, num_samples: int = 200, parametric: bool = True
 ) -> Bootstrap:
     """Fit simulated or resampled data: see :meth:`Fit.bootstrap`."""
-    check_size("num_samples", num_samples)
+    check_size("num_samples", num_samples, 2)
     if not isinstance(parametric, bool):
         raise TypeError(f"parametric must be True or False; got {parametric!r}.")
     data, hmm = information.data, information.hmm
-    if num_samples < 2:
-        raise ValueError(f"num_samples must be at least 2; got {num_samples}.")
     if not parametric:
         if len(data) < 2:
-            raise ValueError(
-                "the bootstrap by sequences resamples whole sequences, and data has one: take "
-                "parametric=True."
-            )
+            raise ValueError("data has one sequence, which says nothing: take parametric=True.")
         drawn = torch.randint(len(data), (num_samples, len(data)))
         weights = torch.zeros(num_samples, len(data), dtype=torch.double)
-        copies = Copies(
-            information, weights=weights.scatter_add(1, drawn, torch.ones_like(weights))
-        )
+        weights.scatter_add_(1, drawn, torch.ones_like(weights))
+        copies = Copies(information, weights=weights)
     else:
         if data.labels is not None and data.labels.dtype == torch.bool:
-            raise ValueError(
-                "sets of possible states cannot be simulated: take parametric=False, which "
-                "resamples the sequences."
-            )
+            raise ValueError("sets of possible states cannot be simulated: take parametric=False.")
         values, states = hmm.sample_with_states(torch.Size([num_samples]))
         values = values.to(data.values.dtype)
         if values.dtype.is_floating_point:
@@ -267,21 +250,20 @@ class _Held(Copies):
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)
-        part, place = _entry(information, label)
-        start = sum(information.sizes[: information.coordinates.index(part)])
-        self.own = slice(start, start + len(part.labels))
-        self.part, self.entry = part, place
-        (error,) = information.std_errors()[part.name][place].reshape(1)
-        if error.isnan():
+        self.part, self.entry = _entry(information, label)
+        start = sum(information.sizes[: information.coordinates.index(self.part)])
+        self.own = slice(start, start + len(self.part.labels))
+        errors = information.std_errors()[self.part.name]
+        if errors.flatten()[self.entry].isnan():
             raise ValueError(f"{label} is held at the boundary, and has no profile.")
-        low, high = part.interval(information.std_errors()[part.name], 1.0)
-        self.centre = part.scale(part.estimate)[place]
-        self.error = (part.scale(high)[place] - part.scale(low)[place]) / 2
+        ends = (self.part.estimate, *self.part.interval(errors, 1.0))
+        self.centre, low, high = (self.part.scale(end).flatten()[self.entry] for end in ends)
+        self.error = (high - low) / 2
         self.wanted = torch.zeros(1, dtype=torch.double)
 
     def number(self, u: Tensor) -> Tensor:
         """The number ``(B,)``, in standard errors from its estimate."""
-        value = self.part.value(u[:, self.own])[(slice(None), *self.entry)]
+        value = self.part.value(u[:, self.own]).reshape(len(u), -1)[:, self.entry]
         return (self.part.scale(value) - self.centre) / self.error
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
@@ -302,13 +284,12 @@ class _Held(Copies):
         return number[peak.converged], value[peak.converged]
 
 
-def _entry(information: Information, label: str) -> tuple[Any, tuple[int, ...]]:
-    """The parameter, and the place in it, that a label such as ``"module.rate[0]"`` names."""
+def _entry(information: Information, label: str) -> tuple[Coordinates, int]:
+    """The parameter, and the entry of it, that a label such as ``"module.rate[0]"`` names."""
     for part in information.coordinates:
         names = names_of(part.name, part.estimate)
         if label in names:
-            place = torch.tensor(names.index(label))
-            return part, tuple(int(i) for i in torch.unravel_index(place, part.estimate.shape))
+            return part, names.index(label)
     some = ", ".join(information.labels[:4])
     raise ValueError(f"of must name an entry of a parameter, such as {some}; got {label!r}.")
 
@@ -350,25 +331,6 @@ def profile_interval(information: Information, label: str, level: float) -> tupl
         limits.append(sign * torch.lerp(number[first], number[first + 1], share))
     low, high = (held.part.scale.inv(held.centre + held.error * limit) for limit in limits)
     return low, high
-
-
-def limits_of(
-    information: Information,
-    level: float,
-    of: Callable[[HMM], Tensor] | str | None,
-    method: str,
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Limits by the delta method or from a profile: see :meth:`Fit.intervals`."""
-    if method not in ("delta", "bootstrap", "profile"):
-        raise ValueError(f'method must be "delta", "bootstrap" or "profile"; got {method!r}.')
-    if (method == "profile") != isinstance(of, str):
-        raise ValueError(
-            'a profile is that of one entry, and method="profile" goes with its name, such as '
-            f'of="module.transition[0, 1]"; got method={method!r} and of={of!r}.'
-        )
-    if isinstance(of, str):
-        return {of: profile_interval(information, of, level)}
-    return information.intervals(level, of)
 
 
 def match_states(states: Tensor, reference: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ def merge_states(hmm: HMM, first: int, second: int, usage: Tensor | None = None)
     matrix = joined(matrix.mT, matrix.mT[pair].logsumexp(0)).mT
     matrix = joined(matrix, (matrix[pair] + weights.log().unsqueeze(-1)).logsumexp(0))
     start = joined(start, start[pair].logsumexp(0))
-    return _with(hmm, start, matrix, _resized(hmm.emission, hmm.num_states, merge))
+    emission = _resized(hmm.emission, hmm.num_states, merge)
+    return hmm.replace(log_initial=start, log_transition=matrix, emission=emission, allowed=None)
 
 
 def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
@@ -138,7 +139,8 @@ def split_state(hmm: HMM, state: int, noise: float = 0.1) -> HMM:
         return found
 
     emission = _resized(hmm.emission, hmm.num_states, split)
-    return _with(hmm, hmm.log_initial.detach()[index] + half, matrix, emission)
+    start = hmm.log_initial.detach()[index] + half
+    return hmm.replace(log_initial=start, log_transition=matrix, emission=emission, allowed=None)
 
 
 def _check_plain(hmm: HMM, *states: int) -> None:
@@ -156,24 +158,13 @@ def _check_plain(hmm: HMM, *states: int) -> None:
             )
 
 
-def _with(hmm: HMM, log_initial: Tensor, log_transition: Tensor, emission: Any) -> HMM:
-    """The HMM with other parameters for the same lengths, without labels."""
-    validation = vars(hmm).get("_validate_args")
-    return HMM(
-        log_initial, log_transition, emission, hmm.lengths, hmm.observed, validate_args=validation
-    )
-
-
 def _resized(part: Any, num_states: int, change: Change) -> Any:
     """A distribution of other states: ``change(part, rows)`` are those of its arguments.
 
     ``rows`` are its tensors that have a row for each of the K states.
     """
     if isinstance(part, Tied | Autoregressive):
-        raise TypeError(
-            "emission must be of distributions with parameters of each state; got "
-            f"{type(part).__name__}."
-        )
+        raise TypeError(f"states of {type(part).__name__} share parameters, or depend on the past.")
     arguments = arguments_of(part)
     if not isinstance(part, Independent | Streams):
         tensors = {n: value.detach() for n, value in arguments.items() if isinstance(value, Tensor)}

@@ -1,40 +1,65 @@
-"""Results of a fit: the fitted model, its restarts, and a guide that is a single point."""
+"""Results of a fit: the fitted model, its restarts, tables of estimates, and predictions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyro
 import torch
 from pyro import poutine
 from pyro.ops.stats import quantile
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import biject_to, constraints
 
 from .._checks import check_probs, check_size
 from ..data.batches import Parts
 from ..data.sequences import Sequences, check_sequences
+from ..distributions.hard_zeros import bounds
 from ..distributions.hmm import HMM
 from ..distributions.sparse import interior
 from ..nn.base import PYRO, in_mode
 from ..ops.backends import advise_numba
+from .coordinates import IDENTITY, LOG, LOGIT, names_of
 from .descent import Validation
-from .effects import Bands, described, lines, predicted, table
-from .effects import name_of as name_of
-from .guides import repeatable, samples_of
 from .objective import site_losses
 from .parameters import fitted_in
-from .plates import SequencePlate, check_fitted, hmm_at
-from .replicates import Bootstrap, bootstrap, limits_of, match_states
-from .uncertainty import Covariance, Information
+from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of
+from .replicates import Bootstrap, bootstrap, match_states, profile_interval
+from .uncertainty import Covariance, Information, normal_quantile
 
 POINT = "_unconstrained"  # end of the names of what PyroParams are kept in
 SLOW = 10.0  # seconds
 WINDOW = 25  # steps whose mean loss is compared with that of the steps before
+
+NONE = 1e-6  # limits this near to zero and one say nothing
+FLAT = 8.0  # a logit beyond it is of a probability below 0.0004
+PARTS: Mapping[str, tuple[str, Callable[[Any], Tensor]]] = {  # of an attribute of the HMM
+    "transition": ("log_transition", lambda logs: logs[..., 0, :, :].exp()),
+    "initial": ("log_initial", torch.exp),
+    "mean": ("emission", lambda emission: emission.mean[..., 0, :]),
+    "rates": ("rates", lambda q: q[..., 0, :, :].tril(-1) + q[..., 0, :, :].triu(1)),
+    "duration": ("log_duration", lambda d: d.exp() @ torch.arange(1, d.size(-1) + 1).to(d)),
+}
+
+
+class Bands(NamedTuple):
+    """Predictions at M rows of covariates, with limits; :func:`pyrohmm.plots.bands` draws them.
+
+    Attributes:
+        value: ``(M, *)``.
+        lower: The same shape; not below 0 for probabilities.
+        upper: The same shape; not above 1 for probabilities.
+    """
+
+    value: Tensor
+    lower: Tensor
+    upper: Tensor
 
 
 @dataclass(repr=False)
@@ -149,8 +174,7 @@ class Fit:
         check_size("num_samples", num_samples)
         if self.method != "SVI":
             raise ValueError(
-                f"samples, means and quantiles need a posterior; {self.method} gives a single "
-                "point, which is `parameters`. Fit with fit_svi, or sample with NUTS."
+                f"{self.method} gives a single point, `parameters`; use fit_svi or NUTS."
             )
         with torch.no_grad(), self.at_rest():
             return samples_of(self.guide, self.names, num_samples, data)[0]
@@ -225,8 +249,7 @@ class Fit:
                 if not (hmm.transition_per_step or hmm.emission_per_step):
                     return hmm
         raise TypeError(
-            f"thing is a fit without one HMM for all data: {reason}. Save fit.hmm(data); or keep "
-            "fit.parameters by safetensors.torch.save_file, to begin a fit there: start=."
+            f"thing is a fit without one HMM for all data: {reason}. Save fit.hmm(data)."
         )
 
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
@@ -285,10 +308,7 @@ class Fit:
             tensor([0.0490], dtype=torch.float64)
         """
         if self.method not in ("EM", "MAP"):
-            raise ValueError(
-                f"the samples of {self.method} are its own picture of the posterior, and no point "
-                "of them is its maximum: ask fit.quantiles()."
-            )
+            raise ValueError(f"no sample of {self.method} is the maximum: ask fit.quantiles().")
         check_sequences("data", data)
         with self.at_rest():
             return Information(self.model, self.parameters, self.supports, data)
@@ -329,8 +349,7 @@ class Fit:
         """
         if self.plates:
             raise ValueError(
-                "the bootstrap is of parameters that all sequences share; each sequence has a "
-                f"{min(self.plates)!r} of its own here. fit_laplace integrates it out."
+                f"sequences have {min(self.plates)!r} of their own; fit_laplace integrates it out"
             )
         with self.at_rest():
             return bootstrap(self.information(data), num_samples, parametric)
@@ -362,10 +381,17 @@ class Fit:
             >>> print(f"{low:.3f} {high:.3f}")
             0.036 0.499
         """
+        if method not in ("delta", "bootstrap", "profile"):
+            raise ValueError(f'method must be "delta", "bootstrap" or "profile"; got {method!r}.')
+        if (method == "profile") != isinstance(of, str):
+            raise ValueError(
+                'method="profile" is of one entry, and goes with its name: of="module.rate[0]".'
+            )
         with self.at_rest():
-            if method == "bootstrap" and not isinstance(of, str):
-                return self.bootstrap(data).intervals(level, of)
-            return limits_of(self.information(data), level, of, method)
+            if isinstance(of, str):
+                return {of: profile_interval(self.information(data), of, level)}
+            found: Any = self.bootstrap if method == "bootstrap" else self.information
+            return found(data).intervals(level, of)
 
     def table(self, data: Sequences, level: float = 0.95) -> dict[str, list[Any]]:
         """Estimates of all parameters, with standard errors and limits, as columns of a table.
@@ -378,7 +404,16 @@ class Fit:
             level: Of confidence.
         """
         with self.at_rest():
-            return table(self.information(data), level)
+            information = self.information(data)
+            errors, limits = information.std_errors(), information.intervals(level)
+        found: dict[str, list[Any]] = {"parameter": []}
+        for part in information.coordinates:
+            name, low, high = part.name, *limits[part.name]
+            found["parameter"] += information.names.get(name, names_of(name, part.estimate))
+            columns = {"estimate": part.estimate, "std_error": errors[name], "lower": low}
+            for column, value in (columns | {"upper": high}).items():
+                found.setdefault(column, []).extend(value.flatten().tolist())
+        return found
 
     def predict(
         self,
@@ -491,3 +526,114 @@ def uses_labels(data: Sequences | Parts) -> list[str]:
     if not count:
         return []
     return [f"the states of {count:,} of {total:,} steps were known: the data have labels"]
+
+
+# Tables and predictions ---------------------------------------------------------------------------
+
+
+def _part(hmm: HMM, name: str) -> Tensor:
+    attribute, function = PARTS[name]
+    return function(getattr(hmm, attribute))
+
+
+def predicted(
+    information: Information, at: Any, of: Any, level: float, example: Sequences
+) -> Bands:
+    """Predictions at covariates ``at`` ``(M, C)``: see :meth:`Fit.predict`."""
+    is_table = hasattr(at, "columns") or isinstance(at, dict)
+    rows = torch.zeros(0) if is_table else torch.as_tensor(at, dtype=torch.float64)
+    wanted = 0 if example.covariates is None else example.covariates.size(-1)
+    if not wanted or rows.dim() != 2 or rows.size(1) != wanted:
+        raise ValueError(
+            f"at must be (M, C) = (M, {wanted}) covariates, such as design.matrix(frame); got "
+            f"{'a table' if is_table else f'shape {tuple(rows.shape)}'}."
+        )
+    hmm = information.hmm
+    if isinstance(of, str) and not (of in PARTS and hasattr(hmm, PARTS[of][0])):
+        known = [name for name, (attribute, _) in PARTS.items() if hasattr(hmm, attribute)]
+        raise ValueError(f"of must be a function of an HMM, or what this model has, "
+                         f"{' or '.join(known)}; got {of!r}.")  # fmt: skip
+    function = partial(_part, name=of) if isinstance(of, str) else of
+    some = example.values[example.observed][:1].unsqueeze(0)
+    values = some.expand(len(rows), 2, *some.shape[2:])
+    there = torch.full((len(rows),), 2)
+    times = None if example.times is None else torch.arange(2.0).expand(len(rows), 2)
+    data = Sequences(values, there, covariates=rows.unsqueeze(1).expand(-1, 2, -1), times=times)
+    value, error = information.of(function, data)
+    scale: Any = LOGIT if of in ("transition", "initial") else IDENTITY
+    never_below = bool((example.values[example.observed] >= 0).all())
+    if of in ("rates", "duration") or (of == "mean" and never_below and bool((value > 0).all())):
+        scale = LOG
+    low, high = (end.to(value) for end in bounds(hmm.emission))
+    if of == "mean" and bool(high.isfinite().all()):
+        scale = biject_to(constraints.interval(low, high)).inv
+    point = scale(value)
+    width = normal_quantile(level) * error * scale.log_abs_det_jacobian(value, point).exp()
+    held = (error == 0) | ~point.isfinite()
+    lower, upper = (
+        torch.where(held, value, scale.inv(end)) for end in (point - width, point + width)
+    )
+    return Bands(value, lower, upper)
+
+
+def lines(columns: Mapping[str, list]) -> list[str]:
+    """The rows of a table as text."""
+    wide = max(len(name) for name in columns["parameter"])
+    head = f"{'':{wide}}" + "".join(f"{name:>11}" for name in list(columns)[1:])
+    rows = zip(*columns.values())
+    text = [head]
+    text += [f"{name:{wide}}" + "".join(f"{x:11.4g}" for x in rest) for name, *rest in rows]
+    ends = zip(columns["parameter"], columns["estimate"], columns["std_error"])
+    held = [name for name, x, error in ends if abs(x) > FLAT and not error <= abs(x)]
+    if held:
+        text.append(
+            f"at the boundary, where limits say nothing: {', '.join(held)} (a logit or a logarithm "
+            "that has run away: a probability or a rate of zero)"
+        )
+    loose = [
+        name
+        for name, x, error, low, high in zip(*columns.values())
+        if (0 <= low < NONE and high > 1 - NONE)
+        or (math.isnan(error) and NONE < abs(x) <= FLAT and abs(x - 1) > NONE)
+    ]
+    if loose:
+        text.append(
+            f"not determined by the data, with limits of all of the range or none: "
+            f"{', '.join(loose)} (fewer states or columns, or a prior)"
+        )
+    return text
+
+
+def described(fit: Any) -> list[str]:
+    """Lines of text: the model, its loss, and why the fit ended."""
+    count, tokens = min(fit.window, len(fit.losses)), fit.num_observed
+    first, last = fit.losses[0].item(), fit.losses[-count:].mean().item()
+    over = f", mean of the last {count} steps" if fit.window > 1 else ""
+    guide = f" with {name_of(fit.guide)}" if fit.method == "SVI" else ""
+    module = getattr(fit.model, "module", None)
+    model = name_of(fit.model) + (f" of {name_of(module)}" if module is not None else "")
+    text = [
+        f"{fit.method} of {model}{guide}: {', '.join(fit.names) or 'parameters'}",
+        f"loss      {first:.2f} -> {last:.2f} nats{over}",
+        f"per {fit.unit.split()[-1]:<6}{last / max(tokens, 1):.4f} nats; {tokens:,} {fit.unit}s",
+        f"ended     after {fit.num_steps} steps and {fit.seconds:.1f} s: {fit.reason}",
+    ]
+    if fit.validation:
+        best = min(fit.validation, key=lambda past: past.nats)
+        text.append(
+            f"held out  {best.nats:.4f} nats per step, the best of {len(fit.validation)} "
+            f"validations, at step {best.step}"
+        )
+    if fit.restarts is not None:
+        ends = fit.restarts.final.sort().values
+        text.append(
+            f"restarts  {len(ends)}, losses {ends[0].item():.2f} (best), "
+            f"{ends.median().item():.2f} (median), {ends[-1].item():.2f} (worst)"
+        )
+    text += [f"note      {note}" for note in fit.notes]
+    return text
+
+
+def name_of(part: Any) -> str:
+    """The name of a function or of the class of an object."""
+    return getattr(part, "__name__", type(part).__name__)

@@ -1,8 +1,21 @@
-r"""``SampledFit``: chains of samples as a fit, how they are run, and whether they agree.
+r"""``SampledFit``: chains of samples as a fit, whether they agree, and parallel tempering.
 
-Agreement is rank-normalised split :math:`\hat R`, and bulk and tail effective sample sizes, for all
-components at once: Rank-normalization, folding, and localization (Vehtari, Gelman, Simpson,
-Carpenter and Bürkner, 2021). Samples are ``(C, S, ...)``: S of each of C chains.
+Agreement is rank-normalised split :math:`\hat R`, and bulk and tail effective sample sizes:
+Rank-normalization, folding, and localization (Vehtari, Gelman, Simpson, Carpenter and Bürkner,
+2021). Samples are ``(C, S, ...)``: S of each of C chains.
+
+A :class:`Ladder` has one chain at each of R inverse temperatures
+:math:`0 = b_1 < \dots < b_R = 1`, whose target is :math:`p(\theta) L(\theta, b_r)`:
+:math:`L(\theta, 0) = 1`, so that the first samples the prior, and
+:math:`L(\theta, 1) = p(x \mid \theta)`, so that the last samples the posterior.
+Neighbours swap places by a Metropolis step, even and odd pairs in turn, and warmup spaces the
+temperatures so that all pairs swap equally often (Syed, Bouchard-Côté, Deligiannidis and Doucet,
+2022, Non-reversible parallel tempering). What a chain would gain at the place of its neighbour,
+:math:`\log L(\theta, b_{r \pm 1}) - \log L(\theta, b_r)`, is its work; the works of both say the
+ratio of the normalisers, by Bennett's acceptance ratio (1976), and the product of all ratios is the
+marginal likelihood :math:`p(x) = \int p(\theta) \, p(x \mid \theta) \, d\theta`.
+
+C ladders are one batch of C R chains; those of a ladder are neighbours in it.
 """
 
 from __future__ import annotations
@@ -14,23 +27,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy
 import torch
-from pyro.ops.stats import gelman_rubin, quantile
 from scipy.special import chdtri
 from torch import Tensor
 from tqdm import tqdm
 
 from .._checks import check_size
+from .._imports import imported
 from ..data.sequences import Sequences
 from ..io.files import Checkpoint, identity_of
-from .guides import Point
+from .plates import Point
 from .results import Fit, name_of, uses_labels
-from .tempering import Ladder, MarginalLikelihood, marginal_likelihood
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
 RARE = 0.05  # share of swaps, below which neighbouring temperatures are said to be far apart
 NOTED = ("works", "diverging", "acceptance", "leapfrogs")  # kept of chains, but not judged
 FEWEST = 100  # effective samples of each chain, below which estimates are said to be rough
+SPACED = (0.1, 0.2, 0.35, 0.5, 0.75)  # of the warmup, at whose ends temperatures are spaced anew
+POWER = 5  # of even numbers, which are inverse temperatures at first (Friel and Pettitt, 2008)
 
 
 class Agreement(NamedTuple):
@@ -38,7 +53,7 @@ class Agreement(NamedTuple):
 
     Attributes:
         rhat: :math:`\hat R`, one where chains agree; NaN of what is constant.
-        bulk: Effective sample size for means and medians.
+        bulk: Effective sample size for means and medians; NaN of what is constant.
         tail: That for the quantiles 0.05 and 0.95.
     """
 
@@ -48,7 +63,7 @@ class Agreement(NamedTuple):
 
 
 def agreement(samples: Tensor) -> Agreement:
-    """R-hat and effective sample sizes of samples ``(C, S, ...)``, S at least 4.
+    """Rank-normalised R-hat and effective sample sizes, by ArviZ, of samples ``(C, S, ...)``.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -56,26 +71,28 @@ def agreement(samples: Tensor) -> Agreement:
         >>> bool((found.rhat < 1.01).all() & (found.bulk > 1500).all())
         True
     """
-    split = _split(samples)
-    bulk = _effective(_ranks(split))
-    ends = quantile(split.flatten(0, 1), [0.05, 0.95])
-    below, above = (_effective((split <= end).to(split)) for end in ends)
-    shape = samples.shape[2:]
-    parts = rhat_of(split), bulk, torch.fmin(below, above)
-    return Agreement(*(part.reshape(shape) for part in parts))
+    arviz = imported("arviz")
+    rhat = rhat_of(samples)
+    sizes = (arviz.ess(_dataset(samples), method=method) for method in ("bulk", "tail"))
+    bulk, tail = (torch.as_tensor(each["x"].values).reshape(rhat.shape) for each in sizes)
+    return Agreement(rhat, *(each.masked_fill(rhat.isnan(), torch.nan) for each in (bulk, tail)))
 
 
-def rhat_of(split: Tensor) -> Tensor:
-    """The larger one of R-hat of ranks and of ranks of distances from the median, ``(P,)``."""
-    centre = split.flatten(0, 1).median(0).values
-    return torch.fmax(gelman_rubin(_ranks(split)), gelman_rubin(_ranks((split - centre).abs())))
+def rhat_of(samples: Tensor) -> Tensor:
+    """Rank-normalised split R-hat of each component, NaN of those that are constant."""
+    if samples.size(1) < 4:
+        raise ValueError(f"samples must be at least 4 of each chain; got {samples.size(1)}.")
+    shape, half = samples.shape[2:], samples.size(1) // 2
+    if len(samples) == 1:  # ArviZ compares chains, and splits each of them
+        samples = torch.cat([samples[:, :half], samples[:, -half:]])
+    with numpy.errstate(invalid="ignore", divide="ignore"):  # of what is constant
+        found = imported("arviz").rhat(_dataset(samples))["x"].values
+    return torch.as_tensor(found).reshape(shape)
 
 
-def worst_rhat(samples: Mapping[str, Tensor]) -> float:
-    """The largest R-hat of any component of variables ``(C, S, ...)``; one if all are constant."""
-    found = [rhat_of(_split(value)) for value in samples.values() if value.numel()]
-    whole = torch.cat(found)
-    return whole[~whole.isnan()].max().item() if bool((~whole.isnan()).any()) else 1.0
+def _dataset(samples: Tensor) -> Any:
+    flat = samples.double().cpu().reshape(*samples.shape[:2], -1)
+    return imported("xarray").Dataset({"x": (("chain", "draw", "entry"), flat.numpy())})
 
 
 def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
@@ -97,10 +114,8 @@ def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
         largest = max(apart, key=worst.__getitem__)
         lines.append(
             f"{who.upper()} DISAGREE: R-hat is {worst[largest]:.2f} for {largest}, above "
-            f"{max(AGREE, noise):.3g} for {len(apart)} of {len(worst)} variables. Do not use "
-            "these means and intervals. Chains that number the states differently disagree as "
-            "well: align them, with PosteriorDraws.of(fit).aligned(data); if they still do, take "
-            "more warmup and samples, or other starts."
+            f"{max(AGREE, noise):.3g} for {len(apart)} of {len(worst)} variables. Align states, by "
+            "PosteriorDraws.of(fit).aligned(data); else take more samples, or other starts."
         )
     elif min(fewest.values()) < FEWEST * chains:
         least = min(fewest, key=fewest.__getitem__)
@@ -120,40 +135,141 @@ def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
     return lines
 
 
-def _split(samples: Tensor) -> Tensor:
-    """Halves of chains as chains, ``(2C, S // 2, P)``, in float64."""
-    half = samples.size(1) // 2
-    if half < 2:
-        raise ValueError(f"samples must be at least 4 of each chain; got {samples.size(1)}.")
-    parts = samples[:, :half], samples[:, samples.size(1) - half :]
-    return torch.cat(parts).double().cpu().reshape(2 * len(samples), half, -1)
+class MarginalLikelihood(NamedTuple):
+    r"""Log marginal likelihood :math:`\log p(x)`, in nats.
+
+    Attributes:
+        value: The estimate.
+        error: Its standard error, from how ladders differ; NaN of one ladder.
+    """
+
+    value: float
+    error: float
 
 
-def _ranks(split: Tensor) -> Tensor:
-    """Normal quantiles of the ranks among all samples; equal ones have the mean of their ranks."""
-    flat = split.flatten(0, 1)
-    ordered, columns = flat.mT.sort().values.contiguous(), flat.mT.contiguous()
-    below = torch.searchsorted(ordered, columns)
-    ranks = ((below + torch.searchsorted(ordered, columns, right=True) + 1) / 2).mT
-    ranks = torch.where(flat.amax(0) > flat.amin(0), ranks.double(), torch.nan)  # not if constant
-    return torch.special.ndtri((ranks - 0.375) / (len(flat) + 0.25)).reshape(split.shape)
+class Ladder:
+    """Temperatures of C ladders of R chains, and who is at which.
+
+    Args:
+        num_chains: C.
+        num_temperatures: R; with one, all chains sample the posterior, and nothing is swapped.
+        warmup: Number of sweeps that space the temperatures.
+
+    Attributes:
+        inverse: Inverse temperatures ``(R,)``, rising from zero to one.
+        rungs: ``(C, R)`` integers, at which temperature each chain is.
+        trips: ``(C,)``, how often a chain of each ladder has come from the prior to the posterior
+            and back to the prior, since the warmup.
+    """
+
+    def __init__(self, num_chains: int, num_temperatures: int, warmup: int) -> None:
+        size = num_temperatures
+        self.inverse = torch.linspace(0, 1, size, dtype=torch.float64) ** POWER if size > 1 else (
+            torch.ones(1, dtype=torch.float64))  # fmt: skip
+        self.rungs = torch.arange(size).repeat(num_chains, 1)
+        self.warmup, self.done = warmup, 0
+        self.swaps = torch.zeros(2, size - 1, dtype=torch.float64)  # accepted, tried
+        self.trips = torch.zeros(num_chains)
+        self.outward = torch.zeros(num_chains, size)  # 1 from the prior on, 2 from the posterior on
+
+    @property
+    def size(self) -> int:
+        """R, the number of temperatures."""
+        return len(self.inverse)
+
+    @property
+    def chains(self) -> Tensor:
+        """``(C, R)`` integers, which of all chains is at each temperature of each ladder."""
+        return self.rungs.argsort(-1) + self.size * torch.arange(len(self.rungs)).unsqueeze(-1)
+
+    @property
+    def coldest(self) -> Tensor:
+        """``(C,)`` integers, the chains that sample the posterior."""
+        return self.chains[:, -1]
+
+    @property
+    def own(self) -> Tensor:
+        """Inverse temperature of each chain, ``(C R,)``."""
+        return self.inverse[self.rungs].flatten()
+
+    @property
+    def others(self) -> Tensor:
+        """That of the neighbour with which each chain may swap now; its own if there is none."""
+        up = (self.rungs - self.done) % 2 == 0
+        other = self.rungs + torch.where(up, 1, -1)
+        inside = (other >= 0) & (other < self.size)
+        return self.inverse[torch.where(inside, other, self.rungs)].flatten()
+
+    def swap(self, work: Tensor) -> tuple[Tensor, Tensor]:
+        """Swap neighbours, by the work ``(C R,)`` of each chain at the place of the other one.
+
+        Returns:
+            Which chains have a new temperature, ``(C R,)``; works of each lower and upper
+            neighbour, ``(C, 2, R - 1)``, NaN of pairs that had no turn.
+        """
+        chains, before = self.chains, self.rungs
+        work = work.double().cpu()[chains]  # (C, R)
+        pairs = torch.arange(self.done % 2, self.size - 1, 2)
+        both = torch.stack([work[:, pairs], work[:, pairs + 1]], 1)
+        shares = both.sum(1).clamp(max=0.0).exp()
+        chosen = torch.rand(shares.shape, dtype=torch.float64) < shares
+        order = torch.arange(self.size).repeat(len(chains), 1)
+        order[:, pairs] += chosen.long()
+        order[:, pairs + 1] -= chosen.long()
+        self.rungs = before.argsort(-1).gather(1, order).argsort(-1)
+        works = torch.full((len(chains), 2, self.size - 1), torch.nan, dtype=torch.float64)
+        works[:, :, pairs] = both
+        self.swaps[0, pairs] += shares.mean(0)
+        self.swaps[1, pairs] += 1
+        self.done += 1
+        self._count_trips()
+        if self.done in [int(self.warmup * part) for part in SPACED] + [self.warmup]:
+            self._space()
+        return (self.rungs != before).flatten(), works
+
+    def _count_trips(self) -> None:
+        """Of each chain: whether it has been at the prior, and at the posterior since then."""
+        if self.done <= self.warmup:
+            return
+        hot, cold = self.rungs == 0, self.rungs == self.size - 1
+        self.trips += (hot & (self.outward == 2)).sum(-1)
+        self.outward[hot] = 1
+        self.outward[cold & (self.outward == 1)] = 2
+
+    def _space(self) -> None:
+        """Respace temperatures to equalise swap acceptance, but at the last time."""
+        accepted, tried = self.swaps
+        if self.done < self.warmup and bool((tried > 0).all()):
+            rejected = 1 - accepted / tried + 1e-3
+            barrier = torch.cat([rejected.new_zeros(1), rejected.cumsum(0)])
+            wanted = torch.linspace(0, 1, self.size, dtype=torch.float64) * barrier[-1]
+            above = torch.searchsorted(barrier, wanted[1:-1]).clamp(1, self.size - 1)
+            share = (wanted[1:-1] - barrier[above - 1]) / rejected[above - 1]
+            even = self.inverse ** (1 / POWER)
+            even[1:-1] = even[above - 1] + share * (even[above] - even[above - 1])
+            self.inverse = even**POWER
+        self.swaps = torch.zeros_like(self.swaps)
+
+    def least_swaps(self) -> float:
+        """How often the neighbours that swap least do so, since the warmup."""
+        return (self.swaps[0] / self.swaps[1].clamp(min=1)).min().item()
 
 
-def _effective(split: Tensor) -> Tensor:
-    """Effective sample size ``(P,)`` by Geyer's initial monotone sequence."""
-    chains, size, _ = split.shape
-    centred = split - split.mean(1, keepdim=True)
-    spectrum = torch.fft.rfft(centred, n=2 * size, dim=1)
-    covariance = torch.fft.irfft(spectrum.abs().square(), n=2 * size, dim=1)[:, :size] / size
-    within = split.var(1).mean(0)
-    whole = within * (size - 1) / size + split.mean(1).var(0)
-    correlation = 1 - (within - covariance.mean(0)) / whole  # (S, P)
-    correlation[0] = 1.0
-    pairs = correlation[: size // 2 * 2].unflatten(0, (-1, 2)).sum(1)
-    positive = (pairs > 0).cummin(0).values
-    falling = pairs.cummin(0).values * positive
-    time = (2 * falling.sum(0) - 1).clamp(min=1 / math.log10(chains * size))
-    return torch.where(whole > 0, chains * size / time, torch.nan)
+def marginal_likelihood(works: Tensor) -> MarginalLikelihood:
+    """Log marginal likelihood, of works ``(C, S, 2, R - 1)`` as of :meth:`Ladder.swap`."""
+    ahead, back = works.double().unbind(-2)  # (C, S, R - 1)
+    low = torch.full_like(ahead[0, 0], -1e9)
+    high = -low
+    for _ in range(100):  # the slope of the likelihood of the ratio falls
+        ratio = (low + high) / 2
+        rises = ((ahead - ratio).sigmoid() - (back + ratio).sigmoid()).nansum((0, 1)) > 0
+        low, high = torch.where(rises, ratio, low), torch.where(rises, high, ratio)
+    first, second = (ahead - ratio).sigmoid(), (back + ratio).sigmoid()
+    slope = (first * (1 - first) + second * (1 - second)).nansum((0, 1))
+    apart = ((first - second).nansum(1) / slope).sum(-1)  # what each ladder changes, (C,)
+    count = len(works)
+    variance = count / (count - 1) * apart.square().sum() if count > 1 else torch.tensor(math.nan)
+    return MarginalLikelihood(ratio.sum().item(), variance.sqrt().item())
 
 
 @dataclass(repr=False)
@@ -169,7 +285,7 @@ class SampledFit(Fit):
             :math:`\log p(x, \theta)`, in nats; ``diverging``, whether a trajectory went astray.
         tuning: What the warmup has found, by name. Of tempered chains: ``swaps``, how often the
             neighbours do that do least, and ``round trips`` of each ladder, since the warmup.
-        works: Of tempered chains, ``(C, S, 2, R - 1)``: see :class:`.tempering.Ladder`.
+        works: Of tempered chains, ``(C, S, 2, R - 1)``: see :class:`Ladder`.
         inverse_temperatures: Theirs, ``(R,)``, from zero, the prior, to one.
     """
 
@@ -324,8 +440,9 @@ class Chains:
                 bar.update()
                 index = self.done - self.warmup
                 if not bar.disable and index > 8 and index % max(50, self.num_samples // 10) == 0:
-                    judged = {n: v[:, : index - 1] for n, v in self.kept.items() if n not in NOTED}
-                    bar.set_postfix(rhat=f"{worst_rhat(judged):.3f}", refresh=False)
+                    judged = [v[:, : index - 1] for n, v in self.kept.items() if n not in NOTED]
+                    worst = torch.cat([rhat_of(v).flatten().nan_to_num(1.0) for v in judged]).max()
+                    bar.set_postfix(rhat=f"{worst:.3f}", refresh=False)
                 if checkpoint is not None and (checkpoint.is_due() or self.done == total):
                     known = {"done": self.done, "kept": self.kept, "seconds": self.seconds}
                     known |= {"ladder": vars(self.ladder), "chains": self.state()}

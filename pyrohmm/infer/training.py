@@ -30,10 +30,9 @@ from ..data.sequences import Sequences, check_sequences
 from ..io.files import Checkpoint, identity_of
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
-from .guides import point_of
 from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
-from .plates import marks_of
+from .plates import marks_of, point_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels
 

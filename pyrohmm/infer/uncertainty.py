@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pyro
@@ -13,21 +12,15 @@ import torch
 from pyro import poutine
 from pyro.distributions import Dirichlet, Gamma
 from torch import Tensor
-from torch.distributions import biject_to, constraints, transform_to
-from torch.distributions.transforms import (
-    AffineTransform,
-    ExpTransform,
-    SigmoidTransform,
-    Transform,
-)
+from torch.distributions import constraints
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
+from .coordinates import IDENTITY, LOG, Coordinates, names_of
 from .models import EnumeratedModel, MarginalModel
 from .plates import AtValues, detached, in_plate
 
-BOUNDARY = 1e-7  # probabilities, counts and shares of the largest rate below this count as zero
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
 CHUNK = 16  # columns of the Hessian that are computed as one batch
 SMALL = 1e-3  # share of the largest rate, below which one is at the boundary that counts
@@ -36,115 +29,7 @@ LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not dete
 RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
 ROUNDING = 1e-6  # share of a slope along a flat direction that is rounding
 STEP = 1e-3  # of central differences, in standard errors given the other coordinates
-AT_LEAST = constraints.greater_than_eq
-IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTransform().inv
 MOST_PARAMETERS = 3_000  # the Hessian has as many columns, each a gradient of the gradient
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    r"""Free coordinates :math:`u \in R^P` of one parameter, zero at its estimate.
-
-    Rows of probabilities are a softmax over their positive entries, positive numbers an
-    exponential, anything else the bijection of its support. Entries on the boundary are held.
-
-    Attributes:
-        name: Of the parameter.
-        estimate: Its value.
-        labels: P names, of single coordinates.
-        held: Names of the entries that are held at the boundary.
-        value: From u ``(*, P)`` to the value of the parameter.
-        scale: On which intervals are symmetric: its function, and the inverse.
-    """
-
-    name: str
-    estimate: Tensor
-    labels: list[str]
-    held: list[str]
-    value: Callable[[Tensor], Tensor]
-    scale: Transform
-
-    @classmethod
-    def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
-        """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
-        estimate, base = estimate.detach().double(), _base(support)
-        scale: Transform = IDENTITY
-        moved: Callable[[Tensor], Tensor]  # value of the parameter after a change of coordinates
-        if _is_simplex(estimate, support):
-            scale, inside = LOGIT, estimate > BOUNDARY
-            largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
-            free, logits = inside & ~largest, estimate.log().masked_fill(~inside, -torch.inf)
-
-            def moved(change: Tensor) -> Tensor:
-                return (logits + change).softmax(-1)
-
-        elif _is_positive(support):
-            scale, free = LOG, estimate > _least(estimate, support)
-            # of zeros: a density of a rate of zero has no second derivative
-            edge = estimate.clamp(min=1e-100 if isinstance(base, AT_LEAST) else 0.0)
-            inside = free
-
-            def moved(change: Tensor) -> Tensor:
-                return torch.where(free, estimate * change.exp(), edge)
-
-        else:
-            kind = type(base).__name__
-            triangular = "Cholesky" in kind or "PositiveDefinite" in kind
-            transform = transform_to(support) if triangular else biject_to(support)
-            origin = transform.inv(estimate)
-            inside = origin.isfinite()
-            if base is constraints.unit_interval:
-                scale = LOGIT
-                inside = inside & (estimate > BOUNDARY) & (estimate < 1 - BOUNDARY)
-            free = inside.tril() if triangular else inside
-            origin = origin.masked_fill(~free, 0.0)
-
-            def moved(change: Tensor) -> Tensor:
-                value = transform(origin + unit * change)
-                return value if bool(inside.all()) else torch.where(inside, value, estimate)
-
-        def value(u: Tensor) -> Tensor:
-            change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten()]
-            return moved(change.reshape(u.shape[:-1] + free.shape))
-
-        names = [f"{name}, free coordinate {n}" for n in range(free.numel())]
-        if free.numel() == estimate.numel():
-            names = names_of(name, estimate)
-        labels = [label for label, at in zip(names, free.flatten().tolist()) if at]
-        held = [label for label, at in zip(names, inside.flatten().tolist()) if not at]
-        return cls(name, estimate, labels, held, value, scale)
-
-    def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
-        """Estimates less and plus ``z`` standard errors on ``scale``."""
-        at = self.scale(self.estimate)
-        width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
-        return self.scale.inv(at - width), self.scale.inv(at + width)
-
-
-def _least(estimate: Tensor, support: Any) -> float:
-    """Number below which a fit has left an entry at zero: none where only the unit is small."""
-    if isinstance(_base(support), AT_LEAST):
-        return BOUNDARY
-    rates = "Positive" in type(support).__name__ and estimate.numel()
-    return BOUNDARY * float(estimate.max()) if rates else 0.0
-
-
-def _is_simplex(estimate: Tensor, support: Any) -> bool:
-    rows = estimate.dim() > 0 and bool(((estimate.sum(-1) - 1).abs() < 1e-4).all())
-    return rows and (_base(support) is constraints.simplex or "Simplex" in type(support).__name__)
-
-
-def _is_positive(support: Any) -> bool:
-    base = _base(support)
-    bound = getattr(base, "lower_bound", None)
-    positive = isinstance(base, constraints.greater_than | AT_LEAST)
-    return (positive and bound == 0) or "Positive" in type(support).__name__
-
-
-def _base(support: Any) -> Any:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support
 
 
 class Covariance(NamedTuple):
@@ -157,12 +42,6 @@ class Covariance(NamedTuple):
 
     names: list[str]
     matrix: Tensor
-
-
-def names_of(name: str, value: Tensor) -> list[str]:
-    """Names of the entries of a parameter, row by row."""
-    places = torch.ones(value.shape).nonzero().tolist() if value.dim() else [[]]
-    return [f"{name}{place or ''}" for place in places]
 
 
 class Information:
@@ -234,14 +113,12 @@ class Information:
         self.held = [label for part in self.coordinates for label in part.held]
         if self.held and not self.labels:
             raise ValueError(
-                "all parameters are at the boundary of their space, where standard errors and "
-                f"intervals do not exist: {_listed(self.held)}. A prior keeps estimates "
-                "inside, such as a Dirichlet with concentrations above 1."
+                "all parameters are at the boundary of their space, where standard errors do not "
+                f"exist: {_listed(self.held)}. A prior keeps estimates inside."
             )
         if not 0 < len(self.labels) <= MOST_PARAMETERS:
             raise ValueError(
-                f"standard errors need 1 to {MOST_PARAMETERS:,} free parameters; this model has "
-                f"{len(self.labels):,}."
+                f"{len(self.labels):,} free parameters; at most {MOST_PARAMETERS:,} are."
             )
         at_estimate = self.values_at(torch.zeros(len(self.labels), dtype=torch.double))
         with torch.no_grad():
@@ -277,10 +154,6 @@ class Information:
             trace.compute_log_prob()
             return trace
 
-    def sampled(self, u: Tensor) -> HMM:
-        """The HMM at sampled coordinates ``u``."""
-        return self.run(u)[1]
-
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
         u = torch.zeros(len(self.labels), dtype=torch.double)
@@ -302,9 +175,8 @@ class Information:
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
             raise ValueError(
-                f"the fit ended {self.decrement:.2g} nats below the maximum near it. Standard "
-                "errors would not show that: fit on, with more steps or a smaller tolerance; and "
-                "give the data that were fitted."
+                f"the fit ended {self.decrement:.2g} nats below the maximum near it: fit on, with "
+                "more steps or a smaller tolerance, and give the data that were fitted."
             )
 
     def _vanishing(self) -> Tensor:
@@ -328,13 +200,10 @@ class Information:
 
     def _listed(self, at: Tensor) -> str:
         """Names of the first six coordinates ``at``, as tables have them."""
-        known = {
-            label: name
-            for part in self.coordinates
-            for label, name in zip(
-                names_of(part.name, part.estimate), self.names.get(part.name, [])
-            )
-        }
+        known: dict[str, str] = {}
+        for part in self.coordinates:
+            own = names_of(part.name, part.estimate)
+            known |= zip(own, self.names.get(part.name, own))
         return _listed([known.get(self.labels[i], self.labels[i]) for i in at.tolist()])
 
     def _check_rank(self) -> None:
@@ -345,11 +214,10 @@ class Information:
         missing = ~self.matrix.isfinite()
         if bool(missing.any()):
             own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
-            where = self._listed(own.nonzero().flatten())
             raise ValueError(
-                f"the second derivative of the log joint is not finite along {where}, as "
-                "of vectors with full covariance where components are missing (NaN): leave such "
-                "steps out, freeze these parameters, or sample with fit_gibbs or NUTS."
+                "the second derivative of the log joint is not finite along "
+                f"{self._listed(own.nonzero().flatten())}, as of vectors with full covariance "
+                "where components are missing (NaN): freeze these, or sample with fit_gibbs."
             )
         scale = self.matrix.diagonal().abs().maximum(self.least).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
@@ -370,8 +238,7 @@ class Information:
             return
         raise ValueError(
             f"the observed information is not positive definite: {reason} {self._listed(order)}. "
-            "The data do not determine these parameters: use fewer states, a prior, or more "
-            "iterations of the fit."
+            "Use fewer states, a prior, or more iterations of the fit."
         )
 
     def _errors(self, slopes: Tensor) -> Tensor:
@@ -423,31 +290,24 @@ class Information:
             ValueError: If the function does not change with any parameter.
         """
         data = None if data is None else double_of(data)
-        own = torch.arange(len(self.labels))
 
-        def at(u: Tensor) -> Tensor:
-            return function(self.run(u, data)[1])
+        def at(places: Tensor) -> Tensor:
+            return evaluated(lambda u: function(self.run(u, data)[1]), places)
 
-        slopes = differences(at, self.matrix.diagonal().rsqrt())
+        slopes = differences(at, STEP * self.matrix.diagonal().rsqrt()).movedim(0, -1)
         slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
         if not bool((slopes != 0).any()):
-            raise ValueError(
-                "of must be a function that changes with the parameters of the fit; here all "
-                "slopes are zero, as of a decoded path, or of what is frozen or held: it has no "
-                "standard error."
-            )
+            raise ValueError("of must be a function that changes with the parameters of the fit.")
         with torch.no_grad():
-            return torch.as_tensor(at(torch.zeros(len(own)).double())), self._errors(slopes)
+            value = function(self.run(torch.zeros(len(self.labels)).double(), data)[1])
+        return torch.as_tensor(value), self._errors(slopes)
 
     def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
         """Lower and upper limits of a parameter."""
         return part.interval(error, z)
 
     def intervals(
-        self,
-        level: float = 0.95,
-        of: Callable[[HMM], Tensor] | None = None,
-        num_samples: int | None = None,
+        self, level: float = 0.95, of: Callable[[HMM], Tensor] | None = None
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """Lower and upper limits of the parameters by name, or of a function under ``"of"``.
 
@@ -457,39 +317,35 @@ class Information:
         Args:
             level: Of confidence.
             of: From an :class:`HMM` to a tensor; None for the parameters.
-            num_samples: For a function: take quantiles of it over so many samples of the normal
-                approximation, in place of the delta method. For functions that are far from linear.
         """
         z = normal_quantile(level)
         if of is None:
             errors = self.std_errors()
             return {p.name: self.interval(p, errors[p.name], z) for p in self.coordinates}
-        if num_samples is None:
-            value, error = self.of(of)
-            return {"of": (value - z * error, value + z * error)}
-        variances, vectors = torch.linalg.eigh(self.covariance)  # zero along what is held
-        root = vectors * variances.clamp(min=0.0).sqrt()
-        with torch.no_grad():
-            places = torch.randn(num_samples, len(root), dtype=torch.double) @ root.mT
-            values = torch.stack([of(self.sampled(u)) for u in places])
-        tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=values.dtype)
-        low, high = values.quantile(tails, 0)
-        return {"of": (low, high)}
+        value, error = self.of(of)
+        return {"of": (value - z * error, value + z * error)}
 
 
-def differences(function: Callable[[Tensor], Tensor], scale: Tensor) -> Tensor:
-    """Slopes ``(*, P)`` of a function of P numbers at zero, by differences on scales ``(P,)``.
+def differences(function: Callable[[Tensor], Tensor], steps: Tensor) -> Tensor:
+    """Slopes ``(P, *)`` at zero by central differences over ``steps`` ``(P,)``.
 
-    Random numbers that the function draws are the same at all places.
+    Args:
+        function: From places ``(B, P)`` to values ``(B, *)``.
+        steps: Of each coordinate.
     """
-    columns, steps = [], STEP * scale
-    for step in steps.diag():
-        ends = []
-        for place in (step, -step):
-            with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):
-                ends.append(torch.as_tensor(function(place)).double())
-        columns.append(torch.where(ends[0] == ends[1], 0.0, ends[0] - ends[1]))
-    return torch.stack(columns, -1) / (2 * steps)
+    places = torch.cat([steps.diag(), -steps.diag()])
+    ahead, back = function(places).unflatten(0, (2, len(steps)))
+    apart = torch.where(ahead == back, 0.0, ahead - back)
+    return apart / (2 * steps).reshape(-1, *(1,) * (apart.dim() - 1))
+
+
+def evaluated(function: Callable[[Tensor], Any], places: Tensor) -> Tensor:
+    """A function at each of some places, without gradients and with the same random numbers."""
+    values = []
+    for place in places:
+        with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            values.append(torch.as_tensor(function(place)).double())
+    return torch.stack(values)
 
 
 def _listed(names: list[str]) -> str:
@@ -512,8 +368,7 @@ def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str,
     plain = [name.replace("$$$", ".") for name in nodes if "$$$" in name]
     if plain:
         raise ValueError(
-            f"standard errors need parameters of PyroModules; {plain[0]} is one of a plain torch "
-            "module. Wrap it, as in PyroModule[torch.nn.Linear](...), or freeze it."
+            f"{plain[0]} is one of a plain torch module: take PyroModule[torch.nn.Linear](...)."
         )
     values = {name: node["value"] for name, node in nodes.items()}
     spaces = {name: node["kwargs"].get("constraint") for name, node in nodes.items()}

@@ -170,18 +170,6 @@ def test_transitions_are_aligned_by_the_best_of_all_permutations(size):
     assert distance(renaming) == pytest.approx(distance(best))
 
 
-# Which states are in use
-
-
-def test_a_histogram_counts_steps_that_exist():
-    data = Sequences(torch.zeros(2, 4).long(), torch.tensor([4, 1]))
-    states = torch.tensor([[2, 2, 0, 4], [1, 0, 0, 0]])
-    assert metrics.state_histogram(states[data.exists], 6).tolist() == [1, 1, 2, 0, 1, 0]
-    marked = states.masked_fill(~data.exists, -1)
-    assert metrics.state_histogram(marked, 6).tolist() == [1, 1, 2, 0, 1, 0]
-    assert metrics.state_histogram(marked[:, :0], 2).tolist() == [0, 0]
-
-
 # Distances
 
 

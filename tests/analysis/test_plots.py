@@ -16,7 +16,7 @@ from pyrohmm.distributions import (
     ZeroInflated,
 )
 from pyrohmm.distributions.observation import Streams
-from pyrohmm.infer.effects import Bands
+from pyrohmm.infer.results import Bands
 
 matplotlib.use("Agg")
 

@@ -1,4 +1,4 @@
-"""How many states are used, and the singular values of the transitions."""
+"""How many states are used."""
 
 import math
 
@@ -15,7 +15,6 @@ from pyrohmm import (
     fit_map,
     metrics,
 )
-from pyrohmm.analysis import usage
 
 
 def large(two_level=True, num_states=12):
@@ -41,48 +40,6 @@ def test_steps_in_blocks_are_those_of_the_dense_posterior(two_level):
     shares = dense.counts / dense.counts.sum()
     assert found.effective == pytest.approx(math.exp(-(shares * shares.log()).sum()), rel=1e-4)
     assert 1 < found.effective < 12
-
-
-@pytest.mark.parametrize("two_level", [False, True])
-@pytest.mark.parametrize("chunk", [1, 50, 1 << 22])
-def test_singular_values_are_those_of_the_whole_matrix(monkeypatch, two_level, chunk):
-    monkeypatch.setattr(usage, "CHUNK", chunk)
-    module, data = large(two_level)
-    hmm = module(data.lengths)
-    matrix = hmm.log_transition.detach().double().exp()
-    expected = torch.linalg.svdvals(matrix)
-    for same in (hmm, hmm.dense()):
-        found = metrics.transition_spectrum(same, num_values=20)
-        torch.testing.assert_close(found.singular_values, expected, rtol=1e-5, atol=1e-7)
-        assert found.squares == pytest.approx(float(matrix.square().sum()), rel=1e-5)
-        assert found.stable_rank == pytest.approx(
-            float((expected.square().sum()) / expected[0] ** 2), rel=1e-5
-        )
-
-
-def test_the_largest_of_many_singular_values_are_found_without_the_matrix(monkeypatch):
-    """No matrix is asked for, and never are more rows computed at once than were allowed."""
-    monkeypatch.setattr(usage, "CHUNK", 90 * 20)
-    module, data = large(num_states=90)
-    hmm = module(data.lengths)
-    expected = torch.linalg.svdvals(hmm.log_transition.detach().double().exp())
-    sizes, rows = [], usage.InnerProductTransition.rows
-
-    def spy(self, states):
-        sizes.append(len(states))
-        return rows(self, states)
-
-    monkeypatch.setattr(usage.InnerProductTransition, "rows", spy)
-    monkeypatch.setattr(usage.InnerProductTransition, "matrix", None)
-    found = metrics.transition_spectrum(module(data.lengths), 6, 3)
-    assert max(sizes) == 20
-    assert sum(sizes) == 4 * 90
-    torch.testing.assert_close(found.singular_values, expected[:6], rtol=1e-4, atol=0)
-    shares = expected.square().cumsum(0) / expected.square().sum()
-    for share in (0.5, 0.9, 1.0):
-        rank = int((shares < share).sum()) + 1
-        assert found.effective_rank(share) == (rank if rank <= 6 else None)
-    assert found.effective_rank(1.0) is None
 
 
 def test_usage_of_a_fit_whose_sequences_have_variables_of_their_own_does_not_depend_on_batches():

@@ -74,7 +74,6 @@ def test_it_is_the_product_chain(hmm, values):
     for ask in (
         lambda each: each.forecast(values, 3).mean,
         lambda each: metrics.state_usage(each, data).counts,
-        lambda each: metrics.transition_spectrum(each).singular_values,
         queries.dwell_time_mean,
     ):
         torch.testing.assert_close(ask(hmm), ask(large))

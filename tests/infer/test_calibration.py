@@ -139,14 +139,6 @@ def test_a_sampler_that_is_stuck_is_found_and_wrong_samples_are_named():
     assert given(torch.full((15, 1), 9.0)).p_values()["emission.rate"] < 1e-6
     with pytest.raises(ValueError, match=r"'module.emission.rate' must be finite"):
         given(torch.full((15, 1), torch.nan))
-    with pytest.raises(ValueError, match=r"with 1 entries each; got shape \(15, 2\)"):
-        given(torch.ones(15, 2))
-    kinds = iter([{"initial": torch.ones(15, 1)}, {"emission.rate": torch.ones(15, 1)}])
-    with pytest.raises(ValueError, match="the same variables for all data sets"):
-        calibrate(TabularHMM(1, poisson(0, 2.0, 1.0)), lambda *_: next(kinds), COUNTS, 2)
-    one = {"emission.rate": torch.ones(15, 1)}
-    with pytest.raises(ValueError, match=r"must return \(D S, ...\), of 2 data sets; got"):
-        calibrate(TabularHMM(1, poisson(0, 2.0, 1.0)), lambda *_: one, COUNTS, 20, together=2)
 
 
 def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():

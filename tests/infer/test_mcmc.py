@@ -23,8 +23,7 @@ from pyrohmm import (
 )
 from pyrohmm.infer import mcmc
 from pyrohmm.infer.coordinates import coordinates
-from pyrohmm.infer.sampled import agreement
-from pyrohmm.infer.tempering import Ladder
+from pyrohmm.infer.sampled import Ladder, agreement
 
 
 def following(log_density, start, warmup=0):

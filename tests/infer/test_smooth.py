@@ -25,7 +25,7 @@ from pyrohmm import (
     metrics,
     regression,
 )
-from pyrohmm.infer import smoothing
+from pyrohmm.infer import laplace
 
 
 def splines(x, size, period):
@@ -109,7 +109,7 @@ def test_the_weight_of_the_penalty_is_that_of_a_closed_form(period):
     _, error = information.of(lambda hmm: hmm.emission.loc.flatten())
     assert bool((error.numpy() > 0.999 * wide).all())
     np.testing.assert_allclose(error, wide, rtol=0.03)
-    limits = information.intervals(of=lambda hmm: hmm.emission.loc.flatten(), num_samples=400)
+    limits = information.intervals(of=lambda hmm: hmm.emission.loc.flatten())
     low, high = limits["of"]
     np.testing.assert_allclose((high - low).mean(), 2 * 1.96 * wide.mean(), rtol=0.05)
 
@@ -179,7 +179,7 @@ def test_em_finds_the_weight_of_the_restricted_likelihood(slope, monkeypatch):
     effective = np.trace(share @ np.linalg.inv(share + np.eye(79)))
     count = metrics.num_parameters(fit.model, data)  # the level, and what the penalty leaves
     assert count == pytest.approx(1 + effective, abs=0.02)
-    monkeypatch.setattr(smoothing, "ROUNDS", 2)
+    monkeypatch.setattr(laplace, "FITS", 2)
     short = fit_em(module, data)
     assert [fit.converged, short.converged] == [True, False]
     assert "still changed in the last of 2 fits" in short.notes[-2]

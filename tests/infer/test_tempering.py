@@ -24,7 +24,7 @@ from pyrohmm import (
     normal_mixture,
     poisson,
 )
-from pyrohmm.infer.tempering import Ladder, marginal_likelihood
+from pyrohmm.infer.sampled import Ladder, marginal_likelihood
 
 
 def close(fit, exact, widest):

@@ -33,7 +33,7 @@ from pyrohmm import (
     queries,
     regression,
 )
-from pyrohmm.infer.uncertainty import Coordinates
+from pyrohmm.infer.coordinates import Coordinates
 
 pyro.set_rng_seed(0)
 COUNTS = [torch.randint(0, 4, (length,)) for length in (30, 1, 17)]
@@ -147,7 +147,7 @@ def test_a_model_written_in_pyro():
                                rtol=1e-2, atol=0)  # fmt: skip
 
 
-def test_a_function_of_the_hmm_by_both_methods():
+def test_limits_of_a_function_of_the_hmm():
     data = two_coins()
     fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
     low, high = fit.intervals(data, of=lambda hmm: hmm.stationary())["of"]
@@ -155,9 +155,6 @@ def test_a_function_of_the_hmm_by_both_methods():
     share = matrix[1, 0] / (matrix[0, 1] + matrix[1, 0])
     torch.testing.assert_close((low + high)[0] / 2, share, rtol=1e-4, atol=0)
     torch.testing.assert_close((high - low)[0], (high - low)[1])  # they sum to one
-    sampled = fit.information(data).intervals(of=lambda hmm: hmm.stationary(), num_samples=200)
-    torch.testing.assert_close(sampled["of"][0], low, rtol=0, atol=0.05)
-    torch.testing.assert_close(sampled["of"][1], high, rtol=0, atol=0.05)
 
 
 X = two_coins().values[:1, :5]
@@ -209,11 +206,7 @@ def test_every_query_has_the_interval_of_samples_and_of_differences(query, infor
     slopes = torch.stack(slopes, -1).nan_to_num()
     wanted = torch.einsum("...p,pq,...q->...", slopes, informed.covariance, slopes).sqrt()
     torch.testing.assert_close(error, wanted, rtol=1e-3, atol=1e-6)
-    torch.manual_seed(0)
-    low, high = informed.intervals(of=of, num_samples=200)["of"]
-    clear = error > 1e-2
-    assert bool(clear.any())
-    torch.testing.assert_close((high - low)[clear] / 3.92, error[clear], rtol=0.4, atol=0)
+    assert bool((error > 1e-2).any())
 
 
 def test_an_interval_of_what_does_not_change_is_refused():
@@ -321,8 +314,6 @@ def test_coefficients_at_infinity_leave_the_others_their_errors(group):
 
     _, error = information.of(at_the_other)
     torch.testing.assert_close(error, odds[1 - group, 0].sqrt(), rtol=1e-4, atol=0)
-    low, high = information.intervals(of=at_the_other, num_samples=500)["of"]
-    torch.testing.assert_close((high - low) / 3.92, error, rtol=0.2, atol=0)
 
 
 @cache

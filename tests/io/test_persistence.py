@@ -800,6 +800,6 @@ def test_a_fit_without_one_hmm_is_refused_with_what_to_keep(tmp_path):
         return MarginalModel(TabularHMM(2, normal(0)))(data)
 
     for one in (fit, fit_map(model, Sequences(values, data.lengths), num_iterations=2)):
-        with pytest.raises(TypeError, match=r"without one HMM .* Save fit.hmm\(data\); or keep"):
+        with pytest.raises(TypeError, match=r"without one HMM .* Save fit.hmm\(data\)"):
             save(one, tmp_path / "fit")
     assert not (tmp_path / "fit").exists()

@@ -31,7 +31,7 @@ from pyrohmm import (
     starts,
 )
 from pyrohmm import poisson as poisson_family
-from pyrohmm.infer.effects import lines
+from pyrohmm.infer.results import lines
 
 EXACT = torch.tensor([False, False, True])
 

@@ -1,40 +1,17 @@
-"""Expected usage of the states of a large HMM, and the spectrum of its transitions.
-
-``K`` states. Nothing of size K x K is kept, unless the HMM has a matrix of transitions already.
-"""
+"""The largest singular values of a transition matrix whose rows are computed some at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._checks import check_size
-from ..data.batches import Parts, StoredSequences, in_parts, parts_of
-from ..data.sequences import Sequences
-from ..distributions.block_hmm import BlockHMM
-from ..distributions.hmm import HMM
-from ..infer.results import Fit
-from ..ops.blocks.inner_products import InnerProductTransition
+from pyrohmm import HMM, BlockHMM
+from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
-Data = Sequences | Parts | StoredSequences
 CHUNK = 1 << 22  # transition probabilities that exist at one time
-
-
-class StateUsage(NamedTuple):
-    """How often each state is expected to be visited.
-
-    Attributes:
-        counts: ``(K,)`` float64, expected number of steps in each state; they sum to the number of
-            steps.
-        effective: exp(entropy of the counts over their sum): the number of equally frequent states
-            that would be as even.
-    """
-
-    counts: Tensor
-    effective: float
 
 
 class TransitionSpectrum(NamedTuple):
@@ -61,53 +38,6 @@ class TransitionSpectrum(NamedTuple):
         """
         reached = self.singular_values.square().cumsum(0) / self.squares >= share - 1e-12
         return int(reached.byte().argmax()) + 1 if bool(reached.any()) else None
-
-
-def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> StateUsage:
-    r"""Expected number of steps in each state, :math:`\sum_{nt} p(z_t^n = k \mid x^n)`.
-
-    With states in blocks, memory is that of the block of each symbol, not of all K states.
-
-    Args:
-        model: An :class:`HMM` built for these sequences, or a :class:`Fit`.
-        data: The sequences.
-        batch_size: How many are evaluated at a time, if ``model`` is a fit.
-
-    Example:
-        >>> data = Sequences.from_list([[0, 0, 0, 1]])
-        >>> even, emission = torch.full((2, 2), 0.5).log(), Categorical(torch.eye(2))
-        >>> found = state_usage(HMM(even[0], even, emission, data.lengths), data)
-        >>> found.counts, round(found.effective, 3)
-        (tensor([3., 1.], dtype=torch.float64), 1.755)
-    """
-    check_size("batch_size", batch_size)
-    hmms = hmms_of(model, data, batch_size)
-    counts = sum(_expected_steps(hmm, part.values) for hmm, part in hmms)
-    shares = counts / counts.sum()
-    return StateUsage(counts, float(torch.special.entr(shares).sum().exp()))
-
-
-def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
-    """An HMM with its sequences; or those of a fit, for some sequences at a time."""
-    for whole in parts_of(in_parts(data)):
-        parts = [whole] if isinstance(model, HMM) else batches_of(whole, batch_size)
-        yield from zip([model] if isinstance(model, HMM) else model.hmms(parts), parts)
-
-
-def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
-    """Consecutive sequences, some at a time, as parts of the whole set."""
-    return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
-
-
-def _expected_steps(hmm: HMM, values: Tensor) -> Any:
-    """``(K,)`` float64."""
-    with torch.no_grad():
-        if not isinstance(hmm, BlockHMM) or hmm.observed is not None:
-            return hmm.posterior(values).state_probs.flatten(0, -2).double().sum(0)
-        found = hmm.block_posterior(values)
-        exists = found.states >= 0
-        counts = torch.zeros(hmm.num_states, dtype=torch.float64, device=found.probs.device)
-        return counts.index_add_(0, found.states[exists], found.probs[exists].double())
 
 
 def transition_spectrum(
@@ -139,7 +69,6 @@ def transition_spectrum(
         >>> found.singular_values, round(found.stable_rank, 2), found.effective_rank(0.9)
         (tensor([1.0000, 0.8000], dtype=torch.float64), 1.64, 2)
     """
-    check_size("num_values", num_values)
     rows, size = _rows_of(hmm), hmm.num_states
     width = min(size, num_values + 10)
     with torch.no_grad():
