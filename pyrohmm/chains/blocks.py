@@ -332,10 +332,10 @@ class BlockChain(MarkovChain):
 
             def evidence(logs: Tensor) -> Tensor:  # copies may be saved for its gradient
                 scores: Any = (
-                    part if part is None else part.clone() for part in transitions.scores
+                    part if part is None else part.detach().clone() for part in transitions.scores
                 )
                 copy = Transitions(self.blocks.layout, *scores)
-                return recursions.log_evidence(copy, blocks, lengths, first.clone(), logs)
+                return recursions.log_evidence(copy, blocks, lengths, first.detach().clone(), logs)
 
             value, (probs,) = gradients(evidence, logs)
         return value.reshape(seen.batch), probs.reshape(*seen.batch, *probs.shape[1:])

@@ -24,7 +24,7 @@ from ..tensor_cache import cached, cached_on
 from .states import States, bounds
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
-DENSE = 3  # transitions of all pairs of blocks are computed at once, if one in so many occurs
+DENSE = 8  # transitions of all pairs of blocks are computed at once, if one in so many occurs
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
 
 Part = Callable[..., Tensor]  # from the scores to log transition probabilities
