@@ -151,8 +151,9 @@ def fit_em(
     parameters = Parameters(module, data, restarts or 1, log_prior)
     maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
     ranked = 0
-    if start is None and restarts != 1 and tolerance is not None:
-        ranked = num_ranked(parameters, maximize, num_iterations)
+    goes_on = num_iterations > 1 or checkpoint is not None
+    if start is None and restarts != 1 and tolerance is not None and goes_on:
+        ranked = num_ranked(parameters, maximize)
     if restarts is None and ranked > 1 and batch_size is None and group.size == 1:
         parameters.restarts = min(FEW, ranked)
     loop = Loop(
@@ -173,7 +174,7 @@ def fit_em(
     if not loop.resume():
         unsuited = False
         try:
-            begin(parameters, maximize, start, ranked, num_iterations)
+            begin(parameters, maximize, start, ranked)
         except (ArithmeticError, ValueError):
             unsuited = restarts is None and ranked > 1
             if not unsuited:

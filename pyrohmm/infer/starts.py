@@ -219,20 +219,17 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
         return build(module, data)
 
 
-def rounds(parameters: Parameters, num_iterations: int) -> list[tuple[int, int]]:
-    """Starts that are ranked after so many iterations, of which a fit takes no fewer in all."""
-    short = SHORT_DURATIONS if isinstance(parameters.example, HSMM) else SHORT
-    total = sum(each for _, each in short)
-    share = min(num_iterations, total)
-    return [(most, each * share // total) for most, each in short]
+def _rounds(parameters: Parameters) -> tuple[tuple[int, int], ...]:
+    """Numbers of starts that are ranked, and of iterations after which they are."""
+    return SHORT_DURATIONS if isinstance(parameters.example, HSMM) else SHORT
 
 
-def num_ranked(parameters: Parameters, maximize: Maximization, num_iterations: int) -> int:
+def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
     """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
-    (most, each), *_ = rounds(parameters, num_iterations)
+    most = _rounds(parameters)[0][0]
     optimizer = maximize.gradient.step.optimizer  # goes its own way
     alike = parameters.example.num_states == 1 or share_labelled(parameters.data) == 1
-    if optimizer is not None or parameters.points or alike or each == 0:
+    if optimizer is not None or parameters.points or alike:
         return 0
     size = sum(site.event_shape.numel() for site in parameters.sites.values())
     size = max(size, parameters.example.num_states**2)  # the matrix of a product of chains
@@ -240,11 +237,7 @@ def num_ranked(parameters: Parameters, maximize: Maximization, num_iterations: i
 
 
 def begin(
-    parameters: Parameters,
-    maximize: Maximization,
-    start: Start | Values | None,
-    ranked: int = 0,
-    num_iterations: int = 0,
+    parameters: Parameters, maximize: Maximization, start: Start | Values | None, ranked: int = 0
 ) -> None:
     """Set the first parameters.
 
@@ -253,10 +246,9 @@ def begin(
         maximize: Their M-step.
         start: Where they begin; None for the kinds of start in turn.
         ranked: Number of starts, the best of which they are; 0 or 1 if none are ranked.
-        num_iterations: Of the fit; the ranking takes no more.
     """
     if ranked > 1:
-        parameters.set_values(_ranked(parameters, maximize, ranked, num_iterations))
+        parameters.set_values(_ranked(parameters, maximize, ranked))
     elif start is None and parameters.restarts > 1:
         parameters.set_values(_in_turn(parameters, maximize, parameters.restarts))
     elif start is not None or parameters.sites:  # parameters without priors have values
@@ -264,9 +256,7 @@ def begin(
         _begin_at(parameters, maximize, first if start is None else start)
 
 
-def _ranked(
-    parameters: Parameters, maximize: Maximization, ranked: int, num_iterations: int
-) -> Values:
+def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
     """The first start, and the best of several after a few iterations.
 
     Those are of a sample of the data if there are many steps. Random numbers do not depend on the
@@ -277,7 +267,7 @@ def _ranked(
         first = _in_turn(parameters, maximize, 1)
     data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
     best: Any = None
-    for most, each in rounds(parameters, num_iterations):
+    for most, each in _rounds(parameters):
         count = min(max(most, parameters.restarts), ranked)
         module = copy.deepcopy(parameters.module)
         some = Parameters(module, data, count, parameters.log_prior)
