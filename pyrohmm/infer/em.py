@@ -215,7 +215,7 @@ def _check(
 
 
 def _risen(loop: Loop, history: Tensor) -> list[str]:
-    """A remark, and a warning, if a loss that cannot rise has done so."""
+    """Warn, and note, if the loss rose in an iteration by more than rounding."""
     maximize, parameters = loop.maximize, loop.parameters
     if loop.decay is not None or maximize.notes or not maximize.gradient.step.guard:
         return []  # a floor may raise the loss, and has been noted
@@ -251,7 +251,7 @@ def _rounding(parameters: Parameters) -> float:
 
 
 def _still_falling(loop: Loop, history: Tensor) -> list[str]:
-    """A remark if the fit has ended before it has converged, with what restarts differ by."""
+    """Note if the loss was still falling at the end, and how far apart restarts ended."""
     if loop.tolerance is None or loop.reason is not None or history.size(1) < 2:
         return []
     falls, ends = history[:, -2] - history[:, -1], history[:, -1]
@@ -265,7 +265,7 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
 
 
 def _alone(loop: Loop, final: Tensor) -> list[str]:
-    """A remark if no other restart has found what the best one has."""
+    """Note if only one restart came within a nat of the best."""
     near = int((final < final.min() + 1.0).sum())
     if loop.large or loop.reason is None or len(final) == 1 or near > 1:
         return []

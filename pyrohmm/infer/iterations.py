@@ -299,7 +299,7 @@ class Loop:
             _, self.last = self._expect(self.batches.take())
 
     def _append(self, past: list[Tensor], new: Tensor) -> None:
-        """Note a number of each restart that goes on; those of others stay as they were."""
+        """Append one number for each restart; those given up keep their last."""
         row = past[-1].clone() if past else torch.zeros(len(self.alive), dtype=torch.float64)
         row[self.alive] = new.detach().double().cpu()
         past.append(row)
@@ -333,7 +333,7 @@ class Loop:
         return f"the loss may fall by less than {self.tolerance:g} of itself"
 
     def _promising(self) -> Tensor:
-        """Which of the restarts that are alive go on, integers.
+        """Indices of the running restarts that go on.
 
         The worse half is given up after each ``RANKED`` iterations, all but the best at the first
         one of large data, but never the ``num_first`` with which a fit of fewer restarts begins;
@@ -359,7 +359,7 @@ class Loop:
             self.squarem.keep(chosen)
 
     def keep_values(self) -> None:
-        """Put the values of the restarts that go on beside those of the others."""
+        """Copy parameters of the running restarts into those of all restarts."""
         now = {name: value.detach() for name, value in self.parameters.stacked().items()}
         if len(self.alive) == len(self.losses[-1]):
             self.values = now
@@ -382,7 +382,7 @@ class Loop:
         return total, average
 
     def _judge(self, batch: Sequences) -> tuple[Tensor, Statistics]:
-        """E-step at the parameters proposed, or where these are worse, at those before."""
+        """E-step at the extrapolated parameters, undone in restarts whose loss rises."""
         squarem: Any = self.squarem
         past = self.losses[-1][self.alive]
         try:

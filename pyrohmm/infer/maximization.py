@@ -252,10 +252,10 @@ class Maximization:
             "an iterable of Sequences": stored,
             "batch_size": batch_size is not None,
         }
-        taken = [way for way, is_taken in ways.items() if is_taken]
-        if taken and not self.summed:
+        taken = next((way for way, is_taken in ways.items() if is_taken), None)
+        if taken is not None and not self.summed:
             raise ValueError(
-                f"{taken[0]} needs a module whose M-step needs nothing but sums over observations; "
+                f"{taken} needs a module whose M-step needs nothing but sums over observations; "
                 f"that of {type(self.parameters.module).__name__} needs all of them. Use fit_map."
             )
 
@@ -267,7 +267,7 @@ class Maximization:
         scale: float,
         at_start: bool = False,
     ) -> Statistics:
-        """Statistics that the M-step needs: sums over observations, where they suffice.
+        """Sufficient statistics of the M-step from expected counts.
 
         Args:
             expected: Expected counts.

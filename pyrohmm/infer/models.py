@@ -123,7 +123,7 @@ def _log_rate(data: Sequences | Parts) -> float:
 
 
 def in_units(module: Any, data: Sequences | Parts | None) -> None:
-    """Give coefficients the coordinates of covariates in units of ``data``, or their own again.
+    """Standardise the covariates of linear predictors by ``data``; undo that with None.
 
     Of log rates that have not been set, intercepts start at a transition per mean time between
     steps.

@@ -109,7 +109,7 @@ class Objective:
         )
         if value == math.inf:
             model = inspect.unwrap(self.model)
-            impossible = getattr(model, "when_impossible", None) or WHEN_IMPOSSIBLE
+            impossible = getattr(model, "when_impossible", WHEN_IMPOSSIBLE)
             if getattr(model, "log_prior", None) is not None and impossible == WHEN_IMPOSSIBLE:
                 impossible += (
                     ", or the log_prior is -inf, as that of diversity is where two rows are "

@@ -84,7 +84,7 @@ def train(
 
 @contextmanager
 def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
-    """Priors in the units of ``data``, which are those of before again at the end."""
+    """Context: priors scaled to ``data``, restored on exit."""
     emission = module.emission_module() if isinstance(module, HMMModule) else None
     parts = list(emission.modules()) if isinstance(emission, PyroModule) else []
     parts += [module] if hasattr(module, "set_times") else []
@@ -211,11 +211,8 @@ class Training:
 
     def _descend(self, checkpoint: Checkpoint | None) -> None:
         """Take gradient steps until a test ends the fit, or all are taken."""
-        num_iterations, asked, done = (
-            self.settings["num_iterations"],
-            self.settings["progress"],
-            self.losses,
-        )
+        num_iterations, asked = self.settings["num_iterations"], self.settings["progress"]
+        done = self.losses
         shown: dict[str, str] = {}
         steps = range(len(done), len(done) if self.reason is not None else num_iterations)
         hide = not self.group.is_first or (None if asked is None else not asked)
@@ -321,7 +318,7 @@ class Training:
         return history | {"entropy": -losses - likelihood - prior}
 
     def _state(self) -> dict[str, Any]:
-        """All of it, for checkpoints."""
+        """State of the fit, for checkpoints."""
         schedule, average = self.descent.schedule, self.descent.average
         return {
             "losses": torch.stack(self.losses),
