@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import check_range, check_size
+from .._checks import check_size
 from .sequences import Sequences, check_sequences
 from .steps import check_num_rows, checked_lengths
 
@@ -407,9 +407,7 @@ class Batches:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the :meth:`state` of another one."""
-        order, sizes, number = state["order"], state["sizes"], state["number"]
-        check_range("order", order, len(self.data), "N - 1")
-        self.order, self.sizes, self.number = order, sizes, number
+        self.order, self.sizes, self.number = state["order"], state["sizes"], state["number"]
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)
 

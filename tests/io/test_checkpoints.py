@@ -285,7 +285,7 @@ FORGED = [  # a fit; the field; what a forger puts there
     ("map", "tensors", {}),
     ("map", "optimizer", {"state": {}, "param_groups": []}),
     ("map", "optimizer", GONE),
-    ("map", "batches", {"order": torch.tensor([10**9]), "sizes": torch.ones(1), "number": 1}),
+    ("map", "batches", {"order": torch.tensor([10**9])}),
     ("map", "random", {"cpu": torch.zeros(3), "cuda": [], "own": []}),
     ("svi", "random", {"cpu": torch.get_rng_state(), "cuda": [], "own": []}),
     ("em", "values", ["initial"]),
