@@ -32,7 +32,7 @@ from pyrohmm import (
     parametric,
     starts,
 )
-from pyrohmm.infer import gibbs, mcmc, sampled, tempering
+from pyrohmm.infer import gibbs, mcmc, sampled
 from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors, write_tensors
 
@@ -397,7 +397,7 @@ SAMPLERS = {  # a fit, and what it calls in each of its steps
     ),
     "tempered": (
         lambda **more: fit_gibbs(tempered(), COINS, num_temperatures=3, **SIZES, **more),
-        (tempering.Ladder, "swap"),
+        (sampled.Ladder, "swap"),
     ),
 }
 
