@@ -125,7 +125,8 @@ def fit_em(
     Returns:
         The fit. ``losses`` are minus log joint densities, one before each iteration and one at the
         end; ``notes`` report a loss that was still falling at the last step, states that are not
-        visited, variances at their floor, and a loss that has risen by more than rounding.
+        visited, variances at their floor, priors that move estimates by more than half of their
+        standard errors, and a loss that has risen by more than rounding.
 
     Raises:
         TypeError: If an argument is of the wrong type.
@@ -285,6 +286,8 @@ def _finish(loop: Loop) -> Fit:
     best = int(loop.alive[place])
     going = losses[loop.alive]
     notes = uses_labels(data) + loop.maximize.remarks(place)
+    if parameters.sites:
+        notes += loop.maximize.moved(loop.last, place)
     notes += _risen(loop, going) + _still_falling(loop, going) + _alone(loop, losses[:, -1])
     history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
     model = MarginalModel(parameters.module, parameters.log_prior)

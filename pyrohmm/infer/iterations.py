@@ -191,6 +191,7 @@ class Loop:
         large: Whether the data are so large that few restarts go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         reason: Why the fit has converged.
+        last: Statistics of the last E-step.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class Loop:
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.reason: str | None = None
         self.ended = f"it took all {num_iterations} steps"  # if it has not converged
+        self.last: Statistics = {}
         self.start_time = time.perf_counter()
 
     def run(self, progress: bool | None = False) -> None:
@@ -260,7 +262,7 @@ class Loop:
             self._iterate(bar)
         self.group.wait()  # for the file, which another fit may ask for
         if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
-            self.losses[-1], _ = self.whole_set()
+            self.losses[-1], self.last = self.whole_set()
 
     def _iterate(self, bar: tqdm) -> None:
         data = self.batches.data
@@ -279,6 +281,7 @@ class Loop:
                 bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
             self.reason = self._why_converged()
             if self.reason is not None or len(self.losses) > self.num_iterations:
+                self.last = statistics
                 break
             if len(self.alive) > 1 and len(chosen := self._promising()) < len(self.alive):
                 self._keep(chosen)
@@ -292,6 +295,8 @@ class Loop:
             bar.update()
         if self.checkpoint is not None and self.reason is not None and not known:
             self._save(self.checkpoint)
+        if not self.last:  # the checkpoint is that of a fit which has ended
+            _, self.last = self._expect(self.batches.take())
 
     def _append(self, past: list[Tensor], new: Tensor) -> None:
         """Append one number for each restart; those given up keep their last."""

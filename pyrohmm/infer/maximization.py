@@ -25,6 +25,7 @@ from ..distributions.observation import is_categorical
 from ..nn.closed_form import (
     ChainMStep,
     EmissionMStep,
+    Family,
     Maximum,
     Statistics,
     StepsMStep,
@@ -32,12 +33,14 @@ from ..nn.closed_form import (
     has_foreign_priors,
     inside,
     under,
+    with_priors,
 )
 from ..ops.products import add_rows
 from .models import check_gradients
 from .msteps import MOSTLY, FixedPoint, GradientStep, TransitionPrior, share_labelled
 from .parameters import Parameters, Values
 
+MOVED = 0.5  # standard errors by which a prior moves an estimate, above which it is reported
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
 
 
@@ -389,6 +392,45 @@ class Maximization:
                 f"no observation supports state {names}: its parameters are those of its prior or "
                 "its start. Fewer states or more restarts may help."
             )
+        return remarks
+
+    def moved(self, statistics: Statistics, restart: int) -> list[str]:
+        """Remarks on estimates that a prior moves by more than half of a standard error.
+
+        If I is the information of the complete data, a gradient g of the log prior shifts the mode
+        by about g / I. So the shift, which an M-step without priors shows, times g is its square in
+        standard errors.
+
+        Args:
+            statistics: Of an E-step at the parameters.
+            restart: Which of the restarts.
+        """
+        parameters = self.parameters
+        module = with_priors(copy.deepcopy(parameters.module), False)
+        bare = copy.copy(self)
+        bare.chain = None if self.chain is None else module
+        bare.emission = None if self.emission is None else module.emission_module()
+        dims: dict[str, int] = {}  # of an event, by the names of the parameters
+        for path, part in module.named_modules():
+            if isinstance(part, Family):
+                spaces = part.supports.items()
+                dims |= {f"{path}.{n}".lstrip("."): space.event_dim for n, space in spaces}
+        if not dims:
+            return []
+        with torch.no_grad():
+            modes, others = self._modes(statistics)[0], bare._modes(statistics)[0]
+        remarks = []
+        for name, slope in parameters.prior_slopes(self._any_batch).items():
+            if name not in modes or name not in dims:
+                continue
+            square = ((modes[name] - others[name]) * slope)[restart].nan_to_num(0.0, 0.0, 0.0)
+            errors = square.sum((*range(square.dim() - dims[name], square.dim()),))
+            errors = errors.clamp(min=0.0).sqrt()
+            if bool((errors > MOVED).any()):
+                remarks.append(
+                    f"the prior of {name} moves estimates by up to {errors.max().item():.2g} "
+                    "standard errors: more data, or a weaker prior, would leave them to the data"
+                )
         return remarks
 
     def state(self) -> dict[str, Any]:

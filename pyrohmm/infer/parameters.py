@@ -135,6 +135,19 @@ class Parameters:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
 
+    def prior_slopes(self, batch: Sequences) -> Values:
+        """Gradients of the log priors of the module at the latent variables, ``(R, ...)``."""
+        with torch.enable_grad():
+            leaves = {n: v.detach().clone().requires_grad_() for n, v in self.values.items()}
+            with _LogDensities(leaves) as sampled:
+                build(self.module, batch)
+            total = sum((each.sum() for each in sampled.found.values()), torch.zeros(()))
+            if not total.requires_grad:  # no prior counts
+                return {}
+            found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+        slopes = {name: slope for name, slope in zip(leaves, found) if slope is not None}
+        return {n: s.squeeze(1) if self.restarts > 1 else s[None] for n, s in slopes.items()}
+
     def get(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter; that of a frozen one is the same in all."""
         if name in self.values:

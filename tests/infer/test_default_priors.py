@@ -256,6 +256,19 @@ def test_the_bayesian_criterion_finds_the_number_of_levels():
     assert np.argmin([bic(fit, data) for fit in fits]) == 1
 
 
+# A note ------------------------------------------------------------------------------------------
+
+
+def test_a_prior_that_moves_an_estimate_is_noted():
+    values, states = two_levels(20.0, dim=1)
+    fit, _, _ = fitted(normal(0, loc=0.0, weight=0.01, rate=30.0), values[:, 0], states)
+    (note,) = (note for note in fit.notes if "prior" in note)
+    assert note.startswith("the prior of emission.variance moves estimates by up to 1.")
+    strong = normal(0, loc=0.0, weight=20.0, concentration=1.0, rate=1.0)
+    notes = fitted(strong, values[:, 0], states)[0].notes
+    assert any(note.startswith("the prior of emission.loc moves") for note in notes)
+
+
 # Densities and samples ---------------------------------------------------------------------------
 
 
