@@ -204,7 +204,7 @@ def test_distributions(mistake, error, words):
     ("label out of range", lambda: LinearChainCRF(
         torch.zeros(3, 2), A, validate_args=True).log_prob(X[0]), ValueError, "labels must lie"),
     ("recursions without steps", lambda: recursions.log_evidence(PI, A, VECTORS, LENGTHS),
-     ValueError, r"log_transition must have shape \(\*B, 1\|T-1, K, K\)"),
+     ValueError, r"log_transition must end in shape \(1\|T-1, K, K\)"),
     ("recursions of NumPy", lambda: recursions.log_evidence(
         PI.numpy(), A[None], VECTORS, LENGTHS), TypeError, "log_initial must be a torch.Tensor"),
     ("noise negative", lambda: split_state(hmm(), 0, noise=-1.0), ValueError, "noise must be at"),

@@ -388,8 +388,10 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         tensor(3., dtype=torch.float64)
     """
     parts, seen = path_factors(hmm, values)
-    found, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
-    if seen is not None:
+    if seen is None:
+        found, left = parts[0].entropy()
+    else:
+        found, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
         found, left = (each.reshape(seen.batch) for each in (found, left))
     check_possible(left)
     return found

@@ -33,6 +33,7 @@ from .hard_zeros import log_probs
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_dead_ends
 
+MOST_SEQUENCES = 1 << 28
 OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
@@ -117,6 +118,13 @@ class ChainDistribution(TorchDistribution):
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
         batch = check_broadcast(shapes)
+        if (count := batch.numel()) > MOST_SEQUENCES:
+            listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+            raise ValueError(
+                f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "
+                f"{listing}, which make {count:,}: the evidence alone would take {4 * count:,} "
+                "bytes. Give arguments of the same sequences the same batch shape."
+            )
         return batch, num_steps
 
     def __getstate__(self) -> dict[str, Any]:

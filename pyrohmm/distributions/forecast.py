@@ -376,6 +376,14 @@ class Forecast(TorchDistribution):
                 "class, or take quantiles(probs) or samples."
             ) from None
 
+    def _unknown(self, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"{type(self).__name__} has no cdf, icdf and entropy: take quantiles(probs), samples, "
+            "or queries.pseudo_residuals of what has been observed."
+        )
+
+    cdf = icdf = entropy = _unknown
+
     def _average(self, moment: Tensor) -> Tensor:
         """Mix a moment ``(*B, K, *E)`` over the states."""
         event = self.event_shape

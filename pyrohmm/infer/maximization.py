@@ -451,8 +451,8 @@ class Maximization:
 def _maximum(part: Any, statistics: Statistics) -> Maximum:
     """Checked result of the M-step of a module, perhaps a user's."""
     found = part.m_step(statistics)
-    pair = isinstance(found, tuple) and len(found) == 2
-    if not pair or not isinstance(found[0], dict) or not isinstance(found[1], list):
+    pair = isinstance(found, tuple) and [type(each) for each in found] == [dict, list]
+    if not pair or not all(isinstance(value, Tensor) for value in found[0].values()):
         raise TypeError(
             f"m_step of {type(part).__name__} must return a pair: the parameters by name, tensors, "
             f"and a list of remarks, such as ({{'loc': loc}}, []); it returned {found!r:.200}."

@@ -287,8 +287,9 @@ class NGramMixture(HMMModule):
         >>> probs = torch.tensor([[0.5, 0.9], [0.5, 1.0]])  # of the block, and of the word in it
         >>> columns = torch.cat([probs.log(), torch.zeros(2, 2)], -1)
         >>> data = Sequences.from_list([[0, 2]], covariates=[columns])
-        >>> module.fit_weights(data)(data.lengths, None, data.covariates)
-        NGramBlockHMM(4 states in 2 blocks; 3 symbols; batch shape (1,), up to 2 steps)
+        >>> hmm = module.fit_weights(data)(data.lengths, None, data.covariates)
+        >>> hmm.log_prob(data.values).shape
+        torch.Size([1])
     """
 
     def __init__(

@@ -315,7 +315,7 @@ def public_calls(tmp_path):
         "fit_mcmc": lambda: fit_mcmc(model(), data, **quick),
         "information": lambda: fit.information(data),
         "of": lambda: information.of(share),
-        "intervals by samples": lambda: information.intervals(of=share, num_samples=4),
+        "intervals of a function": lambda: information.intervals(of=share),
         "intervals": lambda: fit.intervals(data, of=share),
         "profile": lambda: fit.intervals(data, of="module.transition[0, 1]", method="profile"),
         "replicates": lambda: replicates.intervals(of=share),
