@@ -320,7 +320,7 @@ class BlockChain(MarkovChain):
     def arguments(
         self, seen: BlockLikelihood
     ) -> tuple[Transitions, Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of :func:`.recursions.log_evidence`, ``leaving`` as part of ``logs``."""
+        """The arguments of ``recursions.log_evidence``, ``leaving`` as part of ``logs``."""
         logs = seen.logs if seen.leaving is None else seen.logs + seen.leaving
         transitions = Transitions(self.blocks.layout, *self.scores(seen.leaving is not None))
         return transitions, seen.blocks, seen.lengths, self.log_first(seen), logs

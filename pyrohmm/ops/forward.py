@@ -165,7 +165,10 @@ class PairSums:
 class Maxima:
     """Largest scores."""
 
-    along = staticmethod(torch.amax)
+    @staticmethod
+    def along(scores: Tensor, dim: int) -> Tensor:
+        """Largest scores over a dimension."""
+        return scores.amax(dim)
 
     @staticmethod
     def over(scores: Tensor, logs: Tensor, _: Tensor | None = None) -> Tensor:
