@@ -34,7 +34,7 @@ from .laplace import fit_smooth, unweighted
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
 from .models import LogPrior, MarginalModel, exclusive
-from .msteps import FixedPoint, GradientStep, TransitionPrior
+from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters, Values
 from .plates import Point
 from .process_group import ProcessGroup
@@ -55,7 +55,7 @@ def fit_em(
     batch_size: int | None = None,
     decay: float = 0.7,
     log_prior: LogPrior | None = None,
-    transition_step: FixedPoint | None = None,
+    transition_step: TransitionStep | None = None,
     gradient_step: GradientStep | None = None,
     acceleration: bool | None = None,
     priors: bool = True,
@@ -105,8 +105,9 @@ def fit_em(
         decay: With minibatches, iteration t = 1, 2, ... averages the statistics with a step of
             :math:`(t + 1)^{-d}`; between 0.5 and 1.
         transition_step: M-step of the transitions of a :class:`TabularHMM` under a
-            :class:`DiversityPrior` of the usual exponent, ``msteps.FixedPoint()``; by default it
-            climbs from 100 points where nine in ten steps or more are labelled.
+            :class:`DiversityPrior`: ``msteps.FixedPoint()``, the default for its usual exponent,
+            or ``msteps.LogitGradient()``, that for others; both climb from 100 points where nine
+            in ten steps or more are labelled.
         gradient_step: How parameters without a closed form are maximised.
         acceleration: Whether to extrapolate after every third iteration (SQUAREM), which takes
             fewer iterations where states are hard to tell apart. Parameters that are not better are

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import pyro
@@ -18,7 +18,6 @@ from ..chains.markov import MarkovChain
 from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
-from ..distributions.dpp import DiversityPrior
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
@@ -37,7 +36,7 @@ from ..nn.closed_form import (
 )
 from ..ops.products import add_rows
 from .models import check_gradients
-from .msteps import MOSTLY, FixedPoint, GradientStep, TransitionPrior, share_labelled
+from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters, Values
 
 MOVED = 0.5  # standard errors by which a prior moves an estimate, above which it is reported
@@ -179,16 +178,14 @@ class Maximization:
     def __init__(
         self,
         parameters: Parameters,
-        transition_step: FixedPoint | None,
+        transition_step: TransitionStep | None,
         gradient_step: GradientStep | None,
     ) -> None:
         module: Any = parameters.module
         log_prior, hmm = parameters.log_prior, parameters.example
         of_transitions = isinstance(log_prior, TransitionPrior)
-        if transition_step is None and isinstance(log_prior, DiversityPrior):
-            labelled = share_labelled(parameters.data) >= MOSTLY  # one M-step is nearly the fit
-            exact = log_prior.rho == 0.5
-            transition_step = FixedPoint(num_starts=100 if labelled else 0) if exact else None
+        if transition_step is None and isinstance(log_prior, TransitionPrior):
+            transition_step = default_step(log_prior, parameters.data)
         self.parameters, self.transition_step = parameters, copy.copy(transition_step)
         emission = module.emission_module()
         inner = [f"{name}." for name, part in module.named_modules() if part is emission]
@@ -201,9 +198,8 @@ class Maximization:
         of_chain: set[str] = set()
         if closed and isinstance(module, TransitionCounts if of_transitions else ChainMStep):
             found = _names_of_chain(module, hmm)  # raises if there is no mode
-            by_gradient = {"transition"} if of_transitions and transition_step is None else set()
             if not has_foreign_priors(parameters.module, but=emission):
-                self.chain, of_chain = module, found - by_gradient
+                self.chain, of_chain = module, found
         steps = log_prior is None and isinstance(module, StepsMStep) and module.by_steps
         self.steps: Any = module if steps else None
         points = {name: point for name, point in module.named_parameters() if point.requires_grad}
@@ -219,7 +215,6 @@ class Maximization:
             [points[name] for name in rest if name in points],
         )  # fmt: skip
         self.chain_closed = self.chain is not None and not others
-        self.of_transitions = of_transitions
         self.symbols = is_categorical(hmm.emission)
         self.numbers = clusters and not self.symbols
         cores, tables = hmm.chain.cores, hmm.chain.parameters
@@ -362,24 +357,25 @@ class Maximization:
         if self.chain is not None:
             counts = inside(statistics, "chain.")
             values, notes = _maximum(self.chain, counts)
-            pairs = self.chain.transition_counts(counts) if self.of_transitions else None
-            if pairs is not None and self.transition_step is not None:
-                values["transition"] = self._transition(pairs, self.transition_step)
-            elif pairs is not None:  # transitions follow gradient steps
-                values.pop("transition", None)
+            if self.transition_step is not None and "transition" in self.parameters.fitted:
+                pairs = self.chain.transition_counts(counts)
+                if pairs is not None:
+                    values["transition"] = self._transition(pairs)
         if self.emission is not None:
             mode, remarks = _maximum(self.emission, inside(statistics, "emission."))
             values, notes = values | under(self.prefix, mode), notes + remarks
         return values, notes
 
-    def _transition(self, counts: Tensor, step: FixedPoint) -> Tensor:
+    def _transition(self, counts: Tensor) -> Tensor:
         """Transition matrices ``(R, K, K)`` by the M-step under a prior."""
         prior: Any = self.parameters.log_prior
+        step: Any = self.transition_step
         old = self.parameters.get("transition").double().expand(counts.shape)
         allowed = getattr(self.chain, "transition_allowed", None)
         if self.possible is not None:
             allowed = self.possible if allowed is None else allowed & self.possible
-        return step(old, counts, prior, allowed)
+        found: Tensor = step(old, counts, prior, allowed)
+        return found
 
     def remarks(self, restart: int) -> list[str]:
         """All remarks on the fit that ends in a restart."""
@@ -444,7 +440,7 @@ class Maximization:
         self.notes = state["notes"]
         self.idle = torch.tensor(state["idle"]) if state["idle"] else None
         if state["searched"]:
-            cast(FixedPoint, self.transition_step).searched = state["searched"]
+            self.transition_step.searched = state["searched"]  # type: ignore[union-attr]
         self.gradient.restore(state)
 
 

@@ -5,8 +5,8 @@ Under a diversity prior the M-step of a transition matrix raises
 .. math:: \sum_{ij} c_{ij} \log A_{ij} + \alpha \log\det \tilde K_A - \alpha_A |A - A_0|^2
 
 for expected counts c of transitions. This is not concave, although the paper says so: an M-step
-raises it at every iteration and ends at a stationary point: that is :class:`FixedPoint`. Under
-other exponents of the kernel, and other priors, transitions follow :class:`GradientStep`.
+raises it at every iteration and ends at a stationary point. There are two: :class:`FixedPoint`, the
+default, and :class:`LogitGradient`, for other exponents of the kernel and other priors.
 """
 
 from __future__ import annotations
@@ -140,8 +140,7 @@ def _minimize(
 class TransitionPrior(Protocol):
     """A log-prior of the transition matrix alone, such as a :class:`DiversityPrior`.
 
-    As the ``log_prior`` of :func:`fit_em` it leaves the closed forms of all other parameters; the
-    transitions follow :class:`GradientStep`, or :class:`FixedPoint` under a diversity prior.
+    As the ``log_prior`` of :func:`fit_em` it leaves the closed forms of all other parameters.
     """
 
     def __call__(self, hmm: HMM) -> Tensor:
@@ -151,56 +150,11 @@ class TransitionPrior(Protocol):
         """Log-density ``(*B)`` of transition matrices ``(*B, K, K)``."""
 
 
-def share_labelled(data: Sequences | Parts) -> float:
-    """Share of the steps whose state is known, of the first part of the data."""
-    part = next(iter(parts_of(data)))
-    known = part.labels is not None and part.labels.dtype != torch.bool
-    return part.num_labelled / int(part.lengths.sum()) if known else 0.0
+class TransitionStep(Protocol):
+    """An M-step of transition matrices under a prior."""
 
-
-class FixedPoint:
-    r"""M-step by Newton steps in the roots of the probabilities, for :math:`\rho = 1/2`.
-
-    The prior then adds :math:`\alpha` pseudo-counts to each row, divided as
-    :math:`M = S \circ S^{-\mathsf T}` with :math:`S = \sqrt A`, whose rows sum to one but whose
-    entries may be negative. Without an anchor the objective is stationary at the fixed points
-
-    .. math:: A_{ij} = \frac{c_{ij} + \alpha M_{ij}}{n_i + \alpha}, \quad n_i = \sum_j c_{ij}
-
-    By S it has finite slopes at zero, so that entries may become zero, and leave it. Under an
-    anchor, where a zero has no slope, entries start at no less than 1e-6.
-
-    There are many optima, and one ascent finds one of them. With ``num_starts`` it climbs from
-    matrices between the counts, or the anchor, and random ones, and returns the highest optimum,
-    which need not be the global one.
-
-    Args:
-        num_iterations: Largest number of iterations in one M-step; EM needs few.
-        num_starts: Number of points to climb from, besides the start; fewer above 30 states. The
-            random ones are the same at each call. By default :func:`fit_em` asks for 100 where
-            nine in ten steps or more are labelled, since restarts are much the same there, and for
-            none elsewhere.
-
-    Attributes:
-        searched: What each search was for, its counts, and the best matrix: counts that are close
-            need no other one.
-
-    Example:
-        >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
-        >>> rows = counts / counts.sum(-1, keepdim=True)
-        >>> msteps.FixedPoint()(rows, counts, DiversityPrior(5.0)).round(decimals=3)
-        tensor([[[0.9320, 0.0680],
-                 [0.2680, 0.7320]]], dtype=torch.float64)
-    """
-
-    def __init__(self, num_iterations: int = 1000, num_starts: int = 0) -> None:
-        check_size("num_iterations", num_iterations)
-        self.num_iterations, self.num_starts = num_iterations, num_starts
-        self.searched: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    @torch.no_grad()
     def __call__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+        self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
         """Raise the objective.
 
@@ -208,27 +162,62 @@ class FixedPoint:
             rows: ``(R, K, K)`` float64, the start of each of R restarts.
             counts: ``(R, K, K)``, expected counts of transitions, pseudo-counts of a Dirichlet
                 prior included; not negative.
-            prior: Its exponent must be one half.
+            prior: A :class:`TransitionPrior`.
             allowed: ``(K, K)`` booleans, transitions that are possible; all by default.
 
         Returns:
-            Matrices ``(R, K, K)`` with an objective at least as high as those of ``rows`` and of
-            :func:`best_start`.
+            Matrices ``(R, K, K)`` with an objective at least as high as that of ``rows`` and, of
+            the steps here, as that of :func:`best_start`.
         """
-        if prior.rho != 0.5:
-            raise ValueError(f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}.")
-        counts = _significant(counts.detach().double())
-        end = _ascended(rows.detach().double(), counts, prior, allowed, self.num_iterations)
-        start = best_start(end, counts, prior, allowed)
-        moved = (start != end).any(-1).any(-1)[:, None, None]
-        if bool(moved.any()):
-            new = _ascended(start, counts, prior, allowed, self.num_iterations)
-            end = torch.where(moved, new, end)
-        if self.num_starts:
-            start = torch.stack([self._searched(each, prior, allowed) for each in counts])
-            new = _ascended(start, counts, prior, allowed, self.num_iterations)
-            end = _higher(new, end, counts, prior)
-        return end
+
+
+def share_labelled(data: Sequences | Parts) -> float:
+    """Share of the steps whose state is known, of the first part of the data."""
+    part = next(iter(parts_of(data)))
+    known = part.labels is not None and part.labels.dtype != torch.bool
+    return part.num_labelled / int(part.lengths.sum()) if known else 0.0
+
+
+def default_step(prior: TransitionPrior, data: Sequences | Parts) -> TransitionStep:
+    """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere.
+
+    Args:
+        prior: The prior of the transitions.
+        data: The sequences: if nearly all of their states are known, one M-step is nearly the whole
+            fit.
+    """
+    num_starts = 100 if isinstance(prior, DiversityPrior) and share_labelled(data) >= MOSTLY else 0
+    if isinstance(prior, DiversityPrior) and prior.rho == 0.5:
+        return FixedPoint(num_starts=num_starts)
+    return LogitGradient(num_starts=num_starts)
+
+
+class _Searching:
+    """An M-step that may climb from many points.
+
+    Attributes:
+        searched: What each search was for, its counts, and the best matrix: counts that are close
+            need no other one.
+    """
+
+    def __init__(self, num_starts: int) -> None:
+        self.num_starts = num_starts
+        self.searched: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def _climbed(
+        self,
+        climb: Callable[[Tensor], Tensor],
+        rows: Tensor,
+        counts: Tensor,
+        prior: Any,
+        allowed: Tensor | None,
+    ) -> Tensor:
+        """Where ``climb`` ends from ``rows`` or a better start, and from what a search finds."""
+        end = _from_the_best(climb, rows, counts, prior, allowed)
+        if self.num_starts == 0 or not isinstance(prior, DiversityPrior):
+            return end
+        found = torch.stack([self._searched(count, prior, allowed) for count in counts])
+        return _higher(climb(found), end, counts, prior)
 
     @torch.no_grad()
     def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
@@ -267,6 +256,64 @@ class FixedPoint:
         return points / points.sum(-1, keepdim=True)
 
 
+class FixedPoint(_Searching):
+    r"""M-step by Newton steps in the roots of the probabilities, for :math:`\rho = 1/2`.
+
+    The prior then adds :math:`\alpha` pseudo-counts to each row, divided as
+    :math:`M = S \circ S^{-\mathsf T}` with :math:`S = \sqrt A`, whose rows sum to one but whose
+    entries may be negative. Without an anchor the objective is stationary at the fixed points
+
+    .. math:: A_{ij} = \frac{c_{ij} + \alpha M_{ij}}{n_i + \alpha}, \quad n_i = \sum_j c_{ij}
+
+    By S it has finite slopes at zero, so that entries may become zero, and leave it. Under an
+    anchor, where a zero has no slope, entries start at no less than 1e-6.
+
+    There are many optima, and one ascent finds one of them. With ``num_starts`` it climbs from
+    matrices between the counts, or the anchor, and random ones, and returns the highest optimum,
+    which need not be the global one.
+
+    Args:
+        num_iterations: Largest number of iterations in one M-step; EM needs few.
+        num_starts: Number of points to climb from, besides the start; fewer above 30 states. The
+            random ones are the same at each call. By default :func:`fit_em` asks for 100 where
+            nine in ten steps or more are labelled, since restarts are much the same there, and for
+            none elsewhere.
+
+    Example:
+        >>> counts = torch.tensor([[[8.0, 2.0], [5.0, 5.0]]])
+        >>> rows = counts / counts.sum(-1, keepdim=True)
+        >>> msteps.FixedPoint()(rows, counts, DiversityPrior(5.0)).round(decimals=3)
+        tensor([[[0.9320, 0.0680],
+                 [0.2680, 0.7320]]], dtype=torch.float64)
+    """
+
+    def __init__(self, num_iterations: int = 1000, num_starts: int = 0) -> None:
+        check_size("num_iterations", num_iterations)
+        super().__init__(num_starts)
+        self.num_iterations = num_iterations
+
+    @torch.no_grad()
+    def __call__(
+        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
+    ) -> Tensor:
+        """Raise the objective: see :class:`TransitionStep`.
+
+        Raises:
+            ValueError: If the exponent of the prior is not one half.
+        """
+        if prior.rho != 0.5:
+            raise ValueError(
+                f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
+                "LogitGradient."
+            )
+        counts = _significant(counts.detach().double())
+
+        def climb(start: Tensor) -> Tensor:
+            return _ascended(start, counts, prior, allowed, self.num_iterations)
+
+        return self._climbed(climb, rows, counts, prior, allowed)
+
+
 def _ascended(
     rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None, num_iterations: int
 ) -> Tensor:
@@ -282,11 +329,47 @@ def _ascended(
     return _higher(roots.square(), rows, counts, prior)
 
 
+class LogitGradient(_Searching):
+    """M-step by gradient steps in logits, for any exponent of the kernel.
+
+    The logit of a zero is infinite, and that of a small entry hardly changes: entries that are
+    allowed start at no less than 1 / 100 K. A matrix that does not improve stays as it was.
+
+    Args:
+        step: How steps are taken; by default L-BFGS.
+        num_starts: As of :class:`FixedPoint`, whose ascents find the points to climb from under a
+            :class:`DiversityPrior`.
+    """
+
+    def __init__(self, step: GradientStep | None = None, num_starts: int = 0) -> None:
+        super().__init__(num_starts)
+        self.step = step or GradientStep(num_iterations=100)
+
+    def __call__(
+        self, rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None
+    ) -> Tensor:
+        """Raise the objective: see :class:`TransitionStep`."""
+        counts = _significant(counts.detach().double())
+        kept = torch.zeros_like(counts[0], dtype=torch.bool) if allowed is None else ~allowed
+
+        def climb(old: Tensor) -> Tensor:
+            start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
+            leaf = log(start).masked_fill(kept, 0.0).requires_grad_()
+
+            def matrix() -> Tensor:
+                return leaf.masked_fill(kept, -torch.inf).softmax(-1)
+
+            self.step(lambda: -objective(matrix(), counts, prior), [leaf])
+            return _higher(matrix().detach(), old, counts, prior)
+
+        return self._climbed(climb, rows, counts, prior, allowed)
+
+
 @torch.no_grad()
 def best_start(
     rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None
 ) -> Tensor:
-    """The best of the points at which an M-step may start.
+    """The best of the points at which an M-step may start: it ends no lower than any of them.
 
     They are the matrix so far; the mode of the counts; and, under a :class:`DiversityPrior` with an
     anchor, the anchor, where the paper starts, and the mode of counts and anchor without diversity.
@@ -296,7 +379,7 @@ def best_start(
     Args:
         rows: ``(R, K, K)``.
         counts: ``(R, K, K)``.
-        prior: A :class:`TransitionPrior`.
+        prior: As in :class:`TransitionStep`.
         allowed: ``(K, K)`` booleans, transitions that are possible; all by default.
 
     Returns:
@@ -347,6 +430,22 @@ def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
         slope = (high / root.clamp(min=1e-150)).sum(-1, keepdim=True) / (2 * weight)
         multiplier = multiplier + (high.sum(-1, keepdim=True) - 1) / slope.clamp(min=1e-150)
     return high / high.sum(-1, keepdim=True)
+
+
+def _from_the_best(
+    climb: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    counts: Tensor,
+    prior: TransitionPrior,
+    allowed: Tensor | None,
+) -> Tensor:
+    """Rows that ``climb`` reaches from ``rows``, or from a better start if there is one."""
+    end = climb(rows.detach().double())
+    start = best_start(end, counts, prior, allowed)
+    moved = (start != end).any(-1).any(-1)
+    if not bool(moved.any()):
+        return end
+    return torch.where(moved[:, None, None], climb(start), end)
 
 
 def _higher(new: Tensor, old: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:

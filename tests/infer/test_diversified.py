@@ -74,7 +74,12 @@ def test_the_objective_never_falls_and_is_what_it_should_be(case, restarts, alph
     assert fit.losses[-1].item() == pytest.approx(-trace.log_prob_sum().item())
 
 
-def test_the_end_is_stationary():
+@pytest.mark.parametrize(
+    "step",
+    [msteps.FixedPoint(), msteps.LogitGradient()],
+    ids=lambda step: type(step).__name__,
+)
+def test_the_end_is_stationary(step):
     """A_ij (n_i + alpha) = c_ij + alpha M_ij, with the counts of the fit itself."""
     data, alpha = symbols(3, count=30), 5.0
     pyro.set_rng_seed(3)
@@ -83,7 +88,7 @@ def test_the_end_is_stationary():
         module,
         data,
         log_prior=DiversityPrior(alpha),
-        transition_step=msteps.FixedPoint(),
+        transition_step=step,
         num_iterations=3000,
         tolerance=1e-14,
     )
@@ -156,7 +161,7 @@ def test_a_start_of_equal_rows_is_named():
         fit_em(module, symbols(), log_prior=DiversityPrior(1.0), start=values)
 
 
-def test_other_exponents_go_by_gradient():
+def test_other_exponents_go_by_logits():
     prior = DiversityPrior(3.0, rho=1.0)
     fit = fit_em(TabularHMM(2, categorical(4)), symbols(), log_prior=prior, num_iterations=15)
     fall = fit.losses[:-1] - fit.losses[1:]

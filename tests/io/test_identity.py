@@ -149,7 +149,7 @@ CHANGES = {
         "batch_size": ({}, 2),
         "decay": ({"batch_size": 2}, 0.8),
         "log_prior": ({}, quadratic),
-        "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.FixedPoint(9)),
+        "transition_step": ({"log_prior": DiversityPrior(1.0)}, msteps.LogitGradient()),
         "gradient_step": ({}, GradientStep(3)),
         "acceleration": ({}, True),
         "priors": ({}, False),
