@@ -8,6 +8,7 @@ from pyro.distributions import Normal
 from pyrohmm import (
     HSMM,
 )
+from pyrohmm.ops import backends
 
 NEVER = -torch.inf
 K, D, T = 3, 4, 6
@@ -91,3 +92,18 @@ def test_parameters_of_each_step(values):
 def test_forecasts_need_data_that_may_go_on(values):
     with pytest.raises(ValueError, match=r"replace\(censored_end=True\)"):
         model(censored_end=False).forecast(values, 1)
+
+
+def test_best_paths_by_torch_are_as_probable_as_by_compiled_loops():
+    torch.manual_seed(0)
+    initial, transition = torch.randn(3).log_softmax(-1), torch.randn(3, 3)
+    transition = transition.fill_diagonal_(-torch.inf).log_softmax(-1)
+    emission = Normal(torch.arange(3.0), 1.0)
+    hmm = HSMM(
+        initial, transition, torch.randn(3, 4).log_softmax(-1), emission, torch.tensor([7, 5])
+    )
+    values = torch.randn(2, 7)
+    with backends.use(backends.TORCH):
+        path = hmm.viterbi(values)
+    best = hmm.log_joint(values, hmm.viterbi(values))
+    torch.testing.assert_close(hmm.log_joint(values, path), best)
