@@ -32,7 +32,7 @@ from ..nn.closed_form import (
     has_foreign_priors,
     inside,
     under,
-    with_priors,
+    without_priors,
 )
 from ..ops.products import add_rows
 from .models import check_gradients
@@ -402,24 +402,24 @@ class Maximization:
             restart: Which of the restarts.
         """
         parameters = self.parameters
-        module = with_priors(copy.deepcopy(parameters.module), False)
-        bare = copy.copy(self)
-        bare.chain = None if self.chain is None else module
-        bare.emission = None if self.emission is None else module.emission_module()
-        dims: dict[str, int] = {}  # of an event, by the names of the parameters
-        for path, part in module.named_modules():
-            if isinstance(part, Family):
-                spaces = part.supports.items()
-                dims |= {f"{path}.{n}".lstrip("."): space.event_dim for n, space in spaces}
-        if not dims:
+        dims = {  # of an event, by the names of the parameters
+            f"{path}.{name}".lstrip("."): space.event_dim
+            for path, part in parameters.module.named_modules() if isinstance(part, Family)
+            for name, space in part.supports.items()
+        }  # fmt: skip
+        slopes = parameters.prior_slopes(name for name in parameters.sites if name in dims)
+        if not slopes:
             return []
         with torch.no_grad():
-            modes, others = self._modes(statistics)[0], bare._modes(statistics)[0]
+            modes, _ = self._modes(statistics)
+            with without_priors(parameters.module):
+                others, _ = self._modes(statistics)
         remarks = []
-        for name, slope in parameters.prior_slopes(self._any_batch).items():
-            if name not in modes or name not in dims:
+        for name in slopes:
+            if name not in modes:
                 continue
-            square = ((modes[name] - others[name]) * slope)[restart].nan_to_num(0.0, 0.0, 0.0)
+            shift = (modes[name] - others[name]) * slopes[name]
+            square = shift[restart].nan_to_num(0.0, 0.0, 0.0)
             errors = square.sum((*range(square.dim() - dims[name], square.dim()),))
             errors = errors.clamp(min=0.0).sqrt()
             if bool((errors > MOVED).any()):

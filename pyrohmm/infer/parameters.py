@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class Parameters:
         data: The sequences, on the device of the module.
         sites: Priors of the latent variables, by name.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
+        sample: One of the latent variables from the prior.
         points: The parameters without priors.
         fitted: Names of the latent variables and of the points; all else is frozen.
         example: An HMM that the module has built.
@@ -63,7 +66,8 @@ class Parameters:
             trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
-        self.values: Values = {}
+        self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}
+        self.values = dict(self.sample) if restarts == 1 else {}
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
@@ -135,12 +139,14 @@ class Parameters:
             hmm = hmm.restrict(batch.labels)
         return hmm, torch.as_tensor(prior)
 
-    def prior_slopes(self, batch: Sequences) -> Values:
-        """Gradients of the log priors of the module at the latent variables, ``(R, ...)``."""
+    def prior_slopes(self, names: Iterable[str]) -> Values:
+        """Gradients of log priors at attributes of the module of these names, ``(R, ...)``."""
         with torch.enable_grad():
-            leaves = {n: v.detach().clone().requires_grad_() for n, v in self.values.items()}
-            with _LogDensities(leaves) as sampled:
-                build(self.module, batch)
+            leaves = {n: self.values[n].detach().clone().requires_grad_() for n in names}
+            with _LogDensities(leaves) as sampled, self.module._pyro_context:
+                for name in leaves:
+                    attrgetter(name)(self.module)
+            self.module._pyro_context.used = False
             total = sum((each.sum() for each in sampled.found.values()), torch.zeros(()))
             if not total.requires_grad:  # no prior counts
                 return {}

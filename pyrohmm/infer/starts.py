@@ -120,7 +120,7 @@ def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     Centres are those of at most 10,000 random rows. Missing steps belong to all clusters alike;
     missing components are filled by their means.
     """
-    num_states = build_once(module, data[:1]).num_states
+    num_states = _num_states(module, data)
     seen = data.observed.cpu()
     rows = data.values.double().reshape(*seen.shape, -1).cpu()[seen]
     states = torch.full((restarts, *seen.shape), -1)
@@ -157,12 +157,18 @@ def by_blocks(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     States then last, and differ by what lasts: means, variances, and how a step depends on those
     before it, of which clusters of the observations see the means alone.
     """
-    num_states = build_once(module, data[:1]).num_states
+    num_states = _num_states(module, data)
     length = min(LONGEST_BLOCK, -(-data.num_steps // 4))
     block = torch.arange(data.num_steps) // length
     states = torch.randint(num_states, (restarts, len(data), int(block[-1]) + 1))[..., block]
     states = states.masked_fill(~data.exists.cpu(), -1)
     return _nearly_certain(states, num_states).to(data.values.device)
+
+
+def _num_states(module: HMMModule, data: Sequences) -> int:
+    """K of the HMM that ``module`` builds."""
+    known = getattr(module, "num_states", None)
+    return known if isinstance(known, int) else build_once(module, data[:1]).num_states
 
 
 def _nearly_certain(states: Tensor, num_states: int) -> Tensor:
@@ -292,7 +298,7 @@ def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> V
     groups = [[0], *others]
     for group in groups:
         some = copy.copy(parameters)
-        some.restarts, some.values = len(group), {}
+        some.restarts, some.values = len(group), dict(parameters.sample) if group == [0] else {}
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         _begin_at(some, step, kind_of[group[0]])
         found.append(some.stacked())
@@ -304,21 +310,22 @@ def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> V
 def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
     """Set the parameters to a start, or to those of a first M-step from it."""
     module = parameters.module
-    data = next(iter(parts_of(parameters.data)))
-    build_once(module, data).prepare_values(data.values)  # raises if they cannot be emitted
     if not isinstance(start, dict) and not callable(start):
         raise TypeError(
             "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
             f"{start!r}."
         )
+    data = next(iter(parts_of(parameters.data)))
     found = start if isinstance(start, dict) else start(module, data, parameters.restarts)
     if isinstance(found, dict):
         parameters.set_values(found)
         return
-    if parameters.sites:  # gradient steps, and what no count determines, start at the prior
+    if parameters.values.keys() != parameters.sites.keys():
+        # gradient steps, and what no count determines, start at the prior
         parameters.set_values(from_prior(module, data, parameters.restarts))
     with torch.no_grad():
         hmm, _ = parameters.build(data)
+    hmm.prepare_values(data.values)  # raises if they cannot be emitted
     if not isinstance(found, ExpectedCounts):
         found = uniform_counts(hmm, data, found)
     scale = data.total / len(data)

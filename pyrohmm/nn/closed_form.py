@@ -10,7 +10,8 @@ In shapes, M is the number of observations and R that of batched restarts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -149,6 +150,18 @@ def with_priors(module: Any, priors: bool) -> Any:
             chosen = {n: x for n, x in samples.items() if not isinstance(x, Flat | Penalty)}
             samples.update({n: Flat(_unweighted, prior=x) for n, x in chosen.items()})
     return module
+
+
+@contextmanager
+def without_priors(module: nn.Module) -> Iterator[None]:
+    """Context: M-steps of a module are those of maximum likelihood, as by :func:`with_priors`."""
+    tables = [getattr(part, "_pyro_samples", {}) for part in module.modules()]
+    kept = [dict(samples) for samples in tables]
+    try:
+        yield with_priors(module, False)
+    finally:
+        for samples, priors in zip(tables, kept):
+            samples.update(priors)
 
 
 def _unweighted(module: Any, prior: Any) -> TorchDistribution:
