@@ -8,7 +8,6 @@ import torch
 from pyro import poutine
 from pyro.distributions import Categorical, Dirichlet
 from pyro.infer import MCMC, NUTS
-from pyro.infer.autoguide import AutoNormal
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -23,7 +22,6 @@ from pyrohmm import (
     draws,
     fit_svi,
     normal_tied,
-    tied,
 )
 from pyrohmm.infer.sampled import summary_of
 
@@ -66,19 +64,6 @@ def test_draws_side_by_side_are_draws_one_by_one(name):
         wanted = own.log_prob(DATA.values)
         torch.testing.assert_close(hmm.log_prob(DATA.values)[c, s], wanted)
         torch.testing.assert_close(together[c, s], wanted)
-
-
-@pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
-def test_the_size_of_batches_changes_nothing(batch_size):
-    some = from_prior(MarginalModel(MODULES["tabular"]()), 2, 4)
-
-    def both(hmm):
-        return {"first": hmm.log_prob(DATA.values), "second": hmm.log_initial[:, 0]}
-
-    found, wanted = some.map(DATA, both, batch_size), some.map(DATA, both)
-    assert found["second"].shape == (2, 4, 3)
-    for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name])
 
 
 def test_labels_count_as_observed():
@@ -222,19 +207,6 @@ def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so(
     )
 
 
-def test_states_that_share_an_emission_keep_their_names():
-    model = MarginalModel(TabularHMM(3, tied(categorical(3), [0, 0, 1])))
-    with pytest.raises(ValueError, match="share"):
-        from_prior(model, 1, 2).aligned(DATA)
-
-
-def test_states_that_their_priors_tell_apart_keep_their_names():
-    prior = torch.tensor([[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-    model = MarginalModel(TabularHMM(3, categorical(3, prior)))
-    with pytest.raises(ValueError, match="log prior"):
-        from_prior(model, 1, 2).aligned(DATA)
-
-
 def test_states_of_several_chains_have_no_common_order():
     some = from_prior(MarginalModel(TabularFactorialHMM((2, 2), categorical(3))), 1, 3)
     with pytest.raises(ValueError, match="Compare what depends on none"):
@@ -307,15 +279,6 @@ def test_a_guide_gives_its_draws_and_their_density():
     torch.testing.assert_close(some.stats["log_guide"], total)
 
 
-def test_samples_of_a_guide_are_in_no_chains_that_could_disagree():
-    data = Sequences.from_list([[0, 1, 1, 2] * 5])
-    model = MarginalModel(TabularHMM(4, categorical(3)))
-    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3)
-    text = PosteriorDraws.of(fit, num_draws=100).summary()
-    assert text.startswith("independent samples of a guide")
-    assert "R-hat" not in text
-
-
 @pytest.mark.parametrize("shape", [(1, 40), (1, 1000), (4, 10), (4, 500)])
 def test_chains_of_one_distribution_are_not_said_to_disagree(shape):
     """Of 60 runs with 50 variables, at most one by chance: one in a thousand is expected."""
@@ -346,11 +309,3 @@ def test_chains_of_a_sampler(monkeypatch):
     for chain in range(2):
         wanted[chain, mcmc.diagnostics()["divergences"][f"chain {chain}"]] = True
     assert torch.equal(some.stats["diverging"], wanted)
-
-
-def test_draws_are_printed_as_their_summary():
-    model = MarginalModel(MODULES["tabular"]())
-    one = from_prior(model, 1, 1)
-    assert str(one).startswith("PosteriorDraws(1 chains of 1 samples of module.initial, ")
-    many = from_prior(model, 2, 8)
-    assert many.summary() in str(many)

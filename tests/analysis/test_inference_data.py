@@ -108,15 +108,6 @@ def test_groups_and_their_dimensions():
     np.testing.assert_array_equal(gaps, np.broadcast_to(~data.observed.numpy(), gaps.shape))
 
 
-def test_symbols_without_gaps_stay_integers():
-    data = Sequences(SYMBOLS, torch.full((3,), 6))
-    model, _ = cases("symbols")
-    found = to_arviz(from_prior(model, data), data, model, num_predictive=1)
-    assert found["observed_data"]["x"].dtype == np.int64
-    np.testing.assert_array_equal(found["observed_data"]["x"].values, SYMBOLS.numpy())
-    assert found["posterior_predictive"]["x"].dtype == np.int64
-
-
 def test_replicated_data_follow_the_model():
     """With one state they are independent symbols, of the probabilities of their draw."""
     model = MarginalModel(TabularHMM(1, categorical(3)))

@@ -61,30 +61,9 @@ from pyrohmm.nn import (
     zero_inflated,
 )
 from pyrohmm.nn.composed import _Modified
-from pyrohmm.sklearn import CategoricalHMM, GaussianHMM, HMMEstimator
+from pyrohmm.sklearn import GaussianHMM, HMMEstimator
 
 patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
-
-
-# Perplexity
-
-
-def some_data():
-    values = torch.tensor([[0, 3, 1, 2], [2, 0, 0, 0], [1, 1, 3, 0]])
-    observed = torch.ones(3, 4, dtype=torch.bool)
-    observed[0, 1] = observed[2, 2] = False
-    return Sequences(values, torch.tensor([4, 1, 3]), observed)
-
-
-def test_perplexity_is_the_inverse_geometric_mean_of_the_evidence():
-    data = some_data()
-    logits = [torch.randn(shape).log_softmax(-1) for shape in [(3,), (3, 3), (3, 4)]]
-    hmm = HMM(*logits[:2], dist.Categorical(logits=logits[2]), data.lengths, data.observed)
-    found = metrics.perplexity(hmm, data)
-    total = hmm.log_prob(data.values).sum().item()
-    assert found.num_tokens == 6  # four and one and three steps, two of them missing
-    assert found.log_evidence == pytest.approx(total)
-    assert found.value == pytest.approx(math.exp(-total / 6))
 
 
 # Agreement up to renaming
@@ -171,16 +150,6 @@ def test_transitions_are_aligned_by_the_best_of_all_permutations(size):
 
 
 # Distances
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_bhattacharyya_is_a_symmetric_distance(dtype):
-    probs = torch.cat([torch.randn(5, 50), torch.eye(50)[:3].mul(1e3)]).to(dtype).softmax(-1)
-    found = metrics.bhattacharyya(probs)
-    assert torch.equal(found, found.mT)
-    assert not found.diagonal().any()
-    assert (found >= 0).all()
-    assert not found.signbit().any()
 
 
 def test_bhattacharyya_of_disjoint_rows_is_infinite_and_of_equal_rows_zero():
@@ -288,34 +257,6 @@ def test_zeros_of_a_fitted_hmm_are_not_free():
     assert same.bic(X) == pytest.approx(-2 * same.score(X) + 8 * math.log(60))
 
 
-@pytest.mark.filterwarnings("ignore:there are 7 free parameters")
-def test_a_zero_that_a_fit_has_found_is_a_parameter():
-    X = np.array([[0], [0], [1], [1], [2]])
-    model = CategoricalHMM(2, n_iter=200, tol=0.0, random_state=0).fit(X)
-    assert (model.startprob_ == 0).any() or (model.emissionprob_ == 0).any()
-    assert model.aic(X) == pytest.approx(-2 * model.score(X) + 2 * (1 + 2 + 2 * 2))
-
-
-def test_a_parameter_that_parts_share_is_counted_once():
-    module = TabularHMM.from_hmm(TabularHMM(2, poisson())(torch.tensor([1])))
-    data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
-    count = metrics.num_parameters(module, data)
-    other = TabularHMM.from_hmm(module(torch.tensor([1])))
-    for name in ("initial_unconstrained", "transition_unconstrained"):
-        other._parameters[name] = module._parameters[name]
-    module.other = other
-    rates = 2
-    assert metrics.num_parameters(module, data) == count + rates
-
-
-def test_a_covariance_in_a_function_counts_the_entries_of_its_lower_half():
-    def model(data):
-        roots = torch.eye(3).expand(2, 3, 3).clone()
-        pyro.param("roots", roots, constraint=torch.distributions.constraints.lower_cholesky)
-
-    assert metrics.num_parameters(model, Sequences.from_list([[0]])) == 2 * 6
-
-
 class Softmax(HMMModule):
     """Logits of everything, as one writes them first."""
 
@@ -358,16 +299,6 @@ def test_criteria_of_data_larger_than_memory():
     stored = StoredSequences(data.values.flatten(), [20] * 6, max_steps=40)
     assert metrics.bic(fit, stored) == pytest.approx(metrics.bic(fit, data))
     assert metrics.perplexity(fit, stored) == pytest.approx(metrics.perplexity(fit, data))
-
-
-def test_folds_are_the_same_for_each_number_of_states():
-    data = datasets.casino(num_sequences=8, num_steps=5).without_labels()
-
-    def fit(size):
-        return lambda part: fit_em(TabularHMM(size, categorical(6, 2.0)), part, num_iterations=2)
-
-    folds = [metrics.cross_validate(fit(size), data, 3).fold for size in (1, 2)]
-    assert torch.equal(*folds)
 
 
 def test_cross_validation_evaluates_each_sequence_under_the_fit_to_the_others():

@@ -31,7 +31,6 @@ from pyrohmm import (
     check_model,
     fit_em,
     fit_gibbs,
-    fit_laplace,
     fit_map,
     fit_mcmc,
     fit_svi,
@@ -180,17 +179,3 @@ def test_there_is_a_page_of_every_method(tmp_path, method):
     assert f"fitted by {method}" in page
     assert ("standard deviation" in page) == (method != "MAP")
     assert ("R-hat" in page) == (method in ("Gibbs", "HMC"))
-
-
-def test_a_page_says_what_there_is_none_of(tmp_path):
-    data = levels(3, 12)
-    page = report(fit_laplace(subjects, data, ["level"]), data, tmp_path / "x.html").read_text()
-    assert "log marginal likelihood" in page
-    assert len(re.findall("Not shown: hmm must have an emission of batch shape", page)) == 1
-    assert page.count("Not shown") == 1
-
-
-def test_a_statistic_that_the_data_lack_has_no_p_value() -> None:
-    data = Sequences.from_list([[0.1], [0.5], [-0.3]])
-    fit = fit_em(TabularHMM(1, normal(0)), data)
-    assert check_model(fit, data, num_samples=3).p_values["autocorrelation"].isnan()

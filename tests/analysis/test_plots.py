@@ -9,14 +9,11 @@ from pyro import distributions as dist
 
 from pyrohmm import HMM, HSMM, plots, queries
 from pyrohmm.distributions import (
-    AutoregressiveCategorical,
     Censored,
     Truncated,
     WrappedCauchy,
     ZeroInflated,
 )
-from pyrohmm.distributions.observation import Streams
-from pyrohmm.infer.results import Bands
 
 matplotlib.use("Agg")
 
@@ -163,19 +160,6 @@ def test_densities_over_the_histogram_are_weighted_by_the_states(axes, name):
     assert len(plots.emission(hmm, axes=axes).lines) == 2
 
 
-def test_streams_of_numbers_have_a_panel_each():
-    parts = [
-        dist.Gamma(torch.tensor([2.0, 9.0]), 1.0),
-        dist.VonMises(torch.tensor([0.0, 2.5]), 4.0),
-    ]
-    hmm = of(Streams(parts), 50)
-    first = plots.emission(hmm, values=hmm.sample(), symbols=["step", "turn"])
-    assert [panel.get_title() for panel in first.figure.axes] == ["step", "turn"]
-    assert all(len(panel.lines) == 3 for panel in first.figure.axes)
-    with pytest.raises(ValueError, match="symbols must have D = 2 names; got 1"):
-        plots.emission(hmm, symbols=["step"])
-
-
 def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
     mean = torch.tensor([[0.0, 1.0], [4.0, -2.0]])
     scale = torch.linalg.cholesky(
@@ -195,38 +179,6 @@ def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
         torch.testing.assert_close(
             distance, torch.full_like(distance, deviations), rtol=1e-3, atol=0
         )
-
-
-@pytest.mark.parametrize("kind", [dist.Poisson, dist.Bernoulli])
-def test_vectors_of_counts_are_a_table_of_means(axes, kind):
-    mean = torch.rand(2, 4)
-    plots.emission(of(kind(mean).to_event(1)), symbols="abcd", names=["low", "high"], axes=axes)
-    torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data), mean)
-    assert [float(each.get_text()) for each in axes.texts] == pytest.approx(
-        mean.flatten().tolist(), abs=0.006
-    )
-    assert texts(axes.get_xticklabels()) == list("abcd")
-    assert texts(axes.get_yticklabels()) == ["low", "high"]
-
-
-@pytest.mark.parametrize(("lags", "size"), [(1, 2), (2, 3), (2, 6)])
-def test_symbols_that_depend_on_those_before_are_a_table_of_contexts(axes, lags, size):
-    tables, symbols = torch.rand(2, size**lags, size).softmax(-1), list("abcdef"[:size])
-    emission = AutoregressiveCategorical(
-        dist.Categorical(torch.ones(2, size)), dist.Categorical(tables)
-    )
-    plots.emission(of(emission), symbols=symbols, names=["low", "high"], axes=axes)
-    shown = torch.as_tensor(axes.images[0].get_array().data)
-    torch.testing.assert_close(shown, tables.flatten(0, 1))
-    rows = texts(axes.get_yticklabels())
-    if size == 6:
-        assert rows == ["low", "high"]  # too many contexts for names
-        return
-    pairs = symbols if lags == 1 else [f"{a} {b}" for a in symbols for b in symbols]
-    assert rows == [f"{k}: {context}" for k in ("low", "high") for context in pairs]
-    context = torch.tensor([1] if lags == 1 else [1, 2])
-    row = rows.index(f"high: {' '.join(symbols[v] for v in context)}")
-    torch.testing.assert_close(shown[row], emission.given(context).probs[1])
 
 
 def test_a_timeline_has_a_bar_for_each_segment(axes):
@@ -284,20 +236,6 @@ def test_a_series_is_coloured_by_state_over_its_band(axes, event):
         assert all((edge - value).abs().min() < 1e-4 for value in end.flatten())
 
 
-def test_a_graph_has_an_arrow_for_each_probable_transition(axes):
-    matrix = torch.tensor([[0.9, 0.1, 0.0], [0.002, 0.8, 0.198], [0.5, 0.5, 0.0]])
-    hmm = HMM(matrix[0].log(), matrix.log(), dist.Categorical(torch.ones(3, 2)), torch.tensor([2]))
-    plots.graph(hmm, ["a", "b", "c"], axes=axes)
-    arrows = [text.arrow_patch for text in axes.texts if getattr(text, "arrow_patch", None)]
-    assert len(arrows) == 4
-    widths = [arrow.get_linewidth() for arrow in arrows]
-    assert widths == sorted(widths)[::-1]  # 0.5, 0.5, 0.198, 0.1
-    shown = [text.get_text() for text in axes.texts if text.get_text()]
-    assert sorted(shown) == sorted(
-        ["0.10", "0.20", "0.50", "0.50", "a\n0.90", "b\n0.80", "c\n0.00"]
-    )
-
-
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_the_posterior_of_transitions_has_means_and_intervals(axes, lead):
     samples = dist.Dirichlet(torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sample((*lead, 500))
@@ -340,30 +278,3 @@ def test_how_long_states_last_is_a_curve_with_dots_of_decoded_visits(axes, name,
         assert dots[: len(wanted)].tolist() == wanted
         assert dots[len(wanted) :].isnan().all()
     assert texts(axes.get_legend().get_texts()) == ["a", "b"]
-
-
-@pytest.mark.parametrize("num_states", [11, 24, 60])
-def test_many_states_have_a_bar_of_their_colours(axes, num_states):
-    probs = torch.rand(5, num_states).softmax(-1)
-    plots.state_probs(probs, axes=axes)
-    (bar,) = (each for each in axes.figure.axes if each is not axes)
-    assert axes.get_legend() is None
-    mesh = next(each for each in bar.collections if each.get_array() is not None)
-    shown = [band.get_facecolor()[0, :3].tolist() for band in axes.collections]
-    edges = torch.linspace(-0.5, num_states - 0.5, num_states + 1)
-    places = (edges[1:] + edges[:-1]) / 2
-    torch.testing.assert_close(
-        torch.as_tensor(mesh.to_rgba(places.numpy())[:, :3]), torch.tensor(shown).double()
-    )
-    every = -(-num_states // 30)
-    assert texts(bar.get_yticklabels()) == [f"state {k}" for k in range(0, num_states, every)]
-
-
-def test_of_many_transitions_the_ten_that_change_most_are_drawn(axes):
-    value = torch.rand(1, 12, 12).repeat(3, 1, 1)
-    for n in range(10):
-        value[:, n, n + 1] = torch.tensor([0.0, 0.5, 1.0 + n])
-    plots.bands([0.0, 1.0, 2.0], Bands(value, value - 0.1, value + 0.1), axes=axes)
-    wanted = [f"{n} → {n + 1}" for n in range(10)]
-    assert texts(axes.get_legend().get_texts()) == wanted
-    assert [line.get_ydata()[-1] for line in axes.lines] == [1.0 + n for n in range(10)]

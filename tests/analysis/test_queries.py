@@ -26,14 +26,6 @@ from pyrohmm.distributions import AutoregressiveNormal, Streams, Truncated, Zero
 NEVER = -np.inf
 
 
-def impossible():
-    """Two sequences of a chain that never leaves its state: the second contradicts itself."""
-    stay = torch.eye(2).log()
-    shown = dist.Categorical(logits=torch.eye(2).log())
-    hmm = HMM(torch.tensor([0.5, 0.5]).log(), stay, shown, torch.tensor([3, 3]))
-    return hmm, torch.tensor([[1, 1, 1], [1, 0, 1]])
-
-
 def casino(lengths, observed=None):
     return HMM(
         torch.tensor([0.6, 0.4]).log(),
@@ -42,13 +34,6 @@ def casino(lengths, observed=None):
         torch.as_tensor(lengths),
         observed,
     )
-
-
-def changing():
-    """A chain with a matrix for each step."""
-    even = torch.full((2, 2, 2), 0.5).log()
-    shown = dist.Categorical(probs=torch.ones(2, 3))
-    return HMM(even[0, 0], even, shown, torch.tensor(3), transition_per_step=True)
 
 
 # Continuations -----------------------------------------------------------------------------------
@@ -79,16 +64,6 @@ def test_a_continuation_completes_the_joint_density(seen, outer):
     assert_close(longer.log_prob(whole), hmm.log_prob(values) + ahead.log_prob(more))
 
 
-def test_continuations_need_a_model_without_steps_and_a_possible_past():
-    values = torch.tensor([0, 1, 2])
-    with pytest.raises(ValueError, match=r"continuation needs an hmm that does not change"):
-        queries.continuation(changing(), values, 2)
-    with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
-        queries.continuation(*impossible(), 2)
-    with pytest.raises(ValueError, match="num_steps must be at least 1"):
-        queries.continuation(casino([1]), torch.tensor([[0]]), 0)
-
-
 # Missing observations ----------------------------------------------------------------------------
 
 
@@ -101,12 +76,6 @@ def test_imputations_are_sampled_jointly():
     every = torch.tensor([[2, a, b, 0] for a, b in itertools.product(range(3), repeat=2)])
     probs = casino([4] * 9).log_prob(every).softmax(0)
     assert oracle.looks_drawn_from(counts, probs.numpy())
-
-
-@pytest.mark.parametrize("function", [queries.impute, queries.observation_marginals])
-def test_what_is_impossible_has_no_missing_observations(function):
-    with pytest.raises(ValueError, match="1 of 2 sequences have probability zero"):
-        function(*impossible())
 
 
 def at_each_step(hmm, batch, moment):
@@ -156,12 +125,6 @@ def test_dwelling_in_explicit_durations_is_theirs():
     assert_close(queries.dwell_time_log_prob(hsmm, 4).exp(), longer)
     wanted = [[1.0, 0.8, 0.5, 0.0], [1.0, 1.0, 0.0, 0.0]]
     assert_close(queries.dwell_time_log_survival(hsmm, 4).exp(), wanted, atol=1e-12)
-
-
-def test_dwelling_needs_one_matrix():
-    for function in (queries.dwell_time_mean, lambda hmm: queries.dwell_time_log_prob(hmm, 2)):
-        with pytest.raises(ValueError, match="does not change with the step"):
-            function(changing())
 
 
 @pytest.mark.parametrize("complete", [False, True])

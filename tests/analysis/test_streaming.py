@@ -8,10 +8,9 @@ import pytest
 import torch
 from oracle import assert_close
 
-from pyrohmm import HMM, ContinuousTimeHMM, Filter
+from pyrohmm import HMM, Filter
 
 NEVER = -np.inf
-LEVELS = dist.Normal(torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64), 1.0)
 
 
 def casino(batch=(), dtype=torch.float64):
@@ -29,14 +28,6 @@ def contradicted(validate_args=False):
     shown, even = dist.Categorical(logits=torch.eye(2).log()), torch.tensor([0.5, 0.5]).log()
     hmm = HMM(even, torch.eye(2).log(), shown, torch.ones(3).long(), None, validate_args)
     return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
-
-
-def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state():
-    stream = Filter(casino((2,)))
-    assert_close(stream.state_probs, [[0.6, 0.4], [0.6, 0.4]])
-    assert stream.log_evidence.tolist() == [0.0, 0.0]
-    assert stream.num_steps == 0
-    assert_close(stream.predict().probs[:, 0], [[0.34, 0.26, 0.4], [0.34, 0.26, 0.4]])
 
 
 @pytest.mark.parametrize("arguments", [(None,), (torch.tensor(0), torch.tensor(False))])
@@ -126,37 +117,3 @@ def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_i
     assert stream.surprise[1].tolist()[1:] == [torch.inf, torch.inf]
     stream.update(None)
     assert stream.surprise.tolist() == [0, 0, 0]
-
-
-def test_steps_beyond_the_parameters_and_times_that_go_back_are_refused():
-    even, fives = torch.zeros(3, 3).log_softmax(-1), torch.tensor([5, 5])
-    levels = dist.Normal(torch.zeros(5, 3), 1.0)
-    for hmm in (
-        HMM(even[0], even.expand(4, 3, 3), LEVELS, fives, transition_per_step=True),
-        HMM(even[0], even, levels, fives, emission_per_step=True),
-    ):
-        stream = Filter(hmm)
-        stream.update(torch.zeros(2, 5))
-        with pytest.raises(ValueError, match="has parameters for 5 steps; got 6"):
-            stream.update(0.0)
-        assert stream.num_steps == 5
-    times, rates = torch.tensor([[0.0, 0.3], [1.0, 1.1]]), torch.ones(3, 3) - 3 * torch.eye(3)
-    stream = Filter(ContinuousTimeHMM(even[0], rates, LEVELS, torch.tensor([2, 2]), times))
-    stream.update(torch.zeros(2, 1), times=times[:, 1:])
-    with pytest.raises(ValueError, match="times must be finite and increase"):
-        stream.update(0.0, times=times[:, :1])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [[1, 3], [-1, 0], [0.5, 1.0], [1, 2, 0], [[0, 1], [1, 3]]],
-    ids=str,
-)
-def test_a_wrong_observation_changes_nothing(wrong):
-    stream = Filter(casino((2,)))
-    stream.update(torch.tensor([1, 2]))
-    before = stream.state_dict()
-    with pytest.raises((TypeError, ValueError)):
-        stream.update(torch.tensor(wrong))
-    for name, value in stream.state_dict().items():
-        assert value is before[name] or bool(torch.as_tensor(value == before[name]).all()), name

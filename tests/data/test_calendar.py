@@ -113,11 +113,3 @@ def test_a_time_zone_comes_back():
     data = Sequences.from_dataframe({"day": Column(days), "x": np.arange(4.0)}, columns="x",
                                     time="day", gaps="error")  # fmt: skip
     assert list(data.to_dataframe()["day"]) == list(days)
-
-
-def test_a_categorical_column_names_the_cure():
-    frame = pandas.DataFrame({"x": pandas.Categorical(["low", "high", "low"])})
-    with pytest.raises(TypeError, match=r"columns 'x' must be numbers; got text.*\.cat\.codes"):
-        Sequences.from_dataframe(frame, columns="x")
-    codes = frame.assign(x=frame["x"].cat.codes)
-    assert Sequences.from_dataframe(codes, columns="x").values.tolist() == [[1, 0, 1]]

@@ -142,13 +142,6 @@ def test_malformed_files_are_errors_that_name_file_and_line(tmp_path, read, cont
         read(written(tmp_path, content))
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-12], lambda raw: b"not gzipped"])
-def test_damaged_archives_are_errors_that_name_the_file(tmp_path, damage):
-    raw = gzip.compress(b"some words\n" * 100)
-    with pytest.raises(ValueError, match=r"file\.gz, line \d+: wanted UTF-8"):
-        readers.read_sentences(written(tmp_path, damage(raw), "file.gz"))
-
-
 # Data made here
 
 
@@ -190,26 +183,6 @@ def test_a_generator_determines_the_data_and_nothing_else_is_touched(make):
     assert first.values.equal(second.values)
     assert first.labels.equal(second.labels)
     assert not first.values.equal(third.values)
-
-
-def test_english_is_prose():
-    text = datasets.english_text()
-    assert 200_000 < len(text) < 1_000_000
-    for mark in (">>>", "::=", '"', "*", "`", "====", "\n\n"):
-        assert mark not in text
-    assert all(line[0].isupper() and line[-1] in ".:!?" for line in text.split("\n"))
-
-
-def test_english_letters_are_letters_and_single_spaces():
-    corpus = datasets.english_letters(2050, chunk=100)
-    text = "".join("".join(piece) for piece in sentences_of(corpus))
-    assert corpus.data.lengths.tolist() == [100] * 20 + [50]
-    assert set(text) <= set(corpus.vocabulary) == set(readers.LETTERS + " ")
-    assert "  " not in text
-    whole = datasets.english_letters().data
-    assert whole.values[:20].equal(corpus.data.values[:20])
-    frequencies = whole.values[whole.observed].bincount(minlength=27)
-    assert readers.LETTERS[int(frequencies[:26].argmax())] == "e"
 
 
 def test_english_words_are_sentences_with_rare_words_unknown():

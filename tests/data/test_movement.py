@@ -121,12 +121,6 @@ def test_a_location_that_is_missing_is_beside_missing_steps():
     assert data.observed[0].tolist() == [True, False, False, True, True, False]
 
 
-def test_covariates_come_along():
-    warm = TABLE | {"warm": [float(k) for k in range(7)], "hour": [9, 1, 2, 3, 4, 2, 1]}
-    data = movement("x", "y", "hour", "who", frame=warm, covariates=["warm"], plane=True)
-    assert data.covariates[2, :2, 0].tolist() == [6, 5]
-
-
 def test_a_fit_finds_two_kinds_of_movement():
     """Steps and angles that are known in part take part; zeros belong to the resting state."""
     torch.manual_seed(0)
@@ -156,27 +150,3 @@ def test_intervals_take_angles_that_are_missing():
     low, high = fit.intervals(both)["module.emission.parts.0.rate"]
     wanted = bare.intervals(alone)["module.emission.rate"]
     torch.testing.assert_close((low, high), wanted, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"latitude": [0.0, 95.0]}, "latitude must be degrees from -90 to 90; got 95"),
-        (
-            {"latitude": [0.0, math.inf], "plane": True},
-            "values holds an infinite number at sequence 0, step 1",
-        ),
-        ({"latitude": [0.0]}, r"an entry for each location; got lengths .*'latitude': 1"),
-        ({"time": [0, 0]}, "time must differ within a sequence"),
-        ({"longitude": "x", "latitude": "y", "frame": {"x": [1.0]}}, "must name columns of frame"),
-    ],
-)
-def test_wrong_tracks_are_named(arguments, said):
-    with pytest.raises(ValueError, match=said):
-        movement(**{"longitude": [0.0, 1.0], "latitude": [0.0, 1.0]} | arguments)
-
-
-def test_times_that_are_no_multiples_are_named():
-    with pytest.raises(ValueError, match="Give gaps='ignore'"):
-        movement([0.0, 1, 2], [0.0, 1, 2], [0, 1, 2.7])
-    assert movement([0.0, 1, 2], [0.0, 1, 2], [0, 1, 2.7], gaps="ignore").num_steps == 3

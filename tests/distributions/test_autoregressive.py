@@ -210,18 +210,6 @@ def test_what_is_missing_at_the_end_is_summed_out(make, some):
     assert len(filled[:, :, 3:].flatten().unique()) > 1
 
 
-def test_imputed_values_go_on_from_those_observed():
-    steady = AutoregressiveNormal(
-        MultivariateNormal(torch.zeros(1, 1), torch.eye(1)),
-        MultivariateNormal(torch.zeros(1, 1), 1e-12 * torch.eye(1)),
-        torch.full((1, 1, 1, 1), 2.0),
-    )
-    seen = torch.tensor([True, True, False, False])
-    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), steady, torch.tensor(4), seen)
-    values = impute(hmm, torch.tensor([[1.5], [3.0], [0.0], [0.0]]))
-    assert values.flatten().tolist() == pytest.approx([1.5, 3.0, 6.0, 12.0], abs=1e-4)
-
-
 @every_emission
 @pytest.mark.parametrize("seen", [[True, False, True, True], [False, True, True, True]])
 @pytest.mark.parametrize("validate_args", [True, False])
@@ -230,24 +218,6 @@ def test_a_gap_before_what_is_observed_is_refused(make, some, seen, validate_arg
     hmm = chain(make(), torch.tensor([4, 4]), observed, validate_args=validate_args)
     with pytest.raises(ValueError, match=r"observed leaves out .* of sequence \[1\] .* split"):
         hmm.log_prob(some(2, 4))
-
-
-def test_missing_components_are_refused():
-    hmm, values = chain(vectors(2, 1), torch.tensor([4])), torch.randn(1, 4, 2)
-    values[0, 2, 1] = torch.nan
-    with pytest.raises(ValueError, match="values must have no NaN"):
-        hmm.log_prob(values)
-    hmm._validate_args = False
-    assert hmm.log_prob(values).isnan()
-
-
-def test_symbols_outside_of_the_alphabet_are_refused():
-    hmm, values = chain(symbols(2), torch.tensor([4])), torch.tensor([[0, 1, SYMBOLS, 0]])
-    with pytest.raises(ValueError, match="values"):
-        hmm.log_prob(values)
-    hmm._validate_args = False
-    with pytest.raises((IndexError, ValueError)):
-        hmm.log_prob(values)
 
 
 # Sampling ---------------------------------------------------------------------------------------
@@ -353,23 +323,6 @@ def test_moments_ahead_are_those_of_all_paths(dim, lags):
     assert error.abs().max() < 5
 
 
-def test_moments_ahead_in_float32_are_those_in_float64():
-    """Of vectors whose noise is far smaller than they are; to what float32 keeps of a variance."""
-    emission = vectors(2, 1)
-    base = MultivariateNormal(emission.base.loc[:1], 1e-4 * torch.eye(2).expand(1, 2, 2))
-    parts = emission.initial.loc[:1], emission.initial.covariance_matrix[:1], emission.weights[:1]
-    forecasts = []
-    for dtype in (torch.float64, torch.float32):
-        first = MultivariateNormal(parts[0].to(dtype), parts[1].to(dtype))
-        noise = MultivariateNormal(base.loc.to(dtype), base.covariance_matrix.to(dtype))
-        lagged = AutoregressiveNormal(first, noise, 0.9 * torch.eye(2, dtype=dtype)[None, None])
-        zero = torch.zeros(1, dtype=dtype)
-        hmm = HMM(zero, zero[None], lagged, torch.tensor([3]))
-        forecasts.append(hmm.forecast(torch.full((1, 3, 2), 30.0, dtype=dtype), 2))
-    one, other = (forecast.variance.flatten().tolist() for forecast in forecasts)
-    assert other == pytest.approx(one, rel=1e-4)
-
-
 def test_one_step_ahead_has_a_density_and_more_have_none_of_vectors():
     hmm, values = chain(vectors(2, 2), torch.tensor([4])), torch.randn(1, 5, 2)
     one = hmm.forecast(values[:, :4], 1).log_prob(values[:, 4:])
@@ -381,29 +334,6 @@ def test_one_step_ahead_has_a_density_and_more_have_none_of_vectors():
         _ = hmm.forecast(values[:, :4], 2).probs
     with pytest.raises(ValueError, match="moments"):
         _ = chain(counts(), torch.tensor([2])).forecast(torch.ones(1, 2), 2).mean
-
-
-def test_nothing_follows_from_what_is_too_short_or_missing():
-    hmm = chain(symbols(2), torch.tensor([3, 1]))
-    with pytest.raises(ValueError, match=r"last 2 steps .* 1 of 2 sequences"):
-        hmm.forecast(torch.zeros(2, 3).long(), 1)
-    seen = torch.tensor([[True, True, False], [True] * 3])
-    hmm = chain(symbols(2), torch.tensor([3, 3]), seen)
-    with pytest.raises(ValueError, match=r"last 2 steps .* 1 of 2 sequences"):
-        continuation(hmm, torch.zeros(2, 3).long(), 1)
-
-
-# The same as other emissions --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in EMISSIONS if "count" not in name])
-def test_states_may_be_put_in_another_order(name):
-    make, some = EMISSIONS[name]
-    hmm, values, order = chain(make(), torch.tensor([5])), some(1, 5), torch.tensor([2, 0, 1])
-    other = hmm.permute_states(order)
-    assert other.log_prob(values).item() == pytest.approx(hmm.log_prob(values).item())
-    expected = hmm.posterior(values).state_probs[..., order]
-    assert other.posterior(values).state_probs.numpy() == pytest.approx(expected.numpy())
 
 
 # Files, and what is refused -----------------------------------------------------------------------

@@ -147,16 +147,6 @@ def test_labels_leave_the_paths_that_keep_to_them(hmm):
     torch.testing.assert_close(known.expanded().log_prob(values), evidence)
 
 
-def test_labels_that_leave_no_path_are_named():
-    known = HMMS["pairs with zeros"]().restrict(
-        torch.tensor([[-1] * T, [-1] * T, [0, 1, 1, -1, -1]])
-    )
-    with pytest.raises(ValueError, match=r"labels must leave a path .* sequence 2, step 1"):
-        known.log_prob(torch.zeros(3, T))
-    with pytest.raises(ValueError, match="labels must leave a path"):
-        known.sample()
-
-
 @pytest.mark.parametrize("name", [name for name in HMMS if "product" not in name])
 def test_states_may_be_put_in_another_order(name):
     hmm = HMMS[name]()
@@ -371,15 +361,6 @@ def test_a_stream_is_filtered_and_forecast(name, chunks):
     torch.testing.assert_close(ahead.mean, wanted.mean)
 
 
-@pytest.mark.parametrize("name", ["durations", "pairs"])
-@pytest.mark.parametrize(
-    "ask", [TabularHMM.from_hmm, lambda hmm: hmm.log_factors(torch.zeros(3, T))]
-)
-def test_what_needs_a_markov_chain_names_the_cure(name, ask):
-    with pytest.raises(ValueError, match=r"^\w+ needs .* hmm\.expanded\(\)"):
-        ask(HMMS[name]())
-
-
 # Data of another dtype, and data that are impossible ---------------------------------------------
 
 
@@ -584,9 +565,6 @@ def blocks_of_a_matrix():
     return BlockHMM(rows(3), rows(3, 3), table, one.blocks, LENGTHS, seen(), validate_args=False)
 
 
-EVERY = HMMS | {"blocks": in_blocks, "blocks of a matrix": blocks_of_a_matrix}
-
-
 def changed(name, table):
     """Other values of a parameter, with the same zeros."""
     if name == "rates":
@@ -641,15 +619,6 @@ class Sizes(TorchDispatchMode):
             if isinstance(part, torch.Tensor):
                 self.largest = max(self.largest, part.numel())
         return found
-
-
-@pytest.mark.parametrize("name", EVERY)
-def test_a_printed_hmm_makes_no_table(name):
-    hmm = EVERY[name]()
-    with Sizes() as made:
-        text = repr(hmm)
-    assert len(text) < 200
-    assert made.largest == 0
 
 
 def test_a_product_of_too_many_chains_is_refused_before_it_is_made():

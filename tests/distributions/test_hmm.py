@@ -83,23 +83,6 @@ def test_gradients_by_every_parameter_are_those_of_small_differences(engine):
     assert gradcheck(evidence, [torch.randn(shape).requires_grad_() for shape in shapes])
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
-def test_integers_of_every_size_will_do(dtype):
-    hmm = built()
-    values, states = torch.randint(4, (3, 3)), torch.zeros(3, 3).long()
-    twin = hmm.replace(lengths=hmm.lengths.to(dtype))
-    assert torch.equal(twin.log_prob(values.to(dtype)), hmm.log_prob(values))
-    assert torch.equal(twin.log_joint(values, states.to(dtype)), hmm.log_joint(values, states))
-
-
-def test_float32_stays_float32():
-    small = torch.full((2, 2), 0.5, dtype=torch.float32).log()
-    hmm = HMM(small[0], small, dist.Categorical(logits=small), torch.tensor([3]))
-    values = hmm.sample()
-    answers = (hmm.log_prob(values), *hmm.posterior(values), hmm.filtered(values))
-    assert {answer.dtype for answer in answers} == {torch.float32}
-
-
 # Conventions --------------------------------------------------------------------------------------
 
 
@@ -173,16 +156,6 @@ def test_moments_of_a_forecast_are_those_of_the_mixture(event, engine):
     assert_close(forecast.variance, square - mean**2)
 
 
-def test_forecast_samples_from_its_distribution():
-    hmm = built((2, 1))
-    forecast = hmm.forecast(torch.randint(4, (3, 3)), 2)
-    drawn = forecast.sample((4000,))
-    assert drawn.shape == (4000, 2, 3, 2)
-    for index in np.ndindex(2, 3, 2):
-        counts = np.bincount(drawn[(slice(None), *index)], minlength=4)
-        assert oracle.looks_drawn_from(counts, forecast.probs[index].numpy())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_forecast_variance_does_not_cancel(dtype):
     """A spread of a tenth around a mean of ten thousand."""
@@ -202,14 +175,6 @@ def test_stationary_distribution_is_kept_by_the_chain():
         assert probs.shape == shape[:-1]
         assert_close(probs.sum(-1), np.ones(shape[:-2]))
         assert_close((probs[..., None, :] @ transition.exp()).squeeze(-2), probs)
-
-
-def test_stationary_distribution_of_a_chain_with_a_transient_state():
-    transition = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8], [0.0, 0.6, 0.4]])
-    hmm = HMM(
-        transition[0].log(), transition.log(), dist.Normal(torch.zeros(3), 1.0), torch.tensor([2])
-    )
-    assert_close(hmm.stationary(), [0.0, 3 / 7, 4 / 7])
 
 
 def test_stationary_distribution_of_a_chain_that_hardly_moves_keeps_its_digits():

@@ -124,18 +124,6 @@ def test_missing_components_are_left_out(name, batch):
     check(found, expected, parameters)
 
 
-@pytest.mark.usefixtures("_always")
-@pytest.mark.parametrize("make", [dist.Normal, Normal])
-def test_scalars_and_matrices_are_known_also(make):
-    loc, scale = torch.randn(3), torch.rand(3) + 0.5
-    values = torch.randn(6)
-    found = linear_log_prob(make(loc, scale), values)
-    torch.testing.assert_close(found, Normal(loc, scale).log_prob(values.unsqueeze(-1)))
-    grid = dist.Normal(torch.randn(3, 2, 4), 1.0).to_event(2)
-    values = torch.randn(6, 2, 4)
-    torch.testing.assert_close(linear_log_prob(grid, values), grid.log_prob(values.unsqueeze(1)))
-
-
 class Flat(dist.Normal):
     """A normal distribution with another density."""
 
@@ -266,16 +254,6 @@ def test_covariances_and_means_of_any_size_cost_no_precision(correlation, apart,
     (slope,) = torch.autograd.grad(evidence, loc)
     (expected,) = torch.autograd.grad(wanted, known)
     assert ((slope - expected) * units).abs().max() < 1e-4 * 100  # of the size of N / 4 states
-
-
-@pytest.mark.usefixtures("_forced")
-def test_an_infinite_value_has_probability_zero():
-    emission = dist.Normal(torch.zeros(3, 2), 1.0).to_event(1)
-    values = torch.zeros(6, 2)
-    values[4, 1] = torch.inf
-    scores = linear_log_prob(emission, values)
-    assert scores.isneginf().nonzero()[:, 0].unique().tolist() == [4]
-    assert not scores.isnan().any()
 
 
 @pytest.mark.usefixtures("_always")

@@ -8,7 +8,7 @@ import torch
 from pyro.distributions import Gamma, LogNormal, NegativeBinomial, Normal, Poisson, Weibull
 from scipy import stats
 
-from pyrohmm.distributions import Censored, Truncated, WrappedCauchy
+from pyrohmm.distributions import Censored, Truncated
 from pyrohmm.distributions.forecast import cdf
 
 
@@ -71,14 +71,6 @@ def test_density_in_the_tails(name, dtype):
         torch.set_default_dtype(default)
     close = {"rel": 1e-5 if dtype == torch.float32 else 1e-10, "abs": lost}
     assert found == pytest.approx(expected, **close)
-
-
-def test_angles_of_no_direction_are_uniform():
-    torch.manual_seed(0)
-    found = WrappedCauchy(torch.zeros(20_000), torch.tensor(0.0)).sample()
-    assert bool((found.abs() <= math.pi + 1e-6).all())
-    assert abs(found.cos().mean()) < 0.03
-    assert abs(found.sin().mean()) < 0.03
 
 
 BASES = {

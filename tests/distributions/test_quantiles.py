@@ -14,7 +14,7 @@ from pyro.distributions import (
     Uniform,
 )
 
-from pyrohmm import HMM, Forecast, plots, queries
+from pyrohmm import HMM, Forecast
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal, Tied
 from pyrohmm.distributions.modified import ZeroInflated
 
@@ -74,31 +74,6 @@ def test_a_quantile_of_counts_is_the_first_that_reaches_the_probability(emission
         assert torch.equal(value.long(), expected)
 
 
-def test_emissions_per_step_have_quantiles_too():
-    emission = Normal(torch.arange(6.0).reshape(3, 2), 0.1)  # (T, K)
-    half = torch.full((2,), 0.5).log()
-    hmm = HMM(half, half.expand(2, 2), emission, torch.tensor(3), emission_per_step=True)
-    values = torch.tensor([0.0, 3.0, 4.0])
-    found = queries.observation_marginals(hmm, values).quantiles([0.5])
-    torch.testing.assert_close(found[0], values, rtol=0.0, atol=1e-3)
-
-
-def test_a_fan_is_drawn_after_the_past():
-    half = torch.full((2,), 0.5).log()
-    hmm = HMM(half, half.expand(2, 2), Normal(torch.tensor([0.0, 4.0]), 1.0), torch.tensor(6))
-    values = torch.randn(6)
-    predicted = hmm.forecast(values, 5)
-    axes = plots.forecast(predicted, values)
-    median = axes.lines[-1]
-    assert median.get_xdata().tolist() == [6, 7, 8, 9, 10]
-    assert torch.as_tensor(median.get_ydata()).equal(predicted.quantiles([0.5])[0])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "observed", "90%", "50%", "median",
-    ]  # fmt: skip
-    with pytest.raises(ValueError, match="one sequence of numbers"):
-        plots.forecast(hmm.expand([3]).forecast(values.expand(3, 6), 5), values)
-
-
 @pytest.mark.parametrize(
     ("emission", "low", "high"),
     [
@@ -132,11 +107,6 @@ def test_an_end_of_the_support_that_has_the_probability_is_the_quantile():
     low, high = Forecast(STATES, rain).quantiles([0.2, 0.6])
     assert (low == 0).all()
     assert (high > 0).all()
-
-
-def test_ends_that_samples_do_not_show_are_refused():
-    with pytest.raises(ValueError, match="both excluded"):
-        Forecast(STATES, EMISSIONS["sampled"]()).quantiles([0.5, 1.0])
 
 
 def test_states_that_share_emissions_have_exact_quantiles():
@@ -188,18 +158,3 @@ def test_vectors_that_depend_on_those_before_have_an_exact_first_quantile():
     assert torch.equal(found[:, :1], expected)
     share = (several.sample((20_000,)) <= found[:, None]).double().mean(1)
     assert (share.squeeze(-1) - torch.tensor(PROBS)[:, None]).abs().max() < 0.02
-
-
-def test_symbols_between_symbols_are_refused():
-    coins = torch.tensor([[0.2, 0.8], [0.6, 0.4]])
-    tables = coins.expand(2, 2, 2)
-    context = AutoregressiveCategorical(Categorical(coins), Categorical(tables))
-    forecasts = [
-        Forecast(torch.full((1, 2), 0.5), emission)
-        for emission in (Categorical(coins), Tied(Categorical(coins), torch.tensor([1, 0])))
-    ]
-    for forecast in [*forecasts, after_a_past(context, torch.tensor([0, 1]), 1)]:
-        with pytest.raises(ValueError, match="values must be whole numbers"):
-            forecast.log_prob(torch.tensor([1.7]))
-        assert torch.equal(forecast.log_prob(torch.tensor([1.0])),
-                           forecast.log_prob(torch.tensor([1])))  # fmt: skip

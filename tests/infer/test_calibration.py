@@ -19,7 +19,6 @@ from pyrohmm import (
     TabularHMM,
     calibrate,
     categorical,
-    fit_em,
     fit_gibbs,
     fit_mcmc,
     normal,
@@ -150,24 +149,3 @@ def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():
     found = calibrate(TabularHMM(1, poisson(0, 2.0, 1e8)), exact, COUNTS, 80).p_values()
     assert found.keys() == {"emission.rate"}
     assert found["emission.rate"] > 1e-3
-
-
-def test_what_is_no_variable_is_named():
-    module = TabularHMM(1, poisson(0, 2.0, 1.0))
-    with pytest.raises(ValueError, match=r"sample must return variables, .* 'module.rate'"):
-        calibrate(module, lambda module, data: {"rate": torch.ones(15, 1)}, COUNTS, 1)
-
-
-def test_a_guide_is_calibrated_like_a_sampler():
-    """Laplace's approximation of a posterior that is nearly normal."""
-
-    def laplace(module, data):
-        fit = fit_em(module, data)
-        rate = fit.parameters["module.emission.rate"]
-        low, high = fit.intervals(data)["module.emission.rate"]
-        spread = (high / low).log() / (2 * 1.96)
-        return {"emission.rate": rate * (spread * torch.randn(15, 1)).exp()}
-
-    pyro.set_rng_seed(3)
-    module = TabularHMM(1, poisson(0, 400.0, 10.0))
-    assert calibrate(module, laplace, COUNTS, 40).p_values(4)["emission.rate"] > 1e-3

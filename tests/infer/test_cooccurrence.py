@@ -117,26 +117,6 @@ def test_a_stream_is_counted_as_the_whole(monkeypatch, chunk, size):
             assert torch.equal(getattr(found, name), getattr(whole, name))
 
 
-def test_lags_longer_than_all_sequences_leave_nothing_to_count():
-    data = Sequences.from_list([[0, 1, 1], [1]])
-    assert count_pairs(data, 2, lag=2).total == 1
-    with pytest.raises(ValueError, match="no two observed steps 3 apart in one sequence"):
-        count_pairs(data, 2, lag=3)
-    with pytest.raises(ValueError, match="no two observed steps 1 apart"):
-        counted(Sequences(torch.tensor([[0]]), torch.tensor([1])), 1)
-    with pytest.raises(ValueError, match="no two observed steps"):
-        count_pairs([], 2)
-
-
-def test_only_symbols_are_counted():
-    with pytest.raises(TypeError, match=r"^values of data must hold integers"):
-        count_pairs(Sequences(torch.randn(2, 3), torch.tensor([3, 3])), 3)
-    with pytest.raises(ValueError, match="V - 1 = 0; got values from 0 to 1"):
-        counted(Sequences(torch.tensor([[0, 1]]), torch.tensor([2])), 1)
-    with pytest.raises(ValueError, match="lag must be at least 1"):
-        count_pairs(random_data(0), 4, lag=0)
-
-
 # Losses
 
 
@@ -219,14 +199,6 @@ def test_an_impossible_pair_makes_the_cross_entropy_infinite_and_no_gradient_nan
     torch.testing.assert_close(cross_entropy(joint, probs, possible), expected)
     value = squared_distance(joint, probs, pairs)
     assert all(slope.isfinite().all() for slope in torch.autograd.grad(value, (joint, probs)))
-
-
-def test_dense_targets_of_many_runs_are_compared_each_with_its_own():
-    joint, probs = random_joint(3, 1)
-    targets = torch.stack([random_pairs(4, seed).dense() for seed in range(3)]).unsqueeze(1)
-    for loss in LOSSES:
-        singles = [loss(joint[r, 0], probs[r, 0], targets[r, 0]) for r in range(3)]
-        torch.testing.assert_close(loss(joint, probs, targets), torch.stack(singles).unsqueeze(1))
 
 
 def test_no_table_of_all_pairs_is_made():

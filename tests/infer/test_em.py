@@ -21,7 +21,6 @@ from pyrohmm import (
     GradientStep,
     HMMModule,
     Sequences,
-    StickyHDPHMM,
     TabularHMM,
     categorical,
     fit_em,
@@ -183,19 +182,6 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     torch.testing.assert_close(parted.losses, together.losses, rtol=1e-7, atol=1e-7)
     for each, value in together.parameters.items():
         torch.testing.assert_close(parted.parameters[each], value, rtol=1e-6, atol=1e-6)
-
-
-def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
-    monkeypatch.setattr(iterations, "PADDED", 0)
-    sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
-    module = TabularHMM(2, categorical(2))
-    begin = {
-        "initial": [0.5, 0.5],
-        "transition": [[0.5, 0.5]] * 2,
-        "emission.probs": [[1.0, 0]] * 2,
-    }
-    with pytest.raises(ValueError, match="sequence 3 of this batch has probability zero"):
-        fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
 def test_a_minibatch_counts_for_the_whole_set():
@@ -418,9 +404,6 @@ def test_it_ends_by_its_tolerance_and_reports_it():
     assert short.num_observed == data.num_observed
 
 
-# Without a closed form
-
-
 # L-BFGS ends where its loss changes by less than 1e-9, and so parameters are exact to the root of
 # that, 3e-5; the loss of the next iteration has a slope of up to one for each of some 30 numbers.
 BY_STEPS = {"rtol": 0.0, "atol": 1e-3}
@@ -589,14 +572,6 @@ def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, 
         np.testing.assert_allclose(numbers_of(fit)[one], value, rtol=2e-3, atol=1e-4)
 
 
-def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
-    states = torch.tensor([[0, 0, 1, 1, 2, 0], [2, 2, 0, 1, 1, 2]])
-    data = Sequences(torch.zeros(2, 6), torch.tensor([6, 6]), labels=states)
-    fit = fit_em(ClosedCycle(Failures), data, num_iterations=1, tolerance=None)
-    stayed, left = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([2.0, 2.0, 2.0])
-    torch.testing.assert_close(fit.parameters["module.stay"], (stayed + 1) / (stayed + left + 3))
-
-
 @pytest.mark.parametrize(
     ("kind", "point"),
     [
@@ -702,38 +677,6 @@ def test_every_family_is_fitted_in_float32(name):
     assert all(value.dtype == torch.float32 for value in fit.parameters.values())
 
 
-def test_a_part_of_a_larger_set_counts_for_all_of_it():
-    data = plain(torch.randint(0, 3, (4, 6)), total=400)
-    module = TabularHMM(2, categorical(3, 5.0))
-    fit = fit_em(module, data, num_iterations=10, tolerance=None)
-    assert_climbs(fit.losses)
-    hundredfold = plain(data.values.repeat(100, 1))
-    start = starts.from_hmm(fit.hmm(data))
-    one = fit_em(module, data, num_iterations=3, tolerance=None, start=start)
-    other = fit_em(module, hundredfold, num_iterations=3, tolerance=None, start=start)
-    torch.testing.assert_close(one.losses, other.losses)
-
-
-class Failing(TabularHMM):
-    """From the fifth on its M-steps return rows that do not sum to one."""
-
-    steps = 0
-
-    def m_step(self, statistics):
-        values, notes = super().m_step(statistics)
-        self.steps += "transition" in values
-        if self.steps >= 5:
-            values["transition"] = values["transition"] * 1.5
-        return values, notes
-
-
-def test_what_a_fit_has_made_is_checked_at_its_end():
-    """Not in each iteration."""
-    data = data_of(CASES["symbols"])
-    with pytest.raises(ValueError, match="Simplex"):
-        fit_em(Failing(STATES, categorical(4)), data, num_iterations=8, tolerance=None)
-
-
 @pytest.mark.parametrize("name", ["initial", "transition", "emission.probs"])
 def test_a_prior_of_ones_own_is_obeyed(name):
     """The closed forms know the priors of this package; others go by gradient."""
@@ -755,14 +698,6 @@ def test_a_prior_of_ones_own_is_obeyed(name):
     }[name] + 3.0  # the mode: counts and those of the prior
     mode = expected / expected.sum(-1, keepdim=True)
     torch.testing.assert_close(fit.parameters[f"module.{name}"], mode, rtol=0, atol=2e-3)
-
-
-def test_a_sticky_hdp_is_refused_whatever_its_priors():
-    data = Sequences.from_list([[0, 1, 2], [2, 1]])
-    module = StickyHDPHMM(3, categorical(3), gamma=(2.0, 1.0))
-    module.gamma = PyroSample(dist.Gamma(3.0, 1.0))
-    with pytest.raises(ValueError, match="StickyHDPHMM"):
-        fit_em(module, data)
 
 
 SHARING = {

@@ -32,7 +32,6 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.infer.descent import Validation
-from pyrohmm.infer.training import why_converged
 
 QUICK = {"num_iterations": 30, "progress": False}
 TO_THE_END = {
@@ -129,21 +128,6 @@ def log_likelihood(fit, data):
 
 
 # The global parameter store (T2)
-
-
-@both_settings
-def test_a_second_fit_starts_afresh(local):
-    data = symbols()
-    with local_params(local):
-        model = tabular()
-        runs = []
-        for _ in range(2):
-            pyro.set_rng_seed(3)
-            runs.append(fit_map(model, data, **QUICK))
-        assert runs[0].losses.equal(runs[1].losses)
-        assert runs[0].losses[-1] < runs[0].losses[0] - 0.1  # so that going on would show
-        other = fit_map(tabular(), data, **QUICK)
-        assert not other.losses.equal(runs[0].losses)
 
 
 @both_settings
@@ -248,22 +232,6 @@ def test_a_generator_alone_decides_on_minibatches():
 
 
 # What a loss is
-
-
-def test_the_first_loss_of_map_is_minus_the_log_joint():
-    data = symbols()
-    fit = fit_map(tabular(), data, start=from_point(), num_iterations=1)
-    hmm = HMM(
-        POINT["module.initial"].log(),
-        POINT["module.transition"].log(),
-        dist.Categorical(POINT["module.emission.probs"]),
-        data.lengths,
-    )
-    prior = math.log(1) + 2 * math.log(1) + 2 * math.log(2)  # flat on simplexes of area 1/(n-1)!
-    expected = -hmm.log_prob(data.values).sum() - prior
-    torch.testing.assert_close(fit.losses, expected.reshape(1))
-    assert fit.num_observed == int(data.lengths.sum())
-    assert fit.reason == "it took all 1 steps"
 
 
 def test_minibatch_losses_are_for_the_whole_set():
@@ -490,38 +458,6 @@ def test_averages_are_those_of_the_parameters_after_each_step():
 # Models and guides of one's own
 
 
-def test_pyro_param_in_a_function_is_trained():
-    """Never left where it was in silence: pyro.param is how most Pyro models are written."""
-    data = symbols()
-    start = torch.tensor([[0.5, 0.5], [0.4, 0.6]])
-
-    def model(data):
-        transition = pyro.param("transition", start, constraint=constraints.simplex)
-        probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
-        first = torch.tensor([0.3, 0.7]).log()
-        hmm = HMM(first, transition.log(), dist.Categorical(probs), data.lengths, data.observed)
-        with pyro.plate("data", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    fit = fit_map(model, data, num_iterations=30)
-    assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
-
-
-def test_a_guide_of_functions_is_trained():
-    data = symbols()
-
-    def guide(data):
-        for name, value in POINT.items():
-            point = pyro.param(name + ".point", value, constraint=constraints.simplex)
-            pyro.sample(name, dist.Delta(point, event_dim=value.dim()))
-
-    fit = fit_svi(tabular(), guide, data, **QUICK)
-    assert fit.losses[-1] < fit.losses[0]
-    transition = fit.hmm(data).log_transition.exp()
-    assert not torch.allclose(transition, POINT["module.transition"])
-
-
 def test_tensors_of_a_fitted_hmm_carry_no_gradient():
     """Of variables, of parameters without a prior, and of parameters that constraints bind."""
     data = numbers()
@@ -701,20 +637,3 @@ def test_a_log_prior_that_is_not_a_number_ends_the_fit():
     model = tabular(log_prior=lambda hmm: hmm.log_initial.sum() * float("nan"))
     with pyro.validation_enabled(False), pytest.raises(FloatingPointError, match="loss is nan"):
         fit_map(model, symbols(), num_iterations=10)
-
-
-@pytest.mark.parametrize("fit", [fit_map, fit_svi])
-def test_a_fit_leaves_the_priors_that_it_was_given(fit):
-    model = MarginalModel(TabularHMM(2, normal(0)))
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    arguments = (model,) if fit is fit_map else (model, AutoNormal(model))
-    fit(*arguments, Sequences.from_list([torch.randn(20) * 100 + 1e3]), num_iterations=2)
-    assert before.keys() == dict(model.named_buffers()).keys()
-    for name, buffer in model.named_buffers():
-        assert torch.equal(buffer, before[name]), name
-
-
-@pytest.mark.parametrize(("ends", "found"), [(2.0, True), (1.5, False), (2.5, False)])
-def test_a_loss_that_falls_or_rises_has_not_converged(ends, found):
-    losses = [torch.tensor(2.0)] * 25 + [torch.tensor(ends)] * 25
-    assert (why_converged(losses, 1e-5) is not None) == found

@@ -27,7 +27,7 @@ from pyrohmm import (
     streams,
     tied,
 )
-from pyrohmm.infer.sampled import agreement, summary_of
+from pyrohmm.infer.sampled import agreement
 from pyrohmm.nn.family import build_emission
 
 
@@ -90,14 +90,6 @@ def test_one_chain_and_hard_zeros():
     torch.testing.assert_close(rows.sum(-1), torch.ones(1, 5, 2))
 
 
-def test_a_summary_of_chains_that_disagree_says_so_first():
-    torch.manual_seed(0)
-    good = torch.randn(4, 1000, 2)
-    assert summary_of({"x": good})[0].startswith("chains agree")
-    good[0, :, 1] += 2.0
-    assert summary_of({"x": good})[0].startswith("CHAINS DISAGREE")
-
-
 def test_progress_and_summary_tell_of_chains_in_different_orders_of_the_states(capsys):
     """Which have the same log joint density; the worst R-hat is what the bar shows."""
     pyro.set_rng_seed(0)
@@ -110,20 +102,6 @@ def test_progress_and_summary_tell_of_chains_in_different_orders_of_the_states(c
     assert fit.summary().startswith("CHAINS DISAGREE")
     aligned = PosteriorDraws.of(fit).aligned(data)
     assert max(float(agreement(v).rhat.max()) for v in aligned.parameters.values()) < 1.1
-
-
-def test_agreement_is_that_of_arviz():
-    import arviz
-
-    torch.manual_seed(0)
-    noise, chains = torch.randn(4, 400), torch.zeros(4, 400)
-    for t in range(1, 400):
-        chains[:, t] = 0.8 * chains[:, t - 1] + noise[:, t]
-    chains[0] += 0.5
-    found, values = agreement(chains), chains.double().numpy()
-    assert found.rhat.item() == pytest.approx(float(arviz.rhat(values)), rel=1e-3)
-    assert found.bulk.item() == pytest.approx(float(arviz.ess(values, method="bulk")), rel=0.02)
-    assert found.tail.item() == pytest.approx(float(arviz.ess(values, method="tail")), rel=0.02)
 
 
 def test_what_is_not_conjugate_is_moved_by_trajectories():

@@ -368,23 +368,6 @@ def test_the_loss_is_prior_and_scaled_likelihood_by_definition(case):
     torch.testing.assert_close(loss, -expected.detach(), **EXACT)
 
 
-@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
-def test_values_of_missing_and_padded_steps_change_nothing(form):
-    data = numbers()
-    filled = data.values.masked_fill(~data.observed, 1e6)
-    model = form(TabularHMM(2, normal(0)))
-    guide = ready(AutoDelta, model, data)
-    expected = loss_and_gradients(model, guide, data)
-    for values in (filled, data.values.masked_fill(~data.observed, NAN)):
-        found = loss_and_gradients(model, guide, Sequences(values, data.lengths, data.observed))
-        assert torch.equal(found[0], expected[0])
-        for name, gradient in expected[1].items():
-            torch.testing.assert_close(found[1][name], gradient, **EXACT)
-
-
-# Priors and minibatches (T8)
-
-
 # markov_sample in a model of one's own
 
 

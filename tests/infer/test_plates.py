@@ -238,17 +238,6 @@ def test_a_guide_written_by_hand():
 # What cannot be done is said
 
 
-def test_other_sequences_are_refused_by_the_name_of_the_site():
-    fit = fit_map(hierarchical(), DATA, num_iterations=2, **QUIET)
-    with pytest.raises(ValueError, match=r"site 'move' has .* 12 sequences .*; got data of 3\. .*"
-                       r"data\.batch.*held_out_log_evidence.*for_new"):  # fmt: skip
-        fit.hmm(DATA[:3])
-    with pytest.raises(ValueError, match="site 'move'"):
-        metrics.perplexity(fit, DATA[:3])
-    with pytest.raises(ValueError, match="no variable of the model belongs to single sequences"):
-        PosteriorDraws.of({"rate": torch.ones(1, 2, 3, 2)}, grouped).for_new(DATA)
-
-
 @pytest.mark.parametrize("options", [{}, {"restarts": 2}], ids=str)
 def test_new_sequences_never_take_the_variables_of_fitted_ones(options):
     """Not even as many of them, or of the same lengths."""

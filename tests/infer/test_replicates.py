@@ -12,16 +12,13 @@ from torch.distributions import constraints
 from pyrohmm import (
     HMM,
     Sequences,
-    TabularContinuousTimeHMM,
     TabularHMM,
     categorical,
     fit_em,
     fit_map,
-    normal,
     poisson,
 )
-from pyrohmm.infer.replicates import Copies, match_states
-from pyrohmm.ops.newton import climb
+from pyrohmm.infer.replicates import Copies
 
 COINS = HMM(
     torch.tensor([0.6, 0.4]).log(),
@@ -45,28 +42,6 @@ COINS_START = {
     "transition": torch.tensor([[0.85, 0.15], [0.3, 0.7]]),
     "emission.probs": torch.tensor([[0.9, 0.1], [0.2, 0.8]]),
 }
-
-
-def test_rows_climb_to_their_own_maxima():
-    """Of functions that need few steps, many, none, and that have no value at the start."""
-    centre = torch.tensor([[1.0, 2.0], [-30.0, 1.5], [0.0, 0.0], [3.0, 3.0]]).double()
-    scale = torch.tensor([[1.0, 1.0], [1.0, 50.0], [2.0, 2.0], [1.0, 1.0]]).double()
-    seen = []
-
-    def function(place, rows):
-        seen.append(len(rows))
-        away = (place - centre[rows]) * scale[rows]
-        value = -(away.square() / 2 + away**4 / 40).sum(-1)
-        slope = -(away + away**3 / 10) * scale[rows]
-        lost = rows == 3
-        return value.masked_fill(lost, -torch.inf), slope.masked_fill(lost.unsqueeze(-1), torch.nan)
-
-    peak = climb(function, torch.zeros(4, 2).double())
-    torch.testing.assert_close(peak.place[:3], centre[:3], rtol=0, atol=1e-3)
-    assert peak.converged.tolist() == [True, True, True, False]
-    assert seen[0] == 4
-    assert seen[1] == 2
-    assert seen[-1] == 1
 
 
 @pytest.mark.parametrize("by", ["values", "weights", "labels"])
@@ -207,42 +182,6 @@ def test_a_copy_whose_states_have_changed_places_is_known():
     values = information.values_at(u)["module.transition"][1, 0]
     torch.testing.assert_close(values, fit.parameters["module.transition"].flip(0, 1).double())
     assert Copies(information).matched(u).tolist() == [True, False]
-
-
-def test_states_are_matched_by_their_posteriors():
-    states = torch.rand(2, 5, 3).softmax(-1)
-    order = torch.tensor([2, 0, 1])
-    found = match_states(torch.stack([states, states[..., order]]), states)
-    assert found.tolist() == [[0, 1, 2], order.tolist()]
-
-
-def test_what_makes_no_sense_is_refused():
-    data, fit = coins()
-    with pytest.raises(ValueError, match='"delta", "bootstrap" or "profile"'):
-        fit.intervals(data, method="jackknife")
-    with pytest.raises(ValueError, match="goes with its name"):
-        fit.intervals(data, method="profile")
-    with pytest.raises(ValueError, match=r"entry of a parameter, such as module\.initial"):
-        fit.intervals(data, of="transition", method="profile")
-    with pytest.raises(ValueError, match="data has one"):
-        fit_em(TabularHMM(1, normal(0)), one := Sequences.from_list([torch.randn(9)])).bootstrap(
-            one, parametric=False
-        )
-    with pytest.raises(ValueError, match="at least 2"):
-        fit.bootstrap(data, 1)
-    allowed = torch.ones(20, 40, 2, dtype=torch.bool)
-    sets = Sequences(data.values, data.lengths, data.observed, labels=allowed)
-    with pytest.raises(ValueError, match="sets of possible states"):
-        fit.bootstrap(sets)
-    seen = Sequences.from_list([[0, 0, 1], [0, 1]], times=[[0.0, 1.0, 2.5], [0.0, 3.0]])
-    module = TabularContinuousTimeHMM(
-        2, categorical(2), transition_allowed=torch.tensor([[False, True], [False, False]]),
-        exact_entry=torch.tensor([False, True]),
-    )  # fmt: skip
-    probs = {"initial": torch.tensor([1.0, 0.0]), "emission.probs": torch.eye(2),
-             "rates": torch.tensor([[0.0, 0.4], [0.0, 0.0]])}  # fmt: skip
-    with pytest.raises(ValueError, match="sample"):
-        fit_em(module, seen, start=probs).bootstrap(seen, 5)
 
 
 def test_proportions_have_their_covariance_and_intervals_that_are_complements():

@@ -12,9 +12,6 @@ from pyro.distributions import (
 
 from pyrohmm import (
     HMM,
-    Sequences,
-    TabularHMM,
-    fit_em,
     merge_states,
     split_state,
 )
@@ -105,13 +102,3 @@ def test_usage_weighs_the_states():
     torch.testing.assert_close(merged.log_transition.exp()[0], wanted)
     never = merge_states(hmm, 0, 1, usage=torch.zeros(3))
     torch.testing.assert_close(never.emission.mean[0], torch.tensor([1.5, 4.0]))
-
-
-def test_one_state_becomes_two_and_one_again():
-    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), Poisson(torch.ones(1)), LENGTHS)
-    values = hmm.sample()
-    two = split_state(hmm, 0, noise=0.0)
-    torch.testing.assert_close(two.log_prob(values), hmm.log_prob(values))
-    torch.testing.assert_close(merge_states(two, 1, 0).log_prob(values), hmm.log_prob(values))
-    fit = fit_em(two, Sequences(values, LENGTHS), num_iterations=2)
-    assert isinstance(fit.model.module, TabularHMM)

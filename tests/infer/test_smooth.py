@@ -218,20 +218,3 @@ def test_weights_of_all_parts_have_the_largest_marginal_likelihood():
             again = fit_em(other, data, tolerance=1e-12, start=fit)
             # of first states, which twelve sequences hardly tell, the approximation is coarse
             assert marginal(again) < best + (0.5 if part == "initial" else 0.0)
-
-
-def test_mistakes_are_named():
-    x = np.linspace(0.0, 1.0, 20)
-    design = formulas({"x": x}, loc="~ smooth(x, 5)")
-    np.testing.assert_allclose(design.matrix({"x": [0.2, 0.5]})[:, 1:],
-                               design.matrix({"x": [0.5, 0.2]})[::-1, 1:])  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"between 0 and 1, those of the first table; got 0.5 to 2"
-    ):
-        design.matrix({"x": [0.5, 2.0]})
-    with pytest.raises(ValueError, match="size must be at least 4"):
-        formulas({"x": x}, loc="~ smooth(x, 3)")
-    with pytest.raises(ValueError, match="period must be positive; got -1"):
-        formulas({"x": x}, loc="~ smooth(x, 5, period=-1)")
-    with pytest.raises(ValueError, match="missing values"):
-        formulas({"x": [0.0, np.nan, 1.0, 0.5]}, loc="~ smooth(x, 4)")

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pyrohmm import (
-    MarginalModel,
     RegressionHMM,
     Sequences,
     StationaryHMM,
@@ -19,7 +18,6 @@ from pyrohmm import (
     autoregressive_normal,
     categorical,
     fit_em,
-    fit_map,
     free_durations,
     normal,
     normal_full,
@@ -126,48 +124,6 @@ def test_blocks_last_and_leave_no_state_out():
     assert probs.min() > 0
     blocks = probs.argmax(-1).reshape(3, 4, -1)
     assert (blocks.diff(dim=-1) != 0).sum(-1).max() <= 3  # of eight steps, the last of six
-
-
-def test_clusters_are_those_of_some_rows(monkeypatch):
-    """All rows are assigned, few are looked at."""
-    monkeypatch.setattr(starts, "MOST_ROWS", 40)
-    seen, kmeans2 = [], starts.kmeans2
-    monkeypatch.setattr(
-        starts, "kmeans2", lambda rows, *x, **o: seen.append(len(rows)) or kmeans2(rows, *x, **o)
-    )
-    rng = np.random.default_rng(0)
-    states = rng.integers(2, size=(5, 100))
-    values = torch.tensor(20.0 * states + rng.normal(size=states.shape))
-    data = Sequences(values, torch.full((5,), 100))
-    found = starts.by_kmeans(TabularHMM(2, normal(0)), data, 2).argmax(-1)
-    assert seen
-    assert max(seen) == 40
-    for one in found:
-        same = (one == torch.tensor(states)).double().mean()
-        assert same in (0.0, 1.0)
-
-
-def test_windows_are_pieces_of_the_sequences():
-    rng = np.random.default_rng(0)
-    lengths = torch.tensor([500, 3, 120, 77])
-    steps = torch.arange(500).expand(4, -1) + 1000 * torch.arange(4).unsqueeze(-1)
-    data = Sequences(
-        steps.double(), lengths, torch.tensor(rng.random((4, 500)) > 0.1), labels=steps % 3
-    )
-    assert starts.windows(data, 700) is data
-    some = starts.windows(data, 200)
-    assert 100 <= int(some.lengths.sum()) <= 250
-    assert some.num_steps == 25
-    for n, length in enumerate(some.lengths.tolist()):
-        row = some.values[n, :length].long()
-        assert (row.diff() == 1).all()
-        first = int(row[0])
-        sequence, step = divmod(first, 1000)
-        assert int(some.indices[n]) == sequence
-        assert step + length <= lengths[sequence]
-        assert torch.equal(some.observed[n, :length], data.observed[sequence, step : step + length])
-        assert torch.equal(some.labels[n, :length], data.labels[sequence, step : step + length])
-    assert not some.observed[~some.exists].any()
 
 
 # What they find
@@ -338,15 +294,6 @@ def test_a_large_model_has_one_start_and_says_so(monkeypatch):
     assert not any("one start" in note for note in fit_em(make(), data, restarts=1).notes)
 
 
-def test_a_product_of_chains_is_as_large_as_its_matrix(monkeypatch):
-    """Of eight states, whose chains have few parameters."""
-    monkeypatch.setattr(starts, "MOST_NUMBERS", 64)
-    data = Sequences(torch.randn(1, 6, 1), torch.tensor([6]))
-    module = TabularFactorialHMM((2, 2, 2), additive_normal((2, 2, 2), dim=1))
-    fit = fit_em(module, data, num_iterations=2)
-    assert any("one start was tried" in note for note in fit.notes)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -371,25 +318,6 @@ def test_values_that_the_user_gave_are_where_it_starts():
     torch.testing.assert_close(fit.losses[0], -begin)
     again = fit_em(module, data, start=fit_em(module, data))
     assert again.restarts is None
-
-
-def test_fits_start_where_a_fit_ended():
-    data = some_symbols()
-    ended = fit_em(TabularHMM(2, categorical(3)), data, num_iterations=2)
-    model = MarginalModel(TabularHMM(2, categorical(3)))
-    again = [fit_map(model, data, num_iterations=1, start=start) for start in (ended, ended.start)]
-    again.append(fit_em(TabularHMM(2, categorical(3)), data, num_iterations=1, start=ended))
-    for fit in again:
-        assert fit.losses[0] == pytest.approx(ended.losses[-1].item(), abs=1e-3)
-
-
-def test_counts_of_a_seed_are_the_same_again():
-    data, make = small_problem(2)
-    found = []
-    for _ in range(2):
-        pyro.set_rng_seed(3)
-        found.append(fit_em(make(), data).losses)
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("stuck", [False, True])

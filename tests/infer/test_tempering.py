@@ -103,25 +103,6 @@ def test_all_modes_are_visited():
     torch.testing.assert_close(ordered, alone.sort(-1).values.mean((0, 1)), rtol=0, atol=0.05)
 
 
-def test_a_ladder_swaps_by_the_works_and_spaces_temperatures():
-    """Certain swaps walk through all temperatures; those that never happen leave all in place."""
-    ladder = Ladder(2, 4, 0)
-    for _ in range(4):
-        assert bool((ladder.others != ladder.own).any())
-        ladder.swap(torch.full((8,), 9.0))
-    assert ladder.rungs.tolist() == [[3, 2, 1, 0]] * 2
-    assert ladder.chains.tolist() == [[3, 2, 1, 0], [7, 6, 5, 4]]
-    _, works = ladder.swap(torch.arange(8.0) - 1e4)
-    assert ladder.rungs.tolist() == [[3, 2, 1, 0]] * 2
-    assert works[0, :, 0].tolist() == [3 - 1e4, 2 - 1e4]
-    assert bool(works[0, :, 1].isnan().all())
-    ladder = Ladder(1, 4, 40)
-    for _ in range(40):  # the first pair never swaps, the others always
-        ladder.swap(torch.where(ladder.rungs.flatten() < 2, -1e4, 1e4))
-    assert ladder.inverse.diff()[1:-1].min() > 0
-    assert ladder.inverse[2] < 0.1  # where it was (2 / 3) ** 5
-
-
 def test_round_trips_are_counted_and_their_lack_is_noted():
     """From the prior to the posterior and back; swaps alone may look good beside a gap."""
     ladder = Ladder(2, 3, 0)
@@ -146,15 +127,3 @@ def test_bennetts_ratio_of_normal_distributions():
     assert abs(value - math.log(0.5)) < 4 * error < 0.05
     spread = torch.tensor([marginal_likelihood(part[None]).value for part in works]).std()
     assert error == pytest.approx(spread.item() / 20**0.5, rel=0.5)
-
-
-def test_labels_and_chains_without_temperatures_are_refused():
-    data = Sequences(torch.tensor([[0, 1]]), torch.tensor([2]), labels=torch.tensor([[0, -1]]))
-    module = TabularHMM(2, categorical(2))
-    with pytest.raises(ValueError, match="without_labels"):
-        fit_gibbs(module, data, num_temperatures=2)
-    with pytest.raises(ValueError, match="num_temperatures"):
-        fit_gibbs(module, data, num_samples=4, warmup=0, num_temperatures=0)
-    fit = fit_gibbs(module, data, num_samples=4, warmup=0)
-    with pytest.raises(ValueError, match="num_temperatures=16"):
-        fit.marginal_likelihood()

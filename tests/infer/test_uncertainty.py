@@ -7,7 +7,7 @@ import oracle
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, Normal, Poisson
+from pyro.distributions import Categorical, Normal
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -33,7 +33,6 @@ from pyrohmm import (
     queries,
     regression,
 )
-from pyrohmm.infer.coordinates import Coordinates
 
 pyro.set_rng_seed(0)
 COUNTS = [torch.randint(0, 4, (length,)) for length in (30, 1, 17)]
@@ -207,13 +206,6 @@ def test_every_query_has_the_interval_of_samples_and_of_differences(query, infor
     wanted = torch.einsum("...p,pq,...q->...", slopes, informed.covariance, slopes).sqrt()
     torch.testing.assert_close(error, wanted, rtol=1e-3, atol=1e-6)
     assert bool((error > 1e-2).any())
-
-
-def test_an_interval_of_what_does_not_change_is_refused():
-    data = two_coins(50)
-    fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
-    with pytest.raises(ValueError, match="of must be a function that changes"):
-        fit.intervals(data, of=lambda hmm: hmm.viterbi(data.values))
 
 
 def test_what_must_be_zero_is_held():
@@ -418,22 +410,3 @@ def test_a_fit_that_has_not_ended_is_refused():
     fit = fit_em(TabularHMM(2, categorical(2)), data, start=start, num_iterations=2)
     with pytest.raises(ValueError, match=r"nats below the maximum|no maximum"):
         fit.std_errors(data)
-
-
-@pytest.mark.parametrize(
-    ("support", "value"),
-    [
-        (constraints.simplex, torch.tensor([[0.2, 0.0, 0.8], [0.5, 0.5, 0.0]])),
-        (constraints.positive, torch.tensor([0.0, 2.0])),
-        (constraints.unit_interval, torch.tensor([0.3, 1.0])),
-        (constraints.real, torch.tensor(3.0)),
-        (constraints.lower_cholesky, torch.tensor([[2.0, 0.0], [1.0, 3.0]])),
-    ],
-)
-def test_coordinates_are_zero_at_the_estimate(support, value):
-    part = Coordinates.of("x", value, support)
-    zero = torch.zeros(len(part.labels)).double()
-    torch.testing.assert_close(part.value(zero), value.double())
-    slopes = torch.autograd.functional.jacobian(part.value, zero).reshape(-1, len(zero))
-    assert torch.linalg.matrix_rank(slopes) == len(zero)
-    assert bool(Poisson(1.0).support.check(torch.tensor(len(part.held))))

@@ -189,11 +189,6 @@ def test_words_in_no_pair_go_to_the_cluster_that_occurs_least():
     assert rare == mass.argmin()
 
 
-def test_one_word_and_one_cluster():
-    found = brown(Pairs(*torch.tensor([[0], [0], [3]]), 1), 1)
-    assert (found.assignment.tolist(), found.paths, found.counts.tolist()) == ([0], ("",), [3])
-
-
 # Other assignments -------------------------------------------------------------------------------
 
 
@@ -210,7 +205,6 @@ def test_words_with_a_cluster_of_their_own():
 
 # Files -------------------------------------------------------------------------------------------
 
-WORDS = ["the", "<eos>", "Zürich", "N", "don't"]
 LINES = "00\t<eos>\t5\n01\tthe\t7\n1\tN\t3\n1\tZürich\t1\n1\tdon't\t1\n"
 
 
@@ -222,30 +216,3 @@ def read(tmp_path, text, words, **options):
 def test_words_and_clusters_that_the_vocabulary_lacks_are_passed_over(tmp_path):
     found = read(tmp_path, LINES, ["don't", "the"])
     assert same(found, Clusters(torch.tensor([1, 0]), ("01", "1"), torch.tensor([1, 7])))
-
-
-def test_words_that_the_file_lacks_go_where_they_are_sent(tmp_path):
-    more = [*WORDS, "<pad>", "<bos>"]
-    for place, number in ((-1, 2), (2, 2), (0, 0), (-3, 0)):
-        found = read(tmp_path, LINES, more, unlisted=place)
-        assert found.assignment.tolist() == [1, 0, 2, 2, 2, number, number]
-        assert found.counts.tolist() == [7, 5, 1, 3, 1, 0, 0]
-    with pytest.raises(ValueError, match=r"does not list 2 of the 7 words.*'<pad>'.*unlisted"):
-        read(tmp_path, LINES, more)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (LINES + "\n", "line 6: wanted a path"),
-        ("2\tthe\t7\n", "line 1: wanted a path .*; got '2.tthe.t7'"),
-        ("0\tthe\n", "line 1: wanted a path"),
-        ("0\tthe\tmany\n", "line 1: wanted a path"),
-        ("0\tthe\t-1\n", "line 1: wanted a path"),
-        ("0 the 7\n", "line 1: wanted a path"),
-    ],
-)
-def test_a_malformed_file_is_refused(tmp_path, text, message):
-    with pytest.raises(ValueError, match=message) as error:
-        read(tmp_path, text, WORDS)
-    assert str(tmp_path / "paths") in str(error.value)

@@ -5,7 +5,6 @@ import itertools
 import math
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors
 from pyrohmm.language import command
-from pyrohmm.language.command import hold_out, main
+from pyrohmm.language.command import main
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -68,20 +67,6 @@ def tiny(**options):
 
 
 # The command --------------------------------------------------------------------------------------
-
-
-def test_the_name_of_the_room_runs_the_command(here, capsys, monkeypatch):
-    module = "pyrohmm.language"
-    tiny().save("m")
-    monkeypatch.setattr(sys, "argv", [module, "--load", "m", "--generate", "2"])
-    sys.modules.pop(f"{module}.__main__", None)
-    runpy.run_module(module, run_name="__main__")
-    assert len(capsys.readouterr().out.splitlines()) == 3
-    monkeypatch.setattr(sys, "argv", [module, "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_module(module, run_name="__main__")
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out.startswith("usage: python -m pyrohmm.language ")
 
 
 def test_text_becomes_a_model_that_scores_and_writes(here, capsys):
@@ -177,16 +162,6 @@ def test_a_model_that_cannot_be_saved_is_saved_elsewhere(here, monkeypatch, plac
     )
     assert Path(found[1]).resolve().is_relative_to(here / place)
     assert LanguageModel.load(found[1]).perplexity(text(20, 1)).value < 20
-
-
-def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(here, monkeypatch, capsys):
-    full(monkeypatch, "c")
-    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
-    with pytest.raises(SystemExit) as stopped:
-        main(["train.txt", *SMALL, "--save", "m", "--checkpoint", "c"])
-    assert stopped.value.code == 1
-    assert re.search(r"No space left.*c'.*now was saved to m", capsys.readouterr().err)
-    LanguageModel.load("m")
 
 
 def test_sigterm_saves_the_model(here):
@@ -287,16 +262,6 @@ def test_two_processes_train_what_one_trains(here, capsys):
     for name, tensor in first.items():
         if name != "module.num_drawn":  # several processes build it more often
             torch.testing.assert_close(tensor, second[name], msg=name)
-
-
-def test_held_out_lines_are_taken_evenly():
-    for count, share in itertools.product((2, 3, 20, 101), (0.01, 0.05, 0.5)):
-        lines = [str(number) for number in range(count)]
-        kept, held = hold_out(lines, share)
-        assert sorted([*kept, *held], key=int) == lines
-        assert kept
-        assert abs(len(held) - share * count) <= 1
-        assert len({int(two) - int(one) for one, two in itertools.pairwise(held)}) <= 1
 
 
 # Its parts ----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Properties of DenseHMM: its formulas written out, what it can express, and how it is fitted."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pyro
@@ -13,11 +12,9 @@ from pyro import poutine
 
 from pyrohmm import (
     DenseHMM,
-    GradientStep,
     MarginalModel,
     Sequences,
     dense,
-    em,
     fit_em,
     fit_map,
     freeze,
@@ -108,14 +105,6 @@ def test_it_may_start_in_the_stationary_distribution():
     np.testing.assert_allclose(hmm.log_initial.exp(), expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kernel", [dense.absolute, dense.of_products(torch.relu)])
-def test_a_row_of_zeros_is_even(kernel):
-    rows = torch.tensor([[1.0, 0.0]], requires_grad=True)
-    logs = dense.log_rows(kernel, rows, torch.tensor([[0.0, 1.0], [0.0, 2.0]]))
-    torch.testing.assert_close(logs.exp(), torch.tensor([[0.5, 0.5]]))
-    assert torch.autograd.grad(logs[0, 0], rows)[0].isfinite().all()
-
-
 def test_the_kernel_of_a_function_may_be_zero():
     relu = dense.of_products(torch.relu)
     vector = torch.tensor([[1.0]], requires_grad=True)
@@ -134,13 +123,6 @@ def test_priors_are_normal_or_flat(flat):
         value = site["value"].numpy()
         expected = -0.5 * (value / 0.3) ** 2 - math.log(0.3) - 0.5 * math.log(2 * math.pi)
         np.testing.assert_allclose(site["log_prob"], 0.0 if flat else expected.sum())
-
-
-@pytest.mark.parametrize("dim", [1, 4, 60])
-def test_by_default_inner_products_have_a_standard_deviation_of_one(dim):
-    values, _ = embeddings_of(DenseHMM(300, 400, 2, symbol_dim=dim))
-    assert abs((values["emit"] @ values["symbol"].mT).std().item() - 1) < 0.2
-    assert abs((values["leave"] @ values["enter"].mT).std().item() - 1) < 0.2
 
 
 # What it can express
@@ -187,35 +169,6 @@ def test_em_never_lowers_the_log_joint_density(options):
         torch.testing.assert_close(fit.losses[-1], loss - prior)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_fishers_identity(tied):
-    """The M-step's objective has the gradient of the evidence where the counts were found."""
-    data = some_symbols()
-    module = DenseHMM(3, 4, 2, tied=tied)
-    values = {name: value.requires_grad_() for name, value in embeddings_of(module)[0].items()}
-    hmm = poutine.condition(module, values)(data.lengths, data.observed)
-    counts = hmm.expected_counts(data.values)
-    leaves = list(values.values())
-    evidence = hmm.log_prob(data.values).sum()
-    expected = torch.autograd.grad(evidence, leaves, retain_graph=True)
-    joint = em.expected_log_joint(hmm, counts, data.values)
-    for one, two in zip(torch.autograd.grad(joint, leaves), expected):
-        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
-
-
-def test_batched_restarts_of_em_are_single_fits():
-    data = some_symbols()
-    module = DenseHMM(3, 4, 2)
-    samples = [embeddings_of(module)[0] for _ in range(3)]
-    wide = {name: torch.stack([d[name] for d in samples]).unsqueeze(1) for name in samples[0]}
-    options = {"num_iterations": 3, "tolerance": None}
-    step = GradientStep(5, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
-    every = fit_em(module, data, start=wide, restarts=3, gradient_step=step, **options)
-    for restart, sample in enumerate(samples):
-        alone = fit_em(module, data, start=sample, gradient_step=step, **options)
-        torch.testing.assert_close(every.restarts.losses[restart], alone.losses)
-
-
 def test_a_stationary_distribution_that_rounding_takes_away_does_not_end_a_fit():
     """Runs of a hundred equal symbols: steps are tried at which no state is ever left."""
     runs = [[0] * 50 + [1] * 50, [1] * 60 + [0] * 40, [2] * 100]
@@ -225,18 +178,6 @@ def test_a_stationary_distribution_that_rounding_takes_away_does_not_end_a_fit()
         fit = fit_em(module, Sequences.from_list(runs), num_iterations=30)
         assert fit.losses.isfinite().all()
         assert_falls(fit.losses, slack=1e-5)
-
-
-def test_the_schedule_of_the_authors_changes_a_quarter_in_an_iteration():
-    """25 steps of 0.01, with moments kept: the second iteration begins with those of the first."""
-    data = some_symbols()
-    module = DenseHMM(3, 4, 2, flat=True)
-    start = embeddings_of(module)[0]
-    step = GradientStep(25, partial(torch.optim.Adam, lr=0.01), False)
-    options = {"num_iterations": 1, "tolerance": None, "gradient_step": step}
-    once = fit_em(module, data, start=start, **options)
-    changed = [(once.parameters[f"module.{name}"] - start[name]).abs().max() for name in start]
-    assert 0.2 < max(changed) <= 0.26
 
 
 # Other fits

@@ -40,11 +40,6 @@ FAMILIES = {
 CLOSED = ["free", "geometric", "poisson", "negative binomial"]
 
 
-@pytest.fixture(params=FAMILIES)
-def family(request):
-    return request.param
-
-
 def hidden(max_duration=8):
     """A model whose durations are far from geometric."""
     durations = torch.full((2, max_duration), 1e-3)
@@ -66,12 +61,6 @@ def symbols():
     return Sequences(torch.tensor([[0, 1, 1, 2], [2, 1, 0, 0]]), torch.tensor([4, 3]))
 
 
-def test_each_family_is_a_distribution(family):
-    table = FAMILIES[family](3)().exp()
-    assert table.shape == (3, 5)
-    torch.testing.assert_close(table.sum(-1), torch.ones(3))
-
-
 def test_tables_are_those_of_scipy():
     counts = np.arange(6)
     negative = negative_binomial_durations(6)(2)
@@ -84,13 +73,6 @@ def test_tables_are_those_of_scipy():
         np.testing.assert_allclose(negative()[k].exp(), wanted / wanted.sum())
         wanted = stats.poisson.pmf(counts, mu)
         np.testing.assert_allclose(rate()[k].exp(), wanted / wanted.sum())
-
-
-def test_truncated_keeps_batches_and_tails():
-    table = truncated(Poisson(torch.tensor([[0.1], [3.0]])), 400)
-    assert table.shape == (2, 1, 400)
-    assert table.isfinite().all()
-    np.testing.assert_allclose(table[0, 0], stats.poisson.logpmf(np.arange(400), 0.1))
 
 
 def test_geometric_durations_are_a_tabular_hmm():
@@ -186,35 +168,6 @@ def test_an_m_step_keeps_what_is_held_and_says_what_nothing_determines():
     torch.testing.assert_close(
         (logs.exp() * steps).sum(), (counts[0, 0] * steps).sum() / counts[0, 0].sum()
     )
-
-
-def test_lengths_of_what_a_moment_falls_into_are_not_those_of_all():
-    """Free durations of first segments alone, of which the longer ones are met more often."""
-    module = free_durations(4)(1)
-    counts = torch.tensor([[[1.0, 4.0, 9.0, 0.0]]])
-    mode, _ = module.m_step(module.statistics(counts, counts.sum(-1)))
-    wanted = torch.tensor([1.0, 2.0, 3.0, 0.0])
-    torch.testing.assert_close(mode["probs"][0, 0], wanted / wanted.sum())
-
-
-def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
-    counts = torch.tensor([[[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
-    module = free_durations(3, 2.0)(2)
-    mode, notes = module.m_step(module.statistics(counts, None))
-    wanted = torch.tensor([[[4 / 7, 2 / 7, 1 / 7], [1 / 3, 1 / 3, 1 / 3]]])
-    torch.testing.assert_close(mode["probs"], wanted)
-    assert notes == []
-    module = geometric_durations(3, 2.0, 3.0)(2)
-    mode, _ = module.m_step(module.statistics(counts, None))
-    # leaves 4 and 1 of the prior; stays 1 and 2 of the prior
-    torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
-
-
-def test_durations_before_the_emission_are_told_apart():
-    counts = parametric_durations(torch.distributions.Poisson(torch.tensor([3.0, 5.0])), 9)
-    for first in (free_durations(4), counts, categorical(3)):
-        with pytest.raises(TypeError, match=r"durations must be .* got that of a Categ"):
-            TabularHSMM(2, first, categorical(3))
 
 
 def test_modes_of_a_single_precision_module_are_those_of_double_precision():

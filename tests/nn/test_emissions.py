@@ -34,7 +34,7 @@ from pyrohmm import (
     streams,
     tied,
 )
-from pyrohmm.distributions.observation import Streams, Tied
+from pyrohmm.distributions.observation import Streams
 from pyrohmm.nn import normals
 from pyrohmm.nn.family import Emission
 
@@ -114,36 +114,6 @@ def assert_maximum(case, found, free, score, rng):
         assert abs(slope) < 1e-5 * max(bend, 1.0)
 
 
-# The densities themselves
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_distribution_has_the_density_of_its_family(name):
-    case, rng = CASES[name], np.random.default_rng(1)
-    emission, parameters = current_of(case, rng)
-    values = case.values(rng, 7)
-    event = (1,) * (np.ndim(values) - 1)
-    wide = torch.tensor(values).reshape(7, 1, *values.shape[1:])
-    assert len(emission.event_shape) == len(event)
-    scores = emission.log_prob(wide).detach()
-    np.testing.assert_allclose(scores, case.each(parameters, values), rtol=1e-10)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_prior_has_the_density_of_its_family(name):
-    case, rng = CASES[name], np.random.default_rng(2)
-    module, parameters = case.family()(STATES), case.sample(rng, STATES)
-    values = {name: torch.tensor(value) for name, value in parameters.items()}
-    trace = poutine.trace(poutine.condition(module, data=values)).get_trace()
-    trace.compute_log_prob()
-    sites = {n: site for n, site in trace.nodes.items() if site["type"] == "sample"}
-    assert set(sites) == set(case.supports)
-    for site, node in sites.items():
-        assert node["value"].shape == parameters[site].shape
-        assert node["log_prob"].shape == ()
-        assert node["log_prob"].item() == pytest.approx(case.prior(parameters, site), rel=1e-9)
-
-
 # The M-step
 
 
@@ -179,23 +149,6 @@ def test_a_frozen_parameter_stays_and_the_others_are_the_best_beside_it(name, pa
             )
 
         assert_maximum(case, one, free, score, rng)
-
-
-@pytest.mark.parametrize("parameter", ["variance", "loc"])
-def test_a_parameter_with_a_prior_beside_a_point(parameter):
-    """Only what has a prior pays for it."""
-    case, rng = CASES["plane"], np.random.default_rng(5)
-    module, parameters = case.family()(STATES), case.sample(rng, STATES)
-    put(module, {parameter: parameters[parameter]})
-    values, weights = case.values(rng, 30), draw_weights(rng, 1, 30)
-    found, _ = m_step(module, values, weights)
-    one = {name: value[0] for name, value in found.items()}
-    priors = [name for name in case.supports if name != parameter]
-
-    def score(point):
-        return objective(case, point, values, weights[0], priors)
-
-    assert_maximum(case, one, list(case.supports), score, rng)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "sharing"])
@@ -235,25 +188,6 @@ def test_without_priors_only_a_state_without_observations_is_not_known(name):
         assert np.isfinite(value[:, [0, 2]]).all()
 
 
-def test_what_is_known_of_a_mean_that_is_not():
-    """A variance does not wait for the mean of a component that no observation has."""
-    values = torch.tensor([[1.0, NAN], [2.0, NAN], [0.0, 3.0], [5.0, 4.0]])
-    weights = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]).unsqueeze(0)
-    ball = normal_spherical(2)(2)
-    ball.set_points(loc=torch.zeros(2, 2), variance=torch.ones(2))
-    found, _ = ball.m_step(ball.statistics(values, weights, None))
-    torch.testing.assert_close(found["variance"], torch.tensor([[0.25, (6.25 + 0.25) / 2]]))
-    plane = normal(2, concentration=3.0, rate=2.0)(2)
-    plane.set_points(loc=torch.zeros(2, 2))
-    found, _ = plane.m_step(plane.statistics(values, weights, None))
-    assert found["variance"][0, 0, 1].item() == pytest.approx(2.0 / (3.0 + 1.0))
-    full = normal_full(2, degrees=5.0, scale=3.0)(2)
-    full.set_points(loc=torch.zeros(2, 2))
-    nobody = torch.tensor([1.0, 0.0]).expand(1, 4, 2)
-    found, _ = full.m_step(full.statistics(values.nan_to_num(0.0), nobody, None))
-    torch.testing.assert_close(found["covariance"][0, 1], torch.eye(2) * 3.0 / (5.0 + 2.0 + 1.0))
-
-
 # Floors
 
 
@@ -280,16 +214,6 @@ def test_a_variance_is_held_at_a_small_share_of_that_of_the_data(name):
     assert "variance was held at its floor, 1e-12" in notes[0]
 
 
-def test_a_covariance_is_held_at_a_small_share_of_that_of_the_data():
-    module, values, weights = floored("full")
-    found, notes = m_step(module, values, weights)
-    floor = normals.SMALLEST * np.var(values, axis=0)
-    np.testing.assert_allclose(found["covariance"][0, 1], np.diag(floor), rtol=1e-6, atol=1e-18)
-    assert "covariance was held at its floor" in notes[0]
-    for state, rows in ((0, values[2:11]), (2, values[11:])):
-        np.testing.assert_allclose(found["covariance"][0, state], np.cov(rows.T, bias=True))
-
-
 def test_values_on_a_line_lift_only_the_flat_direction():
     values = np.outer(np.linspace(-1, 1, 12), [1.0, 2.0])
     module = normal_tied(2)(1)
@@ -300,21 +224,6 @@ def test_values_on_a_line_lift_only_the_flat_direction():
     low, high = np.linalg.eigvalsh(found["covariance"][0] / np.outer(unit, unit))
     assert low == pytest.approx(1, abs=1e-3)  # of 2e12, which rounding leaves twelve digits of
     assert high == pytest.approx(2 / normals.SMALLEST)
-    assert len(notes) == 1
-
-
-def test_a_component_of_a_mixture_is_held_at_its_floor():
-    module = normal_mixture(1, num_components=2)(1)
-    parameters = {
-        "weights": np.full((1, 2), 0.5),
-        "loc": np.array([[[0.0], [100.0]]]),
-        "variance": np.ones((1, 2, 1)),
-    }
-    put(module, parameters)
-    values = np.concatenate([np.linspace(-1, 1, 9), [100.0]])[:, None]
-    found, notes = m_step(module, values, np.ones((1, 10, 1)), call(module))
-    assert found["variance"][0, 0, 1, 0] == pytest.approx(normals.SMALLEST * np.var(values))
-    assert found["variance"][0, 0, 0, 0] == pytest.approx(np.var(values[:9]))
     assert len(notes) == 1
 
 
@@ -421,28 +330,6 @@ def test_a_stream_that_says_nothing_at_a_step_does_not_count_there(part):
     np.testing.assert_allclose(found["parts.0.probs"], counted)
 
 
-# Statistics
-
-
-def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
-    case, rng = CASES["mixture"], np.random.default_rng(16)
-    module = case.family()(STATES)
-    emission, parameters = current_of(case, rng)
-    values, weights = case.values(rng, 9), draw_weights(rng, 1, 9)
-    found = module.statistics(torch.tensor(values), torch.tensor(weights), emission)
-    found = {name: value.detach().numpy() for name, value in found.items()}
-    scores = case.each_component(parameters, values)
-    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    np.testing.assert_allclose(
-        found["counts"][0], np.einsum("mk,mkc->kc", weights[0], shares), rtol=1e-9
-    )
-    np.testing.assert_allclose(
-        found["sums"][0],
-        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - module.centre.numpy()),
-        rtol=1e-9,
-    )
-
-
 # Distributions made modules
 
 
@@ -466,34 +353,7 @@ def test_a_distribution_makes_the_module_that_builds_it(name):
         torch.testing.assert_close(found[parameter], expected[parameter])
 
 
-def test_emissions_that_no_state_uses_stay_as_they_are():
-    emission = Tied(dist.Poisson(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 0]))
-    module = emissions.from_distribution(emission)
-    values, weights = torch.tensor([4.0, 6.0]), torch.eye(2).unsqueeze(0)
-    found, _ = module.m_step(module.statistics(values, weights, emission))
-    assert found["part.rate"][0, :2].tolist() == [6.0, 4.0]
-    assert found["part.rate"][0, 2].isnan()
-
-
 # Arguments
-
-
-@pytest.mark.parametrize(
-    ("build", "name", "expected"),
-    [
-        (lambda: categorical(2, 3.0), "concentration", [[3.0, 3.0]] * 2),
-        (lambda: bernoulli(2, torch.tensor([1.0, 2.0])), "ones", [[1.0, 2.0]] * 2),
-        (lambda: poisson(concentration=2), "concentration", [2.0, 2.0]),
-        (lambda: normal(2, rate=torch.tensor([1.0, 2.0])), "rate", [[1.0, 2.0]] * 2),
-        (lambda: normal_spherical(2, rate=3.0), "rate", [3.0, 3.0]),
-        (lambda: normal_full(2, scale=3.0), "scale", [[3.0, 0.0], [0.0, 3.0]]),
-        (lambda: normal_mixture(1, num_components=2, loc=1.0), "prior_loc", [[[1.0], [1.0]]] * 2),
-    ],
-)
-def test_hyperparameters_spread_over_states(build, name, expected):
-    module = build()(2)
-    assert getattr(module, name).tolist() == expected
-    assert name in module.state_dict()
 
 
 @pytest.mark.parametrize("name", ["symbols", "bits", "count", "mixture"])
@@ -510,18 +370,6 @@ def test_a_prior_without_a_mode_is_refused(name):
 
 
 # Frozen parameters
-
-
-def test_what_is_frozen_is_a_constant_of_the_module():
-    module = normal(2)(STATES)
-    loc = torch.randn(STATES, 2)
-    freeze(module, "loc", loc)
-    assert sorted(poutine.trace(module).get_trace().stochastic_nodes) == ["variance"]
-    assert list(module.parameters()) == []
-    kept = loc.clone()
-    loc.zero_()
-    torch.testing.assert_close(module().mean, kept)
-    assert (module.is_free("loc"), module.is_free("variance")) == (False, True)
 
 
 def test_parts_are_frozen_by_their_path():
@@ -573,16 +421,6 @@ def test_states_far_apart_keep_their_small_variances(kind):
     np.testing.assert_allclose(found[name].flatten(), expected, rtol=lost)
 
 
-def test_columns_in_other_units_keep_their_covariance():
-    rng = np.random.default_rng(21)
-    values = rng.normal(size=(60, 2)) @ np.array([[1.0, 0.3], [0.0, 1.0]]) * [1e4, 1e-2]
-    module = normal_full(2)(1)
-    module.set_points(covariance=torch.eye(2)[None], loc=torch.zeros(1, 2))
-    found, notes = m_step(module, values, np.ones((1, 60, 1)))
-    assert notes == []
-    np.testing.assert_allclose(found["covariance"][0, 0], np.cov(values.T, bias=True), rtol=1e-9)
-
-
 def test_columns_that_are_the_same_to_rounding_are_named():
     """In float32, with a prior that would let them be: there is no inverse to compute with."""
     rng = np.random.default_rng(22)
@@ -613,15 +451,6 @@ def test_families_with_nothing_to_see_stay_where_they_are():
 
 
 # Any distribution: fitted as what it is, or refused by name -------------------------------------
-
-
-def test_at_the_start_components_of_a_mixture_share_out_every_observation():
-    case, rng = CASES["mixture"], np.random.default_rng(17)
-    values, weights = case.values(rng, 25), draw_weights(rng, 2, 25)
-    values[3, 0] = NAN
-    found = case.family()(STATES).statistics(torch.tensor(values), torch.tensor(weights), None)
-    np.testing.assert_allclose(found["counts"].sum(-1), weights.sum(1))
-    assert (found["counts"] > 0).sum(-1).min() >= 1
 
 
 def test_any_distribution_with_priors_has_restarts():

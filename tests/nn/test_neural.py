@@ -5,8 +5,6 @@ import math
 import pyro
 import pytest
 import torch
-from pyro.infer import Trace_ELBO
-from pyro.nn import PyroSample
 from torch import nn
 
 from pyrohmm import (
@@ -17,7 +15,6 @@ from pyrohmm import (
     StatefulModel,
     blocks,
     fit_map,
-    fit_svi,
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.nn.neural import CharCNN, LinearDropout, sample_kept_states
@@ -317,17 +314,3 @@ def test_windows_with_different_dropped_states_follow_the_paper(monkeypatch):
             torch.testing.assert_close(hmm.log_prob(window.values), plain.log_prob(window.values))
         before = model.states[0].clone(), model.log_probs[0].clone()
         assert set(before[0][before[0] >= 0].tolist()) <= set(kept.tolist())
-
-
-@pytest.mark.parametrize("given", [None, RAGGED], ids=["no blocks", "blocks"])
-def test_particles_are_sampled_one_after_the_other(given):
-    module = NeuralHMM(6, 6, 8, blocks=given)
-    module.bias = PyroSample(pyro.distributions.Normal(0.0, torch.ones(6)).to_event(1))
-    model = MarginalModel(module)
-    guide = pyro.infer.autoguide.AutoNormal(model)
-    for number in (3, 6):
-        elbo = Trace_ELBO(number, max_plate_nesting=1, vectorize_particles=True)
-        with pytest.raises(ValueError, match=r"bias must have 1 dimensions; got shape .*False"):
-            fit_svi(model, guide, DATA, num_iterations=2, elbo=elbo)
-    fit = fit_svi(model, guide, DATA, num_iterations=2, elbo=Trace_ELBO(3))
-    assert bool(fit.losses.isfinite().all())

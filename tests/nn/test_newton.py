@@ -12,7 +12,7 @@ from scipy import integrate, optimize, stats
 import pyrohmm
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
-from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf, von_mises_cdf
+from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf
 from pyrohmm.ops.newton import maximized, of_function
 
 GENERATOR = np.random.default_rng(0)
@@ -132,18 +132,6 @@ def test_two_states_with_missing_components_climb_at_each_step():
     assert fit.information(data).decrement < 1e-6
 
 
-def test_points_and_frozen_parameters_stay_what_they_are():
-    waits = Sequences.from_list([torch.tensor([0.1, 0.4, 1.1, 2.0]).double()])
-    module = TabularHMM(1, pyrohmm.weibull()).double()
-    pyrohmm.freeze(module, "emission.concentration", torch.ones(1).double())
-    fit = fit_em(module, waits, tolerance=1e-12)  # exponential: the mean, with its prior
-    scale = fit.parameters["module.emission.scale"]
-    assert scale.item() == pytest.approx(0.9, rel=0.3)
-    hmm = fit.hmm(waits)
-    again = fit_em(hmm, waits, tolerance=1e-12)  # maximum likelihood from a fitted HMM
-    assert again.losses[-1] <= -hmm.log_prob(waits.values).sum()
-
-
 @pytest.mark.parametrize(("level", "upper"), [(5, 5.0), (20_000, 1e6)])
 def test_counts_that_vary_as_poisson_ones_have_their_likelihood(level, upper):
     """Without priors ``total_count`` then has no maximum, and log-densities lose their digits."""
@@ -213,15 +201,6 @@ def test_limits_have_their_probabilities():
     assert emission.cdf(torch.tensor(0.0))[0].item() == pytest.approx(0.5)
 
 
-def test_residuals_of_zeros_among_positive_numbers_are_an_interval():
-    data = Sequences.from_list([[0.0, 1.0, 0.0, 2.0, 3.0]])
-    fit = fit_em(TabularHMM(1, pyrohmm.zero_inflated(pyrohmm.log_normal())), data)
-    found = pyrohmm.queries.pseudo_residuals(fit.hmm(data), data.values)
-    assert found.lower[0, 0] == 0
-    assert found.upper[0, 0].item() == pytest.approx(0.4, abs=1e-3)
-    assert found.lower[0, 1] == found.upper[0, 1] > 0.4
-
-
 def test_newton_climbs_where_a_function_is_not_concave():
     def value(x):
         return (-(x.square() - 1).square()).sum(-1) - 0.1 * x.sum(-1)
@@ -232,25 +211,6 @@ def test_newton_climbs_where_a_function_is_not_concave():
     held = maximized(value, of_function(value), torch.zeros(1, 2), torch.tensor([False, True]))
     assert held[0, 0] == 0
     assert held[0, 1] != 0
-
-
-def test_mistakes_are_named():
-    with pytest.raises(TypeError, match="scale must be a prior"):
-        TabularHMM(2, pyrohmm.weibull(scale=1.0))
-    with pytest.raises(TypeError, match="GammaEmission have none"):
-        TabularHMM(2, pyrohmm.censored(pyrohmm.gamma(), upper=3.0))
-    with pytest.raises(TypeError, match="independent components"):
-        TabularHMM(2, pyrohmm.zero_inflated(pyrohmm.normal_full(2)))
-    with pytest.raises(ValueError, match="lower must be less than upper"):
-        pyrohmm.truncated(pyrohmm.poisson(), lower=3, upper=3)
-    data = Sequences.from_list([[1.0, 2.0], [3.0, 1.0]])
-    with pytest.raises(ValueError, match="batch_size needs a module"):
-        fit_em(TabularHMM(2, pyrohmm.weibull()), data, batch_size=1)
-
-
-def test_von_mises_probabilities():
-    found = von_mises_cdf(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(2.0))
-    assert found.item() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -273,63 +233,3 @@ def test_a_state_of_equal_numbers_does_not_collapse(family, value):
     around = emission.log_prob(value + torch.tensor([[0.0], [0.2]])).flatten()
     assert around[0].isfinite()
     assert around[0] > around[1]  # which may be less than the least number
-
-
-def test_priors_of_student_t_have_the_unit_of_the_data():
-    x = torch.from_numpy(GENERATOR.standard_t(3.0, 200)).float()
-    for unit, dim in ((1e-3, 0), (1e4, 2)):
-        values = x if dim == 0 else torch.stack([x, -x], -1)
-        fits = [
-            fit_em(TabularHMM(1, pyrohmm.student_t(dim)), Sequences.from_list([v]), tolerance=1e-9)
-            for v in (values, unit * values)
-        ]
-        one, other = (fit.parameters for fit in fits)
-        for name, scale in (("df", 1.0), ("loc", unit), ("scale", unit)):
-            name = f"module.emission.{name}"
-            torch.testing.assert_close(other[name], scale * one[name], rtol=1e-3, atol=1e-3 * scale)
-        shift = fits[1].losses[-1] - fits[0].losses[-1]
-        numbers = (200 + 2) * max(dim, 1)  # also those of the parameters, whose priors scale
-        assert shift.item() == pytest.approx(numbers * math.log(unit), rel=1e-4)
-
-
-def test_newton_steps_of_families_are_not_halved_by_rounding(monkeypatch):
-    """Values, slopes and priors are all in double precision, and steps are few."""
-    calls = []
-    log_prob = StudentTWithCdf.log_prob
-    monkeypatch.setattr(
-        StudentTWithCdf, "log_prob", lambda self, x: calls.append(x.dtype) or log_prob(self, x)
-    )
-    x = torch.randn(200) + 3 * (torch.arange(200) // 20 % 2)
-    data = Sequences.from_list([x])
-    fit = fit_em(TabularHMM(2, pyrohmm.student_t()), data, num_iterations=10, restarts=1)
-    double = sum(dtype == torch.float64 for dtype in calls)
-    assert double < 30 * len(fit.losses)
-
-
-@pytest.mark.parametrize(
-    ("family", "values"),
-    [
-        (pyrohmm.censored(pyrohmm.weibull(), upper=2.0), [1.0, 0.0, 2.0]),
-        (pyrohmm.truncated(pyrohmm.log_normal(), upper=5.0), [1.0, 0.0, 2.0]),
-        (pyrohmm.censored(pyrohmm.weibull(), upper=2.0), [1.0, -1.0, 2.0]),
-        (pyrohmm.truncated(pyrohmm.poisson(), lower=1), [1.0, 1.5, 2.0]),
-        (pyrohmm.zero_inflated(pyrohmm.poisson()), [0.0, 0.5, 2.0]),
-        (pyrohmm.zero_inflated(pyrohmm.gamma()), [0.0, -1.0, 2.0]),
-        (pyrohmm.gamma(), [0.0, 1.0, 2.0]),
-    ],
-)
-def test_values_outside_the_support_of_the_part_are_named(family, values):
-    with pytest.raises(ValueError, match="values must lie in the support of the emission"):
-        fit_em(TabularHMM(1, family), Sequences.from_list([values]))
-
-
-@pytest.mark.parametrize("build", [pyrohmm.censored, pyrohmm.truncated])
-def test_limits_outside_the_support_of_the_part_are_named(build):
-    with pytest.raises(ValueError, match=r"lower and upper must lie inside .*zero_inflated"):
-        build(pyrohmm.weibull(), lower=0.0)(1)
-
-
-def test_exact_zeros_among_positive_numbers():
-    data = Sequences.from_list([[0.0, 0.0, 1.0, 2.0, 0.0, 3.0]])
-    fit = fit_em(TabularHMM(1, pyrohmm.zero_inflated(pyrohmm.gamma())), data)
-    assert fit.parameters["module.emission.gate"].item() == pytest.approx(0.5)

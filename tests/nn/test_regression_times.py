@@ -7,7 +7,6 @@ import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Normal, Poisson
-from pyro.infer.autoguide import AutoNormal
 from scipy.linalg import expm
 from scipy.optimize import minimize
 from scipy.stats import norm, poisson
@@ -22,16 +21,12 @@ from pyrohmm import (
     categorical,
     fit_em,
     fit_map,
-    fit_svi,
-    formulas,
     freeze,
     normal,
     poisson_durations,
     regression,
     starts,
 )
-from pyrohmm import poisson as poisson_family
-from pyrohmm.infer.results import lines
 
 EXACT = torch.tensor([False, False, True])
 
@@ -223,21 +218,6 @@ def test_durations_are_fitted_by_em_and_by_gradients():
     assert by_steps.losses[-1].item() == pytest.approx(fit.losses[-1].item(), abs=0.1)
 
 
-def test_priors_restarts_and_both_chains() -> None:
-    pyro.set_rng_seed(0)
-    data, lasting = visits(count=8), seasons()[:4]
-    timed = RegressionHMM(2, categorical(3), rates=[0, 1], prior_scale=1.0).double()
-    family = regression(Poisson, rate=[0, 1], prior_scale=1.0)
-    slow = RegressionHMM(2, normal(0), durations=family, max_duration=6, prior_scale=1.0).double()
-    for module, some, chain in ((timed, data, "rates"), (slow, lasting, "log_duration")):
-        model = MarginalModel(module)
-        fit = fit_map(model, some, restarts=3, num_iterations=3)
-        assert fit.restarts.hmm(some).chain.parameters[chain].shape[:2] == (3, len(some))
-        em = fit_em(module, some, restarts=3, num_iterations=10)
-        assert bool((em.losses.diff() <= 1e-4).all())
-        fit_svi(model, AutoNormal(model), some, num_iterations=2)
-
-
 COUNTS = regression(Poisson, rate=[0, 2], prior_scale=1.0)
 LASTING = {"durations": regression(Poisson, rate=[0, 1], prior_scale=1.0), "max_duration": 6}
 LEFT = torch.tensor([[0, 1, 1], [1, 0, 1], [0, 1, 0]]).bool()  # transitions that are possible
@@ -304,39 +284,3 @@ def test_starts_are_ranked_whatever_is_frozen(kind, monkeypatch):
             own = {name: value[r, 0] for name, value in begin.items()}
             alone = fit_em(module, data, restarts=1, start=own, **once)
             torch.testing.assert_close(fit.restarts.losses[r], alone.losses)
-
-
-def test_what_limits_say_nothing_about_is_named_in_the_table():
-    columns = {"parameter": ["a", "b", "c"], "estimate": [-24.0, 0.1, 300.0],
-               "std_error": [64000.0, 0.5, 2.0], "lower": [-1e5, 1e-162, 296.0],
-               "upper": [1e5, 1.0, 304.0]}  # fmt: skip
-    *_, away, last = lines(columns)
-    assert away.startswith("at the boundary, where limits say nothing: a (a logit")
-    assert last.startswith("not determined by the data, with limits of all of the range or none: b")
-    columns["lower"][1] = 2e-6
-    assert len(lines({name: part[1:] for name, part in columns.items()})) == 3
-
-
-def test_mistakes_are_named():
-    data = visits(count=3)
-    module = of_rates()
-    with pytest.raises(ValueError, match="data has no times"):
-        module(data.lengths, None, data.covariates)
-    with pytest.raises(ValueError, match="data has no covariates"):
-        fit_em(of_rates(), Sequences(data.values, data.lengths, times=data.times))
-    with pytest.raises(ValueError, match="rates are in place of transition"):
-        RegressionHMM(2, normal(0), transition=[0], rates=[0])
-    with pytest.raises(ValueError, match="durations need max_duration"):
-        RegressionHMM(2, normal(0), durations=regression(Poisson, rate=[0]))
-    with pytest.raises(TypeError, match=r"durations must be regression\(...\)"):
-        RegressionHMM(2, normal(0), durations=poisson_family(), max_duration=3)
-    with pytest.raises(ValueError, match="must leave a next state to every state"):
-        of_durations(transition_allowed=torch.eye(2).bool())
-    changing = Sequences(data.values.double(), data.lengths, covariates=data.covariates)
-    with pytest.raises(ValueError, match="constant along each sequence; 'column 1' changes"):
-        fit_em(of_durations(), changing)
-    table = {"id": [0, 0, 1], "age": [50.0, 51.0, 60.0], "sex": list("fmf")}
-    design = formulas(table, rates="~ age + sex")
-    assert RegressionHMM(2, normal(0), rates=design["rates"]).rates.coefficients.shape == (2, 1, 3)
-    with pytest.raises(ValueError, match="does not fit the formula of rates"):
-        design.matrix({"age": [50.0], "sex": ["x"]})

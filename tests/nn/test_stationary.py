@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from pyrohmm import Sequences, StationaryHMM, TabularHMM, categorical, fit_em, metrics, poisson
+from pyrohmm import Sequences, StationaryHMM, categorical, fit_em, metrics, poisson
 
 # Major earthquakes in the world, 1900 to 2006: Zucchini, MacDonald and Langrock, Hidden Markov
 # Models for Time Series, 2nd edition (2016), table 1.1.
@@ -46,9 +46,3 @@ def test_restarts_gaps_and_a_first_state_that_is_stationary(length):
     hmm = fit.hmm(data)
     assert_close(hmm.log_initial.exp(), hmm.stationary())
     assert bool((fit.losses.diff() < 1e-6).all())
-
-
-def test_it_has_no_parameters_of_the_first_state():
-    names = [name for name, _ in StationaryHMM(2, categorical(3)).named_buffers()]
-    assert not any(name.startswith("initial") for name in names)
-    assert hasattr(TabularHMM(2, categorical(3)), "initial_concentration")

@@ -26,27 +26,6 @@ def prior(module):
     return poutine.trace(module).get_trace(LENGTHS)
 
 
-def test_moments_of_the_prior_are_those_of_direct_simulation():
-    """Weights, rows and first states from Gamma variables, as the definition has them."""
-    size, count = 4, 5_000
-    module = StickyHDPHMM(size, categorical(2), gamma=3.0, alpha=(4.0, 2.0), kappa=1.5)
-    with pyro.plate("samples", count, dim=-2):
-        nodes = prior(module).nodes
-    weights, rows = (nodes[name]["value"].squeeze(1) for name in ("weights", "transition"))
-    beta = torch.distributions.Gamma(torch.full((count, size), 3.0 / size), 1.0).sample()
-    beta = beta / beta.sum(-1, keepdim=True)
-    alpha = torch.distributions.Gamma(4.0, 2.0).sample((count, 1, 1))
-    strength = alpha * beta.unsqueeze(-2) + 1.5 * torch.eye(size)
-    table = torch.distributions.Gamma(strength.clamp(min=1e-300), 1.0).sample()
-    table = table / table.sum(-1, keepdim=True)
-    for found, wanted in ((weights, beta), (rows, table)):
-        for power in (1, 2):  # standard errors are below 0.004
-            gap = (found**power).mean(0) - (wanted**power).mean(0)
-            assert gap.abs().max() < 0.03
-    shared = [(t[:, 0, 2] * t[:, 1, 2]).mean() for t in (rows, table)]  # by the weights
-    assert abs(shared[0] - shared[1]) < 0.01
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_joint_density_is_the_sum_by_hand(size):
     module = StickyHDPHMM(size, categorical(2), gamma=(2.0, 1.0), alpha=2.0, kappa=(3.0, 0.5))
@@ -119,22 +98,6 @@ def test_svi_uses_as_many_states_as_there_are():
         used.append(int((usage > 0.02 * usage.sum()).sum()))
     assert fit.losses[-1] < fit.losses[0]
     assert all(2 <= count <= 4 for count in used)
-
-
-def test_its_density_has_no_maximum():
-    """Of a state that is never entered, at any weight below one over alpha."""
-    model = MarginalModel(StickyHDPHMM(2, categorical(2), gamma=5.0, alpha=2.0, kappa=3.0))
-    data = Sequences(torch.tensor([[0, 1, 1, 0], [1, 0, 0, 0]]), LENGTHS)
-    densities = []
-    for never in (1e-3, 1e-30, 1e-300):
-        row = torch.tensor([1.0 - never, never])
-        values = {"weights": torch.tensor([0.9, 0.1]), "initial": row,
-                  "transition": torch.stack([row, torch.tensor([0.5, 0.5])]),
-                  "emission.probs": torch.full((2, 2), 0.5)}  # fmt: skip
-        at = poutine.condition(model, {f"module.{name}": v for name, v in values.items()})
-        densities.append(poutine.trace(at).get_trace(data).log_prob_sum().item())
-    assert densities[1] > densities[0] + 40
-    assert densities[2] > densities[1] + 400
 
 
 @pytest.mark.parametrize("restarts", [1, 2])

@@ -9,9 +9,7 @@ from pyro import poutine
 from pyrohmm import (
     HMM,
     TabularHMM,
-    banded,
     categorical,
-    left_to_right,
     normal,
 )
 
@@ -121,21 +119,6 @@ def test_a_module_made_of_an_hmm_builds_that_hmm(name):
     assert not sites(module)
 
 
-def test_a_module_made_of_an_hmm_is_a_copy():
-    probs = torch.rand(2, 3).requires_grad_()
-    initial, transition = parts()
-    hmm = HMM(initial, transition, dist.Categorical(probs), LENGTHS)
-    module = TabularHMM.from_hmm(hmm)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter))
-    assert hmm.log_initial is initial
-    assert hmm.log_transition is transition
-    assert hmm.emission.probs.requires_grad
-    assert not module(LENGTHS).log_transition.allclose(hmm.log_transition)
-    assert all(parameter.is_leaf for parameter in module.parameters())
-
-
 def test_draws_of_a_posterior_make_a_module_with_a_batch():
     """R samples in a batch, (R, 1, ...), for N sequences; R = T, so that a mix-up would run."""
     initial, transition = torch.randn(3, 1, 2), torch.randn(3, 1, 2, 2)
@@ -165,13 +148,3 @@ def test_state_dict_carries_the_priors(family):
         pyro.set_rng_seed(2)
         matrices.append(each(LENGTHS).log_transition)
     assert matrices[0].equal(matrices[1])
-
-
-@pytest.mark.parametrize("pattern", [banded, left_to_right])
-@pytest.mark.parametrize(
-    ("distance", "error"), [(-1, ValueError), (1.5, TypeError), ("1", TypeError)]
-)
-def test_a_distance_between_states_is_a_number_of_them(pattern, distance, error):
-    with pytest.raises(error, match=r"(width|jump) must"):
-        pattern(3, distance)
-    assert torch.equal(pattern(3, 0), torch.eye(3).bool())

@@ -11,7 +11,6 @@ import torch
 from torch.nn.functional import one_hot
 
 from pyrohmm import (
-    NeuralHMM,
     NeuralTagger,
     Sequences,
     TaggedHMM,
@@ -104,19 +103,6 @@ def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observ
             assert not found[~DATA.exists].any()
 
 
-def test_without_tags_it_is_the_distribution_of_the_words():
-    """The same parameters in a NeuralHMM, whose states and words have the same names."""
-    module = make("two levels")
-    words = NeuralHMM(5, 6, 8, **VARIANTS["two levels"]).double()
-    words.load_state_dict({k: v for k, v in module.state_dict().items() if "tag" not in k})
-    hmm = module.eval()(WORDS.lengths)
-    plain = tagged(WORDS).values
-    expected = words.eval()(WORDS.lengths).log_prob(WORDS.values)
-    torch.testing.assert_close(hmm.log_prob(plain), expected)
-    torch.testing.assert_close(hmm.words.log_prob(WORDS.values), expected)
-    torch.testing.assert_close(hmm.viterbi(plain), hmm.words.viterbi(WORDS.values))
-
-
 def test_tags_are_sampled_from_their_posterior():
     hmm = make("two levels").eval()(DATA.lengths)
     drawn = hmm.sample_tags(DATA.values, (20_000,))
@@ -130,25 +116,6 @@ def test_tags_are_sampled_from_their_posterior():
             probs = np.zeros(3**length)
             np.add.at(probs, truth.tags @ powers, truth.share.sum(0))
             assert oracle.looks_drawn_from(counts, probs)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_under_autocast_probabilities_of_tags_keep_their_precision(variant):
-    pyro.set_rng_seed(0)
-    module = NeuralTagger(5, 6, 3, 8, **VARIANTS[variant]).float().eval()
-    full, words = module(DATA.lengths), DATA.values.clone()
-    words[..., 1] = -1
-    for observed in (None, DATA.exists):
-        with torch.autocast("cpu", torch.bfloat16):
-            half = module(DATA.lengths, observed)
-            probs, tags, path = half.tag_probs(words), half.best_tags(words), half.best_path(words)
-            evidence = half.log_prob(DATA.values)
-        assert half.log_tags.dtype == probs.dtype == evidence.dtype == torch.float32
-        torch.testing.assert_close(probs.sum(-1), DATA.exists.float(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(probs, full.tag_probs(words), rtol=0.1, atol=0.1)
-        assert not torch.equal(probs, full.tag_probs(words))  # the networks did run in half
-        torch.testing.assert_close(tags, probs.argmax(-1))
-        assert path.tags.shape == tags.shape
 
 
 @pytest.mark.parametrize("variant", ["one level", "two levels"])

@@ -1,8 +1,5 @@
 """Evidence by loops over whole sequences: that of the recursions in torch, and its gradient."""
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from pyro.distributions import Categorical
@@ -76,25 +73,6 @@ def test_evidence_of_symbols_is_that_of_torch(count, steps, states, symbols, zer
     check_solved(arguments, weights, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("by_time", [False, True], ids=["sequences first", "time first"])
-@pytest.mark.parametrize("count", [2, 37])
-def test_log_likelihoods_of_both_layouts(count, by_time):
-    """Views of both orders are read in place, and the gradient has their shape."""
-    initial, transition, table, symbols, lengths, _ = case(count, 11, 6, 4, torch.float64)
-    scores = table.T[symbols]  # (N, T, K)
-    if by_time:
-        scores = scores.transpose(0, 1).contiguous().transpose(0, 1)
-    inputs = [part.clone().requires_grad_() for part in (initial, transition[None])]
-    inputs.append(scores.requires_grad_())
-    results = []
-    for backend in (backends.NUMBA, backends.TORCH):
-        with backends.use(backend):
-            value = recursions.log_evidence(*inputs, lengths)
-            results.append((value.detach(), *torch.autograd.grad(value.sum(), inputs)))
-    for found, expected in zip(*results):
-        assert_close(found, expected)
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["tables of each", "one table"])
 def test_each_group_of_sequences_has_its_matrix(shared):
     """Restarts: parameters with a dimension to the left of the sequences."""
@@ -137,29 +115,6 @@ def test_one_sequence_in_each_layout(count, steps, states, zeros, dtype):
             assert_close(ours, theirs, **CLOSE[dtype])
 
 
-def test_symbols_that_all_but_exclude_states():
-    """A chain that seldom leaves its state, and symbols that all but exclude the other states."""
-    for stay in (1 - 1e-12, 1e-12):
-        rest = (1 - stay) / 2
-        transition = torch.full((3, 3), rest, dtype=torch.float64).fill_diagonal_(stay).log()
-        table = torch.full((3, 3), 1e-40, dtype=torch.float64).fill_diagonal_(1 - 2e-40).log()
-        symbols = torch.arange(3).repeat_interleave(30)[None]
-        arguments = transition[0], transition, table, symbols, torch.tensor([90]), None
-        check_solved(arguments, torch.ones(1), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_a_state_that_was_all_but_excluded_comes_back(dtype):
-    """The first state cannot be entered; its weight vanishes, until observations favour it."""
-    transition = torch.tensor([[0.5, 0.5], [0.0, 1.0]], dtype=dtype).log()
-    table = torch.tensor([[-10.0, -1e-9], [-1e-9, -20.0]], dtype=dtype)
-    symbols = torch.arange(2).repeat_interleave(200)[None]
-    arguments = transition[0], transition, table, symbols, torch.tensor([400]), None
-    value, _ = solved(*arguments, torch.ones(1))
-    assert -3000 < value[0] < -2000  # in the first state throughout
-    check_solved(arguments, torch.ones(1), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("nats", [1.0, 30.0, 740.0, 744.0, 800.0, 5000.0])
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 def test_a_state_that_cannot_be_explains_more(dtype, nats):
@@ -175,18 +130,6 @@ def test_a_state_that_cannot_be_explains_more(dtype, nats):
         assert_close(value.detach(), torch.tensor([-32.0 * nats], dtype=dtype))
     (gradient,) = torch.autograd.grad(value.sum(), likelihood)
     assert_close(gradient, torch.tensor([1.0, 0.0], dtype=dtype).expand(1, 64, 2))
-
-
-@pytest.mark.parametrize("count", [1, 20])
-def test_products_of_norms_do_not_underflow(count):
-    """Symbols that are all but impossible where the chain is, step after step."""
-    transition = torch.tensor([[1.0, 1e-300], [1e-300, 1.0]], dtype=torch.float64).log()
-    table = torch.tensor([[1e-280, 1.0], [1.0, 1e-280]], dtype=torch.float64).log()
-    symbols = torch.zeros(count, 9).long()
-    symbols[:, ::2] = 1
-    lengths = torch.full((count,), 9)
-    arguments = torch.tensor([1.0, 0.0]).double().log(), transition, table, symbols, lengths, None
-    check_solved(arguments, torch.ones(count), rtol=1e-9, atol=1e-9)
 
 
 def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monkeypatch):
@@ -234,28 +177,6 @@ def test_separated_observations_stay_in_the_loops(monkeypatch, count, dtype):
     assert_close(slope.double(), expected.state_probs, **CLOSE[dtype])
 
 
-def test_nothing_is_read_of_memory_that_was_not_written(monkeypatch):
-    """What a look again has left of a tile, after its longest sequence, may be NaN."""
-    made = np.empty
-    monkeypatch.setattr(np, "empty", lambda *args: np.full_like(made(*args), np.nan))
-    lengths = torch.arange(64) // 2 + 1
-    states = torch.arange(32) % 2
-    logs = -1000.0 * (states.unsqueeze(-1) != torch.arange(2)).expand(64, 32, 2)
-    parts = torch.full((2,), 0.5).log(), torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]).log()
-    found = recursions.expected_counts(*parts, logs, lengths)
-    assert found.transitions.sum() == (lengths - 1).sum()
-
-
-def test_counts_that_needed_float64_have_the_dtype_of_the_chain():
-    """State 1 is e^-110 behind, leads and is behind again: float32 would lose it."""
-    apart = torch.tensor([[[0.0, -math.inf], [-math.inf, 0.0]]])
-    logs = torch.tensor([[0.0, -110.0], *[[-44.0, 0.0]] * 5, [0.0, -110.0]])
-    parts = (part.float() for part in (torch.full((2,), 0.5).log(), apart, logs))
-    found = recursions.expected_counts(*parts, torch.tensor(7))
-    assert [part.dtype for part in found[:4]] == [torch.float32] * 4
-    assert_close(found.log_evidence, torch.tensor(-220.0, dtype=torch.float32))  # of either path
-
-
 @pytest.mark.parametrize("steps", [3, 4])  # as many as groups, or not
 @pytest.mark.parametrize("way", ["compiled", "torch", "per step"])
 def test_tables_with_more_dimensions_than_symbols(way, steps):
@@ -272,19 +193,6 @@ def test_tables_with_more_dimensions_than_symbols(way, steps):
         for r in range(3):
             scores = tables[r, 0].T[symbols].masked_fill(~known[r].unsqueeze(-1), 0.0)
             assert_close(value[r], recursions.log_evidence(initial, matrices, scores, lengths))
-
-
-def test_second_derivatives():
-    """The gradient can itself be differentiated."""
-    initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
-
-    def evidence_of(table):
-        return recursions.log_evidence_of_symbols(
-            initial, transition[None], table, symbols, lengths, known
-        ).sum()
-
-    assert torch.autograd.gradcheck(evidence_of, table.requires_grad_())
-    assert torch.autograd.gradgradcheck(evidence_of, table)
 
 
 def test_threads_share_sequences_and_repeat_every_bit(monkeypatch):

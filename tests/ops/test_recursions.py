@@ -6,7 +6,6 @@ they are a few roundings of the largest log-likelihood, which is what an exponen
 """
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -285,15 +284,6 @@ def test_second_derivatives_of_parts_that_are_made_of_each_other(engine):
     torch.testing.assert_close(hessian(evidence, logits), hessian(slow, logits))
 
 
-def test_a_gradient_can_be_asked_for_twice(engine):
-    chain = random_chain(3, 4, (2, 3), groups=(2, 1), ragged=True).with_gradients()
-    loss = recursions.log_evidence(*chain).sum()
-    first = torch.autograd.grad(loss, chain[:3], retain_graph=True)
-    second = torch.autograd.grad(loss, chain[:3])
-    for one, other in zip(first, second):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
 # Numbers out of range -----------------------------------------------------------------------------
 
 APART = np.where(np.eye(2), 0.0, NEVER)[None]
@@ -373,24 +363,6 @@ def test_a_wider_range_is_tried_only_where_it_is_needed(name, tried, engine, ran
     assert ranges == tried
 
 
-@pytest.mark.parametrize("num_steps", [50, 300])
-@pytest.mark.parametrize("rare", [0.0, 1e-30])
-def test_transitions_to_a_state_that_lags_for_long_do_not_overflow(num_steps, rare, engine):
-    """The messages back are then huge, and so are their sums over steps, before A makes them small.
-
-    The numbers stay in the range of float32 at every step.
-    """
-    with np.errstate(divide="ignore"):
-        apart = np.log([[[1.0 - rare, rare], [rare, 1.0 - rare]]])
-    likelihood = np.zeros((3, num_steps, 2))
-    likelihood[:, 0, 1] = -84.0
-    likelihood[:, -2:, 0] = -60.0
-    chain = Chain.of(EVEN, apart, likelihood, dtype=torch.float32)
-    answer, tolerance = chain.solved(), {"rtol": 1e-3, "atol": 1e-3}
-    assert_close(recursions.posterior(*chain).transitions, answer.transitions.sum(-3), **tolerance)
-    assert_gradients(chain, answer, None, tolerance)
-
-
 @st.composite
 def wild_chains(draw):
     """Chains whose numbers are as far apart as a thousand nats, with hard zeros, for one sequence.
@@ -437,19 +409,6 @@ def test_numbers_far_apart_break_nothing(parts, dtype, engine):
     tolerance = {"rtol": 1e-11, "atol": 1e-9} if wide else {"rtol": 1e-6, "atol": 2e-3}
     loose = {"rtol": 1e-7, "atol": 1e-7} if wide else {"rtol": 5e-3, "atol": 5e-3}
     assert_answers(chain, chain.solved(), parts, tolerance, loose)
-
-
-@pytest.mark.parametrize("num_sequences", [1, 40])
-@pytest.mark.parametrize("apart", [1.0, 100.0, 300.0, 400.0, 460.0, 600.0, 5000.0])
-def test_steps_that_are_unlikely_one_after_the_other_add_up(apart, num_sequences, engine):
-    """Norms of single steps may be 1e-200, and the product of two of them no number at all."""
-    never = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
-    turns = torch.tensor([[0.0, -apart], [-apart, 0.0]]).repeat(4, 1)
-    chain = torch.full((2,), 0.5).log(), never[None], turns.expand(num_sequences, 8, 2)
-    lengths = torch.full((num_sequences,), 8)
-    evidence = recursions.log_evidence(*chain, lengths)
-    torch.testing.assert_close(evidence, torch.full((num_sequences,), -4 * apart))
-    torch.testing.assert_close(recursions.posterior(*chain, lengths).log_evidence, evidence)
 
 
 # Chains that are special ----------------------------------------------------------------------
@@ -550,15 +509,6 @@ def test_threads_share_the_work_and_change_nothing():
         torch.set_num_threads(before)
     for one, other in zip(alone, together):
         assert torch.equal(one, other)
-
-
-def test_python_threads_can_share_the_kernels():
-    chain = random_chain(8, 200, (6,), ragged=True)
-    alone = recursions.posterior(*chain)
-    with ThreadPoolExecutor(4) as pool:
-        for each in pool.map(lambda _: recursions.posterior(*chain), range(20)):
-            for one, other in zip(alone, each):
-                assert torch.equal(one, other)
 
 
 # Bad arguments ------------------------------------------------------------------------------------

@@ -71,12 +71,6 @@ def by_autograd(function, *inputs):
     return torch.autograd.functional.jacobian(function, inputs)
 
 
-def test_grad_of_an_hmm_is_that_of_autograd(problem):
-    evidence, _, theta, values, _ = problem
-    (expected,) = by_autograd(lambda theta: evidence(theta, values).sum(), theta)
-    assert torch.allclose(grad(lambda theta: evidence(theta, values).sum())(theta), expected)
-
-
 def test_gradients_of_each_sequence(problem):
     """As differentially private training and Fisher information need them."""
     evidence, of_one, theta, values, observed = problem

@@ -361,21 +361,6 @@ def test_any_module_is_an_estimator(module, X, method):
     assert again.score(X, LENGTHS) == evidence
 
 
-def test_the_stationary_distribution_needs_transitions_alone():
-    model = GaussianHMM(2)
-    model.transmat_ = np.array([[0.9, 0.1], [0.3, 0.7]])
-    np.testing.assert_allclose(model.get_stationary_distribution(), [0.75, 0.25])
-
-
-@pytest.mark.filterwarnings("error")
-def test_labels_of_a_fold_that_are_all_one_are_a_target():
-    X = np.random.default_rng(0).normal(size=(60, 1))
-    model = GaussianHMM(1, n_iter=2).fit(X, np.ones(60, int))
-    assert model.score(X, np.ones(60)) == model.score(X)
-    with pytest.raises(UserWarning, match="y is a one for each of the 60 rows"):
-        model.score(X, [1] * 60)
-
-
 def test_starts_of_mixtures_do_not_depend_on_the_other_states():
     """Each state has the clusters of its own rows, as by a seed of its own."""
     rng = np.random.default_rng(1)
