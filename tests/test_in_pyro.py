@@ -34,7 +34,6 @@ from pyrohmm import (
     DenseHMM,
     FactorialHMM,
     HMMModule,
-    LinearChainCRF,
     MarginalModel,
     NeuralHMM,
     RegressionHMM,
@@ -54,13 +53,11 @@ from pyrohmm import (
     fit_svi,
     free_durations,
     gamma,
-    load_hmm,
     negative_binomial,
     nn,
     normal,
     poisson_durations,
     regression,
-    save,
 )
 from pyrohmm.infer.models import build
 from pyrohmm.infer.objective import Objective
@@ -200,20 +197,6 @@ def test_answers_have_the_provenance_of_parameters_and_values(name, query):
         assert torch.equal(detach_provenance(one), other)
 
 
-@pytest.mark.parametrize("name", ["markov", "markov per step", "transitions", "several"])
-def test_the_posterior_of_the_states_has_their_provenance(name):
-    loc = ProvenanceTensor(torch.tensor(0.5), frozenset({"z"}))
-    values = ProvenanceTensor(torch.randn(3, 5), frozenset({"x"}))
-    states = CHAINS[name](loc).posterior_states(values)
-    assert get_provenance(states.log_prob(torch.zeros(3, 5).long())) == {"z", "x"}
-
-
-def test_the_scores_of_labels_have_provenance():
-    scores = ProvenanceTensor(torch.randn(2, 4, 3), frozenset({"scores"}))
-    crf = LinearChainCRF(scores, torch.randn(3, 3))
-    assert get_provenance(crf.log_prob(torch.zeros(2, 4, dtype=torch.long))) == {"scores"}
-
-
 def test_a_latent_variable_upstream_learns_from_the_sequences():
     """The score-function gradient of TraceGraph_ELBO, against the exact bound by enumeration."""
     values, hmm = torch.randn(3, 5) + 4, CHAINS["markov"](torch.tensor(0.0))
@@ -290,22 +273,6 @@ def test_the_number_of_steps_can_be_given(name):
         torch.testing.assert_close(other.log_prob(values), every.log_prob(values))
     with pytest.raises(ValueError, match="2 of num_steps"):
         seeded(CHAINS[name], short, num_steps=2)
-
-
-def test_the_number_of_steps_is_saved(tmp_path):
-    save(markov(torch.tensor(0.5), torch.tensor([3, 2]), num_steps=5), tmp_path / "hmm")
-    assert load_hmm(tmp_path / "hmm").event_shape == (5,)
-
-
-def test_without_lengths_something_must_say_how_many_steps_there_are():
-    with pytest.raises(ValueError, match="lengths must be given, or num_steps"):
-        markov(torch.tensor(0.0), None)
-
-
-@pytest.mark.parametrize("values", [torch.randn(3, 4, 2), torch.randn(3, 5, 1), torch.randn(4)])
-def test_what_is_shorter_or_of_another_kind_is_refused(values):
-    with pytest.raises(ValueError, match="values must end in shape"):
-        markov(torch.tensor(0.0)).log_prob(values)
 
 
 # Objectives
@@ -559,13 +526,6 @@ def test_a_trace_is_right_for_other_parameters(name, tracer):
         torch.testing.assert_close(*slopes)
 
 
-@pytest.mark.parametrize("name", CHAINS)
-def test_jacobians_of_many_rows_at_once(name):
-    function, loc = by_loc(name), torch.tensor(0.5)
-    found = torch.autograd.functional.jacobian(function, loc, vectorize=True)
-    torch.testing.assert_close(found, torch.autograd.functional.jacobian(function, loc))
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:TraceEnum_ELBO found no sample sites")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("elbo", [JitTrace_ELBO, JitTraceEnum_ELBO])
@@ -594,17 +554,3 @@ def test_lengths_may_be_mapped_over():
     torch.testing.assert_close(found, hmm.log_prob(values))
     with pytest.raises(ValueError, match="num_steps must be given within vmap"):
         torch.func.vmap(log_prob)(LENGTHS, values)
-
-
-@pytest.mark.slow
-def test_an_exported_program_is_right_for_other_parameters():
-    values, hmm = torch.randn(3, 5), markov(torch.tensor(0.5))
-
-    class Program(torch.nn.Module):
-        def forward(self, loc):
-            return hmm.replace(emission=numbers(loc), num_steps=5).log_prob(values)
-
-    with pyro.validation_enabled(False):
-        program = torch.export.export(Program(), (torch.tensor(0.5),)).module()
-        other = torch.tensor(1.5)
-        torch.testing.assert_close(program(other), Program()(other))
