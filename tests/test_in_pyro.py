@@ -460,38 +460,6 @@ def pad(mask, values):
     return mask.reshape(mask.shape + (1,) * (values.dim() - 2))
 
 
-def test_mixtures_of_ragged_hmms_take_them():
-    values = torch.randn(3, 5).masked_fill(torch.arange(5) >= LENGTHS.unsqueeze(-1), torch.nan)
-    first, second = markov(torch.tensor(0.0)), markov(torch.tensor(2.0))
-    scores = torch.stack([first.log_prob(values), second.log_prob(values)], -1)
-    both = HMM(
-        torch.stack([first.log_initial, second.log_initial]),
-        torch.stack([first.log_transition, second.log_transition]),
-        dist.Normal(torch.stack([first.emission.loc, second.emission.loc]), 1.0),
-        LENGTHS.unsqueeze(-1).expand(3, 2),
-    )
-    mixture = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), both, validate_args=True)
-    torch.testing.assert_close(mixture.log_prob(values), scores.logsumexp(-1) - math.log(2))
-    chosen = torch.tensor([True, False, True])
-    masked = dist.MaskedMixture(chosen, first, second, validate_args=True)
-    wanted = torch.where(chosen, scores[:, 1], scores[:, 0])
-    torch.testing.assert_close(masked.log_prob(values), wanted)
-
-
-@pytest.mark.parametrize("guide", [AutoNormal, AutoDelta])
-def test_latent_sequences_have_no_padding(guide):
-    def model(lengths):
-        with pyro.plate("sequences", 3):
-            emission = dist.Normal(torch.zeros(1), 1.0)
-            x = pyro.sample("x", HMM(torch.zeros(1), torch.zeros(1, 1), emission, lengths))
-            pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.ones(3))
-
-    with pytest.raises(NotImplementedError, match="no padding"):
-        guide(model)(LENGTHS)
-    whole = torch.full((3,), 5)
-    assert math.isfinite(Trace_ELBO().loss(model, guide(model), whole))
-
-
 # Tracers
 
 

@@ -1,7 +1,5 @@
 """Runs of equal states, against a loop over steps."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -77,15 +75,3 @@ def test_prevalence_counts_as_a_loop_over_sequences_does():
         assert expected.tolist() == pytest.approx((sum(counts) * share).tolist())
     padded = torch.where(hmm.exists, states, -1)
     assert torch.equal(queries.prevalence(hmm, padded, wanted).observed, table.observed)
-    with pytest.raises(ValueError, match=r"states of shape \(5, 2\)"):
-        queries.prevalence(hmm, states[:, :2], wanted)
-    for times in (torch.tensor([-1.0]), torch.tensor(1.0), [math.nan]):
-        with pytest.raises(ValueError, match=r"times must be \(H,\) and not negative"):
-            queries.prevalence(hmm, states, times)
-    with pytest.raises(ValueError, match="states must lie between 0 and K - 1 = 2"):
-        queries.prevalence(hmm, states - 1, wanted)
-    each = hmm.replace(rates=rates.expand(4, 3, 3), rates_per_step=True)
-    with pytest.raises(ValueError, match="prevalence needs rates that do not change"):
-        queries.prevalence(each, states, wanted)
-    with pytest.raises(ValueError, match=r"rates must have shape \(K, K\)"):
-        queries.prevalence(hmm.replace(rates=rates.expand(5, 3, 3)), states, wanted)

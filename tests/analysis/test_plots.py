@@ -1,7 +1,5 @@
 """Each picture shows the numbers that it was given, on the axes that it was given."""
 
-import re
-
 import matplotlib
 import pytest
 import torch
@@ -234,18 +232,6 @@ def test_a_series_is_coloured_by_state_over_its_band(axes, event):
         below = mixture @ dist.Normal(torch.tensor([-2.0, 2.5]), 1.0).cdf(end.reshape(6, 1)).T
         assert below.diagonal().min() > 0.04
         assert all((edge - value).abs().min() < 1e-4 for value in end.flatten())
-
-
-@pytest.mark.parametrize("lead", [(), (2,)])
-def test_the_posterior_of_transitions_has_means_and_intervals(axes, lead):
-    samples = dist.Dirichlet(torch.tensor([[9.0, 1.0], [2.0, 3.0]])).sample((*lead, 500))
-    plots.transition_posterior(samples, level=0.8, axes=axes)
-    flat = samples.reshape(-1, 2, 2)
-    torch.testing.assert_close(torch.as_tensor(axes.images[0].get_array().data), flat.mean(0))
-    found = [re.findall(r"[\d.]+", text.get_text()) for text in axes.texts]
-    expected = torch.stack([flat.mean(0), *flat.quantile(torch.tensor([0.1, 0.9]), 0)], -1)
-    for texts_of, numbers in zip(found, expected.reshape(4, 3).tolist(), strict=True):
-        assert [float(each) for each in texts_of] == pytest.approx(numbers, abs=0.006)
 
 
 @pytest.mark.parametrize("name", ["durations", "survival", "hazard"])

@@ -17,7 +17,6 @@ from pyrohmm import (
     ContinuousTimeHMM,
     TabularContinuousTimeHMM,
     load_hmm,
-    markov_sample,
     queries,
     save,
 )
@@ -173,23 +172,6 @@ def test_times_may_lie_far_from_zero(rates, values):
     assert torch.equal(near.log_prob(values), far.log_prob(values))
 
 
-@pytest.mark.parametrize("batch", [(), (4,)])
-def test_one_step_is_the_first_state_and_its_emission(batch):
-    """Nothing happens between no steps; forecasts go on from there."""
-    lengths, times = torch.ones(batch).long(), torch.full((*batch, 1), 3.0)
-    hmm = ContinuousTimeHMM(INITIAL, FULL, EMISSION, lengths, times)
-    values = torch.rand(*batch, 1)
-    wanted = (INITIAL + EMISSION.log_prob(values)).logsumexp(-1)
-    torch.testing.assert_close(hmm.log_prob(values), wanted)
-    assert hmm.sample((2,)).shape == (2, *batch, 1)
-    assert (hmm.expected_counts(values).counts["rates"] == 0).all()
-    now = hmm.posterior(values).state_probs[..., 0, :]
-    ahead = hmm.forecast(values, times + torch.tensor([0.0, 2.0])).state_probs
-    torch.testing.assert_close(ahead[..., 0, :], now)
-    torch.testing.assert_close(ahead[..., 1, :], now @ torch.as_tensor(expm(FULL.numpy() * 2)))
-    assert torch.equal(hmm.with_chain(hmm.chain.uniform()).log_transition, hmm.log_transition)
-
-
 def test_forecast_is_the_chain_let_go(rates, values):
     hmm = model(rates)
     filtered = hmm.filtered(values)
@@ -335,12 +317,6 @@ def test_what_else_is_known_of_exact_deaths(tmp_path):
     each = queries.predictive_log_prob(hmm, PATIENTS)
     torch.testing.assert_close(each.sum(-1), hmm.log_prob(PATIENTS))
     assert each[0, 2] < -0.01  # at the missed visit the patient was alive
-    for ask in (hmm.sample, lambda: queries.pseudo_residuals(hmm, PATIENTS),
-                lambda: markov_sample("x", hmm, obs=PATIENTS)):  # fmt: skip
-        with pytest.raises(ValueError, match=r"exact_entry=None"):
-            ask()
-    with pytest.raises(ValueError, match="rows of the states of exact_entry"):
-        deaths(exact_entry=~DEAD)
 
 
 def survival(rates, targets, times):

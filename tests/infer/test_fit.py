@@ -16,7 +16,7 @@ from pyro.infer.autoguide import (
     AutoNormal,
     init_to_value,
 )
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroSample
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -458,42 +458,9 @@ def test_averages_are_those_of_the_parameters_after_each_step():
 # Models and guides of one's own
 
 
-def test_tensors_of_a_fitted_hmm_carry_no_gradient():
-    """Of variables, of parameters without a prior, and of parameters that constraints bind."""
-    data = numbers()
-
-    class Free(HMMModule):
-        def __init__(self):
-            super().__init__()
-            self.loc = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
-            self.scale = PyroParam(torch.ones(2), constraints.positive)
-            self.stay = PyroSample(dist.Beta(2.0, 2.0))
-
-        def forward(self, lengths, observed=None):
-            rows = torch.stack([torch.stack([self.stay, 1 - self.stay], -1)] * 2, -2)
-            emission = dist.Normal(self.loc, self.scale)
-            return HMM(rows[..., 0, :].log(), rows.log(), emission, lengths, observed)
-
-    for module in (Free(), TabularHMM(2, normal(0))):
-        for fit in (
-            fit_map(MarginalModel(module), data, num_iterations=3, progress=False),
-            fit_svi(*with_guide(MarginalModel(module)), data, num_iterations=3, progress=False),
-        ):
-            hmm = fit.hmm(data)
-            hmm.emission.mean.numpy()  # as matplotlib reads it
-            for tensor in (hmm.emission.mean, hmm.emission.stddev, hmm.log_transition):
-                assert not tensor.requires_grad
-    assert module.emission.prior_loc is not None
-    assert all(p.requires_grad for p in Free().parameters())
-
-
 def numbers(*event):
     values = torch.randn(3, 5, *event, generator=torch.Generator().manual_seed(0))
     return Sequences(values, torch.tensor([5, 5, 2]))
-
-
-def with_guide(model):
-    return model, AutoNormal(model)
 
 
 def test_means_quantiles_and_samples_of_a_variational_fit():

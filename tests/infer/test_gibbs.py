@@ -216,9 +216,3 @@ def test_chains_of_several_data_sets_have_posteriors_of_their_own(temperatures):
         evidence = draws.map(known, lambda hmm, x=each: hmm.log_prob(x).sum(-1))
         wanted = evidence + draws.log_prior(known)
         torch.testing.assert_close(fit.stats["lp"][chains], wanted, check_dtype=False)
-    with pytest.raises(ValueError, match=r"values must be .* divisor of 6 chains"):
-        fit_gibbs(module, data, values=values[:, :1], **options)
-    with pytest.raises(ValueError, match="NaN included"):
-        fit_gibbs(module, data, values=values.masked_fill(values == 9, torch.nan), **options)
-    with pytest.raises(ValueError, match=r"priors of module .* in the unit of data"):
-        fit_gibbs(TabularHMM(1, normal(0)), data, values=values, **options)

@@ -521,20 +521,6 @@ def test_every_autoguide_can_be_trained_and_drawn_from(name):
     assert len({tuple(sequences.flatten().tolist()) for sequences in drawn["x"]}) > 1
 
 
-def test_parallel_predictions_use_the_sample_they_belong_to():
-    """Sample s emits symbol s only."""
-    data = Sequences(torch.zeros(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]))
-    draws = {
-        "weight": torch.ones(3, 1),
-        "initial": torch.full((3, 1, 2), 0.5),
-        "transition": torch.full((3, 1, 2, 2), 0.5),
-        "emission.probs": torch.eye(3).reshape(3, 1, 1, 3).expand(3, 1, 2, 3),
-    }
-    model = poutine.uncondition(ours(TabularHMM(2, categorical(3))))
-    drawn = Predictive(model, draws, parallel=True)(data)["x"]
-    assert drawn.equal(torch.arange(3).reshape(3, 1, 1).expand(3, 4, 2))
-
-
 # Markov chain Monte Carlo
 
 

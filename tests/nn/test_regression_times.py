@@ -17,7 +17,6 @@ from pyrohmm import (
     Sequences,
     TabularContinuousTimeHMM,
     TabularHSMM,
-    analysis,
     categorical,
     fit_em,
     fit_map,
@@ -101,10 +100,6 @@ def test_rates_have_the_maximum_of_a_likelihood_of_matrix_exponentials():
     hmm = fit.hmm(data)
     with pytest.raises(ValueError, match="needs rates that do not change with the step"):
         hmm.stationary()
-    with pytest.raises(ValueError, match="needs rates that do not change with the step"):
-        hmm.forecast(data.values, data.times[:, -1:] + 10)
-    with pytest.raises(ValueError, match="needs rates that do not change with the step"):
-        analysis.Filter(hmm)
 
 
 def test_constant_rates_are_those_of_a_tabular_chain():

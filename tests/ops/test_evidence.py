@@ -92,9 +92,9 @@ def test_each_group_of_sequences_has_its_matrix(shared):
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "hard zeros"])
 @pytest.mark.parametrize(
-    ("count", "steps", "states"), [(1, 1, 2), (1, 40, 1), (1, 64, 3), (1, 333, 4)]
+    ("count", "steps", "states"), [(1, 1, 2), (1, 40, 1), (1, 64, 3), (1, 333, 4), (37, 11, 6)]
 )
-def test_one_sequence_in_each_layout(count, steps, states, zeros, dtype):
+def test_few_and_many_sequences_in_each_layout(count, steps, states, zeros, dtype):
     """Symbols and log-likelihoods in both layouts, ragged and with gaps, with a weight each."""
     initial, transition, table, symbols, lengths, known = case(
         count, steps, states, 5, dtype, zeros
