@@ -16,14 +16,12 @@ from pyrohmm import (
     MarginalModel,
     PosteriorDraws,
     Sequences,
-    TabularFactorialHMM,
     TabularHMM,
     categorical,
     draws,
     fit_svi,
     normal_tied,
 )
-from pyrohmm.infer.sampled import summary_of
 
 LENGTHS = torch.tensor([6, 4, 1])
 DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
@@ -207,14 +205,6 @@ def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so(
     )
 
 
-def test_states_of_several_chains_have_no_common_order():
-    some = from_prior(MarginalModel(TabularFactorialHMM((2, 2), categorical(3))), 1, 3)
-    with pytest.raises(ValueError, match="Compare what depends on none"):
-        some.aligned(DATA)
-    found = some.map(DATA, lambda hmm: draws.invariants(hmm, DATA.values))
-    assert found["occupancy"].shape == (1, 3, 4)
-
-
 def test_dimensions_have_names():
     some = from_prior(MarginalModel(MODULES["dense"]()), 1, 2)
     assert some.named_dims(DATA) == {
@@ -277,21 +267,6 @@ def test_a_guide_gives_its_draws_and_their_density():
         scores = torch.distributions.Dirichlet(prior).log_prob(some.parameters[f"module.{name}"])
         total += scores.reshape(1, 5, -1).sum(-1)
     torch.testing.assert_close(some.stats["log_guide"], total)
-
-
-@pytest.mark.parametrize("shape", [(1, 40), (1, 1000), (4, 10), (4, 500)])
-def test_chains_of_one_distribution_are_not_said_to_disagree(shape):
-    """Of 60 runs with 50 variables, at most one by chance: one in a thousand is expected."""
-    torch.manual_seed(0)
-    chains, own = shape[0], "halves of the chain" if shape[0] == 1 else "chains"
-    said = [summary_of({"x": torch.randn(*shape, 50)})[0] for _ in range(60)]
-    assert sum("DISAGREE" in line for line in said) <= 1
-    away = torch.randn(*shape, 50)
-    if chains == 1:
-        away[:, shape[1] // 2 :] += 5.0
-    else:
-        away[chains // 2 :] += 5.0
-    assert summary_of({"x": away})[0].startswith(f"{own.upper()} DISAGREE")
 
 
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")

@@ -320,22 +320,6 @@ def test_cross_validation_evaluates_each_sequence_under_the_fit_to_the_others():
     assert found.per_step == pytest.approx(found.log_evidence.sum().item() / 42)
 
 
-def test_zeros_of_points_and_frozen_points_are_not_free():
-    hmm = HMM(
-        torch.tensor([1.0, 0.0, 0.0]).log(),
-        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]]).log(),
-        dist.Normal(torch.zeros(3), 1.0),
-        torch.tensor([1]),
-    )
-    data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
-    module = TabularHMM.from_hmm(hmm)
-    assert metrics.num_parameters(module, data) == 2 + 6
-    module.emission.requires_grad_(False)
-    assert metrics.num_parameters(module, data) == 2
-    fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_iterations=3)
-    assert torch.equal(fit.model.module.emission.loc, torch.zeros(3))
-
-
 def test_likelihood_ratio_is_that_of_two_states_with_one_covariance_or_two():
     pyro.set_rng_seed(0)
     states = (torch.rand(4, 60) < 0.1).long().cumsum(-1) % 2

@@ -9,7 +9,7 @@ import torch
 from pyro.distributions import Categorical, MultivariateNormal, Poisson
 from scipy import stats
 
-from pyrohmm import HMM, Filter, TabularHMM
+from pyrohmm import HMM, Filter
 from pyrohmm.analysis.queries import (
     continuation,
     impute,
@@ -334,27 +334,3 @@ def test_one_step_ahead_has_a_density_and_more_have_none_of_vectors():
         _ = hmm.forecast(values[:, :4], 2).probs
     with pytest.raises(ValueError, match="moments"):
         _ = chain(counts(), torch.tensor([2])).forecast(torch.ones(1, 2), 2).mean
-
-
-# Files, and what is refused -----------------------------------------------------------------------
-
-
-def test_a_module_takes_the_values_of_a_distribution():
-    hmm, values = chain(vectors(2, 2), torch.tensor([5])), torch.randn(1, 5, 2)
-    module = TabularHMM.from_hmm(hmm)
-    assert module(torch.tensor([5])).log_prob(values).item() == pytest.approx(
-        hmm.log_prob(values).item()
-    )
-    hmm, values = chain(symbols(2), torch.tensor([5])), torch.randint(SYMBOLS, (1, 5))
-    module = TabularHMM.from_hmm(hmm)
-    assert module(torch.tensor([5])).log_prob(values).item() == pytest.approx(
-        hmm.log_prob(values).item()
-    )
-
-
-def test_zeros_of_a_table_are_exact():
-    tables = torch.eye(2).flip(0).expand(1, 2, 2)
-    emission = AutoregressiveCategorical(Categorical(torch.ones(1, 2)), Categorical(tables))
-    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission, torch.tensor(3))
-    assert hmm.log_prob(torch.tensor([0, 1, 0])).exp().item() == pytest.approx(0.5)
-    assert hmm.log_prob(torch.tensor([0, 1, 1])).item() == -np.inf

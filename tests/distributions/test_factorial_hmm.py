@@ -15,13 +15,11 @@ from pyrohmm import (
     TabularFactorialHMM,
     TabularHMM,
     additive_bernoulli,
-    additive_normal,
     bernoulli,
     fit_em,
     fit_map,
     fit_svi,
     metrics,
-    normal,
     queries,
 )
 from pyrohmm.chains import ProductChain
@@ -135,15 +133,6 @@ def test_free_emissions_of_one_chain_are_a_plain_hmm():
     torch.testing.assert_close(alike.losses, plain.losses)
 
 
-def test_wrong_families_are_refused():
-    with pytest.raises(ValueError, match="product is 6, that of the chains 4"):
-        TabularFactorialHMM((2, 2), additive_normal(SIZES, 1))
-    with pytest.raises(ValueError, match="at least one chain"):
-        TabularFactorialHMM((), normal(1))
-    with pytest.raises(ValueError, match="expanded"):
-        model().permute_states(torch.arange(6))
-
-
 def test_long_chains_with_states_ruled_out_keep_their_transitions():
     """Where no path comes to a state, nothing is taken times infinity."""
     half = torch.full((2,), 0.5).log()
@@ -170,8 +159,3 @@ def test_one_chain_has_its_own_transitions():
     wanted = HMM(initial, transition, emission, LENGTHS).posterior(values)
     torch.testing.assert_close(found.transitions, (wanted.transitions,))
     torch.testing.assert_close(found.chains, (wanted.state_probs,))
-
-
-def test_replace_takes_the_parameters_of_the_chains_only(hmm):
-    with pytest.raises(TypeError, match="log_transition is no parameter of a product of chains"):
-        hmm.replace(log_transition=torch.eye(6).log())

@@ -121,31 +121,3 @@ def test_exact_samples_are_calibrated_and_too_narrow_ones_are_not():
     assert narrow.p_values()["emission.rate"] < 1e-6
     with pytest.raises(ValueError, match=r"num_bins must divide S . 1 = 16; got 5"):
         right.p_values(5)
-
-
-def given(samples):
-    """Ranks of the same samples of a rate for each data set."""
-    module = TabularHMM(1, poisson(0, 2.0, 1.0))
-    return calibrate(module, lambda module, data: {"emission.rate": samples}, COUNTS, 20)
-
-
-def test_ranks_count_the_samples_below_the_truth():
-    far = torch.tensor([-1.0] * 3 + [1e30] * 12).unsqueeze(-1)
-    assert given(far).ranks["emission.rate"].tolist() == [3] * 20
-
-
-def test_a_sampler_that_is_stuck_is_found_and_wrong_samples_are_named():
-    assert given(torch.full((15, 1), 9.0)).p_values()["emission.rate"] < 1e-6
-    with pytest.raises(ValueError, match=r"'module.emission.rate' must be finite"):
-        given(torch.full((15, 1), torch.nan))
-
-
-def test_small_rates_have_ranks_and_what_the_prior_fixes_has_none():
-    def exact(module, data):
-        rate = torch.distributions.Gamma(2.0 + data.values[data.observed].sum(), 1e8 + 4.0)
-        return {"emission.rate": rate.sample((15, 1)), "initial": torch.ones(15, 1)}
-
-    pyro.set_rng_seed(4)
-    found = calibrate(TabularHMM(1, poisson(0, 2.0, 1e8)), exact, COUNTS, 80).p_values()
-    assert found.keys() == {"emission.rate"}
-    assert found["emission.rate"] > 1e-3

@@ -572,47 +572,6 @@ def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, 
         np.testing.assert_allclose(numbers_of(fit)[one], value, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "point"),
-    [
-        ("constrained", "without gradient"),
-        ("constrained", "fitted"),
-        ("plain", "frozen"),
-        ("plain", "fitted"),
-    ],
-)
-def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
-    class Points(ClosedCycle):
-        def __init__(self):
-            super().__init__(Failures)
-            del self.stay
-            value = torch.tensor([0.3, 0.5, 0.8])
-            if kind == "plain":
-                self.stay = torch.nn.Parameter(value)
-            else:
-                self.stay = PyroParam(value, constraints.unit_interval)
-
-        def m_step(self, statistics):
-            return {"stay": statistics["stay"] / statistics["all"]}, []
-
-    module, data = Points(), failures()
-    before = module.stay.detach().clone()
-    if point == "frozen":
-        freeze(module, "stay")
-    elif point == "without gradient":
-        module.stay_unconstrained.requires_grad_(False)
-    fit = fit_em(module, data, num_iterations=3, tolerance=None)
-    after = fit.hmm(data).log_transition.diagonal().exp()
-    if point == "fitted":
-        fit = fit_em(module, data, num_iterations=200, tolerance=1e-12)
-        counts = fit.hmm(data).expected_counts(data.values).counts["log_transition"]
-        stay = fit.hmm(data).log_transition.diagonal().exp()
-        close = {"rtol": 0.0, "atol": 1e-3}
-        torch.testing.assert_close(stay, counts.diagonal() / counts.sum(-1), **close)
-    else:
-        torch.testing.assert_close(after, before)
-
-
 # Starts
 
 

@@ -311,21 +311,6 @@ def test_clip_norm_bounds_the_gradient_per_observed_step():
     assert norms[1] == pytest.approx(0.01 * data.num_observed, rel=1e-5)
 
 
-def test_the_schedule_is_stepped_once_a_step():
-    made = {}
-
-    def optimizer(given):
-        made["optimizer"] = torch.optim.SGD(given, lr=0.5)
-        return made["optimizer"]
-
-    def schedule(given):
-        assert given is made["optimizer"]
-        return torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
-
-    fit_map(tabular(), symbols(), num_iterations=7, optimizer=optimizer, schedule=schedule)
-    assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**7)
-
-
 def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
     module = Dropout(3.0)
     module.eval()
@@ -564,24 +549,6 @@ def test_svi_of_one_normal_state_finds_posterior_and_evidence_exactly():
     covariance = torch.eye(len(seen)) + 1
     evidence = dist.MultivariateNormal(torch.zeros(len(seen)), covariance).log_prob(seen)
     assert fit.losses[-100:].mean().item() == pytest.approx(-evidence.item(), abs=0.02)
-
-
-def test_hard_zeros_stay_zero_under_training():
-    """A left-to-right chain that may not emit symbol 0 in its last state."""
-    start = torch.tensor([1.0, 0.0, 0.0])
-    transition = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.0, 0.0, 1.0]])
-    probs = torch.tensor([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.0, 0.2, 0.8]])
-    hmm, data = drawn_from(
-        (start.log(), transition.log(), dist.Categorical(probs)), torch.full((9,), 6)
-    )
-    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_iterations=150, tolerance=None)
-    found = fit.hmm(data)
-    assert found.log_initial.exp().equal(start)
-    assert (found.log_transition == -torch.inf).equal(transition == 0)
-    assert (found.emission.probs == 0).equal(probs == 0)
-    assert fit.losses[-1] < fit.losses[0]
-    assert not torch.allclose(found.log_transition[0, :2].exp(), transition[0, :2])
-    assert fit.names == []
 
 
 # What it refuses

@@ -245,25 +245,6 @@ def test_effects_that_are_not_independent_are_refused():
         fit_laplace(linear, levels(), ["mean"])
 
 
-def test_one_observation_of_each_subject():
-    """T = 1, and restarts of a model with priors alone."""
-    pyro.set_rng_seed(0)
-    data = Sequences(2 + torch.randn(20, 1).double(), torch.ones(20).long())
-
-    def model(data):
-        mean = pyro.sample("mean", Normal(0.0, 10.0))
-        with pyro.plate("subjects", len(data)):
-            own = pyro.sample("own", Normal(0.0, 1.0))
-            loc = (mean + own).unsqueeze(-1)
-            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    fit = fit_laplace(model, data, ["own"], restarts=2, tolerance=1e-10)
-    wanted = data.values.sum() / 2 / (20 / 2 + 1 / 100)
-    torch.testing.assert_close(fit.parameters["mean"].double(), wanted, rtol=1e-4, atol=0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.float32, 1.0), (torch.float64, 1.0), (torch.float64, 1e3)]
 )

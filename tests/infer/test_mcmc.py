@@ -18,7 +18,6 @@ from pyrohmm import (
     categorical,
     fit_gibbs,
     fit_mcmc,
-    starts,
     to_arviz,
 )
 from pyrohmm.infer import mcmc
@@ -146,16 +145,6 @@ def test_it_agrees_with_nuts_of_pyro_in_means_variances_and_tails():
                 error = error + part.flatten(0, 1).var(0) / agreement(part).bulk.nan_to_num(1.0)
             apart = (ours.mean((0, 1)) - theirs.mean((0, 1))).abs()
             assert bool((apart < 4.5 * error.sqrt() + 1e-6).all()), (fit.method, name)
-
-
-def test_chains_may_begin_at_samples_of_the_prior():
-    """The variance of a uniform number is a twelfth."""
-    pyro.set_rng_seed(0)
-    data = Sequences(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]))
-    options = {"num_samples": 1, "warmup": 0, "num_chains": 400, "start": starts.from_prior}
-    fit = fit_mcmc(MarginalModel(TabularHMM(2, categorical(2))), data, **options)
-    found = fit.chains["module.transition"][:, 0, :, 0].var(0)
-    torch.testing.assert_close(found, torch.full((2,), 1 / 12), atol=0.015, rtol=0)
 
 
 def test_variables_of_sequences_keep_the_dimension_of_the_data():

@@ -3,8 +3,6 @@
 import itertools
 from functools import partial
 
-import numpy as np
-import oracle
 import pyro
 import pytest
 import torch
@@ -42,7 +40,6 @@ from pyrohmm import (
     autoregressive_normal,
     bernoulli,
     categorical,
-    fit_map,
     left_to_right,
     markov_sample,
     normal,
@@ -535,39 +532,3 @@ def test_both_forms_have_the_same_potential_for_hamiltonian_monte_carlo():
     torch.testing.assert_close(other, value, **EXACT)
     for name, slope in slopes.items():
         torch.testing.assert_close(others[name], slope, **EXACT)
-
-
-def test_a_prior_on_the_posterior_of_states_is_fitted_to_its_optimum():
-    """A share of the time in state 0; slopes at the end by differences of sums over all paths."""
-    symbols = torch.tensor([[0, 0, 1, 2, 2, 1], [2, 0, 0, 1, 1, 2], [0, 1, 0, 0, 2, 2]])
-    data, share, weight = Sequences(symbols), 0.8, 300.0
-    paths = oracle.all_paths(2, 6)
-
-    def log_prior(hmm):
-        found = hmm.posterior(data.values).state_probs[..., 0].mean()
-        return -weight * (found - share) ** 2
-
-    def log_joint(initial, transition, probs):
-        evidence, time = 0.0, []
-        for row in symbols.numpy():
-            emitted = np.log(probs[:, row]).T
-            logs = oracle.joint(np.log(initial), np.log(transition)[None], emitted, paths)
-            evidence += np.logaddexp.reduce(logs)
-            time.append(np.exp(logs - np.logaddexp.reduce(logs)) @ (paths == 0).mean(1))
-        priors = np.log(initial).sum() + np.log(transition).sum() + np.log(probs).sum()
-        return evidence + priors - weight * (np.mean(time) - share) ** 2
-
-    module = TabularHMM(2, categorical(3, 2.0), 2.0, 2.0)
-    fit = fit_map(MarginalModel(module, log_prior), data, num_iterations=1000, tolerance=1e-12)
-    names = ("module.initial", "module.transition", "module.emission.probs")
-    end = [fit.parameters[name].double().numpy() for name in names]
-    slopes = []
-    for place, part in enumerate(end):
-        for row in np.ndindex(part.shape[:-1]):
-            for entry in range(1, part.shape[-1]):
-                step = np.zeros_like(part)
-                step[(*row, 0)], step[(*row, entry)] = 1e-5, -1e-5
-                ends = [[*end[:place], part + sign * step, *end[place + 1 :]] for sign in (1, -1)]
-                slopes.append((log_joint(*ends[0]) - log_joint(*ends[1])) / 2e-5)
-    assert np.abs(slopes).max() < 1e-2  # of numbers of some tens
-    assert log_prior(fit.hmm(data)) > -1.0

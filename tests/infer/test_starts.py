@@ -209,28 +209,6 @@ def test_the_first_of_several_restarts_is_the_only_one_of_one():
         torch.testing.assert_close(first[:count], one.losses[:count], rtol=1e-7, atol=1e-7)
 
 
-def test_large_data_are_ranked_by_some_of_them(monkeypatch):
-    data, make = small_problem(0)
-    sizes, fit_once = [], em.Loop.run
-
-    def run(loop, *progress):
-        sizes.append((int(loop.parameters.data.lengths.sum()), loop.parameters.restarts))
-        fit_once(loop, *progress)
-
-    monkeypatch.setattr(em.Loop, "run", run)
-    for module in (em, starts):
-        monkeypatch.setattr(module, "MOST_STEPS", 50)
-    fit = fit_em(make(), data, restarts=8)
-    assert all(steps <= 60 for steps, _ in sizes[:-1])
-    assert sizes[-1] == (120, 8)
-    later = fit.restarts.losses[:, 2] != fit.restarts.losses[:, 1]
-    assert later.sum() <= 3  # the others were given up at once
-    pyro.set_rng_seed(0)
-    one = fit_em(make(), data, restarts=1).losses[-1]
-    pyro.set_rng_seed(0)
-    assert fit_em(make(), data, restarts=8).losses[-1] <= one * (1 + 2e-6)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_by_default_large_data_end_no_higher_than_from_one_start(seed):
     """Of more steps than starts are ranked by: the first goes on beside the best of a sample."""

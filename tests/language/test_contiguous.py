@@ -1,8 +1,6 @@
 """Sentences read as one text: scores, samples, training and the command."""
 
 import itertools
-import re
-from pathlib import Path
 
 import pyro
 import pytest
@@ -11,7 +9,6 @@ import torch
 from pyrohmm import BlockHMM, LanguageModel, Sequences, blocks
 from pyrohmm.data.vocabulary import Vocabulary
 from pyrohmm.language import model as language_models
-from pyrohmm.language.command import hold_out, main
 from pyrohmm.language.text import as_text
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 
@@ -102,28 +99,3 @@ def test_a_contiguous_model_learns_what_independent_sentences_do_not_have():
         found[contiguous] = -model.score(lines).mean().item()
     assert found[False] > 0.68  # log 2, the first word of each line
     assert found[True] < 0.05
-
-
-def test_the_command_trains_saves_and_scores_a_contiguous_model(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    Path("train.txt").write_text("\n".join(lines_in_turn(60)))
-    Path("test.txt").write_text("\n".join(lines_in_turn(9)))
-    options = ["--states", "12", "--clusters", "3", "--dim", "8", "--tokens", "40", "--epochs", "3",
-               "--rate", "0.02", "--contiguous", "--streams", "2"]  # fmt: skip
-    main(["train.txt", "--save", "m", *options])
-    shown = capsys.readouterr().out
-    assert "training on 57 sentences" in shown
-    model = LanguageModel.load("m")
-    assert model.contiguous
-    assert f"held out: {model.perplexity(lines_in_turn(60)[-3:])}, <eos> included" in shown
-    steps = re.search(r"ended after (\d+) steps", shown).group(1)
-    assert int(steps) == 3 * 3  # 57 lines have 114 tokens, in two streams of 20 steps
-    main(["--load", "m", "--score", "test.txt", "--generate", "2"])
-    shown = capsys.readouterr().out
-    assert f"test.txt: {model.perplexity(lines_in_turn(9))}" in shown
-
-
-def test_the_end_of_a_contiguous_text_is_held_out():
-    assert hold_out(["a", "b", "c", "d", "e"], 0.4, contiguous=True) == (
-        ["a", "b", "c"], ["d", "e"]
-    )  # fmt: skip

@@ -4,7 +4,7 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import LanguageModel, clusters, cooccurrence
+from pyrohmm import LanguageModel
 from pyrohmm.data.batches import Batches
 from pyrohmm.data.vocabulary import Vocabulary, word_classes
 from pyrohmm.io.files import read_directory, write_directory
@@ -35,13 +35,6 @@ def prepared(lines):
 # Clusters -----------------------------------------------------------------------------------------
 
 
-def plain(vocabulary, data, num_clusters):
-    """Brown clusters where ``<eos>`` is a word like others, and whether it is alone."""
-    found = clusters.brown(cooccurrence.count_pairs(data, len(vocabulary)), num_clusters)
-    end = vocabulary.index("<eos>")
-    return found.assignment, int((found.assignment == found.assignment[end]).sum()) == 1
-
-
 @pytest.mark.parametrize("num_clusters", [2, 3, 8, 16])
 def test_there_are_as_many_clusters_as_were_asked_for(num_clusters):
     vocabulary, data = prepared(text(80))
@@ -51,21 +44,6 @@ def test_there_are_as_many_clusters_as_were_asked_for(num_clusters):
     assert found.unique().tolist() == list(range(num_clusters))
     assert torch.equal(model.blocks.symbol_block, found)
     assert (found == num_clusters - 1).nonzero().tolist() == [[vocabulary.index("<eos>")]]
-
-
-def test_the_end_is_taken_out_of_clusters_that_keep_other_words():
-    """Where it is alone among C - 1, the others are those of C."""
-    vocabulary, data = prepared(text(80))
-    cases = set()
-    for num_clusters in range(2, 12):
-        found = find_clusters(data, vocabulary, num_clusters)
-        expected, alone = plain(vocabulary, data, num_clusters - 1)
-        if alone:
-            expected, again = plain(vocabulary, data, num_clusters)
-            assert again
-        cases.add(alone)
-        assert torch.equal(found, clusters.isolate(expected, [vocabulary.index("<eos>")]))
-    assert cases == {False, True}
 
 
 # What it is given ---------------------------------------------------------------------------------

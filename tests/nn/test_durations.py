@@ -168,12 +168,3 @@ def test_an_m_step_keeps_what_is_held_and_says_what_nothing_determines():
     torch.testing.assert_close(
         (logs.exp() * steps).sum(), (counts[0, 0] * steps).sum() / counts[0, 0].sum()
     )
-
-
-def test_modes_of_a_single_precision_module_are_those_of_double_precision():
-    """The priors are of the module's precision, the counts of double: no slope is rounded."""
-    family = negative_binomial_durations(120, shape_concentration=1.5, shape_rate=0.1)
-    counts = torch.poisson(torch.full((4, 3, 120), 0.7))
-    single, double = (family(3).to(dtype)._mode(counts) for dtype in (torch.float32, torch.float64))
-    for name, value in double.items():
-        torch.testing.assert_close(single[name], value, rtol=1e-6, atol=1e-9)

@@ -30,7 +30,6 @@ from pyrohmm import (
     normal_tied,
     parametric,
     poisson,
-    starts,
     streams,
     tied,
 )
@@ -404,23 +403,6 @@ def test_variances_do_not_cancel_far_from_zero(offset, family, kind):
         np.testing.assert_allclose(other[name], one[name], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", ["diagonal", "full"])
-def test_states_far_apart_keep_their_small_variances(kind):
-    rng = np.random.default_rng(20)
-    values = np.concatenate([rng.normal(0, 0.1, (30, 1)), rng.normal(1000, 0.1, (30, 1))])
-    weights = np.zeros((1, 60, 2))
-    weights[0, :30, 0] = weights[0, 30:, 1] = 1.0
-    module = normal(1)(2) if kind == "diagonal" else normal_full(1)(2)
-    name = "variance" if kind == "diagonal" else "covariance"
-    shape = (2, 1) if kind == "diagonal" else (2, 1, 1)
-    module.set_points(**{name: torch.ones(shape), "loc": torch.tensor([[0.0], [1000.0]])})
-    found, notes = m_step(module, values, weights)
-    assert notes == []
-    expected = [values[:30].var(), values[30:].var()]
-    lost = 30 * np.finfo(float).eps * 500**2 / 0.1**2  # thirty squares about the centre are added
-    np.testing.assert_allclose(found[name].flatten(), expected, rtol=lost)
-
-
 def test_columns_that_are_the_same_to_rounding_are_named():
     """In float32, with a prior that would let them be: there is no inverse to compute with."""
     rng = np.random.default_rng(22)
@@ -430,18 +412,6 @@ def test_columns_that_are_the_same_to_rounding_are_named():
     found, notes = m_step(module, values, np.ones((1, 40, 1)))
     assert "numerically singular in torch.float32" in notes[0]
     torch.linalg.cholesky(torch.as_tensor(found["covariance"]).float())
-
-
-@pytest.mark.parametrize(("name", "kind"), [("bits", torch.bool), ("plane", torch.int32)])
-def test_whole_numbers_are_taken_as_numbers(name, kind):
-    values = torch.randint(0, 2, (3, 5, 2))
-    data = Sequences(values.to(kind), torch.full((3,), 5))
-    fit = fit_em(
-        TabularHMM(2, CASES[name].family()), data, num_iterations=2, start=starts.by_kmeans
-    )
-    assert fit.losses.isfinite().all()
-    emission = fit.hmm(data)
-    torch.testing.assert_close(emission.log_prob(data.values), emission.log_prob(values.double()))
 
 
 def test_families_with_nothing_to_see_stay_where_they_are():

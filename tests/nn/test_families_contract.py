@@ -125,16 +125,3 @@ def test_the_contract_sees_an_m_step_that_is_no_maximum(monkeypatch):
     monkeypatch.setattr(kind, "m_step", wrong)
     with pytest.raises(AssertionError, match="a density of"):
         check_emission(pyrohmm.poisson(), torch.poisson(torch.full((30,), 3.0)))
-
-
-def test_the_contract_sees_samples_of_another_distribution(monkeypatch):
-    """Counts twice: too narrow, about the right place."""
-    kind = type(pyrohmm.poisson()(2))
-    right = kind.sample_parameters
-
-    def wrong(self, statistics, current):
-        return right(self, {name: 1.5 * value for name, value in statistics.items()}, current)
-
-    monkeypatch.setattr(kind, "sample_parameters", wrong)
-    with pytest.raises(AssertionError, match="samples of rate"):
-        check_emission(pyrohmm.poisson(), torch.poisson(torch.full((30,), 3.0)))

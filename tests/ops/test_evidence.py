@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from pyro.distributions import Categorical
 from torch.testing import assert_close
 
-from pyrohmm import HMM, recursions
+from pyrohmm import recursions
 from pyrohmm.ops import backends
 
 pytestmark = pytest.mark.skipif(not backends.has_numba(), reason="Numba is not installed")
@@ -73,22 +72,6 @@ def test_evidence_of_symbols_is_that_of_torch(count, steps, states, symbols, zer
     check_solved(arguments, weights, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["tables of each", "one table"])
-def test_each_group_of_sequences_has_its_matrix(shared):
-    """Restarts: parameters with a dimension to the left of the sequences."""
-    _, _, table, symbols, lengths, known = case(5, 7, 3, 4, torch.float64)
-    tables = table if shared else torch.stack([table, table.flip(0)]).unsqueeze(1)
-    initial, transition = logits(2, 1, 3), logits(2, 1, 3, 3)
-    weights = torch.ones(2, 5)
-    value, gradients = solved(initial, transition, tables, symbols, lengths, known, weights)
-    for r in range(2):
-        alone = table if shared else tables[r, 0]
-        arguments = initial[r, 0], transition[r, 0], alone, symbols, lengths, known
-        expected, slopes = solved(*arguments, weights[0], backends.TORCH)
-        assert_close(value[r], expected)
-        assert_close(gradients[1][r, 0], slopes[1])
-
-
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "hard zeros"])
 @pytest.mark.parametrize(
@@ -113,23 +96,6 @@ def test_few_and_many_sequences_in_each_layout(count, steps, states, zeros, dtyp
                 results.append((value.detach(), *torch.autograd.grad(value, inputs, weights)))
         for ours, theirs in zip(*results):
             assert_close(ours, theirs, **CLOSE[dtype])
-
-
-@pytest.mark.parametrize("nats", [1.0, 30.0, 740.0, 744.0, 800.0, 5000.0])
-@pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_a_state_that_cannot_be_explains_more(dtype, nats):
-    """The other state would do better, by so many nats in two steps; nothing leads to it."""
-    never = torch.tensor(0.0, dtype=dtype).log()
-    transition = torch.zeros(2, 2, dtype=dtype).fill_diagonal_(1.0).log()
-    likelihood = torch.zeros(1, 64, 2, dtype=dtype)
-    likelihood[..., 0] = -nats / 2
-    initial = torch.stack([torch.zeros((), dtype=dtype), never])
-    for requires in (False, True):
-        likelihood = likelihood.detach().requires_grad_(requires)
-        value = recursions.log_evidence(initial, transition[None], likelihood, torch.tensor([64]))
-        assert_close(value.detach(), torch.tensor([-32.0 * nats], dtype=dtype))
-    (gradient,) = torch.autograd.grad(value.sum(), likelihood)
-    assert_close(gradient, torch.tensor([1.0, 0.0], dtype=dtype).expand(1, 64, 2))
 
 
 def test_sequences_that_underflow_are_computed_again_and_the_others_are_not(monkeypatch):
@@ -177,24 +143,6 @@ def test_separated_observations_stay_in_the_loops(monkeypatch, count, dtype):
     assert_close(slope.double(), expected.state_probs, **CLOSE[dtype])
 
 
-@pytest.mark.parametrize("steps", [3, 4])  # as many as groups, or not
-@pytest.mark.parametrize("way", ["compiled", "torch", "per step"])
-def test_tables_with_more_dimensions_than_symbols(way, steps):
-    """Their dimensions are those of the batch, whichever way is taken; so are those of gaps."""
-    initial, transition, tables = logits(2), logits(2, 2), logits(3, 1, 2, 4)
-    symbols, lengths = torch.randint(4, (2, steps)), torch.full((2,), steps)
-    known = torch.rand(3, 1, steps) < 0.7
-    matrices = transition.expand(1 if way != "per step" else steps - 1, 2, 2)
-    with backends.use(backends.NUMBA if way == "compiled" else backends.TORCH):
-        value = recursions.log_evidence_of_symbols(
-            initial, matrices, tables, symbols, lengths, known
-        )
-        assert value.shape == (3, 2)
-        for r in range(3):
-            scores = tables[r, 0].T[symbols].masked_fill(~known[r].unsqueeze(-1), 0.0)
-            assert_close(value[r], recursions.log_evidence(initial, matrices, scores, lengths))
-
-
 def test_threads_share_sequences_and_repeat_every_bit(monkeypatch):
     """Sums over threads are added in a fixed order."""
     arguments = case(130, 12, 5, 6, torch.float32)
@@ -210,18 +158,6 @@ def test_threads_share_sequences_and_repeat_every_bit(monkeypatch):
     for a, b, c in zip(first[1], second[1], alone[1]):
         assert torch.equal(a, b)
         assert_close(a, c, rtol=1e-5, atol=1e-5)
-
-
-def test_an_hmm_of_symbols_writes_no_log_likelihoods(monkeypatch):
-    """Its evidence needs the table alone; labels and parameters per step go the longer way."""
-    even = torch.full((2, 2), 0.5).log()
-    hmm = HMM(even[0], even, Categorical(logits=even), torch.tensor([3, 2]))
-    values = torch.zeros(2, 3).long()
-    expected = hmm.log_prob(values)
-    monkeypatch.setattr(HMM, "_read", None)
-    assert_close(hmm.log_prob(values), expected)
-    with pytest.raises(TypeError):
-        hmm.restrict(torch.zeros(2, 3).long()).log_prob(values)
 
 
 STRIDED = {

@@ -19,7 +19,6 @@ from oracle import assert_close
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import recursions
-from pyrohmm.ops import backends
 
 NEVER = -np.inf
 
@@ -176,21 +175,6 @@ def test_many_states_agree_with_log_space(num_states, batch, kind):
     chain = random_chain(num_states, 5, batch, **kind)
     assert_answers(chain, chain.solved(), kind, ROUNDING[chain.log_likelihood.dtype])
     assert (scores_of(chain, recursions.sample_states(*chain, num_samples=2)) > NEVER).all()
-
-
-def test_float32_keeps_the_evidence_of_many_steps(engine):
-    chain = random_chain(3, 20_000, dtype=torch.float32, scale=1.0)
-    initial, transition, likelihood, _ = chain.arrays()
-    arrived, matrix, expected = np.exp(initial), np.exp(transition[0]), 0.0
-    for weight in np.exp(likelihood):
-        mass = arrived * weight
-        expected += np.log(mass.sum())
-        arrived = mass / mass.sum() @ matrix
-    evidence, states, transitions = recursions.posterior(*chain)
-    assert evidence.item() == pytest.approx(expected, rel=1e-5)
-    assert recursions.log_evidence(*chain).item() == pytest.approx(expected, rel=1e-5)
-    assert_close(states.sum(-1), np.ones(20_000), rtol=0, atol=1e-5)
-    assert transitions.sum().item() == pytest.approx(19_999, rel=1e-5)
 
 
 # Derivatives of both orders -----------------------------------------------------------------------
@@ -447,24 +431,6 @@ def test_a_long_chain_from_left_to_right(dtype, steps, engine, ranges):
     assert_close(reached, answer.best, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_what_stands_in_the_padding_changes_nothing(junk, dtype, engine):
-    chain = random_chain(3, 5, (4,), ragged=True, dtype=dtype)
-    ended = torch.arange(5) >= chain.lengths[:, None]
-    assert ended.any()
-    spoilt = chain._replace(log_likelihood=chain.log_likelihood.masked_fill(ended[..., None], junk))
-    for solve in (recursions.posterior, recursions.filtered, recursions.viterbi):
-        for one, other in zip(solve(*chain), solve(*spoilt)):
-            assert torch.equal(one, other)
-    both = chain.with_gradients(), spoilt.with_gradients()
-    for each in both:
-        recursions.log_evidence(*each).sum().backward()
-    for one, other in zip(both[0].gradients, both[1].gradients):
-        assert torch.equal(one, other)
-    assert not both[1].log_likelihood.grad[ended].any()
-
-
 @pytest.mark.parametrize("count", [1, 40])  # by states, and by sequences side by side
 def test_among_equal_paths_viterbi_takes_the_first(count, engine):
     initial, even = np.array([NEVER, NEVER, 0.0, 0.0, 0.0]), np.zeros((1, 5, 5))
@@ -484,22 +450,6 @@ def test_one_step_needs_no_matrix(engine):
     assert not recursions.posterior(*none).transitions.any()
     assert recursions.sample_states(*none).shape == (1, 3, 1)
     assert_gradients(none, answer._replace(transitions=np.zeros((3, 0, 3, 3))), None, {})
-
-
-def test_threads_share_the_work_and_change_nothing():
-    if not backends.has_numba():
-        pytest.skip("Numba is not installed")
-    chain = random_chain(8, 300, (7,), ragged=True)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = recursions.posterior(*chain)
-        torch.set_num_threads(3)
-        together = recursions.posterior(*chain)
-    finally:
-        torch.set_num_threads(before)
-    for one, other in zip(alone, together):
-        assert torch.equal(one, other)
 
 
 # Bad arguments ------------------------------------------------------------------------------------
