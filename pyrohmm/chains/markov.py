@@ -230,7 +230,7 @@ class PathFactors(NamedTuple):
         logs = logs.reshape(-1, *logs.shape[-3:])
         several = 1 if logs.shape[:2].numel() == 1 else int(steps) - 1  # steps a row, or each a row
         scores = filtered[..., :-1, :].reshape(-1, several, filtered.size(-1))
-        after = forward.sums(logs).over(scores, logs, logs.exp())
+        after = forward.sums(scores, logs)
         return torch.cat([first, after.reshape(filtered[..., 1:, :].shape)], -2)
 
     def backward(self) -> Tensor:

@@ -24,10 +24,12 @@ from .._transforms import transforming
 from .log_space import finite_or_zero, largest, log, logsumexp, step_mask
 
 LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
-SURE = 1e-280  # what a sum of products of numbers up to one is above if it loses only rounding
+FLOOR = 1e-150  # what factors of products are at least where they are possible
+SURE = 1e-130  # what a sum of such products is above if it loses only rounding
 SMALL = 1 << 12  # pairs of states, up to which their sum takes less time than a product
 AT_ONCE = 1 << 17  # numbers made at once, of all pairs of states: they stay in the cache
 Gradient = Callable[[Tensor], tuple[Tensor, ...]]
+Algebra = Any  # what a sum over states is: one of the classes below
 
 
 class Chain(NamedTuple):
@@ -126,29 +128,45 @@ def arrange(
 
 
 class Sums:
-    """Sums of probabilities, by products of matrices where these surely lose only rounding."""
+    """Sums of probabilities, by products of matrices.
+
+    A possible factor is at least ``FLOOR``, so that a product is zero only if it is impossible, and
+    ``SURE`` if nothing was lost. Of sequences where it is not, a second pass sums over all pairs.
+    """
 
     along = staticmethod(logsumexp)
 
-    def __init__(self, logs: Tensor) -> None:
+    def __init__(self, logs: Tensor, count: int) -> None:
         self.safe = bool((logs >= LEAST).all())
         self.sure = SURE * logs.exp().amax().clamp(min=1.0) if logs.numel() else SURE
+        self.lost = torch.zeros(count, dtype=torch.bool, device=logs.device)
+        self.again: Tensor | None = None  # the sequences of the second pass, once that is known
 
     def over(self, scores: Tensor, logs: Tensor, probs: Tensor) -> Tensor:
         """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
         if scores.numel() * scores.size(-1) <= SMALL:
             return PairSums.over(scores, logs)
         top = finite_or_zero(scores.detach().amax(-1, keepdim=True))
-        total = _product((scores - top).exp(), probs)
+        factors = (scores - top).exp() if self.safe else _possible(scores - top)
+        total = torch.einsum("nri,nrik->nrk", factors, probs)
         found = log(total) + top
-        if not self.safe and bool((total < self.sure).any()):
-            possible = ((part.detach() > -torch.inf).double() for part in (scores, logs))
-            lost = (total < self.sure) & (_product(*possible) > 0)
-            lost = lost.flatten(1).any(-1).nonzero().squeeze(-1)
-            for rows in lost.split(max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))):
-                table = logs if len(logs) == 1 else logs[rows]
-                found = found.index_put((rows,), PairSums.over(scores[rows], table))
+        if self.safe:
+            return found
+        if self.again is None:
+            lost = (total > 0) & (total < self.sure)
+            self.lost[: len(lost)] |= lost.flatten(1).any(-1)
+            return found
+        rows = self.again[self.again < len(scores)]
+        for part in rows.split(max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))):
+            table = logs if len(logs) == 1 else logs[part]
+            found = found.index_put((part,), PairSums.over(scores[part], table))
         return found
+
+    def twice(self, run: Callable[[Algebra], Any]) -> Any:
+        """What ``run`` returns, after a second pass where sums of the first have lost something."""
+        found = run(self)
+        self.again = self.lost.nonzero().squeeze(-1)
+        return run(self) if len(self.again) else found
 
 
 class PairSums:
@@ -179,17 +197,18 @@ class Maxima:
         return torch.cat([(part + table).amax(-2) for part, table in zip(parts, tables)])
 
 
-Algebra = Any  # one of these
+def _possible(logs: Tensor) -> Tensor:
+    """Exponentials, which are at least ``FLOOR`` but for hard zeros."""
+    return torch.where(logs.isneginf(), 0.0, logs.exp().clamp(min=FLOOR))
 
 
-def sums(logs: Tensor) -> Algebra:
-    """The sums over transitions with such logarithms, differentiable within transforms."""
-    return PairSums if transforming() else Sums(logs)
-
-
-def _product(values: Tensor, table: Tensor) -> Tensor:
-    """Products ``(n, R, k)`` of ``values`` and a table ``(n|1, R|1, k, k)``."""
-    return torch.einsum("nri,nrik->nrk", values, table)
+def sums(scores: Tensor, logs: Tensor) -> Tensor:
+    """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
+    if transforming():
+        return PairSums.over(scores, logs)
+    probs = _possible(logs)
+    found: Tensor = Sums(logs, len(scores)).twice(lambda each: each.over(scores, logs, probs))
+    return found
 
 
 # A step ------------------------------------------------------------------------------------------
@@ -244,7 +263,7 @@ def _lasting(weights: Tensor, t: Any, is_last: bool) -> Tensor:
 # The passes --------------------------------------------------------------------------------------
 
 
-def forward(chain: Chain, algebra: Algebra, probs: Tensor) -> list[Tensor]:
+def forward(chain: Chain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
     """Log-probabilities of the past and the states, ``(n_t, H, W)`` for each step t."""
     messages = [chain.initial + chain.likelihood[:, :1]]
     for t, count in enumerate(chain.counts[1:], 1):
@@ -254,6 +273,14 @@ def forward(chain: Chain, algebra: Algebra, probs: Tensor) -> list[Tensor]:
             message = torch.where((t <= chain.last).unsqueeze(-1), message, messages[-1])
         messages.append(message)
     return messages
+
+
+def _summed(chain: Chain) -> tuple[Algebra, Tensor, list[Tensor]]:
+    """The algebra of sums, what is multiplied for the transitions, and the messages."""
+    if transforming():
+        return PairSums, chain.logs, forward(chain, chain.logs, PairSums)
+    algebra, probs = Sums(chain.logs, len(chain.initial)), _possible(chain.logs)
+    return algebra, probs, algebra.twice(partial(forward, chain, probs))
 
 
 def _at(chain: Chain, probs: Tensor, t: int) -> tuple[Tensor, ...]:
@@ -284,9 +311,7 @@ def _evidence(chain: Chain, messages: list[Tensor]) -> Tensor:
 
 def solve(chain: Chain) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``; and the derivatives of its sum with weights, by all tensors."""
-    probs = chain.logs.exp()
-    algebra = Sums(chain.logs)
-    messages = forward(chain, algebra, probs)
+    algebra, probs, messages = _summed(chain)
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:
         return _gradient(chain, algebra, probs, messages, weight)
@@ -363,7 +388,7 @@ def log_evidence_by_pairs(arranged: Arranged) -> Tensor:
 
 def _by_pairs(chain: Chain) -> Tensor:
     """Log evidence ``(N,)``, by sums over all pairs of states."""
-    return _evidence(chain, forward(chain, PairSums, chain.logs))
+    return _evidence(chain, forward(chain, chain.logs, PairSums))
 
 
 @recomputing
@@ -375,7 +400,7 @@ def filtered(arranged: Arranged) -> Tensor:
     chain = arranged.chain
     count, num_steps, _ = chain.likelihood.shape
     steps = []
-    for t, message in enumerate(forward(chain, sums(chain.logs), chain.logs.exp())):
+    for t, message in enumerate(_summed(chain)[2]):
         weights = chain.weights if chain.weights is None else chain.weights[: len(message)]
         states = logsumexp(_end(t, message, weights), 1)
         states = states - finite_or_zero(logsumexp(states, -1).unsqueeze(-1))
@@ -390,27 +415,29 @@ def filtered(arranged: Arranged) -> Tensor:
 @torch.no_grad()
 def viterbi(arranged: Arranged) -> Tensor:
     """Most probable path of the states, ``(*B, T)``; 0 at padded steps."""
-    path = _walk_back(arranged.chain, Maxima, lambda logs: logs.argmax(-1), torch.Size())
+    chain = arranged.chain
+    messages = forward(chain, chain.logs, Maxima)
+    path = _walk_back(chain, Maxima, messages, lambda logs: logs.argmax(-1), torch.Size())
     return arranged.restored(path)
 
 
 @torch.no_grad()
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
     """Samples of paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
-    algebra = Sums(arranged.chain.logs)
-    paths = _walk_back(arranged.chain, algebra, drawn, torch.Size([num_samples]))
+    chain = arranged.chain
+    algebra, _, messages = _summed(chain)
+    paths = _walk_back(chain, algebra, messages, drawn, torch.Size([num_samples]))
     return arranged.restored(paths, 1)
 
 
 def _walk_back(
-    chain: Chain, algebra: Algebra, choose: Callable[[Tensor], Tensor], samples: torch.Size
-) -> Tensor:
+    chain: Chain, algebra: Algebra, messages: list[Tensor], choose: Callable[[Tensor], Tensor],
+    samples: torch.Size,
+) -> Tensor:  # fmt: skip
     """Paths ``(*S, N, T)`` of the states, from the last to the first; 0 at padded steps.
 
     ``choose`` returns a column for each row of log-probabilities.
     """
-    probs = chain.logs.exp()
-    messages = forward(chain, algebra, probs)
     ends = torch.cat([_end(*parts).flatten(1) for parts in _ends(chain, messages)])
     last = choose(ends.expand(*samples, *ends.shape))
     shape = (*samples, *chain.likelihood.shape[:2])
@@ -418,7 +445,7 @@ def _walk_back(
     place = last[..., :0]
     for t in range(len(chain.counts) - 1, -1, -1):
         if count := place.size(-1):
-            logs, _, *weights = _at(chain, probs, t + 1)
+            logs, _, *weights = _at(chain, chain.logs, t + 1)
             parts = place, messages[t][:count], logs, *weights
             place = _before(algebra, choose, t + 1, *parts)
         place = torch.cat([place, last[..., place.size(-1) : chain.counts[t]]], -1)

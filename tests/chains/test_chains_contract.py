@@ -16,7 +16,7 @@ from pyrohmm.chains import (
     SecondOrderChain,
     SemiMarkovChain,
 )
-from pyrohmm.ops import backends
+from pyrohmm.ops import backends, forward
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition
 from pyrohmm.ops.log_space import log
 from pyrohmm.testing import check_chain
@@ -108,7 +108,9 @@ def test_a_chain_keeps_the_contract_at_a_single_step(name):
 
 
 @pytest.mark.parametrize("name", [n for n in CHAINS if re.search("durations|blocks|markov", n)])
-def test_a_chain_keeps_the_contract_by_torch(name):
+@pytest.mark.parametrize("small", [forward.SMALL, 0], ids=["by pairs", "by products"])
+def test_a_chain_keeps_the_contract_by_torch(name, small, monkeypatch):
+    monkeypatch.setattr(forward, "SMALL", small)
     with backends.use(backends.TORCH):
         check_chain(CHAINS[name](), lengths=(1, 2, 4))
 

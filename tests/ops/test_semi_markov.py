@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pyrohmm import semi_markov
-from pyrohmm.ops import backends
+from pyrohmm.chains import SemiMarkovChain
+from pyrohmm.ops import backends, forward
 
 NEVER = -torch.inf
 
@@ -58,18 +59,24 @@ def test_hard_zeros_have_no_gradient_and_make_no_nan(engine):
         assert not gradient[leaf.isneginf()].any()
 
 
-def test_nothing_leaves_the_range_of_numbers(engine):
+@pytest.mark.parametrize("small", [forward.SMALL, 0], ids=["by pairs", "by products"])
+def test_nothing_leaves_the_range_of_numbers(engine, small, monkeypatch):
     """A segment is worth e^-5000 against another, and matters where that one is impossible."""
+    monkeypatch.setattr(forward, "SMALL", small)
     duration = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
     initial, swap = torch.tensor([0.0, -5000.0]), torch.tensor([[NEVER, 0.0], [0.0, NEVER]])
     likelihood = torch.tensor([[-900.0, -8000.0], [-2000.0, 3.0], [NEVER, 1.0], [-1e4, 900.0]])
     wanted = oracle.by_segments(
         *(part.numpy() for part in (initial, swap, duration, likelihood)), 4, True
     )
-    parts = initial, swap, duration, likelihood, torch.tensor(4)
-    found = semi_markov.expected_counts(*parts)
-    np.testing.assert_allclose(found.log_evidence, wanted.evidence, rtol=1e-14)
-    np.testing.assert_allclose(found.durations, wanted.durations, atol=1e-12)
+    other = torch.randn(4, 2)  # of which nothing is lost
+    parts = initial, swap, duration, torch.stack([other, likelihood]), torch.tensor([3, 4])
+    chain = SemiMarkovChain(initial, swap, duration)
+    found = chain.counts_of_each(*parts[3:])
+    np.testing.assert_allclose(found.log_evidence[1], wanted.evidence, rtol=1e-14)
+    np.testing.assert_allclose(found.counts["log_duration"][1], wanted.durations, atol=1e-12)
+    alone = chain.expected_counts(other, torch.tensor(3))
+    torch.testing.assert_close(found.log_evidence[0], alone.log_evidence)
 
 
 def test_survival_of_durations():
