@@ -71,6 +71,11 @@ class Packing:
         self.transforms, self.shapes = transforms, shapes
         self.sizes = [math.prod(shape) for shape in shapes.values()]
 
+    @classmethod
+    def of(cls, transforms: Mapping[str, Any], values: Mapping[str, Tensor]) -> Packing:
+        """The packing of values ``(R, ...)``."""
+        return cls(transforms, {n: to.inv(values[n]).shape[1:] for n, to in transforms.items()})
+
     def flat(self, values: Mapping[str, Tensor]) -> Tensor:
         """Coordinates ``(R, D)`` of values ``(R, ...)``, R of each."""
         parts = [to.inv(values[name]) for name, to in self.transforms.items()]

@@ -354,7 +354,7 @@ class Others:
         hamiltonian = self.hamiltonian
         hamiltonian.state = hamiltonian.at(hamiltonian.free(self._now()))
         hamiltonian.step()
-        self._set(hamiltonian.constrain(hamiltonian.state.place)[0])
+        self._set(hamiltonian.packing.values(hamiltonian.state.place))
 
     def log_density(self, values: Values) -> Tensor:
         """The log joint density of each chain, with the other parameters as they are."""

@@ -42,17 +42,27 @@ from torch.distributions import biject_to, constraints
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..nn.base import PYRO, HMMModule
+from ..nn.base import HMMModule
 from ..nn.regression import Linear
 from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
 from .models import exclusive
-from .objective import APART, check_copies, each_alone, latent_sites
-from .plates import AtValues, Point, in_plate, marks_of, sequence_plates
+from .objective import APART, check_copies, each_alone, latent_sites, log_joint
+from .plates import Point, in_plate, marks_of, sequence_plates, wide
+from .replicates import crossing
 from .results import Fit
 from .training import check_model_and_data
-from .uncertainty import FAR, VANISHING, Information, differences, double_of, evaluated, points_of
+from .uncertainty import (
+    FAR,
+    VANISHING,
+    Information,
+    differences,
+    double_of,
+    doubled,
+    evaluated,
+    points_of,
+)
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
@@ -88,7 +98,6 @@ class LaplaceInformation(Information):
         marginal: Of one copy of the model, at the estimates.
         values: The estimates, without random effects.
         supports: Their supports, by name.
-        effects: The most probable random effects.
 
     Attributes:
         drift: ``(P, G, d)``, derivatives of the most probable effects by the coordinates.
@@ -96,14 +105,10 @@ class LaplaceInformation(Information):
     """
 
     def __init__(
-        self,
-        marginal: Marginal,
-        values: Mapping[str, Tensor],
-        supports: Mapping[str, Any],
-        effects: Mapping[str, Tensor],
+        self, marginal: Marginal, values: Mapping[str, Tensor], supports: Mapping[str, Any]
     ) -> None:
         self.marginal = marginal
-        super().__init__(marginal.model, values, supports, marginal.data, effects)
+        super().__init__(marginal.model, values, supports, marginal.data)
 
     def run(
         self, u: Tensor, data: Sequences | None = None, away: Tensor | float = 0.0
@@ -111,9 +116,8 @@ class LaplaceInformation(Information):
         """Nothing, and the HMM at coordinates ``u`` and ``away`` from the most probable effects."""
         marginal = self.marginal
         effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1) + away)
-        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with AtValues({**self.values_at(u), **effects}):
-                return u.sum(), self.model(self.data if data is None else data)
+        data = self.data if data is None else data
+        return u.sum(), log_joint(self.model, data, {**self.values_at(u), **effects})[1]
 
     def of(
         self, function: Callable[[HMM], Tensor], data: Sequences | None = None
@@ -151,21 +155,14 @@ class LaplaceInformation(Information):
     def _upper(self, part: Coordinates, z: float) -> Tensor:
         """The value of a number at zero where twice its profile has fallen by the square of z."""
         own = self.labels.index(part.name)
-        values, falls = torch.logspace(-6, 6, 37, dtype=torch.double), torch.empty(0)
-        for _ in range(2):
+
+        def profile(values: Tensor) -> tuple[Tensor, Tensor]:
             place = torch.zeros(len(values), len(self.labels), dtype=torch.double)
             place[:, own] = (values / part.estimate).log()
-            top = self._profile(place, own)
-            falls = (2 * (top[0] - top)).clamp(min=0.0).sqrt()
-            above = (falls >= z).nonzero().flatten()
-            if not len(above):
-                return torch.tensor(torch.inf, dtype=torch.double)
-            first = max(int(above[0]) - 1, 0)
-            ends, low, high = values[[0, first, first + 1]], falls[first], falls[first + 1]
-            values = torch.cat(
-                [ends[:1], torch.lerp(ends[1], ends[2], torch.linspace(0, 1, 12).double())]
-            )
-        return torch.lerp(ends[1], ends[2], (z - low) / (high - low))
+            return values, self._profile(place, own)
+
+        grid = torch.logspace(-6, 6, 37, dtype=torch.double)
+        return crossing(profile, grid, z)
 
     def _profile(self, place: Tensor, own: int) -> Tensor:
         """The greatest log marginals ``(B,)`` where one coordinate stays as in ``place``."""
@@ -224,12 +221,12 @@ class LaplaceFit(Fit):
             data: The sequences that were fitted.
         """
         with self.at_rest():
-            marginal = Marginal(_doubled(self.model), double_of(data), self.random)
-            effects = {name: self.parameters[name].double() for name in self.random}
-            wide = {n: x if marginal.plated else x.unsqueeze(0) for n, x in effects.items()}
-            marginal.modes = marginal.packing.flat(wide).unsqueeze(0)
-            fixed = {name: v for name, v in self.parameters.items() if name not in self.random}
-            return LaplaceInformation(marginal, fixed, self.supports, effects)
+            marginal = Marginal(doubled(self.model), double_of(data), self.random)
+            fixed = {name: value.double() for name, value in self.parameters.items()}
+            effects = {name: fixed.pop(name) for name in self.random}
+            plated = self.random if marginal.plated else ()
+            marginal.modes = marginal.packing.flat(wide(effects, plated, 0)).unsqueeze(0)
+            return LaplaceInformation(marginal, fixed, self.supports)
 
     def effects(self, data: Sequences) -> dict[str, Effect]:
         """Predictions of the random effects, by name.
@@ -264,44 +261,34 @@ class LaplaceFit(Fit):
         return -2 * self.log_marginal + 2 * len(self.information(data).labels)
 
 
-def _doubled(model: Any) -> Any:
-    return copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
-
-
 class _Search:
     """The parameters without random effects, in unconstrained coordinates of R starts."""
 
     def __init__(self, marginal: Marginal, start: Mapping[str, Tensor], restarts: int) -> None:
         self.marginal = marginal
         model, data, random = marginal.model, marginal.data, marginal.random
-        with pyro.get_param_store().scope():
-            points, spaces = points_of(model, data)
-        self.supports: dict[str, Any] = {n: spaces[n] or constraints.real for n in points}
-        samples = []
         with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
-            for _ in range(restarts):
-                trace = poutine.trace(model).get_trace(data)
-                found, _ = latent_sites(trace)
-                self.supports |= {n: space for n, space in found.items() if n not in random}
-                samples.append({n: trace.nodes[n]["value"] for n in found if n not in random})
-        self.plated = {name for name in self.supports if in_plate(trace.nodes[name])}
+            points, spaces, nodes = points_of(model, data)
+            traces = [poutine.trace(model).get_trace(data) for _ in range(restarts)]
+        latent = {n: space for n, space in latent_sites(traces[0])[0].items() if n not in random}
+        self.supports: dict[str, Any] = {n: spaces[n] or constraints.real for n in points} | latent
+        self.plated = {name for name in self.supports if in_plate(nodes[name])}
         if unknown := sorted(set(start) - set(self.supports) - set(random)):
             known = ", ".join(self.supports) or "no parameters"
             raise ValueError(f"start has {unknown[0]!r}, which the model has not; it has {known}.")
+        samples = [{name: trace.nodes[name]["value"] for name in latent} for trace in traces]
         rows = [{**points, **sample, **start} for sample in samples]
         to: Any = {name: biject_to(space) for name, space in self.supports.items()}
         values = {n: torch.stack([row[n].detach().double() for row in rows]) for n in to}
-        shapes = {name: to[name].inv(value).shape[1:] for name, value in values.items()}
-        self.packing = Packing(to, shapes)
-        self.names = [n for n, shape in shapes.items() for _ in range(shape.numel())]
+        self.packing = Packing.of(to, values)
+        self.names = [n for n, shape in self.packing.shapes.items() for _ in range(shape.numel())]
         self.place = self.packing.flat(values)
         if not self.names:
             raise ValueError("model has no parameters but random effects: there is nothing to fit.")
 
     def wide(self, place: Tensor) -> Values:
         """Parameters with a dimension of sequences, as copies of the model take them."""
-        values = self.packing.values(place)
-        return {n: v if n in self.plated else v.unsqueeze(1) for n, v in values.items()}
+        return wide(self.packing.values(place), self.plated)
 
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log marginals ``(B',)`` of the copies ``rows``, and their slopes."""
@@ -419,7 +406,7 @@ def fit_laplace(
     check_size("restarts", restarts)
     check_size("num_steps", num_steps)
     random = [random] if isinstance(random, str) else list(random)
-    marginal = Marginal(_doubled(model), double_of(data), random)
+    marginal = Marginal(doubled(model), double_of(data), random)
     search = _Search(marginal, dict(start or {}), restarts)
     search.check()
     first, peak = search.climb(num_steps, tolerance)

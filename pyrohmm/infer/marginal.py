@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.distributions import biject_to
 
 from ..data.sequences import Sequences
-from ..nn.base import PYRO
 from .coordinates import Packing
-from .objective import is_likelihood
-from .replicates import CELLS, Densities
+from .objective import is_likelihood, log_joint
+from .replicates import CELLS
 
 NEWTON = 60  # steps to the most probable effects
 NODES = 31  # of quadrature, the fewest
@@ -106,11 +105,14 @@ class Marginal:
     def terms(self, values: Values, b: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities of the members ``(B', G)``, and all that is outside their plate."""
         effects = self.packing.values(b)
-        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with _Terms({**values, **effects}, len(b), self.plate) as terms:
-                self.model(self.data)
-        own = terms.own + self.packing.log_volume(b, effects)
-        return own, (terms.likelihood + terms.prior).expand(len(b))
+        joint, _ = log_joint(self.model, self.data, {**values, **effects}, len(b))
+        own, rest = torch.zeros(()), torch.zeros(())
+        for scores, site in joint.sites.values():
+            if self.plate in {frame.name for frame in site["cond_indep_stack"]}:
+                own = own + scores.reshape(-1, *scores.shape[-2:]).sum(0)
+            else:
+                rest = rest + scores.sum(-1).reshape(-1, len(b)).sum(0)
+        return own + self.packing.log_volume(b, effects), rest.expand(len(b))
 
     def derivatives(self, values: Values, b: Tensor, graph: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Log joints ``(B',)``, gradients ``(B', G, d)``, minus blocks of second derivatives."""
@@ -271,21 +273,6 @@ class Marginal:
         self.modes = self.modes[:1].repeat(copies, 1, 1)
         if self.widths is not None:
             self.widths = self.widths[:1].repeat(copies, 1, 1)
-
-
-class _Terms(Densities):
-    """Log joint densities, those of the members of a plate apart, ``own`` ``(R, G)``."""
-
-    def __init__(self, values: Values, copies: int, plate: str) -> None:
-        super().__init__(values, copies)
-        self.plate, self.own = plate, torch.zeros(())
-
-    def add(self, message: Any, scores: Tensor) -> None:
-        """Add the log-densities ``(*, R, N)`` of a site."""
-        if self.plate in {frame.name for frame in message["cond_indep_stack"]}:
-            self.own = self.own + scores.reshape(-1, *scores.shape[-2:]).sum(0)
-        else:
-            super().add(message, scores)
 
 
 def _uphill(blocks: Tensor, slope: Tensor) -> Tensor:

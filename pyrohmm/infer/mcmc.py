@@ -31,7 +31,7 @@ from .gradient import near_data
 from .models import MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
 from .parameters import Values
-from .plates import marks_of, sequence_plates
+from .plates import marks_of, narrow, sequence_plates, wide
 from .results import Fit
 from .sampled import Chains, Ladder, SampledFit
 from .starts import Start, from_prior
@@ -58,12 +58,9 @@ class State:
 
     def replaced(self, by: State, where: Tensor) -> State:
         """The state ``by`` of the chains ``where`` ``(C,)``, this one of the others."""
-        wide = where.unsqueeze(-1)
-        return State(
-            torch.where(wide, by.place, self.place),
-            torch.where(where, by.log_density, self.log_density),
-            torch.where(wide, by.gradient, self.gradient),
-        )
+        pairs = zip(vars(by).values(), vars(self).values())
+        return State(*(torch.where(where if x.dim() == 1 else where[:, None], x, y)
+                       for x, y in pairs))  # fmt: skip
 
 
 @dataclass
@@ -113,18 +110,14 @@ class Tuning:
         if self.done > self.warmup:
             return
         self.since += 1
-        self._learn_step(moved.accepted)
+        # dual averaging of the mean acceptance over chains (Nesterov, 2009)
+        self.error += self.target - moved.accepted.double().mean().item()
+        self.log_step = self.centre - math.sqrt(self.since) / 0.05 * self.error / (self.since + 10)
         self._learn_length(before, moved, chains[:, -1])
         share = (self.since + 1) ** -0.6
         now = (self.log_step, self.log_length)
         self.averages = [a + share * (b - a) for a, b in zip(self.averages, now)]
         self._learn_metric(after, chains)
-
-    def _learn_step(self, accepted: Tensor) -> None:
-        """Dual averaging of the mean over chains (Nesterov, 2009)."""
-        mean = accepted.double().mean().item()
-        self.error += self.target - mean
-        self.log_step = self.centre - math.sqrt(self.since) / 0.05 * self.error / (self.since + 10)
 
     def _learn_length(self, before: State, moved: Moved, cold: Tensor) -> None:
         """A step of Adam up the slope of the logarithm of the squared jump for its time."""
@@ -138,8 +131,8 @@ class Tuning:
         self.square = 0.95 * self.square + 0.05 * total**2
         unbiased = self.square / (1 - 0.95**self.since)
         self.log_length += 0.025 * total / (math.sqrt(unbiased) + 1e-12)
-        shortest = self.log_step
-        self.log_length = min(max(self.log_length, shortest), shortest + math.log(LONGEST))
+        beyond = min(max(self.log_length - self.log_step, 0.0), math.log(LONGEST))
+        self.log_length = self.log_step + beyond
 
     def _learn_metric(self, state: State, chains: Tensor) -> None:
         """Renew the metric at the end of a window, from places and gradients within chains."""
@@ -196,11 +189,8 @@ class Hamiltonian:
         ladder: Ladder,
         target: float = TARGET,
     ) -> None:
-        self.ladder = ladder
-        transforms = {name: coordinates(supports[name]) for name in values}
-        shapes = {name: to.inv(values[name]).shape[1:] for name, to in transforms.items()}
-        self.packing = Packing(transforms, shapes)
-        self.log_density = log_density
+        self.ladder, self.log_density = ladder, log_density
+        self.packing = Packing.of({name: coordinates(supports[name]) for name in values}, values)
         place = self.free(values)
         self.state = State(place, place.new_empty(0), place)
         root = torch.ones_like(place[: ladder.size])
@@ -212,18 +202,13 @@ class Hamiltonian:
         spaces = self.packing.transforms.items()
         return self.packing.flat({n: interior(to.codomain, values[n]) for n, to in spaces})
 
-    def constrain(self, free: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Values of coordinates, and the log-determinant ``(C,)`` of the slope of the map."""
-        values = self.packing.values(free)
-        return values, self.packing.log_volume(free, values)
-
     def at(self, place: Tensor) -> State:
         """The state of chains at coordinates ``(C, D)``; impossible if a matrix has no root."""
         with torch.enable_grad():
             free = place.detach().requires_grad_()
-            values, slope = self.constrain(free)
+            values = self.packing.values(free)
             try:  # else the trajectories of all are given up
-                total = self.log_density(values) + slope
+                total = self.log_density(values) + self.packing.log_volume(free, values)
             except torch.linalg.LinAlgError:
                 total = 0 * free.sum(-1) - torch.inf
             (gradient,) = torch.autograd.grad(total.sum(), free)
@@ -410,13 +395,13 @@ class HMC(Chains):
         trace = trace_of_batchable(model, data, self.copies)
         with torch.no_grad(), poutine.block():
             self.plates = sequence_plates(model, data, trace)
-        wide = self._simulated()
+        nodes = self._simulated().nodes
         self.supports, _ = latent_sites(trace)
         if not self.supports:
             raise ValueError("model has no latent variables to sample: all of it is frozen.")
-        self.prior = {name: wide.nodes[name]["value"] for name in self.supports}
+        self.prior = {name: nodes[name]["value"] for name in self.supports}
         self.deep = {name for name in self.supports if trace.nodes[name]["fn"].batch_shape}
-        spaces = {name: wide.nodes[name]["fn"].support for name in self.supports}
+        spaces = {name: nodes[name]["fn"].support for name in self.supports}
         # else samples are not those of the prior
         self.refreshes = not any(is_log_prior(name) for name in trace.nodes)
         self.inverse: Any = 1.0
@@ -445,12 +430,9 @@ class HMC(Chains):
         if start is None:
             found = {}
             if isinstance(self.model, MarginalModel):
-                chains = len(next(iter(self.prior.values())))
-                found = near_data(self.model.module, self.data, chains)
-            wide = {
-                n: x.unsqueeze(1).to(self.prior[n]) for n, x in found.items() if n in self.prior
-            }
-            ends = hamiltonian.climb(hamiltonian.free(self.prior | wide), CLIMB)
+                found = near_data(self.model.module, self.data, self.copies)
+            known = {n: x.to(self.prior[n]) for n, x in found.items() if n in self.prior}
+            ends = hamiltonian.climb(hamiltonian.free(self.prior | wide(known, ())), CLIMB)
             ladders = self.ladder.rungs.shape if self.ladder.size > 1 else (1, -1)
             scores = ends.log_density.nan_to_num(-torch.inf).reshape(ladders)
             first = torch.arange(0, scores.numel(), scores.size(1), device=scores.device)
@@ -468,7 +450,7 @@ class HMC(Chains):
 
     def _widened(self, values: Values) -> Values:
         """Start values with a dimension of chains."""
-        wide = {}
+        found = {}
         for name, like in self.prior.items():
             if name not in values:
                 raise ValueError(f"start has no value for {name}; it has {', '.join(values)}.")
@@ -477,8 +459,8 @@ class HMC(Chains):
             if value.shape == (len(self.ladder.rungs), *single.shape):
                 value = value.repeat_interleave(self.ladder.size, 0)
                 value = value if name in self.deep else value.unsqueeze(1)
-            wide[name] = value.expand(like.shape)
-        return wide
+            found[name] = value.expand(like.shape)
+        return found
 
     def step(self) -> None:
         """A trajectory of every chain; its end is kept after the warmup."""
@@ -487,9 +469,10 @@ class HMC(Chains):
         if self.done < self.warmup:
             return
         state = self.hamiltonian.state
-        values, slope = self.hamiltonian.constrain(state.place)
-        now = {n: v if n in self.deep else v.squeeze(1) for n, v in values.items()}
-        now |= {
+        packing = self.hamiltonian.packing
+        values = packing.values(state.place)
+        slope = packing.log_volume(state.place, values)
+        now = narrow(values, self.deep) | {
             "lp": (state.log_density - slope).double(), "diverging": moved.diverged,
             "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, num_steps),
         }  # fmt: skip
@@ -501,7 +484,7 @@ class HMC(Chains):
         hamiltonian, ladder = self.hamiltonian, self.ladder
         place = hamiltonian.state.place
         with torch.no_grad():
-            likelihood = self._joint(hamiltonian.constrain(place)[0]).likelihood
+            likelihood = self._joint(hamiltonian.packing.values(place)).likelihood
         _, works = ladder.swap((ladder.others.to(place) - ladder.own.to(place)) * likelihood)
         self.inverse = ladder.own.to(place)
         if self.refreshes:
@@ -514,11 +497,9 @@ class HMC(Chains):
     def tuned(self) -> dict[str, float]:
         """Step size, trajectory length, mean leapfrog steps and acceptance, after the warmup."""
         step, length = map(math.exp, self.hamiltonian.tuning.averages)
-        return {
-            "step size": step, "trajectory length": length,
-            "leapfrog steps": self.kept["leapfrogs"].double().mean().item(),
-            "acceptance": self.kept["acceptance"].double().mean().item(),
-        }  # fmt: skip
+        leaps, accepted = (self.kept[n].double().mean().item() for n in ("leapfrogs", "acceptance"))
+        return {"step size": step, "trajectory length": length, "leapfrog steps": leaps,
+                "acceptance": accepted}  # fmt: skip
 
     def state(self) -> dict[str, Any]:
         """State of the chains and of what has been tuned, for checkpoints."""

@@ -11,6 +11,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
+from pyro.distributions import Dirichlet, Gamma
 from pyro.distributions.util import is_identically_zero, scale_and_mask
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, AutoGuideList, AutoNormal
@@ -21,6 +22,7 @@ from torch.distributions import constraints
 
 from .._choices import SHARED
 from ..data.sequences import Sequences
+from ..nn.base import PYRO
 from .plates import AtValues, PlatesOfBatch, repeatable, sequence_plates
 
 APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
@@ -208,47 +210,75 @@ def is_log_prior(name: str) -> bool:
 
 
 class LogJoint(AtValues):
-    """Runs a model at values of its variables, and adds up log-densities of each of R copies.
+    """Log joint density of a model at values of its variables, of each of R copies of the model.
 
     Args:
         values: By name, ``(R, ...)``.
-        copies: R.
+        copies: R; None for one, whose values have no dimension of copies.
         weights: ``(R, N)``, how often each sequence counts; once by default.
+        inside: Whether priors are those of values off the edge, where their slopes are finite.
 
     Attributes:
-        likelihood: ``(R,)``.
-        prior: ``(R,)``.
+        sites: Log-densities of each site ``(*, R, N)``, by name, with the site.
     """
 
     def __init__(
-        self, values: Mapping[str, Tensor], copies: int, weights: Tensor | None = None
+        self,
+        values: Mapping[str, Tensor],
+        copies: int | None = None,
+        weights: Tensor | None = None,
+        inside: bool = False,
     ) -> None:
         super().__init__(values)
-        self.copies, self.weights = copies, weights
-        self.likelihood: Any = torch.zeros(())
-        self.prior: Any = torch.zeros(())
+        self.copies, self.weights, self.inside = copies, weights, inside
+        self.sites: dict[str, tuple[Tensor, Any]] = {}
 
     def _pyro_post_sample(self, message: Any) -> None:
         if site_is_subsample(message):
             return
-        scores = message["fn"].log_prob(message["value"], *message["args"], **message["kwargs"])
+        value, fn = message["value"], message["fn"]
+        prior = getattr(fn, "base_dist", fn)
+        if self.inside and isinstance(prior, Dirichlet | Gamma) and not message["is_observed"]:
+            value = value.clamp(min=torch.finfo(value.dtype).tiny)
+        scores = fn.log_prob(value, *message["args"], **message["kwargs"])
         scores = scale_and_mask(scores, message["scale"], message["mask"])
-        if scores.dim() < 2 or scores.size(-2) != self.copies:
+        if self.copies is not None and (scores.dim() < 2 or scores.size(-2) != self.copies):
             raise ValueError(
                 f"site {message['name']!r} is the same in all restarts or chains; its parameters "
                 "must keep the dimensions to the left of their own."
             )
         if self.weights is not None and is_likelihood(message):
             scores = torch.where(self.weights > 0, scores, 0.0) * self.weights
-        self.add(message, scores)
+        self.sites[message["name"]] = scores, message
 
-    def add(self, message: Any, scores: Tensor) -> None:
-        """Add the log-densities ``(*, R, N)`` of a site."""
-        total = scores.sum(-1).reshape(-1, self.copies).sum(0)
-        if is_likelihood(message):
-            self.likelihood = self.likelihood + total
-        else:
-            self.prior = self.prior + total
+    def _total(self, likelihood: bool) -> Tensor:
+        scores = [x for x, site in self.sites.values() if is_likelihood(site) == likelihood]
+        if self.copies is None:
+            return sum((x.sum() for x in scores), torch.zeros(()))
+        return sum((x.sum(-1).reshape(-1, self.copies).sum(0) for x in scores), torch.zeros(()))
+
+    @property
+    def likelihood(self) -> Tensor:
+        """Log-likelihood of each copy, ``(R,)``."""
+        return self._total(True)
+
+    @property
+    def prior(self) -> Tensor:
+        """Log-prior of each copy, ``(R,)``."""
+        return self._total(False)
+
+
+def log_joint(
+    model: Any,
+    data: Sequences,
+    values: Mapping[str, Tensor],
+    copies: int | None = None,
+    weights: Tensor | None = None,
+) -> tuple[LogJoint, Any]:
+    """Log joint density of ``model`` at values of its variables, and the HMM it returns there."""
+    with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with LogJoint(values, copies, weights, inside=True) as joint:
+            return joint, model(data)
 
 
 def each_alone(joint: Callable[[Tensor], Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,7 +330,7 @@ class RestartLosses(nn.Module):
             self.model(batch)
         parts = torch.broadcast_tensors(joint.likelihood, joint.prior)
         self.parts = torch.stack(parts).detach()
-        return -(joint.likelihood + joint.prior)
+        return -(parts[0] + parts[1])
 
 
 def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from pyro import poutine
-from pyro.distributions.util import scale_and_mask
 from pyro.nn.module import PyroModule, _Context
-from pyro.poutine.messenger import Messenger
 from torch import Tensor, nn
 from torch.distributions import transform_to
 
@@ -21,7 +19,7 @@ from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
-from .objective import check_events
+from .objective import LogJoint, check_events
 
 GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
 Values = dict[str, Tensor]
@@ -124,9 +122,9 @@ class Parameters:
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
-        with _LogDensities(self.values) as sampled:
+        with LogJoint(self.values) as joint:
             hmm = build(self.module, batch)
-        prior = sum(sampled.found.values(), torch.zeros(()))
+        prior = sum((scores for scores, _ in joint.sites.values()), torch.zeros(()))
         if self.restarts > 1 and prior.dim():  # (R, 1)
             prior = prior.sum(-1)
         if self.log_prior is not None:
@@ -143,11 +141,11 @@ class Parameters:
         """Gradients of log priors at attributes of the module of these names, ``(R, ...)``."""
         with torch.enable_grad():
             leaves = {n: self.values[n].detach().clone().requires_grad_() for n in names}
-            with _LogDensities(leaves) as sampled, self.module._pyro_context:
+            with LogJoint(leaves) as joint, self.module._pyro_context:
                 for name in leaves:
                     attrgetter(name)(self.module)
             self.module._pyro_context.used = False
-            total = sum((each.sum() for each in sampled.found.values()), torch.zeros(()))
+            total = joint.prior
             if not total.requires_grad:  # no prior counts
                 return {}
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
@@ -208,22 +206,6 @@ class Parameters:
         with torch.no_grad():
             for point, saved in zip(self.points, state["points"], strict=True):
                 point.copy_(saved)
-
-
-class _LogDensities(Messenger):
-    """Runs a model at values of its variables, by name, and computes their log-densities."""
-
-    def __init__(self, values: Values) -> None:
-        super().__init__()
-        self.values, self.found = values, dict[str, Tensor]()
-
-    def _pyro_sample(self, message: Any) -> None:
-        name = message["name"]
-        if name in self.values and not message["is_observed"]:
-            message["value"] = value = self.values[name]
-            message["done"] = True
-            log_prob = message["fn"].log_prob(value, *message["args"], **message["kwargs"])
-            self.found[name] = scale_and_mask(log_prob, message["scale"], message["mask"])
 
 
 def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:

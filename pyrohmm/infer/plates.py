@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -101,6 +101,16 @@ def in_plate(site: Any) -> bool:
     if site["type"] != "param":
         return bool(frames)
     return any(value.dim() >= -f.dim and value.size(f.dim) == f.size for f in frames if f.dim)
+
+
+def wide(values: Mapping[str, Tensor], plated: Container[str], dim: int = 1) -> dict[str, Tensor]:
+    """Values of copies of a model, with the dimension ``dim`` of sequences if not ``plated``."""
+    return {name: x if name in plated else x.unsqueeze(dim) for name, x in values.items()}
+
+
+def narrow(values: Mapping[str, Tensor], plated: Container[str]) -> dict[str, Tensor]:
+    """Values without the dimension that :func:`wide` has given them."""
+    return {name: x if name in plated else x.squeeze(1) for name, x in values.items()}
 
 
 class AtValues(Messenger):

@@ -10,24 +10,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pyro
 import torch
-from pyro import poutine
-from pyro.distributions import Dirichlet, Gamma
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from .._checks import check_size
 from ..distributions.hmm import HMM
-from ..nn.base import PYRO
 from ..ops.newton import Peak, climb
-from .coordinates import Coordinates, names_of
-from .objective import APART, LogJoint, check_copies, each_alone
+from .coordinates import names_of
+from .objective import APART, check_copies, each_alone, log_joint
 from .uncertainty import Information, normal_quantile
 
 CELLS = 1 << 22  # copies x sequences x steps x states of one pass
 FAR = 4.0  # standard errors over which a profile is first looked at, on either side
 GRID = 12  # points of a profile on either side
+CLOSE = 0.05  # share of a limit, from one point to the next, that is fine enough
 HOLD = 30.0  # curvature, in units of that of the fit, that holds a parameter near a value
 TIE = 1e-3  # standard deviations from the estimate that are rounding of a replicate's fit
 ROUNDS = 4  # times that a profile is looked at farther away, or nearer
@@ -96,9 +93,8 @@ class Copies:
             data = data.with_total(data.total)
             data.values = self.values[rows]
             data.labels = None if self.labels is None else self.labels[rows]
-        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with Densities(self.information.values_at(u), len(rows), weights) as joint:
-                hmm = self.information.model(data)
+        values = self.information.values_at(u)
+        joint, hmm = log_joint(self.information.model, data, values, len(rows), weights)
         return joint.likelihood + joint.prior, hmm
 
     def matched(self, u: Tensor) -> Tensor:
@@ -113,17 +109,6 @@ class Copies:
                 states = hmm.expand(torch.Size([len(some), len(data)])).posterior(data.values)
             same.append((match_states(states.state_probs, reference) == own).all(-1))
         return torch.cat(same)
-
-
-class Densities(LogJoint):
-    """Log joint densities, with priors of values off the edge, where slopes are finite."""
-
-    def _pyro_post_sample(self, message: Any) -> None:
-        prior = getattr(message["fn"], "base_dist", message["fn"])
-        if isinstance(prior, Dirichlet | Gamma) and not message["is_observed"]:
-            least = torch.finfo(message["value"].dtype).tiny
-            message = {**message, "value": message["value"].clamp(min=least)}
-        super()._pyro_post_sample(message)
 
 
 @dataclass
@@ -151,9 +136,8 @@ class Bootstrap:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters of the replicates by name, ``(B, ...)``."""
-        parts = zip(
-            self.information.coordinates, self.coordinates.split(self.information.sizes, -1)
-        )
+        information = self.information
+        parts = zip(information.coordinates, self.coordinates.split(information.sizes, -1))
         return {part.name: part.value(own).detach() for part, own in parts}
 
     def std_errors(self) -> dict[str, Tensor]:
@@ -250,8 +234,14 @@ class _Held(Copies):
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)
-        self.part, self.entry = _entry(information, label)
-        start = sum(information.sizes[: information.coordinates.index(self.part)])
+        parts = information.coordinates
+        entries = {n: (part, i) for part in parts
+                   for i, n in enumerate(names_of(part.name, part.estimate))}  # fmt: skip
+        if label not in entries:
+            some = ", ".join(information.labels[:4])
+            raise ValueError(f"of must name an entry of a parameter, such as {some}; got {label}.")
+        self.part, self.entry = entries[label]
+        start = sum(information.sizes[: parts.index(self.part)])
         self.own = slice(start, start + len(self.part.labels))
         errors = information.std_errors()[self.part.name]
         if errors.flatten()[self.entry].isnan():
@@ -284,14 +274,31 @@ class _Held(Copies):
         return number[peak.converged], value[peak.converged]
 
 
-def _entry(information: Information, label: str) -> tuple[Coordinates, int]:
-    """The parameter, and the entry of it, that a label such as ``"module.rate[0]"`` names."""
-    for part in information.coordinates:
-        names = names_of(part.name, part.estimate)
-        if label in names:
-            return part, names.index(label)
-    some = ", ".join(information.labels[:4])
-    raise ValueError(f"of must name an entry of a parameter, such as {some}; got {label!r}.")
+def crossing(profile: Callable[[Tensor], tuple[Tensor, Tensor]], grid: Tensor, z: float) -> Tensor:
+    """Where the root of twice the fall of a profile reaches ``z``, from zero on; else infinity.
+
+    Args:
+        profile: From places to those near them, and the greatest log joint densities there.
+        grid: Rising places, the first of which is the top.
+        z: Of a normal interval.
+    """
+    place, value = torch.zeros(0).double(), torch.zeros(0).double()
+    for _ in range(ROUNDS):
+        near, found = profile(grid)
+        place, order = torch.cat([place, near]).sort()
+        value = torch.cat([value, found])[order]
+        root = (2 * (value[0] - value)).clamp(min=0).sqrt()
+        above = (root >= z).nonzero()
+        last = int(above[0]) if len(above) else len(place) - 1
+        low, high = place[last - 1], place[last]
+        if not len(above):
+            low, high = high, 4 * high
+        elif high - low < CLOSE * high:
+            break
+        grid = torch.linspace(low, high, GRID + 1).double()[1:]
+    if not len(above):
+        return torch.tensor(torch.inf).double()
+    return torch.lerp(low, high, (z - root[last - 1]) / (root[last] - root[last - 1]))
 
 
 def profile_interval(information: Information, label: str, level: float) -> tuple[Tensor, Tensor]:
@@ -302,33 +309,16 @@ def profile_interval(information: Information, label: str, level: float) -> tupl
     the profile that are climbed as one batch. A side on which the log joint never falls so far has
     the boundary as its limit.
     """
-    z = normal_quantile(level)
-    held = _Held(information, label)
-    top = held(torch.zeros(1, len(held.root)).double(), torch.zeros(1).long())[0]
-    limits = []
+    held, limits = _Held(information, label), []
     for sign in (-1.0, 1.0):
-        low, high = 0.0, FAR * z / 2
-        number, root = torch.zeros(1).double(), torch.zeros(1).double()
-        for _ in range(ROUNDS):
-            grid = sign * torch.linspace(low, high, GRID + 1)[1:].double()
-            near, value = held.profile(grid)
-            number = torch.cat([number, sign * near])
-            root = torch.cat([root, (2 * (top - value)).clamp(min=0).sqrt()])
-            order = number.argsort()
-            number, root = number[order], root[order]
-            above = (root >= z).nonzero().flatten()
-            if len(above):
-                low, high = number[above[0] - 1].item(), number[above[0]].item()
-                if high - low < 0.05:
-                    break
-            else:
-                low, high = high, 4 * high
-        if not len(above):
-            limits.append(torch.tensor(sign * torch.inf).double())
-            continue
-        first = above[0] - 1
-        share = (z - root[first]) / (root[first + 1] - root[first])
-        limits.append(sign * torch.lerp(number[first], number[first + 1], share))
+
+        def side(places: Tensor, sign: float = sign) -> tuple[Tensor, Tensor]:
+            number, value = held.profile(sign * places)
+            return sign * number, value
+
+        z = normal_quantile(level)
+        grid = torch.linspace(0.0, FAR * z / 2, GRID + 1).double()
+        limits.append(sign * crossing(side, grid, z))
     low, high = (held.part.scale.inv(held.centre + held.error * limit) for limit in limits)
     return low, high
 

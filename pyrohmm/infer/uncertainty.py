@@ -7,10 +7,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Dirichlet, Gamma
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -19,7 +17,8 @@ from ..distributions.hmm import HMM
 from ..nn.base import PYRO
 from .coordinates import IDENTITY, LOG, Coordinates, names_of
 from .models import EnumeratedModel, MarginalModel
-from .plates import AtValues, detached, in_plate
+from .objective import log_joint
+from .plates import detached, in_plate, wide
 
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
 CHUNK = 16  # columns of the Hessian that are computed as one batch
@@ -63,7 +62,6 @@ class Information:
         values: The estimates of its latent variables, by name.
         supports: Their supports, by name.
         data: The sequences that were fitted, labels included if the fit kept to them.
-        further: Values of variables that are not parameters.
 
     Attributes:
         labels: P names of the free coordinates.
@@ -88,16 +86,14 @@ class Information:
         values: Mapping[str, Tensor],
         supports: Mapping[str, Any],
         data: Sequences,
-        further: Mapping[str, Tensor] | None = None,
     ) -> None:
         if isinstance(model, EnumeratedModel):
             model = MarginalModel(model.module, model.log_prior)  # the same density
-        model = copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
-        self.model, self.data = model, double_of(data)
+        self.model, self.data = doubled(model), double_of(data)
         module: Any = getattr(model, "module", None)
         known = module.entry_names() if hasattr(module, "entry_names") else {}
         self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
-        points, spaces = points_of(model, self.data)
+        points, spaces, nodes = points_of(self.model, self.data)
         spaces = {**spaces, **supports}
         unit = 1.0
         if data.values.dtype.is_floating_point:
@@ -120,39 +116,24 @@ class Information:
             raise ValueError(
                 f"{len(self.labels):,} free parameters; at most {MOST_PARAMETERS:,} are."
             )
-        at_estimate = self.values_at(torch.zeros(len(self.labels), dtype=torch.double))
-        with torch.no_grad():
-            trace = self._trace(at_estimate)
-        self.hmm: HMM = detached(trace.nodes["_RETURN"]["value"])
         # inside a plate values have the dimension of a batch already
-        self.plated = {n for n in at_estimate if n in trace and in_plate(trace.nodes[n])}
+        names = {part.name for part in self.coordinates} & nodes.keys()
+        self.plated = {name for name in names if in_plate(nodes[name])}
         self._compute()
+        with torch.no_grad():
+            hmm = self.run(torch.zeros(len(self.labels), dtype=torch.double))[1]
+        self.hmm: HMM = detached(hmm)
 
     def values_at(self, u: Tensor) -> dict[str, Tensor]:
         """Parameters by name at coordinates ``(P,)``, or of B copies of the model, ``(B, P)``."""
         parts = zip(self.coordinates, u.split(self.sizes, -1))
         values = {part.name: part.value(own) for part, own in parts}
-        if u.dim() == 1:
-            return values
-        return {n: v if n in self.plated else v.unsqueeze(1) for n, v in values.items()}
+        return values if u.dim() == 1 else wide(values, self.plated)
 
     def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
         """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
-        trace = self._trace(self.values_at(u), data)
-        return trace.log_prob_sum(), trace.nodes["_RETURN"]["value"]
-
-    def _trace(self, values: Mapping[str, Tensor], data: Sequences | None = None) -> poutine.Trace:
-        """The model at these values, with the log-densities of its sites."""
-        with PYRO, poutine.block(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-            with AtValues(values):
-                trace = poutine.trace(self.model).get_trace(self.data if data is None else data)
-            for site in trace.nodes.values():
-                prior = getattr(site.get("fn"), "base_dist", site.get("fn"))
-                if isinstance(prior, Dirichlet | Gamma):
-                    # at zero, where entries are held, its slope is not finite
-                    site["value"] = site["value"].clamp(min=torch.finfo(torch.double).tiny)
-            trace.compute_log_prob()
-            return trace
+        joint, hmm = log_joint(self.model, self.data if data is None else data, self.values_at(u))
+        return joint.likelihood + joint.prior, hmm
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
@@ -360,29 +341,33 @@ def normal_quantile(level: float) -> float:
     return math.sqrt(2) * torch.erfinv(torch.tensor(level, dtype=torch.double)).item()
 
 
-def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Values and supports of the parameters of ``model`` that have no prior."""
-    with PYRO, poutine.block(), torch.no_grad(), poutine.trace(param_only=True) as found:
-        model(data)
-    nodes = {n: node for n, node in found.trace.nodes.items() if node["type"] == "param"}
-    plain = [name.replace("$$$", ".") for name in nodes if "$$$" in name]
+def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str, Any], Any]:
+    """Values and supports of the parameters of ``model`` without a prior; sites of a trace."""
+    with PYRO, poutine.block(), torch.no_grad():
+        nodes = poutine.trace(model).get_trace(data).nodes
+    params = {name: node for name, node in nodes.items() if node["type"] == "param"}
+    plain = [name.replace("$$$", ".") for name in params if "$$$" in name]
     if plain:
         raise ValueError(
             f"{plain[0]} is one of a plain torch module: take PyroModule[torch.nn.Linear](...)."
         )
-    values = {name: node["value"] for name, node in nodes.items()}
-    spaces = {name: node["kwargs"].get("constraint") for name, node in nodes.items()}
+    values = {name: node["value"] for name, node in params.items()}
+    spaces = {name: node["kwargs"].get("constraint") for name, node in params.items()}
     parts = model.named_modules() if isinstance(model, torch.nn.Module) else ()
     for path, part in parts:
         for name, (support, _) in getattr(part, "_pyro_params", {}).items():
             spaces[f"{path}.{name}"] = support
-    return values, spaces
+    return values, spaces, nodes
+
+
+def doubled(model: Any) -> Any:
+    """A copy of a module in double precision; functions as they are."""
+    return copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
 
 
 def double_of(data: Sequences) -> Sequences:
     """The sequences in double precision."""
-
-    def double(tensor: Tensor) -> Tensor:
-        return tensor.double() if tensor.dtype.is_floating_point else tensor
-
-    return data._map(double, data.lengths, data.total, data.indices)
+    return data._map(
+        lambda x: x.double() if x.dtype.is_floating_point else x,
+        data.lengths, data.total, data.indices,
+    )  # fmt: skip
