@@ -24,7 +24,7 @@ from .._checks import check_size, check_tolerance
 from ..data.batches import in_parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.files import Checkpoint, digits, identity_of
+from ..io.files import digits, identity_of
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
@@ -160,19 +160,21 @@ def fit_em(
     loop = Loop(
         parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
         batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
+        progress=progress,
     )  # fmt: skip
     if ranked > 1:
         loop.large, loop.num_first = int(data.lengths.sum()) > MOST_STEPS, 2 if restarts else 1
-    if checkpoint is not None:
+
+    def identity() -> dict[str, Any]:
         compared = arguments
         if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
             begin_at = {name: digits([value]) for name, value in module.named_parameters()}
             compared = arguments | {"module": module, "start": begin_at}
-        identity = identity_of(
+        return identity_of(
             f"EM on {type(module).__name__}", module.state_dict().values(), compared
         ) | {"latent variables": list(parameters.sites)}
-        loop.checkpoint = Checkpoint(checkpoint, identity, (generator,), group.is_first)
-    if not loop.resume():
+
+    if not loop.resume(checkpoint, identity, generator, parameters.points):
         unsuited = False
         try:
             begin(parameters, maximize, start, ranked)
@@ -182,7 +184,7 @@ def fit_em(
                 raise
         if unsuited:  # one start names what is wrong, if it is
             return fit_em(**arguments | {"restarts": 1})
-    loop.run(progress)
+    loop.run()
     fit = _finish(loop)
     if restarts is None and ranked == 1:
         fit.notes.append("one start was tried, for the model is large; restarts=4 tries others too")

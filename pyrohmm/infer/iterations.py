@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -10,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 from pyro.distributions.util import is_validation_enabled, validation_enabled
 from torch import Tensor
-from tqdm import tqdm
 
 from .._checks import broadcast_shapes
 from .._choices import threads_for
@@ -19,10 +17,9 @@ from ..chains.base import ExpectedCounts
 from ..data.batches import Batches, Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..io.files import Checkpoint
-from ..nn.closed_form import Statistics
 from ..ops import recursions
-from .maximization import Maximization
+from .loop import FitLoop
+from .maximization import Maximization, Sums, combined
 from .parameters import Extrapolation, Parameters, Values
 from .process_group import ProcessGroup
 
@@ -50,7 +47,7 @@ class Expectation:
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
         self._split_of: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
-    def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Statistics]:
+    def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Sums]:
         """The loss ``(R,)`` with the parameters as they are, and what the M-step needs.
 
         The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual.
@@ -73,10 +70,10 @@ class Expectation:
 
     def _compute(
         self, batch: Sequences | Parts
-    ) -> tuple[Tensor, Statistics, list[tuple[Tensor, Tensor]]]:
+    ) -> tuple[Tensor, Sums, list[tuple[Tensor, Tensor]]]:
         """Loss and statistics, and which sequences have which log evidences ``(R, N)``."""
         total: Any = 0.0
-        statistics: Statistics = {}
+        sums: Sums = {}
         evidences = []
         for chosen, part, scale in self._pieces(batch):
             with torch.no_grad():
@@ -86,13 +83,12 @@ class Expectation:
                 expected = count(hmm, part.values)
             evidences.append((chosen, expected.log_evidence.double().reshape(-1, len(part))))
             total = total + scale * evidences[-1][1].sum(-1)
-            steps = None if by_symbol else part
-            for name, value in self.maximize.gather(expected, steps, hmm, scale).items():
-                statistics[name] = statistics[name] + value if name in statistics else value
+            more = self.maximize.gather(expected, None if by_symbol else part, hmm, scale)
+            sums = combined(torch.add, sums, more) if sums else more
         if self.group.size > 1:
             total = self.group.mean(total)
-            statistics = {n: self.group.mean(v.contiguous()) for n, v in statistics.items()}
-        return -(total + self.log_prior.double()), statistics, evidences
+            sums = combined(lambda value: self.group.mean(value.contiguous()), sums)
+        return -(total + self.log_prior.double()), sums, evidences
 
     def _refuse(self, loss: Tensor, evidences: list[tuple[Tensor, Tensor]]) -> NoReturn:
         """Raise the error of a loss that is infinite in all restarts."""
@@ -112,8 +108,8 @@ class Expectation:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
         for part in parts_of(batch):
             scale = part.total / len(part)
-            apart = self.maximize.apart
-            for chosen, piece in self._split(part) if apart else [(torch.arange(len(part)), part)]:
+            whole = [(torch.arange(len(part)), part)]
+            for chosen, piece in self._split(part) if self.maximize.summed else whole:
                 yield chosen, piece, scale
 
     def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
@@ -172,8 +168,8 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
     return hmm.chain.uniform().expected_counts(logs, hmm.lengths)
 
 
-class Loop:
-    """The iterations of EM, and what a checkpoint saves of them.
+class Loop(FitLoop):
+    """The iterations of EM: E-step, convergence, M-step; restarts that are given up.
 
     Arguments are those of :func:`pyrohmm.fit_em`.
 
@@ -190,9 +186,10 @@ class Loop:
         num_first: How many restarts at the front are given up only when they have converged.
         large: Whether the data are so large that few restarts go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
-        reason: Why the fit has converged.
-        last: Statistics of the last E-step.
+        last: Sums of the last E-step.
     """
+
+    further = 1  # the loss at the end
 
     def __init__(
         self,
@@ -206,9 +203,17 @@ class Loop:
         decay: float = 0.7,
         acceleration: bool | None = None,
         generator: torch.Generator | None = None,
+        progress: bool | None = False,
     ) -> None:
-        data, self.group = parameters.data, group
-        maximize.check_parts(group.size > 1, batch_size)
+        data = parameters.data
+        stored = "an iterable of Sequences" if isinstance(data, Parts) else None
+        parts = "batch_size" if batch_size is not None else stored
+        parts = "several processes" if group.size > 1 else parts
+        if parts is not None and not maximize.summed:
+            raise ValueError(
+                f"{parts} needs a module whose M-step needs nothing but sums over observations; "
+                f"that of {type(parameters.module).__name__} needs all of them. Use fit_map."
+            )
         if batch_size is not None and batch_size >= len(data):
             batch_size = None
         falls = batch_size is None and group.size == 1
@@ -217,86 +222,60 @@ class Loop:
                 "acceleration needs EM of all data in one process, whose loss never rises: leave "
                 "out batch_size, or acceleration."
             )
-        self.parameters, self.maximize, self.num_iterations = parameters, maximize, num_iterations
+        batches = Batches(data, batch_size, generator, shard=group.share, agree=group.from_first)
+        super().__init__(batches, group, num_iterations, [tolerance], progress)
+        self.parameters, self.maximize = parameters, maximize
         self.expect = Expectation(parameters, maximize, group)
-        self.batches = Batches(
-            data, batch_size, generator, shard=group.share, agree=group.from_first
-        )
         self.tolerance = None if batch_size is not None else tolerance
         self.decay = None if batch_size is None else decay
-        self.average: Statistics = {}
+        self.average: Sums = {}
         # an optimizer of the user's, and a fit of so many steps, go their own way
         self.ranked = falls and tolerance is not None and maximize.gradient.step.optimizer is None
-        self.squarem: Extrapolation | None = None
-        if acceleration or (acceleration is None and self.ranked):
-            self.squarem = Extrapolation(parameters, maximize.gradient, bool(acceleration))
-        self.checkpoint: Checkpoint | None = None
-        self.losses: list[Tensor] = []
+        self.accelerates = self.ranked if acceleration is None else acceleration
+        self.squarem = Extrapolation(parameters, maximize.gradient, bool(acceleration))
         self.log_priors: list[Tensor] = []
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
         self.num_first, self.large = 1, False
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
-        self.reason: str | None = None
-        self.ended = f"it took all {num_iterations} steps"  # if it has not converged
-        self.last: Statistics = {}
-        self.start_time = time.perf_counter()
+        self.last: Sums = {}
 
-    def run(self, progress: bool | None = False) -> None:
-        """E-step, convergence, M-step, until it has converged or has taken all steps.
-
-        Args:
-            progress: Whether to show a bar; None if stderr is a terminal.
-        """
-        hidden = None if progress is None else not progress
-        with (
-            tqdm(total=self.num_iterations, disable=not self.group.is_first or hidden) as bar,
-            threads_for(self.parameters.cost * self.batches.steps_at_once),
-        ):
+    def run(self) -> None:
+        """Iterate until the fit has converged or has taken all steps."""
+        data, parameters = self.batches.data, self.parameters
+        with threads_for(parameters.cost * self.batches.steps_at_once):
             if self.decay is not None and not self.average:
-                _, self.average = self.whole_set()
-            if self.group.size > 1:
-                values = [*self.parameters.values.values(), *self.parameters.points]
-                random = self.batches.generator
-                self.group.check_alike(self.batches.data, random, values, len(self.losses))
-            self._iterate(bar)
-        self.group.wait()  # for the file, which another fit may ask for
-        if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
-            self.losses[-1], self.last = self.whole_set()
+                _, self.average = self._whole_set()
+            values = [*parameters.values.values(), *parameters.points]
+            self.group.check_alike(data, self.batches.generator, values, len(self.losses))
+            self.take_steps()
+            if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
+                self.losses[-1], self.last = self._whole_set()
+            elif not self.last:  # the checkpoint is that of a fit which has ended
+                _, self.last = self._expect(self.batches.take())
 
-    def _iterate(self, bar: tqdm) -> None:
-        data = self.batches.data
-        known = self.reason is not None  # the checkpoint says so already
-        while self.reason is None and len(self.losses) <= self.num_iterations:
-            if self.checkpoint is not None and self.losses:
-                if self.checkpoint.is_due() or len(self.losses) == self.num_iterations:
-                    self._save(self.checkpoint)
-            batch = self.batches.take()
-            proposed = self.squarem is not None and self.squarem.proposed
-            loss, statistics = self._judge(batch) if proposed else self._expect(batch)
-            self._append(self.losses, loss)
-            self._append(self.log_priors, self.expect.log_prior)
-            if not bar.disable:
-                nats = loss.min().item() / max(data.num_observed, 1)
-                bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
-            self.reason = self._why_converged()
-            if self.reason is not None or len(self.losses) > self.num_iterations:
-                self.last = statistics
-                break
-            if len(self.alive) > 1 and len(chosen := self._promising()) < len(self.alive):
-                self._keep(chosen)
-                loss, statistics = self._expect(batch)
-            if self.decay is not None:
-                rate = (len(self.losses) + 1) ** -self.decay
-                statistics = self.average = _mixed(self.average, statistics, rate)
-            self.maximize(statistics, batch)
-            if self.squarem is not None and bool(self.squarem.active.any()):
-                self.squarem.record()
-            bar.update()
-        if self.checkpoint is not None and self.reason is not None and not known:
-            self._save(self.checkpoint)
-        if not self.last:  # the checkpoint is that of a fit which has ended
-            _, self.last = self._expect(self.batches.take())
+    def step(self) -> None:
+        """E-step, convergence, M-step."""
+        batch = self.batches.take()
+        loss, sums = self._judge(batch) if self.squarem.proposed else self._expect(batch)
+        self._append(self.losses, loss)
+        self._append(self.log_priors, self.expect.log_prior)
+        if not self.bar.disable:
+            nats = loss.min().item() / max(self.batches.data.num_observed, 1)
+            self.bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
+        self.reason = self._why_converged()
+        if self.reason is not None or len(self.losses) > self.num_iterations:
+            self.last = sums
+            return
+        if len(self.alive) > 1 and len(chosen := self._promising()) < len(self.alive):
+            self._keep(chosen)
+            loss, sums = self._expect(batch)
+        if self.decay is not None:
+            rate = (len(self.losses) + 1) ** -self.decay
+            sums = self.average = _mixed(self.average, sums, rate)
+        self.maximize(sums, batch)
+        if bool(self.squarem.active.any()):
+            self.squarem.record()
 
     def _append(self, past: list[Tensor], new: Tensor) -> None:
         """Append one number for each restart; those given up keep their last."""
@@ -319,11 +298,10 @@ class Loop:
         else:
             falls = losses[:-SPAN] - losses[SPAN:]
             fall, rate = falls[-1], (falls[SPAN:] / falls[:-SPAN]).nan_to_num(0.0).amax(0)
-            if self.squarem is not None:
-                # extrapolation takes away the slowest for a while
-                rate = torch.where(self.squarem.active, rate.clamp(min=0.9), rate)
-                if len(self.losses) % 3 == 0:  # so that steps are those of each restart alone
-                    self.squarem.active |= rate > SLOW
+            # extrapolation takes away the slowest for a while
+            rate = torch.where(self.squarem.active, rate.clamp(min=0.9), rate)
+            if self.accelerates and len(self.losses) % 3 == 0:
+                self.squarem.active |= rate > SLOW  # so that steps are those of each restart alone
             gain = torch.where(rate < 1, fall * rate / (1 - rate), torch.inf)
             gain = torch.where(fall <= 0, 0.0, gain)
         limits = self.tolerance * (losses[-1] - self.parameters.units).abs()
@@ -355,8 +333,7 @@ class Loop:
         self.keep_values()
         self.parameters.keep(chosen.to(self.parameters.data.device))
         self.alive, self.settled = self.alive[chosen], self.settled[chosen]
-        if self.squarem is not None:
-            self.squarem.keep(chosen)
+        self.squarem.keep(chosen)
 
     def keep_values(self) -> None:
         """Copy parameters of the running restarts into those of all restarts."""
@@ -367,12 +344,12 @@ class Loop:
         for name, value in now.items():
             self.values[name] = self.values[name].index_copy(0, self.alive.to(value.device), value)
 
-    def whole_set(self) -> tuple[Tensor, Statistics]:
+    def _whole_set(self) -> tuple[Tensor, Sums]:
         """The loss and the statistics of all the data, in minibatches."""
         data, seen, total = self.batches.data, 0, torch.zeros(())
         if isinstance(data, Parts):
             return self._expect(self.batches.shard(data))
-        average: Statistics = {}
+        average: Sums = {}
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen
             seen += len(chosen)
@@ -381,79 +358,51 @@ class Loop:
             average = _mixed(average, statistics, len(chosen) / seen)
         return total, average
 
-    def _judge(self, batch: Sequences) -> tuple[Tensor, Statistics]:
+    def _judge(self, batch: Sequences) -> tuple[Tensor, Sums]:
         """E-step at the extrapolated parameters, undone in restarts whose loss rises."""
-        squarem: Any = self.squarem
         past = self.losses[-1][self.alive]
         try:
             loss, statistics = self.expect(batch)
             worse = ~(loss <= past)
         except (ArithmeticError, RuntimeError, ValueError):  # they are impossible
             worse = torch.ones_like(past, dtype=torch.bool)
-        return self._expect(batch) if squarem.undo(worse) else (loss, statistics)
+        return self._expect(batch) if self.squarem.undo(worse) else (loss, statistics)
 
-    def _expect(self, batch: Sequences) -> tuple[Tensor, Statistics]:
+    def _expect(self, batch: Sequences) -> tuple[Tensor, Sums]:
         try:
             return self.expect(batch)
         except ValueError as error:
             self.batches.explain(error)
             raise
 
-    @property
-    def seconds(self) -> float:
-        """How long the fit has taken."""
-        return time.perf_counter() - self.start_time
-
-    def _save(self, checkpoint: Checkpoint) -> None:
+    def state(self) -> dict[str, Any]:
+        """State, for checkpoints."""
         self.keep_values()
-        checkpoint.save(
-            {
-                "losses": torch.stack(self.losses),
-                "log_priors": torch.stack(self.log_priors),
-                "alive": self.alive,
-                "all_values": self.values,
-                "statistics": self.average,
-                "tolerance": self.tolerance,
-                "reason": self.reason,
-                "batches": self.batches.state(),
-                "seconds": self.seconds,
-                **self.parameters.state(),
-                **self.maximize.state(),
-                "squarem": None if self.squarem is None else self.squarem.state(),
-            }
-        )
+        own = {
+            "log_priors": torch.stack(self.log_priors),
+            "alive": self.alive,
+            "all_values": self.values,
+            "statistics": self.average,
+            "squarem": self.squarem.state(),
+        }
+        return own | self.parameters.state() | self.maximize.state()
 
-    def resume(self) -> bool:
-        """Go on from the checkpoint; returns whether there is one."""
-        if self.checkpoint is None:
-            return False
-        return self.checkpoint.resume(self._restore, self.parameters.points)
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.alive = state["alive"]
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.alive, self.values = state["alive"], state["all_values"]
         self.parameters.restarts = len(self.alive)
         self.settled = torch.zeros(len(self.alive), dtype=torch.bool)
         self.parameters.restore(state)
-        self.values = state["all_values"]
         self.maximize.restore(state)
-        if self.squarem is not None and state["squarem"] is not None:
-            self.squarem.restore(state["squarem"])
-        self.batches.restore(state["batches"])
+        self.squarem.restore(state["squarem"])
         device = self.parameters.data.device
-        self.average = {name: value.to(device) for name, value in state["statistics"].items()}
-        self.losses = list(state["losses"])
+        self.average = combined(lambda value: value.to(device), state["statistics"])
         self.log_priors = list(state["log_priors"])
-        self.start_time -= state["seconds"]
-        if state["reason"] is not None and state["tolerance"] == self.tolerance:
-            self.reason = state["reason"]
-        elif state["reason"] is not None:  # with another tolerance: the last E-step is done again
-            self.losses.pop()
+        if state["reason"] is not None and self.reason is None:
+            self.losses.pop()  # the last E-step is done again
             self.log_priors.pop()
-        if self.reason is None and len(self.losses) > self.num_iterations:
-            self.num_iterations = taken = len(self.losses)
-            self.ended = f"its checkpoint had taken {taken} steps already"
 
 
-def _mixed(old: Statistics, new: Statistics, rate: float) -> Statistics:
+def _mixed(old: Sums, new: Sums, rate: float) -> Sums:
     """Averaged statistics, moved towards ``new`` by the share ``rate``."""
-    return {name: torch.lerp(old[name], new[name], rate) for name in new} if old else new
+    return combined(lambda one, other: torch.lerp(one, other, rate), old, new) if old else new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,6 @@ from .._imports import imported
 from .._sync import with_one_wait
 from ..chains.base import ExpectedCounts
 from ..chains.markov import MarkovChain
-from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.hard_zeros import log_probs
@@ -30,7 +30,6 @@ from ..nn.closed_form import (
     StepsMStep,
     TransitionCounts,
     has_foreign_priors,
-    inside,
     under,
     without_priors,
 )
@@ -40,6 +39,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters, Values
 
 MOVED = 0.5  # standard errors by which a prior moves an estimate, above which it is reported
+Sums = dict[str, Statistics]  # of "chain", "emission", "visits" of states, "counts" for gradients
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
 
 
@@ -85,6 +85,14 @@ def expectation_of_logs(hmm: HMM, values: Tensor, counts: Statistics, restarts: 
         weighted = torch.where(count > 0, logs[name].expand(count.shape) * count, 0.0)
         total = total + weighted.reshape(restarts, -1).sum(-1)
     return total
+
+
+def combined(function: Callable[..., Tensor], *sums: Sums) -> Sums:
+    """A function of statistics of the same names."""
+    return {
+        kind: {name: function(*(each[kind][name] for each in sums)) for name in named}
+        for kind, named in sums[0].items()
+    }
 
 
 class GradientSteps:
@@ -165,12 +173,13 @@ class Maximization:
 
     Attributes:
         chain: The module, if it defines an M-step of its chain.
+        chain_closed: Whether this maximises all the parameters but those of the emission.
         steps: The module, if it defines an M-step that reads every step.
         emission: Its emission module, if that defines one.
         numbers: Whether its emission, not of symbols, has an M-step, whatever its priors.
         summed: Whether it needs sums over observations alone, not each step of them.
         by_symbol: Whether expected counts of symbols are such sums.
-        apart: Whether expected counts of several batches can be added.
+        allowed: Transitions that are possible, ``(K, K)``; None if all are.
         notes: Remarks, and in how many iterations each was made.
         idle: States that no observation supports, ``(R, K)`` booleans; None at the start.
     """
@@ -190,31 +199,35 @@ class Maximization:
         emission = module.emission_module()
         inner = [f"{name}." for name, part in module.named_modules() if part is emission]
         self.prefix = inner[0] if inner else ""  # of the names of the emission's parameters
+        points = {name: point for name, point in module.named_parameters() if point.requires_grad}
+        names = {name: name.removesuffix("_unconstrained") for name in (*parameters.sites, *points)}
+        of_emission = {name for name in names if inner and name.startswith(self.prefix)}
         closed = log_prior is None or of_transitions
         clusters = closed and isinstance(emission, EmissionMStep)
         own = clusters and not has_foreign_priors(emission)
         self.emission: Any = emission if own else None
         self.chain: Any = None
-        of_chain: set[str] = set()
+        found: set[str] = set()  # names of the parameters that closed forms maximise
         if closed and isinstance(module, TransitionCounts if of_transitions else ChainMStep):
-            found = _names_of_chain(module, hmm)  # raises if there is no mode
+            of_chain = _names_of_chain(module, hmm)  # raises if there is no mode
             if not has_foreign_priors(parameters.module, but=emission):
-                self.chain, of_chain = module, found
+                self.chain, found = module, of_chain
+        others = [name for name in names if names[name] not in found and name not in of_emission]
+        self.chain_closed = self.chain is not None and not others
+        self.allowed = getattr(module, "transition_allowed", None)
+        if "transition" in found and "transition" not in parameters.sites:
+            # zeros of a transition matrix without a prior are those of the model
+            possible = parameters.get("transition")[0] > 0
+            self.allowed = possible if self.allowed is None else self.allowed & possible
         steps = log_prior is None and isinstance(module, StepsMStep) and module.by_steps
         self.steps: Any = module if steps else None
-        points = {name: point for name, point in module.named_parameters() if point.requires_grad}
-        names = {name: name.removesuffix("_unconstrained") for name in (*parameters.sites, *points)}
-        of_emission = {name for name in names if inner and name.startswith(self.prefix)}
-        others = {name for name in names if names[name] not in of_chain} - of_emission
-        closed_names = {*of_chain, *(module.by_steps if steps else ())}
-        rest = [name for name in names if names[name] not in closed_names]
-        rest = [name for name in rest if not (own and name in of_emission)]
+        found |= {*(steps or ())}
+        rest = [n for n in names if names[n] not in found and not (own and n in of_emission)]
         self.gradient = GradientSteps(
             parameters, gradient_step or GradientStep(),
             [name for name in rest if name in parameters.sites],
             [points[name] for name in rest if name in points],
         )  # fmt: skip
-        self.chain_closed = self.chain is not None and not others
         self.symbols = is_categorical(hmm.emission)
         self.numbers = clusters and not self.symbols
         cores, tables = hmm.chain.cores, hmm.chain.parameters
@@ -223,36 +236,11 @@ class Maximization:
         self.summed = single and ((own and getattr(emission, "summed", True)) or countable)
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain
         self.by_symbol = self.summed and countable and plain
-        self.apart = self.summed and self.chain_closed
-        # zeros of a transition matrix without a prior are those of the model
-        point = "transition" in of_chain and "transition" not in parameters.sites
-        self.possible = parameters.get("transition")[0] > 0 if point else None
         self.notes: dict[str, int] = {}
         self.idle: Tensor | None = None
-        self._any_batch = parameters.data[:1]
         self._steps: WeakKeyDictionary[Sequences, tuple[Tensor, Tensor | None]] = (
             WeakKeyDictionary()
         )
-
-    def check_parts(self, several_processes: bool, batch_size: int | None) -> None:
-        """Raise unless an E-step over parts of the data is that over all of it, if there are parts.
-
-        Args:
-            several_processes: Whether each process has a part.
-            batch_size: Of minibatches; None without.
-        """
-        stored = isinstance(self.parameters.data, Parts)
-        ways = {
-            "several processes": several_processes,
-            "an iterable of Sequences": stored,
-            "batch_size": batch_size is not None,
-        }
-        taken = next((way for way, is_taken in ways.items() if is_taken), None)
-        if taken is not None and not self.summed:
-            raise ValueError(
-                f"{taken} needs a module whose M-step needs nothing but sums over observations; "
-                f"that of {type(self.parameters.module).__name__} needs all of them. Use fit_map."
-            )
 
     def gather(
         self,
@@ -261,7 +249,7 @@ class Maximization:
         hmm: HMM,
         scale: float,
         at_start: bool = False,
-    ) -> Statistics:
+    ) -> Sums:
         """Sufficient statistics of the M-step from expected counts.
 
         Args:
@@ -271,9 +259,9 @@ class Maximization:
             scale: Of the counts.
             at_start: Whether the counts are those of a start, in which ``hmm`` had no part.
         """
-        statistics: Statistics = {}
+        sums: Sums = {"counts": {} if self.chain_closed else dict(expected.counts)}
         if self.chain is not None:
-            statistics = under("chain.", self.chain.statistics(self._of_restarts(expected, hmm)))
+            sums["chain"] = self.chain.statistics(self._of_restarts(expected, hmm))
         if self.summed or self.emission is not None:
             weights = expected.state_probs.reshape(self.parameters.restarts, -1, hmm.num_states)
             if batch is None:  # each symbol as often as it occurs
@@ -281,24 +269,19 @@ class Maximization:
             else:
                 values, where = self._observations(batch, hmm)
                 weights = weights if where is None else weights.index_select(1, where)
-            if self.emission is not None:
-                current = None if at_start else hmm.emission
-                found = self.emission.statistics(values, weights, current)
-                statistics |= under("emission.", found)
         if self.summed:
-            statistics["visits"] = weights.sum(1).double()
-        if not self.chain_closed:
-            statistics |= under("counts.", expected.counts)
-        if self.emission is None and not self.summed:
-            statistics["counts.states"] = expected.state_probs
-        elif self.emission is None:
+            sums["visits"] = {"states": weights.sum(1).double()}
+        if self.emission is not None:
+            current = None if at_start else hmm.emission
+            sums["emission"] = self.emission.statistics(values, weights, current)
+        elif self.summed:
             table: Any = hmm.emission
             size = table.param_shape[-1]
             counts = torch.stack([add_rows(weight, values.long(), size).mT for weight in weights])
-            statistics["counts.symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
-        if scale == 1:
-            return statistics
-        return {name: value * scale for name, value in statistics.items()}
+            sums["counts"]["symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
+        else:
+            sums["counts"]["states"] = expected.state_probs
+        return sums if scale == 1 else combined(lambda value: value * scale, sums)
 
     def _of_restarts(self, expected: ExpectedCounts, hmm: HMM) -> ExpectedCounts:
         """Expected counts in float64 whose first dimension is that of restarts, summed over N."""
@@ -328,54 +311,44 @@ class Maximization:
             self._steps[batch] = values, where
         return self._steps[batch]
 
-    def __call__(self, statistics: Statistics, batch: Sequences) -> None:
+    def __call__(self, sums: Sums, batch: Sequences) -> None:
         """Maximise the parameters.
 
         Args:
-            statistics: From :meth:`gather`.
+            sums: From :meth:`gather`.
             batch: The sequences they are of.
         """
+        parameters = self.parameters
         if self.summed:
-            visits = statistics["visits"]
+            visits = sums["visits"]["states"]
             self.idle = visits < DEAD * visits.sum(-1, keepdim=True)
-            batch = self._any_batch
+            batch = parameters.probe
         with torch.no_grad():
-            values, notes = with_one_wait(lambda: self._modes(statistics))
-            self.parameters.update(values)
+            values, notes = with_one_wait(lambda: self.modes(sums))
+            parameters.update(values)
             if self.steps is not None:
-                current = {name: self.parameters.get(name) for name in self.steps.by_steps}
-                counts = inside(statistics, "counts.")
-                self.parameters.update(self.steps.maximize(batch, counts, current))
+                current = {name: parameters.get(name) for name in self.steps.by_steps}
+                parameters.update(self.steps.maximize(batch, sums["counts"], current))
         for note in notes:
             self.notes[note] = self.notes.get(note, 0) + 1
-        self.gradient(batch, inside(statistics, "counts."))
+        self.gradient(batch, sums["counts"])
 
-    def _modes(self, statistics: Statistics) -> Maximum:
+    def modes(self, sums: Sums) -> Maximum:
         """The modes of all parameters that have a closed form, and remarks."""
         values: Values = {}
         notes: list[str] = []
         if self.chain is not None:
-            counts = inside(statistics, "chain.")
-            values, notes = _maximum(self.chain, counts)
+            values, notes = _maximum(self.chain, sums["chain"])
             if self.transition_step is not None and "transition" in self.parameters.fitted:
-                pairs = self.chain.transition_counts(counts)
-                if pairs is not None:
-                    values["transition"] = self._transition(pairs)
+                counts = self.chain.transition_counts(sums["chain"])
+                if counts is not None:
+                    old = self.parameters.get("transition").double().expand(counts.shape)
+                    prior: Any = self.parameters.log_prior
+                    values["transition"] = self.transition_step(old, counts, prior, self.allowed)
         if self.emission is not None:
-            mode, remarks = _maximum(self.emission, inside(statistics, "emission."))
+            mode, remarks = _maximum(self.emission, sums["emission"])
             values, notes = values | under(self.prefix, mode), notes + remarks
         return values, notes
-
-    def _transition(self, counts: Tensor) -> Tensor:
-        """Transition matrices ``(R, K, K)`` by the M-step under a prior."""
-        prior: Any = self.parameters.log_prior
-        step: Any = self.transition_step
-        old = self.parameters.get("transition").double().expand(counts.shape)
-        allowed = getattr(self.chain, "transition_allowed", None)
-        if self.possible is not None:
-            allowed = self.possible if allowed is None else allowed & self.possible
-        found: Tensor = step(old, counts, prior, allowed)
-        return found
 
     def remarks(self, restart: int) -> list[str]:
         """All remarks on the fit that ends in a restart."""
@@ -390,7 +363,7 @@ class Maximization:
             )
         return remarks
 
-    def moved(self, statistics: Statistics, restart: int) -> list[str]:
+    def moved(self, sums: Sums, restart: int) -> list[str]:
         """Remarks on estimates that a prior moves by more than half of a standard error.
 
         If I is the information of the complete data, a gradient g of the log prior shifts the mode
@@ -398,7 +371,7 @@ class Maximization:
         standard errors.
 
         Args:
-            statistics: Of an E-step at the parameters.
+            sums: Of an E-step at the parameters.
             restart: Which of the restarts.
         """
         parameters = self.parameters
@@ -411,9 +384,9 @@ class Maximization:
         if not slopes:
             return []
         with torch.no_grad():
-            modes, _ = self._modes(statistics)
+            modes, _ = self.modes(sums)
             with without_priors(parameters.module):
-                others, _ = self._modes(statistics)
+                others, _ = self.modes(sums)
         remarks = []
         for name in slopes:
             if name not in modes:
@@ -447,8 +420,7 @@ class Maximization:
 def _maximum(part: Any, statistics: Statistics) -> Maximum:
     """Checked result of the M-step of a module, perhaps a user's."""
     found = part.m_step(statistics)
-    pair = isinstance(found, tuple) and [type(each) for each in found] == [dict, list]
-    if not pair or not all(isinstance(value, Tensor) for value in found[0].values()):
+    if not isinstance(found, tuple) or tuple(map(type, found)) != (dict, list):
         raise TypeError(
             f"m_step of {type(part).__name__} must return a pair: the parameters by name, tensors, "
             f"and a list of remarks, such as ({{'loc': loc}}, []); it returned {found!r:.200}."

@@ -31,6 +31,7 @@ class Parameters:
     Attributes:
         module: Builds the HMM; it holds the parameters without priors.
         data: The sequences, on the device of the module.
+        probe: The first sequence.
         sites: Priors of the latent variables, by name.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
         sample: One of the latent variables from the prior.
@@ -57,11 +58,12 @@ class Parameters:
         self.module: Any = module
         self.restarts, self.log_prior = restarts, log_prior
         self.data = to_model_device(module, None, data)
+        self.probe = self.data[:1]
         self.units = scale_priors(module, self.data)
         for chosen in (self.data, None):  # a start in units of the data
             in_units(module, chosen)
         with torch.no_grad(), poutine.block():
-            trace = poutine.trace(lambda: build(module, self.data[:1])).get_trace()
+            trace = poutine.trace(lambda: build(module, self.probe)).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
         self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}

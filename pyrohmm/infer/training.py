@@ -7,7 +7,6 @@ fit with the same names would start, silently, where the first one ended.
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -20,16 +19,16 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor
-from tqdm import tqdm
 
 from .._choices import threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
 from ..data.batches import Batches, Parts, first_sequence, parts_of
 from ..data.sequences import Sequences, check_sequences
-from ..io.files import Checkpoint, identity_of
+from ..io.files import identity_of
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
+from .loop import FitLoop
 from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
 from .plates import marks_of, point_of
@@ -98,8 +97,8 @@ def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
             part._buffers.update(buffers)
 
 
-class Training:
-    """A gradient fit: all that it changes, as a checkpoint keeps it, and its loop.
+class Training(FitLoop):
+    """A gradient fit: its steps, and all that they change.
 
     Args:
         model: The Pyro model.
@@ -110,10 +109,8 @@ class Training:
         units: What the unit of the data adds to the loss.
 
     Attributes:
-        losses: Of each step, ``()`` or ``(R,)``.
         parts: Log-likelihood and log-prior at each step, ``(2,)`` or ``(2, R)``, where the
             objective knows them.
-        reason: Why the fit has converged.
     """
 
     def __init__(
@@ -125,27 +122,27 @@ class Training:
         restarts: int,
         units: float,
     ) -> None:
-        self.start_time = time.perf_counter()
         self.model, self.guide, self.data, self.settings = model, guide, data, settings
-        self.units, self.group = units, ProcessGroup.all()
+        group, self.units = ProcessGroup.all(), units
         self.num_observed = max(data.num_observed, 1)
-        if settings["windows"] is not None and self.group.size > 1:
+        if settings["windows"] is not None and group.size > 1:
             raise ValueError("windows continue each other, and cannot be shared by processes.")
         if isinstance(data, Parts) and settings["batch_size"] is not None:
             raise ValueError("batch_size must be None where all parts of data make each step.")
-        self.batches = Batches(
+        batches = Batches(
             data, settings["batch_size"], settings["generator"], windows=settings["windows"],
-            batch_tokens=settings["batch_tokens"], shard=self.group.share,
-            agree=self.group.from_first,
+            batch_tokens=settings["batch_tokens"], shard=group.share, agree=group.from_first,
         )  # fmt: skip
-        whole = self.batches.whole
+        tests = [settings["tolerance"], settings["patience"]]
+        super().__init__(batches, group, settings["num_iterations"], tests, settings["progress"])
+        whole = batches.whole
         in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
         self.probe = to_model_device(model, guide, in_memory)
         if whole is None and len(data) > 1:
             follow_batches(inspect.unwrap(model) if restarts > 1 else model, guide, self.probe)
         self.objective = Objective(model, guide, self.probe, settings["elbo"], restarts)
         plates = self.objective.plates
-        if plates and (isinstance(data, Parts) or self.group.size > 1):
+        if plates and (isinstance(data, Parts) or group.size > 1):
             raise ValueError(
                 f"site {min(plates)!r} has one value for each sequence, which are divided among "
                 "processes, or parts of the data. Fit this model in one process, to one Sequences."
@@ -154,21 +151,12 @@ class Training:
         self.held_out = None
         if settings["validation"] is not None:
             every = settings["validate_every"] or (None if whole is None else WINDOW)
-            self.held_out = HeldOut(model, guide, settings, self.values, plates, every, self.group)
+            self.held_out = HeldOut(model, guide, settings, self.values, plates, every, group)
         device = self.objective.parameters[0].device.type
         around = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         self.precision = device, settings["precision"] or around
-        self.losses: list[Tensor] = []
         self.parts: list[Tensor] = []
-        self.reason: str | None = None
-        self.ended = f"it took all {settings['num_iterations']} steps"  # if it has not converged
-        # which a resumed fit may change
-        self._tests = [settings["tolerance"], settings["patience"]]
-
-    @property
-    def seconds(self) -> float:
-        """Since the start, with those before a checkpoint."""
-        return time.perf_counter() - self.start_time
+        self.shown: dict[str, str] = {}  # beside the progress bar
 
     def values(self) -> dict[str, Tensor]:
         """Latent variables by name, at the medians of the guide or at a sample of it."""
@@ -189,19 +177,15 @@ class Training:
 
         If it fails, the parameters are the best that were validated, or those before the fit.
         """
-        checkpoint, path, generator = None, self.settings["checkpoint"], self.settings["generator"]
-        if path is not None:
-            checkpoint = Checkpoint(path, self._identity(), (generator,), self.group.is_first)
-            checkpoint.resume(self._restore, self.tensors())
-        if self.group.size > 1:
-            parameters = self.objective.parameters
-            self.group.check_alike(self.data, generator, parameters, len(self.losses))
+        generator, parameters = self.settings["generator"], self.objective.parameters
+        self.resume(self.settings["checkpoint"], self._identity, generator, self.tensors())
+        self.group.check_alike(self.data, generator, parameters, len(self.losses))
         first = [tensor.detach().clone() for tensor in self.tensors()]
         try:
-            self._descend(checkpoint)
+            self.take_steps()
             return self._finish(first)
         except (FloatingPointError, ValueError) as error:
-            finite = all(bool(part.isfinite().all()) for part in self.objective.parameters)
+            finite = all(bool(part.isfinite().all()) for part in parameters)
             invalid = not finite or "Expected parameter" in str(error)
             validated = self.held_out.best if self.held_out is not None else []
             copy_values(validated or first, self.tensors())
@@ -209,41 +193,26 @@ class Training:
                 raise FloatingPointError(LEFT.format(len(self.losses))) from error
             raise
 
-    def _descend(self, checkpoint: Checkpoint | None) -> None:
-        """Take gradient steps until a test ends the fit, or all are taken."""
-        num_iterations, asked = self.settings["num_iterations"], self.settings["progress"]
-        done = self.losses
-        shown: dict[str, str] = {}
-        steps = range(len(done), len(done) if self.reason is not None else num_iterations)
-        hide = not self.group.is_first or (None if asked is None else not asked)
-        with tqdm(total=num_iterations, initial=len(done), disable=hide) as bar:
-            for step in steps:
-                with threads_for(self.objective.cost * self.batches.steps_at_once):
-                    self._step(step)
-                bar.update()
-                ended = None
-                held_out, at_end = self.held_out, self.batches.at_end_of_round
-                if held_out is not None and held_out.is_due(step + 1, at_end):
-                    nats = self._validate(held_out)
-                    shown["held_out"] = f"{nats:.4f}"
-                    if self.descent.plateau is not None:
-                        self.descent.plateau.step(nats)
-                    ended = held_out.why_ended
-                if (step + 1) % WINDOW == 0:
-                    level = torch.stack(done[-WINDOW:]).mean(0).min().item() / self.num_observed
-                    shown["nats_per_step"] = f"{level:.4f}"
-                    bar.set_postfix(shown)
-                self.reason = why_converged(done, self.settings["tolerance"], self.units) or ended
-                if self.reason is not None:
-                    break
-                if checkpoint is not None and checkpoint.is_due():
-                    checkpoint.save(self._state())
-        if checkpoint is not None and len(steps):
-            checkpoint.save(self._state())
-        self.group.wait()  # for the file, which another fit may ask for
+    def step(self) -> None:
+        """Take a gradient step; validate where that is due, and test for convergence."""
+        with threads_for(self.objective.cost * self.batches.steps_at_once):
+            self._descend(len(self.losses))
+        count, held_out, ended = len(self.losses), self.held_out, None
+        if held_out is not None and held_out.is_due(count, self.batches.at_end_of_round):
+            nats = self._validate(held_out)
+            self.shown["held_out"] = f"{nats:.4f}"
+            if self.descent.plateau is not None:
+                self.descent.plateau.step(nats)
+            ended = held_out.why_ended
+        if count % WINDOW == 0:
+            level = torch.stack(self.losses[-WINDOW:]).mean(0).min().item() / self.num_observed
+            self.shown["nats_per_step"] = f"{level:.4f}"
+            self.bar.set_postfix(self.shown)
+        tolerance = self.settings["tolerance"]
+        self.reason = why_converged(self.losses, tolerance, self.units) or ended
 
-    def _step(self, step: int) -> None:
-        """Take one gradient step."""
+    def _descend(self, step: int) -> None:
+        """Step along the gradient of the loss of a batch."""
         self.descent.optimizer.zero_grad()
         try:
             loss, batch = self._backward(self.batches.take())
@@ -317,42 +286,31 @@ class Training:
         history = {"log_likelihood": likelihood, "log_prior": prior}
         return history | {"entropy": -losses - likelihood - prior}
 
-    def _state(self) -> dict[str, Any]:
-        """State of the fit, for checkpoints."""
+    def state(self) -> dict[str, Any]:
+        """State, for checkpoints."""
         schedule, average = self.descent.schedule, self.descent.average
         return {
-            "losses": torch.stack(self.losses),
             "parts": self.parts,
-            "reason": self.reason,
-            "tests": self._tests,
-            "seconds": self.seconds,
             "tensors": self.tensors(),
             "optimizer": self.descent.optimizer.state_dict(),
             "schedule": None if schedule is None else schedule.state_dict(),
-            "batches": self.batches.state(),
             "averages": None if average is None else average.values,
             "held_out": None if self.held_out is None else self.held_out.state(),
         }
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        """Continue from a checkpoint."""
-        copy_values(saved["tensors"], self.tensors())
-        self.descent.optimizer.load_state_dict(saved["optimizer"])
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        copy_values(state["tensors"], self.tensors())
+        self.descent.optimizer.load_state_dict(state["optimizer"])
         if self.descent.schedule is not None:
-            self.descent.schedule.load_state_dict(saved["schedule"])
-        self.batches.restore(saved["batches"])
+            self.descent.schedule.load_state_dict(state["schedule"])
         device = self.objective.parameters[0].device
         if self.descent.average is not None:
-            self.descent.average.values = [value.to(device) for value in saved["averages"]]
+            self.descent.average.values = [value.to(device) for value in state["averages"]]
         if self.held_out is not None:
-            self.held_out.restore(saved["held_out"])
-        self.losses = list(saved["losses"].to(device))
-        self.parts = [part.to(device) for part in saved["parts"]]
-        self.start_time -= saved["seconds"]
-        if saved["reason"] is not None and saved["tests"] == self._tests:
-            self.reason = saved["reason"]
-        if len(self.losses) > self.settings["num_iterations"]:
-            self.ended = f"checkpoint had taken {len(self.losses)} steps already"
+            self.held_out.restore(state["held_out"])
+        self.losses = [loss.to(device) for loss in self.losses]
+        self.parts = [part.to(device) for part in state["parts"]]
 
     def _identity(self) -> dict[str, Any]:
         """Fingerprint of the fit, for checkpoints."""

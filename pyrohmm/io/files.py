@@ -255,7 +255,7 @@ def _check_replaceable(target: Path) -> None:
 # A checkpoint ---------------------------------------------------------------------------------
 
 SECONDS = 10.0  # between two saves
-FIT_VERSION = 9  # of what fits save
+FIT_VERSION = 10  # of what fits save
 CURE = "Choose another file, or delete it to start afresh."
 
 

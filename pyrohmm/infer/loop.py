@@ -1,0 +1,126 @@
+"""``FitLoop``: the steps of a fit, until it has converged or has taken all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ..data.batches import Batches
+from ..io.files import Checkpoint
+from .process_group import ProcessGroup
+
+
+class FitLoop:
+    """The loop of EM and of gradient fits: losses, why it ended, a progress bar, checkpoints.
+
+    A subclass defines ``step``, which appends to ``losses`` and may set ``reason``, and ``state``
+    and ``restore`` of all else that a step changes.
+
+    Args:
+        batches: The data, of which each step takes a batch.
+        group: The data-parallel ranks.
+        num_iterations: Largest number of steps.
+        tests: Arguments of the tests that end the fit; a resumed fit with others goes on.
+        progress: Whether to show a bar; None if stderr is a terminal.
+
+    Attributes:
+        losses: Of each step, ``()`` or ``(R,)``.
+        reason: Why the fit has converged.
+        ended: Why it has ended, if it has not converged.
+    """
+
+    further = 0  # losses besides one for each step
+
+    def __init__(
+        self,
+        batches: Batches,
+        group: ProcessGroup,
+        num_iterations: int,
+        tests: list[Any],
+        progress: bool | None,
+    ) -> None:
+        self.start_time = time.perf_counter()
+        self.batches, self.group, self.num_iterations = batches, group, num_iterations
+        self.tests = tests
+        self.hidden = not group.is_first or (None if progress is None else not progress)
+        self.checkpoint: Checkpoint | None = None
+        self.losses: list[Tensor] = []
+        self.reason: str | None = None
+        self.ended = f"it took all {num_iterations} steps"
+
+    def step(self) -> None:
+        """Take one step."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """State, for checkpoints."""
+        raise NotImplementedError
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        raise NotImplementedError
+
+    @property
+    def seconds(self) -> float:
+        """Since the start, with those before a checkpoint."""
+        return time.perf_counter() - self.start_time
+
+    def take_steps(self) -> None:
+        """Take steps until one ends the fit, or all are taken."""
+        count = len(self.losses)
+        with tqdm(total=self.num_iterations, initial=count, disable=self.hidden) as self.bar:
+            while self.reason is None and len(self.losses) < self.num_iterations + self.further:
+                self.step()
+                self.bar.update()
+                left = self.num_iterations - len(self.losses)
+                if self.checkpoint is not None and (
+                    self.reason is not None or left == 0 or (left > 0 and self.checkpoint.is_due())
+                ):
+                    self._save(self.checkpoint)
+        self.group.wait()  # for the file, which another fit may ask for
+
+    def resume(
+        self,
+        path: str | Path | None,
+        identity: Callable[[], dict[str, Any]],
+        generator: torch.Generator | None,
+        tensors: Iterable[Tensor],
+    ) -> bool:
+        """Save to a file, if one is asked for, and go on from it; whether there is one.
+
+        Args:
+            path: The file.
+            identity: Returns a fingerprint of the fit.
+            generator: Source of randomness besides torch's global ones.
+            tensors: What has to be as it was after an error.
+        """
+        if path is None:
+            return False
+        self.checkpoint = Checkpoint(path, identity(), (generator,), self.group.is_first)
+        return self.checkpoint.resume(self._restore, tensors)
+
+    def _save(self, checkpoint: Checkpoint) -> None:
+        own = {
+            "losses": torch.stack(self.losses),
+            "reason": self.reason,
+            "tests": self.tests,
+            "seconds": self.seconds,
+            "batches": self.batches.state(),
+        }
+        checkpoint.save(own | self.state())
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        self.batches.restore(saved["batches"])
+        self.losses = list(saved["losses"])
+        self.start_time -= saved["seconds"]
+        self.reason = saved["reason"] if saved["tests"] == self.tests else None
+        self.restore(saved)
+        if self.reason is None and len(self.losses) > self.num_iterations:
+            self.num_iterations = taken = len(self.losses)
+            self.ended = f"its checkpoint had taken {taken} steps already"
