@@ -511,9 +511,7 @@ def _transitions(hmm: HMM, data: Sequences) -> str:
         matrix = counts / counts.sum(-1, keepdim=True).clamp(min=1e-30)
         text = "<p>Expected shares in the data, for no one matrix holds at every step.</p>"
     matrix = matrix.detach().cpu()
-    return text + _picture(
-        square(None, matrix, [[f"{p:.2f}" for p in row] for row in matrix], None)
-    )
+    return text + _picture(square(matrix))
 
 
 def _summary(fit: Fit) -> str:

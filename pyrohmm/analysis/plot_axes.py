@@ -37,22 +37,16 @@ def names_or_numbers(
 
 
 def colors_of(size: int) -> list[Any]:
-    """A colour for each of K states, no two alike: matplotlib's ten, twenty, or a rainbow."""
-    if size <= 10:
+    """A colour for each of K states, no two alike: matplotlib's ten, or a rainbow."""
+    if size <= MOST_NAMES:
         return [f"C{k}" for k in range(size)]
-    colors = (
-        imported("matplotlib")
-        .colormaps["tab20" if size <= 20 else "turbo"]
-        .resampled(max(size, 20))
-    )
+    colors = imported("matplotlib").colormaps["turbo"].resampled(size)
     return [colors(k) for k in range(size)]
 
 
-def ink_on(color: Any) -> str:
-    """White or black, whichever can be read on a colour."""
-    from matplotlib.colors import to_rgb
-
-    return "white" if sum(to_rgb(color)) < 1.8 else "black"
+def styles(labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Label and colour of each state, as options of matplotlib."""
+    return [{"label": name, "color": c} for name, c in zip(labels, colors_of(len(labels)))]
 
 
 def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float = 1.0) -> None:
@@ -98,16 +92,13 @@ def single(name: str, parameter: Tensor) -> Tensor:
 
 
 def square(
-    axes: Axes | None,
-    matrix: Tensor,
-    texts: Sequence[Sequence[str]],
-    names: Sequence[str] | None,
+    matrix: Tensor, names: Sequence[str] | None = None, axes: Axes | None = None, texts: Any = None
 ) -> Axes:
     """Heat map of a transition matrix, with a text in each cell where it fits."""
     labels = names_or_numbers(names, len(matrix))
     axes = axes_or_new(axes)
     axes.set_aspect("equal")
-    table(axes, matrix, texts)
+    table(axes, matrix, texts or [[f"{p:.2f}" for p in row] for row in matrix])
     name_ticks(axes.xaxis, labels)
     name_ticks(axes.yaxis, labels)
     axes.set(xlabel="to", ylabel="from")
@@ -125,27 +116,22 @@ def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import BoundaryNorm, ListedColormap
 
-        edges = [k - 0.5 for k in range(len(labels) + 1)]
-        scale = ScalarMappable(
-            BoundaryNorm(edges, len(labels)), ListedColormap(colors_of(len(labels)))
-        )
+        size = len(labels)
+        edges = [k - 0.5 for k in range(size + 1)]
+        scale = ScalarMappable(BoundaryNorm(edges, size), ListedColormap(colors_of(size)))
         bar = axes.figure.colorbar(scale, ax=axes, pad=0.02, aspect=40)
         name_ticks(bar.ax.yaxis, labels)
         bar.ax.minorticks_off()
         bar.ax.invert_yaxis()
         return
-    names = axes.get_legend_handles_labels()[1]
-    longest = max(map(len, names), default=0) + 6  # with its line
+    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=0) + 6  # with its line
     columns = max(1, min(6, int(_room(axes)[0] / (6 * longest))))
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, frameon=False,
                 handlelength=1.0, columnspacing=1.0)  # fmt: skip
 
 
 def bands(
-    x: Any,
-    predicted: Bands,
-    names: Sequence[str] | None = None,
-    axes: Axes | None = None,
+    x: Any, predicted: Bands, names: Sequence[str] | None = None, axes: Axes | None = None
 ) -> Axes:
     """Draw predictions over a covariate as curves with bands: those of ``fit.predict``.
 
@@ -165,9 +151,8 @@ def bands(
         labels = [f"{states[i // len(states)]} → {states[i % len(states)]}" for i in order.tolist()]
         parts = Bands(*(part.flatten(1)[:, order] for part in predicted))
     axes = axes_or_new(axes)
-    curves = zip(labels, colors_of(len(labels)), *(part.mT.tolist() for part in parts))
-    for label, color, value, low, high in curves:
-        axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0.0)
-        axes.plot(x, value, color=color, label=label)
+    for style, value, low, high in zip(styles(labels), *(part.mT.tolist() for part in parts)):
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.25, linewidth=0.0)
+        axes.plot(x, value, **style)
     legend_above(axes, labels)
     return axes

@@ -25,6 +25,7 @@ from .plot_axes import (
     legend_above,
     name_ticks,
     names_or_numbers,
+    styles,
     table,
 )
 
@@ -88,22 +89,34 @@ def emission(
         if values is not None and (len(distribution.event_shape) == 0 or parts):
             shares = hmm.posterior(values).state_probs[hmm.known].mean(0).cpu()
             seen = values[hmm.known].cpu()
-        if parts and axes is None:
-            return _panels(distribution, symbols, labels, shares, seen)
-        axes = axes_or_new(axes)
-        if isinstance(distribution, AutoregressiveCategorical):
-            return _contexts(distribution, symbols, labels, axes)
-        if isinstance(distribution, Autoregressive):
-            distribution = _at_origin(distribution)
-            axes.set_title("earlier observations at the origin", fontsize="medium")
-        return _single(distribution, symbols, labels, axes, shares, seen)
+        if not parts or axes is not None:
+            return _single(distribution, symbols, labels, axes_or_new(axes), shares, seen)
+        size = {"figsize": (5 * len(parts), 4), "layout": "constrained", "squeeze": False}
+        titles = names_or_numbers(symbols, len(parts), "stream ", "symbols must have D")
+        panels = imported("matplotlib.pyplot").subplots(1, len(parts), **size)[1][0]
+        pieces = [None] * len(parts) if seen is None else distribution.split(seen)
+        for part, title, panel, piece in zip(parts, titles, panels, pieces):
+            _single(part, None, labels, panel, shares, piece)
+            panel.set_title(title, pad=24)  # above the legend
+        first: Axes = panels[0]
+        return first
 
 
 def _single(
-    distribution: Any, symbols: Sequence[str] | None, labels: list[str], axes: Axes,
-    shares: Tensor | None, values: Tensor | None,
-) -> Axes:  # fmt: skip
-    """Draw symbols, numbers or vectors, which depend on the state alone."""
+    distribution: Any, symbols: Any, labels: list[str], axes: Axes, shares: Any, values: Any
+) -> Axes:
+    """Draw symbols, numbers or vectors; of vectors after others what follows the origin."""
+    if isinstance(distribution, AutoregressiveCategorical):
+        return _contexts(distribution, symbols, labels, axes)
+    if isinstance(distribution, AutoregressiveNormal):
+        axes.set_title("earlier observations at the origin", fontsize="medium")
+        distribution = distribution.base.expand(distribution.batch_shape)
+    elif isinstance(distribution, Autoregressive):
+        raise ValueError(
+            "hmm has emissions that depend on earlier observations "
+            f"({type(distribution).__name__}), and no picture of them alone. Draw what follows one "
+            "context (L, *E): plots.emission(hmm.replace(emission=hmm.emission.given(context)))."
+        )
     if is_categorical(distribution):
         probs = distribution.probs.cpu()
         return _bars(probs, _per_column("V", symbols, probs), labels, axes)
@@ -111,52 +124,19 @@ def _single(
         _curves(distribution, labels, axes, shares, values)
         return axes
     mean, deviation = _moments(distribution)
+    columns = _per_column("D", symbols, mean)
     if distribution.support.is_discrete:
-        _means(mean.cpu(), _per_column("D", symbols, mean), labels, axes)
+        _means(mean, columns, labels, axes)
     elif mean.size(1) == 2:
-        _ellipses(distribution, mean.cpu(), labels, axes)
-        columns = ["component 0", "component 1"] if symbols is None else symbols
-        axes.set(**dict(zip(("xlabel", "ylabel"), _per_column("D", columns, mean))))
+        columns = columns if symbols is not None else [f"component {name}" for name in columns]
+        axes.set(xlabel=columns[0], ylabel=columns[1])
+        _ellipses(distribution, mean, labels, axes)
     else:
-        columns = _per_column("D", symbols, mean)
-        _bands(mean.cpu(), deviation.cpu(), columns, labels, axes)
+        _bands(mean, deviation, columns, labels, axes)
     return axes
 
 
-def _panels(
-    distribution: Any, symbols: Sequence[str] | None, labels: list[str], shares: Tensor | None,
-    values: Tensor | None,
-) -> Axes:  # fmt: skip
-    """A panel for each of several streams."""
-    pyplot = imported("matplotlib.pyplot")
-    parts = distribution.parts
-    titles = names_or_numbers(symbols, len(parts), "stream ", "symbols must have D")
-    size = {"figsize": (5 * len(parts), 4), "layout": "constrained"}
-    row = pyplot.subplots(1, len(parts), squeeze=False, **size)[1][0]
-    pieces = [None] * len(parts) if values is None else distribution.split(values)
-    for part, title, panel, piece in zip(parts, titles, row, pieces):
-        _single(part, None, labels, panel, shares, piece)
-        panel.set_title(title, pad=24)  # above the legend
-    first: Axes = row[0]
-    return first
-
-
-def _at_origin(distribution: Autoregressive) -> Any:
-    """The emissions that follow vectors at the origin; raise where there is none."""
-    if not isinstance(distribution, AutoregressiveNormal):
-        raise ValueError(
-            "hmm has emissions that depend on earlier observations "
-            f"({type(distribution).__name__}), and no picture of them alone. Draw what follows one "
-            "context (L, *E): plots.emission(hmm.replace(emission=hmm.emission.given(context)))."
-        )
-    base = distribution.base
-    return base.expand(distribution.batch_shape)
-
-
-def _contexts(
-    distribution: AutoregressiveCategorical, symbols: Sequence[str] | None, labels: list[str],
-    axes: Axes,
-) -> Axes:  # fmt: skip
+def _contexts(distribution: Any, symbols: Any, labels: list[str], axes: Axes) -> Axes:
     """Heat map of symbol probabilities by state and context."""
     probs = distribution.tables.probs.cpu()  # (K, V ** L, V)
     names, size = _per_column("V", symbols, probs), probs.size(1)
@@ -176,7 +156,7 @@ def _contexts(
 
 def _moments(distribution: Any) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each state, ``(K, *E)``; raise where there is none."""
-    mean, deviation = distribution.mean, distribution.variance.sqrt()
+    mean, deviation = distribution.mean.cpu(), distribution.variance.sqrt().cpu()
     if not bool((mean.isfinite() & deviation.isfinite()).all()):
         raise ValueError(
             "hmm must have an emission with mean and variance in each state; "
@@ -192,10 +172,8 @@ def _per_column(letter: str, symbols: Sequence[str] | None, matrix: Tensor) -> l
 
 def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> Axes:
     size, top = len(probs), probs.max().item()
-    colors = colors_of(size)
-    for k, row in enumerate(probs.numpy()):
-        base = size - 1 - k
-        axes.bar(range(len(row)), 0.85 * row / top, bottom=base, width=0.8, color=colors[k])
+    for base, row, color in zip(reversed(range(size)), probs.numpy(), colors_of(size)):
+        axes.bar(range(len(row)), 0.85 * row / top, bottom=base, width=0.8, color=color)
         axes.axhline(base, color="0.7", linewidth=0.6)
     name_ticks(axes.xaxis, symbols)
     name_ticks(axes.yaxis, labels, [size - 0.6 - k for k in range(size)])
@@ -220,9 +198,7 @@ def _ends(distribution: Any) -> tuple[float, float]:
     return low.item(), high.item()
 
 
-def _curves(
-    distribution: Any, labels: list[str], axes: Axes, shares: Tensor | None, values: Tensor | None
-) -> None:
+def _curves(distribution: Any, labels: list[str], axes: Axes, shares: Any, values: Any) -> None:
     """Densities of numbers, or probabilities of counts, where they can be observed."""
     discrete = distribution.support.is_discrete
     if values is None:
@@ -236,8 +212,7 @@ def _curves(
         points = torch.arange(math.floor(low), math.ceil(high) + 1.0)
     else:
         points = torch.linspace(low, high, POINTS + 2)
-    example = distribution.sample()
-    points = points.to(example.device)
+    points = points.to(distribution.sample().device)
     events = [1] * len(distribution.event_shape)  # none, or one of size 1
     points = points[distribution.support.check(points.reshape(-1, *events))]
     below = getattr(distribution, "cdf_below", None)
@@ -248,13 +223,13 @@ def _curves(
     if shares is not None:
         probs = probs * shares.to(probs)
     places = points.cpu().numpy()
-    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
+    for k, style in enumerate(styles(labels)):
         if discrete:
             drawn = (probs[:, k] > SMALL).numpy()
-            axes.plot(places[drawn], probs[drawn, k], "o-", ms=4, label=label, color=color)
+            axes.plot(places[drawn], probs[drawn, k], "o-", ms=4, **style)
         else:
-            axes.plot(places, probs[:, k], label=label, color=color)
-            axes.fill_between(places, probs[:, k], color=color, alpha=0.15)
+            axes.plot(places, probs[:, k], **style)
+            axes.fill_between(places, probs[:, k], color=style["color"], alpha=0.15)
     if shares is not None:
         axes.plot(places, probs.sum(-1), "k--", linewidth=1.0, label="all")
     names = ("count", "probability") if discrete else ("observation", "density")
@@ -274,43 +249,38 @@ def _means(mean: Tensor, columns: list[str], labels: list[str], axes: Axes) -> N
 def _ellipses(distribution: Any, mean: Tensor, labels: list[str], axes: Axes) -> None:
     from matplotlib.patches import Ellipse
 
-    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
-        values, vectors = torch.linalg.eigh(_covariance(distribution)[k])
+    for style, centre, matrix in zip(styles(labels), mean.tolist(), _covariance(distribution)):
+        values, vectors = torch.linalg.eigh(matrix.cpu())
         angle = math.degrees(math.atan2(vectors[1, 1].item(), vectors[0, 1].item()))
-        centre = (mean[k, 0].item(), mean[k, 1].item())
-        axes.plot(*centre, "o", color=color, label=label)
+        axes.plot(*centre, "o", **style)
         for scale in (1, 2):
             short, long = (2 * scale * values.clamp(min=0).sqrt()).tolist()
-            patch = Ellipse(centre, long, short, angle=angle, color=color, alpha=0.3 / scale)
-            axes.add_patch(patch)
+            shade = {"angle": angle, "color": style["color"], "alpha": 0.3 / scale}
+            axes.add_patch(Ellipse(centre, long, short, **shade))
     axes.autoscale_view()
     legend_above(axes, labels)
 
 
 def _covariance(distribution: Any) -> Tensor:
     """Covariances of the components, ``(K, D, D)``."""
-    base = getattr(distribution, "base_dist", None)
-    if hasattr(distribution, "covariance_matrix"):
-        return distribution.covariance_matrix.cpu()
+    base = getattr(distribution, "base_dist", distribution)
     if hasattr(distribution, "mixture_distribution"):
         weights = distribution.mixture_distribution.probs.unsqueeze(-1)  # (K, C, 1)
         parts = distribution.component_distribution
         apart = parts.mean - distribution.mean.unsqueeze(-2)
-        within = (weights.unsqueeze(-1) * _covariance(parts).to(weights.device)).sum(-3)
-        return (within + (weights * apart).mT @ apart).cpu()
-    if base is not None and hasattr(base, "covariance_matrix"):
-        return base.covariance_matrix.cpu()
-    return distribution.variance.diag_embed().cpu()
+        within = (weights.unsqueeze(-1) * _covariance(parts)).sum(-3)
+        return within + (weights * apart).mT @ apart
+    if hasattr(base, "covariance_matrix"):
+        return base.covariance_matrix
+    return distribution.variance.diag_embed()
 
 
-def _bands(
-    mean: Tensor, deviation: Tensor, columns: list[str], labels: list[str], axes: Axes
-) -> None:
-    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
-        steps = range(mean.size(1))
-        axes.plot(steps, mean[k].numpy(), "o-", ms=4, label=label, color=color)
-        low, high = (mean[k] - deviation[k]).numpy(), (mean[k] + deviation[k]).numpy()
-        axes.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0.0)
+def _bands(mean: Tensor, deviation: Tensor, columns: Any, labels: list[str], axes: Axes) -> None:
+    steps = range(mean.size(1))
+    for style, middle, spread in zip(styles(labels), mean.numpy(), deviation.numpy()):
+        axes.plot(steps, middle, "o-", ms=4, **style)
+        shade = {"color": style["color"], "alpha": 0.15, "linewidth": 0.0}
+        axes.fill_between(steps, middle - spread, middle + spread, **shade)
     name_ticks(axes.xaxis, columns)
     axes.set(xlabel="component", ylabel="mean and one standard deviation")
     legend_above(axes, labels)

@@ -25,11 +25,11 @@ from .plot_axes import (
     MOST_TICKS,
     axes_or_new,
     colors_of,
-    ink_on,
     legend_above,
     names_or_numbers,
     single,
     square,
+    styles,
 )
 from .plot_axes import bands as bands
 from .plot_emissions import emission as emission
@@ -51,16 +51,10 @@ def transition(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | Non
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
-    matrix = single("transitions", hmm.log_transition).exp()
-    return square(axes, matrix, [[f"{p:.2f}" for p in row] for row in matrix], names)
+    return square(single("transitions", hmm.log_transition).exp(), names, axes)
 
 
-def graph(
-    hmm: HMM,
-    names: Sequence[str] | None = None,
-    *,
-    axes: Axes | None = None,
-) -> Axes:
+def graph(hmm: HMM, names: Sequence[str] | None = None, *, axes: Axes | None = None) -> Axes:
     """Graph of the chain: states on a circle, an arrow for each probable transition.
 
     The wider an arrow, the more probable the transition; up to twelve states how probable stands
@@ -92,23 +86,16 @@ def graph(
     font = 9 if size <= 10 else 6 if few else 5
     for k, ((x, y), color) in enumerate(zip(places, colors_of(size))):
         style = f"circle,pad={0.5 if few else 0.2}"
-        frame = {"boxstyle": style, "facecolor": color, "edgecolor": "none"}
-        stays = f"\n{matrix[k, k].item():.2f}" if few else ""
-        axes.text(x, y, f"{labels[k]}{stays}", ha="center", va="center", fontsize=font, bbox=frame,
-                  color=ink_on(color))  # fmt: skip
+        frame = {"boxstyle": style, "facecolor": "white", "edgecolor": color, "linewidth": 2.0}
+        text = f"{labels[k]}\n{matrix[k, k].item():.2f}" if few else labels[k]
+        axes.text(x, y, text, ha="center", va="center", fontsize=font, bbox=frame)
     axes.set(xlim=(-1.5, 1.5), ylim=(-1.4, 1.4), aspect="equal")
     axes.set_axis_off()
     return axes
 
 
-def _arrow(
-    axes: Axes,
-    start: tuple[float, float],
-    end: tuple[float, float],
-    probability: float,
-    num_states: int,
-) -> None:
-    """A curved arrow, with its probability beside the middle where states are few."""
+def _arrow(axes: Axes, start: Any, end: Any, probability: float, num_states: int) -> None:
+    """Draw a curved arrow, with its probability beside the middle where states are few."""
     gap = 24 if num_states <= MOST_TICKS else 8
     style = {"arrowstyle": "-|>", "connectionstyle": "arc3,rad=0.18", "color": "0.45",
              "linewidth": 0.6 + 4.0 * probability, "shrinkA": gap, "shrinkB": gap}  # fmt: skip
@@ -177,12 +164,10 @@ def transition_posterior(
         4
     """
     flat = samples.detach().cpu().double().flatten(0, -3)
-    mean = flat.mean(0)
     low, high = flat.quantile(torch.tensor([(1 - level) / 2, (1 + level) / 2]).to(flat), 0)
-    texts = [
-        [f"{m:.2f}\n{a:.2f}–{b:.2f}" for m, a, b in zip(*rows)] for rows in zip(mean, low, high)
-    ]
-    return square(axes, mean, texts, names)
+    rows = zip(flat.mean(0), low, high)
+    texts = [[f"{m:.2f}\n{a:.2f}–{b:.2f}" for m, a, b in zip(*row)] for row in rows]
+    return square(flat.mean(0), names, axes, texts)
 
 
 def losses(fit: Fit, *, axes: Axes | None = None) -> Axes:
@@ -233,10 +218,8 @@ def forecast(
         axes.plot(range(start), observed, color="0.3", label="observed")
     steps = range(start, start + ahead)
     for level in sorted(levels, reverse=True):
-        low, high = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
-        axes.fill_between(
-            steps, low, high, color="C0", alpha=0.25, linewidth=0.0, label=f"{level:.0%}"
-        )
+        ends = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
+        axes.fill_between(steps, *ends, color="C0", alpha=0.25, lw=0.0, label=f"{level:.0%}")
     median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
     axes.plot(steps, median, color="C0", label="median")
     axes.set(xlabel="step", ylabel="observation")
@@ -288,10 +271,9 @@ def durations(
     labels = names_or_numbers(names, len(curves), "state ")
     axes = axes_or_new(axes)
     steps, shown = range(1, curves.size(1) + 1), min(curves.size(1), dots.size(1))
-    for k, color in enumerate(colors_of(len(curves))):
-        axes.plot(steps, curves[k].numpy(), color=color, label=labels[k])
-        points = dots[k, :shown].cpu().numpy()
-        axes.plot(steps[:shown], points, "o", color=color, markersize=3.5, alpha=0.6)
+    for style, curve, points in zip(styles(labels), curves, dots[:, :shown].cpu()):
+        axes.plot(steps, curve.numpy(), **style)
+        axes.plot(steps[:shown], points.numpy(), "o", color=style["color"], ms=3.5, alpha=0.6)
     axes.set(xlim=(0.5, curves.size(1) + 0.5), xlabel="steps in the state", ylabel=label)
     axes.set_ylim(bottom=0)
     legend_above(axes, labels)
@@ -313,8 +295,7 @@ def _decoded(
 ) -> tuple[Tensor, Tensor]:
     """Hazard and survival of decoded visits, ``(K, T)``; NaN where few are at risk."""
     if states is None:
-        none = torch.full((num_states, 1), torch.nan)
-        return none, none
+        return (torch.full((num_states, 1), torch.nan),) * 2
     if lengths is None:
         lengths = torch.full(states.shape[:-1], states.size(-1))
     shares, at_risk = dwell_time_hazard(states, lengths, num_states)
@@ -371,14 +352,12 @@ def timeline(
     """
     rows = segments(states, lengths)
     labels = _names_of(states, names)
-    colors = colors_of(len(labels))
     axes = axes_or_new(axes)
-    for state in sorted({row.state for row in rows}):
+    for state, style in enumerate(styles(labels)):
         own = [row for row in rows if row.state == state]
-        axes.barh(
-            [row.sequence for row in own], [row.length for row in own], height=0.9,
-            left=[row.first - 0.5 for row in own], color=colors[state], label=labels[state],
-        )  # fmt: skip
+        if own:
+            where, long, begins = zip(*((row.sequence, row.length, row.first - 0.5) for row in own))
+            axes.barh(where, long, height=0.9, left=begins, **style)
     count = 1 if states.dim() == 1 else len(states)
     axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
@@ -421,23 +400,19 @@ def series(
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
         path = hmm.viterbi(values).reshape(-1).cpu()
-        low, high = (
-            end.reshape(-1).cpu() for end in observation_marginals(hmm, values).interval(level)
-        )
-    drawn = hmm.exists.reshape(-1).cpu()
-    observed = drawn if hmm.observed is None else drawn & hmm.observed.reshape(-1).cpu()
+        band = observation_marginals(hmm, values).interval(level)
+    drawn, observed = hmm.exists.reshape(-1).cpu(), hmm.known.reshape(-1).cpu()
     numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
     steps = torch.arange(len(path))
     axes = axes_or_new(axes)
+    ends = (end.reshape(-1).cpu()[drawn].numpy() for end in band)
     axes.fill_between(
-        steps[drawn].numpy(), low[drawn].numpy(), high[drawn].numpy(), step="mid", color="0.85",
-        linewidth=0.0, label=f"{level:.0%}",
-    )  # fmt: skip
+        steps[drawn].numpy(), *ends, step="mid", color="0.85", lw=0.0, label=f"{level:.0%}"
+    )
     axes.plot(steps.numpy(), numbers.numpy(), color="0.6", linewidth=0.8)
-    for k, color in enumerate(colors_of(len(labels))):
+    for k, style in enumerate(styles(labels)):
         chosen = (path == k) & ~numbers.isnan()
-        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, color=color,
-                  label=labels[k])  # fmt: skip
+        axes.plot(steps[chosen].numpy(), numbers[chosen].numpy(), "o", ms=4, **style)
     axes.set(xlabel="step", ylabel="observation")
     legend_above(axes, labels)
     return axes
@@ -481,9 +456,8 @@ def track(
     steps = torch.stack([places[:, :-1], places[:, 1:], gap], 2)  # (N, T-1, 3, 2)
     begins = states.cpu().reshape(len(places), -1)[:, :-1]
     axes = axes_or_new(axes)
-    for k, (label, color) in enumerate(zip(labels, colors_of(len(labels)))):
-        x, y = steps[begins == k].reshape(-1, 2).mT.numpy()
-        axes.plot(x, y, color=color, label=label, linewidth=1.0)
+    for k, style in enumerate(styles(labels)):
+        axes.plot(*steps[begins == k].reshape(-1, 2).mT.numpy(), linewidth=1.0, **style)
     if plane:
         axes.set(xlabel="x", ylabel="y", aspect="equal")
     else:
