@@ -90,8 +90,8 @@ class ModelCheck:
             known = (~simulated.isnan()).sum(0)
             below = ((simulated <= observed).sum(0) + 1) / (known.double() + 1)
             above = ((simulated >= observed).sum(0) + 1) / (known.double() + 1)
-            found[name] = (2 * torch.minimum(below, above)).clamp(max=1.0)
-            found[name] = found[name].masked_fill(observed.isnan(), torch.nan)
+            both = (2 * torch.minimum(below, above)).clamp(max=1.0)
+            found[name] = both.masked_fill(observed.isnan(), torch.nan)
         return found
 
     def __str__(self) -> str:
@@ -99,9 +99,8 @@ class ModelCheck:
         tails = torch.tensor([0.05, 0.95], dtype=torch.double)
         for name, observed in self.observed.items():
             low, high = self.simulated[name].nanquantile(tails, 0)
-            columns = (observed, low, high, self.p_values[name])
-            rows = zip(names_of(name, observed), *(column.flatten().tolist() for column in columns))
-            for label, value, least, most, p in rows:
+            table = torch.stack([observed, low, high, self.p_values[name]]).reshape(4, -1)
+            for label, (value, least, most, p) in zip(names_of(name, observed), table.T.tolist()):
                 lines.append(f"{label:<24}{value:>12.4g}{least:>12.4g}{most:>12.4g}{p:>8.3f}")
         return "\n".join(lines)
 
@@ -155,24 +154,17 @@ def check_model(
     check_size("num_samples", num_samples)
     statistics = DEFAULT if statistics is None else statistics
     hmm = fitted.hmm(data)
+    several = isinstance(fitted, PosteriorDraws)
     with torch.no_grad():
-        if isinstance(fitted, PosteriorDraws):
-            values = hmm.sample().flatten(0, 1)
-        else:
-            values = hmm.sample(torch.Size([num_samples]))
-    copies = [
-        Sequences(value, data.lengths, data.observed, covariates=data.covariates, times=data.times)
-        for value in values
-    ]
-    observed, simulated = {}, {}
-    for name, statistic in statistics.items():
-        observed[name] = _applied(statistic, data)
-        simulated[name] = torch.stack([_applied(statistic, one) for one in copies])
-    return ModelCheck(observed, simulated)
-
-
-def _applied(statistic: Statistic, data: Sequences) -> Tensor:
-    return torch.as_tensor(statistic(data)).detach().double()
+        values = hmm.sample().flatten(0, 1) if several else hmm.sample(torch.Size([num_samples]))
+    further: Any = {"covariates": data.covariates, "times": data.times}
+    copies = [Sequences(value, data.lengths, data.observed, **further) for value in values]
+    found = {
+        name: [torch.as_tensor(statistic(one)).detach().double() for one in (data, *copies)]
+        for name, statistic in statistics.items()
+    }
+    simulated = {name: torch.stack(each[1:]) for name, each in found.items()}
+    return ModelCheck({name: each[0] for name, each in found.items()}, simulated)
 
 
 def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:
@@ -201,6 +193,8 @@ def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:
     count = min(rows.size(-1), MOST_COMPONENTS)
     size = {"figsize": (10, 3 * count), "layout": "constrained", "squeeze": False}
     axes = pyplot.subplots(count, 3, **size)[1]
+    grid = torch.linspace(-4, 4, 100)
+    density = (-grid.square() / 2).exp() / (2 * torch.pi) ** 0.5
     for d, (left, middle, right) in enumerate(axes):
         flat = rows[..., d][~rows[..., d].isnan()].clamp(-8, 8).sort().values
         expected = torch.special.ndtri((torch.arange(len(flat)).double() + 0.5) / len(flat))
@@ -209,15 +203,14 @@ def residual_plots(hmm: HMM, values: Tensor, max_lag: int = 20) -> list[Axes]:
         label = f"residual of component {d}" if rows.size(-1) > 1 else "residual"
         left.set(xlabel="standard normal quantile", ylabel=label)
         middle.hist(flat.numpy(), bins="auto", density=True, color="lightsteelblue")
-        grid = torch.linspace(-4, 4, 100)
-        middle.plot(grid.numpy(), (-grid.square() / 2).exp().numpy() / (2 * torch.pi) ** 0.5, "k-")
+        middle.plot(grid.numpy(), density.numpy(), "k-")
         middle.set(xlabel=label, ylabel="density")
         heights = [each[d].item() for each in correlations]
         right.vlines(lags, 0.0, heights)
         right.plot(lags, heights, "o", markersize=4)
+        right.axhline(0.0, color="k", linewidth=0.8)
         band = 1.96 / max(len(flat), 1) ** 0.5
         right.axhspan(-band, band, color="lightgray", zorder=0)
-        right.axhline(0.0, color="k", linewidth=0.8)
         right.set(xlabel="lag, steps", ylabel="autocorrelation")
         right.locator_params(axis="x", integer=True)
     return [*axes.flat]
@@ -411,29 +404,27 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     Returns:
         The path.
     """
-    hmm = fit.hmm(data)
-    draws = None
+    hmm, draws = fit.hmm(data), None
     if isinstance(fit, SampledFit) or fit.method == "SVI":
         draws = PosteriorDraws.of(fit, data=data)
         draws = draws.thin(-(-MOST_DRAWS // draws.shape[0]))
-    parts = [
-        ("Fit", lambda: f"<pre>{escape(_summary(fit))}</pre>"),
-        ("Data and criteria", lambda: _criteria(fit, data)),
-        ("Parameters", lambda: _parameters(fit, data, draws)),
-        ("Loss", lambda: _picture(plots.losses(fit))),
-        ("Transitions", lambda: _transitions(hmm, data)),
-        ("Emissions", lambda: _picture(plots.emission(hmm, values=data.values))),
-        ("States of the longest sequence", lambda: _states(hmm, data)),
-        ("Simulated data beside the data", lambda: _simulated_data(fit, data, draws)),
-        ("Residuals", lambda: RESIDUALS + _picture(residual_plots(hmm, data.values)[0])),
-    ]
-    body = "\n".join(f"<h2>{escape(title)}</h2>\n{_or_reason(make)}" for title, make in parts)
-    path = Path(path)
+    parts = {
+        "Fit": lambda: _preformatted(_summary(fit)),
+        "Data and criteria": lambda: _criteria(fit, data),
+        "Parameters": lambda: _parameters(fit, data, draws),
+        "Loss": lambda: _picture(plots.losses(fit)),
+        "Transitions": lambda: _transitions(hmm, data),
+        "Emissions": lambda: _picture(plots.emission(hmm, values=data.values)),
+        "States of the longest sequence": lambda: _states(hmm, data),
+        "Simulated data beside the data": lambda: _simulated_data(fit, data, draws),
+        "Residuals": lambda: RESIDUALS + _picture(residual_plots(hmm, data.values)[0]),
+    }
+    body = "\n".join(f"<h2>{title}</h2>\n{_or_reason(make)}" for title, make in parts.items())
     model = name_of(getattr(fit.model, "module", fit.model))
     title = escape(f"{model}, fitted by {fit.method}")
     page = PAGE.format(title=title, body=body, date=date.today().isoformat(), version=__version__)
-    path.write_text(page)
-    return path
+    Path(path).write_text(page)
+    return Path(path)
 
 
 def _or_reason(make: Callable[[], str]) -> str:
@@ -444,8 +435,13 @@ def _or_reason(make: Callable[[], str]) -> str:
         return f"<p>Not shown: {escape(str(error))}</p>"
 
 
+def _summary(fit: Fit) -> str:
+    """The fit in words; whether chains agree is said of their states in one order."""
+    return "\n".join([repr(fit), *fit.notes]) if isinstance(fit, SampledFit) else fit.summary()
+
+
 def _criteria(fit: Fit, data: Sequences) -> str:
-    """Size of the data, and what there is of log-likelihood, AIC and BIC."""
+    """Table of the size of the data, and what there is of log-likelihood, AIC and BIC."""
     steps = int(data.lengths.sum())
     rows = [
         ["sequences", f"{len(data):,}"],
@@ -461,19 +457,13 @@ def _criteria(fit: Fit, data: Sequences) -> str:
 
 
 def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
-    """Estimates with what is known of their errors."""
+    """Table of estimates with what is known of their errors."""
     text = ""
-    if draws is not None:
-        columns, text = _posterior(draws, data)
-    else:
-        try:
-            columns = fit.table(data)
-        except (ValueError, TypeError, NotImplementedError) as error:
-            text = f"<p>Without intervals: {escape(str(error))}</p>"
-            columns = {"parameter": [], "estimate": []}
-            for name, value in fit.parameters.items():
-                columns["parameter"] += names_of(name, value)
-                columns["estimate"] += value.flatten().tolist()
+    try:
+        columns, text = (fit.table(data), "") if draws is None else _posterior(draws, data)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        text = f"<p>Without intervals: {escape(str(error))}</p>"
+        columns = _columns({name: {"estimate": v} for name, v in fit.parameters.items()})
     heads = {"std_error": "standard error", "lower": "2.5 %", "upper": "97.5 %"}
     rows = [
         [name.removeprefix("module."), *(f"{x:.4g}".replace("nan", "fixed") for x in numbers)]
@@ -491,40 +481,40 @@ def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[A
     except (ValueError, TypeError) as error:
         text = f"<p>States as each sample numbers them: {escape(str(error))}</p>"
     if draws.shape[0] > 1 and draws.shape[1] > 3:
-        text += f"<pre>{escape(draws.summary())}</pre>"
-    columns: dict[str, list[Any]] = {"parameter": []}
+        text += _preformatted(draws.summary())
+    parts = {}
     for name, value in draws.parameters.items():
         flat = value.double().flatten(0, 1)
         low, high = quantile(flat, [0.025, 0.975])
-        columns["parameter"] += names_of(name, flat[0])
-        parts = {"mean": flat.mean(0), "standard deviation": flat.std(0), "lower": low}
-        for column, part in (parts | {"upper": high}).items():
-            columns.setdefault(column, []).extend(part.flatten().tolist())
-    return columns, text
+        parts[name] = {"mean": flat.mean(0), "standard deviation": flat.std(0)}
+        parts[name] |= {"lower": low, "upper": high}
+    return _columns(parts), text
+
+
+def _columns(parts: dict[str, dict[str, Tensor]]) -> dict[str, list[Any]]:
+    """Columns of a table with a row for each entry of each parameter."""
+    columns: dict[str, list[Any]] = {"parameter": []}
+    for name, values in parts.items():
+        columns["parameter"] += names_of(name, next(iter(values.values())))
+        for column, value in values.items():
+            columns.setdefault(column, []).extend(value.flatten().tolist())
+    return columns
 
 
 def _transitions(hmm: HMM, data: Sequences) -> str:
-    """The matrix of transitions, or averages over the data where there is more than one."""
+    """Heat map of transitions, or of averages over the data where there is more than one matrix."""
     matrix, text = hmm.log_transition.exp(), ""
     if matrix.dim() != 2:
         counts = hmm.posterior(data.values).transitions.flatten(0, -3).sum(0)
         matrix = counts / counts.sum(-1, keepdim=True).clamp(min=1e-30)
         text = "<p>Expected shares in the data, for no one matrix holds at every step.</p>"
-    matrix = matrix.detach().cpu()
-    return text + _picture(square(matrix))
-
-
-def _summary(fit: Fit) -> str:
-    """The fit in words; whether chains agree is said of their states in one order."""
-    if isinstance(fit, SampledFit):
-        return "\n".join([repr(fit), *fit.notes])
-    return fit.summary()
+    return text + _picture(square(matrix.detach().cpu()))
 
 
 def _simulated_data(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
     """:func:`check_model` at the estimates, or over samples of the posterior."""
     some = draws and draws.thin(-(-SIMULATED // draws.shape[0]))
-    return SIMULATIONS + f"<pre>{escape(str(check_model(some or fit, data)))}</pre>"
+    return SIMULATIONS + _preformatted(str(check_model(some or fit, data)))
 
 
 def _states(hmm: HMM, data: Sequences) -> str:
@@ -535,19 +525,19 @@ def _states(hmm: HMM, data: Sequences) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in header) + "</tr>"]
-    lines += [
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    ]
-    return "<table>" + "\n".join(lines) + "</table>"
+    lines = [("th", header), *(("td", row) for row in rows)]
+    cells = ["".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) for tag, line in lines]
+    return "<table>" + "\n".join(f"<tr>{line}</tr>" for line in cells) + "</table>"
+
+
+def _preformatted(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
 
 
 def _picture(axes: Any) -> str:
     """The figure of ``axes`` as an image within the page."""
-    pyplot = imported("matplotlib.pyplot")
     stream = io.BytesIO()
     axes.figure.savefig(stream, format="png", dpi=120)
-    pyplot.close(axes.figure)
-    return (
-        f'<img alt="" src="data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}">'
-    )
+    imported("matplotlib.pyplot").close(axes.figure)
+    image = base64.b64encode(stream.getvalue()).decode()
+    return f'<img alt="" src="data:image/png;base64,{image}">'

@@ -218,8 +218,8 @@ def forecast(
         axes.plot(range(start), observed, color="0.3", label="observed")
     steps = range(start, start + ahead)
     for level in sorted(levels, reverse=True):
-        ends = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
-        axes.fill_between(steps, *ends, color="C0", alpha=0.25, lw=0.0, label=f"{level:.0%}")
+        low, high = (end.reshape(-1).cpu().numpy() for end in predicted.interval(level))
+        axes.fill_between(steps, low, high, color="C0", alpha=0.25, lw=0.0, label=f"{level:.0%}")
     median = predicted.quantiles([0.5]).reshape(-1).cpu().numpy()
     axes.plot(steps, median, color="C0", label="median")
     axes.set(xlabel="step", ylabel="observation")
@@ -405,9 +405,9 @@ def series(
     numbers = values.detach().reshape(-1).cpu().double().masked_fill(~observed, torch.nan)
     steps = torch.arange(len(path))
     axes = axes_or_new(axes)
-    ends = (end.reshape(-1).cpu()[drawn].numpy() for end in band)
+    low, high = (end.reshape(-1).cpu()[drawn].numpy() for end in band)
     axes.fill_between(
-        steps[drawn].numpy(), *ends, step="mid", color="0.85", lw=0.0, label=f"{level:.0%}"
+        steps[drawn].numpy(), low, high, step="mid", color="0.85", lw=0.0, label=f"{level:.0%}"
     )
     axes.plot(steps.numpy(), numbers.numpy(), color="0.6", linewidth=0.8)
     for k, style in enumerate(styles(labels)):

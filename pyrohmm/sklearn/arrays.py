@@ -15,7 +15,7 @@ from sklearn.utils import check_random_state
 from torch import Tensor, allclose, as_tensor, float64, ones_like
 from torch.distributions import constraints
 
-from .._checks import check_size
+from .._checks import check_shape, check_size
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import log_probs
 from ..distributions.hmm import HMM
@@ -74,14 +74,8 @@ class TabularEstimator(SequenceEstimator):
     init_params: str = "st"
 
     # What an estimator defines
-
-    def _emission(self) -> TorchDistribution:
-        """The distribution of a row, batched over states, in float64."""
-        raise NotImplementedError
-
-    def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
-        """Set the arrays of the letters ``chosen`` for a fit to ``table``."""
-        raise NotImplementedError
+    _emission: ClassVar[Any]  # () -> the distribution of a row, batched over states, in float64
+    _start: ClassVar[Any]  # (table, chosen, seed): set the arrays of the letters chosen for a fit
 
     def _values(self, table: np.ndarray) -> Tensor:
         return to_tensor(table)
@@ -114,24 +108,18 @@ class TabularEstimator(SequenceEstimator):
                 parameters.
         """
         self._check_options()
-        table, sizes = self._table(X, lengths, reset=True, y=y)
-        data = self._sequences(table, sizes)
+        table, sizes = self._table(X, lengths, y, reset=True)
+        data = Sequences.from_concatenated(self._values(table), sizes)
         names = self._attributes()
         given = {n: getattr(self, n) for n in names.values() if hasattr(self, n)}
         last = self.__dict__.get("_found", {})  # of an earlier fit
         chosen = {name for letter, name in names.items() if letter in self.init_params}
-        starts_anew = [n for n in given if n in chosen and given[n] is not last.get(n)]
-        if starts_anew:
-            warnings.warn(
-                f"{', '.join(starts_anew)} had values, which init_params={self.init_params!r} "
-                "overwrites: leave out their letters to start at them.", stacklevel=2
-            )  # fmt: skip
-        seeds = [self.random_state]
-        if self.n_init > 1:
-            random = check_random_state(self.random_state)
-            seeds += random.randint(2**31 - 1, size=self.n_init - 1).tolist()
+        if anew := [n for n in given if n in chosen and given[n] is not last.get(n)]:
+            text = f"{', '.join(anew)} had values, which init_params={self.init_params!r} "
+            warnings.warn(f"{text}overwrites: leave out letters to start at them.", stacklevel=2)
+        more = check_random_state(self.random_state).randint(2**31 - 1, size=self.n_init - 1)
         fits = []
-        for seed in seeds:
+        for seed in (self.random_state, *more.tolist()):
             self.__dict__.update(given)
             self._initialise(table, given, seed)
             zeros = {n: np.asarray(getattr(self, n)) == 0 for n in names.values()}
@@ -140,11 +128,9 @@ class TabularEstimator(SequenceEstimator):
             fits.append((reached, found | {"_zeros": zeros}))
         self._found = max(fits, key=lambda fit: fit[0])[1]
         self.__dict__.update(self._found)
-        if table.size < self._num_parameters():
-            warnings.warn(
-                f"there are {self._num_parameters()} free parameters and {table.size} numbers in X:"
-                " the fit degenerates. Take fewer states, or more data.", stacklevel=2
-            )  # fmt: skip
+        if table.size < (count := self._num_parameters()):
+            text = f"there are {count} free parameters and {table.size} numbers in X: the fit "
+            warnings.warn(f"{text}degenerates. Take fewer states, or more data.", stacklevel=2)
         self.monitor_.warn()
         return self
 
@@ -161,9 +147,8 @@ class TabularEstimator(SequenceEstimator):
             if small and small[0] + 2 < len(fit.losses):
                 fit = climb(num_iterations=small[0] + 1)
             reached = monitor.take(fit)
-            gain = reached - monitor.history[-1]
             self._take(fit.parameters)
-            monitor.converged = gain < self.tol or monitor.iter >= self.n_iter
+            monitor.converged = bool(small) or monitor.iter >= self.n_iter
         return reached
 
     def _module(self) -> TabularHMM:
@@ -179,11 +164,8 @@ class TabularEstimator(SequenceEstimator):
 
     def _initialise(self, table: np.ndarray, given: dict[str, Any], seed: Any) -> None:
         """Set what is to start anew, or was not ``given``."""
-        chosen = {
-            letter
-            for letter, attribute in self._attributes().items()
-            if letter in self.init_params or attribute not in given
-        }
+        names = self._attributes().items()
+        chosen = {letter for letter, n in names if letter in self.init_params or n not in given}
         random = check_random_state(seed)
         even = np.full(self.n_components, 1 / self.n_components)
         if "s" in chosen:
@@ -220,8 +202,7 @@ class TabularEstimator(SequenceEstimator):
     def _rows(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Probabilities in an array; raises unless those of each row sum to one."""
         rows = to_tensor(getattr(self, name))
-        if tuple(rows.shape) != shape:
-            raise ValueError(f"{name} must have shape {shape}; got {tuple(rows.shape)}.")
+        check_shape(name, rows, shape, "of K states")
         total = rows.sum(-1)
         if not bool((rows >= 0).all()) or not allclose(total, ones_like(total)):
             raise ValueError(f"{name} must hold probabilities that sum to one in each row.")
@@ -232,8 +213,8 @@ class TabularEstimator(SequenceEstimator):
         for attribute, *names in self.letters.values():
             for name in names:
                 if (value := parameters.get(f"module.{name}")) is not None:
-                    shape = np.shape(getattr(self, attribute))
-                    setattr(self, attribute, to_array(value).reshape(shape))
+                    array = value.detach().double().numpy().copy()
+                    setattr(self, attribute, array.reshape(np.shape(getattr(self, attribute))))
 
     def _attributes(self) -> dict[str, str]:
         """The attribute of each letter."""
@@ -241,15 +222,13 @@ class TabularEstimator(SequenceEstimator):
 
     def _num_parameters(self) -> int:
         total = 0
-        symmetric = getattr(self, "covariance_type", None) in ("full", "tied")
         for letter, name in self._attributes().items():
             array = np.asarray(getattr(self, name))
-            count = array.size
+            count, dim = array.size, array.shape[-1]
             if letter in "stew":  # probabilities; what a fit has found zero stays so
                 zero = getattr(self, "_zeros", {}).get(name, False) & (array == 0)
-                count -= array.size // array.shape[-1] + int(np.sum(zero))
-            elif letter == "c" and symmetric:
-                dim = array.shape[-1]
+                count -= array.size // dim + int(np.sum(zero))
+            elif letter == "c" and vars(self)["covariance_type"] in ("full", "tied"):
                 count = count // dim**2 * (dim * (dim + 1) // 2)
             total += count if letter in self.params else 0
         return total
@@ -374,13 +353,10 @@ class NormalEstimator(TabularEstimator):
 
     def _normals(self, covars: Any) -> TorchDistribution:
         """Normal vectors of these covariances."""
-        means, covars, kind = to_tensor(self.means_), to_tensor(covars), self.covariance_type
+        means, covars = to_tensor(self.means_), to_tensor(covars)
         shape = self._covars_shape(tuple(means.shape[:-1]), means.size(-1))
-        if tuple(covars.shape) != shape:
-            raise ValueError(
-                f"covars_ of type {kind!r} must have shape {shape}; got {tuple(covars.shape)}."
-            )
-        return normals_of(means, covars, kind)
+        check_shape("covars_", covars, shape, f"of type {self.covariance_type!r}")
+        return normals_of(means, covars, self.covariance_type)
 
     def _spread(self, table: np.ndarray, *lead: int) -> np.ndarray:
         """The covariance of all rows, plus ``min_covar``."""
@@ -392,11 +368,8 @@ class NormalEstimator(TabularEstimator):
 
     def _check_options(self) -> None:
         super()._check_options()
-        if self.covariance_type not in COVARIANCE_TYPES:
-            known = ", ".join(COVARIANCE_TYPES)
-            raise ValueError(
-                f"covariance_type must be one of {known}; got {self.covariance_type!r}."
-            )
+        if (kind := self.covariance_type) not in COVARIANCE_TYPES:
+            raise ValueError(f"covariance_type must be one of {COVARIANCE_TYPES}; got {kind!r}.")
 
 
 @dataclass(eq=False, repr=False)
@@ -603,8 +576,3 @@ def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
 def to_tensor(values: Any) -> Tensor:
     """A copy in float64."""
     return as_tensor(np.array(values), dtype=float64)
-
-
-def to_array(tensor: Tensor) -> np.ndarray:
-    """A copy in float64."""
-    return tensor.detach().double().numpy().copy()

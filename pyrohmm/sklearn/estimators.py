@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -104,18 +105,9 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     algorithm = "viterbi"
 
     # What an estimator defines
-
-    def _hmm(self, lengths: Tensor) -> HMM:
-        """The HMM with the parameters as they are."""
-        raise NotImplementedError
-
-    def _values(self, table: np.ndarray) -> Tensor:
-        """Rows ``(n, n_features)`` as the emission of the HMM takes them."""
-        raise NotImplementedError
-
-    def _num_parameters(self) -> float:
-        """The number of free parameters that a fit changes."""
-        raise NotImplementedError
+    _hmm: Any  # (lengths) -> the HMM with the parameters as they are
+    _values: Any  # (table (n, n_features)) -> rows as the emission of the HMM takes them
+    _num_parameters: Any  # () -> the number of free parameters that a fit changes
 
     # Queries
 
@@ -237,7 +229,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             X: ``(n_samples, n_features)``, or a list of such arrays.
             lengths: ``(n_sequences,)`` integers.
         """
-        count = self._table(X, lengths, reset=False)[0].shape[0]
+        count = len(self._table(X, lengths)[0])
         return self._num_parameters() * np.log(count) - 2 * self.score(X, lengths=lengths)
 
     def hmm_to_save(self) -> HMM:
@@ -249,34 +241,27 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
 
     def _ask(self, X: Any, lengths: Any, y: Any = None) -> tuple[HMM, Sequences]:
         check_is_fitted(self)
-        data = self._sequences(*self._table(X, lengths, reset=False, y=y))
+        table, sizes = self._table(X, lengths, y)
+        data = Sequences.from_concatenated(self._values(table), sizes)
         return self._hmm(data.lengths), data
 
     def _table(
-        self, X: Any, lengths: Any, reset: bool, y: Any = None
+        self, X: Any, lengths: Any, y: Any = None, reset: bool = False
     ) -> tuple[np.ndarray, list[int]]:
         """One table of all rows, and the lengths of its sequences."""
         parts = [len(part) for part in X] if _is_list(X) else None
         rows = X if parts is None else np.concatenate(X)
         table = validate_data(self, rows, reset=reset, dtype=[np.float64, np.float32, np.int64])
-        if parts is not None:
-            if lengths is not None and list(lengths) != parts:
-                raise ValueError(
-                    f"lengths must be left out where X is a list of sequences, whose lengths are "
-                    f"{parts}; got {list(lengths)}."
-                )
-            return table, parts
+        if parts is not None and lengths is not None and list(lengths) != parts:
+            raise ValueError(f"lengths must be left out where X is a list; got {list(lengths)}.")
         lengths = _lengths_in(y, len(table)) if lengths is None else lengths
-        found = np.atleast_1d(np.asarray(len(table) if lengths is None else lengths))
+        found = np.atleast_1d(parts or (len(table) if lengths is None else lengths))
         if found.dtype.kind not in "iu" or (found < 1).any() or found.sum() != len(table):
             raise ValueError(
                 "lengths must be positive integers whose sum is the number of rows of X, "
                 f"{len(table)}; got {found.tolist()}."
             )
         return table, found.tolist()
-
-    def _sequences(self, table: np.ndarray, lengths: Sequence[int]) -> Sequences:
-        return Sequences.from_concatenated(self._values(table), list(lengths))
 
     def _seed(self, random_state: Any = None) -> int:
         chosen = self.random_state if random_state is None else random_state
@@ -346,25 +331,22 @@ class HMMEstimator(SequenceEstimator):
             ConvergenceWarning: If the fit has remarks: see ``fit_.notes``.
         """
         check_size("n_components", self.n_components)
-        table, sizes = self._table(X, lengths, reset=True, y=y)
+        table, sizes = self._table(X, lengths, y, reset=True)
+        options: Any = {
+            "num_iterations": self.n_iter,
+            "tolerance": self.tol,
+            "restarts": self.n_init,
+        }
+        method: Any = self.method or partial(fit_em, progress=False, **options)
         with exclusive(gradients=False), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed())
             module = self.module(self.n_components)
             if not isinstance(module, HMMModule):
-                raise TypeError(
-                    f"module must return an HMMModule; got {type(module).__name__} from "
-                    f"module({self.n_components})."
-                )
+                raise TypeError(f"module must return an HMMModule; got {type(module).__name__}.")
             emission = build_once(module, Sequences(torch.zeros(1, 1), ONE)).emission
             self._shape, self._symbols = emission.event_shape, is_categorical(emission)
-            data = self._sequences(table, sizes)
-            if self.method is not None:
-                self.fit_ = self.method(module, data)
-            else:
-                self.fit_ = fit_em(
-                    module, data, num_iterations=self.n_iter, tolerance=self.tol,
-                    restarts=self.n_init, progress=False,
-                )  # fmt: skip
+            data = Sequences.from_concatenated(self._values(table), sizes)
+            self.fit_ = method(module, data)
         self.monitor_ = ConvergenceMonitor(self.tol or 0.0, self.n_iter)
         self.monitor_.take(self.fit_)
         self.monitor_.converged = self.fit_.converged
@@ -394,8 +376,7 @@ class HMMEstimator(SequenceEstimator):
         return values if self._shape else values[:, 0]
 
     def _num_parameters(self) -> float:
-        model: Any = self.fit_.model
-        return num_parameters(model, self._placeholder(ONE))
+        return num_parameters(self.fit_.model, self._placeholder(ONE))
 
 
 def whole_numbers(table: np.ndarray) -> Tensor:
