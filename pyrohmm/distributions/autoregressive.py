@@ -81,8 +81,9 @@ class Autoregressive(TorchDistribution):
         check_tensor("history", history)
         lead = history.shape[: history.dim() - len(event)]
         if history.shape[len(lead) :] != event or lead[-1:] not in ((0,), (lags,)):
-            raise ValueError(f"history must be (*B, L, *E) with L = {lags} and event shape "
-                             f"{tuple(event)}; got {tuple(history.shape)}.")  # fmt: skip
+            raise ValueError(
+                f"history must be (*B, L, *E), L = {lags}; got {tuple(history.shape)}."
+            )
         self.initial, self.lags = initial, lags
         self._history = history if lead[-1] else None
         self._own_batch = torch.Size(batch_shape)
@@ -129,20 +130,18 @@ class Autoregressive(TorchDistribution):
         Args:
             values: ``(*A, T, *E)``, observations.
         """
-        at = values.dim() - 1 - len(self.event_shape)
+        before = self.history
         if self.num_first:
             nothing = torch.nan if values.dtype.is_floating_point else -1
-            before = values.new_full((*values.shape[:at], self.lags, *self.event_shape), nothing)
-            joined = torch.cat([before, values], at)
-        else:
-            joined = self._after_history(values)
-            at = joined.dim() - 1 - len(self.event_shape)
+            before = values.new_full((self.lags, *self.event_shape), nothing)
+        joined = self._joined(before, values)
+        at = joined.dim() - 1 - len(self.event_shape)
         return joined.unfold(at, self.lags + 1, 1).movedim(-1, at + 1)
 
-    def _after_history(self, values: Tensor) -> Tensor:
-        """``values`` ``(*A, t, *E)`` with the history before them."""
+    def _joined(self, before: Tensor, values: Tensor) -> Tensor:
+        """``values`` ``(*A, t, *E)`` with others before them."""
         events = 1 + len(self.event_shape)
-        parts = self.history.to(values), values
+        parts = before.to(values), values
         lead = broadcast_shapes(*(part.shape[: part.dim() - events] for part in parts))
         wide = [part.expand(*lead, *part.shape[part.dim() - events :]) for part in parts]
         return torch.cat(wide, len(lead))
@@ -155,13 +154,12 @@ class Autoregressive(TorchDistribution):
         windows = self.windows(values)
         at = windows.dim() - 1 - len(self.event_shape)  # of a window
         windows = windows.movedim(at - 1, 0)  # time first: the batch of the parameters is last
-        first, rest = windows[: self.num_first], windows[self.num_first :]
-        parts = []
-        if len(first):
-            parts.append(log_prob_per_state(self.initial, first.select(at, self.lags)))
-        if len(rest):
-            context, now = rest.narrow(at, 0, self.lags), rest.select(at, self.lags)
-            parts.append(self._log_prob_given(now, context))
+        now, context = windows.select(at, self.lags), windows.narrow(at, 0, self.lags)
+        size, parts = self.num_first, []
+        if size:
+            parts.append(log_prob_per_state(self.initial, now[:size]))
+        if len(now) > size:
+            parts.append(self._log_prob_given(now[size:], context[size:]))
         shape = broadcast_shapes(*(part.shape[1:] for part in parts))
         return torch.cat([part.expand(len(part), *shape) for part in parts]).movedim(0, -2)
 
@@ -185,7 +183,7 @@ class Autoregressive(TorchDistribution):
         Args:
             past: ``(*A, t, *E)``, the observations so far, which may be none; not the history.
         """
-        joined = self._after_history(past)
+        joined = self._joined(self.history, past)
         at = joined.dim() - 1 - len(self.event_shape)
         if joined.size(at) < self.lags:
             return self.initial
@@ -208,19 +206,17 @@ class Autoregressive(TorchDistribution):
         last = last - self.lags + torch.arange(self.lags, device=values.device)  # (*B, L)
         seen = last >= 0
         if known is not None:
-            wide = known.expand(*lead, known.size(-1))
-            seen = seen & wide.gather(-1, last.clamp(min=0))
+            seen &= known.expand(*lead, -1).gather(-1, last.clamp(min=0))
         if not bool(seen.all()):
+            wrong = int((~seen.all(-1)).sum())
             raise ValueError(
-                f"the last {self.lags} steps of every sequence must exist and be observed; "
-                f"{int((~seen.all(-1)).sum())} of {last[..., 0].numel()} sequences lack some."
+                f"the last {self.lags} steps of every sequence must exist and be observed; {wrong} "
+                f"of {seen[..., 0].numel()} sequences lack some."
             )
         index = last.reshape(*last.shape, *(1,) * len(event)).expand(*last.shape, *event)
-        other = copy.copy(self)
-        Autoregressive.__init__(
-            other, self.initial, self.lags, self._own_batch,
-            values.gather(len(lead), index), validate_args=vars(self).get("_validate_args"),
-        )  # fmt: skip
+        other, history = copy.copy(self), values.gather(len(lead), index)
+        checked, batch = vars(self).get("_validate_args"), self._own_batch
+        Autoregressive.__init__(other, self.initial, self.lags, batch, history, checked)
         return other
 
     def check_context(self, values: Tensor | None, known: Tensor | None) -> None:
@@ -293,18 +289,16 @@ class AutoregressiveCategorical(Autoregressive):
         history: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        for name, part in (("initial", initial), ("tables", tables)):
-            if not is_categorical(part):
-                raise TypeError(f"{name} must be a Categorical; got {type(part).__name__}.")
+        if not (is_categorical(initial) and is_categorical(tables)):
+            raise TypeError("initial and tables must be Categorical.")
         self.num_symbols = tables.param_shape[-1]
         lags = _num_lags(self.num_symbols, tables.batch_shape[-1] if tables.batch_shape else 0)
         shapes = initial.batch_shape[-1:], tables.batch_shape[-2:-1]
         symbols = initial.param_shape[-1]
         if not lags or shapes[0] != shapes[1] or symbols != self.num_symbols:
             raise ValueError(
-                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V "
-                f"symbols; got {tuple(initial.batch_shape)} of {symbols} symbols and "
-                f"{tuple(tables.batch_shape)} of {self.num_symbols}."
+                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V symbols;"
+                f" got {tuple(initial.param_shape)} and {tuple(tables.param_shape)}, with those."
             )
         self.tables = tables
         super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
@@ -335,10 +329,8 @@ class AutoregressiveCategorical(Autoregressive):
     def log_symbols(self) -> Tensor:
         """Log-probabilities ``(*b, K, V + V ** (L + 1))`` of first symbols, and of those after."""
         first, rest = log_probs(self.initial), log_probs(self.tables).flatten(-2)
-        return torch.cat([part.expand(*self._lead(), part.size(-1)) for part in (first, rest)], -1)
-
-    def _lead(self) -> torch.Size:
-        return broadcast_shapes(self.initial.batch_shape, self._own_batch)
+        lead = broadcast_shapes(self.initial.batch_shape, self._own_batch)
+        return torch.cat([part.expand(*lead, part.size(-1)) for part in (first, rest)], -1)
 
     def codes(self, windows: Tensor) -> Tensor:
         """The columns ``(*A)`` of :attr:`log_symbols` for windows ``(*A, L+1)``.
@@ -440,9 +432,7 @@ class AutoregressiveNormal(Autoregressive):
         if weights.dim() < 4 or len(states) > 1 or initial.event_shape != base.event_shape:
             raise ValueError(
                 "initial, base and weights must be of the same K states and D components, weights "
-                f"(*b, K, L, D, D); got batch shapes {tuple(initial.batch_shape)} and "
-                f"{tuple(base.batch_shape)}, event shapes {tuple(initial.event_shape)} and "
-                f"{tuple(base.event_shape)}, and weights {tuple(weights.shape)}."
+                f"(*b, K, L, D, D); got {initial}, {base}, and weights {tuple(weights.shape)}."
             )
         origin = weights.new_zeros(dim) if origin is None else origin
         check_trailing("origin", origin, (dim,), "(D,)", "D is that of base.")
@@ -480,11 +470,8 @@ class AutoregressiveNormal(Autoregressive):
         root, loc = self.base.scale_tril, self.base.loc - self.origin
         eye = torch.eye(root.size(-1), dtype=root.dtype, device=root.device)
         slopes = self.weights.flatten(-3, -2).mT  # (*b, K, D, L D)
-        shape = self._own_batch
-        columns = torch.cat(
-            [part.expand(*shape, *part.shape[-2:]) for part in (eye, -slopes, -loc.unsqueeze(-1))],
-            -1,
-        )
+        parts = eye, -slopes, -loc.unsqueeze(-1)
+        columns = torch.cat([x.expand(*self._own_batch, *x.shape[-2:]) for x in parts], -1)
         whitened = torch.linalg.solve_triangular(root.double(), columns.double(), upper=False)
         scores = -0.5 * squared_norms(rows.double(), whitened)
         log_det = root.diagonal(dim1=-2, dim2=-1).double().log().sum(-1)

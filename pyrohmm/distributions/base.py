@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -34,7 +34,7 @@ from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_dead_ends
 
 MOST_SEQUENCES = 1 << 28
-OTHERS = "Of others ask fit.hmm(data), or hmm.with_lengths(lengths) with their lengths"
+OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
 
@@ -66,11 +66,8 @@ class ChainDistribution(TorchDistribution):
         self.allowed = from_numpy("allowed", allowed)
         self.emission_per_step = emission_per_step
         batch_shape, num_steps = self._check_sequences(lengths)
-        super().__init__(
-            batch_shape,
-            torch.Size((num_steps,)) + emission.event_shape,
-            validate_args=validate_args,
-        )
+        event_shape = torch.Size((num_steps,)) + emission.event_shape
+        super().__init__(batch_shape, event_shape, validate_args=validate_args)
         if self._validate_args:
             chain.check_values()
 
@@ -112,8 +109,7 @@ class ChainDistribution(TorchDistribution):
             of = ", ".join(f"{count} of {name}" for name, count in steps.items()) or num_steps
             raise ValueError(
                 f"lengths must lie between 1 and the number of steps, {of}; got values from "
-                f"{self._shortest} to {self._longest}. Drop empty sequences, and count steps "
-                "without their padding."
+                f"{self._shortest} to {self._longest}. Drop empty sequences, and count no padding."
             )
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
@@ -122,8 +118,7 @@ class ChainDistribution(TorchDistribution):
             listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             raise ValueError(
                 f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "
-                f"{listing}, which make {count:,}: the evidence alone would take {4 * count:,} "
-                "bytes. Give arguments of the same sequences the same batch shape."
+                f"{listing}, which make {count:,}: {4 * count:,} bytes of evidence alone."
             )
         return batch, num_steps
 
@@ -238,8 +233,7 @@ class ChainDistribution(TorchDistribution):
     @opaque
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
         r"""Log-likelihoods :math:`\log p(x_t \mid z_t)`: the last of :meth:`log_factors`."""
-        likelihood: Tensor = self._read(values, check)
-        return likelihood
+        return cast("Tensor", self._read(values, check))
 
     def symbol_factors(
         self, values: Tensor
@@ -313,12 +307,10 @@ class ChainDistribution(TorchDistribution):
         if values.shape[len(outer) :] != self.event_shape:
             raise ValueError(
                 f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "
-                f"{tuple(values.shape)}. An HMM is of the lengths of its data: for others take "
-                "fit.hmm(data) or hmm.with_lengths(lengths). Build the emission for the data, as "
-                "normal(D) for vectors of D, normal(0) for numbers."
+                f"{tuple(values.shape)}. {OTHERS}. Build the emission for the data, as normal(D) "
+                "for vectors of D, normal(0) for numbers."
             )
-        symbols = is_categorical(emission)
-        if symbols:
+        if is_categorical(emission):
             check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
             values = as_numbers(values, self.log_initial.dtype)
@@ -326,10 +318,9 @@ class ChainDistribution(TorchDistribution):
         self.refuse_one_series(outer)
         if len(batch) > len(outer):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
-        known = None
-        if self.observed is not None or self._shortest < self.num_steps:
-            known = self.known
-            values = fill_gaps(values, known, emission)
+        has_gaps = self.observed is not None or self._shortest < self.num_steps
+        known = self.known if has_gaps else None
+        values = values if known is None else fill_gaps(values, known, emission)
         if self._validate_args and not transforming():
             check_support(values, known, emission, self.emission_per_step)
         if isinstance(whole, Autoregressive):
@@ -342,8 +333,7 @@ class ChainDistribution(TorchDistribution):
         if self._shortest < self._longest and math.prod(batch) == 1 and not transforming():
             raise ValueError(
                 f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
-                f"lengths differ; got one, of batch shape {tuple(batch)}. Of other data ask "
-                "fit.hmm(data), or hmm.with_lengths(lengths) with their lengths."
+                f"lengths differ; got one, of batch shape {tuple(batch)}. {OTHERS}."
             )
 
     def values_of(self, data: Any) -> Any:
@@ -375,27 +365,20 @@ class ChainDistribution(TorchDistribution):
             lost = (self.exists & ~reached).any(-1)
             if bool(lost.any()):
                 free = self.chain.log_evidence(self._read(values, with_labels=False), self.lengths)
-                possible = free.isfinite()
-                refuse_dead_ends(reached, lost & possible)
+                refuse_dead_ends(reached, lost & free.isfinite())
 
 
 def check_likelihood(likelihood: Tensor) -> None:
     """Raise if log-likelihoods or evidences hold NaN or plus infinity."""
-    check_no_nan(
-        "the log-likelihood of values",
-        likelihood,
-        "Look for NaN in values or parameters, or a scale that has shrunk to zero.",
-    )
+    cure = "Look for NaN in values or parameters, or a scale that has shrunk to zero."
+    check_no_nan("the log-likelihood of values", likelihood, cure)
 
 
 def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
     """The smallest and the largest length; those that may be, where they cannot be read."""
     if torch._C._functorch.is_batchedtensor(lengths) or exporting():
         if num_steps is None:
-            raise ValueError(
-                "num_steps must be given within vmap over lengths, and within torch.export: there "
-                "lengths are not read."
-            )
+            raise ValueError("num_steps must be given within vmap over lengths, and torch.export.")
         return 1, num_steps
     if torch._C._are_functorch_transforms_active():
         low, high = torch.aminmax(lengths)
@@ -412,18 +395,15 @@ def check_possible(log_evidence: Tensor) -> None:
     if count:
         raise ValueError(
             f"values must be possible under the model; {count} of {log_evidence.numel()} sequences "
-            "have probability zero, so that nothing follows from them. Leave them out, or mark "
-            "what is impossible as not observed: their hmm.log_prob(values) is -inf."
+            "have probability zero. Leave them out, or mark what is impossible as not observed."
         )
 
 
 def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
     """Raise unless the emission is batched over states, and if ``per_step`` over steps."""
+    kind = type(emission).__name__
     if not isinstance(emission, Distribution) and not hasattr(type(emission), "distribution"):
-        raise TypeError(
-            "emission must be a distribution batched over the K states; got "
-            f"{type(emission).__name__}."
-        )
+        raise TypeError(f"emission must be a distribution batched over the K states; got {kind}.")
     base = emission
     while hasattr(base, "base_dist"):
         base = base.base_dist
@@ -435,12 +415,10 @@ def _check_emission(emission: Any, num_states: int, per_step: bool) -> None:
     if emission.batch_shape[-1:] != (num_states,):
         raise ValueError(
             f"emission must have a batch shape that ends in K = {num_states} states; got batch "
-            f"shape {tuple(emission.batch_shape)}. Batch it over states, or call .to_event(1) "
-            "on a distribution whose last dimension is one observation."
+            f"shape {tuple(emission.batch_shape)}. Call .to_event(1) on vectors."
         )
     if per_step and (len(emission.batch_shape) < 2 or isinstance(emission, Autoregressive)):
         raise ValueError(
             "with emission_per_step, emission must have batch shape (*B, T, K), and not depend on "
-            f"the observations before; got {type(emission).__name__} of batch shape "
-            f"{tuple(emission.batch_shape)}."
+            f"the observations before; got {kind} of batch shape {tuple(emission.batch_shape)}."
         )

@@ -16,14 +16,7 @@ from torch.distributions import Independent, MixtureSameFamily, MultivariateNorm
 from .._checks import broadcast_shapes, check_broadcast, check_probs, check_real, check_trailing
 from ..ops.markov import CategoricalTable, sample_path
 from .autoregressive import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
-from .hard_zeros import (
-    REACH,
-    bounds,
-    cdf_of_counts,
-    first_reaching,
-    log_probs,
-    without_events,
-)
+from .hard_zeros import REACH, bounds, cdf_of_counts, first_reaching, log_probs, without_events
 from .observation import Streams, Tied, is_categorical, log_likelihood
 
 
@@ -96,9 +89,8 @@ def mixture_quantiles(weights: Tensor, emission: Any, probs: Tensor) -> Tensor |
     """
     if isinstance(emission, Tied):
         shared = weights.new_zeros(*weights.shape[:-1], emission.base.batch_shape[-1])
-        return mixture_quantiles(
-            shared.index_add(-1, emission.index, weights), emission.base, probs
-        )
+        shared = shared.index_add(-1, emission.index, weights)
+        return mixture_quantiles(shared, emission.base, probs)
     if is_categorical(emission):
         return symbol_quantiles(weights @ emission.probs, probs)
     if isinstance(emission, Streams):
@@ -170,11 +162,8 @@ def _by_bisection(weights: Tensor, emission: Any, state: int, probs: Tensor) -> 
 def _ends(weights: Tensor, emission: Any, state: int) -> tuple[Tensor, Tensor]:
     """Ends ``(H, *B, *E)`` of the union of the supports of the states that have a weight."""
     low, high = (end.to(weights) for end in _bounds(emission))
-    possible = weights > 0
-    return (
-        torch.where(possible, low, torch.inf).amin(state),
-        torch.where(possible, high, -torch.inf).amax(state),
-    )
+    low, high = low.where(weights > 0, torch.inf), high.where(weights > 0, -torch.inf)
+    return low.amin(state), high.amax(state)
 
 
 def _bounds(emission: Any) -> tuple[Tensor, Tensor]:
@@ -183,9 +172,9 @@ def _bounds(emission: Any) -> tuple[Tensor, Tensor]:
         low, high = _bounds(emission.component_distribution)
         at = -1 - len(emission.event_shape)
         return low.amin(at), high.amax(at)
-    shape, base = emission.batch_shape + emission.event_shape, without_events(emission)
-    low, high = (end.expand(shape) for end in bounds(base))
-    return low, high
+    shape = emission.batch_shape + emission.event_shape
+    low, high = bounds(without_events(emission))
+    return low.expand(shape), high.expand(shape)
 
 
 NUM_SAMPLES = 10_000  # for quantiles, where no distribution function is known
@@ -201,10 +190,8 @@ def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
     time_major = states.movedim(-1, 0)
     if is_categorical(emission):
         return CategoricalTable(log_probs(emission)).sample(time_major).movedim(0, -1)
-    values = [
-        _sample_all_states(emission.expand(state.shape + emission.batch_shape[-1:]), state)
-        for state in time_major
-    ]
+    wide = emission.expand(time_major.shape[1:] + emission.batch_shape[-1:])
+    values = [_sample_all_states(wide, state) for state in time_major]
     return torch.stack(values, states.dim() - 1)
 
 
@@ -336,25 +323,22 @@ class Forecast(TorchDistribution):
             found = self._exact_quantiles(wanted)
             if found is not None and found.shape[1:] == self.shape():
                 return found
-            sampled = self._sampled_quantiles(wanted)
-            if found is not None:
-                sampled.narrow(len(self.batch_shape), 0, 1).copy_(found)
-            return sampled
+            if bool(((wanted == 0) | (wanted == 1)).any()):
+                raise ValueError(
+                    "probs must lie between 0 and 1, both excluded, where quantiles are of samples,"
+                    f" as those of {type(self.emission).__name__} are; got {wanted.tolist()}."
+                )
+            samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
+            method: Any = "inverted_cdf" if self.support.is_discrete else "linear"
+            sampled = numpy.quantile(samples, wanted.tolist(), axis=0, method=method)
+            quantiles = torch.as_tensor(sampled).to(self.state_probs)
+            if found is not None:  # of the first step
+                quantiles.narrow(len(self.batch_shape), 0, 1).copy_(found)
+            return quantiles
 
     def _exact_quantiles(self, probs: Tensor) -> Tensor | None:
         """Quantiles ``(Q, *B, H, *E)``, or of the first step; None if there is no closed form."""
         return mixture_quantiles(self.state_probs, self.emission, probs)
-
-    def _sampled_quantiles(self, probs: Tensor) -> Tensor:
-        if bool(((probs == 0) | (probs == 1)).any()):
-            raise ValueError(
-                "probs must lie between 0 and 1, both excluded, where quantiles are of samples, as "
-                f"those of {type(self.emission).__name__} are; got {probs.tolist()}."
-            )
-        samples = self.sample((NUM_SAMPLES,)).cpu().double().numpy()
-        method: Any = "inverted_cdf" if self.support.is_discrete else "linear"
-        quantiles = numpy.quantile(samples, probs.tolist(), axis=0, method=method)
-        return torch.as_tensor(quantiles).to(self.state_probs)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Ends ``(*B, H, *E)`` of the central interval of this probability: two quantiles.
@@ -371,10 +355,9 @@ class Forecast(TorchDistribution):
         try:
             return getattr(self.emission, name).to(self.state_probs.dtype)
         except NotImplementedError:
-            raise NotImplementedError(
-                f"{type(self.emission).__name__} has no {name}. Define it as a property of the "
-                "class, or take quantiles(probs) or samples."
-            ) from None
+            kind = type(self.emission).__name__
+            cure = "Define it in the class, or take quantiles(probs) or samples."
+            raise NotImplementedError(f"{kind} has no {name}. {cure}") from None
 
     def _unknown(self, *_: Any) -> Any:
         raise NotImplementedError(
@@ -410,11 +393,9 @@ class Forecast(TorchDistribution):
 
     def _check_whole(self, values: Tensor) -> None:
         """Raise if symbols are no whole numbers; NaN is a missing one."""
-        if self.support.is_discrete and not self.event_shape and values.is_floating_point():
-            if bool((values.nan_to_num().frac() != 0).any()):
-                raise ValueError(
-                    "values must be whole numbers, for they are discrete. Call .round() on them."
-                )
+        single = self.support.is_discrete and not self.event_shape
+        if single and values.is_floating_point() and bool((values.nan_to_num().frac() != 0).any()):
+            raise ValueError("values must be whole numbers, for they are discrete.")
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""
@@ -488,10 +469,8 @@ class AutoregressiveForecast(Forecast):
             index = values.long().expand(shape).unsqueeze(-1)
             return logs.expand(*shape, logs.size(-1)).gather(-1, index).squeeze(-1)
         if self.state_probs.size(-2) > 1:
-            raise self._refusal(
-                "log-densities of single observations more than one step ahead",
-                "Score whole continuations: continuation(hmm, past, H).log_prob(values).",
-            )
+            cure = "Score whole continuations: continuation(hmm, past, H).log_prob(values)."
+            raise self._refusal("log-densities more than one step ahead", cure)
         values = values.to(torch.promote_types(values.dtype, self.state_probs.dtype))
         self.emission.check_context(values, None)
         return (self.emission.log_likelihood(values) + self.state_probs.log()).logsumexp(-1)
@@ -506,15 +485,14 @@ class AutoregressiveForecast(Forecast):
         """Sample sequences of observations, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
             first = torch.distributions.Categorical(probs=self.state_probs[..., 0, :])
-            table = CategoricalTable(self.log_transition)
-            states = sample_path(
+            start, table = (
                 first.sample(torch.Size(sample_shape)),
-                self.state_probs.size(-2),
-                lambda _, state: table.sample(state),
+                CategoricalTable(self.log_transition),
             )
+            steps = self.state_probs.size(-2)
+            states = sample_path(start, steps, lambda _, state: table.sample(state))
             return sample_in_time(self.emission, states)
 
     def _refusal(self, what: str, cure: str) -> ValueError:
-        return ValueError(
-            f"a forecast of {type(self.emission).__name__} has no {what} in closed form. {cure}"
-        )
+        kind = type(self.emission).__name__
+        return ValueError(f"a forecast of {kind} has no {what} in closed form. {cure}")

@@ -143,9 +143,8 @@ class _Components:
             return self._as_it_stands(values.masked_fill(missing, 0.0), ~missing)
         first = self.parameters[0]
         numbers = max(values.numel() * first.size(-2), first.numel())
-        if not values.numel() or (
-            numbers <= SMALL and values.device.type == "cpu" and not values.isnan().any()
-        ):
+        few = numbers <= SMALL and values.device.type == "cpu"
+        if not values.numel() or (few and not values.isnan().any()):
             return self._as_it_stands(values, known)
         with torch.no_grad(), threads_for(PASSES * values.numel()):
             largest = _largest(values)
@@ -154,9 +153,7 @@ class _Components:
         if math.isnan(size):
             missing = values.isnan()
             return self.log_prob(values.masked_fill(missing, 0.0), ~missing)
-        if not found:
-            return self._as_it_stands(values, known)
-        wide = _precision(values.dtype, values.size(-1), *found)
+        wide = _precision(values.dtype, values.size(-1), *found) if found else None
         if wide is None:
             return self._as_it_stands(values, known)
         family = type(self)(*(part.double() for part in self.parameters))
@@ -166,8 +163,7 @@ class _Components:
 
     def _as_it_stands(self, values: Tensor, known: Tensor | None) -> Tensor:
         scores = self.formula(values.unsqueeze(-2))
-        if known is not None:
-            scores = torch.where(known.unsqueeze(-2), scores, 0.0)
+        scores = scores if known is None else torch.where(known.unsqueeze(-2), scores, 0.0)
         return scores.sum(-1) if values.size(-1) != 1 else scores.squeeze(-1)
 
 
@@ -198,11 +194,9 @@ class _Normal(_Components):
         loc, precision = loc - centre, scale.reciprocal().square()
         constant = -0.5 * loc.square() * precision - scale.log() - HALF_LOG_TAU
         values = values - centre
-        if known is not None:
-            values = torch.where(known, values, 0.0)
-        return _joined(
-            [values.square(), values], [-0.5 * precision, loc * precision], known, constant
-        )
+        values = values if known is None else torch.where(known, values, 0.0)
+        parameters = [-0.5 * precision, loc * precision]
+        return _joined([values.square(), values], parameters, known, constant)
 
 
 class _Poisson(_Components):
@@ -252,10 +246,8 @@ class _Vectors:
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
             tests = self._condition(largest, centre, inverse.abs())
         size, *found = _read(torch.stack([largest, *tests]), values)
-        if math.isnan(size):
-            return None
         dtype, dim = values.dtype, values.size(-1)
-        wide = _precision(dtype, dim, *found)
+        wide = None if math.isnan(size) else _precision(dtype, dim, *found)
         if wide is None:
             return None
         return _whitened(self.loc.double() - centre, inverse, values.to(wide) - centre).to(dtype)

@@ -11,7 +11,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from scipy import special
 from torch import Tensor
-from torch.distributions import constraints
+from torch.distributions import NegativeBinomial, Poisson, constraints
 from torch.distributions.utils import broadcast_all
 
 from .._imports import imported
@@ -20,6 +20,8 @@ from .hard_zeros import REACH, bounds, cdf_of_counts, exact_log_prob, first_reac
 
 MOST_TRIES = 100  # rejected samples of a truncated distribution, before the cdf is inverted
 POINTS = 201  # of a quadrature, on each side of the middle
+
+Limit = float | None
 
 
 class StudentTWithCdf(dist.StudentT):
@@ -202,11 +204,7 @@ class _Between(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(
-        self,
-        base: Any,
-        lower: float | None = None,
-        upper: float | None = None,
-        validate_args: Any = None,
+        self, base: Any, lower: Limit = None, upper: Limit = None, validate_args: Any = None
     ) -> None:
         self.base, self.lower, self.upper = base, lower, upper
         self.low = -math.inf if lower is None else lower
@@ -265,10 +263,8 @@ class _Between(TorchDistribution):
             share = apart / room
             near, far = middle + sign * apart / (1 + share), end - sign * room / (1 + share)
             points.append(torch.where(share < 1, near, far))
-            weights.append(
-                apart / (1 + share).square() * time.cosh() * (8 * math.pi / (POINTS - 1))
-            )
-        return torch.cat(points), torch.cat(weights)
+            weights.append(apart / (1 + share).square() * time.cosh())
+        return torch.cat(points), torch.cat(weights) * (8 * math.pi / (POINTS - 1))
 
     def _log_below(self, limit: float | Tensor) -> Tensor:
         """Log-probability of at most ``limit``."""
@@ -284,17 +280,14 @@ class _Between(TorchDistribution):
         base = self.base
         limit = limit if isinstance(limit, Tensor) else base.mean.new_tensor(limit)
         least = torch.finfo(limit.dtype).tiny
+        if isinstance(base, torch.distributions.LogNormal):
+            base, limit = base.base_dist, limit.clamp(min=least).log()
         if isinstance(base, torch.distributions.Normal):
             return torch.special.log_ndtr(sign * (limit - base.loc) / base.scale)
-        if isinstance(base, torch.distributions.LogNormal):
-            logs = limit.clamp(min=least).log()
-            return torch.special.log_ndtr(sign * (logs - base.loc) / base.scale)
         if isinstance(base, torch.distributions.Weibull):
             beyond = -(limit.clamp(min=least) / base.scale).pow(base.concentration)
             return beyond if sign < 0 else log(-beyond.expm1())
-        if sign < 0 and isinstance(
-            base, torch.distributions.Poisson | torch.distributions.NegativeBinomial
-        ):
+        if sign < 0 and isinstance(base, Poisson | NegativeBinomial):
             return _log_beyond(base, limit)
         low, high = (end.to(limit) for end in bounds(base))
         inside = limit.maximum(low).minimum(high)
@@ -420,8 +413,6 @@ class Truncated(_Between):
         mean, reach = self.mean, REACH * self.stddev + whole
         low = low.to(found).maximum(mean - reach) - whole
         high = high.to(found).minimum(mean + reach)
-        inverse = first_reaching(
-            lambda value: self.cdf(value) >= probs, low.expand_as(found), high.expand_as(found)
-        )
-        inverse = inverse.round() if whole else inverse
-        return torch.where(outside, inverse, found)
+        ends = low.expand_as(found), high.expand_as(found)
+        inverse = first_reaching(lambda value: self.cdf(value) >= probs, *ends)
+        return torch.where(outside, inverse.round() if whole else inverse, found)

@@ -88,23 +88,16 @@ class Streams(TorchDistribution):
 
     def split(self, values: Tensor) -> list[Tensor]:
         """The observation of each part, from vectors ``(*, sum of widths)``."""
-        pieces = values.split(self.widths, -1)
-        return [
-            piece if part.event_shape else piece.squeeze(-1)
-            for piece, part in zip(pieces, self.parts)
-        ]
+        pieces = zip(values.split(self.widths, -1), self.parts)
+        return [piece if part.event_shape else piece.squeeze(-1) for piece, part in pieces]
 
     def join(self, pieces: list[Tensor]) -> Tensor:
         """One tensor ``(*, D)`` of the values of all parts."""
-        width = [
-            piece if part.event_shape else piece.unsqueeze(-1)
-            for piece, part in zip(pieces, self.parts)
-        ]
+        pairs = zip(pieces, self.parts)
+        width = [piece if part.event_shape else piece.unsqueeze(-1) for piece, part in pairs]
         lead = broadcast_shapes(*(piece.shape[:-1] for piece in width))
-        dtype = torch.get_default_dtype()
-        for piece in width:
-            if piece.dtype.is_floating_point:
-                dtype = piece.dtype
+        floating = [piece.dtype for piece in width if piece.dtype.is_floating_point]
+        dtype = [torch.get_default_dtype(), *floating][-1]
         return torch.cat([piece.to(dtype).expand(*lead, piece.size(-1)) for piece in width], -1)
 
     def expand(self, batch_shape: Sequence[int], _instance: Any = None) -> Streams:
@@ -151,10 +144,7 @@ class Tied(TorchDistribution):
     ) -> None:
         check_integers("index", index)
         if index.dim() != 1 or not base.batch_shape:
-            raise ValueError(
-                "index must be (K,), and base be batched over the distinct emissions (*B, J); got "
-                f"index {tuple(index.shape)} and a batch shape {tuple(base.batch_shape)} of base."
-            )
+            raise ValueError("index must be (K,), and base be batched over emissions (*B, J).")
         self.base, self.index = base, index.long()
         check_range("index", index, base.batch_shape[-1], "J - 1")
         super().__init__(
@@ -268,12 +258,10 @@ def _is_of_bits(emission: Any) -> bool:
 
 def log_prob_per_component(mixture: Any, values: Tensor) -> Tensor:
     """Log-density ``(*A, K, C)`` of ``values`` ``(*A, *E)`` in each component of K mixtures."""
-    scores = component_log_prob(mixture, values)
-    if scores is None:
-        at = -1 - len(mixture.event_shape)
-        apart = values.unsqueeze(at).unsqueeze(at)
-        scores = marginal_log_prob(mixture.component_distribution, apart)
-    return scores
+    scores, at = component_log_prob(mixture, values), -1 - len(mixture.event_shape)
+    if scores is not None:
+        return scores
+    return marginal_log_prob(mixture.component_distribution, values.unsqueeze(at).unsqueeze(at))
 
 
 def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor:
@@ -319,7 +307,7 @@ def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor
     if base.event_shape:
         raise ValueError(
             f"values has vectors with some components NaN, which {type(base).__name__} cannot "
-            "integrate out. Mark these steps as not observed, or use independent components."
+            "integrate out. Mark these steps as not observed."
         )
     filled = torch.where(missing, any_value(base).to(torch.get_default_dtype()), values)
     if isinstance(base, Categorical):
@@ -407,9 +395,8 @@ def _mixed(
     mixture: MixtureSameFamily, values: Tensor, log_prob: Callable[[Any, Tensor], Tensor]
 ) -> Tensor:
     """Log-density of a mixture from that of its components."""
-    parts = log_prob(
-        mixture.component_distribution, values.unsqueeze(-1 - len(mixture.event_shape))
-    )
+    values = values.unsqueeze(-1 - len(mixture.event_shape))
+    parts = log_prob(mixture.component_distribution, values)
     return logsumexp(parts + log_probs(mixture.mixture_distribution), -1)
 
 
@@ -428,11 +415,9 @@ def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:
         if len(known) == 0:
             continue
         here = (missing == pattern).all(-1)
-        part = MultivariateNormal(
-            normal.loc[..., known],
-            normal.covariance_matrix[..., known.unsqueeze(-1), known],
-            validate_args=False,
-        )
+        loc, matrix = normal.loc[..., known], normal.covariance_matrix
+        matrix = matrix[..., known.unsqueeze(-1), known]
+        part = MultivariateNormal(loc, matrix, validate_args=False)
         scores = part.log_prob(values[..., known].masked_fill(~here.unsqueeze(-1), 0.0))
         out = torch.where(here, scores, out)
     return out

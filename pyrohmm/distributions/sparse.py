@@ -273,11 +273,7 @@ class SparseGamma(_Sparse):
     rate: Tensor
 
     def __init__(
-        self,
-        concentration: Tensor,
-        rate: Tensor,
-        allowed: Tensor,
-        validate_args: bool | None = None,
+        self, concentration: Tensor, rate: Tensor, allowed: Tensor, validate_args: Any = None
     ) -> None:
         super().__init__(allowed, validate_args, concentration=concentration, rate=rate)
 
@@ -307,11 +303,9 @@ class SparseGamma(_Sparse):
         entries = self._entries()
         # a flat density has no slope at zero, where xlogy has NaN
         inner = value.masked_fill(~self.allowed | (entries.concentration == 1), 1.0)
-        scores = (
-            torch.xlogy(entries.concentration - 1, inner) - entries.rate * value
-            + torch.xlogy(entries.concentration, entries.rate) - entries.concentration.lgamma()
-        )  # fmt: skip
-        scores = scores.masked_fill(~self.allowed, 0.0)
+        shape, rate = entries.concentration, entries.rate
+        scores = torch.xlogy(shape - 1, inner) - rate * value + torch.xlogy(shape, rate)
+        scores = (scores - shape.lgamma()).masked_fill(~self.allowed, 0.0)
         scores = scores.masked_fill((value > 0) & ~self.allowed, -torch.inf)
         return scores.flatten(-self.allowed.dim()).sum(-1)
 

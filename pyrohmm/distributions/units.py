@@ -55,12 +55,12 @@ class InUnits(TorchDistribution):
 
     @property
     def mean(self) -> Tensor:
-        """Taken from the base distribution."""
+        """Mean of the base."""
         return self.base.mean
 
     @property
     def variance(self) -> Tensor:
-        """Taken from the base distribution."""
+        """Variance of the base."""
         return self.base.variance
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> InUnits:
@@ -209,17 +209,11 @@ class InverseWishart(TorchDistribution):
         dim = scale.size(-1)
         check_trailing("scale", scale, (dim, dim), "(D, D)")
         if not dim - 1 < degrees < math.inf:
-            raise ValueError(
-                f"degrees must be greater than D - 1 = {dim - 1} and finite; got {degrees}. D is "
-                "that of scale."
-            )
+            raise ValueError(f"degrees must be above D - 1 = {dim - 1} and finite; got {degrees}.")
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
         if self._validate_args and not bool(constraints.positive_definite.check(scale).all()):
-            raise ValueError(
-                "scale must hold symmetric positive definite matrices; got one that is not. Add a "
-                "small multiple of the identity, or take (scale + scale.mT) / 2."
-            )
+            raise ValueError("scale must hold symmetric positive definite matrices.")
 
     @property
     def support(self) -> constraints.Constraint:
@@ -253,11 +247,9 @@ class InverseWishart(TorchDistribution):
         root = torch.linalg.cholesky(value)
         factor = torch.linalg.cholesky(self.scale)
         trace = torch.linalg.solve_triangular(root, factor, upper=False).pow(2).sum((-2, -1))
-        norm = (
-            0.5 * degrees * log_det(factor)
-            - 0.5 * degrees * dim * math.log(2)
-            - torch.special.multigammaln(value.new_tensor(0.5 * degrees), dim)
-        )
+        half = 0.5 * degrees
+        norm = half * log_det(factor) - half * dim * math.log(2)
+        norm = norm - torch.special.multigammaln(value.new_tensor(half), dim)
         return norm - 0.5 * (degrees + dim + 1) * log_det(root) - 0.5 * trace
 
 

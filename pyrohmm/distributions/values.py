@@ -39,11 +39,10 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
         return values.masked_fill(~known, 0)
     flat = values.expand(*known.shape, *event).reshape(-1, *event)
     first = known.flatten().byte().argmax().reshape(1)
+    filler = flat.index_select(0, first).squeeze(0)
     if transforming():  # if none is known, any number: it is masked again
-        filler = flat.index_select(0, first).squeeze(0).nan_to_num()
-    elif exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
-        filler = flat.index_select(0, first).squeeze(0)
-    else:
+        filler = filler.nan_to_num()
+    elif not exceeds(known.flatten().index_select(0, first).byte().sum(), 0):
         filler = _first_value(emission, values.dtype)
     return torch.where(known.reshape(known.shape + (1,) * len(event)), values, filler)
 
@@ -129,29 +128,27 @@ def _coordinates(constraint: Any) -> Any:
     """Coordinates of latent sequences, all of whose steps count."""
     if not bool(constraint.hmm.known.all()):
         raise NotImplementedError(
-            "a latent HMM must have no padding and no missing steps: they have no density, so that "
-            "a guide could spread them without end. Give a site to the sequences of each length."
+            "a latent HMM must have no padding and no missing steps, which have no density. Give a "
+            "site to the sequences of each length."
         )
     return biject_to(constraint.each)
 
 
 def _refuse_outside(wrong: Tensor, emission: Any) -> None:
     """Raise the error of values ``(M, *E)`` that no state emits."""
-    at_end = not emission.support.is_discrete and bool(((wrong == 0) | (wrong == 1)).any())
-    cure = "Mark missing steps as not observed."
-    if at_end:
-        cure = "Move them inside by half their rounding"
+    end, cure = "", "Mark missing steps as not observed."
+    if not emission.support.is_discrete and bool(((wrong == 0) | (wrong == 1)).any()):
+        end, cure = " without its ends", "Move them inside by half their rounding"
         cure += "." if bool((wrong == 1).any()) else ", or emit exact zeros by zero_inflated(...)."
     raise ValueError(
-        f"values must lie in the support of the emission, {emission.support!s:.80}"
-        f"{' without its ends' if at_end else ''}, in a state at least; {len(wrong)} do not, such "
-        f"as {wrong[0].tolist()}. {cure}"
+        f"values must lie in the support of the emission, {emission.support!s:.80}{end}, in a "
+        f"state at least; {len(wrong)} do not, such as {wrong[0].tolist()}. {cure}"
     )
 
 
 def _refuse_symbols(values: Tensor, known: Tensor | None, size: int) -> None:
     """Raise the error of symbols that are none of 0 to V - 1; what is padded does not count."""
-    seen = values if known is None else values.expand(known.shape)[known]
+    seen = values if known is None else values.masked_select(known)
     cure = "Build the emission with more symbols, or mark unknown ones as not observed."
     if int(seen.min()) == 1 and int(seen.max()) == size:
         cure = "Are they one-based? Subtract 1."
@@ -186,20 +183,17 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
         ValueError: If a label is not below K, or a step has none that is allowed.
     """
     check_tensor("labels", labels)
-    num_steps = exists.size(-1)
-    if labels.dtype == torch.bool:
-        check_trailing("labels", labels, (num_steps, num_states), "(T, K)")
-        check_broadcast({"labels": labels.shape[:-2], "HMM": exists.shape[:-1]})
+    sets, num_steps = labels.dtype == torch.bool, exists.size(-1)
+    trailing, meaning = ((num_steps, num_states), "(T, K)") if sets else ((num_steps,), "(T,)")
+    check_trailing("labels", labels, trailing, meaning)
+    check_broadcast({"labels": labels.shape[: -len(trailing)], "HMM": exists.shape[:-1]})
+    if sets:
         allowed = labels.to(exists.device) | ~exists.unsqueeze(-1)
         if not transforming() and not bool(allowed.any(-1).all()):
-            step = (~allowed.any(-1)).nonzero()[0].tolist()
-            raise ValueError(
-                f"labels allow no state at {_place(step)}; allow all where nothing is known."
-            )
+            place = _place((~allowed.any(-1)).nonzero()[0].tolist())
+            raise ValueError(f"labels allow no state at {place}; allow all where nothing is known.")
         return allowed
     check_integers("labels", labels)
-    check_trailing("labels", labels, (num_steps,), "(T,)")
-    check_broadcast({"labels": labels.shape[:-1], "HMM": exists.shape[:-1]})
     labels = labels.to(exists.device).long().masked_fill(~exists, -1)
     refuse_unknown(labels, num_states)
     states = torch.arange(num_states, device=labels.device)
@@ -230,8 +224,7 @@ def refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:
         step = int((~reached[sequence]).byte().argmax())
         raise ValueError(
             "labels must leave a path of positive probability; none does in "
-            f"{_place([*sequence, step])}. Correct the label, or allow the transition or the "
-            "symbol."
+            f"{_place([*sequence, step])}. Correct it, or allow the transition or the symbol."
         )
 
 

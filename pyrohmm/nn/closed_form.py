@@ -33,9 +33,7 @@ Maximum = tuple[dict[str, Tensor], list[str]]
 class EmissionMStep(Protocol):
     """An emission whose M-step has a closed form: a ``PyroModule`` with these methods."""
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Sufficient statistics of the parameters: sums over observations.
 
         Args:

@@ -41,15 +41,47 @@ def streams(*families: EmissionFamily) -> EmissionFamily:
     return partial(StreamsEmission, families=families)
 
 
-class StreamsEmission(Emission, emits=Streams):
+class _Composite(Emission):
+    """Base of emissions of parts with closed M-steps, each of which has its own statistics."""
+
+    def add(self, name: str, family: EmissionFamily, num_states: int) -> PyroModule:
+        """Add the part ``name``, of a number of states, whose M-step must be one of several."""
+        part = family(num_states)
+        if not isinstance(part, EmissionMStep) or getattr(part, "in_time", False):
+            raise TypeError(
+                f"{name} must have a closed M-step, and emit observations that depend on the state "
+                f"alone; got {type(part).__name__}. Make it the whole emission of the module."
+            )
+        self.summed &= getattr(part, "summed", True)
+        return part
+
+    def members(self) -> dict[str, Any]:
+        """The parts by the prefix of their names."""
+        return {"part.": self.part}
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """The mode of each part by itself."""
+        values, notes = Statistics(), list[str]()
+        for prefix, part in self.members().items():
+            mode, remarks = mode_of_part(part, prefix, statistics)
+            values, notes = values | mode, notes + remarks
+        return values, notes
+
+    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
+        """A sample of the parameters of each part, if it can be sampled."""
+        samples = Statistics()
+        for prefix, part in self.members().items():
+            samples |= sample_of_part(part, prefix, statistics, current)
+        return samples
+
+
+class StreamsEmission(_Composite, emits=Streams):
     """Several observations at once: see :func:`streams`."""
 
     def __init__(self, num_states: int, families: tuple[EmissionFamily, ...]) -> None:
         super().__init__()
-        self.parts = PyroModule[torch.nn.ModuleList]([family(num_states) for family in families])
-        for part in self.parts:
-            _check_part("families of streams", part)
-        self.summed = all(getattr(part, "summed", True) for part in self.parts)
+        parts = [self.add("families of streams", family, num_states) for family in families]
+        self.parts = PyroModule[torch.nn.ModuleList](parts)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
@@ -60,13 +92,15 @@ class StreamsEmission(Emission, emits=Streams):
         built = iter(parts)
         return cls(0, tuple(lambda _: next(built) for _ in parts))
 
+    def members(self) -> dict[str, Any]:
+        """The parts by the prefix of their names."""
+        return {f"parts.{i}.": part for i, part in enumerate(self.parts)}
+
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
         return Streams([part() for part in self.parts])
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Statistics of each part, under its name; a step at which it is missing does not count."""
         with torch.no_grad():
             joined = self.forward() if current is None else current
@@ -87,22 +121,6 @@ class StreamsEmission(Emission, emits=Streams):
             return 0.0
         return sum(map(scale_prior, self.parts, joined.split(moments)))
 
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """Each part by itself."""
-        values: dict[str, Tensor] = {}
-        notes: list[str] = []
-        for i, part in enumerate(self.parts):
-            mode, remarks = mode_of_part(part, f"parts.{i}.", statistics)
-            values, notes = values | mode, notes + remarks
-        return values, notes
-
-    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Each part by itself, if it can be sampled."""
-        samples: Statistics = {}
-        for i, part in enumerate(self.parts):
-            samples |= sample_of_part(part, f"parts.{i}.", statistics, current)
-        return samples
-
 
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     """Emission family in which states share emissions: state k has number ``index[k]``.
@@ -120,25 +138,20 @@ def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
     numbers = torch.as_tensor(index)
     check_integers("index", numbers)
     if numbers.dim() != 1 or sorted(set(numbers.tolist())) != list(range(int(numbers.max()) + 1)):
-        raise ValueError(
-            f"index must be (K,) integers that use all numbers from 0; got {numbers.tolist()}."
-        )
+        raise ValueError(f"index must be (K,) integers that use all numbers from 0; got {index}.")
     return partial(TiedEmission, family=family, index=numbers)
 
 
-class TiedEmission(Emission, emits=Tied):
+class TiedEmission(_Composite, emits=Tied):
     """States that share emissions: see :func:`tied`."""
 
     def __init__(self, num_states: int, family: EmissionFamily, index: Tensor) -> None:
         super().__init__()
         if len(index) != num_states:
-            raise ValueError(f"index must have one entry for each of K = {num_states} states; "
-                             f"got {len(index)}.")  # fmt: skip
+            raise ValueError(f"index must have K = {num_states} entries; got {len(index)}.")
         self.register_buffer("index", index.long())
         self.num_distinct = int(index.max()) + 1
-        self.part = family(self.num_distinct)
-        _check_part("family", self.part)
-        self.summed = getattr(self.part, "summed", True)
+        self.part = self.add("family", family, self.num_distinct)
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
@@ -154,9 +167,7 @@ class TiedEmission(Emission, emits=Tied):
         """The distribution of an observation, batched over states."""
         return Tied(self.part(), self.index)
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Statistics of the distinct emissions."""
         weights = weights.double()
         member = torch.nn.functional.one_hot(self.index, self.num_distinct).to(weights)
@@ -166,23 +177,6 @@ class TiedEmission(Emission, emits=Tied):
     def scale_prior(self, moments: Tensor) -> float:
         """Scale the prior of the distinct emissions: see :func:`.normals.scale_prior`."""
         return scale_prior(self.part, moments)
-
-    def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the distinct emissions."""
-        return mode_of_part(self.part, "part.", statistics)
-
-    def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Sample of the parameters of the distinct emissions, if they can be sampled."""
-        return sample_of_part(self.part, "part.", statistics, current)
-
-
-def _check_part(name: str, part: object) -> None:
-    """Raise unless the M-step of ``part`` can be one of several."""
-    if not isinstance(part, EmissionMStep) or getattr(part, "in_time", False):
-        raise TypeError(
-            f"{name} must have a closed M-step, and emit observations that depend on the state "
-            f"alone; got {type(part).__name__}. Make it the whole emission of the module."
-        )
 
 
 # Further zeros, and limits ------------------------------------------------------------------------
@@ -198,10 +192,8 @@ class _Modified(NewtonComponents):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 shapes = {tuple(getattr(part, name).shape) for name in part.supports}
         if not isinstance(part, Components) or len(shapes) != 1:
-            raise TypeError(
-                "family must be one of independent components, such as normal(0), poisson() or "
-                f"weibull(); got {type(part).__name__}."
-            )
+            got = type(part).__name__
+            raise TypeError(f"family must be of independent components, as normal(0); got {got}.")
         super().__init__(num_states, part.dim, **priors)
         self.part = part
 
@@ -219,8 +211,8 @@ class _Modified(NewtonComponents):
 
     def spaces(self) -> dict[str, constraints.Constraint]:
         """Supports of all parameters."""
-        inner = self.part.spaces() if hasattr(self.part, "spaces") else self.part.supports
-        return {f"part.{name}": space for name, space in inner.items()} | self.supports
+        inner = self.part.spaces().items()
+        return {f"part.{name}": space for name, space in inner} | self.supports
 
     def scale_prior(self, moments: Tensor) -> float:
         """Scale the prior of the part: see :func:`.normals.scale_prior`."""
@@ -234,11 +226,7 @@ class _Modified(NewtonComponents):
     def values_of(self, distribution: Any) -> Statistics:
         """The parameters of a distribution that the family emits, by name."""
         inner = getattr(distribution, "base_dist", None) or distribution.base
-        if isinstance(self.part, NewtonComponents):
-            found = self.part.values_of(inner)
-        else:
-            found = {name: getattr(inner, name) for name in self.part.supports}
-        return under("part.", found)
+        return under("part.", self.part.values_of(inner))
 
 
 def zero_inflated(
@@ -369,8 +357,8 @@ class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated))
         ends = ends.reshape(-1, *(1,) * len(self.shape))
         if not bool(inside_support(found.base, ends).all()):
             raise ValueError(
-                f"lower and upper must lie inside the support of the family; got {limits[0]}, "
-                f"{limits[1]}. Exact zeros among positive numbers are those of zero_inflated(...)."
+                f"lower and upper must lie inside the support of the family; got {limits}. Exact "
+                "zeros among positive numbers are those of zero_inflated(...)."
             )
         try:
             with torch.enable_grad():

@@ -31,7 +31,7 @@ from ..distributions.units import (
 from ..ops.products import symmetric, upper_products, weighted_sums
 from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
-from .family import Emission, EmissionFamily, check_strengths, family, spread
+from .family import Emission, EmissionFamily, Number, check_strengths, family, spread
 from .normals import LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
 
 HALF = 0.378  # deviation of the half of a normal sample that is nearest to its mean
@@ -94,10 +94,10 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         self,
         num_states: int,
         dim: int,
-        loc: float | Tensor | None = None,
+        loc: Number | None = None,
         weight: float | None = None,
         degrees: float | None = None,
-        scale: float | Tensor | None = None,
+        scale: Number | None = None,
         tied: bool = False,
     ) -> None:
         super().__init__()
@@ -161,28 +161,26 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 
     def forward(self) -> TorchDistribution:
         """The distribution of a vector, batched over states."""
-        covariance = self._wide(self.covariance)
+        covariance = self._wide(self.covariance)  # read first: the prior of means depends on it
         return MultivariateNormal(self.loc, covariance)
 
     def augments(self, values: Tensor) -> bool:
         """Whether components of vectors are missing, which are sampled."""
         return bool(values.isnan().any())
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Sums of products of 1 and the vector about the centre, ``(R, K, 1 + D, 1 + D)``.
 
         Missing components are replaced by their conditional expectation and covariance (Dempster,
         Laird and Rubin, 1977); at the start, without a current emission, by means.
         """
-        missing = values.isnan()
+        missing, about = values.isnan(), self.centre
         if not exceeds((~missing).all().byte(), 0):
             if current is not None:
-                return {"squares": _completed(values, weights, current, self.centre, self.imputes)}
+                return {"squares": _completed(values, weights, current, about, self.imputes)}
             mean = values.double().nanmean(0).nan_to_num(0.0)
             values = torch.where(missing, mean, values.double())
-        return {"squares": _second_moments(values, weights, self.centre)}
+        return {"squares": _second_moments(values, weights, about)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the joint posterior of covariances and slopes: weighted least squares."""
@@ -195,16 +193,15 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
                 covariance = self.covariance.double()
             if self.flat:
                 fit = self._least_squares(squares, self._whitened(covariance))
-        found = {"covariance": covariance} if self.is_free("covariance") else {}
-        return self._regression(fit.values) | found, notes
+        mode = self._regression(fit.values) | {"covariance": covariance}
+        return {name: value for name, value in mode.items() if self.is_free(name)}, notes
 
     def _mode_of_covariance(self, squares: Tensor, fit: Slopes) -> tuple[Tensor, list[str]]:
         """The mode of covariances, given the slopes of a regression, and remarks."""
-        dtype = self.prior_loc.dtype
+        dtype, has_prior = self.prior_loc.dtype, self.has_prior("covariance")
         scatter = self._pooled(self._residuals(squares, fit))
         weighs = 0 if self.flat else (fit.precision > 0).sum(-1)
         divisor = self._pooled(squares[..., 0, 0] + weighs)
-        has_prior = self.has_prior("covariance")
         if has_prior and self.flat:
             unit = self.upper.double().sqrt()
             unit, divisor = unit * unit.unsqueeze(-1), divisor.unsqueeze(-1)
@@ -226,10 +223,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         covariance, low = lift(matrix, floor)
         if exceeds((~low).all().byte(), 0):
             return covariance, []
-        singular = (
-            f"a covariance was numerically singular in {dtype}: components are almost functions of "
-            "each other. Drop some, or compute in float64."
-        )
+        singular = f"a covariance was numerically singular in {dtype}: components depend on others."
         return covariance, [singular if has_prior else floor_note("covariance")]
 
     def _whitened(self, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,26 +241,23 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Covariances and slopes given sums of products."""
-        samples, squares = {}, statistics["squares"]
-        fit = self._least_squares(squares)
-        if not self.has_prior("covariance"):
-            covariance = self.covariance.double()
-        elif self.flat:
+        squares = statistics["squares"]
+        fit, count = self._least_squares(squares), self._pooled(squares[..., 0, 0])
+        if self.flat:
             for name, (its, _) in self._regressors().items():
                 if self.has_prior(name):
                     fit.values[..., its, :] = self._as_rows(name, current[name])
-            about = 2 * self.scale.double() + self._pooled(self._residuals(squares, fit))
-            count = self._pooled(squares[..., 0, 0])
-            samples["covariance"] = flat_step(current["covariance"], self.upper, count, about)
-            covariance = samples["covariance"]
+        scatter, scale = self._pooled(self._residuals(squares, fit)), self.scale.double()
+        if not self.has_prior("covariance"):
+            covariance = self.covariance.double()
+        elif self.flat:
+            covariance = flat_step(current["covariance"], self.upper, count, 2 * scale + scatter)
         else:
-            degrees = self.degrees + self._pooled(squares[..., 0, 0])
-            scatter = self._pooled(self._residuals(squares, fit))
-            root = sample_root(degrees, self.scale.double() + scatter)
-            samples["covariance"] = covariance = root @ root.mT
+            root = sample_root(self.degrees + count, scale + scatter)
+            covariance = root @ root.mT
         fit = self._least_squares(squares, self._whitened(covariance), sampled=True)
-        slopes = self._regression(fit.values)
-        return samples | {name: x for name, x in slopes.items() if self.has_prior(name)}
+        samples = self._regression(fit.values) | {"covariance": covariance}
+        return {name: value for name, value in samples.items() if self.has_prior(name)}
 
     def _pooled(self, sums: Tensor) -> Tensor:
         """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
@@ -291,7 +282,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
 
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         """Parameters of the mean from slopes ``(R, K, F, D)`` by 1 and the vectors before."""
-        return {"loc": slopes[..., 0, :] + self.centre} if self.is_free("loc") else {}
+        return {"loc": slopes[..., 0, :] + self.centre}
 
     def _regressors(self) -> dict[str, tuple[slice, Any]]:
         """Rows of the slopes by parameter of the mean, and their prior precisions."""
@@ -301,12 +292,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         """Rows of the slopes from a parameter of the mean."""
         return (value.double() - self.centre).unsqueeze(-2)
 
-    def _least_squares(
-        self,
-        squares: Tensor,
-        given: tuple[Tensor, Tensor, Tensor] | None = None,
-        sampled: bool = False,
-    ) -> Slopes:
+    def _least_squares(self, squares: Tensor, given: Any = None, sampled: bool = False) -> Slopes:
         """Best slopes on 1 and context; beside a flat prior with theirs if a covariance is given.
 
         Args:
@@ -423,16 +409,14 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         num_states: int,
         dim: int,
         lags: int = 1,
-        loc: float | Tensor | None = None,
+        loc: Number | None = None,
         weight: float | None = None,
         ridge: float | None = None,
         degrees: float | None = None,
-        scale: float | Tensor | None = None,
+        scale: Number | None = None,
     ) -> None:
-        if ridge is None:
-            ridge = 0.01
-        elif weight is None:
-            weight = 0.01
+        weight = 0.01 if weight is None and ridge is not None else weight
+        ridge = 0.01 if ridge is None else ridge
         check_number("ridge", ridge)
         if not 0 < ridge < math.inf:
             raise ValueError(f"ridge must be positive and finite; got {ridge}.")
@@ -447,10 +431,8 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         """The module of a distribution without a history, and of its first observations."""
         initial = from_distribution(base.initial)
         if not isinstance(initial, EmissionMStep):
-            raise TypeError(
-                "initial of the emission must have a closed M-step; got "
-                f"{type(base.initial).__name__}. Fit a module of your own."
-            )
+            got = type(base.initial).__name__
+            raise TypeError(f"initial of the emission must have a closed M-step; got {got}.")
         noise = base.base
         module = cls(distribution.batch_shape[0], base.event_shape[0], base.lags)
         module.set_points(covariance=noise.covariance_matrix, loc=noise.loc, weights=base.weights)
@@ -462,9 +444,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         """Origin of the regression, and of the sums."""
         return self.origin.double()
 
-    def _set_spread(
-        self, variance: Tensor, within: Tensor, residual: Tensor | None = None
-    ) -> float:
+    def _set_spread(self, variance: Tensor, within: Tensor, residual: Any = None) -> float:
         self.origin = like(self.origin, self.prior_loc[0])
         self.initial.prior_loc = self.prior_loc.clone()
         means = float(len(self.prior_loc) * variance.log().sum()) / 2
@@ -477,12 +457,12 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         ratio = (unit / unit.unsqueeze(-1)).sqrt()
         precision = self._regressors()["weights"][1][: self.dim].to(unit)[:, None, None]
         if self.flat:
-            shape = (len(self.prior_loc), self.lags, self.dim, self.dim)
-            flat = Normal(torch.zeros_like(ratio), (unit / precision[..., 0]).sqrt())
-            return InUnits(flat.expand(shape), torch.zeros_like(ratio), ratio)
-        spread = self.covariance[..., None, None, :, :] / precision  # (*, K, 1, D, D, D)
-        spread = spread.expand(*spread.shape[:-4], self.lags, *spread.shape[-3:])
-        prior = MultivariateNormal(torch.zeros_like(unit), spread)
+            prior: Any = Normal(torch.zeros_like(ratio), (unit / precision[..., 0]).sqrt())
+            prior = prior.expand((len(self.prior_loc), self.lags, self.dim, self.dim))
+        else:
+            spread = self.covariance[..., None, None, :, :] / precision  # (*, K, 1, D, D, D)
+            spread = spread.expand(*spread.shape[:-4], self.lags, *spread.shape[-3:])
+            prior = MultivariateNormal(torch.zeros_like(unit), spread)
         return InUnits(prior, torch.zeros_like(ratio), ratio)
 
     def _columns(self) -> Tensor:
@@ -493,9 +473,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         base: MultivariateNormal = super().forward()
         return AutoregressiveNormal(self.initial(), base, self.weights, self.origin)
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Statistics of first vectors; second moments of 1, context and vector, about the origin.
 
         Args:
@@ -506,10 +484,8 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         first = values[:, 0].isnan().any(-1)
         start = self.initial.statistics(values[first, -1], weights[:, first], None)
         rest = (values[~first] - self.origin).flip(1)  # the vector, then those before it
-        rest = rest.roll(-1, 1).flatten(1)
-        return under("initial.", start) | {
-            "squares": _second_moments(rest, weights[:, ~first], 0.0)
-        }
+        squares = _second_moments(rest.roll(-1, 1).flatten(1), weights[:, ~first], 0.0)
+        return under("initial.", start) | {"squares": squares}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The modes of the first vectors, and of the regression of the others."""
@@ -524,9 +500,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
 
     def _regression(self, slopes: Tensor) -> dict[str, Tensor]:
         weights = slopes[..., 1:, :].unflatten(-2, (self.lags, self.dim))
-        return super()._regression(slopes) | (
-            {"weights": weights} if self.is_free("weights") else {}
-        )
+        return super()._regression(slopes) | {"weights": weights}
 
     def _regressors(self) -> dict[str, tuple[slice, Any]]:
         own, found = self.ridge * self.scale.diagonal(), super()._regressors()

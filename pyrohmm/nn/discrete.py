@@ -15,7 +15,7 @@ from ..distributions.autoregressive import AutoregressiveCategorical
 from ..ops.log_space import log
 from ..ops.products import add_rows
 from .closed_form import Maximum, Statistics, check_mode, row_mode, sample_rows
-from .family import Components, Emission, family, positive
+from .family import Components, Emission, Number, family, positive
 
 
 class _Rows(Emission):
@@ -59,9 +59,7 @@ class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
 
     supports: ClassVar = {"probs": constraints.simplex}
 
-    def __init__(
-        self, num_states: int, num_symbols: int, concentration: float | Tensor = 1.0
-    ) -> None:
+    def __init__(self, num_states: int, num_symbols: int, concentration: Number = 1.0) -> None:
         super().__init__()
         shape = (num_states, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
@@ -84,9 +82,7 @@ class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
         """The distribution of a symbol, batched over states."""
         return Categorical(logits=log(self.probs))
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Expected number of times each state emits each symbol."""
         size, batch = self.concentration.size(-1), len(weights)
         rows = values.long() + size * torch.arange(batch, device=values.device).unsqueeze(-1)
@@ -111,11 +107,7 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
     supports: ClassVar = {"probs": constraints.unit_interval}
 
     def __init__(
-        self,
-        num_states: int,
-        dim: int,
-        concentration1: float | Tensor = 1.0,
-        concentration0: float | Tensor = 1.0,
+        self, num_states: int, dim: int, concentration1: Number = 1.0, concentration0: Number = 1.0
     ) -> None:
         super().__init__(num_states, dim)
         self.register_buffer("ones", positive("concentration1", concentration1, self.shape))
@@ -164,11 +156,7 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
     of_moments: ClassVar = {"weight": lambda mean, _, sd: 0.1 / mean.hypot(sd).clamp(min=1.0)}
 
     def __init__(
-        self,
-        num_states: int,
-        dim: int = 0,
-        concentration: float | Tensor = 1.0,
-        rate: float | Tensor | None = None,
+        self, num_states: int, dim: int = 0, concentration: Number = 1.0, rate: Number | None = None
     ) -> None:
         super().__init__(num_states, dim)
         self.of_data = rate is None
@@ -233,18 +221,12 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
     supports: ClassVar = {"initial": constraints.simplex, "probs": constraints.simplex}
 
     def __init__(
-        self,
-        num_states: int,
-        num_symbols: int,
-        lags: int = 1,
-        concentration: float | Tensor = 1.0,
+        self, num_states: int, num_symbols: int, lags: int = 1, concentration: Number = 1.0
     ) -> None:
         super().__init__()
         if num_symbols ** (lags + 1) > MOST:
-            raise ValueError(
-                f"lags must leave tables of at most {MOST:.0e} numbers a state, V ** (L + 1); got "
-                f"{num_symbols} ** {lags + 1}. Take fewer lags, or fewer symbols."
-            )
+            raise ValueError(f"lags must leave tables of at most {MOST:.0e} numbers a state, "
+                             f"V ** (L + 1); got {num_symbols} ** {lags + 1}.")  # fmt: skip
         shape = (num_states, num_symbols**lags, num_symbols)
         self.register_buffer("concentration", positive("concentration", concentration, shape))
         self.add_parameters(initial=(num_states, num_symbols), probs=shape)
@@ -267,9 +249,7 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
             Categorical(logits=log(self.initial)), Categorical(logits=log(self.probs))
         )
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Expected number of times each state emits each symbol first, and after each context.
 
         Args:

@@ -34,7 +34,7 @@ from ..ops import newton
 from ..ops.log_space import log
 from . import emissions
 from .closed_form import Family, Maximum, Statistics, check_mode, sample_rows, with_prior
-from .family import family, positive
+from .family import Number, family, positive
 
 BOUND = 30.0  # of unconstrained parameters: exp(-30) is no rate and exp(30) longer than any D
 
@@ -88,9 +88,7 @@ class Durations(Family):
     Subclasses define ``forward``, ``starts``, and the prior of each parameter in ``supports``.
     """
 
-    def __init__(
-        self, num_states: int, max_duration: int, **hyperparameters: float | Tensor
-    ) -> None:
+    def __init__(self, num_states: int, max_duration: int, **hyperparameters: Number) -> None:
         super().__init__()
         check_size("num_states", num_states)
         self.max_duration = max_duration
@@ -114,8 +112,7 @@ class Durations(Family):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode, the cut at D included; NaN where nothing determines it."""
-        for name in filter(self.has_prior, self.supports):
-            prior = self.prior(name)
+        for prior in map(self.prior, filter(self.has_prior, self.supports)):
             for part in prior.arg_constraints:
                 if part.startswith("concentration"):
                     check_mode(part, getattr(prior, part))
@@ -179,9 +176,7 @@ class FreeDurations(Durations):
 
     supports: ClassVar = {"probs": constraints.simplex}
 
-    def __init__(
-        self, num_states: int, max_duration: int, concentration: float | Tensor = 1.0
-    ) -> None:
+    def __init__(self, num_states: int, max_duration: int, concentration: Number = 1.0) -> None:
         super().__init__(num_states, max_duration)
         shape = num_states, max_duration
         self.register_buffer("concentration", positive("concentration", concentration, shape))
@@ -233,11 +228,7 @@ class GeometricDurations(Durations):
     supports: ClassVar = {"leave": constraints.unit_interval}
 
     def __init__(
-        self,
-        num_states: int,
-        max_duration: int,
-        leave: float | Tensor = 1.0,
-        stay: float | Tensor = 1.0,
+        self, num_states: int, max_duration: int, leave: Number = 1.0, stay: Number = 1.0
     ) -> None:
         super().__init__(num_states, max_duration, prior_leave=leave, prior_stay=stay)
 
@@ -293,8 +284,8 @@ class PoissonDurations(Durations):
         self,
         num_states: int,
         max_duration: int,
-        concentration: float | Tensor = 1.0,
-        rate: float | Tensor | None = None,
+        concentration: Number = 1.0,
+        rate: Number | None = None,
     ) -> None:
         rate = 1 / max(max_duration, 10) if rate is None else rate
         super().__init__(num_states, max_duration, concentration=concentration, prior_rate=rate)
@@ -341,10 +332,10 @@ class NegativeBinomialDurations(Durations):
         self,
         num_states: int,
         max_duration: int,
-        concentration: float | Tensor = 1.0,
-        rate: float | Tensor | None = None,
-        shape_concentration: float | Tensor = 1.0,
-        shape_rate: float | Tensor = 1e-6,
+        concentration: Number = 1.0,
+        rate: Number | None = None,
+        shape_concentration: Number = 1.0,
+        shape_rate: Number = 1e-6,
     ) -> None:
         rate = 1 / max(max_duration, 10) if rate is None else rate
         priors = {"concentration": concentration, "rate": rate}

@@ -46,17 +46,14 @@ def parametric(distribution: Any, **priors: TorchDistribution) -> EmissionFamily
 def _of_points(
     num_states: int, distribution: Any, priors: dict[str, TorchDistribution]
 ) -> PyroModule:
-    if tuple(distribution.batch_shape) != (num_states,):
-        raise ValueError(
-            f"distribution must have batch shape (K,) = ({num_states},); got "
-            f"{tuple(distribution.batch_shape)}."
-        )
+    if (got := tuple(distribution.batch_shape)) != (num_states,):
+        raise ValueError(f"distribution must have batch shape (K,) = ({num_states},); got {got}.")
     module = PointEmission(distribution)
     for name, prior in priors.items():
         if name not in module._pyro_params or not hasattr(prior, "expand"):
+            known = ", ".join(module._pyro_params)
             raise TypeError(
-                "priors are distributions of entries of the parameters "
-                f"{', '.join(module._pyro_params)}; got {name}={prior!r}."
+                f"priors are of entries of the parameters {known}; got {name}={prior!r}."
             )
         shape = getattr(module, name).shape
         delattr(module, name)
@@ -165,10 +162,7 @@ def from_distribution(distribution: Any) -> PyroModule:
     base = without_events(distribution)
     family = family_of(base)
     if family.in_time and (len(base.batch_shape) > 1 or not base.num_first):
-        raise ValueError(
-            "emission has a history or parameters of some sequences; got batch shape "
-            f"{tuple(base.batch_shape)}. Fit one of batch shape (K,), without a history."
-        )
+        raise ValueError("emission must have batch shape (K,) and no history, to be fitted.")
     simple = len(distribution.batch_shape) == 1 and len(distribution.event_shape) <= 1
     module = family.of(distribution, base) if simple else None
     if module is None:

@@ -17,14 +17,7 @@ from ..chains.compound import check_product
 from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics
-from .family import (
-    Emission,
-    EmissionFamily,
-    component_sums,
-    family,
-    positive,
-    spread,
-)
+from .family import Emission, EmissionFamily, component_sums, family, positive, spread
 from .tabular import ChainTables
 
 SINGULAR = 1e-12  # relative size of what the observations do not determine
@@ -118,10 +111,7 @@ class _Additive(Emission):
         super().__init__()
         self.sizes = _sizes(num_states)
         if math.prod(self.sizes) != num_products:
-            raise ValueError(
-                f"num_states of an additive emission must be those of the chains; their product "
-                f"is {math.prod(self.sizes)}, that of the chains {num_products}."
-            )
+            raise ValueError("num_states of an additive emission must be those of the chains.")
         shape = (sum(self.sizes), dim)
         self.register_buffer("effects_loc", spread("loc", loc, shape) / len(self.sizes))
         self.register_buffer("effects_scale", positive("scale", scale, shape))
@@ -202,9 +192,7 @@ class AdditiveNormalEmission(_Additive):
         loc = self.sums()
         return Normal(loc, self.variance.sqrt().unsqueeze(-2).expand_as(loc)).to_event(1)
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Counts, sums and sums of squares of each product state, about the prior mean."""
         origin = self.effects_loc[0] * len(self.sizes)
 

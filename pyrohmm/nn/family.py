@@ -22,6 +22,7 @@ from ..ops.products import weighted_sums
 from .closed_form import Family, Statistics
 
 EmissionFamily = Callable[[int], PyroModule]
+Number = float | Tensor
 Arguments = ParamSpec("Arguments")
 
 FAMILIES: dict[type, type[Emission]] = {}  # by the distribution that they emit
@@ -100,9 +101,17 @@ class Components(Emission):
     def of(cls, distribution: Any, base: Any) -> Emission | None:
         """The module with the parameters of ``base``, which have the same names."""
         module = cls(distribution.batch_shape[0], sum(distribution.event_shape))
-        values = {name: getattr(base, name).expand(module.shape) for name in cls.supports}
-        module.set_points(**values)
+        values = module.values_of(base)
+        module.set_points(**{name: value.expand(module.shape) for name, value in values.items()})
         return module
+
+    def values_of(self, distribution: Any) -> Statistics:
+        """The parameters of a distribution that the family emits, by name."""
+        return {name: getattr(distribution, name) for name in self.supports}
+
+    def spaces(self) -> dict[str, Any]:
+        """Supports of all parameters, with dots for those of parts."""
+        return self.supports
 
     def components(self) -> TorchDistribution:
         """The distribution of the components, of batch shape ``(K, [D])``."""
@@ -131,9 +140,7 @@ class Components(Emission):
             return 0.0
         return float(((known + self.power * self.shape[0]) * deviation.log()).sum())
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Expected number of known values, and sums of their features, each ``(R, K, [D])``."""
         if self.dim:
             return component_sums(values, weights, self.features)
@@ -160,7 +167,6 @@ def family(
     signature = inspect.signature(build)
     _, *rest = (part for part in signature.parameters.values() if part.name[0] != "_")
     wanted = signature.replace(parameters=rest, return_annotation=EmissionFamily)
-    takes = [part.name for part in rest]
 
     def function(*args: Arguments.args, **kwargs: Arguments.kwargs) -> EmissionFamily:
         try:
@@ -169,9 +175,8 @@ def family(
         except TypeError as error:
             named = [part.name for part in rest if part.kind is part.KEYWORD_ONLY]
             cure = f" Give {', '.join(named)} by name; the dimension comes first." if named else ""
-            raise TypeError(
-                f"{name}(): {error}; its arguments are {', '.join(takes)}.{cure}"
-            ) from None
+            known = ", ".join(part.name for part in rest)
+            raise TypeError(f"{name}(): {error}; its arguments are {known}.{cure}") from None
         for size in least.keys() & bound.keys():
             check_size(size, bound[size], least[size])
         return partial(build, **bound)
@@ -204,15 +209,13 @@ def build_part(name: str, kind: str, example: str, family: Any, num_states: int)
         raise TypeError(f"{name} must be {kind}, such as {example}; got {type(family).__name__}.")
     part = family(num_states)
     if isinstance(part, partial):
+        got = getattr(family, "__name__", family)
         raise TypeError(
-            f"{name} must be {kind}, which is made by a call, such as {example}; got "
-            f"{getattr(family, '__name__', family)} itself."
+            f"{name} must be {kind}, made by a call, such as {example}; got {got} itself."
         )
     if not isinstance(part, PyroModule):
-        raise TypeError(
-            f"{name} must return a PyroModule when it is called with K; got "
-            f"{type(part).__name__}. Put the parameters into one, as PyroParam or PyroSample."
-        )
+        got = type(part).__name__
+        raise TypeError(f"{name} must return a PyroModule when it is called with K; got {got}.")
     return part
 
 
@@ -247,7 +250,7 @@ def component_sums(
     return {"known": wide, **dict(zip(names, sums))}
 
 
-def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
+def spread(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """``value`` as a floating-point tensor of ``shape``."""
     floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
@@ -256,10 +259,8 @@ def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
     try:
         wide = tensor.expand(shape)
     except RuntimeError:
-        raise ValueError(
-            f"{name} must be a number or have a shape that broadcasts to {shape}; got "
-            f"{tuple(tensor.shape)}."
-        ) from None
+        got = tuple(tensor.shape)
+        raise ValueError(f"{name} must be a number or broadcast to {shape}; got {got}.") from None
     try:
         return wide.clone()
     except RuntimeError as error:
@@ -268,7 +269,7 @@ def spread(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
         ) from error
 
 
-def positive(name: str, value: float | Tensor, shape: tuple[int, ...]) -> Tensor:
+def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """``value`` as a positive tensor of ``shape``."""
     tensor = spread(name, value, shape)
     if not bool((tensor > 0).all()):

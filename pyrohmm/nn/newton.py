@@ -12,15 +12,7 @@ from typing import Any, ClassVar
 
 import pyro
 import torch
-from pyro.distributions import (
-    Beta,
-    Gamma,
-    LogNormal,
-    NegativeBinomial,
-    Normal,
-    Uniform,
-    VonMises,
-)
+from pyro.distributions import Beta, Gamma, LogNormal, NegativeBinomial, Normal, Uniform, VonMises
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch import distributions as torch_dist
@@ -30,7 +22,7 @@ from ..distributions import modified
 from ..distributions.hard_zeros import arguments_of, exact_log_prob, without_events
 from ..ops import newton
 from .closed_form import Maximum, Statistics, check_mode
-from .family import Components, check_strengths, family, positive, spread
+from .family import Components, Number, check_strengths, family, positive, spread
 
 DIRECTED = 0.9999  # largest mean resultant length of angles: they are known to 1e-4 radians
 LARGEST = 1e3  # df or total_count, by which t is normal and small counts Poisson to all digits
@@ -69,10 +61,7 @@ class NewtonComponents(Components):
         for name, default in self.defaults.items():
             prior = given.get(name) or default(torch.ones(self.shape[1:]))
             if not isinstance(prior, torch_dist.Distribution):
-                raise TypeError(
-                    f"{name} must be a prior, such as pyro.distributions.Gamma(2.0, 1.0); got "
-                    f"{type(prior).__name__}."
-                )
+                raise TypeError(f"{name} must be a prior, such as Gamma(2.0, 1.0); got {prior!r}.")
             arguments = arguments_of(prior)
             self._priors[name] = type(prior), list(arguments)
             for argument, value in arguments.items():
@@ -114,10 +103,6 @@ class NewtonComponents(Components):
         values = values.unsqueeze(1)
         return values.nan_to_num(EXAMPLE), weights * ~values.isnan()
 
-    def values_of(self, distribution: Any) -> Statistics:
-        """The parameters of a distribution that the family emits, by name."""
-        return {name: getattr(distribution, name) for name in self.supports}
-
     def spaces(self) -> dict[str, constraints.Constraint]:
         """Supports of all parameters, with dots for those of parts; those of bounded scales."""
         found = dict(self.supports)
@@ -126,9 +111,7 @@ class NewtonComponents(Components):
             found["scale"] = constraints.interval(*ends)
         return found
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """The observations, their weights, and the parameters so far, ``(R, K, [D])``."""
         if current is None:
             found = self.begin(values.double(), weights.double())
@@ -517,10 +500,10 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
         self,
         num_states: int,
         dim: int,
-        loc: float | Tensor = 0.0,
+        loc: Number = 0.0,
         weight: float = 1e-7,
-        concentration: float | Tensor = 1.0,
-        rate: float | Tensor = 1e-6,
+        concentration: Number = 1.0,
+        rate: Number = 1e-6,
     ) -> None:
         super().__init__(num_states, dim)
         check_strengths(weight, 1.0)
@@ -558,34 +541,23 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
             length = torch.hypot(east, north)
         else:
             length = east * self.loc.cos() + north * self.loc.sin()
-        if self.is_free("concentration"):
-            above, below = torch.zeros_like(length), torch.zeros_like(length)
-            if self.has_prior("concentration"):
-                check_mode("concentration", self.strength)
-                above, below = above + self.strength - 1, below + self.rate
-            mode["concentration"] = _concentration_mode(
-                length - below, above, statistics["known"], weight
-            )
-        return mode, []
+        if not self.is_free("concentration"):
+            return mode, []
+        known, power = statistics["known"], torch.zeros_like(length)
+        if self.has_prior("concentration"):
+            check_mode("concentration", self.strength)
+            length, power = length - self.rate, power + self.strength - 1
 
+        def mean_length(kappa: Tensor) -> Tensor:
+            return torch.special.i1e(kappa) / torch.special.i0e(kappa)
 
-def _concentration_mode(length: Tensor, power: Tensor, known: Tensor, weight: float) -> Tensor:
-    r"""The κ in [1e-9, 1e9] that maximises a concave function, by bisection on its slope.
+        def slope(kappa: Tensor) -> Tensor:  # of the log density, which is concave
+            rise = length + power / kappa - known * mean_length(kappa)
+            return rise - weight * mean_length(weight * kappa)
 
-    .. math:: \kappa R + a \log \kappa - n \log I_0(\kappa) - \log I_0(w \kappa)
-
-    for R = ``length``, a = ``power`` and n = ``known``.
-    """
-
-    def mean_length(kappa: Tensor) -> Tensor:
-        return torch.special.i1e(kappa) / torch.special.i0e(kappa)
-
-    def slope(kappa: Tensor) -> Tensor:
-        rise = length + power / kappa - known * mean_length(kappa)
-        return rise - weight * mean_length(weight * kappa)
-
-    undetermined = (known == 0) & (length == 0) & (power == 0)
-    return _falling_root(slope, length).masked_fill(undetermined, torch.nan)
+        undetermined = (known == 0) & (length == 0) & (power == 0)
+        best = _falling_root(slope, length).masked_fill(undetermined, torch.nan)
+        return mode | {"concentration": best}, []
 
 
 def _falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:

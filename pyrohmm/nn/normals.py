@@ -29,6 +29,7 @@ from .family import (
     Components,
     Emission,
     EmissionFamily,
+    Number,
     check_strengths,
     family,
     positive,
@@ -60,7 +61,7 @@ class CentredEmission(Emission):
     def centre(self) -> Tensor:
         """Origin of the sums, ``(D,)`` or ``()``: squares of numbers far from zero would cancel."""
         loc = self.prior_loc.double()
-        return loc.reshape(-1, *loc.shape[loc.dim() - bool(self.dim) :]).mean(0)
+        return loc.flatten(0, -1 - bool(self.dim)).mean(0)
 
     def set_points(self, **values: Tensor) -> None:
         """Make parameters points without priors; sums are then about the value of ``loc``."""
@@ -94,8 +95,7 @@ class CentredEmission(Emission):
         variance = torch.where(varies, variance, 1.0)
         least = 100 * torch.finfo(self.prior_loc.dtype).tiny
         within = [
-            torch.where(varies, each.square(), 1.0).minimum(variance).clamp(min=least)
-            for each in within
+            torch.where(varies, x.square(), 1.0).minimum(variance).clamp(min=least) for x in within
         ]
         self.prior_loc = like(self.prior_loc, mean.nan_to_num(0.0))
         numbers = known + self.prior_loc.numel() // max(self.dim, 1)
@@ -166,10 +166,10 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         self,
         num_states: int,
         dim: int = 1,
-        loc: float | Tensor | None = None,
+        loc: Number | None = None,
         weight: float | None = None,
         concentration: float | None = None,
-        rate: float | Tensor | None = None,
+        rate: Number | None = None,
         spherical: bool = False,
         _inner: tuple[int, ...] = (),
     ) -> None:
@@ -194,11 +194,9 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
         """The module of a distribution: one scale ``(K, 1)`` of vectors is one variance a state."""
-        module = cls(
-            distribution.batch_shape[0],
-            sum(distribution.event_shape),
-            spherical=bool(distribution.event_shape) and is_spherical(base),
-        )
+        spherical = bool(distribution.event_shape) and is_spherical(base)
+        size, dim = distribution.batch_shape[0], sum(distribution.event_shape)
+        module = cls(size, dim, spherical=spherical)
         module._set_normals(base)
         return module
 
@@ -214,9 +212,8 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         self.rate = like(self.rate, variance)
         units = float(self.rate.log().sum())
         if self.flat:
-            self.rate, self.upper = (
-                like(self.rate, LOWER * within), like(self.rate, UPPER * variance)
-            )  # fmt: skip
+            self.rate = like(self.rate, LOWER * within)
+            self.upper = like(self.rate, UPPER * variance)
             self.shape = torch.full_like(self.rate, -1.0)
         return units
 
@@ -247,8 +244,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """The mode of the joint posterior of variances and means."""
-        weight: Any = self._first_weight()
-        notes: list[str] = []
+        weight, notes = self._first_weight(), list[str]()
         for _ in range(1 + (self.flat and self.has_prior("loc"))):  # of a weak prior two are enough
             loc, scatter = self._about_means(statistics, weight)
             if self.is_free("variance"):
@@ -256,11 +252,11 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
             else:
                 variance = self.variance.double()
             weight = self._wide(variance) / self._mean_variance()
-        mode = {"loc": loc + self.centre} if self.is_free("loc") else {}
-        return mode | ({"variance": variance} if self.is_free("variance") else {}), notes
+        mode = {"loc": loc + self.centre, "variance": variance}
+        return {name: value for name, value in mode.items() if self.is_free(name)}, notes
 
     def _mode_of_variance(
-        self, statistics: Statistics, scatter: Tensor, weight: float | Tensor
+        self, statistics: Statistics, scatter: Tensor, weight: Number
     ) -> tuple[Tensor, list[str]]:
         """The mode of variances, given squares about the means, and remarks."""
         count = statistics["known"] + (0.0 if self.flat or not weight else 1.0)
@@ -273,7 +269,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         low = variance > above / below
         return variance, [] if exceeds((~low).all().byte(), 0) else [floor_note("variance")]
 
-    def _first_weight(self) -> float:
+    def _first_weight(self) -> Any:
         """Observations that a prior mean is worth: under a flat prior they depend on variances."""
         return self.weight if self.has_prior("loc") and not self.flat else 0.0
 
@@ -295,24 +291,23 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Variances and means given sums of observations."""
-        samples, known = {}, statistics["known"]
-        weight: Any = self._first_weight()
+        known, weight = statistics["known"], self._first_weight()
         loc, scatter = self._about_means(statistics, weight)
         if not self.has_prior("variance"):
             variance = self.variance.double()
         elif self.flat:
-            samples["variance"] = variance = self._sample_flat(statistics, current)
+            variance = self._sample_flat(statistics, current)
         else:
             above = self.rate.double() + 0.5 * self._summed(scatter)
-            gammas = torch._standard_gamma(self.shape.double() + 0.5 * self._summed(known))
-            samples["variance"] = variance = above / gammas
+            below = self.shape.double() + 0.5 * self._summed(known)
+            variance = above / torch._standard_gamma(below)
+        samples, wide = {"variance": variance}, self._wide(variance)
         if self.has_prior("loc"):
-            wide = self._wide(variance)
             if self.flat:
                 weight = wide / self._mean_variance()
                 loc, _ = self._about_means(statistics, weight)
             samples["loc"] = torch.normal(loc + self.centre, (wide / (weight + known)).sqrt())
-        return samples
+        return {name: value for name, value in samples.items() if self.has_prior(name)}
 
     def _sample_flat(self, statistics: Statistics, current: Statistics) -> Tensor:
         """Variances under the flat prior, given means: see :func:`.units.flat_step`."""
@@ -386,21 +381,20 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         self,
         num_states: int,
         dim: int,
-        loc: float | Tensor | None = None,
+        loc: Number | None = None,
         weight: float | None = None,
         concentration: float | None = None,
-        rate: float | Tensor | None = None,
+        rate: Number | None = None,
         weights_concentration: float = 1.0,
         spherical: bool = False,
         *,
         num_components: int,
     ) -> None:
-        inner = (num_components,)
+        inner, shape = (num_components,), (num_states, num_components)
         super().__init__(num_states, dim, loc, weight, concentration, rate, spherical, inner)
-        self.num_components, shape = num_components, (num_states, num_components)
-        self.register_buffer(
-            "concentration", positive("weights_concentration", weights_concentration, shape)
-        )
+        strength = positive("weights_concentration", weights_concentration, shape)
+        self.num_components = num_components
+        self.register_buffer("concentration", strength)
         self.add_parameters(weights=shape)
 
     @classmethod
@@ -429,9 +423,7 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         """True: the component of each observation."""
         return True
 
-    def statistics(
-        self, values: Tensor, weights: Tensor, current: TorchDistribution | None
-    ) -> Statistics:
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
         """Moments for each component, weighted by its probability given state and value."""
         if current is None or len(values) == 0:
             shares = _scatter(values, weights, self.num_components)
@@ -470,15 +462,12 @@ def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
         return weights.new_zeros(*weights.shape, num_components)
     filled = torch.where(values.isnan(), values.nanmean(0).nan_to_num(0.0), values)
     shares = []
-    for share in weights:
-        columns = []
-        for column in share.T:
-            chance = column[: 2**24] + 1e-9  # more than that torch does not take
-            centres = filled[torch.multinomial(chance, num_components, replacement=True)]
-            nearest = torch.cdist(filled, centres).argmin(-1)
-            columns.append(torch.nn.functional.one_hot(nearest, num_components))
-        shares.append(torch.stack(columns, 1))
-    return torch.stack(shares).double()
+    for column in weights.movedim(-1, 1).flatten(0, 1):
+        chance = column[: 2**24] + 1e-9  # more than that torch does not take
+        centres = filled[torch.multinomial(chance, num_components, replacement=True)]
+        nearest = torch.cdist(filled, centres).argmin(-1)
+        shares.append(torch.nn.functional.one_hot(nearest, num_components))
+    return torch.stack(shares).unflatten(0, weights[:, 0].shape).movedim(1, 2).double()
 
 
 # What normal families share ----------------------------------------------------------------------
@@ -494,10 +483,7 @@ def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
 
 def floor_note(name: str) -> str:
     """Remark that the parameter ``name`` was held at its floor."""
-    return (
-        f"a {name} was held at its floor, {SMALLEST:g} of that of the data: a state emits a single "
-        "value. A prior, or fewer states, would prevent it."
-    )
+    return f"a {name} was held at its floor, {SMALLEST:g} of the data's: a state emits one value."
 
 
 def like(buffer: Tensor, values: Tensor) -> Tensor:
@@ -560,8 +546,7 @@ def merged(first: Tensor, second: Tensor) -> Tensor:
 
 def scale_prior(emission: Any, moments: Tensor) -> float:
     """:meth:`CentredEmission.scale_prior` of an emission that defines it; zero of others."""
-    method = getattr(emission, "scale_prior", None)
-    return 0.0 if method is None else method(moments)
+    return emission.scale_prior(moments) if hasattr(emission, "scale_prior") else 0.0
 
 
 def _check_range(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyro.distributions import Categorical, Normal
@@ -90,10 +90,8 @@ class Linear(Family):
     ) -> None:
         super().__init__()
         if prior_scale is not None and not (isinstance(prior_scale, Real) and prior_scale > 0):
-            raise ValueError(
-                "prior_scale must be the standard deviation of the prior of coefficients, a "
-                f"positive number, or None; got {prior_scale}."
-            )
+            raise ValueError("prior_scale must be the standard deviation of the prior of "
+                             f"coefficients, or None; got {prior_scale}.")  # fmt: skip
         terms = columns.smooths
         order = sorted(range(len(terms)), key=lambda i: bool(terms[i]))
         if any(terms):
@@ -130,10 +128,8 @@ class Linear(Family):
         if not self.columns.indices:
             return covariates.new_ones(*covariates.shape[:-1], 1)
         if max(self.columns.indices) >= covariates.size(-1) or min(self.columns.indices) < 0:
-            raise ValueError(
-                f"columns must lie between 0 and {covariates.size(-1) - 1}, those of the "
-                f"covariates of the data; got {', '.join(map(str, self.columns.indices))}."
-            )
+            last, got = covariates.size(-1) - 1, ", ".join(map(str, self.columns.indices))
+            raise ValueError(f"columns must be covariates of the data, 0 to {last}; got {got}.")
         return torch.stack([covariates[..., index] for index in self.columns.indices], -1)
 
     def in_units(self, covariates: Tensor | None, level: float = 0.0) -> None:
@@ -245,10 +241,8 @@ def mode_of(
     for name, part in parts.items():
         curves = current[_smooth(name)].double() if part.terms else None
         table = part.table(current[name].double(), curves).flatten(0, rows)  # (B, *outputs, P)
-        open_to = torch.full(
-            part.shape + table.shape[-1:], part.is_free("coefficients"), device=table.device
-        )
-        open_to = open_to if part.free is None else open_to & part.free
+        open_to = torch.ones_like(part.precision).bool() if part.free is None else part.free
+        open_to = open_to & part.is_free("coefficients")
         tables.append(table.flatten(1))
         for rest, found in ((open_to, free), (part.precision.double(), precision)):
             rest = rest.flatten(0, rows - 1) if rows else rest.unsqueeze(0)
@@ -283,12 +277,11 @@ def _normal(module: Linear, scale: float, shape: tuple[int, ...]) -> TorchDistri
 def _curves(module: Linear) -> TorchDistribution:
     if bool(module.spread.isnan().any()):
         raise ValueError(
-            "the weights of smooth terms are not known. fit_em estimates them; others need its "
+            "the weights of smooth terms are not known: fit_em estimates them; others need its "
             "fit.model, or values of your own in the buffers spread of the module's parts."
         )
-    return Normal(module.prior_loc, module.spread[..., module.terms]).to_event(
-        len(module.shape) + 1
-    )
+    prior = Normal(module.prior_loc, module.spread[..., module.terms])
+    return prior.to_event(len(module.shape) + 1)
 
 
 class RegressionEmission(OwnParameters):
@@ -304,9 +297,8 @@ class RegressionEmission(OwnParameters):
     ) -> None:
         super().__init__()
         self.kind, self.names = kind, list(parameters)
-        self.shape: tuple[int, ...] = (num_states,)
-        if num_symbols is not None:
-            self.shape = num_states, num_symbols - 1
+        others = () if num_symbols is None else (num_symbols - 1,)
+        self.shape: tuple[int, ...] = (num_states, *others)
         for name, columns in parameters.items():
             setattr(self, name, Linear(columns, self.shape, prior_scale))
 
@@ -340,15 +332,14 @@ class RegressionEmission(OwnParameters):
 
     def maximize(self, data: Sequences, states: Tensor, current: Statistics) -> Statistics:
         """Coefficients by name, given the smoothed posterior of the states ``(R, N, T, K)``."""
-        seen = data.observed
+        seen, covariates = data.observed, cast("Tensor", data.covariates)
         values = data.values[seen].double()
-        assert data.covariates is not None
         weights = states[:, seen].mT.flatten(0, 1).double()  # (R K, M)
 
         def terms(emission: TorchDistribution) -> Tensor:
             return torch.where(weights > 0, exact_log_prob(emission, values) * weights, 0.0)
 
-        return self.mode(data.covariates[seen].double(), terms, current)
+        return self.mode(covariates[seen].double(), terms, current)
 
     def mode(
         self, covariates: Tensor, terms: Callable[[Any], Tensor], current: Statistics
@@ -404,10 +395,8 @@ def regression(
         ['rate.coefficients_unconstrained']
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.distributions.Distribution):
-        raise TypeError(
-            "kind must be a class of distributions, such as pyro.distributions.Normal; got "
-            f"{getattr(kind, '__name__', kind)}."
-        )
+        got = getattr(kind, "__name__", kind)
+        raise TypeError(f"kind must be a class of distributions, such as Normal; got {got}.")
     known = set(getattr(kind, "arg_constraints", ()))
     if not parameters or not set(parameters) <= known or isinstance(parameters.get("scale"), Real):
         raise ValueError(
@@ -417,10 +406,7 @@ def regression(
     if (kind is Categorical) != (num_symbols is not None) or (
         num_symbols is not None and set(parameters) != {"logits"}
     ):
-        raise ValueError(
-            "a Categorical, and no other kind, needs num_symbols, and has logits: "
-            "regression(Categorical, num_symbols=3, logits=...)."
-        )
+        raise ValueError("a Categorical, and no other kind, needs num_symbols, and has logits.")
     if num_symbols is not None:
         check_size("num_symbols", num_symbols, 2)
     if {"probs", "logits"} <= known and not {"probs", "logits"} & set(parameters):
@@ -431,10 +417,5 @@ def regression(
     }
     every |= parameters
     columns = {name: as_columns(name, part) for name, part in every.items()}
-    return partial(
-        RegressionEmission,
-        kind=kind,
-        parameters=columns,
-        prior_scale=prior_scale,
-        num_symbols=num_symbols,
-    )
+    rest: Any = {"prior_scale": prior_scale, "num_symbols": num_symbols}
+    return partial(RegressionEmission, kind=kind, parameters=columns, **rest)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pyro.nn import PyroModule
@@ -138,21 +138,18 @@ class RegressionHMM(HMMModule):
         elif not bool(allowed.diagonal().all()):
             raise ValueError("transition_allowed must be True on its diagonal, for staying.")
         if transition_free is not None or not bool(possible.all()):
-            transition_free = (
-                possible & torch.ones(size).bool()
-                if transition_free is None
-                else (possible & transition_free)
-            )
+            every = torch.ones(size, dtype=torch.bool)
+            transition_free = possible & (every if transition_free is None else transition_free)
         self.register_buffer("barred", None if bool(allowed.all()) else ~allowed)
         self.moved_by = name
         setattr(self, name, Linear(columns, shape, prior_scale, transition_free))
         self.initial = Linear(as_columns("initial", initial), shape[1:], prior_scale)
         self.duration: Any = None if durations is None else build_emission(durations, num_states)
-        if durations is not None and not (
-            isinstance(self.duration, RegressionEmission)
-            and getattr(self.duration.kind.support, "is_discrete", False)
-        ):
-            raise TypeError("durations must be regression(...) of counts, as of a Poisson.")
+        if durations is not None:
+            kind: Any = getattr(self.duration, "kind", None)
+            counts = getattr(getattr(kind, "support", None), "is_discrete", False)
+            if not (counts and isinstance(self.duration, RegressionEmission)):
+                raise TypeError("durations must be regression(...) of counts, as of a Poisson.")
         self.emission = build_emission(emission, num_states)
 
     @property
@@ -170,9 +167,7 @@ class RegressionHMM(HMMModule):
     ) -> HMM:
         """Build the HMM for ``covariates`` ``(*B, T, C)``, and ``times`` ``(*B, T)`` of rates."""
         if covariates is None:
-            raise ValueError(
-                "data has no covariates, which this module needs: Sequences(..., covariates=)."
-            )
+            raise ValueError("data has no covariates, which this module needs.")
         first = covariates[..., 0, :]
         start = after_zero(self.initial(first)).log_softmax(-1)
         per_step = isinstance(self.emission, RegressionEmission)
@@ -186,12 +181,10 @@ class RegressionHMM(HMMModule):
         logits = self._logits(covariates[..., :-1, :])
         if self.moved_by == "transition":
             return HMM(start, logits.log_softmax(-1), transition_per_step=True, **rest)
-        times = given_times(times)
+        rest |= {"times": given_times(times), "exact_entry": self.exact_entry}
         rates = logits.exp().masked_fill(diagonal(logits), 0.0)
         rates = rates - rates.sum(-1).diag_embed()
-        return ContinuousTimeHMM(
-            start, rates, times=times, exact_entry=self.exact_entry, rates_per_step=True, **rest
-        )
+        return ContinuousTimeHMM(start, rates, rates_per_step=True, **rest)
 
     def _logits(self, covariates: Tensor) -> Tensor:
         """Logits of transitions, or log rates, ``(*, K, K)``; zero on the diagonal if possible."""
@@ -248,13 +241,11 @@ class RegressionHMM(HMMModule):
 
     def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
         """The mode of the coefficients, by Newton's method: see :class:`StepsMStep`."""
-        covariates = data.covariates
-        assert covariates is not None
+        covariates, found = cast("Tensor", data.covariates), Statistics()
         size, restarts = self.num_states, len(current["initial.coefficients"])
-        found: Statistics = {}
+        first = covariates[:, 0].double()
         if size > 1:
             initial = counts["log_initial"].reshape(restarts, -1, size).double()
-            first = covariates[:, 0].double()
             start = {"initial.coefficients": self.initial}
             found |= mode_of(start, current, 0, first, partial(_of_rows, counts=initial))
         if size > 1 and (data.num_steps > 1 or self.duration is not None):
@@ -267,8 +258,8 @@ class RegressionHMM(HMMModule):
                 logs = truncated(distribution, self.max_duration)
                 return torch.where(lasted > 0, lasted * logs, 0.0).sum(-1)
 
-            own = inside(current, "duration.")
-            found |= under("duration.", self.duration.mode(covariates[:, 0].double(), terms, own))
+            own = self.duration.mode(first, terms, inside(current, "duration."))
+            found |= under("duration.", own)
         if isinstance(self.emission, RegressionEmission):
             states = counts["states"].reshape(restarts, *data.observed.shape, size)
             own = self.emission.maximize(data, states, inside(current, "emission."))
@@ -279,8 +270,8 @@ class RegressionHMM(HMMModule):
         self, data: Sequences, counts: Statistics, current: Statistics, restarts: int
     ) -> Statistics:
         """The mode of the coefficients of transitions or of rates."""
-        size, covariates, by_rates = self.num_states, data.covariates, self.moved_by == "rates"
-        assert covariates is not None
+        size, covariates = self.num_states, cast("Tensor", data.covariates)
+        by_rates = self.moved_by == "rates"
         pairs = counts["rates" if by_rates else "log_transition"]
         if self.duration is not None:
             rows, covariates = pairs.reshape(restarts, -1, size, size), covariates[:, 0]
@@ -343,9 +334,9 @@ class RegressionHMM(HMMModule):
 
     def _set(self, part: Linear, intercepts: Tensor) -> None:
         if not part.columns.names[0].startswith(("Intercept", "column ")):
+            got = ", ".join(part.columns.names)
             raise ValueError(
-                f"begin_at needs parts whose first column is the intercept; here is one with "
-                f"{', '.join(part.columns.names)}."
+                f"begin_at needs an intercept as first column of all parts; got {got}."
             )
         value = torch.zeros(*part.shape, part.width).to(part.coefficients)
         value[..., 0] = intercepts

@@ -25,17 +25,9 @@ from ..distributions.structured_hmm import SecondOrderHMM
 from ..ops.log_space import log
 from ..ops.markov import stationary
 from .base import HMMModule
-from .closed_form import (
-    Family,
-    Maximum,
-    Statistics,
-    row_mode,
-    sample_rows,
-    with_prior,
-    with_priors,
-)
+from .closed_form import Family, Maximum, Statistics, row_mode, sample_rows, with_prior, with_priors
 from .emissions import from_distribution
-from .family import EmissionFamily, build_emission, positive
+from .family import EmissionFamily, Number, build_emission, positive
 
 MODULES: dict[type[HMM], type[ChainTables]] = {}  # by the class of HMM that they build
 
@@ -66,7 +58,7 @@ class ChainTables(HMMModule, Family):
     def add_rows(
         self,
         name: str,
-        concentration: float | Tensor,
+        concentration: Number,
         shape: tuple[int, ...],
         allowed: Tensor | None = None,
     ) -> None:
@@ -90,13 +82,13 @@ class ChainTables(HMMModule, Family):
         self.supports = self.supports | {name: constraints.simplex}  # type: ignore[misc]
         self.set_priors(**{name: partial(rows_prior, name=name)})
 
-    def tables(self) -> dict[str, Tensor]:
+    def tables(self) -> dict[str, Any]:
         """Logarithms of the tables, by the names of the chain's parameters."""
         return {f"log_{name}": log(getattr(self, name)) for name in self.supports}
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)``."""
-        tables: dict[str, Any] = self.tables()
+        tables = self.tables()
         return self.builds(**tables, emission=self.emission(), lengths=lengths, observed=observed)
 
     @classmethod
@@ -110,13 +102,9 @@ class ChainTables(HMMModule, Family):
             ValueError: If parameters of ``hmm`` have a dimension of steps.
         """
         if not isinstance(hmm, cls.builds):
-            raise TypeError(
-                f"hmm must be of class {cls.builds.__name__}; got {type(hmm).__name__}."
-            )
+            raise TypeError(f"hmm must be a {cls.builds.__name__}; got {type(hmm).__name__}.")
         if hmm.emission_per_step:
-            raise ValueError(
-                f"hmm has parameters per step; a {cls.__name__} has one set for all steps."
-            )
+            raise ValueError(f"hmm has parameters per step, and a {cls.__name__} has not.")
         module = cls._like(hmm, lambda _: from_distribution(hmm.emission))
         module._take_values(hmm)
         return module.to(hmm.log_initial.device)
@@ -152,8 +140,7 @@ class ChainTables(HMMModule, Family):
         for name in self._pyro_samples.keys() & statistics.keys():
             total = statistics[name] + getattr(self, prior_name(name))
             allowed = getattr(self, f"{name}_allowed")
-            total = total if allowed is None else total.masked_fill(~allowed, 0.0)
-            samples[name] = sample_rows(total)
+            samples[name] = sample_rows(total if allowed is None else total * allowed)
         return samples
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:
@@ -181,8 +168,8 @@ def module_of(hmm: HMM) -> HMMModule:
     kind, chain = MODULES.get(type(hmm), TabularHMM), hmm.chain
     if kind is TabularHMM and type(chain) not in (MarkovChain, BlockChain):
         raise TypeError(
-            f"no module has the parameters of a {type(chain).__name__}, so that this HMM cannot be "
-            "fitted as it is: write an HMMModule whose forward returns HMM.of(chain, ...)."
+            f"no module has the parameters of a {type(chain).__name__}: write an HMMModule whose "
+            "forward returns HMM.of(chain, ...)."
         )
     module: HMMModule = kind.from_hmm(hmm)
     return module
@@ -236,8 +223,8 @@ class TabularHMM(ChainTables, builds=HMM):
         self,
         num_states: int,
         emission: EmissionFamily,
-        initial_concentration: float | Tensor = 1.0,
-        transition_concentration: float | Tensor = 1.0,
+        initial_concentration: Number = 1.0,
+        transition_concentration: Number = 1.0,
         *,
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
@@ -245,8 +232,7 @@ class TabularHMM(ChainTables, builds=HMM):
     ) -> None:
         super().__init__(num_states, emission)
         self.add_rows("initial", initial_concentration, (num_states,), initial_allowed)
-        square = num_states, num_states
-        self.add_rows("transition", transition_concentration, square, transition_allowed)
+        self.add_rows("transition", transition_concentration, (num_states,) * 2, transition_allowed)
         with_priors(self, priors)
 
     def _take_values(self, hmm: HMM) -> None:
@@ -293,9 +279,9 @@ class TabularSecondOrderHMM(ChainTables, builds=SecondOrderHMM):
         self,
         num_states: int,
         emission: EmissionFamily,
-        initial_concentration: float | Tensor = 1.0,
-        second_concentration: float | Tensor = 1.0,
-        transition_concentration: float | Tensor = 1.0,
+        initial_concentration: Number = 1.0,
+        second_concentration: Number = 1.0,
+        transition_concentration: Number = 1.0,
         *,
         priors: bool = True,
     ) -> None:
@@ -336,14 +322,13 @@ class StationaryHMM(ChainTables):
         self,
         num_states: int,
         emission: EmissionFamily,
-        transition_concentration: float | Tensor = 1.0,
+        transition_concentration: Number = 1.0,
         *,
         transition_allowed: Tensor | None = None,
         priors: bool = True,
     ) -> None:
         super().__init__(num_states, emission)
-        square = num_states, num_states
-        self.add_rows("transition", transition_concentration, square, transition_allowed)
+        self.add_rows("transition", transition_concentration, (num_states,) * 2, transition_allowed)
         with_priors(self, priors)
 
     def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
@@ -455,17 +440,15 @@ class StickyHDPHMM(ChainTables):
         for name, value in (("gamma", gamma), ("alpha", alpha), ("kappa", kappa)):
             if isinstance(value, tuple):
                 if len(value) != 2 or min(value) <= 0:
-                    raise ValueError(f"{name} must be a number, or a positive shape and rate of a "
-                                     f"Gamma prior; got {value}.")  # fmt: skip
+                    raise ValueError(f"{name} must be a number, or shape and rate; got {value}.")
                 self.register_buffer(f"{name}_prior", torch.tensor(value).to(dtype))
                 self.set_priors(**{name: partial(_strength, name=name)})
             else:
                 if not 0 <= value < torch.inf or (value == 0 and name != "kappa"):
                     raise ValueError(f"{name} must be positive and finite; got {value}.")
                 self.register_buffer(name, torch.tensor(value).to(dtype))
-        self.add_parameters(
-            weights=(num_states,), initial=(num_states,), transition=(num_states, num_states)
-        )
+        row = (num_states,)
+        self.add_parameters(weights=row, initial=row, transition=2 * row)
 
     def weights_prior(self) -> TorchDistribution:
         """Weights of the states that all rows share."""
@@ -489,10 +472,8 @@ class StickyHDPHMM(ChainTables):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """None: raises ValueError, for the density has no maximum."""
-        raise ValueError(
-            "a StickyHDPHMM has no most probable value, which EM looks for. Use fit_gibbs, "
-            "fit_svi, or NUTS of MarginalModel(module)."
-        )
+        raise ValueError("a StickyHDPHMM has no most probable value, which EM looks for. Use "
+                         "fit_gibbs, fit_svi, or NUTS of MarginalModel(module).")  # fmt: skip
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Weights given numbers of tables, then rows given weights (Fox et al., 2011)."""
@@ -513,11 +494,10 @@ class StickyHDPHMM(ChainTables):
             tables = {n: _tables(count, prior[n]) for n, count in statistics.items()}
             counts = tables.get("initial", torch.zeros_like(prior["initial"]))
             if "transition" in tables:
-                share = kappa.unsqueeze(-1) / (kappa.unsqueeze(-1) + prior["initial"])
-                own = tables["transition"].diagonal(dim1=-2, dim2=-1)
-                counts = (
-                    counts + tables["transition"].sum(-2) - torch.binomial(own, share + 0 * own)
-                )
+                entered, stay_share = tables["transition"], kappa.unsqueeze(-1)
+                stay_share = stay_share / (stay_share + prior["initial"])
+                own = entered.diagonal(dim1=-2, dim2=-1)
+                counts = counts + entered.sum(-2) - torch.binomial(own, stay_share + 0 * own)
             weights = sample_rows((gamma / self.num_states).unsqueeze(-1) + counts)
             samples["weights"] = weights
         prior = strengths(weights)

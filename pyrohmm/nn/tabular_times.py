@@ -23,12 +23,8 @@ from .closed_form import (
     under,
     with_priors,
 )
-from .durations import (
-    DurationFamily,
-    DurationMStep,
-    free_durations,
-)
-from .family import Emission, EmissionFamily, build_part, positive
+from .durations import DurationFamily, DurationMStep, free_durations
+from .family import Emission, EmissionFamily, Number, build_part, positive
 from .tabular import ChainTables, TabularHMM
 
 
@@ -79,8 +75,8 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         num_states: int,
         emission: EmissionFamily,
         durations: DurationFamily,
-        initial_concentration: float | Tensor = 1.0,
-        transition_concentration: float | Tensor = 1.0,
+        initial_concentration: Number = 1.0,
+        transition_concentration: Number = 1.0,
         *,
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
@@ -97,31 +93,24 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         kind, example = "a family of durations", "free_durations(max_duration)"
         self.duration = build_part("durations", kind, example, durations, num_states)
         if isinstance(self.duration, Emission):
-            raise TypeError(
-                f"durations must be {kind}; got that of a {type(self.duration).__name__}."
-            )
+            got = type(self.duration).__name__
+            raise TypeError(f"durations must be {kind}; got that of a {got}.")
         self.censored_end, self.censored_start = censored_end, censored_start
         with_priors(self, priors)
 
     @classmethod
     def _like(cls, hmm: Any, emission: Any) -> ChainTables:
-        durations = free_durations(hmm.max_duration)
-        return cls(
-            hmm.num_states, emission, durations, censored_end=hmm.censored_end,
-            censored_start=hmm.censored_start,
-        )  # fmt: skip
+        ends = {"censored_end": hmm.censored_end, "censored_start": hmm.censored_start}
+        return cls(hmm.num_states, emission, free_durations(hmm.max_duration), **ends)
 
     def _take_values(self, hmm: HMM) -> None:
         ChainTables._take_values(self, hmm)
         self.duration.set_points(probs=hmm.chain.log_duration.exp())
 
-    def forward(self, lengths: Tensor, observed: Tensor | None = None) -> HSMM:
-        """Build the HSMM for sequences of ``lengths`` ``(*B)``."""
-        tables: dict[str, Any] = self.tables()
-        return HSMM(
-            **tables, log_duration=self.duration(), emission=self.emission(), lengths=lengths,
-            observed=observed, censored_end=self.censored_end, censored_start=self.censored_start,
-        )  # fmt: skip
+    def tables(self) -> dict[str, Any]:
+        """Logarithms of the tables and of durations, and what is censored."""
+        ends = {"censored_end": self.censored_end, "censored_start": self.censored_start}
+        return super().tables() | {"log_duration": self.duration()} | ends
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """Expected counts of what is free: see :class:`ChainMStep`."""
@@ -161,8 +150,7 @@ def given_times(times: Tensor | None) -> Tensor:
     """The times of the data; raises if there are none."""
     if times is None:
         raise ValueError(
-            "data has no times, which a model in continuous time needs: Sequences(..., times=), "
-            "times= of from_list, or time= of from_dataframe."
+            "data has no times, which a model in continuous time needs: Sequences(..., times=)."
         )
     return times
 
@@ -226,9 +214,9 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         self,
         num_states: int,
         emission: EmissionFamily,
-        initial_concentration: float | Tensor = 1.0,
-        rate_concentration: float | Tensor = 1.0,
-        rate_time: float | Tensor | None = None,
+        initial_concentration: Number = 1.0,
+        rate_concentration: Number = 1.0,
+        rate_time: Number | None = None,
         *,
         initial_allowed: Tensor | None = None,
         transition_allowed: Tensor | None = None,
@@ -253,10 +241,8 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
 
     @classmethod
     def _like(cls, hmm: Any, emission: Any) -> TabularContinuousTimeHMM:
-        return cls(
-            hmm.num_states, emission, transition_allowed=hmm.chain.possible,
-            exact_entry=hmm.exact_entry,
-        )  # fmt: skip
+        limits = {"transition_allowed": hmm.chain.possible, "exact_entry": hmm.exact_entry}
+        return cls(hmm.num_states, emission, **limits)
 
     def _take_values(self, hmm: HMM) -> None:
         """Replace the tables by points with the values of ``hmm``; rates of zero stay zero."""
@@ -277,14 +263,13 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)`` at ``times`` ``(*B, T)``."""
-        times = given_times(times)
         rates = self.rates
         rates = rates - rates.sum(-1).diag_embed()
-        initial = log(self.initial)
+        initial, emission, entry = log(self.initial), self.emission(), self.exact_entry
+        times = given_times(times)
         return ContinuousTimeHMM(
-            initial, rates, self.emission(), lengths, times, observed,
-            exact_entry=self.exact_entry,
-        )  # fmt: skip
+            initial, rates, emission, lengths, times, observed, exact_entry=entry
+        )
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Normalised counts of first states; numbers of transitions over times in the states."""

@@ -76,8 +76,7 @@ def _step(slope: Tensor, curvature: Tensor, free: Tensor | None) -> tuple[Tensor
     """Newton's steps ``(B, P)``, and how fast the functions rise along them, ``(B,)``."""
     if free is not None:
         slope = slope.where(free, 0.0)
-        both = free.unsqueeze(-1) & free.unsqueeze(-2)
-        curvature = curvature.where(both, 0.0)
+        curvature = curvature.where(free.unsqueeze(-1) & free.unsqueeze(-2), 0.0)
     usable = slope.isfinite().all(-1) & curvature.isfinite().all(-1).all(-1)
     slope = slope.where(usable.unsqueeze(-1), 0.0)
     curvature = curvature.where(usable[:, None, None], 0.0)
@@ -126,7 +125,7 @@ def of_differences(value: Value) -> Derivatives:
 
 
 def of_predictors(
-    value: Value, designs: list[Tensor], precision: Tensor | None = None
+    value: Value, designs: list[Tensor], precision: Tensor
 ) -> tuple[Value, Derivatives]:
     r"""Functions of linear predictors :math:`\eta_q = X_q x_q`, and their derivatives.
 
@@ -144,10 +143,7 @@ def of_predictors(
         return torch.stack([part @ design.mT for part, design in zip(parts, designs)], -1)
 
     def total(point: Tensor) -> Tensor:
-        found = value(predictors(point)).sum(-1)
-        if precision is not None:
-            found = found - (precision * point.square()).sum(-1) / 2
-        return found
+        return value(predictors(point)).sum(-1) - (precision * point.square()).sum(-1) / 2
 
     def derivatives(point: Tensor) -> tuple[Tensor, Tensor]:
         leaf = predictors(point.detach()).requires_grad_()
@@ -156,14 +152,10 @@ def of_predictors(
         slope = slope.detach()
         found = torch.cat([slope[..., q] @ x for q, x in enumerate(designs)], -1)
         rows = [
-            torch.cat([left.mT @ (weights[..., q, r, None] * right)
-                       for r, right in enumerate(designs)], -1)
-            for q, left in enumerate(designs)
-        ]  # fmt: skip
-        curvature = torch.cat(rows, -2)
-        if precision is not None:
-            found, curvature = found - precision * point, curvature - precision.diag_embed()
-        return found, curvature
+            torch.cat([x.mT @ (weights[..., q, r, None] * y) for r, y in enumerate(designs)], -1)
+            for q, x in enumerate(designs)
+        ]
+        return found - precision * point, torch.cat(rows, -2) - precision.diag_embed()
 
     return total, derivatives
 
