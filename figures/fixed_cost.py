@@ -68,7 +68,7 @@ def methods(shape: tuple[int, int, int], symbols: bool) -> dict[str, Callable[[]
 
     def by_recursion() -> object:
         if symbols:
-            evidence = recursions.log_evidence_of_symbols(*prepared(), values, lengths)
+            evidence = recursions.log_evidence(*prepared(), lengths, values)
         else:
             evidence = recursions.log_evidence(*prepared(), lengths)
         return torch.autograd.grad(evidence.sum(), leaves)

@@ -238,7 +238,7 @@ class ChainDistribution(TorchDistribution):
     def symbol_factors(
         self, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
-        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence_of_symbols`.
+        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence`, with symbols.
 
         None if observations are not symbols, parameters not constant, or states restricted.
         """
@@ -255,7 +255,7 @@ class ChainDistribution(TorchDistribution):
         else:
             table = log_probs(emission)
         known = known if self.observed is not None else None  # recursions know of padding
-        return self.log_initial, chain.matrices, table, symbols, self.lengths, known
+        return self.log_initial, chain.matrices, table, self.lengths, symbols, known
 
     def _read(self, values: Tensor, check: bool = False, with_labels: bool = True) -> Any:
         """Log-likelihoods as the chain reads them, -inf for states that labels exclude.

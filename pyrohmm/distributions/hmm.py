@@ -22,7 +22,6 @@ from .._transforms import beside, opaque, transforming
 from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
-from ..ops.dense.chain import read_arguments
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, check_likelihood, check_possible
 from .crf import LinearChainCRF
@@ -295,10 +294,7 @@ class HMM(ChainDistribution):
 
         def compute() -> Tensor:
             if (of_symbols := self.symbol_factors(values)) is not None:
-                initial, transition, table, symbols, lengths, known = of_symbols
-                return recursions.evidence(
-                    read_arguments(initial, transition, table, lengths, symbols, known)
-                )
+                return recursions.log_evidence(*of_symbols)
             return self.chain.log_evidence(self._read(values), self.lengths)
 
         with full_precision(self.log_initial):

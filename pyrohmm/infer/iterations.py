@@ -137,15 +137,11 @@ def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
     def compute() -> ExpectedCounts:
         factors = hmm.symbol_factors(values)
         assert factors is not None  # observations are symbols, parameters constant, no labels
-        initial, transition, table, symbols, lengths, known = factors
+        initial, transition, table, *data = factors
         if initial.dim() + transition.dim() > 4:  # restarts
             parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
             table = table.expand(*broadcast_shapes(*parts), *table.shape[-2:])
-        return hmm.chain.named(
-            recursions.expected_counts_of_symbols(
-                initial, transition, table, symbols, lengths, known
-            )
-        )
+        return hmm.chain.named(recursions.expected_counts(initial, transition, table, *data))
 
     counts = with_one_wait(compute)
     hmm._check_evidence(counts.log_evidence, values)

@@ -106,55 +106,42 @@ class ExpectedCounts(NamedTuple):
 
 
 def log_evidence(
-    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
-) -> Tensor:
+    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor,
+    symbols: Tensor | None = None, known: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     r"""Log evidence :math:`\log p(x_{1:T})` in nats, by the forward algorithm, shape ``(*B)``.
 
     Differentiable by the first three arguments, any number of times. A sequence of probability
     zero has evidence -inf and gradient zero. Within the transforms of ``torch.func`` it is computed
     in log space, by steps.
 
+    Of observations that are symbols no log-likelihoods are written: ``log_likelihood`` is then that
+    of each symbol, ``(*B, K, V)``.
+
+    Args:
+        log_initial: As above.
+        log_transition: As above.
+        log_likelihood: As above; with ``symbols`` ``(*B, K, V)``.
+        lengths: As above.
+        symbols: ``(*B, T)`` integers below V.
+        known: ``(*B, T)`` booleans, False where a symbol is missing; all known by default.
+
     Example:
         >>> half = torch.full((2,), 0.5).log()
         >>> likelihood = torch.tensor([[0.2, 0.4], [0.5, 0.1]]).log()  # T = 2, K = 2
         >>> log_evidence(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).exp()
         tensor(0.0900)
-    """
-    return evidence(check_arguments(log_initial, log_transition, log_likelihood, lengths))
-
-
-def log_evidence_of_symbols(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_symbols: Tensor,
-    symbols: Tensor,
-    lengths: Tensor,
-    known: Tensor | None = None,
-) -> Tensor:
-    r"""Log evidence of observations that are symbols: no log-likelihoods are written.
-
-    Args:
-        log_initial: As there.
-        log_transition: As there.
-        log_symbols: ``(*B, K, V)``, :math:`\log p(x_t | z_t)` of each symbol.
-        symbols: ``(*B, T)`` integers below V.
-        lengths: As there.
-        known: ``(*B, T)`` booleans, False where a symbol is missing; all known by default.
-
-    Raises:
-        TypeError: If an argument is of the wrong type or dtype.
-        ValueError: If shapes disagree, or a symbol is not one of 0 to V - 1, missing or not.
-
-    Example:
-        >>> half = torch.full((2,), 0.5).log()
-        >>> coins = torch.tensor([[0.9, 0.1], [0.4, 0.6]]).log()
-        >>> heads = torch.tensor([0, 0])
-        >>> log_evidence_of_symbols(half, half.expand(1, 2, 2), coins, heads, torch.tensor(2)).exp()
+        >>> coins, heads = torch.tensor([[0.9, 0.1], [0.4, 0.6]]).log(), torch.tensor([0, 0])
+        >>> log_evidence(half, half.expand(1, 2, 2), coins, torch.tensor(2), heads).exp()
         tensor(0.4225)
     """
-    return evidence(
-        check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
-    )
+    parts = log_initial, log_transition, log_likelihood, lengths, symbols, known
+    arguments = check_arguments(*parts)
+    differentiable = torch.is_grad_enabled() and any(part.requires_grad for part in parts[:3])
+    return with_gradient(
+        lambda *_: _solved(arguments, differentiable), _twin(arguments), *arguments.tensors,
+        also=(symbols, known, arguments.lengths),
+    )  # fmt: skip
 
 
 @recomputing
@@ -182,11 +169,16 @@ def posterior(
 
 
 def expected_counts(
-    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor
-) -> ExpectedCounts:
+    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor,
+    symbols: Tensor | None = None, known: Tensor | None = None,
+) -> ExpectedCounts:  # fmt: skip
     """Expected counts under the posterior, as gradients of the evidence (Fisher's identity).
 
     A sequence of probability zero counts nowhere. Source: Eisner, 2016.
+
+    The arguments are those of :func:`log_evidence`. With ``symbols``, ``state_probs`` are
+    ``(*, V, K)``: the expected number of steps at which each symbol is observed in each state,
+    summed over the sequences that share a table.
 
     Example:
         >>> half = torch.full((2,), 0.5).log()
@@ -195,37 +187,9 @@ def expected_counts(
         tensor([[[0.5000, 0.5000],
                  [0.0000, 0.0000]]])
     """
-    return _counts(check_arguments(log_initial, log_transition, log_likelihood, lengths))
-
-
-def expected_counts_of_symbols(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    log_symbols: Tensor,
-    symbols: Tensor,
-    lengths: Tensor,
-    known: Tensor | None = None,
-) -> ExpectedCounts:
-    """Expected counts of observations that are symbols: nothing is written per step.
-
-    The arguments are those of :func:`log_evidence_of_symbols`.
-
-    Returns:
-        The counts, with ``states`` ``(*, V, K)``: the expected number of steps at which each symbol
-        is observed in each state, summed over the sequences that share ``log_symbols``.
-
-    Example:
-        >>> half = torch.full((2,), 0.5).log()
-        >>> coins = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).log()
-        >>> flips = torch.tensor([0, 0, 1])
-        >>> matrix = half.expand(1, 2, 2)
-        >>> expected_counts_of_symbols(half, matrix, coins, flips, torch.tensor(3)).state_probs
-        tensor([[2., 0.],
-                [0., 1.]])
-    """
-    arguments = check_arguments(log_initial, log_transition, log_symbols, lengths, symbols, known)
-    counts = _counts(arguments)
-    return counts._replace(state_probs=counts.state_probs.mT)
+    parts = log_initial, log_transition, log_likelihood, lengths, symbols, known
+    counts = _counts(check_arguments(*parts))
+    return counts if symbols is None else counts._replace(state_probs=counts.state_probs.mT)
 
 
 @recomputing
@@ -289,18 +253,6 @@ def sample_states(
         filters = filtered_scaled(chain, arguments.dtype)
         states: Tensor = loops.sample_states(chain, filters, num_samples)
         return states.reshape(num_samples, *arguments.batch, states.size(-1))
-
-
-def evidence(arguments: Arguments) -> Tensor:
-    """Log evidence ``(*B)``, differentiable any number of times, of what has been checked."""
-    tensors = arguments.tensors
-    differentiable = torch.is_grad_enabled() and any(part.requires_grad for part in tensors)
-
-    def solved(*_: Tensor) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
-        return _solved(arguments, differentiable)
-
-    also = arguments.symbols, arguments.known, arguments.lengths
-    return with_gradient(solved, _twin(arguments), *tensors, also=also)
 
 
 def _solved(

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._checks import check_broadcast, check_floats
+from .._checks import broadcast_shapes, check_floats
 from .._precision import recomputing, with_gradient
 from .._transforms import gradients, refuse_transforms, transforming
 from . import forward
@@ -160,9 +160,8 @@ def _arranged(
             f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
             f"{tuple(shape)}."
         )
-    leads = log_transition.shape[:-2], shape[:-2]
-    batch = check_broadcast({"log_duration": shape[:-2], "the other arguments": parts.batch})
-    split = split_of(batch, leads)
+    batch = broadcast_shapes(shape[:-2], parts.batch)
+    split = split_of(batch, [log_transition.shape[:-2], shape[:-2]])
     dtype = torch.promote_types(parts.dtype, log_duration.dtype)
     chain = arrange(parts._replace(batch=batch, split=split, dtype=torch.float64))
     likelihood, lengths = chain.logs.flatten(0, 1), chain.lengths.flatten()
@@ -243,8 +242,8 @@ def expected_counts(
         tensor([[0.0000, 1.0000],
                 [0.5000, 0.5000]])
     """
-    parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
-    batch = check_broadcast({"log_duration": log_duration.shape[:-2], "the others": parts.batch})
+    leads = log_initial.shape[:-1], log_transition.shape[:-2], log_duration.shape[:-2]
+    batch = broadcast_shapes(*leads, log_likelihood.shape[:-2], lengths.shape)
     log_likelihood = log_likelihood.expand(*batch, *log_likelihood.shape[-2:])
     logs = log_initial, log_transition, log_duration, log_likelihood
     # a first segment that is cut is divided by the mean duration, which no count is derived from

@@ -45,8 +45,8 @@ def solved(initial, transition, table, symbols, lengths, known, weights, backend
     """Evidence by symbols, and the gradient of its weighted sum."""
     inputs = [part.clone().requires_grad_() for part in (initial, transition, table)]
     with backends.use(backend or backends.NUMBA):
-        value = recursions.log_evidence_of_symbols(
-            inputs[0], inputs[1].unsqueeze(-3), inputs[2], symbols, lengths, known
+        value = recursions.log_evidence(
+            inputs[0], inputs[1].unsqueeze(-3), inputs[2], lengths, symbols, known
         )
         return value.detach(), torch.autograd.grad(value, inputs, weights.to(value.dtype))
 

@@ -70,13 +70,14 @@ def test_nothing_leaves_the_range_of_numbers(engine, small, monkeypatch):
         *(part.numpy() for part in (initial, swap, duration, likelihood)), 4, True
     )
     other = torch.randn(4, 2)  # of which nothing is lost
-    parts = initial, swap, duration, torch.stack([other, likelihood]), torch.tensor([3, 4])
     chain = SemiMarkovChain(initial, swap, duration)
-    found = chain.counts_of_each(*parts[3:])
+    logs, lengths = torch.stack([other, likelihood, other]), torch.tensor([4, 4, 3])
+    found = chain.counts_of_each(logs, lengths)
     np.testing.assert_allclose(found.log_evidence[1], wanted.evidence, rtol=1e-14)
     np.testing.assert_allclose(found.counts["log_duration"][1], wanted.durations, atol=1e-12)
-    alone = chain.expected_counts(other, torch.tensor(3))
-    torch.testing.assert_close(found.log_evidence[0], alone.log_evidence)
+    for i, length in ((0, 4), (2, 3)):
+        alone = chain.expected_counts(other, torch.tensor(length))
+        torch.testing.assert_close(found.log_evidence[i], alone.log_evidence)
 
 
 def test_survival_of_durations():

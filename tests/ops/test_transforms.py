@@ -198,7 +198,7 @@ def test_half_precision_of_autocast_is_taken_up(symbolic):
 
     def evidence(table, scores):
         if symbolic:
-            return recursions.log_evidence_of_symbols(initial, transition, table, values, lengths)
+            return recursions.log_evidence(initial, transition, table, lengths, values)
         return recursions.log_evidence(initial, transition, scores, lengths)
 
     with torch.autocast("cpu", torch.bfloat16):

@@ -9,16 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._checks import (
-    broadcast_shapes,
-    check_booleans,
-    check_broadcast,
-    check_integers,
-    check_lengths,
-    check_same_device,
-    check_tensor,
-    check_trailing,
-)
+from ..._checks import broadcast_shapes, check_integers, check_lengths
 from ..products import add_rows, look_up
 
 Gradient = Callable[[Tensor], tuple[Tensor, ...] | None]  # of weights (G, n) of the evidences
@@ -117,53 +108,29 @@ def check_arguments(
     log_initial: Tensor, log_transition: Tensor, logs: Tensor, lengths: Tensor,
     symbols: Tensor | None = None, known: Tensor | None = None,
 ) -> Arguments:  # fmt: skip
-    """Raise unless dtypes, devices and shapes agree."""
-    name = "log_likelihood" if symbols is None else "log_symbols"
-    parts = {"log_initial": log_initial, "log_transition": log_transition, name: logs}
-    for each, tensor in parts.items():
-        check_tensor(each, tensor)
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{each} must be floating point; got {tensor.dtype}. Call .float().")
+    """The arguments of a recursion, if their dtypes and sizes agree."""
     check_integers("lengths", lengths)
-    check_same_device(parts)
-    size, steps = log_initial.size(-1), (logs if symbols is None else symbols[..., None]).size(-2)
-    several = log_transition.dim() > 2 and log_transition.size(-3) != 1
-    matrices = steps - 1 if several else 1, size, size
-    check_trailing("log_transition", log_transition, matrices, "(1|T-1, K, K)")
-    if symbols is None:
-        check_trailing(name, logs, (steps, size), "(T, K)", "K is that of log_initial.")
-    else:
-        check_integers("symbols", symbols)
-        check_trailing(name, logs, (size, logs.size(-1)), "(K, V)", "K is that of log_initial.")
-    if known is not None:
-        check_booleans("known", known)
-        check_trailing("known", known, (steps,), "(T,)", "T is that of symbols.")
+    tensors = log_initial, log_transition, logs
+    if not all(part.dtype.is_floating_point for part in tensors):
+        raise TypeError(f"log-probabilities must be floats; got {[x.dtype for x in tensors]}.")
+    size = log_initial.size(-1)
+    steps = logs.size(-2) if symbols is None else symbols.size(-1)
+    each = (steps, size) if symbols is None else (size, logs.size(-1))
+    matrices = log_transition.shape[-3:]
+    if matrices not in ((1, size, size), (steps - 1, size, size)) or logs.shape[-2:] != each:
+        raise ValueError(
+            f"log_transition (*B, 1|T-1, K, K) and log-likelihoods must be of T = {steps} steps "
+            f"and K = {size} states; got {tuple(log_transition.shape)} and {tuple(logs.shape)}."
+        )
     lengths = lengths.cpu().long()
     check_lengths(lengths, steps)
-    leads = {each: tensor.shape[: tensor.dim() - 2] for each, tensor in parts.items()}
-    leads |= {"log_initial": log_initial.shape[:-1], "log_transition": log_transition.shape[:-3]}
-    rows = {"lengths": lengths[..., None], "symbols": symbols, "known": known}
-    check_broadcast(leads | {each: x.shape[:-1] for each, x in rows.items() if x is not None})
-    return read_arguments(log_initial, log_transition, logs, lengths, symbols, known)
-
-
-def read_arguments(
-    initial: Tensor, transition: Tensor, logs: Tensor, lengths: Tensor,
-    symbols: Tensor | None = None, known: Tensor | None = None,
-) -> Arguments:  # fmt: skip
-    """Arguments whose dtypes, devices and shapes are known to agree; lengths are on the CPU."""
-    double = torch.float64 in (initial.dtype, transition.dtype, logs.dtype)
-    shared = [transition.shape[:-3]]
-    leads = {*shared, initial.shape[:-1], logs.shape[:-2], lengths.shape}
-    if symbols is not None:
-        shared.append(logs.shape[:-2])
-        leads.add(symbols.shape[:-1])
-        if known is not None:
-            leads.add(known.shape[:-1])
-    batch = broadcast_shapes(*leads)
-    split = split_of(batch, shared)
+    shared, leads = [log_transition.shape[:-3]], [log_initial.shape[:-1], lengths.shape]
+    (leads if symbols is None else shared).append(logs.shape[:-2])
+    leads += [part.shape[:-1] for part in (symbols, known) if part is not None]
+    batch = broadcast_shapes(*shared, *leads)
+    double = torch.float64 in (log_initial.dtype, log_transition.dtype, logs.dtype)
     dtype = torch.float64 if double else torch.float32
-    return Arguments(initial, transition, logs, symbols, known, lengths, batch, split, dtype)
+    return Arguments(*tensors, symbols, known, lengths, batch, split_of(batch, shared), dtype)
 
 
 def split_of(batch: torch.Size, shared: Sequence[torch.Size]) -> int:
