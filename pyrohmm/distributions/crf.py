@@ -29,61 +29,9 @@ from .._checks import (
 from .._precision import at_least_single, full_precision
 from .._sync import exceeds, with_one_wait
 from .._transforms import opaque, transforming
-from ..chains.base import Core
-from ..chains.markov import MarkovRecursions, PathFactors
+from ..chains.markov import MarkovChain, PathFactors
 from ..ops.log_space import finite_or_zero, step_mask
 from .values import allowed_states, refuse_unknown
-
-
-class ScoreChain(MarkovRecursions):
-    """A Markov chain of labels whose scores need not be probabilities.
-
-    Recursions take the exponential of initial and transition scores as they stand, so that these
-    must be at most zero: the largest are subtracted, and ``offset`` says how much that is. A
-    probability is a ratio without it: sums of large scores would lose its digits.
-
-    Args:
-        initial_scores: ``(*b, K)``.
-        transition_scores: ``(*b, K, K)``; ``(*b, T-1, K, K)`` with ``per_step``.
-        per_step: Whether there is a matrix for each transition.
-    """
-
-    def __init__(
-        self, initial_scores: Tensor, transition_scores: Tensor, per_step: bool = False
-    ) -> None:
-        super().__init__(per_step=per_step)
-        self.initial_scores = _at_least_single(initial_scores)
-        self.transition_scores = _at_least_single(transition_scores)
-        self.per_step = per_step
-
-    @property
-    def cores(self) -> dict[str, Core]:  # type: ignore[override]
-        """Core dimensions of the scores."""
-        steps = ("T-1",) if self.per_step else ()
-        return {"initial_scores": ("K",), "transition_scores": (*steps, "K", "K")}
-
-    @property
-    def log_initial(self) -> Tensor:  # type: ignore[override]
-        """``(*b, K)``, at most zero."""
-        return self.initial_scores - self._peaks[0]
-
-    @property
-    def matrices(self) -> Tensor:
-        """``(*b, 1|T-1, K, K)``, at most zero."""
-        scores = self.transition_scores
-        return (scores if self.per_step else scores.unsqueeze(-3)) - self._peaks[1]
-
-    @property
-    def _peaks(self) -> tuple[Tensor, Tensor]:
-        """The largest initial score ``(*b, 1)``, and of each step ``(*b, 1|T-1, 1, 1)``."""
-        scores = self.transition_scores
-        steps = scores if self.per_step else scores.unsqueeze(-3)
-        return _peak(self.initial_scores, 1), _peak(steps, 2)
-
-    def offset(self, exists: Tensor) -> Tensor:
-        """Amount subtracted from the score of each path of steps ``(*B, T)``, ``(*B)``."""
-        first, later = self._peaks
-        return first.squeeze(-1) + (later.squeeze((-1, -2)) * exists[..., 1:]).sum(-1)
 
 
 class LinearChainCRF(TorchDistribution):
@@ -161,16 +109,18 @@ class LinearChainCRF(TorchDistribution):
         self.lengths = lengths.cpu().long()
         check_lengths(self.lengths, steps)
         check_trailing("initial_scores", initial_scores, (num_labels,), "(K,)")
-        self.chain = ScoreChain(initial_scores, transition_scores, transition_per_step)
-        self.chain.check_shapes()
-        if transition_per_step:
-            wanted = (steps - 1, num_labels, num_labels)
-            check_trailing("transition_scores", transition_scores, wanted, "(T-1, K, K)")
+        self.initial_scores = _at_least_single(initial_scores)
+        self.transition_scores = _at_least_single(transition_scores)
+        for name in ("initial_scores", "transition_scores"):
+            check_floats(name, getattr(self, name))
+        wanted = ((steps - 1,) if transition_per_step else ()) + (num_labels, num_labels)
+        check_trailing("transition_scores", transition_scores, wanted, "([T-1,] K, K)")
         self.emission_scores, self.transition_per_step = emission_scores, transition_per_step
         check_same_device(self._named)
         batch = check_broadcast({
             "emission_scores": emission_scores.shape[:-2], "lengths": self.lengths.shape,
-            **self.chain.batches,
+            "initial_scores": self.initial_scores.shape[:-1],
+            "transition_scores": self.transition_scores.shape[: -len(wanted)],
         })  # fmt: skip
         super().__init__(batch, torch.Size([steps]), validate_args=validate_args)
         if self._validate_args:
@@ -180,17 +130,20 @@ class LinearChainCRF(TorchDistribution):
 
     @property
     def _named(self) -> dict[str, Tensor]:
-        return {"emission_scores": self.emission_scores, **self.chain.parameters}
+        names = "emission_scores", "initial_scores", "transition_scores"
+        return {name: getattr(self, name) for name in names}
 
     @property
-    def initial_scores(self) -> Tensor:
-        """``(*b, K)``, score of the first label."""
-        return self.chain.initial_scores
+    def chain(self) -> MarkovChain:
+        """The chain of scores less the largest: recursions take exponentials as they stand."""
+        first, later = self._peaks
+        scores = self.initial_scores - first, self.transition_scores - later
+        return MarkovChain(*scores, self.transition_per_step)
 
     @property
-    def transition_scores(self) -> Tensor:
-        """``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        return self.chain.transition_scores
+    def _peaks(self) -> tuple[Tensor, Tensor]:
+        """The largest initial score ``(*b, 1)``, and of each matrix ``(*b, [T-1,] 1, 1)``."""
+        return _peak(self.initial_scores, 1), _peak(self.transition_scores, 2)
 
     @property
     def num_labels(self) -> int:
@@ -256,7 +209,10 @@ class LinearChainCRF(TorchDistribution):
         the marginals. It is -inf, with gradient zero, where no path is possible.
         """
         peaks = _peak(self.emission_scores, 1).squeeze(-1).masked_fill(~self.exists, 0.0)
-        return self._log_sum(self._levelled) + self.chain.offset(self.exists) + peaks.sum(-1)
+        first, later = (part.squeeze(-1) for part in self._peaks)
+        later = later if self.transition_per_step else later.unsqueeze(-1)
+        offset = first + (later.squeeze(-1) * self.exists[..., 1:]).sum(-1)
+        return self._log_sum(self._levelled) + offset + peaks.sum(-1)
 
     @property
     def _levelled(self) -> Tensor:
@@ -317,9 +273,9 @@ class LinearChainCRF(TorchDistribution):
                      [0.1345, 0.3655]]])
         """
         chain, shape = self.chain, (*self.batch_shape, self.num_steps - 1, *[self.num_labels] * 2)
-        each = ScoreChain(chain.log_initial, chain.matrices.expand(shape), per_step=True)
+        each = MarkovChain(chain.log_initial, chain.matrices.expand(shape), per_step=True)
         counts = each.counts_of_each(self.emission_scores, self.lengths)
-        return counts.counts["transition_scores"]
+        return counts.counts["log_transition"]
 
     def k_best(self, count: int) -> tuple[Tensor, Tensor]:
         r"""The C most probable paths ``(*B, C, T)``, best first, and :math:`\log p` ``(*B, C)``.

@@ -137,11 +137,13 @@ def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
     def compute() -> ExpectedCounts:
         factors = hmm.symbol_factors(values)
         assert factors is not None  # observations are symbols, parameters constant, no labels
-        initial, transition, table, *data = factors
+        initial, transition, table, lengths, symbols, known = factors
         if initial.dim() + transition.dim() > 4:  # restarts
             parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
             table = table.expand(*broadcast_shapes(*parts), *table.shape[-2:])
-        return hmm.chain.named(recursions.expected_counts(initial, transition, table, *data))
+        return hmm.chain.named(
+            recursions.expected_counts(initial, transition, table, lengths, symbols, known)
+        )
 
     counts = with_one_wait(compute)
     hmm._check_evidence(counts.log_evidence, values)

@@ -29,78 +29,28 @@ def scratch(size, real):
 
 
 @inner
-def load_block(tile, at, stride, array, a, b, c, d):
-    """Write four numbers each, from ``a``, ``b``, ``c`` and ``d`` on, to four lanes of a tile."""
-    for k in range(_4):
-        o = at + k * stride
-        tile[o], tile[o + _1] = array[a + k], array[b + k]
-        tile[o + _2], tile[o + _3] = array[c + k], array[d + k]
-
-
-@inner
-def store_block(array, a, b, c, d, tile, at, stride):
-    """Write four lanes of a tile into rows of an array."""
-    for k in range(_4):
-        o = at + k * stride
-        array[a + k], array[b + k] = tile[o], tile[o + _1]
-        array[c + k], array[d + k] = tile[o + _2], tile[o + _3]
-
-
-@inner
-def add_block(array, a, b, c, d, tile, at, stride):
-    """Add four lanes of a tile to rows of an array, which may be the same."""
-    for k in range(_4):
-        o = at + k * stride
-        array[a + k] += tile[o]
-        array[b + k] += tile[o + _1]
-        array[c + k] += tile[o + _2]
-        array[d + k] += tile[o + _3]
-
-
-@inner
 def add_rows(array, offsets, size, tile, lanes):
-    """Add the sequences of a tile to rows of ``array``; ``size`` is a multiple of four."""
-    for i in range(_0, lanes, _4):
-        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
-        for k in range(_0, size, _4):
-            add_block(array, a + k, b + k, c + k, d + k, tile, k * lanes + i, lanes)
+    """Add the sequences of a tile to rows of ``array``."""
+    for i in range(lanes):
+        for k in range(size):
+            array[offsets[i] + k] += tile[k * lanes + i]
 
 
 @inner
 def load(tile, lanes, array, offsets, active, size, other):
     """Copy rows of ``array`` to the sequences of a tile; to those not active, ``other``."""
-    whole = size // _4 * _4
-    for i in range(_0, lanes, _4):
-        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
-        done = _0
-        if active[i] and active[i + _1] and active[i + _2] and active[i + _3]:
-            done = whole
-            for k in range(_0, whole, _4):
-                load_block(tile, k * lanes + i, lanes, array, a + k, b + k, c + k, d + k)
-        for j in range(i, i + _4):
-            if active[j]:
-                for k in range(done, size):
-                    tile[k * lanes + j] = array[offsets[j] + k]
-            else:
-                for k in range(size):
-                    tile[k * lanes + j] = other
+    for k in range(size):
+        for i in range(lanes):
+            tile[k * lanes + i] = array[offsets[i] + k] if active[i] else other
 
 
 @inner
 def store(array, offsets, active, size, tile, lanes):
     """Copy the active sequences of a tile to rows of ``array``."""
-    whole = size // _4 * _4
-    for i in range(_0, lanes, _4):
-        a, b, c, d = offsets[i], offsets[i + _1], offsets[i + _2], offsets[i + _3]
-        done = _0
-        if active[i] and active[i + _1] and active[i + _2] and active[i + _3]:
-            done = whole
-            for k in range(_0, whole, _4):
-                store_block(array, a + k, b + k, c + k, d + k, tile, k * lanes + i, lanes)
-        for j in range(i, i + _4):
-            if active[j]:
-                for k in range(done, size):
-                    array[offsets[j] + k] = tile[k * lanes + j]
+    for i in range(lanes):
+        if active[i]:
+            for k in range(size):
+                array[offsets[i] + k] = tile[k * lanes + i]
 
 
 @inner
@@ -127,34 +77,21 @@ def weigh(seen, lanes, size, peak, low):
 @inner
 def multiply(out, tile, packed, height):
     """Write the product of a tile of ``LANES`` messages with a matrix."""
+    for i in range(height * _LANES):
+        out[i] = 0
     for j in range(_0, height, _4):
         q = j * _LANES
-        for k in range(_0, height, _4):
-            o = k * _LANES
-            m = j * height + k
-            a0, a1, a2, a3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            b0, b1, b2, b3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            c0, c1, c2, c3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            m += height
-            d0, d1, d2, d3 = packed[m], packed[m + _1], packed[m + _2], packed[m + _3]
-            if j == _0:
-                for i in range(_LANES):
-                    a, b = tile[q + i], tile[q + _LANES + i]
-                    c, d = tile[q + _2 * _LANES + i], tile[q + _3 * _LANES + i]
-                    out[o + i] = a * a0 + b * b0 + c * c0 + d * d0
-                    out[o + _LANES + i] = a * a1 + b * b1 + c * c1 + d * d1
-                    out[o + _2 * _LANES + i] = a * a2 + b * b2 + c * c2 + d * d2
-                    out[o + _3 * _LANES + i] = a * a3 + b * b3 + c * c3 + d * d3
-            else:
-                for i in range(_LANES):
-                    a, b = tile[q + i], tile[q + _LANES + i]
-                    c, d = tile[q + _2 * _LANES + i], tile[q + _3 * _LANES + i]
-                    out[o + i] += a * a0 + b * b0 + c * c0 + d * d0
-                    out[o + _LANES + i] += a * a1 + b * b1 + c * c1 + d * d1
-                    out[o + _2 * _LANES + i] += a * a2 + b * b2 + c * c2 + d * d2
-                    out[o + _3 * _LANES + i] += a * a3 + b * b3 + c * c3 + d * d3
+        for k in range(height):
+            o, m = k * _LANES, j * height + k
+            a, b = packed[m], packed[m + height]
+            c, d = packed[m + _2 * height], packed[m + _3 * height]
+            for i in range(_LANES):
+                out[o + i] += (
+                    tile[q + i] * a
+                    + tile[q + _LANES + i] * b
+                    + tile[q + _2 * _LANES + i] * c
+                    + tile[q + _3 * _LANES + i] * d
+                )
 
 
 @inner
