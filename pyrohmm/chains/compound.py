@@ -203,34 +203,32 @@ class SecondOrderChain(Chain):
         batch = broadcast_shapes(second.shape[:-3], after.shape[:-3])
         return torch.cat([part.expand(*batch, *part.shape[-3:]) for part in (second, after)], -3)
 
-    # Of few states, those of the Markov chain of pairs of states, whose matrix is small
-
     def log_evidence(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Log evidence :math:`\log p(x_{1:T})`, ``(*B)``, in nats, differentiable."""
-        if self.num_states > FEW:
-            return forward.log_evidence(self._by_steps(log_likelihood, lengths))
-        return self._pairs.log_evidence(self._of_pairs(log_likelihood), lengths)
+        return self._ask("log_evidence", log_likelihood, lengths)
 
     def filtered(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         r"""Filtered :math:`\log p(z_t \mid x_{1:t})`, ``(*B, T, K)``; -inf at padded steps."""
-        if self.num_states > FEW:
-            return forward.filtered(self._by_steps(log_likelihood, lengths))
-        pairs = self._pairs.filtered(self._of_pairs(log_likelihood), lengths)
-        return logsumexp(pairs.unflatten(-1, (-1, self.num_states)), -2)
+        found = self._ask("filtered", log_likelihood, lengths)
+        return logsumexp(found.unflatten(-1, (-1, self.num_states)), -2)
 
     def viterbi(self, log_likelihood: Tensor, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        if self.num_states > FEW:
-            return forward.viterbi(self._by_steps(log_likelihood, lengths))
-        pairs = self._pairs.viterbi(self._of_pairs(log_likelihood), lengths)
-        return pairs % self.num_states
+        return self._ask("viterbi", log_likelihood, lengths) % self.num_states
 
     def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
         """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        return self._ask("sample_states", log_likelihood, lengths, num_samples) % self.num_states
+
+    def _ask(self, query: str, log_likelihood: Tensor, lengths: Tensor, *options: int) -> Tensor:
+        """A query; of few states to the Markov chain of pairs of states, whose matrix is small."""
+        found: Tensor
         if self.num_states > FEW:
-            return forward.sample_states(self._by_steps(log_likelihood, lengths), num_samples)
-        likelihood = self._of_pairs(log_likelihood)
-        return self._pairs.sample_states(likelihood, lengths, num_samples) % self.num_states
+            found = getattr(forward, query)(self._by_steps(log_likelihood, lengths), *options)
+        else:
+            of_pairs = log_likelihood.repeat(*[1] * (log_likelihood.dim() - 1), self.num_states + 1)
+            found = getattr(self._pairs, query)(of_pairs, lengths, *options)
+        return found
 
     def _by_steps(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
         """Messages of pairs of states, the first after a state 0; tables ``[j, i, k]``."""
@@ -244,9 +242,6 @@ class SecondOrderChain(Chain):
     @property
     def _pairs(self) -> MarkovChain:
         return self.expanded(torch.tensor(1), 1).chain
-
-    def _of_pairs(self, log_likelihood: Tensor) -> Tensor:
-        return log_likelihood.repeat(*[1] * (log_likelihood.dim() - 1), self.num_states + 1)
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
         r"""Log-probability :math:`\log p(z_{1:T})` of paths."""
@@ -280,7 +275,7 @@ class SecondOrderChain(Chain):
 
     def stationary(self) -> Tensor:
         """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
-        pairs = self.expanded(torch.tensor(1), 1).chain.stationary()
+        pairs = self._pairs.stationary()
         return pairs.unflatten(-1, (-1, self.num_states)).sum(-2)
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> SecondOrderPosterior:
