@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -36,6 +36,14 @@ from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_de
 MOST_SEQUENCES = 1 << 28
 OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
+
+
+class SequenceOptions(TypedDict, total=False):
+    """Arguments of every kind of :class:`HMM` about its sequences."""
+
+    emission_per_step: bool
+    allowed: Tensor | None
+    num_steps: int | None
 
 
 class ChainDistribution(TorchDistribution):

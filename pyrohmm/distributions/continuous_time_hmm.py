@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -17,6 +18,7 @@ from .._checks import (
 from .._transforms import beside, opaque, transforming
 from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
+from .base import SequenceOptions
 from .forecast import Forecast
 from .hmm import HMM
 
@@ -93,13 +95,12 @@ class ContinuousTimeHMM(HMM):
         observed: Tensor | None = None,
         validate_args: bool | None = None,
         *,
-        emission_per_step: bool = False,
-        allowed: Tensor | None = None,
         exact_entry: Tensor | None = None,
         rates_per_step: bool = False,
+        **data: Unpack[SequenceOptions],
     ) -> None:
         chain = RateChain(log_initial, rates, times, lengths, exact_entry, observed, rates_per_step)
-        self._compose(chain, emission, lengths, observed, validate_args, emission_per_step, allowed)
+        self._compose(chain, emission, lengths, observed, validate_args, **data)
 
     @property
     def times(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -23,7 +23,7 @@ from ..chains.base import Chain, ExpectedCounts
 from ..chains.markov import MarkovChain
 from ..ops import recursions
 from .autoregressive import Autoregressive
-from .base import ChainDistribution, check_likelihood, check_possible
+from .base import ChainDistribution, SequenceOptions, check_likelihood, check_possible
 from .crf import LinearChainCRF
 from .forecast import (
     AutoregressiveForecast,
@@ -118,10 +118,7 @@ class HMM(ChainDistribution):
         lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
-        *,
-        emission_per_step: bool = False,
-        allowed: Tensor | None = None,
-        num_steps: int | None = None,
+        **data: Unpack[SequenceOptions],
     ) -> HMM:
         """The HMM of any :class:`~pyrohmm.chains.Chain`, such as one of your own.
 
@@ -131,9 +128,7 @@ class HMM(ChainDistribution):
             lengths: As of :class:`HMM`.
             observed: As of :class:`HMM`.
             validate_args: As of :class:`HMM`.
-            emission_per_step: As of :class:`HMM`.
-            allowed: As of :class:`HMM`.
-            num_steps: As of :class:`HMM`.
+            **data: Other arguments of :class:`HMM`.
 
         Example:
             >>> from pyro.distributions import Categorical
@@ -144,9 +139,7 @@ class HMM(ChainDistribution):
             HMM(2 states; Categorical of event shape (); batch shape (), up to 3 steps)
         """
         hmm = object.__new__(cls)
-        hmm._compose(
-            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
-        )  # fmt: skip
+        hmm._compose(chain, emission, lengths, observed, validate_args, **data)
         return hmm
 
     def __repr__(self) -> str:

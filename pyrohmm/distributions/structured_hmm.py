@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -15,6 +16,7 @@ from ..chains.compound import FactorialPosterior as FactorialPosterior
 from ..chains.compound import ProductChain, SecondOrderChain
 from ..chains.compound import SecondOrderPosterior as SecondOrderPosterior
 from ..chains.semi_markov import SemiMarkovChain
+from .base import SequenceOptions
 from .forecast import Forecast
 from .hmm import HMM
 
@@ -89,16 +91,12 @@ class HSMM(HMM):
         *,
         censored_end: bool = True,
         censored_start: bool = False,
-        emission_per_step: bool = False,
-        allowed: Tensor | None = None,
-        num_steps: int | None = None,
+        **data: Unpack[SequenceOptions],
     ) -> None:
         chain = SemiMarkovChain(
             log_initial, log_transition, log_duration, censored_end, censored_start
         )
-        self._compose(
-            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
-        )
+        self._compose(chain, emission, lengths, observed, validate_args, **data)
 
     @property
     def log_duration(self) -> Tensor:
@@ -216,10 +214,7 @@ class FactorialHMM(HMM):
         lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
-        *,
-        emission_per_step: bool = False,
-        allowed: Tensor | None = None,
-        num_steps: int | None = None,
+        **data: Unpack[SequenceOptions],
     ) -> None:
         initials = tuple(from_numpy("log_initials", part) for part in log_initials)
         transitions = tuple(from_numpy("log_transitions", part) for part in log_transitions)
@@ -228,10 +223,8 @@ class FactorialHMM(HMM):
                 "log_initials and log_transitions must hold a tensor for each of at least one "
                 f"chain; got {len(initials)} and {len(transitions)}."
             )
-        self._compose(
-            ProductChain(initials, transitions), emission, lengths, observed, validate_args,
-            emission_per_step, allowed, num_steps,
-        )  # fmt: skip
+        chain = ProductChain(initials, transitions)
+        self._compose(chain, emission, lengths, observed, validate_args, **data)
 
     @property
     def log_initials(self) -> tuple[Tensor, ...]:
@@ -343,15 +336,10 @@ class SecondOrderHMM(HMM):
         lengths: Tensor | int | None,
         observed: Tensor | None = None,
         validate_args: bool | None = None,
-        *,
-        emission_per_step: bool = False,
-        allowed: Tensor | None = None,
-        num_steps: int | None = None,
+        **data: Unpack[SequenceOptions],
     ) -> None:
         chain = SecondOrderChain(log_initial, log_second, log_transition)
-        self._compose(
-            chain, emission, lengths, observed, validate_args, emission_per_step, allowed, num_steps
-        )
+        self._compose(chain, emission, lengths, observed, validate_args, **data)
 
     @property
     def log_second(self) -> Tensor:

@@ -185,8 +185,11 @@ _OF_DATA = ("lengths", "observed", "allowed")
 
 def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
     """The arguments that describe the chain of an HMM, and how it is joined with its emission."""
-    others = ("self", "emission", "validate_args", "num_steps", *_OF_DATA)
-    found = inspect.signature(family.__init__).parameters
+    others = ("self", "emission", "validate_args", "num_steps", "data", *_OF_DATA)
+    found = dict(inspect.signature(family.__init__).parameters)
+    if "data" in found:  # those of every HMM
+        of_all = inspect.signature(HMM.__init__).parameters
+        found["emission_per_step"] = of_all["emission_per_step"]
     return [argument for name, argument in found.items() if name not in others]
 
 
