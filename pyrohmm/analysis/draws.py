@@ -38,6 +38,7 @@ from ..infer.plates import (
     sequence_plates,
     shared,
     values_for,
+    wide,
 )
 from ..infer.replicates import match_states
 from ..infer.results import Fit
@@ -63,13 +64,6 @@ class Layout(NamedTuple):
     plates: dict[str, SequencePlate]
     inside: dict[str, tuple[str, ...]]
     batched: frozenset[str]
-
-    def wide(self, values: Values, num_leading: int = 1) -> dict[str, Tensor]:
-        """Samples with as many dimensions on the left, and then that of the HMM's batch."""
-        return {
-            name: value if name in self.batched else value.unsqueeze(num_leading)
-            for name, value in values.items()
-        }
 
 
 def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
@@ -128,10 +122,10 @@ def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple
     for batched in dict.fromkeys([layout.batched, frozenset(layout.plates)]):
         tried = layout._replace(batched=batched)
         try:
-            wide = tried.wide(values)
-            hmm = run(model, wide, data, tried).expand(torch.Size([count, len(data)]))
+            several = wide(values, batched)
+            hmm = run(model, several, data, tried).expand(torch.Size([count, len(data)]))
             torch.testing.assert_close(hmm.log_prob(data.values), wanted, rtol=1e-3, atol=1e-3)
-            together = log_prior(model, wide, data, tried, count)
+            together = log_prior(model, several, data, tried, count)
             torch.testing.assert_close(together, priors, rtol=1e-3, atol=1e-3)
         except WRONG as error:
             reason = error
@@ -178,31 +172,26 @@ def _of_fit(
         return {name: fit.parameters[name][None, None] for name in fit.names}, {}
     with torch.no_grad(), fit.at_rest():
         values, scores = samples_of(fit.guide, fit.names, num_draws, data)
-    stats = {"log_guide": scores.double()[None]}
-    return {name: value[None] for name, value in values.items()}, stats
+    return {n: value[None] for n, value in values.items()}, {"log_guide": scores.double()[None]}
 
 
-def _of_sampler(mcmc: MCMC) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Chains of a sampler, ``(C, S, ...)``, and which samples end a trajectory that diverged."""
+def _of_sampler(
+    mcmc: MCMC, model: Model
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """Chains of a sampler, which samples diverged, and marks of sequences with own variables."""
     values = mcmc.get_samples(group_by_chain=True)
     shape = next(iter(values.values())).shape[:2]
     reports = mcmc.diagnostics() if shape[1] >= 4 else {}  # fewer have no diagnostics
-    if "divergences" not in reports:
-        return values, {}
-    diverging = torch.zeros(shape, dtype=torch.bool)
-    for chain in range(shape[0]):
-        diverging[chain, reports["divergences"][f"chain {chain}"]] = True
-    return values, {"diverging": diverging}
-
-
-def _marks_of_sampled(mcmc: MCMC, model: Model) -> Tensor | None:
-    """Marks of the sequences that a sampler was run on, if each has variables of its own."""
+    stats = {}
+    if "divergences" in reports:
+        stats["diverging"] = torch.zeros(shape, dtype=torch.bool)
+        for chain in range(shape[0]):
+            stats["diverging"][chain, reports["divergences"][f"chain {chain}"]] = True
     # Pyro keeps the arguments of run
     arguments = (*getattr(mcmc, "_args", ()), *getattr(mcmc, "_kwargs", {}).values())
     data = next((part for part in arguments if isinstance(part, Sequences)), None)
-    if data is None or not sequence_plates(model, to_model_device(model, None, data)):
-        return None
-    return marks_of(data)
+    plated = data is not None and sequence_plates(model, to_model_device(model, None, data))
+    return values, stats, marks_of(data) if data is not None and plated else None
 
 
 # Which dimensions run over states ----------------------------------------------------------------
@@ -332,14 +321,13 @@ class PosteriorDraws:
             values, stats = _of_fit(posterior, num_draws, data)
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
-            values, stats = _of_sampler(posterior)
-            fitted = _marks_of_sampled(posterior, model)
+            values, stats, fitted = _of_sampler(posterior, model)
         elif isinstance(posterior, Mapping):
             values, stats = dict(posterior), {}
         else:
             raise TypeError(
-                "posterior must be a fit, MCMC or a dict of samples; got "
-                f"{type(posterior).__name__}. The data come after it."
+                f"posterior must be a fit, MCMC or a dict of samples; got {type(posterior)}. The "
+                "data come after it."
             )
         if model is None:
             raise ValueError("model must be given: samples do not say what they are of.")
@@ -354,8 +342,12 @@ class PosteriorDraws:
         """At most ``count`` samples of each chain, evenly spaced."""
         check_size("count", count)
         chosen = torch.linspace(0, self.shape[1] - 1, min(count, self.shape[1])).round().long()
-        values = {name: value[:, chosen] for name, value in self.parameters.items()}
-        stats = {name: value[:, chosen] for name, value in self.stats.items()}
+        return self._changed(lambda value: value[:, chosen])
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> PosteriorDraws:
+        """The draws after a change of all tensors ``(C, S, ...)``."""
+        values = {name: change(value) for name, value in self.parameters.items()}
+        stats = {name: change(value) for name, value in self.stats.items()}
         return replace(self, parameters=values, stats=stats)
 
     def summary(self) -> str:
@@ -378,7 +370,7 @@ class PosteriorDraws:
         """
         data = to_model_device(self.model, None, data)
         layout, _ = self._check(data)
-        hmm = run(self.model, layout.wide(self.parameters, 2), data, layout)
+        hmm = run(self.model, wide(self.parameters, layout.batched, 2), data, layout)
         return hmm.expand(torch.Size([*self.shape, len(data)]))
 
     def for_new(self, data: Sequences) -> PosteriorDraws:
@@ -443,15 +435,13 @@ class PosteriorDraws:
         layout, first = self._check(data)
         parts = []
         for values, count in self._split(batch_size or _room(data, first)):
-            hmm = run(self.model, layout.wide(values), data, layout).expand([count, len(data)])
+            hmm = run(self.model, wide(values, layout.batched), data, layout)
+            hmm = hmm.expand([count, len(data)])
             with torch.no_grad():
                 parts.append(function(hmm if data.labels is None else hmm.restrict(data.labels)))
         if isinstance(parts[0], Mapping):
-            return {
-                name: torch.cat([part[name] for part in parts]).unflatten(0, self.shape)
-                for name in parts[0]
-            }
-        return torch.cat(parts).unflatten(0, self.shape)
+            return {name: self._joined([part[name] for part in parts]) for name in parts[0]}
+        return self._joined(parts)
 
     def log_prior(self, data: Sequences) -> Tensor:
         """Log-density ``(C, S)`` of each sample under the priors and the factors beside them.
@@ -462,9 +452,12 @@ class PosteriorDraws:
         data = to_model_device(self.model, None, data)
         layout, first = self._check(data)
         parts = [
-            log_prior(self.model, layout.wide(values), data, layout, count)
+            log_prior(self.model, wide(values, layout.batched), data, layout, count)
             for values, count in self._split(_room(data, first))
         ]
+        return self._joined(parts)
+
+    def _joined(self, parts: list[Tensor]) -> Tensor:
         return torch.cat(parts).unflatten(0, self.shape)
 
     def _one(self) -> dict[str, Tensor]:
@@ -473,11 +466,10 @@ class PosteriorDraws:
 
     def _split(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
         """At most ``size`` samples at a time, ``(b, ...)`` by name; and how many they are."""
-        flat = {name: value.flatten(0, 1) for name, value in self.parameters.items()}
-        total = self.shape.numel()
-        for first in range(0, total, size):
-            last = min(first + size, total)
-            yield {name: value[first:last] for name, value in flat.items()}, last - first
+        for some in torch.arange(self.shape.numel()).split(size):
+            first, last = int(some[0]), int(some[-1]) + 1
+            parts = {name: x.flatten(0, 1)[first:last] for name, x in self.parameters.items()}
+            yield parts, len(some)
 
     def _check(self, data: Sequences) -> tuple[Layout, HMM]:
         """Raise unless samples in a batch are what they are one by one; see :func:`arranged`."""
@@ -515,10 +507,7 @@ class PosteriorDraws:
         data = to_model_device(self.model, None, data)
         evidence = self.map(data, lambda hmm: hmm.log_prob(data.values).sum(-1))
         best = int(evidence.argmax())
-        values = {
-            name: value.flatten(0, 1)[best, None, None] for name, value in self.parameters.items()
-        }
-        one = replace(self, parameters=values, stats={})
+        one = self._changed(lambda value: value.flatten(0, 1)[best, None, None])
         reference = one.map(data, lambda hmm: hmm.posterior(data.values).state_probs)[0, 0]
         names = torch.empty(0)
         for _ in range(10):
