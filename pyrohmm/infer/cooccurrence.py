@@ -68,41 +68,34 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
     check_size("lag", lag)
     keys, counts = np.zeros((2, 0), np.int64)  # of all merged parts
     parts: list[tuple[np.ndarray, np.ndarray]] = []  # not yet merged
-    pending = 0
-
-    def merged() -> tuple[np.ndarray, np.ndarray]:
-        columns = zip((keys, counts), *parts)
-        return add_up(*(np.concatenate(column) for column in columns))
-
-    device = None
+    device = torch.device("cpu")
     for part in (data,) if isinstance(data, Sequences) else data:
         check_sequences("data", part)
-        device = part.values.device if device is None else device
+        device = part.values.device
         for pairs in _keys(part, num_symbols, lag):
             parts.append(np.unique(pairs, return_counts=True))
-            pending += len(parts[-1][0])
-            if pending > max(CHUNK, len(keys)):
-                (keys, counts), pending = merged(), 0
-                parts.clear()
-    keys, counts = merged()
+            if sum(len(own) for own, _ in parts) > max(CHUNK, len(keys)):
+                (keys, counts), parts = _merged([(keys, counts), *parts]), []
+    keys, counts = _merged([(keys, counts), *parts])
     if len(keys) == 0:
         raise ValueError(
             f"data has no two observed steps {lag} apart in one sequence; nothing to count."
         )
-    first, second, number = (
-        torch.from_numpy(column).to(device) for column in (*np.divmod(keys, num_symbols), counts)
-    )
+    columns = *np.divmod(keys, num_symbols), counts
+    first, second, number = (torch.from_numpy(column).to(device) for column in columns)
     return Pairs(first, second, number, num_symbols, lag)
+
+
+def _merged(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs as numbers, and their counts, of several parts together."""
+    return add_up(*(np.concatenate(column) for column in zip(*parts)))
 
 
 def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
     """Pairs (a, b) as numbers a V + b, those of some sequences at a time."""
     check_integers("values of data", data.values)
     if data.values.dim() != 2:
-        raise ValueError(
-            f"values of data must have shape (N, T), one symbol at a step; got "
-            f"{tuple(data.values.shape)}."
-        )
+        raise ValueError(f"values of data must be (N, T) symbols; got {tuple(data.values.shape)}.")
     rows = max(1, CHUNK // data.num_steps)
     for values, observed in zip(data.values.split(rows), data.observed.split(rows)):
         both = observed[:, :-lag] & observed[:, lag:]
@@ -173,20 +166,13 @@ class CooccurrenceModel(OwnParameters):
         super().__init__()
         self.targets = [target] if isinstance(target, Pairs | Tensor) else list(target)
         if len(self.targets) > 1 and any(isinstance(each, Tensor) for each in self.targets):
-            raise ValueError(
-                "target: dense shares do not say of which lag they are; several targets must be "
-                "Pairs. Call cooccurrence.count_pairs for each lag."
-            )
-        self.weights: list[Any] = (
-            list(weight) if isinstance(weight, Sequence) else [weight] * len(self.targets)
-        )
+            raise ValueError("several targets must be Pairs, which know their lag: count_pairs.")
+        weights: Any = weight if isinstance(weight, Sequence) else [weight] * len(self.targets)
+        self.weights = list(weights)
         if not all(0 < each < math.inf for each in self.weights):
-            raise ValueError(
-                f"weight must be a positive number, or one for each target; got {weight!r}."
-            )
-        self.module, self.log_prior, self.loss, self.stationary = (
-            module, log_prior, loss, stationary
-        )  # fmt: skip
+            raise ValueError(f"weight must be positive, or one for each target; got {weight!r}.")
+        self.module, self.log_prior = module, log_prior
+        self.loss, self.stationary = loss, stationary
 
     def forward(self, data: Sequences) -> HMM:
         """Return the HMM built for ``data``, of which nothing but the sizes is used."""
@@ -268,22 +254,10 @@ def fit_cooccurrence(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
         log_prior, loss=loss, stationary=stationary,
     )  # fmt: skip
-    total = targets[0].total if isinstance(targets[0], Pairs) else 0
-    fit = fit_map(model, _PlaceholderData(total), **options)
+    placeholder = Sequences(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]))
+    placeholder.num_observed = targets[0].total if isinstance(targets[0], Pairs) else 0
+    fit = fit_map(model, placeholder, **options)
     return replace(fit, notes=fit.notes + notes, unit="pair")
-
-
-class _PlaceholderData(Sequences):
-    """Placeholder data for a model that reads counts of them: a single step without meaning."""
-
-    def __init__(self, num_observed: int) -> None:
-        super().__init__(torch.zeros(1, 1, dtype=torch.long), torch.tensor([1]))
-        self._num_observed = num_observed
-
-    @property
-    def num_observed(self) -> int:
-        """Number of pairs counted."""
-        return self._num_observed
 
 
 def _targets(
@@ -295,14 +269,10 @@ def _targets(
     """The pairs of ``data`` at each lag, and remarks on what of the data is not used."""
     if not isinstance(data, Sequences):
         if lags is not None:
-            raise ValueError("lags are of sequences; pairs have theirs already. Count each lag: "
-                             "cooccurrence.count_pairs(data, num_symbols, lag).")  # fmt: skip
+            raise ValueError("lags are of sequences; pairs have theirs already, of count_pairs.")
         return [data] if isinstance(data, Pairs | Tensor) else list(data), []
     if data.covariates is not None:
-        raise ValueError(
-            "co-occurrences need one distribution for all steps; data has covariates. Fit it with "
-            "fit_map or fit_em."
-        )
+        raise ValueError("data has covariates, and pairs need one distribution for all steps.")
     notes = ["the labels of the data were not used: pairs have none"] if data.num_labelled else []
     if num_symbols is None:
         with torch.no_grad(), poutine.block(), torch.random.fork_rng(devices=[]):
@@ -313,9 +283,7 @@ def _targets(
 def _symbol_probs(emission: Any) -> Tensor:
     """Probabilities of symbols, ``(*B, K, V)``."""
     if not is_categorical(emission):
-        raise TypeError(
-            f"co-occurrences are those of symbols; the module emits {type(emission).__name__}."
-        )
+        raise TypeError(f"co-occurrences are of symbols; got {type(emission).__name__}.")
     return emission.probs
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,29 +128,24 @@ class Coordinates:
         """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
         estimate, base = estimate.detach().double(), _base(support)
         scale: Transform = IDENTITY
-        moved: Callable[[Tensor], Tensor]  # value of the parameter after a change of coordinates
+        forward: Any = torch.exp  # of coordinates, which are ``origin`` at the estimate
+        edge = estimate  # what entries outside are held at
         if _is_simplex(estimate, support):
-            scale, inside = LOGIT, estimate > BOUNDARY
+            scale, inside, unit = LOGIT, estimate > BOUNDARY, 1.0
             largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
-            free, logits = inside & ~largest, estimate.log().masked_fill(~inside, -torch.inf)
-
-            def moved(change: Tensor) -> Tensor:
-                return (logits + change).softmax(-1)
-
+            free, forward = inside & ~largest, partial(torch.softmax, dim=-1)
+            edge, origin = torch.zeros_like(estimate), estimate.log()
+            origin = origin.masked_fill(~inside, -torch.inf)
         elif _is_positive(support):
-            scale, free = LOG, estimate > _least(estimate, support)
+            scale, inside, unit = LOG, estimate > _least(estimate, support), 1.0
+            free, origin = inside, estimate.log().masked_fill(~inside, 0.0)
             # of zeros: a density of a rate of zero has no second derivative
             edge = estimate.clamp(min=1e-100 if isinstance(base, AT_LEAST) else 0.0)
-            inside = free
-
-            def moved(change: Tensor) -> Tensor:
-                return torch.where(free, estimate * change.exp(), edge)
-
         else:
             kind = type(base).__name__
             triangular = "Cholesky" in kind or "PositiveDefinite" in kind
-            transform = transform_to(support) if triangular else biject_to(support)
-            origin = transform.inv(estimate)
+            forward = transform_to(support) if triangular else biject_to(support)
+            origin = forward.inv(estimate)
             inside = origin.isfinite()
             if base is constraints.unit_interval:
                 scale = LOGIT
@@ -157,13 +153,10 @@ class Coordinates:
             free = inside.tril() if triangular else inside
             origin = origin.masked_fill(~free, 0.0)
 
-            def moved(change: Tensor) -> Tensor:
-                value = transform(origin + unit * change)
-                return value if bool(inside.all()) else torch.where(inside, value, estimate)
-
         def value(u: Tensor) -> Tensor:
             change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten()]
-            return moved(change.reshape(u.shape[:-1] + free.shape))
+            moved = forward(origin + unit * change.reshape(u.shape[:-1] + free.shape))
+            return moved if bool(inside.all()) else torch.where(inside, moved, edge)
 
         names = [f"{name}, free coordinate {n}" for n in range(free.numel())]
         if free.numel() == estimate.numel():
