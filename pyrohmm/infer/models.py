@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
+from itertools import chain
 from typing import Any, TypeVar
 
 import pyro
@@ -50,16 +51,14 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
     check_sequences("data", data)
-    further = {}
-    if data.covariates is not None or data.times is not None:
-        given = {"covariates": data.covariates, "times": data.times}
-        further = {name: value for name, value in given.items() if value is not None}
+    given = {"covariates": data.covariates, "times": data.times}
+    if further := {name: value for name, value in given.items() if value is not None}:
         known = inspect.signature(module.forward).parameters
-        if "covariates" in further and "covariates" not in known:
+        if "covariates" in further.keys() - known.keys():
             raise TypeError(
-                f"data has covariates, which {type(module).__name__} does not take. Take "
-                "RegressionHMM, or an HMMModule whose forward takes (lengths, observed, "
-                "covariates); or build data without them."
+                f"data has covariates, which {type(module).__name__} does not take: take "
+                "RegressionHMM, an HMMModule with forward(lengths, observed, covariates), or data "
+                "without them."
             )
         further = {name: value for name, value in further.items() if name in known}
         if (columns := further.get("covariates")) is not None:
@@ -116,51 +115,40 @@ def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
     return torch.cat([found, residuals_within(windows, num_states).to(found)[None]])
 
 
-def _log_rate(data: Sequences | Parts) -> float:
-    """Logarithm of a transition per mean time between steps; of parts, the first says it."""
-    part = next(iter(parts_of(data)))
-    return 0.0 if part.times is None else -float(mean_gap(part.times, part.exists).log())
-
-
 def in_units(module: Any, data: Sequences | Parts | None) -> None:
     """Standardise the covariates of linear predictors by ``data``; undo that with None.
 
     Of log rates that have not been set, intercepts start at a transition per mean time between
     steps.
     """
-    rows = None
+    rows, log_rate = None, 0.0
     if data is not None:
-        part = next(iter(parts_of(data)))
+        part = next(iter(parts_of(data)))  # the first says it
         if part.covariates is None:
             return
         rows = part.covariates[part.exists]
+        if part.times is not None:
+            log_rate = -float(mean_gap(part.times, part.exists).log())
     rates = module.moves if getattr(module, "moved_by", "") == "rates" else None
     for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
         if isinstance(linear, Linear):
-            level = _log_rate(data) if data is not None and linear is rates else 0.0
-            linear.in_units(rows, level)
+            linear.in_units(rows, log_rate if linear is rates else 0.0)
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
     """Return what a model returned; raise unless it is an HMM."""
     if not isinstance(hmm, HMM):
-        raise TypeError(
-            f"the model must return the HMM it built; it returned {type(hmm).__name__}. "
-            "End your model with `return hmm`."
-        )
+        raise TypeError(f"the model must `return` the HMM it built; got {type(hmm).__name__}.")
     return hmm
 
 
 def to_model_device(model: Any, guide: Any, data: Data) -> Data:
     """``data`` on the device of the parameters of ``model`` or ``guide``."""
-    for part in (model, guide):
-        if isinstance(part, nn.Module):
-            for tensor in (*part.parameters(), *part.buffers()):
-                if data.device == tensor.device:
-                    return data
-                moved: Any = data.to(tensor.device)
-                return moved
-    return data
+    parts = [part for part in (model, guide) if isinstance(part, nn.Module)]
+    tensors = chain.from_iterable((*part.parameters(), *part.buffers()) for part in parts)
+    device = next((tensor.device for tensor in tensors), data.device)
+    moved: Any = data if device == data.device else data.to(device)
+    return moved
 
 
 class MarginalModel(OwnParameters):
@@ -233,10 +221,7 @@ class StatefulModel(MarginalModel):
         super().__init__(module, log_prior)
         blocks = module.blocks if isinstance(module, NeuralHMM) else None
         if blocks is None or not blocks.disjoint:
-            raise ValueError(
-                "module must be a NeuralHMM with disjoint blocks, for state probabilities to be "
-                "carried over."
-            )
+            raise ValueError("module must be a NeuralHMM with disjoint blocks of states.")
         shape = num_streams, blocks.width
         self.register_buffer("states", torch.full(shape, -1))
         self.register_buffer("log_probs", torch.zeros(shape))
@@ -246,10 +231,7 @@ class StatefulModel(MarginalModel):
         if not isinstance(data, Window):
             return super().forward(data)
         if int(data.streams.max()) >= len(self.states):
-            raise ValueError(
-                f"num_streams must be that of the windows, at least {int(data.streams.max()) + 1}; "
-                f"got {len(self.states)}."
-            )
+            raise ValueError(f"num_streams must be that of the windows; got {len(self.states)}.")
         continues = data.streams.masked_fill(data.begins, -1)
         # copies: the buffers are replaced before a gradient is taken
         carried = FinalState(self.states.clone(), self.log_probs.clone())

@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pyro
@@ -23,7 +24,7 @@ from torch.distributions import constraints
 from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
-from .plates import AtValues, PlatesOfBatch, repeatable, sequence_plates
+from .plates import AtValues, plates_of_batch, repeatable, sequence_plates
 
 APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
 WHEN_IMPOSSIBLE = (
@@ -442,7 +443,8 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
     if not plates or not isinstance(guide, AutoGuide):
         return
     if guide.create_plates is None:
-        guide.create_plates = PlatesOfBatch(plates, int(probe.total))
+        dims = {plate.name: plate.dim for plate in plates.values()}
+        guide.create_plates = partial(plates_of_batch, dims, int(probe.total))
     with poutine.block(), torch.no_grad():
         guide(probe)
     for part in guide if isinstance(guide, AutoGuideList) else [guide]:

@@ -81,12 +81,8 @@ def _plates_of_size(trace: poutine.Trace, data: Sequences) -> dict[str, Sequence
         if site["type"] != "sample" or site["is_observed"] or site_is_subsample(site):
             continue
         for frame in site["cond_indep_stack"]:
-            full_size = frame.full_size or frame.size
-            if (
-                frame.vectorized
-                and frame.size == len(data)
-                and full_size in (len(data), data.total)
-            ):
+            full_size, sizes = frame.full_size or frame.size, (len(data), data.total)
+            if frame.vectorized and frame.size == len(data) and full_size in sizes:
                 value_dim = frame.dim - site["fn"].event_dim
                 found[name] = SequencePlate(frame.name, frame.dim, full_size, value_dim)
     return found
@@ -223,25 +219,18 @@ def new_log_evidence(
     return torch.stack(scores).logsumexp(0) - math.log(num_samples)
 
 
-class PlatesOfBatch:
+def plates_of_batch(
+    dims: Mapping[str, int], total: int, data: Sequences | None = None
+) -> list[pyro.plate]:
     """Plates of an autoguide that follow the sequences of a minibatch; all of them of no data.
 
     Args:
-        plates: Of the latent variables.
+        dims: Of the plates, by name.
         total: Number of sequences.
+        data: The minibatch.
     """
-
-    def __init__(self, plates: Plates, total: int) -> None:
-        self.dims = {plate.name: plate.dim for plate in plates.values()}
-        self.total = total
-
-    def __call__(self, data: Sequences | None = None) -> list[pyro.plate]:
-        """One plate for each that the model has."""
-        chosen = None if data is None else data.indices
-        return [
-            pyro.plate(name, self.total, subsample=chosen, dim=dim)
-            for name, dim in self.dims.items()
-        ]
+    chosen = None if data is None else data.indices
+    return [pyro.plate(n, total, subsample=chosen, dim=dim) for n, dim in dims.items()]
 
 
 def detached(item: Any) -> Any:
@@ -296,8 +285,7 @@ def samples_of(
         with pyro.plate("draws", count, dim=-2):  # these can sample as a batch
             trace = poutine.trace(guide).get_trace(data)
         trace.compute_log_prob()
-        values = {name: trace.nodes[name]["value"] for name in names}
-        values = {name: v if name in plated else v.squeeze(1) for name, v in values.items()}
+        values = narrow({name: trace.nodes[name]["value"] for name in names}, plated)
         sites = [site for site in trace.nodes.values() if site["type"] == "sample"]
         scores = [site["log_prob"] for site in sites if site["log_prob"].dim()]
         return _detached(values), torch.stack([score.sum(1) for score in scores]).sum(0)
@@ -335,7 +323,4 @@ class Point(PyroModule):
     def forward(self, *_: Any) -> dict[str, Tensor]:
         """Sample each site from its Delta distribution."""
         values = {name: getattr(self, f"value_{index}") for index, name in enumerate(self.names)}
-        return {
-            name: pyro.sample(name, Delta(value, event_dim=value.dim()))
-            for name, value in values.items()
-        }
+        return {n: pyro.sample(n, Delta(x, event_dim=x.dim())) for n, x in values.items()}
