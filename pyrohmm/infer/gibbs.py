@@ -116,13 +116,9 @@ def _check_sets(values: Tensor, data: Sequences, num_chains: int, units: float) 
     """Raise unless observations of several data sets go with data, chains and priors."""
     same = values.shape[1:] == data.values.shape and not num_chains % len(values)
     if not same or bool((values.isnan() != data.values.isnan()).any()):
-        raise ValueError(
-            f"values must be (D, N, T, *E), D a divisor of {num_chains} chains, NaN included."
-        )
+        raise ValueError(f"values must be (D, N, T, *E), D a divisor of {num_chains}, with NaN.")
     if units:
-        raise ValueError(
-            "priors of module are in the unit of data, of which there are several: give numbers."
-        )
+        raise ValueError("priors of module are in the unit of data, which differ: give numbers.")
 
 
 class Gibbs(Chains):
@@ -385,7 +381,5 @@ def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:
     counts = hmm.chain.path_counts(states, hmm.exists)
     for name, count in counts.items():
         if bool(((count - count.round()).abs() > WHOLE).any()):
-            raise ValueError(
-                f"{name} of {type(hmm).__name__} cannot be sampled given paths. Use fit_mcmc."
-            )
+            raise ValueError(f"{name} cannot be sampled given paths: use fit_mcmc.")
     return counts

@@ -424,9 +424,7 @@ def _result(
     place, notes = search.raised(peak.place, row)
     modes = marginal.settle(search.wide(place), row)
     if not marginal.resolved:
-        raise ValueError(
-            f"nodes miss the posterior of {random[0]!r}: scale it by its spread, or use fit_mcmc."
-        )
+        raise ValueError(f"nodes miss the posterior of {random[0]!r}: scale it, or use fit_mcmc.")
     values = {name: value[0] for name, value in search.packing.values(place).items()}
     values |= marginal.single(modes[0])
     values = {name: v.detach().to(torch.get_default_dtype()) for name, v in values.items()}

@@ -64,16 +64,13 @@ class Marginal:
         stacks = [site["cond_indep_stack"] for site in self.random.values()]
         plates = {stack[0].name if stack else "(outside)" for stack in stacks}
         if len(plates) != 1:
-            raise ValueError(
-                f"random must name variables in one plate; got {sorted(plates) or 'none are named'}"
-            )
+            raise ValueError(f"random must name variables in one plate; got {sorted(plates)}.")
         self.plated = bool(stacks[0])
         self.members = stacks[0][0].size if self.plated else 1
-        self.to = {name: biject_to(site["fn"].support) for name, site in self.random.items()}
-        shapes = {
-            n: to.inverse_shape(self.random[n]["fn"].event_shape) for n, to in self.to.items()
-        }
-        self.packing = Packing(self.to, shapes)
+        priors = {name: site["fn"] for name, site in self.random.items()}
+        to: Any = {name: biject_to(prior.support) for name, prior in priors.items()}
+        shapes = {name: to[name].inverse_shape(prior.event_shape) for name, prior in priors.items()}
+        self.packing = Packing(to, shapes)
         self.size = sum(self.packing.sizes)
         self.modes = torch.zeros(1, self.members, self.size, dtype=torch.double)
         (self.plate,) = plates
@@ -119,13 +116,9 @@ class Marginal:
         with torch.enable_grad():
             total = self.joint(values, b)
             (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
-            columns = [
-                torch.autograd.grad(slope[..., j].sum(), b, create_graph=graph, retain_graph=True)[
-                    0
-                ]
-                for j in range(b.size(-1))
-            ]
-        blocks = -torch.stack(columns, -1)
+            keep: Any = {"create_graph": graph, "retain_graph": True}
+            parts = [torch.autograd.grad(each.sum(), b, **keep) for each in slope.unbind(-1)]
+        blocks = -torch.stack([part for (part,) in parts], -1)
         return total, slope, (blocks + blocks.mT) / 2
 
     def check_independent(self, values: Values) -> None:
@@ -137,10 +130,7 @@ class Marginal:
             (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
             across = torch.autograd.grad(slope[:, 0].sum(), b)[0][:, 1:]
         if bool((across.abs() > 1e-8).any()):
-            raise ValueError(
-                "effects of the members of a plate must be independent given all other parameters, "
-                "and share no sequence. Sample such a model with fit_mcmc."
-            )
+            raise ValueError("effects must be independent given all else; if not, use fit_mcmc.")
 
     @torch.no_grad()
     def climb_inside(self, values: Values, b: Tensor) -> Tensor:
@@ -290,12 +280,10 @@ def _plated_site(nodes: Any, name: str) -> Any:
     latent = site is not None and site["type"] == "sample" and not site["is_observed"]
     plates = len(site["cond_indep_stack"]) if latent else 0
     if not latent or plates > 1 or len(site["fn"].batch_shape) != plates:
-        known = [
-            n for n, s in nodes.items()
-            if s["type"] == "sample" and not s["is_observed"] and s.get("cond_indep_stack")
-        ]  # fmt: skip
+        hidden = [s for s in nodes.values() if s["type"] == "sample" and not s["is_observed"]]
+        known = ", ".join(s["name"] for s in hidden if s["cond_indep_stack"]) or "none"
         raise ValueError(
-            f"random must name variables in the last plate, or events outside; got {name!r}. "
-            f"In plates are {', '.join(known) or 'none'}."
+            f"random must name variables in the last plate, or events outside; got {name!r}. In "
+            f"plates are {known}."
         )
     return site

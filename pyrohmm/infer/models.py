@@ -391,10 +391,8 @@ def check_gradients() -> None:
         RuntimeError: Under ``torch.inference_mode``.
     """
     if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "a fit takes gradients, which torch.inference_mode rules out: call it outside, or "
-            "inside `with torch.inference_mode(False):`, with data that were made there."
-        )
+        raise RuntimeError("a fit takes gradients: call it, and make its data, "
+                           "inside `with torch.inference_mode(False):`.")  # fmt: skip
 
 
 @contextmanager

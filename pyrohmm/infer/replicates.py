@@ -128,10 +128,8 @@ class Bootstrap:
     switched: int = 0
 
     def __repr__(self) -> str:
-        return (
-            f"Bootstrap({len(self.coordinates)} replicates; {self.failed} have not converged, in "
-            f"{self.switched} states have changed places)"
-        )
+        text = f"Bootstrap({len(self.coordinates)} replicates; {self.failed} have not converged, "
+        return text + f"in {self.switched} states have changed places)"
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -197,8 +195,6 @@ def bootstrap(
 ) -> Bootstrap:
     """Fit simulated or resampled data: see :meth:`Fit.bootstrap`."""
     check_size("num_samples", num_samples, 2)
-    if not isinstance(parametric, bool):
-        raise TypeError(f"parametric must be True or False; got {parametric!r}.")
     data, hmm = information.data, information.hmm
     if not parametric:
         if len(data) < 2:
@@ -220,8 +216,7 @@ def bootstrap(
     peak = copies.peaks(num_samples)
     u = copies.at(peak.place)[peak.converged]
     if len(u) < 2:
-        raise ValueError(f"none of {num_samples} replicates has converged: the data do not "
-                         "determine the model well enough for a bootstrap.")  # fmt: skip
+        raise ValueError(f"none of {num_samples} replicates has converged: use fewer states.")
     same = copies.matched(u)
     return Bootstrap(information, u[same], num_samples - len(u), int((~same).sum()))
 

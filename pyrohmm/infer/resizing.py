@@ -153,9 +153,7 @@ def _check_plain(hmm: HMM, *states: int) -> None:
         raise ValueError("hmm must have one set of parameters, without batch dimensions.")
     for state in states:
         if not 0 <= state < hmm.num_states:
-            raise ValueError(
-                f"a state must lie between 0 and K - 1 = {hmm.num_states - 1}; got {state}."
-            )
+            raise ValueError(f"a state must be below K = {hmm.num_states}; got {state}.")
 
 
 def _resized(part: Any, num_states: int, change: Change) -> Any:
@@ -198,10 +196,7 @@ def _merged(part: Any, both: dict[str, Tensor], weights: Tensor) -> dict[str, Te
     if isinstance(part, Categorical | Bernoulli | Poisson):
         return {name: mean(table) for name, table in both.items()}
     if not isinstance(part, Normal | MultivariateNormal):
-        raise TypeError(
-            "emission must be of categorical, Bernoulli, Poisson or normal distributions, for "
-            f"two states to be merged; got {type(part).__name__}."
-        )
+        raise TypeError(f"states that emit {type(part).__name__} cannot be merged.")
     loc = mean(both["loc"])
     away = both["loc"] - loc
     if isinstance(part, MultivariateNormal):

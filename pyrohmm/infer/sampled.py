@@ -339,9 +339,7 @@ class SampledFit(Fit):
             True
         """
         if self.works is None:
-            raise ValueError(
-                "the marginal likelihood needs tempered chains: sample with num_temperatures=16."
-            )
+            raise ValueError("a marginal likelihood needs tempered chains: num_temperatures=16.")
         return marginal_likelihood(self.works)
 
     def agreement(self) -> dict[str, Agreement]:

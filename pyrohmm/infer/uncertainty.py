@@ -108,14 +108,10 @@ class Information:
         self.labels = [label for part in self.coordinates for label in part.labels]
         self.held = [label for part in self.coordinates for label in part.held]
         if self.held and not self.labels:
-            raise ValueError(
-                "all parameters are at the boundary of their space, where standard errors do not "
-                f"exist: {_listed(self.held)}. A prior keeps estimates inside."
-            )
-        if not 0 < len(self.labels) <= MOST_PARAMETERS:
-            raise ValueError(
-                f"{len(self.labels):,} free parameters; at most {MOST_PARAMETERS:,} are."
-            )
+            raise ValueError("all parameters are at the boundary, where no standard errors exist: "
+                             f"{_listed(self.held)}. A prior keeps them inside.")  # fmt: skip
+        if not 0 < (count := len(self.labels)) <= MOST_PARAMETERS:
+            raise ValueError(f"{count:,} free parameters; at most {MOST_PARAMETERS:,} are.")
         # inside a plate values have the dimension of a batch already
         names = {part.name for part in self.coordinates} & nodes.keys()
         self.plated = {name for name in names if in_plate(nodes[name])}
@@ -155,10 +151,8 @@ class Information:
         self.covariance[lost, lost], slope = 0.0, slope.detach().masked_fill(lost, 0.0)
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
-            raise ValueError(
-                f"the fit ended {self.decrement:.2g} nats below the maximum near it: fit on, with "
-                "more steps or a smaller tolerance, and give the data that were fitted."
-            )
+            below = f"the fit ended {self.decrement:.2g} nats below the maximum near it"
+            raise ValueError(f"{below}: fit on, with a smaller tolerance, and give its own data.")
 
     def _vanishing(self) -> Tensor:
         """Which numbers ``(P,)`` are on their way to zero, or infinity, as the log joint stays."""
@@ -196,9 +190,8 @@ class Information:
         if bool(missing.any()):
             own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
             raise ValueError(
-                "the second derivative of the log joint is not finite along "
-                f"{self._listed(own.nonzero().flatten())}, as of vectors with full covariance "
-                "where components are missing (NaN): freeze these, or sample with fit_gibbs."
+                f"second derivatives are not finite along {self._listed(own.nonzero()[:, 0])}, as "
+                "where components are missing (NaN): freeze these, or use fit_gibbs."
             )
         scale = self.matrix.diagonal().abs().maximum(self.least).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
@@ -217,10 +210,8 @@ class Information:
             curved = vectors[:, flat] * scale.unsqueeze(-1)
             self.matrix = self.matrix + curved @ curved.mT
             return
-        raise ValueError(
-            f"the observed information is not positive definite: {reason} {self._listed(order)}. "
-            "Use fewer states, a prior, or more iterations of the fit."
-        )
+        raise ValueError(f"the observed information is not positive definite: {reason} "
+                         f"{self._listed(order)}. Use fewer states, or a prior.")  # fmt: skip
 
     def _errors(self, slopes: Tensor) -> Tensor:
         """Standard errors ``(*)`` of what has slopes ``(*, P)``; NaN if it moves along ``flat``."""
