@@ -108,7 +108,7 @@ class Information:
         self.labels = [label for part in self.coordinates for label in part.labels]
         self.held = [label for part in self.coordinates for label in part.held]
         if self.held and not self.labels:
-            raise ValueError("all parameters are at the boundary, where no standard errors exist: "
+            raise ValueError("all parameters are at the boundary of their space, no errors exist: "
                              f"{_listed(self.held)}. A prior keeps them inside.")  # fmt: skip
         if not 0 < (count := len(self.labels)) <= MOST_PARAMETERS:
             raise ValueError(f"{count:,} free parameters; at most {MOST_PARAMETERS:,} are.")
