@@ -5,6 +5,7 @@ Imports the rooms down to ``io``.
 Its modules; each imports only those above it:
 
 ``models``        ``MarginalModel``, ``EnumeratedModel``, ``StatefulModel``; one fit at a time
+``coordinates``   unconstrained coordinates of variables, as one vector
 ``plates``        values of latent variables: of each sequence, of guides, at a point
 ``msteps``        ``GradientStep``, and M-steps under a diversity prior
 ``process_group``  ``ProcessGroup``: data-parallel ranks
@@ -16,7 +17,6 @@ Its modules; each imports only those above it:
 ``iterations``    the iterations of EM, and the E-step, batched by length
 ``starts``        where EM begins
 ``resizing``      merge and split of states
-``coordinates``   unconstrained coordinates of variables, as one vector
 ``uncertainty``   ``Information``: standard errors and intervals
 ``replicates``    ``Bootstrap``, and profiles of the likelihood: many fits of one model
 ``results``       ``Fit``, ``Restarts``: what a fit returns; tables and predictions

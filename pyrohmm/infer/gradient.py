@@ -26,7 +26,7 @@ from .descent import MINIBATCHES, FitOptions, settings_of
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
 from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, fitted_in, set_point
-from .plates import Point
+from .plates import Point, narrow
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import build_once, by_kmeans
 from .training import check_model_and_data, train
@@ -285,10 +285,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
     final = losses[:, -1] if losses.size(1) < WINDOW else losses[:, -WINDOW:].mean(-1)
     nodes = cast(AutoDelta, fit.guide).prototype_trace.nodes
     plated = frozenset(name for name in fit.names if len(nodes[name]["cond_indep_stack"]) > 1)
-    values = {
-        name: value if name in plated else value.squeeze(1)
-        for name, value in fit.parameters.items()
-    }
+    values = narrow(fit.parameters, plated)
     best = int(final.argmin())
     failed = int((~final.isfinite()).sum())
     notes = [f"{failed} of {len(final)} restarts ended at infinity"] if failed else []

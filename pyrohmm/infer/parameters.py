@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
@@ -18,6 +17,7 @@ from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
+from .coordinates import IDENTITY, Packing
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
 from .objective import LogJoint, check_events
 
@@ -256,9 +256,13 @@ class Extrapolation:
     def __init__(self, parameters: Parameters, gradient: Any, active: bool) -> None:
         self.parameters, self.gradient = parameters, gradient
         self.active = torch.full((parameters.restarts,), active)
-        self._transforms = {n: transform_to(site.support) for n, site in parameters.sites.items()}
+        sites = parameters.sites.items()
+        to: Any = {name: transform_to(site.support) for name, site in sites}
+        shapes = {name: to[name].inverse_shape(site.event_shape) for name, site in sites}
+        for name, point in self._points().items():
+            to[name], shapes[name] = IDENTITY, point.shape[1:]
+        self.packing = Packing(to, shapes)
         self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
-        self.shapes: list[tuple[int, ...]] = []  # of the coordinates of each parameter
         self.proposed = False
         self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
         self.length = torch.ones_like(self.longest)
@@ -266,11 +270,8 @@ class Extrapolation:
     @torch.no_grad()
     def record(self) -> None:
         """Take the parameters of one more iteration, and propose others after two."""
-        values, points = self.parameters.values, self.parameters.points
-        latent = [to.inv(values[name].double()) for name, to in self._transforms.items()]
-        pieces = latent + [point.double() for point in points]
-        self.shapes = [tuple(piece.shape) for piece in pieces]
-        self.path.append(torch.cat([x.reshape(len(self.longest), -1) for x in pieces], 1))
+        now = self.parameters.stacked() | self._points()
+        self.path.append(self.packing.flat({name: x.double() for name, x in now.items()}))
         if len(self.path) < 3:
             return
         first, second, third = self.path
@@ -314,7 +315,6 @@ class Extrapolation:
     def keep(self, chosen: Tensor) -> None:
         """Go on with some of the restarts alone."""
         self.path = [flat[chosen.to(flat.device)] for flat in self.path]
-        self.shapes = [(len(chosen), *shape[1:]) for shape in self.shapes]
         self.longest, self.length, self.active = (
             each[chosen] for each in (self.longest, self.length, self.active)
         )
@@ -325,17 +325,20 @@ class Extrapolation:
 
     def _write(self, flat: Tensor) -> None:
         """Set the parameters to coordinates ``(R, P)``."""
-        values, leaves = self.parameters.values, self.gradient.leaves
-        sizes = [math.prod(shape) // len(flat) for shape in self.shapes]
-        pieces = [x.reshape(shape) for x, shape in zip(flat.split(sizes, 1), self.shapes)]
-        for (name, to), piece in zip(self._transforms.items(), pieces):
-            values[name] = to(piece).to(values[name].dtype)
+        old, leaves = self.parameters.values, self.gradient.leaves
+        values, pieces = self.packing.values(flat), self.packing.split(flat)
+        for name, value in old.items():
+            old[name] = values[name].reshape(value.shape).to(value.dtype)
             if name in leaves:
-                leaves[name].copy_(piece)
-        for point, piece in zip(self.parameters.points, pieces[len(self._transforms) :]):
-            point.copy_(piece)
+                leaves[name].copy_(pieces[name].reshape(leaves[name].shape))
+        for name, point in self._points().items():
+            point.copy_(values[name])
 
-    STATE = "path", "shapes", "proposed", "longest", "length", "active"
+    def _points(self) -> Values:
+        """Parameters without priors ``(1, ...)``, by name."""
+        return {f"point {i}": x.detach()[None] for i, x in enumerate(self.parameters.points)}
+
+    STATE = "path", "proposed", "longest", "length", "active"
 
     def state(self) -> dict[str, Any]:
         """State, for checkpoints."""

@@ -29,7 +29,7 @@ from .coordinates import IDENTITY, LOG, LOGIT, names_of
 from .descent import Validation
 from .objective import site_losses
 from .parameters import fitted_in
-from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of
+from .plates import SequencePlate, check_fitted, hmm_at, repeatable, samples_of, wide
 from .replicates import Bootstrap, bootstrap, match_states, profile_interval
 from .uncertainty import Covariance, Information, normal_quantile
 
@@ -497,12 +497,9 @@ class Restarts:
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
         check_fitted(data, self.fitted)
-        wide = {
-            name: value if name in self.plated else value.unsqueeze(1)
-            for name, value in self.parameters.items()
-        }
+        values = wide(self.parameters, self.plated)
         with PYRO, in_mode(False, self.model):
-            hmm = hmm_at(self.model, wide, data, self.plates)
+            hmm = hmm_at(self.model, values, data, self.plates)
         return hmm.expand(torch.Size([len(self.final), len(data)]))
 
     def align(self, data: Sequences) -> Tensor:
