@@ -103,10 +103,10 @@ def fit_gibbs(
         raise ValueError("every parameter must have a prior: give one by PyroSample, or freeze it.")
     if values is not None:
         _check_sets(values, data, num_chains, parameters.units)
-    sampler = Gibbs(parameters, num_samples, warmup, num_temperatures, values)
+    sampler = Gibbs(parameters, progress, num_samples, warmup, num_temperatures, values)
     cost = parameters.cost * data.lengths.sum().item()
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
-        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
     sampler.impute(False)
     supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
     return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
@@ -126,6 +126,7 @@ class Gibbs(Chains):
 
     Args:
         parameters: Those of the chains, as batched restarts.
+        progress: Whether to show a bar.
         num_samples: How many sweeps are kept.
         warmup: How many before are not.
         num_temperatures: R.
@@ -133,14 +134,14 @@ class Gibbs(Chains):
     """
 
     def __init__(
-        self, parameters: Parameters, num_samples: int, warmup: int, num_temperatures: int,
-        values: Tensor | None = None,
+        self, parameters: Parameters, progress: bool | None,
+        num_samples: int, warmup: int, num_temperatures: int, values: Tensor | None = None,
     ) -> None:  # fmt: skip
+        self.data = cast(Sequences, parameters.data)
         num_chains = parameters.restarts // num_temperatures
-        super().__init__(num_samples, warmup, num_chains, num_temperatures)
+        super().__init__(self.data, progress, num_samples, warmup, num_chains, num_temperatures)
         self.parameters = parameters
         module = parameters.module
-        self.data = cast(Sequences, parameters.data)
         self.num_sets = 1 if values is None else len(values)
         if values is not None:
             self.data = self.data.with_total(self.data.total)
@@ -209,22 +210,24 @@ class Gibbs(Chains):
     def step(self) -> None:
         """A sweep: paths given parameters, parameters given paths."""
         parameters = self.parameters
-        if self.others is not None and self.done:
+        if self.others is not None and self.losses:
             self.others.step()
         hmm, prior = parameters.build(self.data)
         states, evidence = self._sample_paths(hmm, self.ladder.own)
-        coldest, index = self.ladder.coldest, self.done - self.warmup
+        coldest, index = self.ladder.coldest, self.index
         if self.ladder.size > 1:
             states, works = self._swap(hmm, states, evidence)
             if index >= 0:
                 self.keep(index, {"works": works})
+        joint = self._log_joint(evidence, prior)
+        self.losses.append(-joint.mean())
         if index > 0:  # where the sweep before has ended
-            self._keep(evidence, prior, index - 1, coldest)
+            self._keep(joint, index - 1, coldest)
         parameters.update(self._sample_parameters(hmm, states))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
-            evidence = hmm.log_prob(self.data.values)
-            self._keep(evidence, prior, index, self.ladder.coldest)
+            joint = self._log_joint(hmm.log_prob(self.data.values), prior)
+            self._keep(joint, index, self.ladder.coldest)
 
     def _swap(self, hmm: HMM, states: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
         """Swap temperatures: the paths of all chains at the new ones, and the works."""
@@ -255,13 +258,15 @@ class Gibbs(Chains):
             evidence = hmm.chain.log_evidence(likelihood, hmm.lengths)
         return evidence.reshape(self.copies, -1).sum(-1)
 
-    def _keep(self, evidence: Tensor, prior: Tensor, index: int, chosen: Tensor) -> None:
+    def _log_joint(self, evidence: Tensor, prior: Tensor) -> Tensor:
+        """Log joint density of each chain, ``(C R,)``."""
+        total = evidence.double().reshape(self.copies, -1).sum(-1) + prior.double()
+        return total.reshape(self.copies)
+
+    def _keep(self, joint: Tensor, index: int, chosen: Tensor) -> None:
         """Keep the parameters of the chosen chains, and their log joint density."""
-        parameters = self.parameters
-        lp = evidence.double().reshape(self.copies, -1).sum(-1) + prior.double()
-        now = {f"module.{name}": parameters.get(name) for name in parameters.sites}
-        now["lp"] = lp.reshape(self.copies)
-        self.keep(index, {name: value[chosen] for name, value in now.items()})
+        now = {f"module.{name}": self.parameters.get(name) for name in self.parameters.sites}
+        self.keep(index, {name: value[chosen] for name, value in (now | {"lp": joint}).items()})
 
     def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
         """Samples of the parameters given the paths, by name."""
@@ -312,7 +317,7 @@ class Gibbs(Chains):
 
     def state(self) -> dict[str, Any]:
         """The parameters, for checkpoints."""
-        state = self.parameters.state()
+        state = super().state() | self.parameters.state()
         if self.others is not None:
             tuning = vars(self.others.hamiltonian.tuning)
             state["others"] = tuning | {"names": self.others.names}
@@ -320,6 +325,7 @@ class Gibbs(Chains):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take the parameters from a checkpoint."""
+        super().restore(state)
         self.parameters.restore(state)
         if "others" in state:
             self.others = Others(self.parameters, state["others"].pop("names"), self)

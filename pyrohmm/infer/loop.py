@@ -17,7 +17,7 @@ from .process_group import ProcessGroup
 
 
 class FitLoop:
-    """The loop of EM and of gradient fits: losses, why it ended, a progress bar, checkpoints.
+    """The loop of EM, gradient fits and chains: losses, why it ended, a progress bar, checkpoints.
 
     A subclass defines ``step``, which appends to ``losses`` and may set ``reason``, and ``state``
     and ``restore`` of all else that a step changes.

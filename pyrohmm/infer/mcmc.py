@@ -369,8 +369,9 @@ def fit_mcmc(
     if isinstance(module := getattr(model, "module", None), HMMModule):
         scale_priors(module, data)
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
-        sampler = HMC(model, data, target_accept, num_samples, warmup, num_chains, num_temperatures)
-        sampler.run(lambda: sampler.begin(start), checkpoint, arguments, progress)
+        sizes = num_samples, warmup, num_chains, num_temperatures
+        sampler = HMC(model, data, target_accept, progress, *sizes)
+        sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
     return sampler.fit(
         model, data, sampler.supports, method="HMC", plates=sampler.plates, tuning=sampler.tuned(),
         fitted=marks_of(data) if sampler.plates else None,
@@ -384,13 +385,14 @@ class HMC(Chains):
         model: The Pyro model.
         data: The sequences.
         target: Acceptance that the step size aims at.
-        *sizes: Those of :class:`Chains`.
+        progress: See :class:`Chains`.
+        *sizes: The same.
     """
 
     def __init__(
-        self, model: Callable[..., Any], data: Sequences, target: float, *sizes: int
+        self, model: Any, data: Sequences, target: float, progress: bool | None, *sizes: int
     ) -> None:
-        super().__init__(*sizes)
+        super().__init__(data, progress, *sizes)
         self.model, self.data = model, data
         trace = trace_of_batchable(model, data, self.copies)
         with torch.no_grad(), poutine.block():
@@ -466,9 +468,10 @@ class HMC(Chains):
         """A trajectory of every chain; its end is kept after the warmup."""
         works = self._swap() if self.ladder.size > 1 else {}
         moved, num_steps = self.hamiltonian.step()
-        if self.done < self.warmup:
+        state, index = self.hamiltonian.state, self.index
+        self.losses.append(-state.log_density.mean())
+        if index < 0:
             return
-        state = self.hamiltonian.state
         packing = self.hamiltonian.packing
         values = packing.values(state.place)
         slope = packing.log_volume(state.place, values)
@@ -477,7 +480,7 @@ class HMC(Chains):
             "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, num_steps),
         }  # fmt: skip
         now = {name: value[self.ladder.coldest] for name, value in now.items()} | works
-        self.keep(self.done - self.warmup, now)
+        self.keep(index, now)
 
     def _swap(self) -> Values:
         """Swap temperatures; chains at that of the prior begin at new samples of it."""
@@ -503,10 +506,12 @@ class HMC(Chains):
 
     def state(self) -> dict[str, Any]:
         """State of the chains and of what has been tuned, for checkpoints."""
-        return {"state": vars(self.hamiltonian.state), "tuning": vars(self.hamiltonian.tuning)}
+        own = {"state": vars(self.hamiltonian.state), "tuning": vars(self.hamiltonian.tuning)}
+        return super().state() | own
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint."""
+        super().restore(state)
         self.hamiltonian.state = State(**state["state"])
         self.hamiltonian.tuning = Tuning(**state["tuning"])
         if self.ladder.size > 1:

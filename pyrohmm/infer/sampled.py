@@ -21,9 +21,9 @@ C ladders are one batch of C R chains; those of a ladder are neighbours in it.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,13 +31,15 @@ import numpy
 import torch
 from scipy.special import chdtri
 from torch import Tensor
-from tqdm import tqdm
 
 from .._checks import check_size
 from .._imports import imported
+from ..data.batches import Batches
 from ..data.sequences import Sequences
-from ..io.files import Checkpoint, identity_of
+from ..io.files import identity_of
+from .loop import FitLoop
 from .plates import Point
+from .process_group import ProcessGroup
 from .results import Fit, name_of, uses_labels
 
 AGREE = 1.01  # R-hat above which chains are said to disagree
@@ -366,12 +368,12 @@ class SampledFit(Fit):
         return {"lp": self.stats["lp"]} | self.chains
 
 
-class Chains:
-    """C chains: their steps, the values kept of each, progress and checkpoints.
-
-    A subclass defines :meth:`step`, ``state`` and ``restore``.
+class Chains(FitLoop):
+    """C chains: their steps, and the values kept of each.
 
     Args:
+        data: The sequences.
+        progress: Whether to show a bar; None if stderr is a terminal.
         num_samples: S, steps that are kept.
         warmup: Steps before them.
         num_chains: C.
@@ -379,35 +381,28 @@ class Chains:
 
     Attributes:
         kept: Values by name, ``(C, S, ...)``.
-        done: Steps so far.
         ladder: Temperatures of all chains.
         copies: C R.
     """
 
     def __init__(
-        self, num_samples: int, warmup: int, num_chains: int, num_temperatures: int
-    ) -> None:
+        self, data: Sequences, progress: bool | None,
+        num_samples: int, warmup: int, num_chains: int, num_temperatures: int,
+    ) -> None:  # fmt: skip
         check_size("num_samples", num_samples)
         check_size("warmup", warmup, 0)
         check_size("num_chains", num_chains)
         check_size("num_temperatures", num_temperatures)
+        super().__init__(Batches(data), ProcessGroup(), warmup + num_samples, [], progress)
         self.ladder = Ladder(num_chains, num_temperatures, warmup)
         self.copies = num_chains * num_temperatures
         self.num_samples, self.warmup = num_samples, warmup
         self.kept: dict[str, Tensor] = {}
-        self.done, self.start_time = 0, time.perf_counter()
 
-    def step(self) -> None:
-        """One step of all chains; calls :meth:`keep` for each that comes after the warmup."""
-        raise NotImplementedError
-
-    def state(self) -> dict[str, Any]:
-        """State of the chains, for checkpoints."""
-        raise NotImplementedError
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        raise NotImplementedError
+    @property
+    def index(self) -> int:
+        """Number of the sample that the next step takes; negative in the warmup."""
+        return len(self.losses) - self.warmup
 
     def keep(self, index: int, values: dict[str, Tensor]) -> None:
         """Keep values ``(C, ...)`` as those of the sample ``index``."""
@@ -416,46 +411,28 @@ class Chains:
                 shape = len(value), self.num_samples, *value.shape[1:]
                 self.kept[name] = value.new_empty(shape)
             self.kept[name][:, index] = value
+        if not self.bar.disable and index > 8 and index % max(50, self.num_samples // 10) == 0:
+            judged = [value[:, :index] for n, value in self.kept.items() if n not in NOTED]
+            worst = torch.cat([rhat_of(x).flatten().nan_to_num(1.0) for x in judged]).max()
+            self.bar.set_postfix(rhat=f"{worst:.3f}", refresh=False)
 
     def run(
-        self,
-        begin: Callable[[], None],
-        path: str | Path | None,
-        arguments: dict[str, Any],
-        progress: bool | None,
+        self, begin: Callable[[], None], path: str | Path | None, arguments: dict[str, Any]
     ) -> None:
         """All steps, after those of a checkpoint of the same ``arguments``, or after ``begin``."""
-        checkpoint, total = None, self.warmup + self.num_samples
-        if path is not None:
-            checkpoint = Checkpoint(path, identity_of(type(self).__name__, (), arguments))
-        with tqdm(total=total, disable=None if progress is None else not progress) as bar:
-            if checkpoint is None or not checkpoint.resume(self._resume, ()):
-                begin()
-            bar.update(self.done)
-            while self.done < total:
-                self.step()
-                self.done += 1
-                bar.update()
-                index = self.done - self.warmup
-                if not bar.disable and index > 8 and index % max(50, self.num_samples // 10) == 0:
-                    judged = [v[:, : index - 1] for n, v in self.kept.items() if n not in NOTED]
-                    worst = torch.cat([rhat_of(v).flatten().nan_to_num(1.0) for v in judged]).max()
-                    bar.set_postfix(rhat=f"{worst:.3f}", refresh=False)
-                if checkpoint is not None and (checkpoint.is_due() or self.done == total):
-                    known = {"done": self.done, "kept": self.kept, "seconds": self.seconds}
-                    known |= {"ladder": vars(self.ladder), "chains": self.state()}
-                    checkpoint.save(known)
+        identity = partial(identity_of, type(self).__name__, (), arguments)
+        if not self.resume(path, identity, None, ()):
+            begin()
+        self.take_steps()
 
-    def _resume(self, state: dict[str, Any]) -> None:
+    def state(self) -> dict[str, Any]:
+        """What is kept and the temperatures, for checkpoints."""
+        return {"kept": self.kept, "ladder": vars(self.ladder)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.kept = state["kept"]
         vars(self.ladder).update(state["ladder"])
-        self.restore(state["chains"])
-        self.done, self.kept = state["done"], state["kept"]
-        self.start_time -= state["seconds"]
-
-    @property
-    def seconds(self) -> float:
-        """How long the steps have taken."""
-        return time.perf_counter() - self.start_time
 
     def fit(self, model: Any, data: Sequences, supports: dict[str, Any], **fields: Any) -> Any:
         """The samples as a fit, whose point is the one of the largest log joint density."""

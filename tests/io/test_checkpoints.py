@@ -32,7 +32,7 @@ from pyrohmm import (
     parametric,
     starts,
 )
-from pyrohmm.infer import gibbs, mcmc, sampled
+from pyrohmm.infer import gibbs, loop, mcmc, sampled
 from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors, write_tensors
 
@@ -405,7 +405,7 @@ def test_a_run_of_a_sampler_that_was_resumed_has_the_same_bits(name, tmp_path, m
             raise KeyboardInterrupt
         return step(*arguments)
 
-    monkeypatch.setattr(sampled.Checkpoint, "is_due", lambda self: True)
+    monkeypatch.setattr(loop.Checkpoint, "is_due", lambda self: True)
     monkeypatch.setattr(owner, method, broken)
     pyro.set_rng_seed(3)
     with pytest.raises(KeyboardInterrupt):
