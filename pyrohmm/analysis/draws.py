@@ -92,10 +92,9 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
             )
     inside = {}
     for name in one:
-        frames = [frame for frame in trace.nodes[name]["cond_indep_stack"] if frame.vectorized]
-        by_dim = {frame.dim: frame.name for frame in frames}
-        depth = -min(by_dim, default=0)
-        if depth:
+        frames = trace.nodes[name]["cond_indep_stack"]
+        if by_dim := {frame.dim: frame.name for frame in frames if frame.vectorized}:
+            depth = -min(by_dim)
             inside[name] = tuple(by_dim.get(d, f"{name}_dim_{d + depth}") for d in range(-depth, 0))
     return Layout(plates, inside, frozenset(inside))
 
@@ -216,11 +215,10 @@ def _dims_of(
     A first dimension of ``num_states`` is taken for states; ``num_symbols`` is zero if observations
     are not symbols.
     """
-    path = variable.split(".")
+    path, names = variable.split("."), [f"{variable}_dim_{i}" for i in range(len(shape))]
     known = KNOWN_DIMS.get(path[-1], ())
     if len(known) == len(shape) > 0:
         return known
-    names = [f"{variable}_dim_{i}" for i in range(len(shape))]
     if shape[:1] == (num_states,):
         names[0] = "state"
         if shape == (num_states,) * 2 and "emission" not in path:
@@ -366,8 +364,7 @@ class PosteriorDraws:
             ValueError: If the model does not accept samples to the left of its variables, or
                 sequences have variables of their own and ``data`` are others.
         """
-        data = to_model_device(self.model, None, data)
-        layout, _ = self._check(data)
+        data, layout, _ = self._check(data)
         hmm = run(self.model, wide(self.parameters, layout.batched, 2), data, layout)
         return hmm.expand(torch.Size([*self.shape, len(data)]))
 
@@ -429,8 +426,7 @@ class PosteriorDraws:
             >>> draws.map(data, lambda hmm: hmm.log_prob(data.values)).shape
             torch.Size([1, 1, 5])
         """
-        data = to_model_device(self.model, None, data)
-        layout, first = self._check(data)
+        data, layout, first = self._check(data)
         parts = []
         for values, count in self._split(batch_size or _room(data, first)):
             hmm = run(self.model, wide(values, layout.batched), data, layout)
@@ -447,8 +443,7 @@ class PosteriorDraws:
         It is that of the variables themselves (of probabilities, not of their logits). Together
         with the evidence of the sequences it makes the log joint density.
         """
-        data = to_model_device(self.model, None, data)
-        layout, first = self._check(data)
+        data, layout, first = self._check(data)
         parts = [
             log_prior(self.model, wide(values, layout.batched), data, layout, count)
             for values, count in self._split(_room(data, first))
@@ -469,10 +464,11 @@ class PosteriorDraws:
             parts = {name: x.flatten(0, 1)[first:last] for name, x in self.parameters.items()}
             yield parts, len(some)
 
-    def _check(self, data: Sequences) -> tuple[Layout, HMM]:
+    def _check(self, data: Sequences) -> tuple[Sequences, Layout, HMM]:
         """Raise unless samples in a batch are what they are one by one; see :func:`arranged`."""
+        data = to_model_device(self.model, None, data)
         check_fitted(data, self.fitted)
-        return arranged(self.model, *next(self._split(3)), data)
+        return data, *arranged(self.model, *next(self._split(3)), data)
 
     # The order of states
 
@@ -537,8 +533,7 @@ class PosteriorDraws:
             ValueError: If the permuted variables do not make the HMM with its states permuted, or
                 if priors tell states apart, so that their order has a meaning already.
         """
-        data = to_model_device(self.model, None, data)
-        _, hmm = self._check(data)
+        data, _, hmm = self._check(data)
         check_integers("names", names)
         check_shape("names", names, (*self.shape, hmm.num_states), "(C, S, K)")
         dims = self.named_dims(data)
@@ -566,7 +561,7 @@ class PosteriorDraws:
 
     def _check_dims(self, dims: Mapping[str, Sequence[str]], data: Sequences) -> None:
         """Raise unless permuting variables by ``dims`` permutes the states, and priors allow it."""
-        layout, hmm = self._check(data)
+        data, layout, hmm = self._check(data)
         first = {name: value[:1, :1] for name, value in self.parameters.items()}
         if isinstance(hmm, FactorialHMM):
             raise ValueError("states of several chains have no order. Compare what depends on none")

@@ -134,9 +134,8 @@ class Bootstrap:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """The parameters of the replicates by name, ``(B, ...)``."""
-        information = self.information
-        parts = zip(information.coordinates, self.coordinates.split(information.sizes, -1))
-        return {part.name: part.value(own).detach() for part, own in parts}
+        values = self.information.packing.values(self.coordinates)
+        return {name: value.detach() for name, value in values.items()}
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard deviations of the parameters over the replicates; NaN for what is held."""
@@ -229,15 +228,12 @@ class _Held(Copies):
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)
-        parts = information.coordinates
-        entries = {n: (part, i) for part in parts
+        entries = {n: (part, i) for part in information.coordinates
                    for i, n in enumerate(names_of(part.name, part.estimate))}  # fmt: skip
         if label not in entries:
             some = ", ".join(information.labels[:4])
             raise ValueError(f"of must name an entry of a parameter, such as {some}; got {label}.")
         self.part, self.entry = entries[label]
-        start = sum(information.sizes[: parts.index(self.part)])
-        self.own = slice(start, start + len(self.part.labels))
         errors = information.std_errors()[self.part.name]
         if errors.flatten()[self.entry].isnan():
             raise ValueError(f"{label} is held at the boundary, and has no profile.")
@@ -248,7 +244,8 @@ class _Held(Copies):
 
     def number(self, u: Tensor) -> Tensor:
         """The number ``(B,)``, in standard errors from its estimate."""
-        value = self.part.value(u[:, self.own]).reshape(len(u), -1)[:, self.entry]
+        own = self.information.packing.split(u)[self.part.name]
+        value = self.part.value(own).reshape(len(u), -1)[:, self.entry]
         return (self.part.scale(value) - self.centre) / self.error
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:

@@ -101,38 +101,36 @@ def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
     """Lines of text: first whether the chains agree, then the worst component of each variable."""
     found = {name: agreement(value) for name, value in samples.items()}
     worst = {name: part.rhat.nan_to_num(1.0).max().item() for name, part in found.items()}
-    fewest = {
-        name: torch.fmin(part.bulk, part.tail).nan_to_num(math.inf).min().item()
+    sizes = {
+        name: [each.nan_to_num(math.inf).min().item() for each in (part.bulk, part.tail)]
         for name, part in found.items()
     }
-    chains, size = next(iter(samples.values())).shape[:2]
-    lines = []
+    chains, count = next(iter(samples.values())).shape[:2]
     # of halves that agree, the largest R-hat of all components is above it once in a thousand times
-    degrees, count = 2 * chains - 1, 2 * sum(part.rhat.numel() for part in found.values())
-    noise = 1 + float(chdtri(degrees, 1e-3 / count)) / degrees / (size // 2) / 2
+    degrees, number = 2 * chains - 1, 2 * sum(part.rhat.numel() for part in found.values())
+    noise = 1 + float(chdtri(degrees, 1e-3 / number)) / degrees / (count // 2) / 2
     apart = [name for name, value in worst.items() if not value <= max(AGREE, noise)]
+    least = min(sizes, key=lambda name: min(sizes[name]))
     who = "chains" if chains > 1 else "halves of the chain"
     if apart:
         largest = max(apart, key=worst.__getitem__)
-        lines.append(
+        first = (
             f"{who.upper()} DISAGREE: R-hat is {worst[largest]:.2f} for {largest}, above "
             f"{max(AGREE, noise):.3g} for {len(apart)} of {len(worst)} variables. Align states, by "
             "PosteriorDraws.of(fit).aligned(data); else take more samples, or other starts."
         )
-    elif min(fewest.values()) < FEWEST * chains:
-        least = min(fewest, key=fewest.__getitem__)
-        lines.append(
-            f"few effective samples: {fewest[least]:.0f} of {least}, where {FEWEST} for each of "
-            f"{chains} chains are wanted. Take more samples."
+    elif min(sizes[least]) < FEWEST * chains:
+        first = (
+            f"few effective samples: {min(sizes[least]):.0f} of {least}, where {FEWEST} for each "
+            f"of {chains} chains are wanted. Take more samples."
         )
     else:
         few = ", which samples as few do by chance" if max(worst.values()) > AGREE else ""
-        lines.append(f"{who} agree: R-hat is at most {max(worst.values()):.3f}{few}")
+        first = f"{who} agree: R-hat is at most {max(worst.values()):.3f}{few}"
     width = max(map(len, found))
-    lines.append(f"{'':{width}}   R-hat  bulk ESS  tail ESS, of the worst component")
-    for name, part in found.items():
-        sizes = (each.nan_to_num(math.inf).min().item() for each in (part.bulk, part.tail))
-        numbers = "".join(f"{size:10.0f}" for size in sizes)
+    lines = [first, f"{'':{width}}   R-hat  bulk ESS  tail ESS, of the worst component"]
+    for name, own in sizes.items():
+        numbers = "".join(f"{size:10.0f}" for size in own)
         lines.append(f"{name:{width}} {worst[name]:7.3f}{numbers}")
     return lines
 

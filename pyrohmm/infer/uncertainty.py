@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
-from .coordinates import IDENTITY, LOG, Coordinates, names_of
+from .coordinates import IDENTITY, LOG, Coordinates, Packing, names_of
 from .models import EnumeratedModel, MarginalModel
 from .objective import log_joint
 from .plates import detached, in_plate, wide
@@ -104,7 +104,8 @@ class Information:
             for name, value in {**points, **values}.items()
             if value.numel()
         ]
-        self.sizes = [len(part.labels) for part in self.coordinates]
+        shapes = {part.name: torch.Size([len(part.labels)]) for part in self.coordinates}
+        self.packing = Packing({part.name: part.value for part in self.coordinates}, shapes)
         self.labels = [label for part in self.coordinates for label in part.labels]
         self.held = [label for part in self.coordinates for label in part.held]
         if self.held and not self.labels:
@@ -122,8 +123,7 @@ class Information:
 
     def values_at(self, u: Tensor) -> dict[str, Tensor]:
         """Parameters by name at coordinates ``(P,)``, or of B copies of the model, ``(B, P)``."""
-        parts = zip(self.coordinates, u.split(self.sizes, -1))
-        values = {part.name: part.value(own) for part, own in parts}
+        values = self.packing.values(u)
         return values if u.dim() == 1 else wide(values, self.plated)
 
     def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
@@ -223,7 +223,9 @@ class Information:
     def _entries(self) -> tuple[Tensor, Tensor]:
         """Slopes ``(E, P)`` and standard errors of all entries of the parameters."""
         rows = []
-        for part, own in zip(self.coordinates, torch.arange(len(self.labels)).split(self.sizes)):
+        for part, own in zip(
+            self.coordinates, torch.arange(len(self.labels)).split(self.packing.sizes)
+        ):
             origin = torch.zeros(len(own), dtype=torch.double)
             slopes: Any = torch.autograd.functional.jacobian(part.value, origin)
             wide = torch.zeros(part.estimate.numel(), len(self.labels), dtype=torch.double)
