@@ -31,6 +31,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -128,56 +129,47 @@ class LaplaceInformation(Information):
         here, b = torch.zeros(len(self.labels), dtype=torch.double), self.marginal.modes[0]
         scale = self.blocks.diagonal(dim1=-2, dim2=-1).rsqrt().flatten()
 
-        def at(places: Tensor) -> Tensor:
-            return evaluated(
-                lambda away: function(self.run(here, data, away.reshape(b.shape))[1]), places
-            )
+        def at(away: Tensor) -> Tensor:
+            return function(self.run(here, data, away.reshape(b.shape))[1])
 
-        slopes = differences(at, 1e-3 * scale).movedim(0, -1).unflatten(-1, b.shape)
+        slopes = differences(partial(evaluated, at), 1e-3 * scale)
+        slopes = slopes.movedim(0, -1).unflatten(-1, b.shape)
         own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
         return value, (error.square() + own).sqrt()
 
     def _vanishing(self) -> Tensor:
         """Also positive numbers alone, such as the spread of effects that there are none of."""
-        alone = [
-            p.scale is LOG and p.estimate.dim() == 0 for p in self.coordinates for _ in p.labels
-        ]
-        self.zero = torch.tensor(alone) & (self.matrix.diagonal().abs() < VANISHING)
+        numbers = [p.name for p in self.coordinates if p.scale is LOG and p.estimate.dim() == 0]
+        alone = torch.tensor([label in numbers for label in self.labels])
+        self.zero = alone & (self.matrix.diagonal().abs() < VANISHING)
         return super()._vanishing() | self.zero
 
     def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
         """As of :class:`Information`; of a spread of zero, from zero to a limit by its profile."""
         if part.name not in self.labels or not self.zero[self.labels.index(part.name)]:
             return super().interval(part, error, z)
-        upper = self._upper(part, z)
-        return torch.zeros_like(upper), upper
-
-    def _upper(self, part: Coordinates, z: float) -> Tensor:
-        """The value of a number at zero where twice its profile has fallen by the square of z."""
-        own = self.labels.index(part.name)
-
-        def profile(values: Tensor) -> tuple[Tensor, Tensor]:
-            place = torch.zeros(len(values), len(self.labels), dtype=torch.double)
-            place[:, own] = (values / part.estimate).log()
-            return values, self._profile(place, own)
-
-        grid = torch.logspace(-6, 6, 37, dtype=torch.double)
-        return crossing(profile, grid, z)
-
-    def _profile(self, place: Tensor, own: int) -> Tensor:
-        """The greatest log marginals ``(B,)`` where one coordinate stays as in ``place``."""
-        marginal, rows = self.marginal, torch.arange(len(place))
-        marginal.widen(len(place))
-        marginal.settle(self.values_at(place), rows)
+        own, marginal = self.labels.index(part.name), self.marginal
 
         def function(place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
             value, slope, *_ = marginal.at(self.values_at, place, rows)
             slope[:, own] = 0.0
             return value, slope
 
-        peak = climb(function, place).place
-        marginal.settle(self.values_at(peak), rows)
-        return function(peak, rows)[0]
+        def profile(values: Tensor) -> tuple[Tensor, Tensor]:
+            """The greatest log marginals where the number has these values."""
+            place, rows = (
+                torch.zeros(len(values), len(self.labels)).double(),
+                torch.arange(len(values)),
+            )
+            place[:, own] = (values / part.estimate).log()
+            marginal.widen(len(values))
+            marginal.settle(self.values_at(place), rows)
+            peak = climb(function, place).place
+            marginal.settle(self.values_at(peak), rows)
+            return values, function(peak, rows)[0]
+
+        upper = crossing(profile, torch.logspace(-6, 6, 37, dtype=torch.double), z)
+        return torch.zeros_like(upper), upper
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient and Hessian of the log marginal likelihood at the estimates."""
@@ -239,15 +231,10 @@ class LaplaceFit(Fit):
         drift, b = information.drift, marginal.modes
         spread = torch.einsum("pgi,pq,qgj->gij", drift, covariance, drift)
         spread = spread + torch.linalg.inv(information.blocks)
-        found = {}
+        found, slopes = {}, torch.func.vmap(torch.func.jacrev(marginal.packing.values))(b[0])
         for name, mode in marginal.packing.values(b[0]).items():
-
-            def one(coordinates: Tensor, name: str = name) -> Tensor:
-                return marginal.packing.values(coordinates)[name]
-
-            slopes = torch.func.vmap(torch.func.jacrev(one))(b[0])
-            slopes = slopes.reshape(len(b[0]), -1, b.size(-1))
-            variance = torch.einsum("gei,gij,gej->ge", slopes, spread, slopes)
+            own = slopes[name].reshape(len(b[0]), -1, b.size(-1))
+            variance = torch.einsum("gei,gij,gej->ge", own, spread, own)
             shape = self.parameters[name].shape
             found[name] = Effect(mode.detach().reshape(shape), variance.sqrt().reshape(shape))
         return found
@@ -304,8 +291,8 @@ class _Search:
         def joint(u: Tensor) -> Tensor:
             return marginal.joint(self.wide(u), b[: len(u)])
 
-        wide = {**self.wide(places), **marginal.packing.values(b)}
-        check_copies(lambda: each_alone(joint, places), wide)
+        values = {**self.wide(places), **marginal.packing.values(b)}
+        check_copies(lambda: each_alone(joint, places), values)
         marginal.check_independent(self.wide(self.place))
 
     def climb(self, num_steps: int, tolerance: float) -> tuple[Tensor, Peak]:
@@ -337,9 +324,7 @@ class _Search:
         for name, step in zip(self.names, ZERO * torch.eye(place.size(1), dtype=place.dtype)):
             alone = self.supports[name] is constraints.positive and not self.packing.shapes[name]
             if alone and abs(value(place - step) - top) < SAME:
-                notes.append(
-                    f"{name} is zero: there is no such effect, or too few members to see it"
-                )
+                notes.append(f"{name} is zero: no such effect, or too few members to see it")
                 while abs(value(place + step) - top) < UNSEEN and place @ step < 0:
                     place = place + step
         return place, notes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -265,15 +266,16 @@ class Information:
         """
         data = None if data is None else double_of(data)
 
-        def at(places: Tensor) -> Tensor:
-            return evaluated(lambda u: function(self.run(u, data)[1]), places)
+        def at(u: Tensor) -> Tensor:
+            return function(self.run(u, data)[1])
 
-        slopes = differences(at, STEP * self.matrix.diagonal().rsqrt()).movedim(0, -1)
+        steps = STEP * self.matrix.diagonal().rsqrt()
+        slopes = differences(partial(evaluated, at), steps).movedim(0, -1)
         slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
         if not bool((slopes != 0).any()):
             raise ValueError("of must be a function that changes with the parameters of the fit.")
         with torch.no_grad():
-            value = function(self.run(torch.zeros(len(self.labels)).double(), data)[1])
+            value = at(torch.zeros(len(self.labels)).double())
         return torch.as_tensor(value), self._errors(slopes)
 
     def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
