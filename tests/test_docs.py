@@ -86,33 +86,11 @@ def cells(table):
     return lines[0], lines[2:]
 
 
-def rows_of(name):
-    return json.loads((ROOT / "figures" / f"{name}.json").read_text())["rows"]
-
-
 @pytest.mark.parametrize("name", sorted(results.TABLES))
 def test_tables_are_rectangular_and_not_empty(name):
     _, lines = cells(results.TABLES[name]())
     assert lines
     assert all(all(line) for line in lines)
-
-
-def test_the_squared_distance_stays_at_uniform_words_and_the_relative_one_trains():
-    """As the page says of a DenseHMM and ten thousand words: within 0.2 nats of cross-entropy."""
-    found = results.pairs_numbers()
-    numbers = {name: float(found[name]) for name in ("uniform", "squared", "relative", "entropy")}
-    assert numbers["squared"] == pytest.approx(numbers["uniform"], abs=0.02)
-    assert numbers["relative"] < numbers["entropy"] + 0.2
-    fits = [row for row in rows_of("cooccurrence_scaling") if row.get("module") == "DenseHMM"]
-    last = {row["method"]: row for row in fits if row["quantity"] == "nats per held-out word"}
-    row = last["co-occurrence, relative distance"]
-    assert (row["V"], row["steps"]) == (10_000, 400)
-    assert numbers["relative"] == round(row["nats_per_word"], 2)
-
-
-def test_a_row_that_is_not_the_only_one_is_refused():
-    with pytest.raises(LookupError, match="one is needed"):
-        results.one("throughput", quantity="EM iteration")
 
 
 # Gallery ----------------------------------------------------------------------------------------

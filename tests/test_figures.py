@@ -1,11 +1,8 @@
-"""The figure scripts: what they compute themselves, their results and their pictures."""
+"""The figure scripts: what their results say and how far a step goes."""
 
 import importlib
 import json
-import sys
 from pathlib import Path
-
-import pytest
 
 FIGURES = Path(__file__).resolve().parent.parent / "figures"
 
@@ -41,41 +38,6 @@ def test_a_step_goes_through_no_more_of_the_package_than_before(monkeypatch):
         assert row["calls"] <= 1.1 * calls
         assert row["functions"] <= 1.1 * functions
         assert row["files"] <= files
-
-
-# Pictures of large models -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def figure(monkeypatch, tmp_path):
-    """Import a script and redirect its pictures to ``tmp_path``."""
-    monkeypatch.syspath_prepend(FIGURES)
-
-    def load(name):
-        script = importlib.import_module(name)
-        monkeypatch.setattr(script, "FOLDER", tmp_path)
-        return script
-
-    return load
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "block_switches", "brown_clusters", "cooccurrence_scaling", "densehmm_matrix_fit",
-        "diversified_beyond", "diversified_ocr", "diversified_tagging", "diversified_toy",
-        "language_models", "large_hmm_speed", "music", "num_states", "starts", "tagging",
-        "throughput",
-    ],
-)  # fmt: skip
-def test_a_picture_is_redrawn_from_the_results_alone(figure, monkeypatch, tmp_path, name):
-    script = figure(name)
-    monkeypatch.setattr(sys, "argv", [name, "--draw"])
-    script.main()
-    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.png"]
-
-
-# Baseline language models -------------------------------------------------------------------------
 
 
 def test_the_kneser_ney_5_gram_of_the_penn_treebank_is_that_of_mikolov():

@@ -36,34 +36,6 @@ def casino(lengths, observed=None):
     )
 
 
-# Continuations -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seen", [None, [[True, False, True], [False, True, True]]])
-@pytest.mark.parametrize("outer", [(), (3, 1)])
-def test_a_continuation_completes_the_joint_density(seen, outer):
-    """The joint density is log p(x, y) = log p(x) + log p(y | x), where y follows x."""
-    values, lengths = torch.tensor([[0, 2, 1], [2, 1, 0]]), torch.tensor([3, 2])
-    matrix, probs = torch.rand(*outer, 2, 2).softmax(-1), torch.rand(2, 3).softmax(-1)
-    probs[0, 1] = 0.0
-    emission = dist.Categorical(logits=probs.log().log_softmax(-1))
-    seen = None if seen is None else torch.tensor(seen)
-    start = torch.tensor([0.6, 0.4]).log()
-    hmm = HMM(start, matrix.log(), emission, lengths, seen)
-    ahead = queries.continuation(hmm, values, 2)
-    assert ahead.batch_shape == (*outer[:1], 2)
-    more, states = ahead.sample_with_states([5])
-    assert more.shape == states.shape == (5, *outer[:1], 2, 2)
-    whole = torch.zeros(*more.shape[:-1], 5, dtype=torch.long)
-    whole[..., :3] = values
-    place = lengths.unsqueeze(-1) + torch.arange(2)
-    whole = whole.scatter(-1, place.expand(more.shape), more)
-    if seen is not None:
-        seen = torch.nn.functional.pad(seen, (0, 2), value=True)
-    longer = HMM(start, matrix.log(), emission, lengths + 2, seen)
-    assert_close(longer.log_prob(whole), hmm.log_prob(values) + ahead.log_prob(more))
-
-
 # Missing observations ----------------------------------------------------------------------------
 
 

@@ -185,10 +185,13 @@ def test_inverse_wishart_draws_have_its_mean_and_spread():
 
 @pytest.mark.parametrize("dim", [1, 2, 4])
 def test_the_bijection_to_covariances_has_an_inverse_and_its_jacobian(dim):
-    distribution = InverseWishart(dim + 2.0, torch.eye(dim))
+    unit = torch.tensor([3.0, 0.2, 50.0, 1.0])[:dim]
+    distribution = InverseWishart(dim + 2.0, (unit**2).diag())
     transform = biject_to(distribution.support)
     x = torch.randn(3, dim * (dim + 1) // 2)
     y = transform(x)
+    standard = biject_to(InverseWishart(dim + 2.0, torch.eye(dim)).support)
+    torch.testing.assert_close(standard(x), y / unit / unit.unsqueeze(-1))
     assert distribution.support.check(y).all()
     torch.testing.assert_close(transform.inv(y), x)
     assert transform.forward_shape(x.shape) == y.shape

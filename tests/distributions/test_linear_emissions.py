@@ -269,25 +269,6 @@ def test_a_rate_of_zero_emits_zeros_alone():
 
 @pytest.mark.usefixtures("_always")
 @pytest.mark.parametrize("name", FAMILIES)
-def test_second_derivatives_of_log_densities(name):
-    parameters, build, values = case(name, (), 2, 2, (3,))
-    weights = torch.rand(3, 2)
-
-    def by_product(*parameters):
-        return (log_prob_per_state(build(*parameters), values).exp() * weights).sum()
-
-    def plain(*parameters):
-        return (build(*parameters).log_prob(values.unsqueeze(-2)).exp() * weights).sum()
-
-    for function in (by_product, plain):
-        hessian = torch.autograd.functional.hessian(function, tuple(parameters))
-        if function is by_product:
-            found = hessian
-    torch.testing.assert_close(found, hessian)
-
-
-@pytest.mark.usefixtures("_always")
-@pytest.mark.parametrize("name", FAMILIES)
 def test_nothing_has_the_size_of_steps_times_states_times_components(name, monkeypatch):
     monkeypatch.setattr("pyrohmm.ops.products.CHUNK", 1 << 10)
     rows, states, dim = 400, 16, 12

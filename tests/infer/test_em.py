@@ -12,9 +12,8 @@ import pyro.distributions as dist
 import pytest
 import torch
 from families import CASES, STATES
-from pyro.nn import PyroModule, PyroParam, PyroSample
+from pyro.nn import PyroModule, PyroSample
 from scipy import stats
-from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
@@ -444,40 +443,6 @@ def test_gradient_steps_do_what_the_closed_form_does(name, restarts):
         np.testing.assert_allclose(found, value, rtol=2e-3, atol=1e-4)
 
 
-class Own(HMMModule):
-    """A user's module: priors on some parameters, points for others."""
-
-    def __init__(self):
-        super().__init__()
-        self.initial = torch.nn.Parameter(torch.zeros(2))
-        self.transition = PyroSample(dist.Dirichlet(torch.full((2, 2), 2.0)).to_event(1))
-        self.loc = PyroSample(dist.Normal(torch.zeros(2), 3.0).to_event(1))
-        self.scale = PyroParam(torch.ones(2), constraints.positive)
-
-    def forward(self, lengths, observed=None):
-        emission = dist.Normal(self.loc, self.scale)
-        logs = self.initial.log_softmax(-1), self.transition.log()
-        return HMM(*logs, emission, lengths, observed)
-
-
-def test_a_module_of_the_users_is_fitted_by_gradient_steps():
-    values = torch.randn(6, 8) + 4.0 * (torch.rand(6, 8) < 0.5)
-    data = Sequences(values, torch.tensor([8, 3, 8, 1, 5, 8]))
-    module = Own()
-    fit = fit_em(module, data, num_iterations=60, tolerance=1e-9)
-    assert_climbs(fit.losses)
-    assert fit.losses[0] - fit.losses[-1] > 5
-    assert module.scale.tolist() == [1.0, 1.0]
-    hmm = fit.hmm(data)
-    states = hmm.posterior(data.values).state_probs
-    visits, sums = states.sum((0, 1)), torch.einsum("ntk,nt->k", states, data.values)
-    variance = hmm.emission.variance
-    torch.testing.assert_close(  # where each M-step stands still, in closed form
-        hmm.emission.mean, sums / (visits + variance / 9.0), rtol=1e-3, atol=1e-3
-    )
-    torch.testing.assert_close(hmm.log_initial.exp(), states[:, 0].mean(0), rtol=1e-3, atol=1e-3)
-
-
 class Failures(PyroModule):
     """A user's family: numbers of failures before a success, with a Beta prior."""
 
@@ -601,19 +566,15 @@ def test_where_a_fitted_hmm_begins_is_one_step_of_it():
 
 def test_the_module_is_not_changed_by_the_fit():
     case = CASES["plane"]
-    data = data_of(case)
-    for module in (module_of(case), Own()):
-        values = data if isinstance(module, TabularHMM) else Sequences(
-            torch.randn(3, 4), torch.full((3,), 4)
-        )  # fmt: skip
-        before = {name: value.clone() for name, value in module.state_dict().items()}
-        first = fit_em(module, values, num_iterations=2)
-        after = module.state_dict()
-        assert before.keys() == after.keys()
-        assert all(torch.equal(value, after[name]) for name, value in before.items())
-        kept = first.hmm(values).log_transition.clone()
-        fit_em(module, values, num_iterations=2)
-        torch.testing.assert_close(first.hmm(values).log_transition, kept, rtol=0.0, atol=0.0)
+    data, module = data_of(case), module_of(case)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    first = fit_em(module, data, num_iterations=2)
+    after = module.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    kept = first.hmm(data).log_transition.clone()
+    fit_em(module, data, num_iterations=2)
+    torch.testing.assert_close(first.hmm(data).log_transition, kept, rtol=0.0, atol=0.0)
     assert list(pyro.get_param_store().keys()) == []
 
 

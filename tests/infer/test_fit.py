@@ -205,18 +205,6 @@ def test_parameters_of_the_module_are_trained_in_both_settings(local):
 # The same bits
 
 
-def test_a_seed_makes_a_fit_reproducible_to_the_bit():
-    data = symbols(8)
-    runs = []
-    for _ in range(2):
-        pyro.set_rng_seed(7)
-        model = tabular()
-        fit = fit_svi(model, AutoNormal(model), data, batch_size=3, **QUICK)
-        runs.append((fit.losses, fit.hmm(data).log_transition))
-    assert runs[0][0].equal(runs[1][0])
-    assert runs[0][1].equal(runs[1][1])
-
-
 def test_a_generator_alone_decides_on_minibatches():
     data = symbols(8)
     runs = []
@@ -232,15 +220,6 @@ def test_a_generator_alone_decides_on_minibatches():
 
 
 # What a loss is
-
-
-def test_minibatch_losses_are_for_the_whole_set():
-    """Equal sequences in batches of any size: each loss is the full one."""
-    data = Sequences(torch.tensor([[0, 2, 1]]).expand(6, 3), torch.full((6,), 3))
-    still = {"optimizer": lambda given: torch.optim.SGD(given, lr=0.0), "start": from_point()}
-    full = fit_map(tabular(), data, num_iterations=1, **still).losses
-    parts = fit_map(tabular(), data, num_iterations=4, batch_size=4, **still).losses
-    torch.testing.assert_close(parts, full.expand(4))
 
 
 def rounds_of(batches, number):

@@ -331,21 +331,6 @@ def test_both_forms_agree_in_loss_and_every_gradient(case):
 
 
 @pytest.mark.parametrize("case", ["categorical", "vector"])
-def test_both_forms_agree_in_float32(case):
-    """To 1e-5 of each number's size: float32 holds seven digits."""
-    torch.set_default_dtype(torch.float32)
-    make_module, make_data = CASES[case]
-    models, data = both(make_module()), make_data()
-    guide = ready(AutoNormal, models[0], data)
-    marginal, enumerated = (loss_and_gradients(model, guide, data) for model in models)
-    assert marginal[0].dtype == torch.float32
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(enumerated[0], marginal[0], **close)
-    for name, gradient in marginal[1].items():
-        torch.testing.assert_close(enumerated[1][name], gradient, **close)
-
-
-@pytest.mark.parametrize("case", ["categorical", "vector"])
 def test_the_loss_is_prior_and_scaled_likelihood_by_definition(case):
     """Sum over paths for the likelihood, once per sequence; priors and log_prior once."""
     make_module, make_data = CASES[case]

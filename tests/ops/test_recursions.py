@@ -440,18 +440,6 @@ def test_among_equal_paths_viterbi_takes_the_first(count, engine):
     assert torch.equal(recursions.viterbi(*chain), expected)
 
 
-def test_one_step_needs_no_matrix(engine):
-    """T - 1 = 0 matrices are as good as one that is not used."""
-    chain = random_chain(3, 1, (3,))
-    answer = chain.solved()
-    none = chain._replace(log_transition=chain.log_transition[:0])
-    assert_close(recursions.log_evidence(*none), answer.evidence)
-    assert_close(recursions.posterior(*none).state_probs, answer.states)
-    assert not recursions.posterior(*none).transitions.any()
-    assert recursions.sample_states(*none).shape == (1, 3, 1)
-    assert_gradients(none, answer._replace(transitions=np.zeros((3, 0, 3, 3))), None, {})
-
-
 # Bad arguments ------------------------------------------------------------------------------------
 
 
