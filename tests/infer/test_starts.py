@@ -24,7 +24,6 @@ from pyrohmm import (
     poisson,
     starts,
 )
-from pyrohmm.infer import em
 
 
 def path(rng, num_steps, transition):
@@ -84,36 +83,13 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_restarts_take_kinds_of_start_in_turn(name, monkeypatch):
+def test_restarts_begin_apart_and_climb(name):
     make, data = CHAINS[name]
-    data, met = data(), []
-    rotation = starts.rotation
-
-    def watched(*given):
-        def watch(kind):
-            def start(module, data, restarts):
-                met.append((kind, restarts))
-                return kind(module, data, restarts)
-
-            return start
-
-        kinds = rotation(*given)
-        by_kind = {kind: watch(kind) for kind in kinds}
-        return [by_kind[kind] for kind in kinds]
-
-    monkeypatch.setattr(starts, "rotation", watched)
-    fit = fit_em(make(), data, restarts=6, num_iterations=2, tolerance=None)
-    assert len({kind for kind, _ in met}) >= 2
-    assert starts.by_blocks in {kind for kind, _ in met}
-    assert sum(size for _, size in met) == 6
-    losses = fit.restarts.losses
+    losses = fit_em(make(), data(), restarts=6, num_iterations=2, tolerance=None).restarts.losses
     assert losses.isfinite().all()
     assert (losses[:, 1:] <= losses[:, :-1] + 1e-6).all()
-    assert len(losses[:, 0].round(decimals=6).unique()) >= 4  # they begin apart
-    met.clear()
-    by_default = fit_em(make(), data, num_iterations=3)
-    assert by_default.losses.isfinite().all()
-    assert sum(size for _, size in met) > 6
+    assert len(losses[:, 0].round(decimals=6).unique()) >= 4
+    assert fit_em(make(), data(), num_iterations=3).losses.isfinite().all()
 
 
 def test_blocks_last_and_leave_no_state_out():
@@ -141,11 +117,11 @@ def volatility(seed):
 def switching(seed):
     """Regimes that differ in how a step depends on the one before it."""
     rng = np.random.default_rng(seed)
-    chain, slopes = lasting(3, 0.97), np.array([-0.8, 0.2, 0.95])
-    values, states = np.zeros((1000, 1)), path(rng, 1000, chain)
+    slopes = np.array([-0.8, 0.2, 0.95])
+    values, states = np.zeros((1000, 1)), path(rng, 1000, lasting(3, 0.97))
     for t in range(1, 1000):
         values[t] = slopes[states[t]] * values[t - 1] + 0.8 * rng.normal()
-    return values, lambda: TabularHMM(3, autoregressive_normal(1)), chain, slopes
+    return values, lambda: TabularHMM(3, autoregressive_normal(1))
 
 
 def best_of_blocks(module, data):
@@ -154,10 +130,9 @@ def best_of_blocks(module, data):
     return fit_em(module, data, start=starts.by_blocks, restarts=12).losses[-1]
 
 
-@pytest.mark.parametrize("seed", [0])
 @pytest.mark.parametrize("regimes", [volatility, switching])
-def test_eight_restarts_find_regimes_of_equal_mean(regimes, seed):
-    values, make, *_ = regimes(seed)
+def test_eight_restarts_find_regimes_of_equal_mean(regimes):
+    values, make, *_ = regimes(0)
     data = Sequences(torch.tensor(values).unsqueeze(0), torch.tensor([1000]))
     best = best_of_blocks(make(), data)
     for options in ({"restarts": 8}, {}):
@@ -240,27 +215,6 @@ def test_a_start_that_fails_is_passed_over_but_no_mistake(error, monkeypatch):
     else:
         with pytest.raises(error, match="no such start"):
             fit_em(make(), data, num_iterations=3)
-
-
-@pytest.mark.parametrize(("make", "most"), [(TabularHMM, 24), (TabularHSMM, 8)])
-def test_fewer_starts_are_ranked_where_durations_make_each_dear(make, most, monkeypatch):
-    """And a single iteration, as one looks at a step with, is one of one start."""
-    taken, run = [], em.Loop.run
-
-    def counted(loop, *progress):
-        taken.append(loop.parameters.restarts)
-        run(loop, *progress)
-
-    monkeypatch.setattr(em.Loop, "run", counted)
-    data, _ = small_problem(0)
-    module = make(2, normal(0), *[free_durations(5)] * (make is TabularHSMM))
-    fit_em(module, data, num_iterations=4)
-    assert len(taken) == 3
-    assert taken[0] == most
-    assert taken[1] < most
-    taken.clear()
-    fit_em(module, data, num_iterations=1)
-    assert taken == [1]
 
 
 def test_a_large_model_has_one_start_and_says_so(monkeypatch):
