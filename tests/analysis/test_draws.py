@@ -21,6 +21,7 @@ from pyrohmm import (
     draws,
     fit_svi,
     normal_tied,
+    tied,
 )
 
 LENGTHS = torch.tensor([6, 4, 1])
@@ -203,6 +204,19 @@ def test_a_covariance_of_all_states_is_not_taken_for_theirs_unless_sizes_say_so(
         told.permute_states(names, data).hmm(data).log_prob(data.values),
         square.hmm(data).log_prob(data.values),
     )
+
+
+def test_states_that_share_an_emission_keep_their_names():
+    model = MarginalModel(TabularHMM(3, tied(categorical(3), [0, 0, 1])))
+    with pytest.raises(ValueError, match="share"):
+        from_prior(model, 1, 2).aligned(DATA)
+
+
+def test_states_that_their_priors_tell_apart_keep_their_names():
+    prior = torch.tensor([[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+    model = MarginalModel(TabularHMM(3, categorical(3, prior)))
+    with pytest.raises(ValueError, match="log prior"):
+        from_prior(model, 1, 2).aligned(DATA)
 
 
 def test_dimensions_have_names():

@@ -68,6 +68,15 @@ def test_missing_steps_may_hold_what_no_default_could_replace():
     assert hmm.log_prob(torch.full((1, 2, 2), torch.nan)).item() == pytest.approx(0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_integers_of_every_size_will_do(dtype):
+    hmm = built()
+    values, states = torch.randint(4, (3, 3)), torch.zeros(3, 3).long()
+    twin = hmm.replace(lengths=hmm.lengths.to(dtype))
+    assert torch.equal(twin.log_prob(values.to(dtype)), hmm.log_prob(values))
+    assert torch.equal(twin.log_joint(values, states.to(dtype)), hmm.log_joint(values, states))
+
+
 # Conventions --------------------------------------------------------------------------------------
 
 

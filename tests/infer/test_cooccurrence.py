@@ -25,7 +25,7 @@ from pyrohmm import (
 from pyrohmm.infer import cooccurrence as pair_counts
 from pyrohmm.infer.cooccurrence import count_pairs, counted
 from pyrohmm.ops import pairs as pair_losses
-from pyrohmm.ops.markov import predicted, stationary
+from pyrohmm.ops.markov import joint_probs, predicted, stationary, stationary_detached
 from pyrohmm.ops.pairs import Pairs, cross_entropy, relative_distance, squared_distance
 
 LOSSES = [squared_distance, relative_distance, cross_entropy]
@@ -235,6 +235,19 @@ def test_the_predicted_law_is_that_of_every_pair_and_has_stationary_margins():
         ]
         torch.testing.assert_close(pairs.flatten(), torch.stack(by_evidence))
         torch.testing.assert_close(pairs.sum(0), pairs.sum(1))
+
+
+def test_no_gradient_passes_through_a_detached_law():
+    matrix = torch.rand(3, 3).softmax(-1).log().requires_grad_()
+    pairs, (_, probs) = random_pairs(4), random_joint()
+
+    def slope(function):
+        joint = joint_probs(function(matrix), matrix)
+        return torch.autograd.grad(squared_distance(joint, probs, pairs), matrix)[0]
+
+    constant = stationary(matrix).detach()
+    torch.testing.assert_close(slope(stationary_detached), slope(lambda _: constant))
+    assert (slope(stationary) - slope(stationary_detached)).abs().max() > 1e-3
 
 
 # The model

@@ -1,5 +1,8 @@
 """Acceleration of EM: fewer iterations, and a log joint density that never falls."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pyro
 import pytest
 import torch
@@ -138,3 +141,30 @@ def test_a_sticky_start_has_states_that_last():
     torch.testing.assert_close(rows.sum(-1), torch.ones(2, 3))
     with pytest.raises(ValueError, match="prior of its transition matrix"):
         start(DenseHMM(2, 4, dim=2), symbols(), 1)
+
+
+def test_its_steps_are_those_of_squarem_in_numpy():
+    """On a slow linear iteration: theta' = theta + 2 s r + s^2 v, with s = |r| / |v|, bounded."""
+    matrix, shift = np.array([[0.97, 0.02], [0.1, 0.6]]), np.array([0.3, -1.0])
+    site = SimpleNamespace(support=torch.distributions.constraints.real)
+    parameters = SimpleNamespace(
+        values={"x": torch.tensor([[4.0, -2.0]])}, points=[], restarts=1, sites={"x": site}
+    )
+    steps = of_em.Extrapolation(parameters, SimpleNamespace(leaves={}), True)
+    steps.record()
+    theta, longest = np.array([4.0, -2.0]), of_em.GROWTH
+    for _ in range(8):
+        for _ in range(2):
+            moved = parameters.values["x"].numpy() @ matrix.T + shift
+            parameters.values["x"] = torch.tensor(moved)
+            steps.record()
+        first = matrix @ theta + shift
+        second = matrix @ first + shift
+        r, v = first - theta, second - 2 * first + theta
+        s = np.clip(np.linalg.norm(r) / np.linalg.norm(v), 1.0, longest)
+        longest *= of_em.GROWTH if s == longest else 1.0
+        theta = theta + 2 * s * r + s**2 * v
+        np.testing.assert_allclose(parameters.values["x"][0], theta, rtol=1e-9)
+        if steps.proposed:
+            steps.undo(torch.tensor([False]))
+            steps.record()

@@ -530,6 +530,24 @@ def test_svi_of_one_normal_state_finds_posterior_and_evidence_exactly():
     assert fit.losses[-100:].mean().item() == pytest.approx(-evidence.item(), abs=0.02)
 
 
+def test_hard_zeros_stay_zero_under_training():
+    """A left-to-right chain that may not emit symbol 0 in its last state."""
+    start = torch.tensor([1.0, 0.0, 0.0])
+    transition = torch.tensor([[0.6, 0.4, 0.0], [0.0, 0.7, 0.3], [0.0, 0.0, 1.0]])
+    probs = torch.tensor([[0.6, 0.2, 0.2], [0.1, 0.8, 0.1], [0.0, 0.2, 0.8]])
+    hmm, data = drawn_from(
+        (start.log(), transition.log(), dist.Categorical(probs)), torch.full((9,), 6)
+    )
+    fit = fit_map(MarginalModel(TabularHMM.from_hmm(hmm)), data, num_iterations=150, tolerance=None)
+    found = fit.hmm(data)
+    assert found.log_initial.exp().equal(start)
+    assert (found.log_transition == -torch.inf).equal(transition == 0)
+    assert (found.emission.probs == 0).equal(probs == 0)
+    assert fit.losses[-1] < fit.losses[0]
+    assert not torch.allclose(found.log_transition[0, :2].exp(), transition[0, :2])
+    assert fit.names == []
+
+
 # What it refuses
 
 

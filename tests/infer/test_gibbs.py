@@ -104,6 +104,20 @@ def test_progress_and_summary_tell_of_chains_in_different_orders_of_the_states(c
     assert max(float(agreement(v).rhat.max()) for v in aligned.parameters.values()) < 1.1
 
 
+def test_agreement_is_that_of_arviz():
+    import arviz
+
+    torch.manual_seed(0)
+    noise, chains = torch.randn(4, 400), torch.zeros(4, 400)
+    for t in range(1, 400):
+        chains[:, t] = 0.8 * chains[:, t - 1] + noise[:, t]
+    chains[0] += 0.5
+    found, values = agreement(chains), chains.double().numpy()
+    assert found.rhat.item() == pytest.approx(float(arviz.rhat(values)), rel=1e-3)
+    assert found.bulk.item() == pytest.approx(float(arviz.ess(values, method="bulk")), rel=0.02)
+    assert found.tail.item() == pytest.approx(float(arviz.ess(values, method="tail")), rel=0.02)
+
+
 def test_what_is_not_conjugate_is_moved_by_trajectories():
     """A prior of the user's own, which is the same: as in the sum over all paths."""
     pyro.set_rng_seed(0)

@@ -22,6 +22,7 @@ from pyrohmm import (
     fit_map,
     free_durations,
     normal,
+    queries,
 )
 
 K, V, T = 3, 4, 4
@@ -132,6 +133,20 @@ def test_a_fit_names_labels_that_no_path_keeps_to(fit):
     data = Sequences.from_list([[0, 1, 2], [3, 1]], labels=[[0, 0, 1], [1, 0]])
     with pytest.raises(ValueError, match=r"labels must leave a path .* sequence 1, step 1"):
         fit(module, data)
+
+
+def test_one_step_ahead_counts_labels_of_missing_steps():
+    hmm = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        torch.tensor([[0.5, 0.5], [0.3, 0.7]]).log(),
+        dist.Categorical(torch.tensor([[0.5, 0.5], [1.0, 0.0]])),
+        torch.tensor([2]),
+        torch.tensor([[True, False]]),
+    ).restrict(torch.tensor([[-1, 1]]))
+    values = torch.tensor([[0, 0]])
+    scores = queries.predictive_log_prob(hmm, values)
+    torch.testing.assert_close(scores.sum(-1), hmm.log_prob(values))
+    assert (scores < 0).all()
 
 
 def test_errors_in_minibatches_name_the_sequences_they_hold():

@@ -102,6 +102,29 @@ def test_blocks_last_and_leave_no_state_out():
     assert (blocks.diff(dim=-1) != 0).sum(-1).max() <= 3  # of eight steps, the last of six
 
 
+def test_windows_are_pieces_of_the_sequences():
+    rng = np.random.default_rng(0)
+    lengths = torch.tensor([500, 3, 120, 77])
+    steps = torch.arange(500).expand(4, -1) + 1000 * torch.arange(4).unsqueeze(-1)
+    data = Sequences(
+        steps.double(), lengths, torch.tensor(rng.random((4, 500)) > 0.1), labels=steps % 3
+    )
+    assert starts.windows(data, 700) is data
+    some = starts.windows(data, 200)
+    assert 100 <= int(some.lengths.sum()) <= 250
+    assert some.num_steps == 25
+    for n, length in enumerate(some.lengths.tolist()):
+        row = some.values[n, :length].long()
+        assert (row.diff() == 1).all()
+        first = int(row[0])
+        sequence, step = divmod(first, 1000)
+        assert int(some.indices[n]) == sequence
+        assert step + length <= lengths[sequence]
+        assert torch.equal(some.observed[n, :length], data.observed[sequence, step : step + length])
+        assert torch.equal(some.labels[n, :length], data.labels[sequence, step : step + length])
+    assert not some.observed[~some.exists].any()
+
+
 # What they find
 
 

@@ -270,6 +270,15 @@ def test_the_file_of_another_fit_or_a_damaged_one_is_refused_and_kept(tmp_path):
     assert path.read_bytes() == damaged
 
 
+@pytest.mark.parametrize("fit", [lambda *x, **o: fit_map(model(), *x, **o),
+                                 lambda *x, **o: fit_em(model().module, *x, **o)])  # fmt: skip
+def test_other_parts_of_data_are_another_fit(fit, tmp_path):
+    options = {"num_iterations": 2, "checkpoint": tmp_path / "x"}
+    fit(in_parts(), **options)
+    with pytest.raises(ValueError, match=r"belongs to another fit: .*data"):
+        fit(in_parts()[::-1], **options)
+
+
 GONE = object()
 FORGED = [  # a fit; the field; what a forger puts there
     ("map", "losses", "much"),

@@ -289,3 +289,18 @@ def test_code_is_not_compared_and_a_name_is(tmp_path):
     run(fit_map, tmp_path / "x", model=model(log_prior=scaled(2.0)), name="weak")
     with pytest.raises(ValueError, match="its name is 'weak', and here it is 'strong'"):
         run(fit_map, tmp_path / "x", model=model(log_prior=scaled(2.0)), name="strong")
+
+
+def test_the_start_of_em_at_an_hmm_is_compared(tmp_path):
+    even = torch.full((2, 2), 0.5).log()
+    probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]])
+    for first, matches in ((probs, True), (probs.flip(0), False)):
+        hmm = HMM(even[0], even, pyro.distributions.Categorical(first), torch.tensor([1]))
+        if matches:
+            run(fit_em, tmp_path / "x", module=hmm)
+            run(fit_em, tmp_path / "x", module=hmm)
+        else:
+            with pytest.raises(
+                ValueError, match=r"belongs to another fit: its start\.emission\.probs"
+            ):
+                run(fit_em, tmp_path / "x", module=hmm)

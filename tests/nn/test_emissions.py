@@ -213,6 +213,16 @@ def test_a_variance_is_held_at_a_small_share_of_that_of_the_data(name):
     assert "variance was held at its floor, 1e-12" in notes[0]
 
 
+def test_a_covariance_is_held_at_a_small_share_of_that_of_the_data():
+    module, values, weights = floored("full")
+    found, notes = m_step(module, values, weights)
+    floor = normals.SMALLEST * np.var(values, axis=0)
+    np.testing.assert_allclose(found["covariance"][0, 1], np.diag(floor), rtol=1e-6, atol=1e-18)
+    assert "covariance was held at its floor" in notes[0]
+    for state, rows in ((0, values[2:11]), (2, values[11:])):
+        np.testing.assert_allclose(found["covariance"][0, state], np.cov(rows.T, bias=True))
+
+
 def test_values_on_a_line_lift_only_the_flat_direction():
     values = np.outer(np.linspace(-1, 1, 12), [1.0, 2.0])
     module = normal_tied(2)(1)

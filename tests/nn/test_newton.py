@@ -201,6 +201,15 @@ def test_limits_have_their_probabilities():
     assert emission.cdf(torch.tensor(0.0))[0].item() == pytest.approx(0.5)
 
 
+def test_residuals_of_zeros_among_positive_numbers_are_an_interval():
+    data = Sequences.from_list([[0.0, 1.0, 0.0, 2.0, 3.0]])
+    fit = fit_em(TabularHMM(1, pyrohmm.zero_inflated(pyrohmm.log_normal())), data)
+    found = pyrohmm.queries.pseudo_residuals(fit.hmm(data), data.values)
+    assert found.lower[0, 0] == 0
+    assert found.upper[0, 0].item() == pytest.approx(0.4, abs=1e-3)
+    assert found.lower[0, 1] == found.upper[0, 1] > 0.4
+
+
 def test_newton_climbs_where_a_function_is_not_concave():
     def value(x):
         return (-(x.square() - 1).square()).sum(-1) - 0.1 * x.sum(-1)
