@@ -158,6 +158,13 @@ def test_an_m_step_keeps_what_is_held_and_says_what_nothing_determines():
     counts = torch.rand(1, 2, 6)
     mode, _ = module.m_step(module.statistics(counts, None))
     assert set(mode) == {"average"}
+
+    def score(average):
+        logs = module.at({"shape": module.shape, "average": average}).forward()
+        return (counts * logs).sum() + module.prior("average").log_prob(average).sum()
+
+    best = mode["average"]
+    assert max(score(0.99 * best), score(1.01 * best)) < score(best)
     module = poisson_durations(6)(2)
     module.rate = PyroParam(torch.tensor([1.0, 2.0]), constraints.positive)
     counts[0, 1] = 0.0

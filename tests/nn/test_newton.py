@@ -210,6 +210,15 @@ def test_residuals_of_zeros_among_positive_numbers_are_an_interval():
     assert found.lower[0, 1] == found.upper[0, 1] > 0.4
 
 
+def test_beside_a_frozen_shape_the_scale_is_the_best():
+    """A Weibull distribution of shape one is exponential: its scale is the mean."""
+    values = torch.tensor([0.1, 0.4, 1.1, 2.0]).double()
+    module = TabularHMM(1, pyrohmm.weibull()).double()
+    pyrohmm.freeze(module, "emission.concentration", torch.ones(1).double())
+    fit = fit_em(module, Sequences.from_list([values]), priors=False, tolerance=1e-12)
+    assert fit.parameters["module.emission.scale"].item() == pytest.approx(values.mean().item())
+
+
 def test_newton_climbs_where_a_function_is_not_concave():
     def value(x):
         return (-(x.square() - 1).square()).sum(-1) - 0.1 * x.sum(-1)
