@@ -146,10 +146,12 @@ def test_a_sticky_start_has_states_that_last():
 def test_its_steps_are_those_of_squarem_in_numpy():
     """On a slow linear iteration: theta' = theta + 2 s r + s^2 v, with s = |r| / |v|, bounded."""
     matrix, shift = np.array([[0.97, 0.02], [0.1, 0.6]]), np.array([0.3, -1.0])
-    site = SimpleNamespace(support=torch.distributions.constraints.real)
+    real = torch.distributions.constraints.real_vector
+    site = SimpleNamespace(support=real, event_shape=torch.Size([2]))
     parameters = SimpleNamespace(
         values={"x": torch.tensor([[4.0, -2.0]])}, points=[], restarts=1, sites={"x": site}
     )
+    parameters.stacked = lambda: dict(parameters.values)
     steps = of_em.Extrapolation(parameters, SimpleNamespace(leaves={}), True)
     steps.record()
     theta, longest = np.array([4.0, -2.0]), of_em.GROWTH
