@@ -13,10 +13,12 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.distributions.util import is_validation_enabled
 from pyro.poutine.indep_messenger import IndepMessenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
+from torch.distributions.constraints import Constraint
 
 from ._imports import imported
 from ._transforms import transforming
@@ -32,6 +34,12 @@ class PyroValidation:
 
     def __get__(self, distribution: Any, kind: type) -> bool:
         return is_validation_enabled()
+
+
+class OwnChecks(TorchDistribution):
+    """A distribution that checks its arguments itself: torch knows no constraint of them."""
+
+    arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
 
 
 def check_tensor(name: str, value: object) -> None:

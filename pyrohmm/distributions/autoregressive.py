@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal, constraints
 
 from .._checks import (
+    OwnChecks,
     broadcast_shapes,
     check_broadcast,
     check_floats,
@@ -31,7 +32,7 @@ from .hard_zeros import log_probs
 from .observation import is_categorical, log_prob_per_state, marginal_log_prob, permuted
 
 
-class Autoregressive(TorchDistribution):
+class Autoregressive(OwnChecks):
     r"""Emission whose distribution depends on the last L observations: :math:`p(x_t | z_t, c_t)`.
 
     The context :math:`c_t = (x_{t-L}, ..., x_{t-1})` is of the same sequence. Observations 1 to L,
@@ -64,8 +65,6 @@ class Autoregressive(TorchDistribution):
         >>> hmm.log_prob(torch.tensor([1.0, 4.0, 8.0]))
         tensor(-6.7650)
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch.distributions import Distribution, constraints
 
 from .._arrays import from_numpy
 from .._checks import (
+    OwnChecks,
     PyroValidation,
     check_booleans,
     check_broadcast,
@@ -46,10 +47,9 @@ class SequenceOptions(TypedDict, total=False):
     num_steps: int | None
 
 
-class ChainDistribution(TorchDistribution):
+class ChainDistribution(OwnChecks):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
     chain: Any  # a Chain
     lengths: Tensor

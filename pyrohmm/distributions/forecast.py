@@ -13,7 +13,14 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import Independent, MixtureSameFamily, MultivariateNormal, constraints
 
-from .._checks import broadcast_shapes, check_broadcast, check_probs, check_real, check_trailing
+from .._checks import (
+    OwnChecks,
+    broadcast_shapes,
+    check_broadcast,
+    check_probs,
+    check_real,
+    check_trailing,
+)
 from ..ops.markov import CategoricalTable, sample_path
 from .autoregressive import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 from .hard_zeros import REACH, bounds, cdf_of_counts, first_reaching, log_probs, without_events
@@ -121,7 +128,7 @@ def symbol_quantiles(symbols: Tensor, probs: Tensor) -> Tensor:
 
 
 def _first_to_sum_to(upto: Tensor, probs: Tensor) -> Tensor:
-    """The first of n outcomes at which the sums ``(n, *)`` reach each of ``probs``, ``(Q, *)``.
+    """Inverse of cumulative probabilities ``(n, *)`` at each of ``probs``, ``(Q, *)``.
 
     That of 0 is the first that has a mass, that of 1 the last.
     """
@@ -133,7 +140,7 @@ def _first_to_sum_to(upto: Tensor, probs: Tensor) -> Tensor:
 
 
 def _of_counts(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
-    """Quantiles ``(Q, H, *B, *E)`` of counts, by adding probabilities from zero upwards."""
+    """Quantiles ``(Q, H, *B, *E)`` of counts, by cumulative sums of probabilities."""
     _, most = _ends(weights, emission, state)
     last = (emission.mean + REACH * emission.stddev + 20).amax(state).minimum(most).max()
     counts = torch.arange(int(last) + 1).to(weights).reshape(-1, *(1,) * weights.dim())
@@ -144,7 +151,7 @@ def _of_counts(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Ten
 
 
 def _by_bisection(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
-    """Quantiles ``(Q, H, *B, *E)`` of continuous components, from distribution functions."""
+    """Quantiles ``(Q, H, *B, *E)`` of continuous components, by bisection of the cdf."""
     least, most = _ends(weights, emission, state)
     reach = REACH * emission.stddev
     low = (emission.mean - reach).amin(state).maximum(least)
@@ -201,7 +208,7 @@ def sample_in_time(
     values: Tensor | None = None,
     known: Tensor | None = None,
 ) -> Tensor:
-    """Sample observations ``(*B, T, *E)`` one after the other, each given those before it.
+    """Ancestral sampling of observations ``(*B, T, *E)``, each given those before it.
 
     Args:
         emission: Of the observations.
@@ -227,14 +234,14 @@ def sample_emission_per_step(emission: TorchDistribution, states: Tensor) -> Ten
 
 
 def _sample_all_states(emission: TorchDistribution, states: Tensor) -> Tensor:
-    """Sample in all K states, keep the sample of ``states``: works for every distribution."""
+    """Sample observations given ``states``, by samples in all K states."""
     values = emission.sample()  # (*B, K, *E)
     index = states.reshape(states.shape + (1,) * (1 + len(emission.event_shape)))
     index = index.expand(*states.shape, 1, *emission.event_shape)
     return values.gather(states.dim(), index).squeeze(states.dim())
 
 
-class Forecast(TorchDistribution):
+class Forecast(OwnChecks):
     r"""Predictive distributions of observations: mixtures of the emissions of the K states.
 
     .. math:: p(x_{T+h} | x_{1:T}) = \sum_k p(z_{T+h} = k | x_{1:T}) \, p(x_{T+h} | k)
@@ -255,8 +262,6 @@ class Forecast(TorchDistribution):
         >>> bool(((low + high).abs() < 1e-5).all())
         True
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(self, state_probs: Tensor, emission: TorchDistribution) -> None:
         self.state_probs = state_probs

@@ -108,7 +108,7 @@ def _precision(
 
 
 def _read(numbers: Tensor, values: Tensor) -> list[float]:
-    """The largest of the values, amplification and reach; or a guess that they are harmless."""
+    """Read the largest value, amplification and reach; or guess that they are harmless."""
     if not is_guessing(values.device):
         return numbers.tolist()  # waits for the device once
     limits = torch.finfo(values.dtype)

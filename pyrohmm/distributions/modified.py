@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import NegativeBinomial, Poisson, constraints
 from torch.distributions.utils import broadcast_all
 
+from .._checks import OwnChecks
 from .._imports import imported
 from ..ops.log_space import finite_or_zero, log
 from .hard_zeros import REACH, bounds, cdf_of_counts, exact_log_prob, first_reaching
@@ -198,10 +199,8 @@ class ZeroInflated(dist.ZeroInflatedDistribution):
         return self.cdf(value).where(value > 0, 0.0)
 
 
-class _Between(TorchDistribution):
+class _Between(OwnChecks):
     """Base of distributions of numbers with limits; ``base`` is that without them."""
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(
         self, base: Any, lower: Limit = None, upper: Limit = None, validate_args: Any = None

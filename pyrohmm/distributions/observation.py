@@ -26,7 +26,7 @@ from torch.distributions import (
     constraints,
 )
 
-from .._checks import broadcast_shapes, check_broadcast, check_integers, check_range
+from .._checks import OwnChecks, broadcast_shapes, check_broadcast, check_integers, check_range
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
@@ -42,7 +42,7 @@ from .linear_emissions import component_log_prob, linear_log_prob
 from .modified import Censored, Truncated, ZeroInflated
 
 
-class Streams(TorchDistribution):
+class Streams(OwnChecks):
     """Several observations at once, independent given the state, joined in one vector.
 
     A part that emits scalars or symbols takes one component, one that emits vectors of D takes D.
@@ -58,8 +58,6 @@ class Streams(TorchDistribution):
         >>> both.batch_shape, both.event_shape
         (torch.Size([2]), torch.Size([5]))
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(
         self, parts: Sequence[TorchDistribution], validate_args: bool | None = None
@@ -129,15 +127,13 @@ class _StreamsSupport(constraints.Constraint):
         return torch.stack(torch.broadcast_tensors(*inside)).all(0)
 
 
-class Tied(TorchDistribution):
+class Tied(OwnChecks):
     """States that share emissions: state k emits as entry ``index[k]`` of ``base`` does.
 
     Args:
         base: Distribution batched over the distinct emissions, ``(*B, J)``.
         index: ``(K,)`` integers below J.
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(
         self, base: TorchDistribution, index: Tensor, validate_args: bool | None = None
@@ -240,10 +236,10 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
         return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
     # a look-up of rows: log_prob would keep a gradient of N T K V numbers
     missing = values.isnan() if values.dtype.is_floating_point else None
-    if missing is not None:
-        values = values.masked_fill(missing, 0.0)
-    scores = look_up(log_probs(emission), values)
-    return scores if missing is None else scores.masked_fill(missing.unsqueeze(-1), 0.0)
+    if missing is None:
+        return look_up(log_probs(emission), values)
+    scores = look_up(log_probs(emission), values.masked_fill(missing, 0.0))
+    return scores.masked_fill(missing.unsqueeze(-1), 0.0)
 
 
 def _is_of_bits(emission: Any) -> bool:
@@ -322,18 +318,14 @@ def support_varies(distribution: Any) -> bool:
     No value is read: numbers of their own count as different, those expanded from one do not.
     """
     if isinstance(distribution, Streams):
-        return any(support_varies(part) for part in distribution.parts)
+        return any(map(support_varies, distribution.parts))
     if isinstance(distribution, Tied):
         return support_varies(distribution.base)
     if isinstance(distribution, MixtureSameFamily):
         return support_varies(distribution.component_distribution)
     bounds = vars(without_events(distribution).support).values()
-    return any(
-        size > 1 and step != 0
-        for bound in bounds
-        if isinstance(bound, Tensor)
-        for size, step in zip(bound.shape, bound.stride())
-    )
+    shapes = (zip(x.shape, x.stride()) for x in bounds if isinstance(x, Tensor))
+    return any(size > 1 and step != 0 for shape in shapes for size, step in shape)
 
 
 def inside_support(distribution: Any, values: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from pyro.distributions import Gamma
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import Transform
 
 from .._checks import (
+    OwnChecks,
     PyroValidation,
     broadcast_shapes,
     check_booleans,
@@ -26,7 +26,7 @@ from .._checks import (
 )
 
 
-class _Sparse(TorchDistribution):
+class _Sparse(OwnChecks):
     """A table whose entries are exactly zero where they are not ``allowed``.
 
     Args:
@@ -35,7 +35,6 @@ class _Sparse(TorchDistribution):
         **parameters: Positive, ``(*B, *table)``; what stands at forbidden entries is not read.
     """
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
     has_rsample = True
 
@@ -70,7 +69,7 @@ class _SparseTables(constraints.Constraint):
 
 
 class _FromVector(Transform):
-    """Tables from vectors of their free numbers, of which there are ``size``."""
+    """Base of bijections from vectors of ``size`` free numbers to tables."""
 
     bijective = True
     domain = constraints.real_vector
@@ -164,7 +163,7 @@ class _SparseSimplex(_SparseTables):
 
 
 class _SparseSoftmax(Transform):
-    """Softmax of each row over the entries that are allowed: for optimisers."""
+    """Softmax over the allowed entries of each row, for optimisers."""
 
     bijective = False
 
@@ -181,7 +180,7 @@ class _SparseSoftmax(Transform):
 
 
 class _SparseStickBreaking(_FromVector):
-    """Breaks a stick for each row among the entries that are allowed: for densities.
+    """Stick-breaking bijection to the allowed entries of each row, for densities.
 
     Rows differ in the number n of entries allowed. The n - 1 free numbers of all the rows make one
     vector; where a row is shorter than the longest one, the whole rest of the stick is taken.
@@ -320,7 +319,7 @@ class SparsePositive(_SparseTables):
 
 
 class _Scattered(_FromVector):
-    """Exponentials of a vector, in the allowed entries of a table."""
+    """Exponential map from a vector to the allowed entries of a table."""
 
     def __init__(self, codomain: SparsePositive) -> None:
         super().__init__(codomain)

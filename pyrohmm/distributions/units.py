@@ -13,19 +13,18 @@ from typing import Any
 
 import pyro.distributions as dist
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import AffineTransform, ComposeTransform, Transform
 
-from .._checks import PyroValidation, check_floats, check_number, check_trailing
+from .._checks import OwnChecks, PyroValidation, check_floats, check_number, check_trailing
 
 ENOUGH = 2.0  # degrees beyond the dimension, to propose from an inverse Wishart distribution
 STEPS = 5  # of a random walk of a covariance that few observations determine
 
 
-class InUnits(TorchDistribution):
-    """A distribution of real numbers, with coordinates ``(x - origin) / unit`` in its support.
+class InUnits(OwnChecks):
+    """A distribution of real numbers whose coordinates are ``(x - origin) / unit``.
 
     Density and samples are those of ``base``.
 
@@ -40,7 +39,6 @@ class InUnits(TorchDistribution):
         tensor(2.)
     """
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
     has_rsample = True
 
     def __init__(self, base: Any, origin: Tensor, unit: Tensor) -> None:
@@ -100,7 +98,7 @@ class InverseGamma(dist.InverseGamma):
         return a * b.log() - a.lgamma() - (a + 1) * value.log() - b / value
 
 
-class Flat(TorchDistribution):
+class Flat(OwnChecks):
     r"""Positive numbers whose density is flat between two scales.
 
     .. math:: p(v) = \frac{\exp(-b/v - v/m)}{2 \sqrt{b m} K_1(2 \sqrt{b/m})}
@@ -116,8 +114,6 @@ class Flat(TorchDistribution):
         >>> Flat(torch.tensor(1e-4), torch.tensor(5.0)).log_prob(torch.tensor([0.1, 1.0])).exp()
         tensor([0.1959, 0.1638])
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(self, lower: Tensor, upper: Tensor) -> None:
         self.lower, self.upper = lower, upper
@@ -151,7 +147,7 @@ class Flat(TorchDistribution):
 
 
 class Coordinates(constraints.Constraint):
-    """A space with a bijection of its own to unconstrained coordinates; torch has one for all."""
+    """A constraint with its own bijection from unconstrained space; torch has one for all."""
 
     def __init__(self, space: constraints.Constraint, transform: Transform) -> None:
         self.space, self.transform, self.event_dim = space, transform, space.event_dim
@@ -169,14 +165,14 @@ def _transform_of(constraint: Coordinates) -> Transform:
 
 
 def _measured(space: constraints.Constraint, origin: Tensor, unit: Tensor) -> Coordinates:
-    """A space of numbers with another origin and unit of its coordinates."""
+    """Constraint whose unconstrained coordinates are shifted and scaled."""
     return Coordinates(space, ComposeTransform([biject_to(space), AffineTransform(origin, unit)]))
 
 
 # Covariances -------------------------------------------------------------------------------------
 
 
-class InverseWishart(TorchDistribution):
+class InverseWishart(OwnChecks):
     r"""Inverse Wishart distribution of a covariance matrix.
 
     .. math:: p(\Sigma) \propto |\Sigma|^{-(\nu + D + 1)/2}
@@ -199,7 +195,6 @@ class InverseWishart(TorchDistribution):
         tensor(-5.3228)
     """
 
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
     _validate_args = PyroValidation()
     has_rsample = True
 
@@ -253,7 +248,7 @@ class InverseWishart(TorchDistribution):
         return norm - 0.5 * (degrees + dim + 1) * log_det(root) - 0.5 * trace
 
 
-class FlatCovariance(TorchDistribution):
+class FlatCovariance(OwnChecks):
     r"""Covariance matrices whose density is flat between two scales.
 
     .. math:: p(\Sigma) \propto \exp(-\mathrm{tr}(B \Sigma^{-1}) - \mathrm{tr}(\Sigma M^{-1}))
@@ -273,8 +268,6 @@ class FlatCovariance(TorchDistribution):
         >>> FlatCovariance(*ends).log_prob(torch.eye(2)).round(decimals=2)
         tensor(-5.6800)
     """
-
-    arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012
 
     def __init__(self, lower: Tensor, upper: Tensor) -> None:
         self.lower, self.upper = lower, upper
@@ -324,7 +317,7 @@ class FlatCovariance(TorchDistribution):
 
 
 def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
-    """Matrices M with M M' from inverse Wishart distributions of degrees ``(*B)`` and scales."""
+    """Sample roots M, where M M' is inverse Wishart, of degrees ``(*B)`` and scales."""
     dim = scale.size(-1)
     half = (degrees.unsqueeze(-1) - torch.arange(dim, device=scale.device)) / 2
     chi = (2 * torch._standard_gamma(half)).sqrt()
@@ -334,7 +327,7 @@ def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
 
 
 def flat_step(old: Tensor, upper: Tensor, count: Tensor, about: Tensor) -> Tensor:
-    """A step of covariances under a flat prior, which leaves their posterior given means invariant.
+    """Markov chain step for covariances under a flat prior, given means.
 
     With enough observations a Metropolis step, whose inverse Wishart proposals lack the tail of the
     prior; else a random walk, which is symmetric under all linear maps of the components.
@@ -373,7 +366,7 @@ def flat_step(old: Tensor, upper: Tensor, count: Tensor, about: Tensor) -> Tenso
 
 
 def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Raise eigenvalues, in units of the floor of each component, to at least one.
+    """Covariance matrices with eigenvalues raised to a floor, and where they were below it.
 
     Args:
         matrix: ``(*, D, D)``; where it is NaN it stays.
@@ -391,7 +384,7 @@ def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _VectorToCovariance(Transform):
-    """Fills a triangle, takes the exponential of its diagonal, and squares it, in given units."""
+    """Log-Cholesky parametrisation of covariance matrices, in given units."""
 
     bijective = True
     domain = constraints.real_vector
@@ -436,7 +429,7 @@ class _VectorToCovariance(Transform):
 
 
 def _covariances(unit: Tensor) -> Coordinates:
-    """Positive definite matrices, by standard deviations ``(*B, D)`` of the order of theirs."""
+    """Log-Cholesky coordinates of covariance matrices, in units ``(*B, D)`` of deviations."""
     return Coordinates(constraints.positive_definite, _VectorToCovariance(unit))
 
 

@@ -1,4 +1,4 @@
-"""Observations and labels as the recursions read them: fillers, checks, states that may be."""
+"""Checks of observations and labels; imputed gaps; support of sequences; allowed states."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INTEGERS_OF_SINGLE = 1 << 24  # up to which float32 holds all integers
 
 
 def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
-    """``values`` ``(*A, T, *E)`` with something of the support where they are not ``known``.
+    """Values ``(*A, T, *E)`` with gaps filled by a value of the support.
 
     Args:
         values: Observations, of as many batch dimensions as the parameters.

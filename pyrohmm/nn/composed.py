@@ -117,9 +117,8 @@ class StreamsEmission(_Composite, emits=Streams):
         """Each part by itself: see :func:`.normals.scale_prior`."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             joined = self.forward()
-        if moments.shape[1:] != joined.event_shape:
-            return 0.0
-        return sum(map(scale_prior, self.parts, joined.split(moments)))
+        fits = moments.shape[1:] == joined.event_shape
+        return sum(map(scale_prior, self.parts, joined.split(moments))) if fits else 0.0
 
 
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:

@@ -523,7 +523,7 @@ autoregressive_normal = family("autoregressive_normal", AutoregressiveNormalEmis
 
 
 def _noise(inner: Tensor, like: Tensor) -> Tensor:
-    """Normal vectors ``(*, F, 1)`` of mean zero with precision matrices ``(*, F, F)``."""
+    """Sample normal vectors ``(*, F, 1)`` of mean zero, given precision matrices ``(*, F, F)``."""
     unit = inner.diagonal(dim1=-2, dim2=-1).sqrt().unsqueeze(-1)
     rounding = 1e-14 * torch.eye(inner.size(-1)).to(inner)  # which could make it singular
     root = torch.linalg.cholesky(inner / unit / unit.mT + rounding)
@@ -531,7 +531,7 @@ def _noise(inner: Tensor, like: Tensor) -> Tensor:
 
 
 def _solved(inner: Tensor, wanted: Tensor) -> Tensor:
-    """Solutions ``(*, F, 1)`` of positive semidefinite systems, the shortest where many are."""
+    """Minimum-norm solutions ``(*, F, 1)`` of positive semidefinite systems."""
     if inner.size(-1) == 1:
         return wanted / inner
     unit = inner.diagonal(dim1=-2, dim2=-1).sqrt()
@@ -546,7 +546,7 @@ def _solved(inner: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> Tensor:
-    """Sums of products of 1 and values ``(M, S)`` about an origin, ``(R, K, 1 + S, 1 + S)``."""
+    """Weighted second moments of 1 and values ``(M, S)`` about an origin, ``(R, K, 1+S, 1+S)``."""
     size = values.size(-1) + 1
 
     def features(values: Tensor) -> Tensor:
@@ -556,7 +556,7 @@ def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> T
 
 
 def residuals_within(windows: Tensor, num_states: int) -> Tensor:
-    """Deviations ``(D,)`` about a regression on the vectors before, within the narrowest state.
+    """Residual deviations ``(D,)`` of an autoregression in the narrowest state, robustly.
 
     They are about those in the narrowest of states with n observations, or less, by least trimmed
     squares (Rousseeuw and Van Driessen, 2006, Computing LTS regression for large data sets): of

@@ -457,7 +457,7 @@ normal_mixture = family("normal_mixture", MixtureEmission, num_components=1, dim
 
 
 def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
-    """First shares ``(R, M, K, C)``: each value goes to the nearest of C values of its state."""
+    """Initial responsibilities ``(R, M, K, C)``: of the nearest of C sampled values per state."""
     if len(values) == 0:
         return weights.new_zeros(*weights.shape, num_components)
     filled = torch.where(values.isnan(), values.nanmean(0).nan_to_num(0.0), values)
@@ -487,7 +487,7 @@ def floor_note(name: str) -> str:
 
 
 def like(buffer: Tensor, values: Tensor) -> Tensor:
-    """New numbers for a buffer: the old ones are still those of guides of earlier fits."""
+    """A new buffer with these values: guides of earlier fits hold the old one."""
     return values.to(buffer).expand(buffer.shape).clone()
 
 

@@ -82,11 +82,7 @@ class Linear(Family):
     """
 
     def __init__(
-        self,
-        columns: Columns,
-        shape: tuple[int, ...],
-        prior_scale: float | None,
-        free: Tensor | None = None,
+        self, columns: Columns, shape: Any, prior_scale: float | None, free: Tensor | None = None
     ) -> None:
         super().__init__()
         if prior_scale is not None and not (isinstance(prior_scale, Real) and prior_scale > 0):
@@ -95,24 +91,23 @@ class Linear(Family):
         terms = columns.smooths
         order = sorted(range(len(terms)), key=lambda i: bool(terms[i]))
         if any(terms):
-            names = tuple(columns.names[i] for i in order)
-            columns = Columns(names, tuple(columns.indices[i] for i in order))
+            pairs: Any = columns.names, columns.indices
+            columns = Columns(*(tuple(part[i] for i in order) for part in pairs))
             free = None if free is None else free[..., order]
         curves = list(dict.fromkeys(filter(None, terms)))
         self.terms = [curves.index(terms[i]) for i in order if terms[i]]  # of each column of theirs
         self.columns, self.shape, self.prior_scale = columns, shape, prior_scale
         self.width = len(terms) - len(self.terms)
-        size: tuple[int, ...] = (*shape, self.width)
         offset = torch.tensor([name.startswith("offset(") for name in columns.names])
-        one = None
+        one, possible = None, torch.ones(*shape, len(terms), dtype=torch.bool)
         if bool(offset.any()):
-            possible = torch.ones(*shape, len(terms), dtype=torch.bool) if free is None else free
+            possible = possible if free is None else free
             free, one = possible & ~offset, possible & offset
         self.register_buffer("free", free)
         self.register_buffer("one", one)
         self.register_buffer("prior_loc", torch.zeros(()), persistent=False)  # for its dtype
-        if free is not None:
-            size = (int(free[..., : self.width].sum()),)
+        number = None if free is None else int(free[..., : self.width].sum())
+        size = (*shape, self.width) if number is None else (number,)
         if self.terms:
             self.register_buffer("spread", torch.full((*shape, len(curves)), torch.nan))
             self.smooth = PyroSample(Penalty(_curves))
@@ -169,7 +164,8 @@ class Linear(Family):
         spread = columns.std(0, correction=0)
         constant = (spread <= 1e-5 * square) & (square > 0)
         if self.free is not None:
-            square = square.expand(self.free.shape)[..., : self.width][self.free[..., : self.width]]
+            free = self.free[..., : self.width]
+            square = square.expand(free.shape)[free]
         if self.free is not None or not bool(constant.any()):
             zeros = torch.zeros_like(square)
             return Units(zeros, torch.where(square > 0, square, 1.0), zeros)
@@ -322,13 +318,11 @@ class RegressionEmission(OwnParameters):
         index = slice(None)
         if isinstance(emission, Tied):
             emission, index = emission.base, emission.index
+        found = {name: getattr(emission, name)[index] for name in self.names}
         if len(self.shape) > 1:
-            logits = emission.logits[index]
-            return {"logits": logits[:, 1:] - logits[:, :1]}
-        return {
-            name: transform_to(self.kind.arg_constraints[name]).inv(getattr(emission, name)[index])
-            for name in self.names
-        }
+            return {"logits": found["logits"][:, 1:] - found["logits"][:, :1]}
+        links = self.kind.arg_constraints
+        return {name: transform_to(links[name]).inv(value) for name, value in found.items()}
 
     def maximize(self, data: Sequences, states: Tensor, current: Statistics) -> Statistics:
         """Coefficients by name, given the smoothed posterior of the states ``(R, N, T, K)``."""

@@ -106,12 +106,10 @@ class RegressionHMM(HMMModule):
         check_size("num_states", num_states, 1 if durations is None else 2)
         if rates is not None and (transition is not None or durations is not None):
             raise ValueError("rates are in place of transition and durations: give one of them.")
-        if (durations is None) != (max_duration is None) or (
-            rates is None and exact_entry is not None
-        ):
+        alone = exact_entry is not None and rates is None
+        if alone or (durations is None) != (max_duration is None):
             raise ValueError("durations need max_duration, and exact_entry needs rates.")
-        if max_duration is not None:
-            check_size("max_duration", max_duration)
+        check_size("max_duration", 1 if max_duration is None else max_duration)
         self.num_states, self.max_duration = num_states, max_duration or 0
         shape = num_states, num_states - 1
         others = ~torch.eye(num_states, dtype=torch.bool)
@@ -137,12 +135,11 @@ class RegressionHMM(HMMModule):
             possible = possible & (possible.cumsum(1) > 1)
         elif not bool(allowed.diagonal().all()):
             raise ValueError("transition_allowed must be True on its diagonal, for staying.")
-        if transition_free is not None or not bool(possible.all()):
-            every = torch.ones(size, dtype=torch.bool)
-            transition_free = possible & (every if transition_free is None else transition_free)
+        free: Any = possible.expand(size) if transition_free is None else possible & transition_free
+        free = None if transition_free is None and bool(possible.all()) else free
         self.register_buffer("barred", None if bool(allowed.all()) else ~allowed)
         self.moved_by = name
-        setattr(self, name, Linear(columns, shape, prior_scale, transition_free))
+        setattr(self, name, Linear(columns, shape, prior_scale, free))
         self.initial = Linear(as_columns("initial", initial), shape[1:], prior_scale)
         self.duration: Any = None if durations is None else build_emission(durations, num_states)
         if durations is not None:
@@ -199,12 +196,12 @@ class RegressionHMM(HMMModule):
         parts = [self.transition, *self.duration.children()]
         names = {i: n for x in parts for i, n in zip(x.columns.indices, x.columns.names)}
         moved = (covariates != covariates[..., :1, :]) & exists.unsqueeze(-1)
-        changing = [names[i] for i in sorted(names) if bool(moved[..., i].any())]
-        if changing:
-            raise ValueError(
-                f"covariates of durations must be constant along each sequence; {changing[0]!r} "
-                "changes. Give it to the emission, or take transition= without durations."
-            )
+        for i in sorted(names):
+            if bool(moved[..., i].any()):
+                raise ValueError(
+                    f"covariates of durations must be constant along each sequence; {names[i]!r} "
+                    "changes. Give it to the emission."
+                )
 
     def emission_module(self) -> PyroModule | None:
         """The emission, if it does not depend on covariates."""
@@ -322,13 +319,13 @@ class RegressionHMM(HMMModule):
 
     def _lasting(self, probs: Tensor) -> dict[str, Tensor]:
         """Predictors ``(K,)`` of durations nearest to probabilities ``(K, D)``, by parameter."""
+        probs, names = probs.double(), self.duration.names
 
         def value(predictors: Tensor) -> Tensor:
             logs = truncated(self.duration.of_predictors(predictors), probs.size(-1))
             return torch.where(probs > 0, probs * logs, 0.0).sum(-1)
 
-        probs, names = probs.double(), self.duration.names
-        start = torch.zeros(len(probs), len(names), dtype=torch.double)
+        start = probs.new_zeros(len(probs), len(names))
         best = newton.maximized(value, newton.of_function(value), start)
         return dict(zip(names, best.unbind(-1)))
 

@@ -1,4 +1,4 @@
-"""Many maxima as one batch: Newton's method with exact derivatives, and quasi-Newton ascents.
+"""Batched maximisation: Newton's method with exact derivatives, and L-BFGS.
 
 In shapes, B is the number of problems, P that of unknowns of each, M that of observations, and Q
 that of linear predictors.
@@ -30,7 +30,7 @@ def maximized(
     num_steps: int = 100,
     tolerance: float = 1e-9,
 ) -> Tensor:
-    """Points ``(B, P)`` where B functions have maxima, each of its own P numbers, float64.
+    """Maximise B functions of P numbers each by Newton's method: points ``(B, P)``, float64.
 
     A step solves with the absolute curvatures, so that it climbs where a function is not concave,
     and is halved until it does: no function ends below its start.
@@ -105,7 +105,7 @@ def of_function(value: Value) -> Derivatives:
 
 
 def of_differences(value: Value) -> Derivatives:
-    """Derivatives by central differences: of few unknowns in less time than exact ones.
+    """Slopes and Hessians by central differences: of few unknowns in less time than exact ones.
 
     Args:
         value: Of points ``(n, B, P)``, all of which are evaluated at once: ``(n, B)``.
