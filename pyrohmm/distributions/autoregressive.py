@@ -169,10 +169,7 @@ class Autoregressive(OwnChecks):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """There is none of a single observation: this raises."""
-        raise ValueError(
-            f"{type(self).__name__} gives densities to sequences, by log_likelihood: it must "
-            "be the whole emission of an HMM with the same parameters at every step."
-        )
+        raise ValueError(f"{type(self).__name__} gives densities to sequences, by log_likelihood.")
 
     # One step after the other
 
@@ -227,10 +224,7 @@ class Autoregressive(OwnChecks):
             known: ``(*B, T)`` booleans, which steps exist and are observed; None if all that exist.
         """
         if values is not None and values.dtype.is_floating_point and bool(values.isnan().any()):
-            raise ValueError(
-                "values must have no NaN, for later observations depend on them. Mark the step as "
-                "not observed if nothing is observed after it, or split the sequence there."
-            )
+            raise ValueError("values must have no NaN, which later ones depend on: split there.")
         if known is None:
             return
         padded = torch.nn.functional.pad(known, (self.lags, 0), value=True)
@@ -296,8 +290,7 @@ class AutoregressiveCategorical(Autoregressive):
         symbols = initial.param_shape[-1]
         if not lags or shapes[0] != shapes[1] or symbols != self.num_symbols:
             raise ValueError(
-                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V symbols;"
-                f" got {tuple(initial.param_shape)} and {tuple(tables.param_shape)}, with those."
+                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V symbols."
             )
         self.tables = tables
         super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
@@ -429,10 +422,7 @@ class AutoregressiveNormal(Autoregressive):
         check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")
         states = {base.batch_shape[-1:], initial.batch_shape[-1:], weights.shape[-4:-3]}
         if weights.dim() < 4 or len(states) > 1 or initial.event_shape != base.event_shape:
-            raise ValueError(
-                "initial, base and weights must be of the same K states and D components, weights "
-                f"(*b, K, L, D, D); got {initial}, {base}, and weights {tuple(weights.shape)}."
-            )
+            raise ValueError("initial, base and weights must be of the same K states and D parts.")
         origin = weights.new_zeros(dim) if origin is None else origin
         check_trailing("origin", origin, (dim,), "(D,)", "D is that of base.")
         self.base, self.weights, self.origin = base, weights, origin

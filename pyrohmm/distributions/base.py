@@ -117,7 +117,7 @@ class ChainDistribution(OwnChecks):
             of = ", ".join(f"{count} of {name}" for name, count in steps.items()) or num_steps
             raise ValueError(
                 f"lengths must lie between 1 and the number of steps, {of}; got values from "
-                f"{self._shortest} to {self._longest}. Drop empty sequences, and count no padding."
+                f"{self._shortest} to {self._longest}."
             )
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")

@@ -104,6 +104,7 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         concentration0: Of the prior, for zeros.
     """
 
+    kind = Bernoulli
     supports: ClassVar = {"probs": constraints.unit_interval}
 
     def __init__(
@@ -116,10 +117,6 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
     def probs_prior(self) -> TorchDistribution:
         """Beta probabilities."""
         return Beta(self.ones, self.zeros)
-
-    def components(self) -> TorchDistribution:
-        """Zeros and ones."""
-        return Bernoulli(probs=self.probs)
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Shares of ones, with those of the prior."""
@@ -152,7 +149,7 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
     """
 
     supports: ClassVar = {"rate": constraints.nonnegative}
-    flat = True
+    kind, flat = Poisson, True
     of_moments: ClassVar = {"weight": lambda mean, _, sd: 0.1 / mean.hypot(sd).clamp(min=1.0)}
 
     def __init__(
@@ -167,10 +164,6 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
     def rate_prior(self) -> TorchDistribution:
         """Gamma rates."""
         return Gamma(self.concentration, self.weight)
-
-    def components(self) -> TorchDistribution:
-        """Counts."""
-        return Poisson(self.rate)
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """Mean counts, with those of the prior."""

@@ -36,10 +36,8 @@ def parametric(distribution: Any, **priors: TorchDistribution) -> EmissionFamily
         torch.Size([2])
     """
     if isinstance(distribution, type):
-        raise TypeError(
-            "distribution must be one of batch shape (K,), such as parametric(Gamma(torch.ones(2), "
-            f"1.0)) for two states; got the class {distribution.__name__}."
-        )
+        got = distribution.__name__
+        raise TypeError(f"distribution must be one of batch shape (K,); got the class {got}.")
     return partial(_of_points, distribution=distribution, priors=priors)
 
 
@@ -52,9 +50,7 @@ def _of_points(
     for name, prior in priors.items():
         if name not in module._pyro_params or not hasattr(prior, "expand"):
             known = ", ".join(module._pyro_params)
-            raise TypeError(
-                f"priors are of entries of the parameters {known}; got {name}={prior!r}."
-            )
+            raise TypeError(f"priors are those of the parameters {known}; got {name}={prior!r}.")
         shape = getattr(module, name).shape
         delattr(module, name)
         setattr(module, name, PyroSample(prior.expand(shape).to_event(len(shape))))

@@ -76,18 +76,20 @@ class Emission(Family):
 class Components(Emission):
     """Base of families of independent components; without any, observations are scalars.
 
-    Subclasses define ``components``, ``features`` and ``m_step``; parameters are ``(K, [D])``.
+    Subclasses define ``kind``, ``features`` and ``m_step``; parameters are ``(K, [D])``.
 
     Args:
         num_states: K.
         dim: D; zero for scalars.
 
     Attributes:
+        kind: The distribution of a component, of parameters with the names in ``supports``.
         of_moments: Buffers of such priors, by name, as functions of the mean of the data, its
             absolute value and their standard deviation, ``([D])``; the last two are positive.
         power: Of the unit in the product of the parameters of a state; None where there is no unit.
     """
 
+    kind: ClassVar[Any]
     of_moments: ClassVar[dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {}
     power: ClassVar[int | None] = None
 
@@ -115,7 +117,7 @@ class Components(Emission):
 
     def components(self) -> TorchDistribution:
         """The distribution of the components, of batch shape ``(K, [D])``."""
-        raise NotImplementedError
+        return self.kind(**{name: getattr(self, name) for name in self.supports})
 
     def forward(self) -> TorchDistribution:
         """The distribution of an observation, batched over states."""
@@ -210,12 +212,9 @@ def build_part(name: str, kind: str, example: str, family: Any, num_states: int)
     part = family(num_states)
     if isinstance(part, partial):
         got = getattr(family, "__name__", family)
-        raise TypeError(
-            f"{name} must be {kind}, made by a call, such as {example}; got {got} itself."
-        )
+        raise TypeError(f"{name} must be {kind}, by a call, such as {example}; got {got} itself.")
     if not isinstance(part, PyroModule):
-        got = type(part).__name__
-        raise TypeError(f"{name} must return a PyroModule when it is called with K; got {got}.")
+        raise TypeError(f"{name} must return a PyroModule when called with K; got {type(part)}.")
     return part
 
 
@@ -257,16 +256,10 @@ def spread(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     if not bool(tensor.isfinite().all()):
         raise ValueError(f"{name} must be finite; got {tensor[~tensor.isfinite()][0].item()}.")
     try:
-        wide = tensor.expand(shape)
+        return tensor.expand(shape).clone()
     except RuntimeError:
         got = tuple(tensor.shape)
         raise ValueError(f"{name} must be a number or broadcast to {shape}; got {got}.") from None
-    try:
-        return wide.clone()
-    except RuntimeError as error:
-        raise ValueError(
-            f"{name} has shape {shape} for num_states: int {shape[0]}, more than there is memory."
-        ) from error
 
 
 def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:

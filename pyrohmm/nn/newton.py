@@ -42,11 +42,9 @@ class NewtonComponents(Components):
         **priors: Of an entry of a parameter, by name.
 
     Attributes:
-        kind: The distribution of a component, of parameters with the names in ``supports``.
         defaults: Priors by name, as functions of ones ``([D])``.
     """
 
-    kind: ClassVar[Any]
     defaults: ClassVar[dict[str, Callable[[Tensor], Any]]] = {}
     summed, flat = False, True
 
@@ -73,10 +71,6 @@ class NewtonComponents(Components):
         kind, arguments = self._priors[name]
         found = {argument: getattr(self, f"{name}_{argument}") for argument in arguments}
         return kind(**found, validate_args=False).expand(self.shape)
-
-    def components(self) -> TorchDistribution:
-        """The distribution of the components."""
-        return self.kind(**{name: getattr(self, name) for name in self.supports})
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
         """Parameters by name with about this mean and variance, which are positive."""
@@ -397,6 +391,7 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
         True
     """
 
+    kind = Gamma
     supports: ClassVar = {"concentration": constraints.positive, "rate": constraints.positive}
     of_moments: ClassVar = {
         "rate_gamma": lambda _, size, sd: torch.stack([0 * size + 1.01, 1e-7 * size])
@@ -416,17 +411,9 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
             wide = torch.tensor(pair).reshape(2, *(1,) * bool(dim))
             self.register_buffer(f"{name}_gamma", positive(name, wide, (2, *self.shape[1:])))
 
-    def concentration_prior(self) -> TorchDistribution:
-        """Gamma concentrations."""
-        return Gamma(*self.concentration_gamma).expand(self.shape)
-
-    def rate_prior(self) -> TorchDistribution:
-        """Gamma rates."""
-        return Gamma(*self.rate_gamma).expand(self.shape)
-
-    def components(self) -> TorchDistribution:
-        """Positive numbers."""
-        return Gamma(self.concentration, self.rate)
+    def prior(self, name: str) -> Any:
+        """Gamma prior of a parameter."""
+        return Gamma(*getattr(self, f"{name}_gamma")).expand(self.shape)
 
     def features(self, values: Tensor) -> dict[str, Tensor]:
         """The values and their logarithms."""
@@ -493,7 +480,8 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
         True
     """
 
-    flat = True
+    kind, flat = modified.Angle, True
+    # concentrations first: the prior of directions depends on them
     supports: ClassVar = {"concentration": constraints.positive, "loc": constraints.real}
 
     def __init__(
@@ -519,11 +507,6 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
     def loc_prior(self) -> TorchDistribution:
         """Directions, von Mises given the concentrations."""
         return modified.Angle(self.prior_loc, self.weight * self.concentration)
-
-    def components(self) -> TorchDistribution:
-        """Angles."""
-        concentration = self.concentration  # read first: the prior of the mean depends on it
-        return modified.Angle(self.loc, concentration)
 
     def features(self, values: Tensor) -> dict[str, Tensor]:
         """Cosines and sines."""

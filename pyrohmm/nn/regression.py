@@ -272,10 +272,8 @@ def _normal(module: Linear, scale: float, shape: tuple[int, ...]) -> TorchDistri
 
 def _curves(module: Linear) -> TorchDistribution:
     if bool(module.spread.isnan().any()):
-        raise ValueError(
-            "the weights of smooth terms are not known: fit_em estimates them; others need its "
-            "fit.model, or values of your own in the buffers spread of the module's parts."
-        )
+        raise ValueError("the weights of smooth terms are not known. fit_em estimates them: give "
+                         "its fit.model to others.")  # fmt: skip
     prior = Normal(module.prior_loc, module.spread[..., module.terms])
     return prior.to_event(len(module.shape) + 1)
 

@@ -198,10 +198,8 @@ class RegressionHMM(HMMModule):
         moved = (covariates != covariates[..., :1, :]) & exists.unsqueeze(-1)
         for i in sorted(names):
             if bool(moved[..., i].any()):
-                raise ValueError(
-                    f"covariates of durations must be constant along each sequence; {names[i]!r} "
-                    "changes. Give it to the emission."
-                )
+                raise ValueError(f"covariates of durations must be constant along each sequence; "
+                                 f"{names[i]!r} changes.")  # fmt: skip
 
     def emission_module(self) -> PyroModule | None:
         """The emission, if it does not depend on covariates."""
@@ -331,10 +329,7 @@ class RegressionHMM(HMMModule):
 
     def _set(self, part: Linear, intercepts: Tensor) -> None:
         if not part.columns.names[0].startswith(("Intercept", "column ")):
-            got = ", ".join(part.columns.names)
-            raise ValueError(
-                f"begin_at needs an intercept as first column of all parts; got {got}."
-            )
+            raise ValueError("begin_at needs an intercept as first column of all parts.")
         value = torch.zeros(*part.shape, part.width).to(part.coefficients)
         value[..., 0] = intercepts
         part.coefficients = value if part.free is None else value[part.free[..., : part.width]]

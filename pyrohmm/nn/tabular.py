@@ -167,10 +167,8 @@ def module_of(hmm: HMM) -> HMMModule:
     """
     kind, chain = MODULES.get(type(hmm), TabularHMM), hmm.chain
     if kind is TabularHMM and type(chain) not in (MarkovChain, BlockChain):
-        raise TypeError(
-            f"no module has the parameters of a {type(chain).__name__}: write an HMMModule whose "
-            "forward returns HMM.of(chain, ...)."
-        )
+        raise TypeError(f"no module has the parameters of a {type(chain).__name__}: write one "
+                        "whose forward returns HMM.of(chain, ...).")  # fmt: skip
     module: HMMModule = kind.from_hmm(hmm)
     return module
 

@@ -149,9 +149,7 @@ def _others(num_states: int, allowed: Tensor | None) -> Tensor:
 def given_times(times: Tensor | None) -> Tensor:
     """The times of the data; raises if there are none."""
     if times is None:
-        raise ValueError(
-            "data has no times, which a model in continuous time needs: Sequences(..., times=)."
-        )
+        raise ValueError("data has no times, which the model needs: Sequences(..., times=).")
     return times
 
 
