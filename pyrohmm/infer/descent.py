@@ -186,8 +186,7 @@ class Descent:
         if self.plateau and (settings["validation"] is None or self.plateau.mode != "min"):
             raise ValueError(
                 "schedule returned a ReduceLROnPlateau, which follows the nats per step of "
-                "held-out data: give validation, and mode='min'; its mode is "
-                f"{self.plateau.mode!r}."
+                f"held-out data: give validation, and mode='min', not {self.plateau.mode!r}."
             )
         self.limit = None if clip_norm is None else clip_norm * num_observed
         decay = settings.get("average")

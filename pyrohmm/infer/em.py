@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,10 +152,9 @@ def fit_em(
     module = with_priors(copy.deepcopy(module), priors)
     parameters = Parameters(module, data, restarts or 1, log_prior)
     maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
-    ranked = 0
     goes_on = num_iterations > 1 or checkpoint is not None
-    if start is None and restarts != 1 and tolerance is not None and goes_on:
-        ranked = num_ranked(parameters, maximize)
+    several = start is None and restarts != 1 and tolerance is not None and goes_on
+    ranked = num_ranked(parameters, maximize) if several else 0
     if restarts is None and ranked > 1 and batch_size is None and group.size == 1:
         parameters.restarts = min(FEW, ranked)
     loop = Loop(
@@ -164,16 +164,7 @@ def fit_em(
     )  # fmt: skip
     if ranked > 1:
         loop.large, loop.num_first = int(data.lengths.sum()) > MOST_STEPS, 2 if restarts else 1
-
-    def identity() -> dict[str, Any]:
-        compared = arguments
-        if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
-            begin_at = {name: digits([value]) for name, value in module.named_parameters()}
-            compared = arguments | {"module": module, "start": begin_at}
-        return identity_of(
-            f"EM on {type(module).__name__}", module.state_dict().values(), compared
-        ) | {"latent variables": list(parameters.sites)}
-
+    identity = partial(_identity, arguments, parameters)
     if not loop.resume(checkpoint, identity, generator, parameters.points):
         unsuited = False
         try:
@@ -189,6 +180,17 @@ def fit_em(
     if restarts is None and ranked == 1:
         fit.notes.append("one start was tried, for the model is large; restarts=4 tries others too")
     return fit
+
+
+def _identity(arguments: dict[str, Any], parameters: Parameters) -> dict[str, Any]:
+    """Fingerprint of the fit, for checkpoints."""
+    module = parameters.module
+    if isinstance(arguments["module"], HMM):  # whose parameters are a start that the user chose
+        start = {name: digits([value]) for name, value in module.named_parameters()}
+        arguments = arguments | {"module": module, "start": start}
+    kind = f"EM on {type(module).__name__}"
+    own = {"latent variables": list(parameters.sites)}
+    return identity_of(kind, module.state_dict().values(), arguments) | own
 
 
 def _check(
@@ -207,8 +209,6 @@ def _check(
         raise TypeError(
             f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
         )
-    if log_prior is not None and not callable(log_prior):
-        raise TypeError(f"log_prior must be callable; got {type(log_prior).__name__}.")
     fits = isinstance(module, TransitionCounts) and isinstance(log_prior, TransitionPrior)
     if transition_step is not None and not fits:
         raise ValueError(

@@ -161,6 +161,7 @@ def fit_map(
         batch_size=batch_size, validation=validation, **options,
     )  # fmt: skip
     check_size("restarts", restarts)
+    start = start.start if isinstance(start, Fit) else start
     model = model if priors else with_priors(copy.deepcopy(model), priors)
     data = in_parts(data)
     init_loc_fn = partial(_interior_value, _init_function(start, model, data, restarts))
@@ -221,10 +222,9 @@ def init_near(found: Values, restarts: int) -> Callable[..., Any]:
 
 
 def _begin_points(
-    model: Callable[..., Any], start: Callable[..., Any] | Values | Fit, data: Sequences | Parts
+    model: Callable[..., Any], values: Callable[..., Any] | Values, data: Sequences | Parts
 ) -> dict[str, Any] | None:
-    """Set parameters without a prior to values of ``start``; a state of the store for functions."""
-    values = start.start if isinstance(start, Fit) else start
+    """Set parameters without a prior to ``values``; a state of the store for functions."""
     if not isinstance(values, Mapping):
         return None
     if isinstance(model, nn.Module):
@@ -244,24 +244,23 @@ def _begin_points(
 
 
 def _init_function(
-    start: Callable[..., Any] | Values | Fit, model: Any, data: Sequences | Parts, restarts: int
+    start: Callable[..., Any] | Values, model: Any, data: Sequences | Parts, restarts: int
 ) -> Callable[..., Any]:
     """The function of Pyro's autoguides that initialises at ``start``."""
-    values = start.start if isinstance(start, Fit) else start
     if start is init_to_sample and isinstance(model, MarginalModel | EnumeratedModel):
         return init_near(near_data(model.module, data, restarts), restarts)
-    if callable(values):
-        return values
-    if not isinstance(values, Mapping):
+    if callable(start):
+        return start
+    if not isinstance(start, Mapping):
         raise TypeError(
             "start must be a function such as init_to_sample, values by name, or a fit; got "
             f"{type(start).__name__}."
         )
-    at = init_to_value(values=dict(values))
+    at = init_to_value(values=dict(start))
 
     def init(site: dict[str, Any]) -> Any:
-        if site["name"] not in values:
-            raise ValueError(f"start has no value for {site['name']}; it has {', '.join(values)}.")
+        if site["name"] not in start:
+            raise ValueError(f"start has no value for {site['name']}; it has {', '.join(start)}.")
         return at(site)
 
     return init

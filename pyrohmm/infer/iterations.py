@@ -97,8 +97,7 @@ class Expectation:
                 where = int(chosen[impossible.byte().argmax()])
                 raise ValueError(
                     f"data: sequence {where} of this batch has probability zero; check for symbols "
-                    "or transitions that no path allows, or give the parameters a prior that rules "
-                    "none out."
+                    "or transitions that no path allows, or give priors that rule none out."
                 )
         raise FloatingPointError(
             f"the loss is {loss[0].item()}; the prior has density zero at the parameters."
@@ -107,24 +106,24 @@ class Expectation:
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
         for part in parts_of(batch):
-            scale = part.total / len(part)
-            whole = [(torch.arange(len(part)), part)]
-            for chosen, piece in self._split(part) if self.maximize.summed else whole:
-                yield chosen, piece, scale
+            for chosen, piece in self._split(part):
+                yield chosen, piece, part.total / len(part)
 
     def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
         """Sequences of similar length, and which these are: else most of the work is padding."""
         if self._split_of is None or self._split_of[0] is not batch:
             order = batch.lengths.argsort(descending=True, stable=True)
             lengths = batch.lengths[order]
-            if batch.num_steps * len(batch) < max(PADDED, 1.5 * int(lengths.sum())):
-                self._split_of = batch, [(order.sort().values, batch)]
-                return self._split_of[1]
-            ends = [0]
-            while ends[-1] < len(batch):
-                ends.append(int((1.5 * lengths > lengths[ends[-1]]).sum()))
-            parts = [order[a:b].sort().values for a, b in pairwise(ends)]
-            self._split_of = batch, [(part, batch[part]) for part in parts]
+            little = batch.num_steps * len(batch) < max(PADDED, 1.5 * int(lengths.sum()))
+            if little or not self.maximize.summed:
+                parts = [(torch.arange(len(batch)), batch)]
+            else:
+                ends = [0]
+                while ends[-1] < len(batch):
+                    ends.append(int((1.5 * lengths > lengths[ends[-1]]).sum()))
+                rows = [order[a:b].sort().values for a, b in pairwise(ends)]
+                parts = [(chosen, batch[chosen]) for chosen in rows]
+            self._split_of = batch, parts
         return self._split_of[1]
 
 
@@ -158,9 +157,9 @@ def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCou
         data: The sequences.
         likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
     """
-    logs = hmm.log_likelihood(data.values, check=False)
-    # restarts may share the emission: if all of it is frozen
-    logs = likelihood.reshape((-1,) * (logs.dim() - 3) + logs.shape[-3:]).log().to(logs)
+    logs = likelihood.reshape(-1, *likelihood.shape[-3:]).log().to(hmm.log_initial)
+    if len(hmm.batch_shape) == 1:
+        logs = logs.squeeze(0)
     if hmm.allowed is not None:
         logs = logs.masked_fill(~hmm.allowed, -torch.inf)
     return hmm.chain.uniform().expected_counts(logs, hmm.lengths)

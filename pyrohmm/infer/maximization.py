@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -324,7 +325,7 @@ class Maximization:
             self.idle = visits < DEAD * visits.sum(-1, keepdim=True)
             batch = parameters.probe
         with torch.no_grad():
-            values, notes = with_one_wait(lambda: self.modes(sums))
+            values, notes = with_one_wait(partial(self.modes, sums), parameters.data.device)
             parameters.update(values)
             if self.steps is not None:
                 current = {name: parameters.get(name) for name in self.steps.by_steps}

@@ -12,6 +12,7 @@ default, and :class:`LogitGradient`, for other exponents of the kernel and other
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -204,22 +205,27 @@ class _Searching:
         self.num_starts = num_starts
         self.searched: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def _climbed(
-        self,
-        climb: Callable[[Tensor], Tensor],
-        rows: Tensor,
-        counts: Tensor,
-        prior: Any,
-        allowed: Tensor | None,
-    ) -> Tensor:
-        """Where ``climb`` ends from ``rows`` or a better start, and from what a search finds."""
-        end = _from_the_best(climb, rows, counts, prior, allowed)
-        if self.num_starts == 0 or not isinstance(prior, DiversityPrior):
-            return end
-        found = torch.stack([self._searched(count, prior, allowed) for count in counts])
-        return _higher(climb(found), end, counts, prior)
-
     @torch.no_grad()
+    def __call__(
+        self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
+    ) -> Tensor:
+        """Raise the objective: see :class:`TransitionStep`."""
+        counts = _significant(counts.detach().double())
+        climb = partial(self._climb, counts=counts, prior=prior, allowed=allowed)
+        end = climb(rows.detach().double())
+        start = best_start(end, counts, prior, allowed)
+        moved = (start != end).any(-1).any(-1)[:, None, None]
+        if bool(moved.any()):
+            end = torch.where(moved, climb(start), end)
+        if self.num_starts and isinstance(prior, DiversityPrior):
+            found = torch.stack([self._searched(count, prior, allowed) for count in counts])
+            end = _higher(climb(found), end, counts, prior)
+        return end
+
+    def _climb(self, start: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None) -> Tensor:
+        """Where one ascent from ``start`` ends."""
+        raise NotImplementedError
+
     def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
         """The matrix with the highest objective after short ascents from many, as if rho = 1/2."""
         possible = torch.ones_like(counts) if allowed is None else allowed
@@ -292,26 +298,13 @@ class FixedPoint(_Searching):
         super().__init__(num_starts)
         self.num_iterations = num_iterations
 
-    @torch.no_grad()
-    def __call__(
-        self, rows: Tensor, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None = None
-    ) -> Tensor:
-        """Raise the objective: see :class:`TransitionStep`.
-
-        Raises:
-            ValueError: If the exponent of the prior is not one half.
-        """
+    def _climb(self, start: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None) -> Tensor:
         if prior.rho != 0.5:
             raise ValueError(
                 f"FixedPoint is for rho = 0.5; the prior has rho = {prior.rho:g}. Use "
                 "LogitGradient."
             )
-        counts = _significant(counts.detach().double())
-
-        def climb(start: Tensor) -> Tensor:
-            return _ascended(start, counts, prior, allowed, self.num_iterations)
-
-        return self._climbed(climb, rows, counts, prior, allowed)
+        return _ascended(start, counts, prior, allowed, self.num_iterations)
 
 
 def _ascended(
@@ -345,24 +338,16 @@ class LogitGradient(_Searching):
         super().__init__(num_starts)
         self.step = step or GradientStep(num_iterations=100)
 
-    def __call__(
-        self, rows: Tensor, counts: Tensor, prior: TransitionPrior, allowed: Tensor | None = None
-    ) -> Tensor:
-        """Raise the objective: see :class:`TransitionStep`."""
-        counts = _significant(counts.detach().double())
+    def _climb(self, start: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None) -> Tensor:
         kept = torch.zeros_like(counts[0], dtype=torch.bool) if allowed is None else ~allowed
+        inside = start.clamp(min=0.01 / start.size(-1)).masked_fill(kept, 0.0)
+        leaf = log(inside).masked_fill(kept, 0.0).requires_grad_()
 
-        def climb(old: Tensor) -> Tensor:
-            start = old.clamp(min=0.01 / old.size(-1)).masked_fill(kept, 0.0)
-            leaf = log(start).masked_fill(kept, 0.0).requires_grad_()
+        def matrix() -> Tensor:
+            return leaf.masked_fill(kept, -torch.inf).softmax(-1)
 
-            def matrix() -> Tensor:
-                return leaf.masked_fill(kept, -torch.inf).softmax(-1)
-
-            self.step(lambda: -objective(matrix(), counts, prior), [leaf])
-            return _higher(matrix().detach(), old, counts, prior)
-
-        return self._climbed(climb, rows, counts, prior, allowed)
+        self.step(lambda: -objective(matrix(), counts, prior), [leaf])
+        return _higher(matrix().detach(), start, counts, prior)
 
 
 @torch.no_grad()
@@ -430,22 +415,6 @@ def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
         slope = (high / root.clamp(min=1e-150)).sum(-1, keepdim=True) / (2 * weight)
         multiplier = multiplier + (high.sum(-1, keepdim=True) - 1) / slope.clamp(min=1e-150)
     return high / high.sum(-1, keepdim=True)
-
-
-def _from_the_best(
-    climb: Callable[[Tensor], Tensor],
-    rows: Tensor,
-    counts: Tensor,
-    prior: TransitionPrior,
-    allowed: Tensor | None,
-) -> Tensor:
-    """Rows that ``climb`` reaches from ``rows``, or from a better start if there is one."""
-    end = climb(rows.detach().double())
-    start = best_start(end, counts, prior, allowed)
-    moved = (start != end).any(-1).any(-1)
-    if not bool(moved.any()):
-        return end
-    return torch.where(moved[:, None, None], climb(start), end)
 
 
 def _higher(new: Tensor, old: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:

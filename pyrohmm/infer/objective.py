@@ -308,12 +308,9 @@ def check_copies(pair: Callable[[], tuple[Tensor, Tensor]], values: Mapping[str,
             for name, value in values.items()
         )  # fmt: skip
         raise ValueError(
-            "many copies of the model are run as one batch, and this model gives a copy another "
-            "density than it gives it alone, or none. Parameters have a dimension of copies first "
-            f"there. Shapes alone and of copies: {shapes}. Those that meet a plate must be "
-            "scalars or lie in it, and beside further dimensions need as many: r.unsqueeze(-1) * "
-            "own.unsqueeze(-1). Count dimensions from the right: write matrix[..., 0, :], not "
-            "matrix[0]."
+            "copies of the model, run as one batch with a dimension of copies first, have another "
+            f"density than one alone. Shapes alone and of copies: {shapes}. Those that meet a "
+            "plate must be scalars or lie in it; write matrix[..., 0, :], not matrix[0]."
         ) from cause
 
 
@@ -357,10 +354,14 @@ def is_enumerated(site: dict[str, Any]) -> bool:
 
 def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint], bool]:
     """Spaces of the latent sites of a model, and whether some others are enumerated."""
-    hidden = [trace.nodes[name] for name in trace.stochastic_nodes]
-    hidden = [site for site in hidden if not site_is_subsample(site)]
-    supports = {site["name"]: site["fn"].support for site in hidden if not is_enumerated(site)}
-    return supports, any(is_enumerated(site) for site in hidden)
+    supports, enumerated = {}, False
+    for name in trace.stochastic_nodes:
+        site = trace.nodes[name]
+        if is_enumerated(site):
+            enumerated = True
+        elif not site_is_subsample(site):
+            supports[name] = site["fn"].support
+    return supports, enumerated
 
 
 def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) -> poutine.Trace:
@@ -376,14 +377,12 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
     known = model.parameters() if isinstance(model, nn.Module) else parameters_read(model, read)
     if any(parameter.requires_grad for parameter in known):
         raise ValueError(
-            "every parameter must have a prior, so that restarts and chains differ; the model has "
-            "parameters without one. Give them one by PyroSample, freeze them, or fit once for "
-            "each start."
+            "every parameter must have a prior, so that restarts and chains differ: give it one by "
+            "PyroSample, freeze it, or fit once for each start."
         )
     if latent_sites(trace)[1]:
         raise ValueError(
-            "restarts and chains need a model whose states are summed out, such as MarginalModel; "
-            "this one enumerates them."
+            "restarts and chains need a model whose states are summed out, such as MarginalModel."
         )
     if copies == 1 or getattr(model, "generator", None) is not None:  # whose calls all differ
         return trace
@@ -418,9 +417,8 @@ def check_events(sites: dict[str, Any]) -> None:
     for name, distribution in sites.items():
         if distribution.batch_shape:
             raise ValueError(
-                f"site {name!r} must be one event, without batch dimensions; it has batch shape "
-                f"{tuple(distribution.batch_shape)}. Call "
-                f".to_event({len(distribution.batch_shape)}) on its distribution."
+                f"site {name!r} must be one event, without the batch shape "
+                f"{tuple(distribution.batch_shape)}: call .to_event on its distribution."
             )
 
 
@@ -436,9 +434,8 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
         if plate.full_size != probe.total:
             raise ValueError(
                 f"site {name!r} has one value for each sequence, and minibatches need a plate that "
-                f"takes some of them: pyro.plate({plate.name!r}, data.total, "
-                f"subsample=data.indices); got one of size {plate.full_size} for a minibatch of "
-                f"{len(probe)} of {probe.total} sequences."
+                f"takes some of {probe.total}, not of {plate.full_size}: "
+                f"pyro.plate({plate.name!r}, data.total, subsample=data.indices)."
             )
     if not plates or not isinstance(guide, AutoGuide):
         return
@@ -451,7 +448,6 @@ def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: 
         names = plates.keys() & getattr(part.prototype_trace, "nodes", {}).keys()
         if names and not isinstance(part, AutoNormal | AutoDelta):
             raise ValueError(
-                f"guide must take values of site {min(names)!r} for the sequences of a minibatch, "
-                f"which {type(part).__name__} cannot. Use AutoNormal or AutoDelta for it, or fit "
-                "all sequences at once, without batch_size."
+                f"{type(part).__name__} cannot take values of site {min(names)!r} for a minibatch: "
+                "guide it by AutoNormal or AutoDelta, or fit without batch_size."
             )

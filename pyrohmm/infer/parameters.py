@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -74,11 +74,9 @@ class Parameters:
         self.example: HMM = trace.nodes["_RETURN"]["value"]
         if restarts > 1 and self.points:
             raise ValueError(
-                "restarts need every parameter to have a prior, so that each restart has its own; "
+                "restarts need every parameter to have a prior, so that each has its own; "
                 f"{type(module).__name__} has parameters without one: {', '.join(points)}. Give "
-                "them one, as parametric(distribution, loc=Normal(0.0, 10.0)) and prior_scale= of "
-                "RegressionHMM and regression do, freeze them, "
-                "or fit once for each start."
+                "them one, such as by prior_scale, freeze them, or fit once for each start."
             )
         if not self.sites and not self.points:
             raise ValueError("module has no parameters to fit: all of them are frozen.")
@@ -147,7 +145,7 @@ class Parameters:
                 for name in leaves:
                     attrgetter(name)(self.module)
             self.module._pyro_context.used = False
-            total = joint.prior
+            total = sum((scores.sum() for scores, _ in joint.sites.values()), torch.zeros(()))
             if not total.requires_grad:  # no prior counts
                 return {}
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
@@ -256,16 +254,20 @@ class Extrapolation:
     def __init__(self, parameters: Parameters, gradient: Any, active: bool) -> None:
         self.parameters, self.gradient = parameters, gradient
         self.active = torch.full((parameters.restarts,), active)
-        sites = parameters.sites.items()
-        to: Any = {name: transform_to(site.support) for name, site in sites}
-        shapes = {name: to[name].inverse_shape(site.event_shape) for name, site in sites}
-        for name, point in self._points().items():
-            to[name], shapes[name] = IDENTITY, point.shape[1:]
-        self.packing = Packing(to, shapes)
         self.path: list[Tensor] = []  # coordinates (R, P) of iterations, then the proposal
         self.proposed = False
         self.longest = torch.full((parameters.restarts, 1), GROWTH, dtype=torch.float64)
         self.length = torch.ones_like(self.longest)
+
+    @cached_property
+    def packing(self) -> Packing:
+        """Coordinates of all parameters of a restart."""
+        sites = self.parameters.sites.items()
+        to: Any = {name: transform_to(site.support) for name, site in sites}
+        shapes = {name: to[name].inverse_shape(site.event_shape) for name, site in sites}
+        for name, point in self._points().items():
+            to[name], shapes[name] = IDENTITY, point.shape[1:]
+        return Packing(to, shapes)
 
     @torch.no_grad()
     def record(self) -> None:

@@ -103,27 +103,24 @@ class Fit:
     seconds: float
     num_observed: int
     names: list[str] = field(default_factory=list)
-    params: dict[str, Any] = field(
-        default_factory=lambda: {"params": {}, "constraints": {}}, repr=False
-    )
+    params: dict[str, Any] = field(default_factory=lambda: {"params": {}, "constraints": {}})
     notes: list[str] = field(default_factory=list)
-    restarts: Restarts | None = field(default=None, repr=False)
+    restarts: Restarts | None = None
     method: str = "SVI"
     window: int = WINDOW
     validation: list[Validation] = field(default_factory=list)
-    supports: dict[str, constraints.Constraint] = field(default_factory=dict, repr=False)
+    supports: dict[str, constraints.Constraint] = field(default_factory=dict)
     unit: str = "observed step"
-    parameters: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    plates: dict[str, SequencePlate] = field(default_factory=dict, repr=False)
-    fitted: Tensor | None = field(default=None, repr=False)
-    history: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    plates: dict[str, SequencePlate] = field(default_factory=dict)
+    fitted: Tensor | None = None
+    history: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = [n.removesuffix(POINT) for n, _ in fitted_in(self.model) if n.endswith(POINT)]
         points = {name: attrgetter(name)(self.model).detach().clone() for name in own}
         self.parameters = points | self.parameters
-        on_cpu = all(value.device.type == "cpu" for value in self.parameters.values())
-        if self.seconds > SLOW and on_cpu:
+        if self.seconds > SLOW and all(x.device.type == "cpu" for x in self.parameters.values()):
             advise_numba()
 
     def __repr__(self) -> str:

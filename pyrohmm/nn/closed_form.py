@@ -292,7 +292,7 @@ def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
 
 def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
     """Mode of rows of probabilities ``(*, V)`` for counts and a Dirichlet prior, if any."""
-    counts = with_prior(counts, concentration)
+    counts = counts.double() if concentration is None else with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
 
 
