@@ -19,7 +19,7 @@ from ..data.batches import Parts, first_sequence, in_parts
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.sparse import interior
-from ..nn.base import HMMModule
+from ..nn.base import PYRO, HMMModule
 from ..nn.closed_form import under, with_priors
 from ..nn.tabular import SharedRows
 from .descent import MINIBATCHES, FitOptions, settings_of
@@ -28,7 +28,7 @@ from .objective import check_events, is_enumerated, latent_sites, trace_of_batch
 from .parameters import Values, fitted_in, set_point
 from .plates import Point, narrow
 from .results import POINT, WINDOW, Fit, Restarts
-from .starts import build_once, by_kmeans
+from .starts import by_kmeans
 from .training import check_model_and_data, train
 
 
@@ -204,12 +204,12 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
     module = copy.deepcopy(module)
     emission = module.emission_module()
     data = data if isinstance(data, Sequences) else first_sequence(data)
-    with torch.no_grad():
+    numbers = (*module.parameters(), *module.buffers())
+    like = next(part for part in numbers if part.is_floating_point())
+    with PYRO, torch.no_grad(), poutine.block():
         scale_priors(module, data)
-        hmm = build_once(module, data[:1])
-        like = hmm.log_initial
         weights = by_kmeans(module, data, count)[:, data.observed].to(like.device)
-        values = with_past(hmm.emission, data.values)[data.observed].to(like)
+        values = with_past(emission(), data.values)[data.observed].to(like)
         mode, _ = emission.m_step(emission.statistics(values, weights, None))
     known = {n: x.to(like) for n, x in mode.items() if not bool(x.isnan().any())}
     return under("module.emission.", known)
