@@ -421,7 +421,8 @@ class Maximization:
 def _maximum(part: Any, statistics: Statistics) -> Maximum:
     """Checked result of the M-step of a module, perhaps a user's."""
     found = part.m_step(statistics)
-    if not isinstance(found, tuple) or tuple(map(type, found)) != (dict, list):
+    pair = isinstance(found, tuple) and tuple(map(type, found)) == (dict, list)
+    if not pair or not all(map(torch.is_tensor, found[0].values())):
         raise TypeError(
             f"m_step of {type(part).__name__} must return a pair: the parameters by name, tensors, "
             f"and a list of remarks, such as ({{'loc': loc}}, []); it returned {found!r:.200}."
