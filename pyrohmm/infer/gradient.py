@@ -172,8 +172,7 @@ def fit_map(
     for name in ("validation", "elbo"):
         if settings[name] is not None:
             raise ValueError(
-                f"{name} is that of one fit: give restarts=1, and start at the best of several: "
-                "start=fit."
+                f"{name} is that of one fit: give restarts=1, and start=fit of several."
             )
     check_model_and_data(model, data)
     at_once = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
