@@ -90,22 +90,6 @@ class Back(NamedTuple):
     gamma: np.ndarray
 
 
-class Counts(NamedTuple):
-    """Expected counts of a backward pass.
-
-    Attributes:
-        starts: ``(N, K)``, the posterior of first states.
-        states: ``(N T, K)``, that of all states; no rows with symbols.
-        pairs: ``(S, G|N, height, height)``, transitions over their probabilities.
-        symbols: ``(G, V + 1, height)``; no rows without.
-    """
-
-    starts: np.ndarray
-    states: np.ndarray
-    pairs: np.ndarray
-    symbols: np.ndarray
-
-
 def begin_back(data: Data, exact: np.ndarray, weights: np.ndarray) -> Back:
     """Arguments of a backward pass, and results that are not yet written."""
     (count, size), real = data.initial.shape, data.initial.dtype

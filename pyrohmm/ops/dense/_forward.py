@@ -55,16 +55,6 @@ class Messages(NamedTuple):
     total: np.ndarray
 
 
-def messages(data: Data, tiles: int, lanes: int, kept: bool) -> Messages:
-    """Messages, not yet written, of so many tiles of ``lanes`` sequences."""
-    (count, size), real = data.initial.shape, data.initial.dtype
-    length = tiles * data.steps * lanes if kept else 0
-    return Messages(
-        np.zeros(count), np.ones(count, np.bool_), np.ones(count, np.bool_),
-        np.empty(length * size, real), np.empty(length, real),
-    )  # fmt: skip
-
-
 @kernel
 def forward_tiles(first, last, data, kept, found):
     """Forward pass of several tiles of sequences; messages are written if ``kept``."""

@@ -14,10 +14,10 @@ from .._numba_math import call, copy, exp, kernel, run, share, u64
 from ..backends import compiled
 from ..log_space import largest, step_mask
 from . import _backward, _forward
-from ._backward import Back, Counts
+from ._backward import Back
 from ._forward import Messages
 from ._lanes import _LANES, LANES, Data, load, prepare, reach, starts_of
-from .chain import Chain, Gradient, cast
+from .chain import Chain, Gradient
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
     np.dtype(number.dtype): (  # rounded up: its exponential must not be subnormal
@@ -37,8 +37,7 @@ def scaled(
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if it is
         everywhere; and the gradient, None if numbers left their range on the way back.
     """
-    data, shape = _data(chain, dtype), chain.lengths.shape
-    passes = _Passes(data, each)
+    passes, shape = _Passes(_data(chain, dtype), each), chain.lengths.shape
     messages = passes.forward(differentiable)
     if not (messages.sure | ~messages.exact).all():
         kept = messages if differentiable else passes.forward(True)
@@ -46,7 +45,7 @@ def scaled(
     lost = not messages.exact.all()
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...] | None:
-        return _gradient(chain, passes.backward(messages, weight), data)
+        return passes.gradient(chain, messages, weight)
 
     evidence = torch.from_numpy(messages.evidence.reshape(shape))
     exact = torch.from_numpy(messages.exact.reshape(shape)) if lost else None
@@ -63,7 +62,7 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
-    initial, transition, logs = (cast(part.detach(), dtype) for part in chain[:3])
+    initial, transition, logs = (part.detach().to(dtype) for part in chain[:3])
     groups, num_states = len(initial), initial.shape[-1]
     starts = initial.reshape(-1, num_states).numpy()
     if chain.symbols is None:
@@ -91,7 +90,7 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
 def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
     """Memory of the symbols: see :func:`_flat`; V where they are missing."""
     assert chain.symbols is not None
-    codes, count = cast(chain.symbols, torch.long), chain.logs.size(-1)
+    codes, count = chain.symbols.to(torch.long), chain.logs.size(-1)
     low, high = (end.item() for end in torch.aminmax(codes))
     if low < 0 or high >= count:
         raise ValueError(
@@ -136,7 +135,11 @@ class _Passes:
 
     def forward(self, kept: bool) -> Messages:
         """The pass; messages are written if ``kept``."""
-        found = _forward.messages(self.data, self.tiles, self.lanes, kept)
+        real, length = self.data.initial.dtype, self.tiles * self.data.steps * self.lanes * kept
+        found = Messages(
+            np.zeros(self.count), np.ones(self.count, np.bool_), np.ones(self.count, np.bool_),
+            np.empty(length * self.size, real), np.empty(length, real),
+        )  # fmt: skip
         loop = _forward.forward_rows if self.lanes == 1 else _forward.forward_tiles
         arrays = tuple(self.data), kept, tuple(found)
         share(lambda part: call(loop, *self.bounds[part], *arrays), len(self.bounds))
@@ -175,28 +178,20 @@ class _Passes:
         whole = (part[0] if len(part) == 1 else part.sum(0) for part in (counts, emitted))
         return *whole, lost
 
-    def backward(self, found: Messages, weight: Tensor) -> Counts | None:
-        """Expected counts, each sequence with its weight; None if numbers left their range."""
-        weights = cast(weight, torch.float64).reshape(-1).numpy()
+    def gradient(self, chain: Chain, found: Messages, weight: Tensor) -> tuple[Tensor, ...] | None:
+        """Derivatives by the tensors of the chain; None if numbers left their range."""
+        weights = weight.to(torch.float64).reshape(-1).numpy()
         back = _backward.begin_back(self.data, found.exact, weights)
-        pairs, symbols, lost = self._run_back(found, back)
-        return None if lost else Counts(back.starts, back.gamma, pairs, symbols)
-
-
-def _gradient(chain: Chain, counts: Counts | None, data: Data) -> tuple[Tensor, ...] | None:
-    """Derivatives by the tensors of the chain; None if numbers left their range."""
-    if counts is None:
-        return None
-    (groups, count), size = chain.lengths.shape, data.initial.shape[1]
-    real, (steps, owners) = data.matrices.dtype, counts.pairs.shape[:2]
-    pairs = np.empty((steps, owners, size, size), real)
-    symbols = np.empty((len(data.tables), size, max(data.tables.shape[1] - 1, 0)), real)
-    if not call(_backward.finish, counts.pairs, counts.symbols, data.matrices, pairs, symbols):
-        return None
-    if chain.symbols is None:
-        symbols = counts.states.reshape(groups, count, -1, size)[:, :, : chain.num_steps]
-    starts = counts.starts.reshape(groups, count, size)
-    return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(symbols)
+        counts, emitted, lost = self._run_back(found, back)
+        matrices, (groups, rows), size = self.data.matrices, self.data.tables.shape[:2], self.size
+        pairs = np.empty((*counts.shape[:2], size, size), matrices.dtype)
+        symbols = np.empty((groups, size, max(rows - 1, 0)), matrices.dtype)
+        if lost or not call(_backward.finish, counts, emitted, matrices, pairs, symbols):
+            return None
+        if chain.symbols is None:
+            symbols = back.gamma.reshape(*chain.lengths.shape, -1, size)[:, :, : chain.num_steps]
+        starts = back.starts.reshape(*chain.lengths.shape, size)
+        return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(symbols)
 
 
 # In logarithms ----------------------------------------------------------------------------------
