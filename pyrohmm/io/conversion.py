@@ -73,16 +73,10 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
     }
     build = emissions.get(type(model))
     if build is None:
-        raise TypeError(
-            f"model must be one of {', '.join(cls.__name__ for cls in emissions)} of hmmlearn; got "
-            f"{type(model).__name__}."
-        )
-    return HMM(
-        _tensor(model, "startprob_").log(),
-        _tensor(model, "transmat_").log(),
-        build(model),
-        torch.as_tensor(lengths),
-    )
+        known = ", ".join(cls.__name__ for cls in emissions)
+        raise TypeError(f"model must be one of {known} of hmmlearn; got {type(model).__name__}.")
+    initial, transition = (_tensor(model, name).log() for name in ("startprob_", "transmat_"))
+    return HMM(initial, transition, build(model), torch.as_tensor(lengths))
 
 
 def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
@@ -162,9 +156,7 @@ def _gaussian(model: Any) -> TorchDistribution:
     means = _tensor(model, "means_")  # (K, D)
     model = copy.copy(model)
     model.n_features = means.size(-1)  # without it, the covariances cannot be read before a fit
-    matrices = _tensor(
-        model, "covars_"
-    )  # (K, D, D), whatever the type; spherical after a fit (KD,)
+    matrices = _tensor(model, "covars_")  # (K, D, D) for all types; spherical after a fit (KD,)
     matrices = matrices.reshape(len(means), -1, *matrices.shape[-2:])[:, 0]
     diagonal = matrices.diagonal(dim1=-2, dim2=-1)
     forms = {"spherical": diagonal[:, 0], "diag": diagonal, "tied": matrices[0]}
@@ -186,10 +178,8 @@ def normals_of(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
             without the last dimension of L if ``tied``.
         kind: One of these four.
     """
-    if kind == "tied":
-        covars = covars.unsqueeze(-3)
     if kind in ("full", "tied"):
-        return MultivariateNormal(means, covars)
+        return MultivariateNormal(means, covars.unsqueeze(-3) if kind == "tied" else covars)
     variances = covars.unsqueeze(-1) if kind == "spherical" else covars
     return Normal(means, variances.sqrt()).to_event(1)
 
@@ -208,7 +198,7 @@ def covars_of(normals: Any, kind: str) -> Tensor:
 
 def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
     """A model with the parameters of ``emission``."""
-    part = _as_vectors(emission)
+    part: Any = _as_vectors(emission)
     is_mixture = isinstance(part, torch.distributions.MixtureSameFamily)
     normal = _as_vectors(part.component_distribution) if is_mixture else part
     full = isinstance(normal, torch.distributions.MultivariateNormal)
@@ -249,11 +239,10 @@ def _covariance_type(normal: Any) -> str:
 
 def _as_vectors(emission: Any) -> Any:
     """A distribution of numbers as one of vectors of one component; others as they are."""
-    if isinstance(emission, torch.distributions.Normal | torch.distributions.Poisson):
-        shape = (*emission.batch_shape, 1)
-        if isinstance(emission, torch.distributions.Poisson):
-            return Poisson(emission.rate.reshape(shape)).to_event(1)
-        return Normal(emission.loc.reshape(shape), emission.scale.reshape(shape)).to_event(1)
+    if isinstance(emission, torch.distributions.Poisson):
+        return Poisson(emission.rate.unsqueeze(-1)).to_event(1)
+    if isinstance(emission, torch.distributions.Normal):
+        return Normal(emission.loc.unsqueeze(-1), emission.scale.unsqueeze(-1)).to_event(1)
     return emission
 
 
@@ -304,17 +293,12 @@ def from_ctrlg(directory: str | Path) -> HMM:
     tensors = safetensors.torch.load_file(Path(directory) / CTRLG_TENSORS)
     if "gamma_exp" in tensors:
         tensors["gamma"] = tensors.pop("gamma_exp").log()
-    wanted = {"alpha_exp": ("K", "K"), "beta": ("K", "V"), "gamma": ("K",)}
-    if missing := wanted.keys() - tensors.keys():
-        raise ValueError(
-            f"{CTRLG_TENSORS} must hold {', '.join(wanted)}; it lacks {', '.join(sorted(missing))}."
-        )
+    if missing := {"alpha_exp", "beta", "gamma"} - tensors.keys():
+        raise ValueError(f"{CTRLG_TENSORS} lacks {', '.join(sorted(missing))}.")
     initial = tensors["gamma"].float().flatten().log_softmax(-1)
     transition = tensors["alpha_exp"].float()
-    emission = Categorical(logits=tensors["beta"].float())
-    return HMM(
-        initial, (transition / transition.sum(-1, keepdim=True)).log(), emission, torch.tensor(1)
-    )
+    transition = (transition / transition.sum(-1, keepdim=True)).log()
+    return HMM(initial, transition, Categorical(logits=tensors["beta"].float()), torch.tensor(1))
 
 
 def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:

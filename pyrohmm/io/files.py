@@ -35,6 +35,7 @@ from pyro.nn import PyroModule
 from pyro.poutine import Trace
 from torch import Tensor, nn
 from torch.distributions.utils import lazy_property
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from ..data.batches import Parts
 from ..data.readers import FilePath
@@ -99,15 +100,9 @@ def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "an earlier copy; read what others wrote with safetensors.torch.load_file."
         ) from error
     if version != VERSION:
-        raise ValueError(
-            f"{path} has version {version} of the format; this {FORMAT} reads version {VERSION}. "
-            f"Install a newer {FORMAT}."
-        )
+        raise ValueError(f"{path} has version {version} of the format: install a newer {FORMAT}.")
     if not whole:
-        raise ValueError(
-            f"{path} is damaged: its content does not have the checksum it was written with. Look "
-            "for an earlier copy."
-        )
+        raise ValueError(f"{path} is damaged: its checksum differs. Look for an earlier copy.")
     return tensors, meta
 
 
@@ -130,10 +125,7 @@ def _to_bytes(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}.")
         ready[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     if json.loads(json.dumps(meta, allow_nan=False)) != meta:
-        raise TypeError(
-            "meta must be plain data that JSON gives back as they are; got something else, such as "
-            "a tuple or a key that is not a string. Use lists and string keys."
-        )
+        raise TypeError("meta must be plain data of JSON: lists and string keys, no tuples.")
     head = {"format": FORMAT, "version": VERSION, "checksum": _checksum(ready, meta)}
     return safetensors.torch.save(ready, {FORMAT: json.dumps(head | {"meta": meta})})
 
@@ -161,13 +153,12 @@ def replace_file(path: Path, data: bytes) -> None:
         if isinstance(error, OSError) and error.filename is None:  # such as of a full disk
             error.filename = str(path)
         raise
-    if os.name == "nt":
-        return  # a directory cannot be opened there
-    descriptor = os.open(path.parent, os.O_RDONLY)  # wait until the name is on the disk, too
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if os.name != "nt":  # where a directory cannot be opened
+        descriptor = os.open(path.parent, os.O_RDONLY)  # wait until the name is on the disk, too
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 # A directory ---------------------------------------------------------------------------------
@@ -235,8 +226,7 @@ def _readable(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
     """A description for people."""
     about = f"A copy, to be read by people, of what {TENSORS} says of itself. Nothing reads it."
     head = {"about": about, "format": FORMAT, "version": VERSION}
-    document = {**head, **meta, "tensors": kinds(tensors)}
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return (json.dumps({**head, **meta, "tensors": kinds(tensors)}, indent=2) + "\n").encode()
 
 
 def _check_replaceable(target: Path) -> None:
@@ -273,17 +263,11 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        identity: dict[str, Any],
-        generators: tuple[torch.Generator | None, ...] = (),
-        writes: bool = True,
+        self, path: str | Path, identity: dict[str, Any], generators: Any = (), writes: bool = True
     ) -> None:
         self.path = Path(path)
         if self.path.is_dir() or not self.path.parent.is_dir():
-            raise ValueError(
-                f"checkpoint: there is no directory {self.path.parent}, or {path} is a directory."
-            )
+            raise ValueError(f"checkpoint must be a file in a directory that exists; got {path}.")
         self.identity = identity | {"seed": torch.initial_seed()}
         self.generators = [generator for generator in generators if generator is not None]
         self.writes = writes
@@ -305,16 +289,11 @@ class Checkpoint:
             return False
         saved, meta = read_tensors(self.path)
         if (meta.get("kind"), meta.get("version")) != ("checkpoint", FIT_VERSION):
-            raise ValueError(
-                f"checkpoint {self.path} holds something else, or is of another version of this "
-                f"package. {CURE}"
-            )
+            raise self._refusal("holds something else, or is of another version of this package")
         if (differing := difference(meta.get("identity"), self.identity)) is not None:
             path, there, here = differing
-            raise ValueError(
-                f"checkpoint {self.path} belongs to another fit: its {path} is {there}, and "
-                f"here it is {here}. {CURE}"
-            )
+            text = f"belongs to another fit: its {path} is {there}, and here it is {here}"
+            raise self._refusal(text)
         before = [(tensor, tensor.detach().clone()) for tensor in tensors]
         numbers = self._random()
         try:
@@ -326,11 +305,12 @@ class Checkpoint:
                 for tensor, value in before:
                     tensor.copy_(value)
             self._set_random(numbers)
-            raise ValueError(
-                f"checkpoint {self.path} does not fit this fit ({type(error).__name__}: {error}). "
-                f"{CURE}"
-            ) from error
+            text = f"does not fit this fit ({type(error).__name__}: {error})"
+            raise self._refusal(text) from error
         return True
+
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(f"checkpoint {self.path} {reason}. {CURE}")
 
     def is_due(self) -> bool:
         """Whether it is time to save again."""
@@ -362,36 +342,25 @@ class Checkpoint:
             generator.set_state(numbers)
 
 
-def _pack(item: Any, tensors: dict[str, Tensor]) -> Any:
-    """``item`` as JSON can hold it; its tensors are added to ``tensors``."""
-    if isinstance(item, Tensor):
-        name = str(len(tensors))
-        tensors[name] = item
-        return {"tensor": name}
-    if isinstance(item, dict):
-        return {"dict": [[key, _pack(value, tensors)] for key, value in item.items()]}
-    if isinstance(item, list | tuple):
-        kind = "list" if isinstance(item, list) else "tuple"
-        return {kind: [_pack(part, tensors) for part in item]}
-    if item is None or isinstance(item, bool | int | float | str):
-        return item
-    raise TypeError(
-        f"a checkpoint can hold tensors, numbers and text; got {type(item).__name__}. Choose an "
-        "optimizer and a schedule whose state_dict() holds nothing else."
-    )
+def _pack(state: Any, tensors: dict[str, Tensor]) -> Any:
+    """The form of ``state`` and its numbers for JSON; its tensors are put into ``tensors``."""
+    leaves, form = tree_flatten(state)
+    for number, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            tensors[str(number)], leaves[number] = leaf, None
+        elif leaf is not None and not isinstance(leaf, bool | int | float | str):
+            raise TypeError(
+                f"a checkpoint can hold tensors, numbers and text; got {type(leaf).__name__}. "
+                "Choose an optimizer and a schedule whose state_dict() holds nothing else."
+            )
+    return [leaves, treespec_dumps(form)]
 
 
-def _unpack(item: Any, tensors: dict[str, Tensor]) -> Any:
-    """What :func:`_pack` packed."""
-    if not isinstance(item, dict):
-        return item
-    ((kind, content),) = item.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "dict":
-        return {key: _unpack(value, tensors) for key, value in content}
-    parts = [_unpack(part, tensors) for part in content]
-    return parts if kind == "list" else tuple(parts)
+def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state that :func:`_pack` took apart."""
+    leaves, form = packed
+    both = [tensors.get(str(number), leaf) for number, leaf in enumerate(leaves)]
+    return tree_unflatten(both, treespec_loads(form))
 
 
 LONGEST = 200  # characters of a value in an error
@@ -462,8 +431,9 @@ def fingerprint(data: Sequences | Parts) -> str:
     """A short hash of sequences."""
     if isinstance(data, Parts):
         return f"{len(data)} in {data.num_parts} parts, " + "; ".join(map(fingerprint, data))
-    parts = data.values, data.lengths, data.observed, data.labels, data.covariates, data.times
-    return f"{tuple(data.values.shape)} of {data.total}, {digits(parts)}"
+    names = "values", "lengths", "observed", "labels", "covariates", "times"
+    found = digits(getattr(data, name) for name in names)
+    return f"{tuple(data.values.shape)} of {data.total}, {found}"
 
 
 def digits(tensors: Iterable[Tensor | None]) -> str:

@@ -94,11 +94,10 @@ def load_hmm(directory: FilePath) -> HMM:
     """
     tensors, meta = read_directory(directory, "hmm")
     try:
-        hmm = restored(tensors, meta)
+        return restored(tensors, meta)
     except Exception as error:
         path = Path(directory) / TENSORS
         raise ValueError(f"{path} does not describe an HMM: {error}") from error
-    return hmm
 
 
 def load_into(module: nn.Module, directory: FilePath) -> None:
@@ -153,9 +152,8 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if isinstance(thing, nn.Module):
         return dict(thing.state_dict()), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
-        "thing must be an HMM, HSMM, FactorialHMM, SecondOrderHMM, ContinuousTimeHMM, BlockHMM or "
-        f"torch.nn.Module, or a fit or an estimator; got {type(thing).__name__}. Of an HMM of "
-        "another class, or of HMM.of(chain), save the module that builds it."
+        f"thing must be an HMM, a torch.nn.Module, fit or estimator; got {type(thing).__name__}. "
+        "Of an HMM of your own class, or of HMM.of(chain), save the module that builds it."
     )
 
 
@@ -211,12 +209,11 @@ def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
     """HMM from its description; the tensors it needs are taken out of ``tensors``."""
-    families = {family.__name__: family for family in _CHAINS}
-    name = meta.get("class", "HMM")
-    if name not in families:
-        raise ValueError(f"its class {name!r} is none of {', '.join(families)}, BlockHMM")
+    family = {family.__name__: family for family in _CHAINS}.get(meta.get("class", "HMM"))
+    if family is None:
+        raise ValueError(f"its class {meta['class']!r} is not one that can be built")
     built: dict[str, Any] = {name: tensors.pop(name, None) for name in _OF_DATA}
-    for argument in _arguments(families[name]):
+    for argument in _arguments(family):
         name = argument.name
         if isinstance(argument.default, bool):
             built[name] = meta.get(name, argument.default)
@@ -225,10 +222,8 @@ def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
         elif f"{name}.0" in tensors:
             parts = [key for key in tensors if key.startswith(f"{name}.")]
             built[name] = [tensors.pop(f"{name}.{m}") for m in range(len(parts))]
-    emission = _build_part(meta.get("emission"), "emission", tensors)
-    hmm = families[meta.get("class", "HMM")](
-        **built, emission=emission, validate_args=meta.get("validate_args")
-    )
+    built["emission"] = _build_part(meta.get("emission"), "emission", tensors)
+    hmm = family(**built, validate_args=meta.get("validate_args"))
     num_steps = meta.get("num_steps")
     return hmm if num_steps is None else hmm.replace(num_steps=num_steps)
 
@@ -257,11 +252,9 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
     if transition is None:
         vectors = tensors.pop("leave"), tensors.pop("enter")
         transition = InnerProductTransition(*vectors, blocks, tensors.pop("block_logits", None))
-    lengths, observed = tensors.pop("lengths"), tensors.pop("observed", None)
-    validation = meta.get("validate_args")
-    return BlockHMM(
-        initial, transition, emission, blocks, lengths, observed, validate_args=validation
-    )
+    further: Any = {name: tensors.pop(name, None) for name in ("lengths", "observed")}
+    further["validate_args"] = meta.get("validate_args")
+    return BlockHMM(initial, transition, emission, blocks, **further)
 
 
 def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -271,9 +264,8 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     family = type(part)
     if _classes().get(family.__name__) is not family:
         raise TypeError(
-            f"{path} is a {family.__module__}.{family.__qualname__}, which cannot be saved; these "
-            f"classes of pyro.distributions can: {', '.join(sorted(_classes()))}. Add yours to "
-            "pyrohmm.io.persistence.BUILT_FROM, or save the module that builds the HMM."
+            f"{path} is a {family.__module__}.{family.__qualname__}, which cannot be saved. Add it "
+            "to pyrohmm.io.persistence.BUILT_FROM, or save the module that builds the HMM."
         )
     options: dict[str, float | None] = {}
     parts: list[Any] = []
@@ -338,9 +330,7 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
         sums = (held[name] if name == "probs" else held[name].exp()).sum(-1, keepdim=True)
         wrong = wrong | ((sums - 1).abs() > 1e-4)
     if bool(wrong.any()):
-        raise ValueError(
-            f"{path}.{name} must be probabilities that sum to one, or their logarithms"
-        )
+        raise ValueError(f"{path}.{name} must be probabilities that sum to one, or their logs")
 
 
 def _classes() -> dict[str, type]:
