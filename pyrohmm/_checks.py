@@ -45,10 +45,8 @@ class OwnChecks(TorchDistribution):
 def check_tensor(name: str, value: object) -> None:
     """Raise unless ``value`` is a tensor."""
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be a torch.Tensor; got {type(value).__name__}. "
-            "Convert it with torch.as_tensor."
-        )
+        cure = "Convert it with torch.as_tensor."
+        raise TypeError(f"{name} must be a torch.Tensor; got {type(value).__name__}. {cure}")
 
 
 def check_real(name: str, value: object) -> None:
@@ -70,10 +68,7 @@ def check_booleans(name: str, tensor: Tensor) -> None:
     """Raise unless ``tensor`` holds booleans."""
     check_tensor(name, tensor)
     if tensor.dtype != torch.bool:
-        raise TypeError(
-            f"{name} must be boolean, True where something exists; got dtype {tensor.dtype}. "
-            "Call .bool() on it."
-        )
+        raise TypeError(f"{name} must be boolean; got dtype {tensor.dtype}. Call .bool() on it.")
 
 
 def check_floats(name: str, tensor: Tensor) -> None:
@@ -90,10 +85,8 @@ def check_trailing(
 ) -> None:
     """Raise unless the last dimensions of ``tensor`` are ``trailing``, known as ``meaning``."""
     if tuple(tensor.shape[tensor.dim() - len(trailing) :]) != trailing:
-        raise ValueError(
-            f"{name} must end in shape {meaning} = {trailing}; got shape {tuple(tensor.shape)}."
-            f"{' ' if cure else ''}{cure}"
-        )
+        text = f"{name} must end in shape {meaning} = {trailing}; got shape {tuple(tensor.shape)}."
+        raise ValueError(f"{text} {cure}".rstrip())
 
 
 def check_shape(
@@ -101,10 +94,8 @@ def check_shape(
 ) -> None:
     """Raise unless ``tensor`` has ``shape``, known as ``meaning``."""
     if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f"{name} must have shape {meaning} = {shape}; got shape {tuple(tensor.shape)}."
-            f"{' ' if cure else ''}{cure}"
-        )
+        text = f"{name} must have shape {meaning} = {shape}; got shape {tuple(tensor.shape)}."
+        raise ValueError(f"{text} {cure}".rstrip())
 
 
 def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
@@ -143,12 +134,8 @@ def _inside_plates() -> str:
 def check_same_device(tensors: dict[str, Tensor]) -> None:
     """Raise unless all the named tensors are on one device."""
     if len(set(map(attrgetter("device"), tensors.values()))) > 1:
-        devices = {name: tensor.device for name, tensor in tensors.items()}
-        listing = ", ".join(f"{name} on {device}" for name, device in devices.items())
-        raise ValueError(
-            f"all tensors must be on one device; got {listing}. "
-            "Move the model and the data with .to(device)."
-        )
+        listing = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ValueError(f"all tensors must be on one device; got {listing}. Call .to(device).")
 
 
 def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> None:
@@ -162,10 +149,8 @@ def check_log_simplex(name: str, tensor: Tensor, tolerance: float = 1e-4) -> Non
         plain = tensor.detach()
         if bool((plain >= 0).all()) and bool(((plain.sum(-1) - 1).abs() <= tolerance).all()):
             rest = "probabilities themselves, whose rows sum to one. Call .log() on them."
-        raise ValueError(
-            f"{name} must hold log-probabilities that sum to one along the last dimension; got "
-            f"{rest}"
-        )
+        wanted = "log-probabilities that sum to one along the last dimension"
+        raise ValueError(f"{name} must hold {wanted}; got {rest}")
 
 
 def check_lengths(lengths: Tensor, num_steps: int, name: str = "lengths") -> None:
@@ -199,12 +184,12 @@ def check_times(times: Tensor, exists: Tensor) -> None:
     broken[..., 1:] |= exists[..., 1:] & ~(times[..., 1:] > times[..., :-1])
     if bool(broken.any()):
         *sequence, step = broken.nonzero()[0].tolist()
-        now, *before = times.expand(broken.shape)[(*sequence, slice(max(step - 1, 0), step + 1))
-                                                  ].tolist()[::-1]  # fmt: skip
+        row = times.expand(broken.shape)[tuple(sequence)].tolist()
+        after = f" after {row[step - 1]}" if step else ""
         raise ValueError(
             f"times must be finite and increase along each sequence; at sequence {sequence}, step "
-            f"{step}, there is {now}{f' after {before[0]}' if before else ''}. Sort the steps by "
-            "time, and drop or average those of one time."
+            f"{step}, there is {row[step]}{after}. Sort the steps by time, and drop or average "
+            "those of one time."
         )
 
 
@@ -217,12 +202,9 @@ def check_number(name: str, value: object) -> None:
 
 def check_positive(name: str, tensor: Tensor) -> None:
     """Raise unless all numbers are positive and finite."""
-    wrong = ~((tensor > 0) & (tensor < torch.inf))  # NaN is neither
-    if bool(wrong.any()):
-        raise ValueError(
-            f"{name} must be positive and finite; got {tensor[wrong][0].item():g}. Clamp it, or "
-            "map what is real by .exp()."
-        )
+    wrong = tensor[~((tensor > 0) & (tensor < torch.inf))]  # NaN is neither
+    if wrong.numel():
+        raise ValueError(f"{name} must be positive and finite; got {wrong[0].item():g}.")
 
 
 def check_size(name: str, value: int, least: int = 1) -> None:
@@ -238,9 +220,7 @@ def check_tolerance(value: float | None) -> None:
     if value is not None:
         check_number("tolerance", value)
         if not 0 <= value < math.inf:
-            raise ValueError(
-                f"tolerance must be a share of the loss, at least 0 and finite; got {value}."
-            )
+            raise ValueError(f"tolerance must be a share of the loss, at least 0; got {value}.")
 
 
 def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = "") -> None:
@@ -257,10 +237,8 @@ def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = 
         return
     low, high = (int(end) for end in torch.aminmax(tensor))
     if low < 0 or high >= size:
-        raise ValueError(
-            f"{name} must lie between 0 and {meaning} = {size - 1}; got values from {low} to "
-            f"{high}.{' ' if cure else ''}{cure}"
-        )
+        text = f"{name} must lie between 0 and {meaning} = {size - 1}; got values from {low} to"
+        raise ValueError(f"{text} {high}. {cure}".rstrip())
 
 
 def check_probs(name: str, probs: object) -> Tensor:

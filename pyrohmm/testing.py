@@ -174,9 +174,8 @@ def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[
         steps = each.states.size(1)
         place = _number(best[i, :steps], chain.num_states)
         assert each.scores[place] >= each.scores.max() - 1e-9, f"viterbi of sequence {i}"
-        assert not bool(best[i, steps:].any() | samples[:, i, steps:].any()), (
-            "paths are padded by 0"
-        )
+        padding = best[i, steps:].any() | samples[:, i, steps:].any()
+        assert not bool(padding), "paths are padded by 0"
         _check_samples("sample_states", samples[:, i, :steps], each.scores, chain.num_states)
     if chain.samples_alone:
         steps = paths[-1].states.size(1)
@@ -210,8 +209,8 @@ def _check_other_forms(chain: Chain, likelihood: Tensor, lengths: Tensor, tolera
     """Batch dimensions, the expanded chain, states in another order, and what is uniform."""
     evidence = chain.log_evidence(likelihood, lengths)
     even = chain.uniform()
-    both = {name: torch.stack([part, even.parameters[name]]).unsqueeze(1)
-            for name, part in chain.parameters.items()}  # fmt: skip
+    pairs = {name: [part, even.parameters[name]] for name, part in chain.parameters.items()}
+    both = {name: torch.stack(pair).unsqueeze(1) for name, pair in pairs.items()}
     twice = chain.replace(**both).log_evidence(likelihood, lengths)
     wanted = torch.stack([evidence, even.log_evidence(likelihood, lengths)])
     _close("evidence of batched parameters", twice, wanted, tolerance)
@@ -255,45 +254,34 @@ def check_emission(
     assert emission.batch_shape[-1:] == (num_states,), "the batch shape must end in K"
     logs = log_likelihood(emission, values)
     assert logs.shape == (len(values), num_states), "log-likelihoods are (M, K)"
-    one_by_one = torch.stack([emission.log_prob(value.expand(num_states, *value.shape)
-                                                if emission.event_shape else value)
-                              for value in values])  # fmt: skip
-    torch.testing.assert_close(logs, one_by_one, rtol=1e-4, atol=1e-4)
+    shape = (num_states,) if emission.event_shape else ()
+    one_by_one = [emission.log_prob(value.expand(*shape, *value.shape)) for value in values]
+    torch.testing.assert_close(logs, torch.stack(one_by_one), rtol=1e-4, atol=1e-4)
     if hasattr(module, "m_step"):
         _check_m_step(module, values, num_states, tolerance)
-    if isinstance(module, ConjugateSampler) and not (
-        isinstance(module, Emission) and module.augments(values)
-    ):
+    augments = isinstance(module, Emission) and module.augments(values)
+    if isinstance(module, ConjugateSampler) and not augments:
         _check_sampler(module, values, num_states)
 
 
 def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float) -> None:
-    """Statistics are sums over observations, and the M-step a maximum."""
-    weights = torch.rand(2, len(values), num_states).to(values if values.is_floating_point() else
-                                                        torch.get_default_dtype())  # fmt: skip
+    """Statistics are sums over observations, and the M-step of the first restart a maximum."""
+    dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
+    weights = torch.rand(2, len(values), num_states).to(dtype)
     whole = module.statistics(values, weights, None)
-    if not getattr(module, "summed", True):
-        _check_mode(module, module.m_step(whole)[0], values, weights[:1], tolerance)
-        return
-    half = len(values) // 2
-    parts = [module.statistics(values[part], weights[:, part], None)
-             for part in (slice(None, half), slice(half, None))]  # fmt: skip
-    for name, value in whole.items():
-        _close(f"statistic {name} in two parts", parts[0][name] + parts[1][name], value, 1e-6)
-        assert value.dtype == torch.float64, f"statistic {name} is a sum in {value.dtype}"
-    weights = weights[:1]
-    for name, value in module.statistics(values, weights, None).items():
-        _close(f"statistic {name} of one of two restarts", value, whole[name][:1], 1e-6)
-    _check_mode(module, module.m_step(whole)[0], values, weights, tolerance)
-
-
-def _check_mode(
-    module: Any, mode: dict[str, Tensor], values: Tensor, weights: Tensor, tolerance: float
-) -> None:
-    """No parameters near the mode of the first of the restarts have a higher density."""
-    best = _expected_log_joint(module, {n: v[0] for n, v in mode.items()}, values, weights)
-    for _ in range(20):
-        near = {n: _moved(module, n, v[0]) for n, v in mode.items()}
+    if getattr(module, "summed", True):
+        half = len(values) // 2
+        low = module.statistics(values[:half], weights[:, :half], None)
+        high = module.statistics(values[half:], weights[:, half:], None)
+        first = module.statistics(values, weights[:1], None)
+        for name, value in whole.items():
+            _close(f"statistic {name} in two parts", low[name] + high[name], value, 1e-6)
+            _close(f"statistic {name} of one of two restarts", first[name], value[:1], 1e-6)
+            assert value.dtype == torch.float64, f"statistic {name} is a sum in {value.dtype}"
+    mode = {name: value[0] for name, value in module.m_step(whole)[0].items()}
+    best = _expected_log_joint(module, mode, values, weights)
+    for _ in range(20):  # no parameters near the mode have a higher density
+        near = {name: _moved(module, name, value) for name, value in mode.items()}
         other = _expected_log_joint(module, near, values, weights)
         assert other <= best + tolerance * len(values), f"a density of {other} beside {best}"
 
@@ -337,11 +325,10 @@ def _sites(module: Any) -> dict[str, Any]:
 
 def _moved(module: Any, name: str, value: Tensor) -> Tensor:
     """A value near ``value`` in the support of the parameter ``name``."""
-    site = next(fn for key, fn in _sites(module).items() if key == name or key.endswith(f".{name}"))
-    transform = torch.distributions.transform_to(site.support)
+    site = next(fn for key, fn in _sites(module).items() if f".{key}".endswith(f".{name}"))
+    transform: Any = torch.distributions.transform_to(site.support)
     free = transform.inv(value.to(torch.get_default_dtype()))
-    moved: Tensor = transform(free + 10 ** (-3 * torch.rand(()).item()) * torch.randn_like(free))
-    return moved
+    return transform(free + 10 ** (-3 * torch.rand(()).item()) * torch.randn_like(free))
 
 
 def _expected_log_joint(
@@ -355,4 +342,4 @@ def _expected_log_joint(
         logs = log_likelihood(trace.nodes["_RETURN"]["value"], values)
         prior = float(trace.log_prob_sum())
     total = float(torch.where(weights[0] > 0, logs * weights[0], 0.0).sum()) + prior
-    return total if not math.isnan(total) else -math.inf
+    return -math.inf if math.isnan(total) else total

@@ -78,9 +78,8 @@ class Parts:
     ) -> None:
         if isinstance(parts, Iterator):
             raise TypeError(
-                f"data must be iterable more than once; got a {type(parts).__name__}, which is "
-                "used up by the first pass. Give a list of Sequences, or an object whose __iter__ "
-                "begins anew."
+                f"data must be iterable more than once; a {type(parts).__name__} is used up by the "
+                "first pass. Give a list of Sequences, or an object whose __iter__ begins anew."
             )
         self.parts, self.change = parts, change
         self._held: tuple[int, Sequences] | None = None  # the part that was read last
@@ -243,30 +242,20 @@ def first_sequence(data: Sequences | Parts) -> Sequences:
 class Window(Sequences):
     """A window of consecutive steps of several streams of sequences.
 
-    Args:
-        values: ``(N, T, *E)``.
-        lengths: ``(N,)`` integers.
+    Attributes:
         streams: ``(N,)`` integers, the stream of each piece; those of one stream in their order.
         begins: ``(N,)`` booleans: whether the piece starts its sequence, or continues from where
             the stream ended in the window before.
-        total: As in :class:`Sequences`.
     """
 
-    def __init__(
-        self,
-        values: Tensor,
-        lengths: Tensor,
-        streams: Tensor,
-        begins: Tensor,
-        total: float | None = None,
-    ) -> None:
-        super().__init__(values, lengths, total=total)
-        self.streams, self.begins = streams, begins
+    streams: Tensor
+    begins: Tensor
 
     def to(self, device: torch.device | str | torch.dtype) -> Window:
         """Copy to ``device`` what is not there yet."""
-        values = self.values.to(device)
-        return Window(values, self.lengths, self.streams, self.begins, self.total)
+        new = Window(self.values.to(device), self.lengths, total=self.total)
+        new.streams, new.begins = self.streams, self.begins
+        return new
 
 
 class Batches:
@@ -399,7 +388,9 @@ class Batches:
         device = self.data.values.device
         values = self.data.values[rows.to(device).unsqueeze(-1), places.to(device)]
         total = self.data.total * self.number * len(rows) / len(self.data)
-        return Window(values, sizes, streams, begins, total)
+        window = Window(values, sizes, total=total)
+        window.streams, window.begins = streams, begins
+        return window
 
     def state(self) -> dict[str, Any]:
         """The minibatches left of this round, for checkpoints."""

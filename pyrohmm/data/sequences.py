@@ -214,8 +214,7 @@ class Sequences(Dataset["Sequences"]):
                     [1, 0, 0]])
         """
         steps, known = read_steps("values", values, vocabulary)
-        if steps is None:
-            steps = torch.zeros(len(known))
+        steps = torch.zeros(len(known)) if steps is None else steps
         if not steps.dtype.is_floating_point and steps.dim() == 2 and steps.size(1) == 1:
             steps = steps[:, 0]  # symbols, as hmmlearn has them
         if observed is not None:
@@ -277,9 +276,8 @@ class Sequences(Dataset["Sequences"]):
             tensor([[1.5000, 0.5000],
                     [2.5000, 0.0000]], dtype=torch.float64)
         """
-        steps, table = read_table(
-            frame, columns, by, time, labels, covariates, vocabulary, tags, gaps
-        )
+        parts = columns, by, time, labels, covariates, vocabulary, tags, gaps
+        steps, table = read_table(frame, *parts)
         data = cls.from_concatenated(**steps, dtype=dtype)
         data.rows, data.table = padded(table.order, table.lengths, -1), table
         return data
