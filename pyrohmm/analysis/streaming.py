@@ -105,13 +105,9 @@ class Filter:
 
     def __init__(self, hmm: HMM) -> None:
         if not isinstance(hmm, HMM):
-            raise TypeError(
-                f"hmm must be an HMM; got {type(hmm).__name__}. Call a module with lengths first."
-            )
+            raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}. Call a module first.")
         if hmm.allowed is not None:
-            raise ValueError(
-                "hmm is restricted to labels, which belong to some steps. Give one without them."
-            )
+            raise ValueError("hmm is restricted to labels, which belong to some steps.")
         if isinstance(hmm, BlockHMM):
             hmm.check_constant("Filter")
         if isinstance(hmm.chain, RateChain):
@@ -169,7 +165,7 @@ class Filter:
     @property
     def state_probs(self) -> Tensor:
         r"""Filtered :math:`p(z_t \mid x_{1:t})`, ``(*B, K)``; p(z_1) before the first step."""
-        return _summed(self._message.log_states, self._state_of, self.hmm.num_states)
+        return self._summed(self._message.log_states)
 
     def update(
         self,
@@ -263,13 +259,18 @@ class Filter:
         for name, old in (("log_states", self._message[0]), ("log_evidence", self._message[1])):
             like = getattr(state_dict[name], "shape", None), getattr(state_dict[name], "dtype", "")
             if like != (old.shape, old.dtype):
-                raise ValueError(
-                    f"{name} must be a tensor {tuple(old.shape)} of {old.dtype}, as those of this "
-                    f"model; got {like[0]} of {like[1]}."
-                )
+                wanted = f"{tuple(old.shape)} of {old.dtype}, as those of this model"
+                raise ValueError(f"{name} must be a tensor {wanted}; got {like[0]} of {like[1]}.")
         self._message = Message(**new.copied(self._surprise.device))
 
     # The recursion
+
+    def _summed(self, log_states: Tensor) -> Tensor:
+        """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
+        probs, count = log_states.exp(), self.hmm.num_states
+        if self._state_of is None or probs.size(-1) == count:
+            return probs
+        return probs.new_zeros(*probs.shape[:-1], count).index_add(-1, self._state_of, probs)
 
     def _passed(
         self, matrices: list[Transition], likelihood: Likelihood
@@ -285,7 +286,7 @@ class Filter:
             joint = self._predicted(log_states, matrix, block) + here
             scores.append(joint.logsumexp(-1))
             log_states = normalised(joint).to(log_states.dtype)
-            states.append(_summed(log_states, self._state_of, self.hmm.num_states))
+            states.append(self._summed(log_states))
         return torch.stack(states, -2), torch.stack(scores, -1), log_states
 
     def _predicted(self, log_states: Tensor, matrix: Transition, block: Tensor | None) -> Tensor:
@@ -310,8 +311,18 @@ class Filter:
         self, num_steps: int, known: Tensor | None, times: Any
     ) -> tuple[list[Transition], Tensor | None]:
         """Transitions to each of the next steps, and the time of the last of them."""
-        if isinstance(self.hmm.chain, RateChain):
-            return self._matrices_at(times, self.hmm.chain, num_steps, known)
+        chain = self.hmm.chain
+        if isinstance(chain, RateChain):
+            check_real("times", times)
+            at = _of_streams("times", times, self.batch_shape, num_steps)
+            at, last = at.to(chain.rates.device).double(), self._message.time
+            joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
+            check_times(joined, torch.ones_like(joined, dtype=torch.bool))
+            gaps = Gaps.of(joined.diff(dim=-1))
+            seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0))
+            found = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
+            found = found.to(self._message.log_states.dtype)
+            return [*([None] if last is None else []), *found.unbind(-3)], at[..., -1]
         if times is not None:
             raise ValueError("times are those of a ContinuousTimeHMM; this hmm has none.")
         steps = range(self.num_steps, self.num_steps + num_steps)
@@ -322,24 +333,9 @@ class Filter:
             tables = tables.expand(*tables.shape[:-3], steps.stop, -1, -1)
         if steps.stop > tables.size(-3) + 1:
             raise ValueError(
-                f"hmm has parameters for {tables.size(-3) + 1} steps; got {steps.stop}."
+                f"hmm has parameters for {tables.size(-3) + 1} steps, not {steps.stop}."
             )
         return [tables[..., t - 1, :, :] if t else None for t in steps], None
-
-    def _matrices_at(
-        self, times: Any, chain: RateChain, num_steps: int, known: Tensor | None
-    ) -> tuple[list[Transition], Tensor]:
-        """Transitions of a chain in continuous time to steps at ``times``, and the last time."""
-        check_real("times", times)
-        at = _of_streams("times", times, self.batch_shape, num_steps)
-        at, last = at.to(chain.rates.device).double(), self._message.time
-        joined = at if last is None else torch.cat([last.unsqueeze(-1), at], -1)
-        check_times(joined, torch.ones_like(joined, dtype=torch.bool))
-        gaps = Gaps.of(joined.diff(dim=-1))
-        seen = None if known is None else pad(known, (joined.size(-1) - num_steps, 0))
-        tables = transitions_between(chain.rates, gaps, chain.exact_entry, seen)
-        matrices: list[Transition] = [None] if last is None else []
-        return matrices + list(tables.to(self._message.log_states.dtype).unbind(-3)), at[..., -1]
 
     # Observations
 
@@ -353,9 +349,7 @@ class Filter:
         if values is None and not lags:
             return _nothing, ()
         if values is None:
-            like = (
-                known.to(self._surprise.dtype) if self._message.past is None else self._message.past
-            )
+            like = self._surprise if self._message.past is None else self._message.past
             values = like.new_zeros(*self.batch_shape, 1, *hmm.event_shape[1:])
         if self._blocks is not None and isinstance(hmm, BlockHMM):
             return _in_blocks(hmm, self._blocks, values, known), ()
@@ -369,9 +363,7 @@ class Filter:
             before = self.num_steps
             after = hmm.num_steps - before - num_steps
             if after < 0:
-                raise ValueError(
-                    f"hmm has parameters for {hmm.num_steps} steps; got {before + num_steps}."
-                )
+                raise ValueError(f"hmm has parameters for {hmm.num_steps} steps only.")
             values = pad(values, (0, 0) * (events - 1) + (before, after))
             seen = pad(known, (before, after))
         lengths = torch.full(self.batch_shape, before + num_steps + after)
@@ -412,14 +404,6 @@ class Filter:
 def _nothing(_: int) -> tuple[float, None]:
     """Log-likelihoods of a step that is missing."""
     return 0.0, None
-
-
-def _summed(log_states: Tensor, state_of: Tensor | None, num_states: int) -> Tensor:
-    """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
-    probs = log_states.exp()
-    if state_of is None or probs.size(-1) == num_states:
-        return probs
-    return probs.new_zeros(*probs.shape[:-1], num_states).index_add(-1, state_of, probs)
 
 
 def _in_blocks(
