@@ -77,10 +77,7 @@ def _runs(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     states = states.detach().long().expand(*batch, num_steps).reshape(-1, num_steps)
     exists = step_mask(lengths.to(states.device).expand(batch).reshape(-1), num_steps)
     if bool((states[exists] < 0).any()):
-        raise ValueError(
-            f"states must lie between 0 and K - 1; got {int(states[exists].min())}. Where "
-            "sequences are padded, give their lengths."
-        )
+        raise ValueError("states must not be negative. Where sequences are padded, give lengths.")
     starts = exists.clone()
     starts[:, 1:] &= states[:, 1:] != states[:, :-1]
     sequence, first = starts.nonzero().unbind(-1)
@@ -291,16 +288,11 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
                 [0.7358, 1.2642],
                 [0.0498, 0.9502]]))
     """
-    wrong = not isinstance(hmm, ContinuousTimeHMM) or states.shape != hmm.times.shape
-    if wrong or states.dim() != 2:
-        raise ValueError(
-            "hmm must be a ContinuousTimeHMM, and states (N, T) as its times; got "
-            f"{type(hmm).__name__} and states of shape {tuple(states.shape)}."
-        )
+    if not isinstance(hmm, ContinuousTimeHMM) or states.dim() != 2:
+        raise ValueError("hmm must be a ContinuousTimeHMM, and states (N, T).")
+    check_shape("states", states, tuple(hmm.times.shape), "that of times")
     hmm.chain.check_rates("prevalence")
-    check_shape(
-        "rates", hmm.rates, (hmm.num_states,) * 2, "(K, K)", "Take sequences of equal rates."
-    )
+    check_shape("rates", hmm.rates, (hmm.num_states,) * 2, "(K, K)", "Take those of equal rates.")
     states = states.masked_fill(~hmm.exists.to(states.device), 0)
     check_range("states", states, hmm.num_states, "K - 1", "Give the states of the model.")
     times = torch.as_tensor(times)

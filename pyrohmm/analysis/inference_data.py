@@ -125,13 +125,9 @@ def _fitted_groups(
 
     names = samples.named_dims(data)
     scores = samples.map(data, assess, batch_size)
-    posterior: Variables = {
-        name: ((*SAMPLE, *names[name]), value) for name, value in samples.parameters.items()
-    }
-    for name in INVARIANTS:
-        if name in scores:
-            rank = ("rank",) if name == "occupancy" else ()
-            posterior[name] = ((*SAMPLE, *rank), scores[name])
+    names |= dict.fromkeys(INVARIANTS, ()) | {"occupancy": ("rank",)}
+    quantities = samples.parameters | {n: scores[n] for n in INVARIANTS if n in scores}
+    posterior: Variables = {n: ((*SAMPLE, *names[n]), value) for n, value in quantities.items()}
     likelihood: Variables = {"x": ((*SAMPLE, "sequence"), scores["x"])}
     if per_step:
         likelihood["x_step"] = ((*SAMPLE, "sequence", "step"), scores["x_step"])

@@ -78,8 +78,8 @@ def perplexity(model: HMM | Fit, data: Data, batch_size: int = 256) -> Perplexit
         perplexity 4.00 over 3 tokens
     """
     data = in_parts(data)
-    tokens = data.num_observed
-    return Perplexity.of(log_evidence(model, data, batch_size).double().sum().item(), tokens)
+    total = log_evidence(model, data, batch_size).double().sum().item()
+    return Perplexity.of(total, data.num_observed)
 
 
 def log_evidence(model: HMM | Fit, data: Data, batch_size: int = 256) -> Tensor:
@@ -97,9 +97,8 @@ def log_evidence(model: HMM | Fit, data: Data, batch_size: int = 256) -> Tensor:
         ValueError: If sequences have variables of their own, and ``data`` are others.
     """
     with torch.no_grad():
-        return torch.cat(
-            [hmm.log_prob(part.values) for hmm, part in hmms_of(model, data, batch_size)]
-        )
+        hmms = hmms_of(model, data, batch_size)
+        return torch.cat([hmm.log_prob(part.values) for hmm, part in hmms])
 
 
 def held_out_log_evidence(
@@ -126,12 +125,11 @@ def held_out_log_evidence(
     check_size("num_samples", num_samples)
     check_sequences("data", data)
     with torch.no_grad(), fit.at_rest():
-        return torch.cat(
-            [
-                new_log_evidence(fit.model, fit.parameters, part, fit.plates, num_samples)
-                for part in batches_of(data, batch_size)
-            ]
-        )
+        found = [
+            new_log_evidence(fit.model, fit.parameters, part, fit.plates, num_samples)
+            for part in batches_of(data, batch_size)
+        ]
+    return torch.cat(found)
 
 
 def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
@@ -170,10 +168,10 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
             count += _dimension(site["fn"].support, site["value"])
     if not isinstance(module, torch.nn.Module):
         sites = [site for site in trace.nodes.values() if site["type"] == "param"]
-        real = constraints.real
-        return count + sum(
-            _dimension(site["kwargs"].get("constraint", real), site["value"]) for site in sites
-        )
+        found = [
+            (site["kwargs"].get("constraint", constraints.real), site["value"]) for site in sites
+        ]
+        return count + sum(_dimension(*each) for each in found)
     constrained = set()
     for part in parts.values():
         for name, (constraint, _) in getattr(part, "_pyro_params", {}).items():
@@ -181,37 +179,27 @@ def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
             if leaf.requires_grad and id(leaf) not in constrained:  # parts may share one
                 count += _dimension(constraint, getattr(part, name))
             constrained.add(id(leaf))
-    free = {
-        name: leaf
-        for name, leaf in module.named_parameters()
-        if leaf.requires_grad and id(leaf) not in constrained
-    }
-    if not free and not latent:
-        return count
-    every = sum(x.numel() for x in (*free.values(), *(values[name] for name in latent)))
-    if every > MOST_PARAMETERS:
+    leaves = dict(module.named_parameters())
+    free = [n for n, x in leaves.items() if x.requires_grad and id(x) not in constrained]
+    every = sum(x.numel() for x in (*(leaves[n] for n in free), *(values[n] for n in latent)))
+    if every == 0 or every > MOST_PARAMETERS:
         return count + every
-    return count + _rank(module, data, list(free), values, latent)
+    return count + _rank(module, data, free, values, latent)
 
 
 def _dimension(constraint: Any, value: Tensor) -> int:
     """Degrees of freedom of a constrained value; a probability of zero stays zero."""
     if isinstance(constraint, type(constraints.simplex)):  # also copies of it
         return int(((value > 0).sum(-1) - 1).sum())
-    if isinstance(
-        constraint, type(constraints.lower_cholesky) | type(constraints.positive_definite)
-    ):
+    matrices = type(constraints.lower_cholesky), type(constraints.positive_definite)
+    if isinstance(constraint, matrices):
         size = value.size(-1)
         return value.numel() // size * (size + 1) // 2
     return math.prod(biject_to(constraint).inverse_shape(value.shape))
 
 
 def _rank(
-    module: torch.nn.Module,
-    data: Sequences,
-    names: list[str],
-    values: dict[str, Tensor],
-    latent: list[str],
+    module: torch.nn.Module, data: Sequences, names: list[str], values: Any, latent: list[str]
 ) -> int:
     """Rank of the HMM's Jacobian by its parameters and by latent variables; of blocks their number.
 
@@ -344,19 +332,17 @@ def likelihood_ratio_test(smaller: Fit, larger: Fit, data: Sequences) -> Likelih
     if states[0] != states[1]:
         raise ValueError(
             f"smaller and larger must have one number of states; got {states[0]} and {states[1]}. "
-            "Between numbers of states the ratio is not chi-squared: compare metrics.bic, or "
-            "metrics.cross_validate."
+            "Else the ratio is not chi-squared: compare metrics.bic or metrics.cross_validate."
         )
     if more <= count:
         raise ValueError(
-            f"larger must have more free parameters than smaller; got {more} and {count}."
+            f"larger must have more free parameters than smaller; got {more} and {count}"
         )
     statistic = 2.0 * (from_large - from_small)
     if statistic < -1e-6 * abs(from_small):
         raise ValueError(
-            f"larger must have the larger likelihood; it is {-statistic / 2:.4g} nats less. It does"
-            " not contain the smaller model, has a prior that pulls, or ended at a poor optimum: "
-            "run more restarts."
+            f"larger must have the larger likelihood; it is {-statistic / 2:.4g} nats less. It has "
+            "a prior that pulls, is no larger model, or ended at a poor optimum: run more restarts."
         )
     statistic = max(statistic, 0.0)
     return LikelihoodRatio(statistic, more - count, float(chdtrc(more - count, statistic)))
@@ -413,10 +399,7 @@ def cross_validate(
     """
     check_sequences("data", data)
     if not 2 <= num_folds <= len(data):
-        raise ValueError(
-            f"num_folds must lie between 2 and the number of sequences, {len(data)}; got "
-            f"{num_folds}."
-        )
+        raise ValueError(f"num_folds must lie between 2 and N = {len(data)}; got {num_folds}.")
     order = torch.randperm(len(data), generator=generator or torch.Generator().manual_seed(0))
     fold = torch.empty(len(data), dtype=torch.long)
     fold[order] = torch.arange(len(data)) % num_folds

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
-from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.nn.functional import one_hot
 
@@ -140,65 +139,34 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int | Tensor) -> HMM:
         tensor([[1, 0, 1, 0],
                 [0, 1, 0, 1]])
     """
+    ahead: Any = num_steps
+    further: dict[str, Any] = {"observed": None, "allowed": None}
     if isinstance(hmm, ContinuousTimeHMM):
-        return _continued_in_time(hmm, values, num_steps)
-    check_size("num_steps", num_steps)  # type: ignore[arg-type]
-    hmm.check_constant("continuation", markov=False)
-    if not isinstance(hmm.chain, MarkovChain):
-        hmm = hmm.expanded()
-    if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
-        if (
-            hmm.observed is None
-            and hmm.lengths.dim() == 1
-            and values.dim() == 1 + len(hmm.event_shape)
-        ):
-            return _continued(hmm, hmm.transition, values, int(num_steps))
-    final = _last_state(hmm, values)
-    first = normalised(logsumexp(final.unsqueeze(-1) + hmm.log_transition, -2))
-    return hmm.replace(
-        log_initial=first,
-        emission=_emission_ahead(hmm, values),
-        lengths=torch.full(first.shape[:-1], int(num_steps)),
-        observed=None,
-        allowed=None,
-    )
-
-
-def _last_state(hmm: HMM, values: Tensor) -> Tensor:
-    """Filtered log-probabilities ``(*B, K)`` of the state at the last step of each sequence."""
+        hmm.chain.check_samples("continuation")
+        hmm.chain.check_rates("continuation")
+        check_tensor("times", ahead)
+        gaps = hmm.gaps_after(ahead)
+        further["times"], ahead = ahead, gaps.size(-1)
+        matrix = over_gaps(hmm.rates, Gaps.of(gaps[..., :1])).squeeze(-3)
+    else:
+        check_size("num_steps", ahead)
+        hmm.check_constant("continuation", markov=False)
+        hmm = hmm if isinstance(hmm.chain, MarkovChain) else hmm.expanded()
+        if in_blocks(hmm) and isinstance(hmm.transition, InnerProductTransition):
+            one_batch = hmm.lengths.dim() == 1 and values.dim() == 1 + len(hmm.event_shape)
+            if hmm.observed is None and one_batch:
+                return _continued(hmm, hmm.transition, values, ahead)
+        matrix = hmm.log_transition
     filtered = recursions.filtered(*hmm.log_factors(values), hmm.lengths)
     batch = filtered.shape[:-2]
     last = (hmm.lengths.expand(batch) - 1).to(filtered.device)[..., None, None]
     final = filtered.gather(-2, last.expand(*batch, 1, hmm.num_states)).squeeze(-2)
     check_possible(final.logsumexp(-1))
-    return final
-
-
-def _emission_ahead(hmm: HMM, values: Tensor) -> TorchDistribution:
-    """The emission of the steps that follow ``values``."""
-    emission = hmm.emission
-    if isinstance(emission, Autoregressive):
-        return emission.after(*hmm.prepare_values(values), hmm.lengths)
-    return emission
-
-
-def _continued_in_time(hmm: ContinuousTimeHMM, values: Tensor, times: int | Tensor) -> HMM:
-    """:func:`continuation` at ``times`` ``(*B, H)``."""
-    hmm.chain.check_samples("continuation")
-    hmm.chain.check_rates("continuation")
-    check_tensor("times", times)
-    gaps = hmm.gaps_after(cast(Tensor, times))
-    final = _last_state(hmm, values)
-    matrix = over_gaps(hmm.rates, Gaps.of(gaps[..., :1])).squeeze(-3)
     first = normalised(logsumexp(final.unsqueeze(-1) + matrix, -2))
-    return hmm.replace(
-        log_initial=first,
-        emission=_emission_ahead(hmm, values),
-        lengths=torch.full(first.shape[:-1], gaps.size(-1)),
-        times=times,
-        observed=None,
-        allowed=None,
-    )
+    if isinstance(hmm.emission, Autoregressive):
+        further["emission"] = hmm.emission.after(*hmm.prepare_values(values), hmm.lengths)
+    lengths = torch.full(first.shape[:-1], int(ahead))
+    return hmm.replace(log_initial=first, lengths=lengths, **further)
 
 
 def _continued(
@@ -244,12 +212,9 @@ def impute(hmm: HMM, values: Tensor, sample_shape: Sequence[int] = ()) -> Tensor
             samples = sample_in_time(hmm.emission, states, *hmm.prepare_values(values))
         else:
             samples = hmm.sample_observations(states)
-        samples = samples.to(values.dtype)
-        missing = torch.zeros_like(states, dtype=torch.bool)
-        if hmm.observed is not None:
-            missing = (hmm.exists & ~hmm.observed).expand(states.shape)
+        missing = (hmm.exists & ~hmm.known).expand(states.shape)
         missing = missing.reshape(missing.shape + (1,) * (len(hmm.event_shape) - 1))
-        return torch.where(missing, samples, values)
+        return torch.where(missing, samples.to(values.dtype), values)
 
 
 def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
@@ -284,9 +249,8 @@ def observation_marginals(hmm: HMM, values: Tensor) -> Forecast:
     refuse_autoregressive(hmm, "observation_marginals")
     posterior = hmm.posterior(values)
     check_possible(posterior.log_evidence)
-    states = posterior.state_probs.masked_fill(
-        ~hmm.exists.unsqueeze(-1), 1.0
-    )  # so that sampling is possible
+    padding = ~hmm.exists.unsqueeze(-1)  # where sampling is to be possible
+    states = posterior.state_probs.masked_fill(padding, 1.0)
     states = states / states.sum(-1, keepdim=True)
     kind = _ForecastPerStep if hmm.emission_per_step else Forecast
     return kind(states, beside(states, hmm).emission)
@@ -388,13 +352,10 @@ def path_entropy(hmm: HMM, values: Tensor) -> Tensor:
         tensor(3., dtype=torch.float64)
     """
     parts, seen = path_factors(hmm, values)
-    if seen is None:
-        found, left = parts[0].entropy()
-    else:
-        found, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
-        found, left = (each.reshape(seen.batch) for each in (found, left))
+    pairs = [part.entropy() for part in parts]
+    found, left = pairs[0] if seen is None else map(torch.cat, zip(*pairs))
     check_possible(left)
-    return found
+    return found if seen is None else found.reshape(seen.batch)
 
 
 def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
@@ -519,6 +480,8 @@ def _in_each_state(hmm: HMM, values: Tensor) -> list[Tensor]:
         windows, first = emission.windows(values).movedim(at - 1, 0), emission.num_first
         now, context = windows.select(at, -1), windows.narrow(at, 0, emission.lags)[first:]
         parts = [(emission.initial, now[:first]), (emission.given(context), now[first:])]
-    pairs = [[cdf(part, each.unsqueeze(at), below) for part, each in parts if len(each)]
-             for below in (True, False)]  # fmt: skip
-    return [torch.cat(pair).movedim(0, at - 1) for pair in pairs]
+    limits = []
+    for below in (True, False):
+        found = [cdf(part, each.unsqueeze(at), below) for part, each in parts if len(each)]
+        limits.append(torch.cat(found).movedim(0, at - 1))
+    return limits

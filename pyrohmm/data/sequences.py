@@ -319,7 +319,7 @@ class Sequences(Dataset["Sequences"]):
             1   b    1      0
             2   a    1      1
         """
-        return rows_of(self.table, self.rows, self.exists, {"state": states, "p": probs})
+        return rows_of(self.table, self.rows, self.exists, states, probs)
 
     @property
     def num_steps(self) -> int:
@@ -385,15 +385,11 @@ class Sequences(Dataset["Sequences"]):
         if isinstance(parts, Sequences):
             return parts
 
-        def join(name: str) -> Tensor | None:
-            rows = [getattr(part, name) for part in parts]
-            known = [row[part.exists] for row, part in zip(rows, parts) if row is not None]
-            return torch.cat(known) if len(known) == len(rows) else None
-
-        names = ("values", "observed", "labels", "covariates", "times")
-        steps: dict[str, Any] = {name: join(name) for name in names}
-        lengths = torch.cat([part.lengths for part in parts])
-        return Sequences.from_concatenated(**steps, lengths=lengths).with_total(self.total)
+        steps: dict[str, Any] = {"lengths": torch.cat([part.lengths for part in parts])}
+        for name in ("values", "observed", "labels", "covariates", "times"):
+            if all(getattr(part, name) is not None for part in parts):
+                steps[name] = torch.cat([getattr(part, name)[part.exists] for part in parts])
+        return Sequences.from_concatenated(**steps).with_total(self.total)
 
     def _select(
         self, chosen: Tensor, total: float, indices: Tensor, longest: int | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import date, timedelta
 from typing import Any
 
@@ -145,10 +145,8 @@ def check_order(values: Any, order: np.ndarray, number: np.ndarray) -> None:
         return
     stamps = read_times(index, "index").numpy()[order]
     if ((np.diff(stamps) < 0) & (np.diff(number[order]) == 0)).any():
-        raise ValueError(
-            "rows must be in the order of time; those of the index of dates are not. Give "
-            "frame.sort_index(), or the column of dates by time=."
-        )
+        cure = "Give frame.sort_index(), or the column of dates by time=."
+        raise ValueError(f"rows must be in the order of time; those of the index are not. {cure}")
 
 
 # Cut into sequences ------------------------------------------------------------------------------
@@ -160,20 +158,16 @@ def checked_lengths(lengths: Any, num_rows: int) -> Tensor:
     check_integers("lengths", lengths)
     lengths = lengths.cpu().long()
     check_lengths(lengths, num_rows)
-    if int(lengths.sum()) != num_rows:
-        raise ValueError(
-            f"lengths must sum to the number of rows of values, {num_rows}; they sum to "
-            f"{int(lengths.sum())}."
-        )
+    if (total := int(lengths.sum())) != num_rows:
+        text = f"lengths must sum to the number of rows of values, {num_rows}"
+        raise ValueError(f"{text}; they sum to {total}.")
     return lengths
 
 
 def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
     """Raise unless what has ``shape`` has as many rows as the values."""
     if shape[:1] != (num_rows,):
-        raise ValueError(
-            f"{name} must have a row for each of the {num_rows} rows of values; got shape {shape}."
-        )
+        raise ValueError(f"{name} must have {num_rows} rows, as values; got shape {shape}.")
 
 
 def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
@@ -189,12 +183,13 @@ def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
 
 def padded_parts(parts: Mapping[str, Any], lengths: Tensor) -> dict[str, Any]:
     """Padded labels, covariates and times ``(N, T, *)``; those that are None are left out."""
-    tensors = {name: read_part(name, part) for name, part in parts.items() if part is not None}
-    for name, tensor in tensors.items():
-        check_num_rows(name, tuple(tensor.shape), int(lengths.sum()))
-    return {
-        name: padded(tensor, lengths, PADDING.get(name, 0.0)) for name, tensor in tensors.items()
-    }
+    found = {}
+    for name, part in parts.items():
+        if part is not None:
+            tensor = read_part(name, part)
+            check_num_rows(name, tuple(tensor.shape), int(lengths.sum()))
+            found[name] = padded(tensor, lengths, PADDING.get(name, 0.0))
+    return found
 
 
 def joined_steps(
@@ -225,10 +220,7 @@ def joined_part(name: str, items: Iterable[Any] | None, lengths: Tensor) -> Tens
         return None
     rows = [read_part(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
-        raise ValueError(
-            f"{name} must have one item per sequence, one row per step; got lengths "
-            f"{[len(row) for row in rows][:5]}, sequences have {lengths.tolist()[:5]} (first five)."
-        )
+        raise ValueError(f"{name} must have one item per sequence, of one row per step.")
     return torch.cat(rows)
 
 
@@ -241,25 +233,19 @@ def check_values(values: Tensor) -> None:
         raise TypeError(f"values must be a torch.Tensor; got {type(values).__name__}. {HOW}")
     check_real("values", values)
     if values.dim() < 2 or 0 in values.shape[:2]:
-        raise ValueError(
-            "values must have shape (N, T, *E) with at least one sequence and one step; got "
-            f"shape {tuple(values.shape)}. Add the dimension of sequences with unsqueeze(0)."
-        )
+        text = "values must have shape (N, T, *E), with at least one sequence and step"
+        raise ValueError(f"{text}; got {tuple(values.shape)}. Add the first by unsqueeze(0).")
 
 
 def check_observed(values: Tensor, observed: Tensor) -> None:
     """Raise if an observed step is NaN throughout, or holds an infinite number."""
     if place := first(_is_nan(values, 2) & observed):
-        raise ValueError(
-            f"values holds NaN at {place}, which is marked as observed. "
-            "Set observed to False there, or build with Sequences.from_list."
-        )
+        cure = "Set observed to False there, or build with Sequences.from_list."
+        raise ValueError(f"values holds NaN at {place}, which is marked as observed. {cure}")
     infinite = values.isinf().flatten(2).any(-1) if values.dim() > 2 else values.isinf()
     if place := first(infinite & observed):
-        raise ValueError(
-            f"values holds an infinite number at {place}, which no distribution emits. Put NaN "
-            "where nothing was measured; a logarithm of zero, or a ratio to it, is another cause."
-        )
+        text = f"values holds an infinite number at {place}, which no distribution emits."
+        raise ValueError(f"{text} Put NaN where nothing was measured, or look for log(0).")
 
 
 def first(wrong: Tensor) -> str:
@@ -281,10 +267,8 @@ def check_labels(labels: Tensor, exists: Tensor) -> None:
     check_shape("labels", labels, shape, "(N, T)")
     wrong = exists.to(labels.device) & (labels < NO_CODE)
     if place := first(wrong):
-        raise ValueError(
-            f"labels must be states, or -1 where one is not known; got {int(labels[wrong][0])} at "
-            f"{place}."
-        )
+        text = "labels must be states, or -1 where one is not known"
+        raise ValueError(f"{text}; got {int(labels[wrong][0])} at {place}.")
 
 
 def check_covariates(covariates: Tensor, exists: Tensor) -> None:
@@ -293,10 +277,7 @@ def check_covariates(covariates: Tensor, exists: Tensor) -> None:
     check_shape("covariates[..., c]", covariates[..., 0], tuple(exists.shape), "(N, T)")
     wrong = ~covariates.flatten(2).isfinite().all(-1)
     if place := first(wrong & exists.to(wrong.device)):
-        raise ValueError(
-            f"covariates must be finite; that of {place} is not. Fill in what is missing, and say "
-            "so in a covariate of its own."
-        )
+        raise ValueError(f"covariates must be finite; that of {place} is not. Fill it in.")
 
 
 def check_step_times(times: Tensor, exists: Tensor) -> None:
@@ -306,11 +287,7 @@ def check_step_times(times: Tensor, exists: Tensor) -> None:
     check_times(times, exists.to(times.device))
 
 
-CHECKS: dict[str, Callable[[Tensor, Tensor], None]] = {
-    "labels": check_labels,
-    "covariates": check_covariates,
-    "times": check_step_times,
-}
+CHECKS = {"labels": check_labels, "covariates": check_covariates, "times": check_step_times}
 
 
 def check_total(total: float | None, count: int) -> float:

@@ -22,16 +22,9 @@ JITTER = 0.2  # of a step, by which times may lie beside their places
 
 
 def read_table(
-    frame: Any,
-    columns: str | Sequence[str],
-    by: str | Sequence[str] | None,
-    time: str | None,
-    labels: str | None,
-    covariates: Sequence[str] | None,
-    vocabulary: Vocabulary | None,
-    tags: Vocabulary | None,
-    gaps: Gaps | None,
-) -> tuple[dict[str, Any], Table]:
+    frame: Any, columns: Any, by: Any, time: str | None, labels: str | None, covariates: Any,
+    vocabulary: Vocabulary | None, tags: Vocabulary | None, gaps: Gaps | None,
+) -> tuple[dict[str, Any], Table]:  # fmt: skip
     """Steps of a table as ``Sequences.from_concatenated`` takes them, and how its rows lie."""
     values, known = read_columns("columns", frame, columns, vocabulary)
     table = Table.of(frame, by, time, len(values), gaps)
@@ -45,10 +38,8 @@ def read_table(
         steps["labels"] = codes[rows].masked_fill(filled, NO_CODE)
     if covariates is not None:
         if bool(filled.any()):
-            raise ValueError(
-                "covariates have no values at steps without a row. Add these rows to frame, or "
-                "give gaps='ignore'."
-            )
+            cure = "Add these rows to frame, or give gaps='ignore'."
+            raise ValueError(f"covariates have no values at steps without a row. {cure}")
         numbers, _ = read_columns("covariates", frame, covariates)
         steps["covariates"] = numbers[rows].double()
     return steps, table
@@ -106,14 +97,7 @@ class Table(NamedTuple):
     times: Tensor | None
 
     @classmethod
-    def of(
-        cls,
-        frame: Any,
-        by: str | Sequence[str] | None,
-        time: str | None,
-        count: int,
-        gaps: Gaps | None,
-    ) -> Table:
+    def of(cls, frame: Any, by: Any, time: str | None, count: int, gaps: Gaps | None) -> Table:
         """Group ``count`` rows by the columns ``by``, in the order of their first rows, and sort.
 
         Raises:
@@ -126,10 +110,8 @@ class Table(NamedTuple):
             columns[time] = column("time", frame, time)
         for name, values in columns.items():
             if (missing := is_missing(values)).any():
-                raise ValueError(
-                    f"{'time' if name == time else 'by'} {name!r} is missing in row "
-                    f"{missing.argmax()}. Drop these rows, or fill them."
-                )
+                text = f"{'time' if name == time else 'by'} {name!r} is missing in row"
+                raise ValueError(f"{text} {missing.argmax()}. Drop these rows, or fill them.")
         whole = isinstance(frame, pandas.DataFrame)
         keys = frame[list(columns)] if whole else pandas.DataFrame(columns, range(count))
         for name in () if whole else columns:  # an array has lost the time zone of polars
@@ -151,8 +133,8 @@ class Table(NamedTuple):
         if not distance.all():
             place = int(((np.diff(times) == 0) & inside).argmax())
             raise ValueError(
-                f"time must differ within a sequence; rows {order[place]} and {order[place + 1]} "
-                "have the same. Name the sequences of the rows with by=."
+                f"time must differ within a sequence; that of rows {order[place]} and "
+                f"{order[place + 1]} does not. Name the sequences of the rows with by=."
             )
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
         clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(keys[time]))]
@@ -206,10 +188,8 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     none = np.zeros(len(distance), np.int64)
     if gaps == "ignore" or not len(distance):
         return none
-    tries = [(each, each.min(), 1e-3) for each in clocks] + [
-        (distance, np.median(distance), JITTER)
-    ]
-    for each, step, tolerance in tries:
+    tries = [(each, each.min(), 1e-3) for each in clocks]
+    for each, step, tolerance in (*tries, (distance, np.median(distance), JITTER)):
         ratio = each / step if step > 0 else distance / np.inf
         whole = ratio.round()
         regular = bool((np.abs(ratio - whole) < tolerance).all()) and whole.min() > 0
@@ -217,8 +197,8 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
             break
     if gaps is not None and not regular:
         raise ValueError(
-            f"gaps={gaps!r} needs times that are multiples of one step; the distances of rows are "
-            f"no multiples of {distance.min():g}, nor of months. Give gaps='ignore'."
+            f"gaps={gaps!r} needs times that are multiples of one step; these are no multiples of "
+            f"{distance.min():g}, nor of months. Give gaps='ignore'."
         )
     if gaps == "missing":
         return (whole - 1).astype(np.int64)
@@ -226,9 +206,8 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
     if not count or (gaps is None and not (regular and np.median(whole) == 1)):
         return none
     said = (
-        f"time has gaps: {count} rows are up to {whole.max():g} steps of {step:g} after "
-        "the row before. Give gaps='missing' to fill them by missing steps, or gaps='ignore' where "
-        "nothing is missing, such as between trading days."
+        f"time has gaps: {count} rows are up to {whole.max():g} steps of {step:g} after the row "
+        "before. Give gaps='missing' to fill them, or gaps='ignore' where nothing is missing."
     )
     if gaps == "error":
         raise ValueError(said)
@@ -237,7 +216,7 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
 
 
 def rows_of(
-    table: Table | None, rows: Tensor | None, exists: Tensor, added: Mapping[str, Tensor | None]
+    table: Table | None, rows: Tensor | None, exists: Tensor, states: Any, probs: Any
 ) -> Any:
     """A ``pandas.DataFrame`` of the steps that exist, with columns of ``(N, T)`` or ``(N, T, K)``.
 
@@ -245,7 +224,8 @@ def rows_of(
         table: The table they come from, if they do: its rows in their order are returned.
         rows: ``(N, T)``, the number of each step's row; -1 where there is none.
         exists: ``(N, T)``.
-        added: Columns by name; K of them are numbered.
+        states: ``(N, T)``.
+        probs: ``(N, T, K)``.
     """
     pandas = imported("pandas")
     exists = exists.cpu()
@@ -257,13 +237,12 @@ def rows_of(
         numbers = rows.cpu()[exists]
         order = numbers.argsort(stable=True)[int((numbers < 0).sum()) :]
         frame = table.keys.iloc[numbers[order].numpy()].copy()
-    for name, part in added.items():
-        if part is not None:
-            shape, meaning = tuple(exists.shape), "(N, T)"
-            if name == "p" and part.dim():
-                shape, meaning = (*shape, part.size(-1)), "(N, T, K)"
-            check_shape("probs" if name == "p" else "states", part, shape, meaning)
-            values = part.detach().cpu()[exists][order].numpy()
-            names = [name] if values.ndim == 1 else [f"{name}{k}" for k in range(values.shape[1])]
-            frame[names] = values.reshape(len(order), -1)
+    shape = tuple(exists.shape)
+    if states is not None:
+        check_shape("states", states, shape, "(N, T)")
+        frame["state"] = states.detach().cpu()[exists][order].numpy()
+    if probs is not None:
+        check_shape("probs", probs, (*shape, *probs.shape[-1:]), "(N, T, K)")
+        names = [f"p{k}" for k in range(probs.size(-1))]
+        frame[names] = probs.detach().cpu()[exists][order].numpy()
     return frame
