@@ -33,7 +33,11 @@ def to_tensor(name: str, value: Any) -> Tensor:
         try:
             value = _stacked(value)
         except (TypeError, ValueError, RuntimeError):  # with None in it, or ragged
-            value = _from_list(name, value)
+            try:
+                value = np.asarray(value, dtype=object)
+            except ValueError:
+                text = f"{name} must be rows of equal length; got a ragged list."
+                raise TypeError(text) from None
     if not isinstance(value, Tensor):
         value = _from_numpy(name, to_numpy(value))
     return regular(name, value)
@@ -83,14 +87,6 @@ def _is_nothing(item: Any) -> bool:
         return np.ndim(item) == 0
 
 
-def _from_list(name: str, value: Any) -> np.ndarray:
-    """An array of a list that is no tensor as it is."""
-    try:
-        return np.asarray(value, dtype=object)
-    except ValueError:
-        raise TypeError(f"{name} must be rows of equal length; got a ragged list.") from None
-
-
 def _stacked(value: list[Any] | tuple[Any, ...]) -> Any:
     """A list as one array of its own kind: of tensors, of arrays or of Python's numbers."""
     if value and all(isinstance(item, np.ndarray | np.generic) for item in value):
@@ -105,10 +101,8 @@ def _from_numpy(name: str, array: np.ndarray) -> Tensor:
     kind = array.dtype.kind
     if isinstance(array, np.ma.MaskedArray):
         if kind != "f" and array.mask.any():
-            raise TypeError(
-                f"{name} has masked integers, which no tensor has. Give array.filled(0), and "
-                "observed=~array.mask."
-            )
+            cure = "Give array.filled(0), and observed=~array.mask."
+            raise TypeError(f"{name} has masked integers, which no tensor has. {cure}")
         array = array.filled(np.nan) if kind == "f" else array.data
     if kind == "O":
         array = _from_objects(name, array)

@@ -128,10 +128,8 @@ BROADCAST = "In place of vmap, give parameters or lengths batch dimensions, whic
 def refuse_transforms(what: str, cure: str = BROADCAST) -> None:
     """Raise within those transforms, in which ``what`` cannot be computed: it reads values."""
     if transforming():
-        raise NotImplementedError(
-            f"{what} cannot be computed within vmap, grad and the other transforms of torch.func, "
-            f"for it reads values. Call it outside of them. {cure}"
-        )
+        text = f"{what} cannot be computed within vmap, grad and other transforms of torch.func"
+        raise NotImplementedError(f"{text}, for it reads values. Call it outside of them. {cure}")
 
 
 def evidence_and_gradient(

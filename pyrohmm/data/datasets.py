@@ -139,8 +139,8 @@ def diverse_toy(
         Diversified Hidden Markov Models for Sequential Labeling (Qiao et al., 2015),
         https://arxiv.org/abs/1904.03170
     """
-    initial, transition = torch.tensor(DIVERSE_INITIAL), torch.tensor(DIVERSE_TRANSITION)
-    states = _sample_states(initial, transition, (num_sequences, num_steps), generator)
+    chain = torch.tensor(DIVERSE_INITIAL), torch.tensor(DIVERSE_TRANSITION)
+    states = _sample_states(*chain, (num_sequences, num_steps), generator)
     noise = torch.randn(states.shape, generator=generator)
     values = torch.tensor(DIVERSE_MEANS)[states] + deviation * noise
     return Sequences(values, torch.full((num_sequences,), num_steps), labels=states)
@@ -160,8 +160,9 @@ def _sample_states(
 ) -> Tensor:
     """Paths of a Markov chain, ``shape`` (N, T)."""
     num_sequences, num_steps = shape
-    return sample_path(
-        torch.multinomial(initial, num_sequences, True, generator=generator),
-        num_steps,
-        lambda _, states: torch.multinomial(transition[states], 1, generator=generator).squeeze(-1),
-    )
+    first = torch.multinomial(initial, num_sequences, True, generator=generator)
+
+    def step(_: int, states: Tensor) -> Tensor:
+        return torch.multinomial(transition[states], 1, generator=generator).squeeze(-1)
+
+    return sample_path(first, num_steps, step)

@@ -131,10 +131,7 @@ def _check_times(text: str, table: Any) -> None:
     for name in table.columns:
         named = re.search(rf"\b{re.escape(str(name))}\b(?!\.)", text)
         if named and table[name].dtype.kind in "mM":
-            raise ValueError(
-                f"column {name!r} holds times: make a number of it, such as "
-                f"frame[{name!r}].dt.hour, or the hours since the first."
-            )
+            raise ValueError(f"column {name!r} holds times: make a number of it, as .dt.hour does.")
 
 
 def cyclic(values: Any, period: float, order: int = 1) -> Any:
@@ -174,8 +171,8 @@ def smooth(
     if period:
         x = x % period
     elif (x < low).any() or (x > high).any():
-        raise ValueError(f"smooth is of values between {low:g} and {high:g}, those of the first "
-                         f"table; got {x.min():g} to {x.max():g}.")  # fmt: skip
+        first = f"{low:g} to {high:g}, those of the first table"
+        raise ValueError(f"smooth is of values from {first}; got {x.min():g} to {x.max():g}.")
     intervals = size if period else size - 3
     knots = low + (high - low) / intervals * np.arange(-3, intervals + 4)
     basis = BSpline.design_matrix(x.clip(knots[3], knots[-4]), knots, 3).toarray()
@@ -215,9 +212,7 @@ def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
     values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}
     lost = [name for name, column in values.items() if not np.isfinite(column).all()]
     if lost or len(matrix) != len(frame):
-        raise ValueError(
-            f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}. Fill them in."
-        )
+        raise ValueError(f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}.")
     return values
 
 
@@ -226,10 +221,8 @@ def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:
     if not columns:
         raise ValueError(f"the formula of {part} has no columns: ask for an intercept by '~ 1'.")
     smooths = Columns(tuple(columns), ()).smooths
-    columns = {
-        name: column for (name, column), term in zip(columns.items(), smooths)
-        if not term and not name.startswith("offset(")
-    }  # fmt: skip
+    plain = [n for n, term in zip(columns, smooths) if not (term or n.startswith("offset("))]
+    columns = {name: columns[name] for name in plain}
     for name, column in columns.items():
         if not column.any():
             raise ValueError(
@@ -238,12 +231,10 @@ def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:
             )
     values = np.stack(list(columns.values()) or [np.ones(1)], -1)
     scaled = values / np.maximum(np.abs(values).max(0), 1e-300)
-    for last in range(1, scaled.shape[1] + 1):
+    for last, name in enumerate(columns, 1):
         if np.linalg.matrix_rank(scaled[:, :last], tol=1e-9 * len(scaled) ** 0.5) < last:
-            raise ValueError(
-                f"columns of {part} are collinear: {list(columns)[last - 1]!r} is a "
-                "combination of those before it. Leave it out."
-            )
+            text = f"columns of {part} are collinear: {name!r} is a combination of those before it"
+            raise ValueError(f"{text}. Leave it out.")
 
 
 def as_columns(name: str, columns: Columns | Sequence[int] | None) -> Columns:
@@ -255,8 +246,8 @@ def as_columns(name: str, columns: Columns | Sequence[int] | None) -> Columns:
     given: Any = columns.tolist() if hasattr(columns, "tolist") else columns
     if not isinstance(given, Iterable) or not all(isinstance(index, Integral) for index in given):
         raise TypeError(
-            f"{name} must be numbers of columns of the covariates, such as [0, 2], or columns of a "
-            f"design, formulas(frame, {name}='~ dose')[{name!r}]; got {columns!r}."
+            f"{name} must be numbers of columns of the covariates, such as [0, 2], or of a design, "
+            f"formulas(frame, {name}='~ dose')[{name!r}]; got {columns!r}."
         )
     indices = tuple(int(index) for index in given)
     return Columns(tuple(f"column {index}" for index in indices), indices)

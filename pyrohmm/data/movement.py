@@ -92,10 +92,8 @@ def _check_degrees(places: Tensor, plane: bool) -> None:
     for name, column, most in zip(("longitude", "latitude"), places.unbind(-1), (360, 90)):
         wrong = column[column.abs() > most]
         if len(wrong) and not plane:
-            raise ValueError(
-                f"{name} must be degrees from -{most} to {most}; got {wrong[0].item():g}. The "
-                "longitude comes first; coordinates in a plane need plane=True."
-            )
+            text = f"{name} must be degrees from -{most} to {most}; got {wrong[0].item():g}. The"
+            raise ValueError(f"{text} longitude comes first; in a plane give plane=True.")
 
 
 def _steps(places: Tensor, plane: bool) -> tuple[Tensor, Tensor]:

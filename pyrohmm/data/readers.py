@@ -17,7 +17,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -159,9 +159,7 @@ def corpus_of(
                 labels.append(encoded(list(row.tags), tags))
         except ValueError as error:
             raise ValueError(f"{path}, sequence starting at line {row.line}: {error}") from None
-    codes = torch.cat(values)
-    data = Sequences.from_concatenated(
-        codes.clamp(min=0), [len(row) for row in values], observed=codes != NO_CODE,
-        labels=torch.cat(labels) if labels else None,
-    )  # fmt: skip
+    codes, lengths = torch.cat(values), [len(row) for row in values]
+    steps: Any = {"observed": codes != NO_CODE, "labels": torch.cat(labels) if labels else None}
+    data = Sequences.from_concatenated(codes.clamp(min=0), lengths, **steps)
     return Corpus(data, vocabulary, tags)

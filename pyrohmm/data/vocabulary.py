@@ -89,8 +89,7 @@ class Vocabulary(tuple[str, ...]):
         kept.sort(key=lambda symbol: (-counts[symbol], symbol))
         if callable(unknown):
             if max_size is not None:
-                raise ValueError("max_size cannot be given if unknown is a function; give "
-                                 "min_count.")  # fmt: skip
+                raise ValueError("max_size cannot be given if unknown is a function.")
             rare = {s: unknown(s) for s, count in counts.items() if count < min_count}
             return cls(_classes(rare, counts) + kept, unknown)
         first = [] if unknown is None else [unknown]
@@ -105,10 +104,10 @@ class Vocabulary(tuple[str, ...]):
         symbols = list(symbols)
         codes = [self._code(symbol) for symbol in symbols]
         if None in codes:
-            raise ValueError(
-                f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols of the "
-                "vocabulary. Build the vocabulary with unknown=, which stands for all others."
+            text = (
+                f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols of the"
             )
+            raise ValueError(f"{text} vocabulary. Build it with unknown=, for all others.")
         return torch.tensor(codes, dtype=torch.long)
 
     def _code(self, symbol: str) -> int | None:
