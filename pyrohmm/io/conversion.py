@@ -222,10 +222,10 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         model.covars_ = _array(covars_of(normal, kind))
         model.n_features = normal.event_shape[0]
     else:
+        came = f"{type(emission).__name__} with event shape {tuple(emission.event_shape)}"
         raise TypeError(
-            "emission must be Categorical, or a Poisson, Normal or MultivariateNormal with an "
-            "observation of at most one dimension, or a mixture of the latter two; got "
-            f"{type(emission).__name__} with event shape {tuple(emission.event_shape)}."
+            "emission must be Categorical, vectors of Poisson, Normal or MultivariateNormal, or a "
+            f"mixture of the latter two; got {came}."
         )
     return model
 
@@ -248,11 +248,8 @@ def _as_vectors(emission: Any) -> Any:
 
 def _is_independent(part: Any, family: type) -> bool:
     """Whether an observation is a vector of independent members of ``family``."""
-    return (
-        isinstance(part, torch.distributions.Independent)
-        and part.reinterpreted_batch_ndims == 1
-        and isinstance(part.base_dist, family)
-    )
+    vectors = isinstance(part, torch.distributions.Independent) and len(part.event_shape) == 1
+    return vectors and isinstance(part.base_dist, family)
 
 
 def _array(tensor: Tensor) -> np.ndarray:
@@ -319,12 +316,8 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     hmm.check_constant("to_ctrlg")
     if not is_categorical(hmm.emission) or any(hmm.chain.batch_shape):
         raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
-    with torch.no_grad():
-        tensors = {
-            "alpha_exp": hmm.log_transition.exp(),
-            "beta": log_probs(hmm.emission),
-            "gamma": hmm.log_initial,
-        }
+    tensors = {"alpha_exp": hmm.log_transition.exp(), "gamma": hmm.log_initial}
+    tensors["beta"] = log_probs(hmm.emission)
     count = tensors["beta"].size(-1)
     check_size("end", end, 0)
     if end >= count:
@@ -332,6 +325,6 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     config = {"hidden_states": hmm.num_states, "vocab_size": count, "eos_token_id": end}
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    ready = {name: tensor.cpu().float().contiguous() for name, tensor in tensors.items()}
+    ready = {n: tensor.detach().cpu().float().contiguous() for n, tensor in tensors.items()}
     replace_file(folder / CTRLG_TENSORS, safetensors.torch.save(ready))
     replace_file(folder / CTRLG_CONFIG, json.dumps(config).encode())

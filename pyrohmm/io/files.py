@@ -45,9 +45,7 @@ FORMAT = "pyrohmm"
 VERSION = 1  # what is written, and the newest that can be read
 TENSORS = "tensors.safetensors"
 READABLE = "pyrohmm.json"
-KINDS = {
-    "hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load",
-}  # fmt: skip
+KINDS = {"hmm": "load_hmm", "module": "load_into", "language model": "LanguageModel.load"}
 
 
 # One file ------------------------------------------------------------------------------------
@@ -215,10 +213,8 @@ def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], d
     tensors, meta = read_tensors(path)
     found = str(meta.get("kind"))
     if found != kind:
-        raise ValueError(
-            f"{path} must hold one of kind {kind}; it is of kind {found}. Load it with "
-            f"{KINDS.get(found, 'read_tensors')}."
-        )
+        cure = f"Load it with {KINDS.get(found, 'read_tensors')}."
+        raise ValueError(f"{path} must hold one of kind {kind}; it is of kind {found}. {cure}")
     return tensors, meta
 
 
@@ -236,10 +232,8 @@ def _check_replaceable(target: Path) -> None:
     try:
         KINDS[read_tensors(target / TENSORS)[1]["kind"]]
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{target} holds files that save did not write ({error}). Name another directory, or "
-            "remove it."
-        ) from error
+        text = f"{target} holds files that save did not write ({error})"
+        raise ValueError(f"{text}. Name another directory, or remove it.") from error
 
 
 # A checkpoint ---------------------------------------------------------------------------------
@@ -453,15 +447,14 @@ def _attributes(item: Any) -> dict[str, Any]:
         kept = {name: value for name, value in kept.items() if name not in _BOOKKEEPING}
         kept |= {name: value for part in inner for name, value in part.items()}
     free = getattr(type(item), "may_differ", ())  # and the fit resumes all the same
-    return {
-        name: value
-        for name, value in kept.items()
-        if not (name.startswith("_lazy_") or name in free)
-        and (isinstance(value, _SIMPLE) or not name.startswith("_"))
-        and not isinstance(
-            inspect.getattr_static(type(item), name, None), cached_property | lazy_property
-        )
-    }
+    found = {}
+    for name, value in kept.items():
+        static = inspect.getattr_static(type(item), name, None)
+        cache = name.startswith("_lazy_") or isinstance(static, cached_property | lazy_property)
+        public = isinstance(value, _SIMPLE) or not name.startswith("_")
+        if public and not cache and name not in free:
+            found[name] = value
+    return found
 
 
 def _short(item: Any) -> str:

@@ -131,14 +131,10 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
             part.complete(tensors, path and f"{path}.")
     here, there = kinds(module.state_dict()), kinds(tensors)
     here["its class"], there["its class"] = type(module).__qualname__, str(meta.get("class"))
-    differences = [
-        f"{name} is {there.get(name, 'not')} in the file, {here.get(name, 'not')} in module"
-        for name in sorted(here | there)
-        if here.get(name) != there.get(name)
-    ]
-    if differences:
-        path = Path(directory) / TENSORS
-        raise ValueError(f"{path} differs from module: {'; '.join(differences)}.")
+    found = {name: (there.get(name, "not"), here.get(name, "not")) for name in sorted(here | there)}
+    wrong = [f"{n} is {a} in the file, {b} in module" for n, (a, b) in found.items() if a != b]
+    if wrong:
+        raise ValueError(f"{Path(directory) / TENSORS} differs from module: {'; '.join(wrong)}.")
     module.load_state_dict(tensors)
 
 
@@ -172,12 +168,9 @@ def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
 _COMPUTED = {"covariance_matrix", "precision_matrix"}  # from scale_tril
 # Of every class the chain that it is built with: HMM.of gives an HMM any other.
 _CHAINS: dict[type[HMM], type[Chain]] = {
-    HMM: MarkovChain,
-    HSMM: SemiMarkovChain,
-    ContinuousTimeHMM: RateChain,
-    FactorialHMM: ProductChain,
-    SecondOrderHMM: SecondOrderChain,
-}
+    HMM: MarkovChain, HSMM: SemiMarkovChain, ContinuousTimeHMM: RateChain,
+    FactorialHMM: ProductChain, SecondOrderHMM: SecondOrderChain,
+}  # fmt: skip
 _OF_DATA = ("lengths", "observed", "allowed")
 
 
@@ -292,12 +285,9 @@ def _build_part(
     if family is None:
         raise ValueError(f"{path} is of class {node['class']}, which is not one that can be built")
     names = argument_names(family)
-    given: dict[str, Any] = {
-        name: tensors.pop(key) for name in names if (key := f"{path}.{name}") in tensors
-    }
-    either: dict[str, Tensor] = {
-        name: given.pop(name) for name in ("probs", "logits") if name in given
-    }
+    there = [name for name in names if f"{path}.{name}" in tensors]
+    given: dict[str, Any] = {name: tensors.pop(f"{path}.{name}") for name in there}
+    either: Any = {name: given.pop(name) for name in ("probs", "logits") if name in given}
     for name in _COMPUTED & given.keys():  # of files of version 0.4
         del given[name]
     for name, inner in zip(names, node["parts"]):

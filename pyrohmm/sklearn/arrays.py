@@ -180,10 +180,8 @@ class TabularEstimator(SequenceEstimator):
         check_size("n_init", self.n_init)
         check_size("n_iter", self.n_iter, 0)
         if priors := [n for n in vars(self) if n.endswith(("_prior", "_weight"))]:
-            raise TypeError(
-                f"{priors[0]} cannot be set: fits are of maximum likelihood. Priors are those of a "
-                "module: HMMEstimator(partial(TabularHMM, emission=normal(2, loc=0.0)))."
-            )
+            cure = "HMMEstimator(partial(TabularHMM, emission=normal(2, loc=0.0)))"
+            raise TypeError(f"{priors[0]} cannot be set. Priors are those of a module: {cure}.")
         known = "".join(self._attributes())
         for option in ("params", "init_params"):
             chosen = getattr(self, option)
@@ -504,9 +502,8 @@ class GMMHMM(NormalEstimator):
         if "m" in chosen:
             labels = KMeans(states, n_init=10, random_state=seed).fit_predict(table)
             groups = [table[labels == state] for state in range(states)]
-            self.means_ = np.stack(
-                [_cluster(rows if len(rows) >= parts else table, parts, seed) for rows in groups]
-            )
+            groups = [rows if len(rows) >= parts else table for rows in groups]
+            self.means_ = np.stack([_cluster(rows, parts, seed) for rows in groups])
         if "c" in chosen:
             self.covars_ = self._spread(table, states, parts)
         if "w" in chosen:
@@ -543,9 +540,8 @@ class CovarianceMixture(CovarianceEmission):
         """The distribution of a vector, batched over states."""
         loc, matrix = self.loc.unflatten(-2, self.lead), self.covariance
         matrix = matrix.unsqueeze(-3) if self.by_state else matrix.unflatten(-3, self.lead)
-        return MixtureSameFamily(
-            Categorical(logits=log(self.weights)), MultivariateNormal(loc, matrix)
-        )
+        weights = Categorical(logits=log(self.weights))
+        return MixtureSameFamily(weights, MultivariateNormal(loc, matrix))
 
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None

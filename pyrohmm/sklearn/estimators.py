@@ -332,12 +332,8 @@ class HMMEstimator(SequenceEstimator):
         """
         check_size("n_components", self.n_components)
         table, sizes = self._table(X, lengths, y, reset=True)
-        options: Any = {
-            "num_iterations": self.n_iter,
-            "tolerance": self.tol,
-            "restarts": self.n_init,
-        }
-        method: Any = self.method or partial(fit_em, progress=False, **options)
+        options: Any = {"num_iterations": self.n_iter, "tolerance": self.tol, "progress": False}
+        method: Any = self.method or partial(fit_em, restarts=self.n_init, **options)
         with exclusive(gradients=False), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed())
             module = self.module(self.n_components)
@@ -387,8 +383,7 @@ def whole_numbers(table: np.ndarray) -> Tensor:
     """
     if (table < 0).any():  # the first words are those that scikit-learn asks for
         raise ValueError(f"Negative values in data: X must hold whole numbers; got {table.min()}.")
-    wrong = table[table != np.floor(table)]
-    if len(wrong):
+    if len(wrong := table[table != np.floor(table)]):
         raise ValueError(f"X must hold whole numbers of at least 0; got {wrong[0]}.")
     return torch.as_tensor(table.astype(np.int64))
 
@@ -401,10 +396,8 @@ def symbols(table: np.ndarray) -> Tensor:
     """
     numbers = whole_numbers(table)
     if table.shape[1] != 1:
-        raise ValueError(
-            f"X must have one column of symbols; got {table.shape[1]} features. X[:, None] makes "
-            "a column of a vector."
-        )
+        text = f"X must have one column of symbols; got {table.shape[1]} features."
+        raise ValueError(f"{text} X[:, None] makes a column of a vector.")
     return numbers[:, 0]
 
 
@@ -414,7 +407,7 @@ def _is_list(X: Any) -> bool:
 
 
 def _as_given(rows: np.ndarray, X: Any) -> np.ndarray:
-    """Answers for all rows; of a list of sequences an array of arrays, one for each sequence."""
+    """Answers for all rows; of a list of sequences an array of arrays, one for each."""
     if not _is_list(X):
         return rows
     apart = np.empty(len(X), object)
@@ -429,9 +422,6 @@ def _lengths_in(second: Any, num_rows: int) -> Any:
         return second
     # an array may be the labels of a fold
     if num_rows > 1 and isinstance(second, list | tuple) and set(second) == {1}:
-        warnings.warn(
-            f"y is a one for each of the {num_rows} rows of X, and taken as a target, which is not "
-            "read: the rows are one sequence. For sequences of one step call with lengths=y.",
-            stacklevel=4,
-        )
+        text = f"y is a one for each of the {num_rows} rows of X, and taken as a target, not read"
+        warnings.warn(f"{text}. For sequences of one step call with lengths=y.", stacklevel=4)
     return None
