@@ -300,7 +300,6 @@ def calibrate(
         True
     """
     check_size("num_data_sets", num_data_sets)
-    check_size("together", together)
     if isinstance(like, Tensor):
         like = Sequences(torch.zeros(len(like), int(like.max())), like)
     rows: dict[str, list[Tensor]] = {}
@@ -316,11 +315,8 @@ def calibrate(
             for name, row in _statistics(joint, truth, some, data).items():
                 rows.setdefault(name.removeprefix(prefix), []).append(row)
     tables = {name: torch.stack(each) for name, each in rows.items()}  # (R, 1 + S)
-    ranks = {
-        name: (table[:, 1:] < table[:, :1]).sum(1)
-        for name, table in tables.items()
-        if len(table) == 1 or bool((table[:, 0] != table[0, 0]).any())
-    }
+    fixed = {n for n, x in tables.items() if len(x) > 1 and bool((x[:, 0] == x[0, 0]).all())}
+    ranks = {n: (x[:, 1:] < x[:, :1]).sum(1) for n, x in tables.items() if n not in fixed}
     return Calibration(ranks, next(iter(tables.values())).size(1) - 1)
 
 
@@ -372,16 +368,13 @@ img {{ max-width: 100%; }}
 {body}
 </body></html>
 """
-CRITERIA = {"AIC": metrics.aic, "BIC": metrics.bic}
 SIMULATIONS = (
-    "<p>Quantiles 0.05, 0.25, 0.5, 0.75 and 0.95 of each component, and the correlation of "
-    "neighbouring steps: of the data, and the range of nine of ten simulated data sets. Where p is "
-    "small, the model does not produce such data.</p>"
+    "<p>Quantiles and the correlation of neighbouring steps: of the data, and the range of nine of "
+    "ten simulated data sets. Where p is small, the model does not produce such data.</p>"
 )
 RESIDUALS = (
     "<p>Each observation given those before it, as a normal quantile. If the model is true, points "
-    "lie on the line, the histogram follows the curve, and nineteen of twenty autocorrelations lie "
-    "in the grey band.</p>"
+    "lie on the line, and nineteen of twenty autocorrelations in the grey band.</p>"
 )
 MOST_ROWS = 200  # of the table of parameters
 MOST_DRAWS = 4000  # samples of a posterior whose states are put in one order
@@ -443,17 +436,15 @@ def _summary(fit: Fit) -> str:
 def _criteria(fit: Fit, data: Sequences) -> str:
     """Table of the size of the data, and what there is of log-likelihood, AIC and BIC."""
     steps = int(data.lengths.sum())
-    rows = [
-        ["sequences", f"{len(data):,}"],
-        ["steps", f"{steps:,}"],
-        ["steps without an observation", f"{steps - data.num_observed:,}"],
-        ["log-likelihood, nats", f"{metrics.log_evidence(fit, data).double().sum().item():.2f}"],
-    ]
+    counts = {"sequences": len(data), "steps": steps}
+    counts["steps without an observation"] = steps - data.num_observed
+    nats = {"log-likelihood, nats": metrics.log_evidence(fit, data).double().sum().item()}
     if isinstance(fit, LaplaceFit):
-        rows += [["log marginal likelihood, nats", f"{fit.log_marginal:.2f}"]]
+        nats["log marginal likelihood, nats"] = fit.log_marginal
     elif fit.method in ("EM", "MAP"):
-        rows += [[name, f"{criterion(fit, data):.2f}"] for name, criterion in CRITERIA.items()]
-    return _table(["", ""], rows)
+        nats |= {"AIC": metrics.aic(fit, data), "BIC": metrics.bic(fit, data)}
+    rows = [[name, f"{count:,}"] for name, count in counts.items()]
+    return _table(["", ""], rows + [[name, f"{value:.2f}"] for name, value in nats.items()])
 
 
 def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:

@@ -84,10 +84,8 @@ def name_ticks(axis: Any, labels: Sequence[str], places: Sequence[float] | None 
 def single(name: str, parameter: Tensor) -> Tensor:
     """A parameter ``(K, *)`` of an HMM on the CPU; raise if it has batch dimensions."""
     if parameter.dim() != 2:
-        raise ValueError(
-            f"hmm must have one set of parameters; its {name} have shape {tuple(parameter.shape)}. "
-            "Build it from one sample, for instance with fit.hmm(data)."
-        )
+        text = f"hmm must have one set of parameters; its {name} have shape"
+        raise ValueError(f"{text} {tuple(parameter.shape)}. Give one sample, as fit.hmm(data).")
     return parameter.detach().cpu()
 
 

@@ -77,10 +77,10 @@ def emission(
     distribution: Any = hmm.emission
     shape = tuple(distribution.batch_shape)
     if shape != (hmm.num_states,) or len(distribution.event_shape) > 1:
+        came = f"batch shape {shape} and event shape {tuple(distribution.event_shape)}"
         raise ValueError(
             "hmm must have an emission of batch shape (K,) for symbols, numbers or vectors; got "
-            f"batch shape {shape} and event shape {tuple(distribution.event_shape)}. Build it from "
-            "one sample, for instance with fit.hmm(data)."
+            f"{came}. Build it from one sample, for instance with fit.hmm(data)."
         )
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
@@ -112,11 +112,8 @@ def _single(
         axes.set_title("earlier observations at the origin", fontsize="medium")
         distribution = distribution.base.expand(distribution.batch_shape)
     elif isinstance(distribution, Autoregressive):
-        raise ValueError(
-            "hmm has emissions that depend on earlier observations "
-            f"({type(distribution).__name__}), and no picture of them alone. Draw what follows one "
-            "context (L, *E): plots.emission(hmm.replace(emission=hmm.emission.given(context)))."
-        )
+        cure = "plots.emission(hmm.replace(emission=hmm.emission.given(context)))"
+        raise ValueError(f"hmm has emissions that depend on earlier observations: draw {cure}.")
     if is_categorical(distribution):
         probs = distribution.probs.cpu()
         return _bars(probs, _per_column("V", symbols, probs), labels, axes)
@@ -158,10 +155,8 @@ def _moments(distribution: Any) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each state, ``(K, *E)``; raise where there is none."""
     mean, deviation = distribution.mean.cpu(), distribution.variance.sqrt().cpu()
     if not bool((mean.isfinite() & deviation.isfinite()).all()):
-        raise ValueError(
-            "hmm must have an emission with mean and variance in each state; "
-            f"{type(distribution).__name__} has none. Draw samples of it, or its log_prob, instead."
-        )
+        text = "hmm must have an emission with mean and variance in each state"
+        raise ValueError(f"{text}; {type(distribution).__name__} has none.")
     return mean, deviation
 
 

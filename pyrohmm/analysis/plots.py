@@ -208,10 +208,8 @@ def forecast(
     ahead, start = predicted.state_probs.size(-2), 0 if values is None else values.numel()
     past = () if values is None else tuple(values.shape)
     if predicted.shape().numel() != ahead or start != max(past, default=0):
-        raise ValueError(
-            "predicted must be of one sequence of numbers, (H,), and values its past, (T,); got "
-            f"shapes {tuple(predicted.shape())} and {past}. Give fit.hmm(data[:1]).forecast."
-        )
+        text = "predicted must be of one sequence of numbers, (H,), and values its past, (T,)"
+        raise ValueError(f"{text}; got {tuple(predicted.shape())} and {past}.")
     axes = axes_or_new(axes)
     if values is not None:
         observed = values.detach().reshape(-1).cpu().numpy()
@@ -393,10 +391,8 @@ def series(
     """
     single = hmm.emission.event_shape.numel() == hmm.batch_shape.numel() == 1
     if not single or values.numel() != hmm.event_shape.numel():
-        raise ValueError(
-            "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1]) and "
-            f"data.values[:1]; got {hmm} and values of shape {tuple(values.shape)}."
-        )
+        text = "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1])"
+        raise ValueError(f"{text}; got {hmm} and values of shape {tuple(values.shape)}.")
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
         path = hmm.viterbi(values).reshape(-1).cpu()
@@ -446,10 +442,8 @@ def track(
         ['rest', 'run']
     """
     if locations.shape != (*states.shape, 2):
-        raise ValueError(
-            "locations must have the shape of states, and 2 coordinates; got "
-            f"{tuple(locations.shape)} for states {tuple(states.shape)}."
-        )
+        text = "locations must have the shape of states, and 2 coordinates"
+        raise ValueError(f"{text}; got {tuple(locations.shape)} for {tuple(states.shape)}.")
     labels = _names_of(states, names)
     places = locations.detach().cpu().double().reshape(-1, *locations.shape[-2:])
     gap = torch.full_like(places[:, 1:], torch.nan)

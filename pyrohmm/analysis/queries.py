@@ -59,10 +59,9 @@ def path_factors(hmm: HMM, values: Tensor) -> tuple[list[PathFactors], BlockLike
 def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
     """Raise if the emission depends on the observations before, which ``purpose`` does not know."""
     if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
+        kind = type(hmm.emission).__name__
         raise ValueError(
-            f"{purpose} needs observations that depend on the state alone; the emission of hmm is "
-            f"{type(hmm.emission).__name__}. hmm.posterior, hmm.forecast and continuation know of "
-            "earlier observations."
+            f"{purpose} needs observations that depend on the state alone, not {kind}."
         )
 
 

@@ -431,7 +431,5 @@ def _of_streams(
     if num_steps and tensor.shape[-1 - len(event) :] == shape[len(batch) :]:
         with suppress(RuntimeError):  # of sizes that do not expand
             return tensor.expand(shape)
-    raise ValueError(
-        f"{name} must have shape (*B, L, *E) with *B = {tuple(batch)}, L at least 1 and *E = "
-        f"{event}; got {tuple(tensor.shape)}. For more streams, build the filter from hmm.expand."
-    )
+    wanted = f"(*B, L, *E) with *B = {tuple(batch)} and *E = {event}"
+    raise ValueError(f"{name} must have shape {wanted}; got {tuple(tensor.shape)}.")

@@ -230,8 +230,7 @@ class StoredSequences:
 
 
 def _num_rows(values: Any) -> int:
-    shape = values.get_shape() if hasattr(values, "get_shape") else values.shape
-    return int(shape[0])
+    return int((values.get_shape() if hasattr(values, "get_shape") else values.shape)[0])
 
 
 def first_sequence(data: Sequences | Parts) -> Sequences:
