@@ -75,9 +75,8 @@ def tensors_of(part: Any) -> list[Tensor]:
         elif isinstance(part, list | tuple):
             rest.extend(part)
         else:
-            rest.extend(
-                (part if isinstance(part, dict) else getattr(part, "__dict__", {})).values()
-            )
+            named = part if isinstance(part, dict) else getattr(part, "__dict__", {})
+            rest.extend(named.values())
     return found
 
 

@@ -97,10 +97,9 @@ class Paths:
 
 def _close(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
     """Raise unless two tensors agree."""
-    torch.testing.assert_close(
-        found, wanted, rtol=tolerance, atol=tolerance, equal_nan=False,
-        msg=lambda text: f"{name} differs from the sum over all paths. {text}",
-    )  # fmt: skip
+    close: Any = {"rtol": tolerance, "atol": tolerance, "equal_nan": False}
+    said = f"{name} differs from the sum over all paths."
+    torch.testing.assert_close(found, wanted, msg=lambda text: f"{said} {text}", **close)
 
 
 def _check_evidence(

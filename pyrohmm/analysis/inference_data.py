@@ -97,9 +97,7 @@ def to_arviz(
     """
     samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims, data=data)
     if samples.shape.numel() == 1:
-        raise ValueError(
-            "posterior must be samples; a point is judged by metrics.cross_validate, aic and bic."
-        )
+        raise ValueError("posterior must be samples; of a point there is metrics.cross_validate.")
     samples = samples.aligned(data) if align else samples
     groups = _fitted_groups(samples, data, per_step, batch_size)
     event = tuple(f"x_dim_{i}" for i in range(data.values.dim() - 2))
@@ -132,11 +130,8 @@ def _fitted_groups(
     if per_step:
         likelihood["x_step"] = ((*SAMPLE, "sequence", "step"), scores["x_step"])
     stats = {"lp": samples.log_prior(data) + scores["x"].sum(-1)} | samples.stats
-    return {
-        "posterior": posterior,
-        "log_likelihood": likelihood,
-        "sample_stats": {name: (SAMPLE, value) for name, value in stats.items()},
-    }
+    marks: Variables = {name: (SAMPLE, value) for name, value in stats.items()}
+    return {"posterior": posterior, "log_likelihood": likelihood, "sample_stats": marks}
 
 
 def summary(converted: Any, **options: Any) -> Any:

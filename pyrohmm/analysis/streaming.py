@@ -54,10 +54,8 @@ class Message(NamedTuple):
     def copied(self, device: torch.device | None = None) -> dict[str, Any]:
         """The fields that are there, by name, as copies, on a device if one is given."""
         fields = {name: value for name, value in self._asdict().items() if value is not None}
-        return {
-            name: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
-            for name, value in fields.items()
-        }
+        tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        return fields | {n: value.detach().to(device, copy=True) for n, value in tensors.items()}
 
 
 class Filter:

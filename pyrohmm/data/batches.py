@@ -12,6 +12,7 @@ arrays; any iterable of ``Sequences`` that can be passed over again will do.
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
@@ -141,9 +142,7 @@ class Parts:
 
     def each(self, change: Callable[[Sequences], Sequences]) -> Parts:
         """The parts, each of them changed when it is read."""
-        new = object.__new__(Parts)
-        before = self.change
-        vars(new).update(vars(self))
+        new, before = copy.copy(self), self.change
         new.change, new.first = lambda part: change(before(part)), change(self.first)
         new._held = None
         return new
@@ -297,14 +296,12 @@ class Batches:
             raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
         self.windows, self.generator, self.shard, self.agree = windows, generator, shard, agree
-        self.whole = None
-        if batch_size is None and batch_tokens is None and windows is None:
-            self.whole = shard(data)
-        self.order = torch.empty(0, dtype=torch.long)  # of the sequences left in this round
-        self.sizes = self.order  # of the batches left in it
+        some = batch_size or batch_tokens or windows
+        self.whole = None if some else shard(data)
         self.number = 0  # of batches in this round
-        self.ends = self.order  # of its sequences, concatenated, for windows
-        self.chosen = self.order  # the batch taken last
+        # Of this round the order of the sequences left, the sizes of the batches left, and for
+        # windows the ends of its sequences, concatenated; and the batch taken last.
+        self.order = self.sizes = self.ends = self.chosen = torch.empty(0, dtype=torch.long)
 
     @property
     def steps_at_once(self) -> int:
