@@ -49,7 +49,7 @@ def from_numpy(name: str, value: Any) -> Any:
 
 
 def regular(name: str, tensor: Tensor) -> Tensor:
-    """``tensor``, of a dtype with arithmetic: half precision is widened, and unsigned integers.
+    """Widen half precision and unsigned integers to dtypes with arithmetic.
 
     Raises:
         TypeError: If there is none, or its layout is not dense.
@@ -88,7 +88,7 @@ def _is_nothing(item: Any) -> bool:
 
 
 def _stacked(value: list[Any] | tuple[Any, ...]) -> Any:
-    """A list as one array of its own kind: of tensors, of arrays or of Python's numbers."""
+    """Stack a list of tensors, arrays or numbers."""
     if value and all(isinstance(item, np.ndarray | np.generic) for item in value):
         return np.stack(value)
     if value and all(isinstance(item, Tensor) for item in value):
@@ -119,7 +119,7 @@ def _from_numpy(name: str, array: np.ndarray) -> Tensor:
 
 
 def _from_objects(name: str, array: np.ndarray) -> np.ndarray:
-    """Python's numbers, with NaN for what is missing."""
+    """Convert an array of Python numbers, with NaN for missing ones."""
     missing = is_missing(array)
     known = array[~missing]
     if any(isinstance(item, str | bytes) for item in known):

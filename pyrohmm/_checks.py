@@ -27,7 +27,7 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class PyroValidation:
-    """The default of ``validate_args`` as a class attribute: Pyro's setting.
+    """Descriptor: ``validate_args`` defaults to Pyro's global setting.
 
     That of torch is switched off in the whole process as soon as it compiles anything.
     """
@@ -122,7 +122,7 @@ def check_broadcast(
 
 
 def _inside_plates() -> str:
-    """The plates of a model around this call, in words."""
+    """Text that names the enclosing plates."""
     return "".join(
         f", inside plate {plate.name!r} of size {getattr(plate, 'subsample_size', plate.size)} at "
         f"dim {plate.dim}"

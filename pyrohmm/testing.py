@@ -56,7 +56,7 @@ def check_chain(
 
 
 def _restricted(likelihood: Tensor) -> Tensor:
-    """The same with a step that is missing, between two whose state is not the last one."""
+    """Mask the second step, and rule the last state out at the steps beside it."""
     restricted = likelihood.clone()
     restricted[:, 1:2] = 0.0
     if likelihood.size(-1) > 1:
@@ -105,7 +105,7 @@ def _close(name: str, found: Tensor, wanted: Tensor, tolerance: float) -> None:
 def _check_evidence(
     chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths], tolerance: float
 ) -> None:
-    """Evidence, what it is of impossible data, and filtered states."""
+    """Compare evidence and filtered states with the sum over paths; test impossible data."""
     wanted = torch.stack([each.evidence for each in paths])
     _close("log_evidence", chain.log_evidence(likelihood, lengths), wanted, tolerance)
     padded = (_exists(lengths, likelihood) == 0).unsqueeze(-1)
@@ -133,7 +133,7 @@ def _exists(lengths: Tensor, like: Tensor) -> Tensor:
 def _check_counts(
     chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths], tolerance: float
 ) -> None:
-    """Smoothed marginals; counts by Fisher's identity, from the sum over all paths."""
+    """Compare smoothed marginals and expected counts (Fisher's identity) with all paths."""
     counts = chain.expected_counts(likelihood, lengths)
     assert counts.counts.keys() == chain.parameters.keys(), "counts have the parameters' names"
     for i, each in enumerate(paths):
@@ -156,7 +156,7 @@ def _check_counts(
 
 
 def _check_second_derivatives(chain: Chain, likelihood: Tensor, lengths: Tensor) -> None:
-    """Those of the evidence by log-likelihoods, against differences of gradients."""
+    """Compare second derivatives of the evidence with differences of gradients."""
     logs = likelihood.clone().requires_grad_()
 
     def evidence(logs: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _check_second_derivatives(chain: Chain, likelihood: Tensor, lengths: Tensor)
 
 
 def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[Paths]) -> None:
-    """The best path; samples of the posterior and of the prior, by chi-square."""
+    """Test the best path, and samples of posterior and prior by chi-square."""
     best = chain.viterbi(likelihood, lengths)
     samples = chain.sample_states(likelihood, lengths, SAMPLES)
     for i, each in enumerate(paths):
@@ -205,7 +205,7 @@ def _check_samples(name: str, states: Tensor, scores: Tensor, num_states: int) -
 
 
 def _check_other_forms(chain: Chain, likelihood: Tensor, lengths: Tensor, tolerance: float) -> None:
-    """Batch dimensions, the expanded chain, states in another order, and what is uniform."""
+    """Compare the evidence of batched, uniform, expanded and permuted chains."""
     evidence = chain.log_evidence(likelihood, lengths)
     even = chain.uniform()
     pairs = {name: [part, even.parameters[name]] for name, part in chain.parameters.items()}
@@ -264,7 +264,7 @@ def check_emission(
 
 
 def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float) -> None:
-    """Statistics are sums over observations, and the M-step of the first restart a maximum."""
+    """Check that statistics are sums over observations, and the M-step is a maximum."""
     dtype = values.dtype if values.is_floating_point() else torch.get_default_dtype()
     weights = torch.rand(2, len(values), num_states).to(dtype)
     whole = module.statistics(values, weights, None)

@@ -453,7 +453,7 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
 
 
 def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
-    """An HMM with its sequences; or those of a fit, for some sequences at a time."""
+    """Iterate over HMMs with their sequences; those of a fit are built batch by batch."""
     for whole in parts_of(in_parts(data)):
         parts = [whole] if isinstance(model, HMM) else batches_of(whole, batch_size)
         yield from zip([model] if isinstance(model, HMM) else model.hmms(parts), parts)
@@ -465,7 +465,7 @@ def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
 
 
 def _expected_steps(hmm: HMM, values: Tensor) -> Any:
-    """``(K,)`` float64."""
+    """Expected number of steps in each state, ``(K,)`` float64."""
     with torch.no_grad():
         if not isinstance(hmm, BlockHMM) or hmm.observed is not None:
             return hmm.posterior(values).state_probs.flatten(0, -2).double().sum(0)

@@ -45,7 +45,7 @@ def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:
 
 
 def path_factors(hmm: HMM, values: Tensor) -> tuple[list[PathFactors], BlockLikelihood | None]:
-    """Factors of paths; in blocks of places in them, of some of the N sequences at a time.
+    """Path factors of all sequences; in blocks of some at a time, over places in their blocks.
 
     In blocks also the log-likelihoods, unless steps are missing, where the state may be any.
     """

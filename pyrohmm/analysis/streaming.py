@@ -273,7 +273,7 @@ class Filter:
     def _passed(
         self, matrices: list[Transition], likelihood: Likelihood
     ) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Filter on: :math:`p(z_t \mid x_{1:t})`, :math:`\log p(x_t \mid x_{1:t-1})` by step.
+        r"""Filter several steps: :math:`p(z_t \mid x_{1:t})`, :math:`\log p(x_t \mid x_{1:t-1})` by step.
 
         Returns:
             ``(*B, L, K)``, ``(*B, L)``, and log-probabilities of the states after the last step.
@@ -288,7 +288,7 @@ class Filter:
         return torch.stack(states, -2), torch.stack(scores, -1), log_states
 
     def _predicted(self, log_states: Tensor, matrix: Transition, block: Tensor | None) -> Tensor:
-        """Log-probabilities ``(*B, K)`` of the states one step later, in blocks ``(n,)`` if given.
+        """Predict log-probabilities ``(*B, K)`` of the next states, in blocks ``(n,)`` if given.
 
         A block is one more than there are where the state may be in any.
         """

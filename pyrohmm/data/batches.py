@@ -136,7 +136,7 @@ class Parts:
         return self._held[1].batch(chosen - begins[number], self.total if total is None else total)
 
     def scaled(self) -> Iterator[Sequences]:
-        """The parts, with totals such that the mean of their losses is the loss of all."""
+        """Iterate over parts with scaled totals: the mean of their losses is the loss of all."""
         for part in self:
             yield part.with_total(part.total * self.num_parts)
 
@@ -162,7 +162,7 @@ def in_parts(data: Any) -> Sequences | Parts:
 
 
 def parts_of(data: Sequences | Parts) -> Iterable[Sequences]:
-    """The parts, of which data in memory are one."""
+    """Iterate over parts; data in memory are one."""
     return data if isinstance(data, Parts) else (data,)
 
 

@@ -116,7 +116,7 @@ def kinds(tensors: Mapping[Any, Tensor]) -> dict[Any, str]:
 
 
 def _to_bytes(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
-    """The content of a file."""
+    """Serialise tensors and plain data to safetensors, with a checksum."""
     ready = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -219,7 +219,7 @@ def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], d
 
 
 def _readable(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
-    """A description for people."""
+    """Serialise the metadata as indented JSON, for people."""
     about = f"A copy, to be read by people, of what {TENSORS} says of itself. Nothing reads it."
     head = {"about": about, "format": FORMAT, "version": VERSION}
     return (json.dumps({**head, **meta, "tensors": kinds(tensors)}, indent=2) + "\n").encode()
@@ -337,7 +337,7 @@ class Checkpoint:
 
 
 def _pack(state: Any, tensors: dict[str, Tensor]) -> Any:
-    """The form of ``state`` and its numbers for JSON; its tensors are put into ``tensors``."""
+    """Flatten a nested state: numbers and structure for JSON, tensors put into ``tensors``."""
     leaves, form = tree_flatten(state)
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -351,7 +351,7 @@ def _pack(state: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state that :func:`_pack` took apart."""
+    """Restore a nested state: the inverse of :func:`_pack`."""
     leaves, form = packed
     both = [tensors.get(str(number), leaf) for number, leaf in enumerate(leaves)]
     return tree_unflatten(both, treespec_loads(form))

@@ -139,7 +139,7 @@ def load_into(module: nn.Module, directory: FilePath) -> None:
 
 
 def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of ``thing``, and what else there is to say of it."""
+    """Tensors and JSON metadata of an HMM, a fit or a module."""
     thing = thing.hmm_to_save() if hasattr(thing, "hmm_to_save") else thing
     if isinstance(thing, HMM) and _CHAINS.get(type(thing)) is type(thing.chain):
         return _describe_hmm(thing)
@@ -154,7 +154,7 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
-    """The HMM that :func:`describe` described."""
+    """Rebuild an HMM from its tensors and metadata: the inverse of :func:`describe`."""
     tensors = dict(tensors)
     build = _build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm
     hmm = build(tensors, meta)

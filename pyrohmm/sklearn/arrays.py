@@ -163,7 +163,7 @@ class TabularEstimator(SequenceEstimator):
         return module.double()
 
     def _initialise(self, table: np.ndarray, given: dict[str, Any], seed: Any) -> None:
-        """Set what is to start anew, or was not ``given``."""
+        """Initialise the arrays that start anew or were not ``given``."""
         names = self._attributes().items()
         chosen = {letter for letter, n in names if letter in self.init_params or n not in given}
         random = check_random_state(seed)
@@ -237,7 +237,7 @@ class TabularEstimator(SequenceEstimator):
 
 
 class CountingEstimator(TabularEstimator):
-    """Rows of whole numbers of at least zero."""
+    """Estimator of counts or symbols: rows of whole numbers of at least zero."""
 
     def __sklearn_tags__(self) -> Any:
         """Tags by which scikit-learn chooses its checks."""
@@ -336,7 +336,7 @@ class PoissonHMM(CountingEstimator):
 
 
 class NormalEstimator(TabularEstimator):
-    """Means ``(*L, D)`` and their covariances, in an array of a shape for each type.
+    """Estimator with normal emissions: means ``(*L, D)``, and covariances of one of four types.
 
     L is the number of states, or of states and parts of their mixtures.
     """
