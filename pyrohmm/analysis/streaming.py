@@ -273,7 +273,7 @@ class Filter:
     def _passed(
         self, matrices: list[Transition], likelihood: Likelihood
     ) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Filter several steps: :math:`p(z_t \mid x_{1:t})`, :math:`\log p(x_t \mid x_{1:t-1})` by step.
+        r"""Filter: :math:`p(z_t \mid x_{1:t})`, :math:`\log p(x_t \mid x_{1:t-1})` by step.
 
         Returns:
             ``(*B, L, K)``, ``(*B, L)``, and log-probabilities of the states after the last step.
