@@ -161,10 +161,8 @@ def check_lengths(lengths: Tensor, num_steps: int, name: str = "lengths") -> Non
         return
     low, high = int(lengths.min()), int(lengths.max())
     if low < 1 or high > num_steps:
-        raise ValueError(
-            f"{name} must lie between 1 and the number of steps, {num_steps}; got values from "
-            f"{low} to {high}. Drop empty sequences, and count steps without their padding."
-        )
+        text = f"{name} must lie between 1 and the number of steps, {num_steps}"
+        raise ValueError(f"{text}; got values from {low} to {high}. Drop empty sequences.")
 
 
 def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
@@ -186,11 +184,9 @@ def check_times(times: Tensor, exists: Tensor) -> None:
         *sequence, step = broken.nonzero()[0].tolist()
         row = times.expand(broken.shape)[tuple(sequence)].tolist()
         after = f" after {row[step - 1]}" if step else ""
-        raise ValueError(
-            f"times must be finite and increase along each sequence; at sequence {sequence}, step "
-            f"{step}, there is {row[step]}{after}. Sort the steps by time, and drop or average "
-            "those of one time."
-        )
+        place = f"at sequence {sequence}, step {step}, there is {row[step]}{after}"
+        text = f"times must be finite and increase along each sequence; {place}. Sort the steps by"
+        raise ValueError(f"{text} time, and drop or average those of one time.")
 
 
 def check_number(name: str, value: object) -> None:

@@ -403,12 +403,12 @@ def cross_validate(
     order = torch.randperm(len(data), generator=generator or torch.Generator().manual_seed(0))
     fold = torch.empty(len(data), dtype=torch.long)
     fold[order] = torch.arange(len(data)) % num_folds
-    by_fold = torch.cat([(fold == number).nonzero().flatten() for number in range(num_folds)])
     parts = []
     for number in range(num_folds):
         fitted = fit(data[fold != number])
         parts.append(held_out_log_evidence(fitted, data[fold == number]).cpu())
-    return CrossValidation(torch.cat(parts)[by_fold.argsort()], fold, data.num_observed)
+    scores = torch.cat(parts)[fold.argsort(stable=True).argsort()]
+    return CrossValidation(scores, fold, data.num_observed)
 
 
 # States: how often they are used, and their agreement with a truth -------------------------------

@@ -60,9 +60,7 @@ def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
     """Raise if the emission depends on the observations before, which ``purpose`` does not know."""
     if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
         kind = type(hmm.emission).__name__
-        raise ValueError(
-            f"{purpose} needs observations that depend on the state alone, not {kind}."
-        )
+        raise ValueError(f"{purpose} needs emissions that depend on the state alone, not {kind}.")
 
 
 def predictive_log_prob(hmm: HMM, values: Tensor) -> Tensor:

@@ -167,11 +167,8 @@ class Sequences(Dataset["Sequences"]):
         if isinstance(sequences, np.ndarray | Tensor) and sequences.ndim == 2:
             count, steps = sequences.shape
             if steps * FLAT <= count and to_tensor("", sequences[:1]).dtype.is_floating_point:
-                warnings.warn(
-                    f"sequences {(count, steps)} are {count} of {steps} numbers. For one series of "
-                    "vectors call Sequences.from_concatenated; for short ones give list(values).",
-                    stacklevel=2,
-                )
+                text = f"sequences {(count, steps)} are {count} of {steps} numbers. For one series"
+                warnings.warn(f"{text} of vectors call Sequences.from_concatenated.", stacklevel=2)
         values, lengths, observed = joined_steps(sequences, vocabulary)
         parts = {"labels": labels, "covariates": covariates, "times": times}
         joined = {name: joined_part(name, part, lengths) for name, part in parts.items()}

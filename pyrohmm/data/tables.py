@@ -132,10 +132,8 @@ class Table(NamedTuple):
         distance = np.diff(times)[inside]
         if not distance.all():
             place = int(((np.diff(times) == 0) & inside).argmax())
-            raise ValueError(
-                f"time must differ within a sequence; that of rows {order[place]} and "
-                f"{order[place + 1]} does not. Name the sequences of the rows with by=."
-            )
+            text = f"time must differ within a sequence; rows {order[place]} and {order[place + 1]}"
+            raise ValueError(f"{text} have the same. Name the sequences of the rows with by=.")
         absent = np.zeros(max(count - 1, 0), np.int64)  # steps between two rows
         clocks = [distance, *(np.diff(clock[order])[inside] for clock in calendars(keys[time]))]
         absent[inside] = absent_steps(clocks, gaps)
@@ -196,10 +194,8 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
         if regular:
             break
     if gaps is not None and not regular:
-        raise ValueError(
-            f"gaps={gaps!r} needs times that are multiples of one step; these are no multiples of "
-            f"{distance.min():g}, nor of months. Give gaps='ignore'."
-        )
+        text = f"gaps={gaps!r} needs multiples of one step; times are no multiples of"
+        raise ValueError(f"{text} {distance.min():g}, nor of months. Give gaps='ignore'.")
     if gaps == "missing":
         return (whole - 1).astype(np.int64)
     count = int((whole > 1).sum())

@@ -143,13 +143,9 @@ def _library() -> ModuleType:
 
 def _tensor(model: Any, name: str) -> Tensor:
     """A parameter of a model, copied."""
-    try:
-        value = getattr(model, name)
-    except AttributeError:
-        raise ValueError(
-            f"model has no {name}: it has not been fitted. Call its fit, or set its parameters."
-        ) from None
-    return torch.tensor(np.asarray(value), dtype=torch.float64)
+    if not hasattr(model, name):
+        raise ValueError(f"model has no {name}: call its fit, or set its parameters.")
+    return torch.tensor(np.asarray(getattr(model, name)), dtype=torch.float64)
 
 
 def _gaussian(model: Any) -> TorchDistribution:
@@ -184,13 +180,14 @@ def normals_of(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
     return Normal(means, variances.sqrt()).to_event(1)
 
 
-def covars_of(normals: Any, kind: str) -> Tensor:
-    """Covariances of normal vectors, in the form of :func:`normals_of`."""
-    if kind in ("full", "tied"):
-        matrices: Tensor = normals.covariance_matrix
-        return matrices.select(-3, 0) if kind == "tied" else matrices
-    variance: Tensor = normals.variance
-    return variance[..., 0] if kind == "spherical" else variance
+def _covariances(normals: Any) -> tuple[str, Tensor]:
+    """Covariance type of normal vectors in hmmlearn's words, and covariances in its form."""
+    if isinstance(normals, torch.distributions.MultivariateNormal):
+        matrices = normals.covariance_matrix
+        return ("tied", matrices.select(-3, 0)) if is_tied(normals) else ("full", matrices)
+    if is_spherical(normals.base_dist):
+        return "spherical", normals.variance[..., 0]
+    return "diag", normals.variance
 
 
 # To hmmlearn ---------------------------------------------------------------------------------
@@ -211,7 +208,7 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         model.lambdas_ = _array(part.base_dist.rate)
         model.n_features = part.event_shape[0]
     elif full or _is_independent(normal, torch.distributions.Normal):
-        kind = _covariance_type(normal)
+        kind, covariances = _covariances(normal)
         if is_mixture:
             count = normal.batch_shape[-1]
             model = library.GMMHMM(num_states, count, covariance_type=kind, **options)
@@ -219,7 +216,7 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
         else:
             model = library.GaussianHMM(num_states, covariance_type=kind, **options)
         model.means_ = _array(normal.mean)
-        model.covars_ = _array(covars_of(normal, kind))
+        model.covars_ = _array(covariances)
         model.n_features = normal.event_shape[0]
     else:
         came = f"{type(emission).__name__} with event shape {tuple(emission.event_shape)}"
@@ -228,13 +225,6 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
             f"mixture of the latter two; got {came}."
         )
     return model
-
-
-def _covariance_type(normal: Any) -> str:
-    """Covariance type of normal vectors, in hmmlearn's words."""
-    if isinstance(normal, torch.distributions.MultivariateNormal):
-        return "tied" if is_tied(normal) else "full"
-    return "spherical" if is_spherical(normal.base_dist) else "diag"
 
 
 def _as_vectors(emission: Any) -> Any:

@@ -32,9 +32,8 @@ try:
     from sklearn.utils import check_random_state
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
-    raise ImportError(
-        "pyrohmm.sklearn needs scikit-learn 1.6: pip install 'pyrohmm[sklearn]'."
-    ) from error
+    cure = "pip install 'pyrohmm[sklearn]'"
+    raise ImportError(f"pyrohmm.sklearn needs scikit-learn 1.6: {cure}.") from error
 
 ONE = torch.tensor([1])  # lengths of one sequence of one step
 
