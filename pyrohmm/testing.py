@@ -253,8 +253,8 @@ def check_emission(
     assert emission.batch_shape[-1:] == (num_states,), "the batch shape must end in K"
     logs = log_likelihood(emission, values)
     assert logs.shape == (len(values), num_states), "log-likelihoods are (M, K)"
-    shape = (num_states,) if emission.event_shape else ()
-    one_by_one = [emission.log_prob(value.expand(*shape, *value.shape)) for value in values]
+    lead = [num_states] if emission.event_shape else []
+    one_by_one = [emission.log_prob(value.expand([*lead, *value.shape])) for value in values]
     torch.testing.assert_close(logs, torch.stack(one_by_one), rtol=1e-4, atol=1e-4)
     if hasattr(module, "m_step"):
         _check_m_step(module, values, num_states, tolerance)
