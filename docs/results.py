@@ -622,10 +622,7 @@ def engine_ways_table() -> str:
 def switch_numbers() -> dict[str, str]:
     """What the page of benchmarks says of chains in blocks of states."""
     at = {row["part"]: row["switch"] for row in rows("block_switches")}
-    return {
-        "states": f"{at['one level']:,}",
-        "overlap": f"{at['overlap']}",
-    }
+    return {"states": f"{at['one level']:,}"}
 
 
 def clusters_table() -> str:

@@ -6,8 +6,6 @@ by the constants at which the package chooses:
 
 ``one level``  the matrix of transitions, or sums over all states without it, by the number of
                states; ``chains.blocks.MATRIX``
-``overlap``    a block of 64 states for each symbol: the dense chain, or pairs of blocks, by how
-               many times as many states there are as in a block; ``chains.blocks.CROWDED``
 
 ``seconds`` are the processor's, the median of the rounds, by way; ``ratio`` is that of both in the
 same round. Writes ``block_switches.json`` and ``block_switches.png``.
@@ -29,37 +27,28 @@ from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
 
 NAME = "block_switches"
-SYMBOLS, DIM, STEPS, WIDTH = 2000, 256, 32, 64
+SYMBOLS, DIM, STEPS = 2000, 256, 32
 PARTS = {  # the switch, and its extremes: above it always, never
     "one level": (block_chains, "MATRIX", (math.inf, 0)),
-    "overlap": (block_chains, "CROWDED", (math.inf, 0)),
 }
 WAYS = ("all at once", "in blocks")
 
 
-def evidence(part: str, states: int, count: int, tokens: int) -> Callable[[], Any]:
+def evidence(states: int, count: int, tokens: int) -> Callable[[], Any]:
     """Computes evidence and gradient of some tokens."""
     torch.manual_seed(0)
     lengths = torch.full((max(1, tokens // STEPS),), STEPS)
     values = torch.randint(SYMBOLS, (len(lengths), STEPS))
     size = states // count
-    if part == "overlap":
-        partition = blocks.uniform(SYMBOLS, states, WIDTH)
-        parameters = [torch.randn(states, states)]
-    else:
-        partition = blocks.from_clusters(torch.arange(SYMBOLS) % count, size)
-        parameters = [0.1 * torch.randn(states, DIM), torch.randn(states, DIM)]
+    partition = blocks.from_clusters(torch.arange(SYMBOLS) % count, size)
+    parameters = [0.1 * torch.randn(states, DIM), torch.randn(states, DIM)]
     for each in parameters:
         each.requires_grad_()
     emission = torch.randn(SYMBOLS, partition.width).log_softmax(-1)
     initial = torch.zeros(states).log_softmax(-1)
 
     def compute() -> None:
-        matrix: Any
-        if part == "overlap":
-            matrix = parameters[0].log_softmax(-1)
-        else:
-            matrix = InnerProductTransition(*parameters[:2], partition, *parameters[2:])
+        matrix = InnerProductTransition(*parameters, partition)
         hmm = BlockHMM(initial, matrix, emission, partition, lengths, validate_args=False)
         torch.autograd.grad(hmm.log_prob(values).sum(), parameters)
 
@@ -68,7 +57,7 @@ def evidence(part: str, states: int, count: int, tokens: int) -> Callable[[], An
 
 def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Seconds of both ways."""
-    compute = evidence(part, states, count, tokens)
+    compute = evidence(states, count, tokens)
     module, name, extremes = PARTS[part]
 
     def forced(value: float) -> Callable[[], None]:
@@ -83,9 +72,8 @@ def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> di
     times = interleaved(
         {way: forced(value) for way, value in zip(WAYS, extremes)}, rounds, 2.0, time.process_time
     )
-    of = {"one level": states, "overlap": states / WIDTH}
     return {
-        "part": part, "states": states, "blocks": count, "tokens": tokens, "place": of[part],
+        "part": part, "states": states, "blocks": count, "tokens": tokens, "place": states,
         "switch": getattr(module, name), "seconds": {way: median(times[way]) for way in WAYS},
         "ratio": ratio(times, *WAYS),
     }  # fmt: skip
@@ -94,10 +82,8 @@ def measured(part: str, states: int, count: int, tokens: int, rounds: int) -> di
 def draw(rows: list[dict[str, Any]]) -> None:
     """For each switch the ratio of both ways, where 1 should be at the switch."""
     plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(7.5, 4), layout="constrained", sharey=True)
-    labels = ["number of states", "number of states / states in a block"]
-    titles = ["transitions on one level", "overlapping blocks"]
-    for axis, part, label, title in zip(axes, PARTS, labels, titles):
+    figure, axis = plt.subplots(figsize=(4.5, 4), layout="constrained")
+    for part in PARTS:
         chosen = [row for row in rows if row["part"] == part]
         for number in sorted({row["tokens"] for row in chosen}):
             line = sorted((r["place"], r["ratio"]) for r in chosen if r["tokens"] == number)
@@ -110,11 +96,11 @@ def draw(rows: list[dict[str, Any]]) -> None:
                 chosen[0]["switch"], color="0.3", linestyle="--", label="the package switches here"
             )
         axis.axhline(1.0, color="0.3", linewidth=0.8)
-        axis.set(xlabel=label, title=title, yscale="log")
+        axis.set(xlabel="number of states", title="transitions on one level", yscale="log")
         axis.xaxis.set_major_formatter("{x:,g}")
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.legend(loc="lower left" if axis is axes[0] else "lower right")
-    axes[0].set_ylabel("time, whole matrix / pairs of blocks")
+        axis.legend(loc="lower left")
+    axis.set_ylabel("time, whole matrix / pairs of blocks")
     figure.savefig(FOLDER / f"{NAME}.png", dpi=150)
     plt.close(figure)
 
@@ -128,8 +114,6 @@ def main() -> None:
     sizes = {
         "one level": [(states, 64, tokens) for tokens in (512, 8192)
                       for states in (512, 1024, 2048, 3072, 4096)],
-        "overlap": [(WIDTH * times, 1, tokens) for tokens in (512, 2048)
-                    for times in (2, 4, 8, 12, 14, 16, 20)],
     }  # fmt: skip
     rows = [row for row in earlier(NAME) if row["part"] not in options.only]
     for part in options.only:

@@ -31,7 +31,7 @@ from pyrohmm.ops.blocks import transitions as module_of_transitions
 from pyrohmm.ops.blocks.transitions import Transitions
 
 NAME = "block_ways"
-SYMBOLS, DIM, STEPS, WIDTH = 10_000, 256, 32, 64
+SYMBOLS, DIM, STEPS = 10_000, 256, 32
 Call = Callable[[], Any]
 
 
@@ -82,25 +82,6 @@ def patched(call: Call, *patches: tuple[Any, str, Any]) -> Call:
     return run
 
 
-def overlapping(states: int, tokens: int) -> Call:
-    """Evidence and gradient where each symbol has a block of its own."""
-    torch.manual_seed(0)
-    partition = blocks.uniform(2000, states, WIDTH)
-    scores = torch.randn(states, states, requires_grad=True)
-    emission, initial = (
-        torch.randn(2000, WIDTH).log_softmax(-1),
-        torch.zeros(states).log_softmax(-1),
-    )
-    values = torch.randint(2000, (tokens // STEPS, STEPS))
-    lengths = torch.full((len(values),), STEPS)
-
-    def make() -> BlockHMM:
-        matrix = scores.log_softmax(-1)
-        return BlockHMM(initial, matrix, emission, partition, lengths, validate_args=False)
-
-    return gradient(make, [scores], values)
-
-
 def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     """For each way its shape, its source, and how it and the general way are called."""
     states, count, tokens = (64, 8, 64) if quick else (4096, 128, 512)
@@ -109,11 +90,10 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     make, parameters, values = two
     evidence, last = gradient(*two), lambda: make().final_state(values)
     matrix = gradient(*small)
-    crowded = overlapping(4 * WIDTH, tokens)
     transition, later = make().transition, torch.randn(5, states)
     vectors = [each.detach() for each in parameters]
     transition = InnerProductTransition(*vectors[:2], transition.blocks, vectors[2])
-    some = Transitions(transition.blocks.layout, *vectors[:2], transition.log_block_probs)
+    some = Transitions(transition.blocks, *vectors[:2], transition.log_block_probs)
     shape, single = f"{states:,} states, {count} blocks, ", f"{tokens:,} tokens"
     return {
         "compiled evidence and gradient":
@@ -124,10 +104,6 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
             (f"{states // 4:,} states, {count} blocks, {16 * tokens:,} tokens, one level",
              [block_chains.BlockChain.scores], matrix,
              patched(matrix, (block_chains, "MATRIX", 0))),
-        "dense chain where blocks overlap":
-            (f"{4 * WIDTH} states, {WIDTH} for each symbol, {single}",
-             [block_chains.BlockChain.widened], crowded,
-             patched(crowded, (block_chains, "CROWDED", 0))),
         "matrix kept for steering":
             (shape + "5 vectors", [Transitions.back_from_all, Transitions._probs],
              lambda: some.back_from_all(later),

@@ -49,7 +49,7 @@ from typing import Any
 import pyro
 import torch
 from common import FOLDER, alone, arguments, earlier, pyplot, write
-from common.neural_ablations import ScalarHMM, allocate
+from common.neural_ablations import RandomStatesHMM, ScalarHMM, allocate
 from common.spectrum import transition_spectrum
 from common.text import Text, brown, read
 from torch import Tensor
@@ -256,10 +256,8 @@ PANELS = {
 
 def blocks_of(model: Model, text: Text, cache: dict[Any, Any]) -> blocks.Blocks | None:
     """The states that may emit each word."""
-    if model.constraint == "none":
+    if model.constraint in ("none", "uniform"):
         return None
-    if model.constraint == "uniform":
-        return blocks.uniform(len(text.words), model.states, model.states // model.clusters)
     key = model.data, model.clusters
     if key not in cache:
         cache[key] = brown(text, model.clusters)
@@ -291,6 +289,11 @@ def trained(
     module: NeuralHMM | ScalarHMM
     if model.scalar:
         module = ScalarHMM(model.states, len(text.words), blocks=partition, dropout=dropout)
+    elif model.constraint == "uniform":
+        module = RandomStatesHMM(
+            model.states, len(text.words), model.dim, scale=model.scale,
+            states_per_symbol=model.states // model.clusters,
+        )  # fmt: skip
     else:
         module = NeuralHMM(
             model.states, len(text.words), model.dim, blocks=partition, dropout=dropout,

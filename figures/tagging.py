@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 import pyro
 import torch
 from common import FOLDER, alone, arguments, earlier, public_files, pyplot, write
+from common.neural_ablations import CharCNN
 from pyro.distributions import Categorical
 from torch import Tensor
 
@@ -63,7 +64,6 @@ from pyrohmm import (
     readers,
 )
 from pyrohmm.language.clusters import brown
-from pyrohmm.nn.neural import CharCNN
 from pyrohmm.nn.tagging import tagged
 
 NAME = "tagging"

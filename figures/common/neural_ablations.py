@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,7 +18,6 @@ from pyrohmm._checks import check_floats, check_shape, check_size
 from pyrohmm._precision import at_least_single
 from pyrohmm.distributions.block_hmm import BlockSymbols
 from pyrohmm.nn.neural import LinearDropout, Residual, _Large, check_dropout
-from pyrohmm.ops.blocks.inner_products import normalised
 from pyrohmm.ops.blocks.states import Blocks
 
 
@@ -125,6 +124,133 @@ def allocate(
     most = np.argsort(-remainder, kind="stable")[: left - int(out[large].sum())]
     out[large[most]] += 1
     return torch.from_numpy(out).to(assignment.device)
+
+
+def normalised(logits: Tensor, blocks: Blocks) -> Tensor:
+    """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
+
+    Args:
+        logits: ``(V, w)``, of each symbol in the states of its block; finite.
+        blocks: Which states those are. Each state has a softmax over its symbols.
+    """
+    rows = blocks.states[blocks.symbol_block].to(logits.device)
+    place = rows.masked_fill(rows < 0, blocks.num_states).flatten()
+    peak = logits.new_full((blocks.num_states + 1,), -torch.inf)
+    peak = peak.scatter_reduce(0, place, logits.detach().flatten(), "amax")
+    shifted = (logits.flatten() - peak[place]).exp()
+    total = peak + torch.zeros_like(peak).index_add(0, place, shifted).log()
+    logs = logits - total.index_select(0, place).view_as(logits)
+    return logs.masked_fill(rows < 0, -torch.inf)
+
+
+# Other vectors of words, other states of words ---------------------------------------------------
+
+
+class CharCNN(PyroModule):
+    r"""A vector for each word, from its letters: convolutions, and a maximum over positions.
+
+    Every word is spelt with a mark before and after it. For each width there are filters of that
+    many letters, whose maxima over the word go through tanh. Shorter words are padded with zeros.
+
+    Args:
+        words: The V words.
+        dim: D.
+        char_dim: Of the embeddings of letters.
+        widths: Of the filters.
+        num_filters: For each width; the values of all filters are then joined, and go through a
+            highway layer and a linear map to D numbers. By default there are D for each width, and
+            they are summed.
+
+    Example:
+        >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
+        torch.Size([3, 6])
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        dim: int,
+        *,
+        char_dim: int = 16,
+        widths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7),
+        num_filters: int | None = None,
+    ) -> None:
+        super().__init__()
+        if len(words) == 0 or not all(isinstance(word, str) and word for word in words):
+            raise ValueError("words must be strings of at least one letter, and at least one word.")
+        letters = sorted({letter for word in words for letter in word})
+        lengths = torch.tensor([len(word) + 2 for word in words])
+        order = lengths.argsort(stable=True)
+        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
+        code = {letter: number for number, letter in enumerate(letters, 2)}  # 0, 1: marks
+        spelt = [[0, *(code[letter] for letter in words[word]), 1] for word in order.tolist()]
+        spellings = torch.tensor([number for word in spelt for number in word])
+        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
+        self.register_buffer("place", order.argsort(), persistent=False)
+        self.letter = nn.Parameter(torch.randn(len(letters) + 2, char_dim))
+        if num_filters is not None:
+            total = num_filters * len(widths)
+            self.gate = PyroModule[nn.Linear](total, total)
+            self.carry = PyroModule[nn.Linear](total, total)
+            self.out = PyroModule[nn.Linear](total, dim, bias=False)
+        self.joined = num_filters is not None
+        self.filters = PyroModule[nn.ModuleList](
+            [PyroModule[nn.Conv1d](char_dim, num_filters or dim, width) for width in widths]
+        )
+
+    def forward(self) -> Tensor:
+        """The vectors, ``(V, D)``."""
+        letters = self.letter[self.spellings]
+        sizes = [count * length for count, length in zip(self.counts, self.lengths)]
+        groups = [
+            self._filtered(part.view(count, length, -1).mT)
+            for part, count, length in zip(letters.split(sizes), self.counts, self.lengths)
+        ]
+        joined = torch.cat(groups)[self.place]
+        if not self.joined:
+            return joined
+        gate = self.gate(joined).sigmoid()
+        return self.out(gate * self.carry(joined).relu() + (1 - gate) * joined)
+
+    def _filtered(self, letters: Tensor) -> Tensor:
+        """Maxima of the filters over words of one length, ``(n, char_dim, L)``."""
+        values = []
+        for kernel in self.filters:
+            short = max(0, kernel.kernel_size[0] - letters.size(-1))
+            values.append(kernel(nn.functional.pad(letters, (0, short))).amax(-1).tanh())
+        return torch.cat(values, -1) if self.joined else torch.stack(values).sum(0)
+
+
+class RandomStatesHMM(NeuralHMM):
+    """A :class:`NeuralHMM` in which each word has states of its own, drawn uniformly.
+
+    A state that no word has then takes the place of one that several have.
+
+    Args:
+        sizes: As of :class:`NeuralHMM`.
+        states_per_symbol: How many states may emit a word.
+        **options: Of :class:`NeuralHMM`, without blocks and dropout.
+    """
+
+    def __init__(self, *sizes: int, states_per_symbol: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        size, count = self.num_states, self.num_symbols
+        rows = [torch.randperm(size)[:states_per_symbol] for _ in range(count)]
+        members = torch.stack(rows).flatten()
+        uses = members.bincount(minlength=size)
+        for state in (uses == 0).nonzero().flatten().tolist():
+            spare = int((uses[members] > 1).byte().argmax())
+            uses[members[spare]] -= 1
+            uses[state], members[spare] = 1, state
+        never = torch.ones(size, count, dtype=torch.bool)
+        never[members, torch.arange(count).repeat_interleave(states_per_symbol)] = False
+        self.register_buffer("never", never, persistent=False)
+
+    def _build(self, *parts: Any) -> HMM:
+        hmm = super()._build(*parts)
+        logits = hmm.emission.logits.masked_fill(self.never, -torch.inf)
+        emission = Categorical(logits=logits)
+        return HMM(hmm.log_initial, hmm.log_transition, emission, hmm.lengths, hmm.observed)
 
 
 # Noise in training ---------------------------------------------------------------------------
@@ -375,13 +501,13 @@ class ExpertHMM(NeuralHMM):
         sizes: As of :class:`NeuralHMM`.
         context: Called with symbols ``(N, T)``, returns vectors ``(N, T, D)`` of the symbols before
             each, such as :class:`PreviousSymbols`.
-        **options: Of :class:`NeuralHMM`, among them blocks that are disjoint.
+        **options: Of :class:`NeuralHMM`, among them blocks.
     """
 
     def __init__(self, *sizes: int, context: Any, **options: Any) -> None:
         super().__init__(*sizes, **options)
-        if self.blocks is None or not self.blocks.disjoint:
-            raise ValueError("context needs blocks that are disjoint.")
+        if self.blocks is None:
+            raise ValueError("context needs blocks.")
         self.context = context
 
     def _build(self, *parts: Any) -> BlockHMM:

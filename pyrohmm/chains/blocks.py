@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,6 @@ from ..ops.products import take_rows
 from ..ops.recursions import Posterior
 from .base import Chain, ExpectedCounts, gradients
 from .markov import MarkovChain, PathFactors
-
-# Where blocks overlap, each symbol has its block, and hardly any pair of blocks occurs twice. Up to
-# so many times the states of a block, all transitions at once take less time than those of pairs.
-CROWDED = 14
 
 # On one level each state's transitions to all others are summed anyway. Up to so many states it
 # takes less time to keep their matrix; with more it would take too much memory.
@@ -172,7 +169,7 @@ class BlockChain(MarkovChain):
         if isinstance(transition, Tensor):
             check_floats("transition", transition)
             check_shape("transition", transition, (size, size), "(K, K)")
-        elif not (blocks.disjoint and torch.equal(transition.blocks.sizes, blocks.sizes)):
+        elif not torch.equal(transition.blocks.sizes, blocks.sizes):
             raise ValueError(
                 f"the blocks of transition must be those of the HMM, {blocks!r}; got "
                 f"{transition.blocks!r}."
@@ -212,7 +209,7 @@ class BlockChain(MarkovChain):
 
     def transitions(self) -> Transitions:
         """Sums over transitions from and to blocks or all states, without their matrix."""
-        return Transitions(self.blocks.layout, *self.scores())
+        return Transitions(self.blocks, *self.scores())
 
     def in_blocks(self, logs: Any, lengths: Tensor) -> BlockLikelihood:
         """Log-likelihoods in blocks; ordinary ones ``(*B, T, K)`` as those of missing steps."""
@@ -251,21 +248,36 @@ class BlockChain(MarkovChain):
         here = step_mask(seen.lengths, seen.blocks.size(1))
         return bool(((seen.blocks == self.blocks.num_blocks) & here).any())
 
-    def messages(self, seen: BlockLikelihood) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log p(x_{1:t}, z_t) of all states: see :func:`.recursions.messages_of_all`."""
-        transitions, device = self.transitions(), seen.logs.device
+    def messages(
+        self, seen: BlockLikelihood, best: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Log p(x_{1:t}, z_t) less the largest, ``(N, K + 1)``, of each step; what was subtracted.
+
+        Of the best path to each state with ``best``. From one observed step to the next there are
+        the transitions of pairs of blocks; from, to and between missing ones all.
+        """
+        transitions, device, blocks = self.transitions(), seen.logs.device, seen.blocks
         unseen = seen.logs.new_zeros(1, self.num_states) if seen.missing is None else seen.missing
+        clock = seen.lengths.to(device).unsqueeze(-1)
 
         def at(logs: Tensor, others: Tensor, t: int) -> Tensor:
             """Vectors of all states, from those in blocks; ``others`` where the step is missing."""
-            missing = (seen.blocks[:, t] == transitions.all).to(device).unsqueeze(-1)
+            missing = (blocks[:, t] == transitions.all).to(device).unsqueeze(-1)
             others = pad(others.to(logs), (0, 1), value=-torch.inf)
-            return torch.where(missing, others, transitions.widened(logs, seen.blocks[:, t]))
+            return torch.where(missing, others, transitions.widened(logs, blocks[:, t]))
 
-        return recursions.messages_of_all(
-            transitions, seen.blocks, seen.lengths, at(self.log_first(seen), self.all_initial(), 0),
-            lambda t: at(seen.logs[:, t], unseen[:, t] if unseen.dim() > 2 else unseen, t),
-        )  # fmt: skip
+        message = at(self.log_first(seen), self.all_initial(), 0)
+        total = message.new_zeros(len(blocks)).double()
+        for t in range(blocks.size(1)):
+            logs = at(seen.logs[:, t], unseen[:, t] if unseen.dim() > 2 else unseen, t)
+            if t == 0:
+                message = message + logs
+            else:
+                arrived = transitions.sums(message, blocks[:, t - 1], blocks[:, t], best)
+                message = torch.where(t < clock, arrived.to(message.dtype) + logs, message)
+            peak = finite_or_zero(message.detach().amax(-1))
+            message, total = message - peak.unsqueeze(-1), total + peak
+            yield message, total
 
     def in_places(
         self, seen: BlockLikelihood, dtype: torch.dtype | None = None
@@ -278,8 +290,8 @@ class BlockChain(MarkovChain):
         """
         with torch.no_grad(), full_precision(self.log_initial):
             mixed, first = seen.leaving, self.log_first(seen)
-            transitions = Transitions(self.blocks.layout, *self.scores(mixed is not None))
-            for rows in recursions.parts_of(seen.blocks, self.blocks.width):
+            transitions = Transitions(self.blocks, *self.scores(mixed is not None))
+            for rows in recursions.parts_of(transitions, seen.blocks):
                 lengths = seen.lengths[rows]
                 matrices = recursions.gathered(transitions, seen.blocks[rows], lengths)
                 if mixed is not None:
@@ -305,10 +317,8 @@ class BlockChain(MarkovChain):
 
     def log_evidence(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Log evidence, ``(*B)``; differentiable."""
-        seen, blocks = self.in_blocks(log_likelihood, lengths), self.blocks
+        seen = self.in_blocks(log_likelihood, lengths)
         with full_precision(self.log_initial):
-            if not blocks.disjoint and blocks.num_states <= CROWDED * blocks.width:
-                return self.replace().log_evidence(*self.widened(seen))
             seen = self.trimmed(seen)
             if self.has_gaps(seen):
                 *_, (message, total) = self.messages(seen)
@@ -322,7 +332,7 @@ class BlockChain(MarkovChain):
     ) -> tuple[Transitions, Tensor, Tensor, Tensor, Tensor]:
         """The arguments of ``recursions.log_evidence``, ``leaving`` as part of ``logs``."""
         logs = seen.logs if seen.leaving is None else seen.logs + seen.leaving
-        transitions = Transitions(self.blocks.layout, *self.scores(seen.leaving is not None))
+        transitions = Transitions(self.blocks, *self.scores(seen.leaving is not None))
         return transitions, seen.blocks, seen.lengths, self.log_first(seen), logs
 
     def within_blocks(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
@@ -334,7 +344,7 @@ class BlockChain(MarkovChain):
                 scores: Any = (
                     part if part is None else part.detach().clone() for part in transitions.scores
                 )
-                copy = Transitions(self.blocks.layout, *scores)
+                copy = Transitions(self.blocks, *scores)
                 return recursions.log_evidence(copy, blocks, lengths, first.detach().clone(), logs)
 
             value, (probs,) = gradients(evidence, logs)
@@ -406,25 +416,24 @@ class BlockChain(MarkovChain):
 
     def viterbi(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
         """Most probable path, ``(*B, T)``; 0 at padded steps."""
-        return self._paths(lambda chain, *parts: chain.viterbi(*parts), log_likelihood, lengths)
+        return self._paths(self.in_blocks(log_likelihood, lengths), None)
 
     def sample_states(self, log_likelihood: Any, lengths: Tensor, num_samples: int) -> Tensor:
         """Paths of the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
-        return self._paths(
-            lambda chain, *parts: chain.sample_states(*parts, num_samples), log_likelihood, lengths
-        )
+        return self._paths(self.in_blocks(log_likelihood, lengths), num_samples)
 
-    def _paths(self, query: Callable[..., Tensor], log_likelihood: Any, lengths: Tensor) -> Tensor:
-        """Paths ``(*S, *B, T)`` by a query of a Markov chain: that of places, or that of states."""
-        seen = self.in_blocks(log_likelihood, lengths)
-        with torch.no_grad():
-            if self.has_gaps(seen):
-                return query(self.replace(), *self.widened(seen))
-            found = [
-                query(MarkovChain(first, matrices, True), *parts)
-                for _, (first, matrices, *parts) in self.in_places(seen, torch.float64)
-            ]
-            return self.at_places(torch.cat(found, -2), seen)
+    def _paths(self, seen: BlockLikelihood, count: int | None) -> Tensor:
+        """Samples of paths ``(count, *B, T)``, or the best one ``(*B, T)``."""
+        if self.has_gaps(seen):
+            return paths_through_gaps(self, seen, count)
+        found = []
+        for _, (first, matrices, *parts) in self.in_places(seen, torch.float64):
+            chain, (logs, lengths) = MarkovChain(first, matrices, True), parts
+            if count is None:
+                found.append(chain.viterbi(logs, lengths))
+            else:
+                found.append(chain.sample_states(logs, lengths, count))
+        return self.at_places(torch.cat(found, -2), seen)
 
     def at_places(self, places: Tensor, seen: BlockLikelihood) -> Tensor:
         """States ``(*S, *B, T)`` at places ``(*S, N, T)``; 0 at padded steps."""
@@ -453,3 +462,39 @@ class BlockChain(MarkovChain):
 
         first = torch.multinomial(initial.exp(), shape.numel() // len(initial), True)
         return sample_path(first.mT.flatten(), num_steps, after).reshape(*shape, num_steps)
+
+
+@torch.no_grad()
+def paths_through_gaps(chain: BlockChain, seen: BlockLikelihood, count: int | None) -> Tensor:
+    """Samples of paths, or the best one, where steps are missing: forward, then back by choices.
+
+    The state before is chosen by its share in the sum, or largest, over the states before: the
+    derivative by its message.
+    """
+    best, transitions, rows = count is None, chain.transitions(), count or 1
+    seen = seen._replace(logs=seen.logs.double())
+    blocks, clock = seen.blocks.repeat(rows, 1), seen.lengths.to(seen.logs.device).repeat(rows)
+    messages = []
+    for (message, _), block in zip(chain.messages(seen, best), seen.blocks.T):
+        wide = bool((block == transitions.all).any())  # else kept in places
+        messages.append(message if wide else message.gather(1, transitions.places(block)))
+
+    def choose(shares: Tensor) -> Tensor:
+        return (shares if best else shares / torch.empty_like(shares).exponential_()).argmax(-1)
+
+    def arrived(step: slice, state: Tensor, message: Tensor) -> Tensor:
+        source, target = blocks[:, step].unbind(-1)
+        sums = transitions.sums(message, source, target, best)
+        return sums.gather(1, state.unsqueeze(-1))
+
+    state = choose(message.repeat(rows, 1).softmax(-1))
+    path = [state]
+    for t in range(len(messages) - 1, 0, -1):
+        message = messages[t - 1].repeat(rows, 1)
+        if message.size(1) <= chain.num_states:
+            message = transitions.widened(message, blocks[:, t - 1])
+        _, (share,) = gradients(partial(arrived, slice(t - 1, t + 1), state), message)
+        state = torch.where(t < clock, choose(share), state)
+        path.append(state)
+    found = torch.stack(path[::-1], -1).masked_fill(~step_mask(clock, len(path)), 0)
+    return found.reshape(*(() if best else (rows,)), *seen.batch, len(path))

@@ -192,8 +192,7 @@ class BlockHMM(HMM):
     labels, a :class:`Filter`, and of :mod:`pyrohmm.queries` those of prediction, continuation, best
     paths and entropy visit only states that can emit a symbol. Where steps are missing they visit
     all states there, and so does ``impute``. For everything else, :meth:`dense` answers, at the
-    cost of K x K matrices; for ``log_prob`` also where blocks overlap and are large. Parameters
-    have no batch dimensions.
+    cost of K x K matrices. Parameters have no batch dimensions.
 
     Args:
         log_initial: ``(K,)``, log-probabilities of the first state.

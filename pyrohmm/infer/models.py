@@ -200,7 +200,7 @@ class StatefulModel(MarginalModel):
     of a sequence is as in the other models, and so are whole sequences.
 
     Args:
-        module: A :class:`pyrohmm.NeuralHMM` whose blocks are disjoint.
+        module: A :class:`pyrohmm.NeuralHMM` with blocks.
         num_streams: Number of streams of the windows.
         log_prior: A further log-density of the HMM built.
 
@@ -220,8 +220,8 @@ class StatefulModel(MarginalModel):
     ) -> None:
         super().__init__(module, log_prior)
         blocks = module.blocks if isinstance(module, NeuralHMM) else None
-        if blocks is None or not blocks.disjoint:
-            raise ValueError("module must be a NeuralHMM with disjoint blocks of states.")
+        if blocks is None:
+            raise ValueError("module must be a NeuralHMM with blocks of states.")
         shape = num_streams, blocks.width
         self.register_buffer("states", torch.full(shape, -1))
         self.register_buffer("log_probs", torch.zeros(shape))

@@ -239,8 +239,10 @@ def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any
 def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockHMM:
     """Block HMM from its description: see :func:`_build_hmm`."""
     initial, emission = tensors.pop("log_initial"), tensors.pop("log_emission")
-    states = [row[row >= 0] for row in tensors.pop("states")]
-    blocks = Blocks(tensors.pop("symbol_block"), states, len(initial))
+    states = tensors.pop("states")
+    blocks = Blocks(tensors.pop("symbol_block"), (states >= 0).sum(-1))
+    if not torch.equal(states, blocks.states):
+        raise ValueError("its blocks overlap, which no version since 0.6 has")
     transition: Any = tensors.pop("transition", None)
     if transition is None:
         vectors = tensors.pop("leave"), tensors.pop("enter")

@@ -52,7 +52,7 @@ class LanguageModel:
 
     Args:
         vocabulary: The V words, ``<eos>`` among them.
-        blocks: Which states may emit which word; disjoint.
+        blocks: Which states may emit which word.
         hidden_dim: D, of embeddings.
         two_level: A transition chooses the block first, which is faster; see
             :class:`pyrohmm.NeuralHMM`.
@@ -68,8 +68,8 @@ class LanguageModel:
 
     Raises:
         ValueError: If what stands in the vocabulary for the unknown is a function other than
-            :func:`pyrohmm.readers.word_classes`, which could not be saved; or if blocks overlap or
-            have other words.
+            :func:`pyrohmm.readers.word_classes`, which could not be saved; or if blocks have
+            other words.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -102,9 +102,9 @@ class LanguageModel:
                 "vocabulary must have as unknown one of its words, readers.word_classes or None, "
                 f"which can be saved; got {getattr(unknown, '__name__', unknown)}."
             )
-        if not blocks.disjoint or blocks.num_symbols != len(vocabulary):
+        if blocks.num_symbols != len(vocabulary):
             raise ValueError(
-                f"blocks must be disjoint, and of the {len(vocabulary)} words of the vocabulary; "
+                f"blocks must be of the {len(vocabulary)} words of the vocabulary; "
                 f"got {blocks}. Make them with blocks.from_clusters."
             )
         self.vocabulary, self.blocks, self.contiguous = vocabulary, blocks, contiguous

@@ -137,7 +137,7 @@ class NGramBlockHMM(BlockHMM):
     the chain without the n-gram, answers for itself.
 
     Args:
-        words: Of disjoint blocks, with an :class:`InnerProductTransition`; all steps are observed.
+        words: With an :class:`InnerProductTransition`; all steps are observed.
         ngram: What the n-gram says of the sequences.
         weights: Logits of its weights.
         allowed: ``(*B, T, K)`` booleans, False where a state is known not to be; see
@@ -271,14 +271,14 @@ class NGramMixture(HMMModule):
     The logit of each weight is the sum of a parameter of the class and one of the block.
 
     Args:
-        words: Builds a :class:`pyrohmm.BlockHMM` of disjoint blocks, such as a
+        words: Builds a :class:`pyrohmm.BlockHMM`, such as a
             :class:`pyrohmm.NeuralHMM`, whose ``blocks`` it has.
         num_block_classes: L, number of classes of what is before a word.
         num_symbol_classes: M, the same for the choice of the word in its block.
         weight: Initial weight of the n-gram.
 
     Raises:
-        ValueError: If ``words`` has no blocks, or they overlap; or a number is out of range.
+        ValueError: If ``words`` has no blocks; or a number is out of range.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -301,11 +301,8 @@ class NGramMixture(HMMModule):
     ) -> None:
         super().__init__()
         blocks = getattr(words, "blocks", None)
-        if blocks is None or not blocks.disjoint:
-            raise ValueError(
-                "words must have blocks that are disjoint, such as a NeuralHMM(..., "
-                "blocks=blocks.from_clusters(...))."
-            )
+        if blocks is None:
+            raise ValueError("words must have blocks, such as a NeuralHMM(..., blocks=...).")
         check_size("num_block_classes", num_block_classes)
         check_size("num_symbol_classes", num_symbol_classes)
         if not 0 < weight < 1:

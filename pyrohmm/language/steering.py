@@ -43,7 +43,7 @@ class Emissions:
     Tokens are sorted by block, and in a block by class.
 
     Args:
-        hmm: Its states emit symbols; without disjoint blocks all is one block.
+        hmm: Its states emit symbols; without blocks all is one block.
         classes: ``(V,)``, of tokens.
         dtype: Of the probabilities; that of the HMM by default.
 
@@ -57,7 +57,7 @@ class Emissions:
         if not isinstance(hmm, HMM):
             raise TypeError(f"hmm must be an HMM, as fit.hmm(data); got {type(hmm).__name__}.")
         self.num_states, self.device = hmm.num_states, hmm.log_initial.device
-        in_blocks = isinstance(hmm, BlockHMM) and hmm.blocks.disjoint
+        in_blocks = isinstance(hmm, BlockHMM)
         if any(hmm.chain.batch_shape) or not (in_blocks or is_categorical(hmm.emission)):
             raise ValueError("hmm must have states that emit symbols, and no batch of parameters.")
         table = hmm.log_emission if in_blocks else hmm.emission.probs.mT  # (V, width)
@@ -340,7 +340,7 @@ class Steering:
     states that the automaton may be in, and takes K Q float64 numbers a step.
 
     Args:
-        hmm: Of disjoint blocks and inner products; it stays as it is now.
+        hmm: Of inner products; it stays as it is now.
         vocabulary: The V words, ``<eos>`` among them.
         constraint: Over words of the vocabulary, or their codes.
         max_words: Largest number of words of a sentence, with those of a prompt.

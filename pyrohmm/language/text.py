@@ -149,7 +149,7 @@ def sample_sentences(
     """Ancestral samples of sentences as codes, in a batch; only rows of A in use are computed.
 
     Args:
-        hmm: Its blocks are disjoint.
+        hmm: Its transitions are inner products.
         log_first: ``(n, K)``, log-probabilities of the first state of each of n sentences.
         max_words: Sentences that have not ended after so many words are cut off.
         end: Code of ``<eos>``, which is left out of them.
@@ -165,7 +165,7 @@ def sample_sentences(
     last = states.clone()
     for step in range(max_words):
         if step > 0:
-            rows = hmm.transition.rows(states)  # type: ignore[union-attr]  # blocks are disjoint
+            rows = hmm.transition.rows(states)  # type: ignore[union-attr]
             states = choose(rows, generator)
         words[unfinished, step] = choose(emitted_by(hmm, states), generator)
         last[unfinished] = states
@@ -179,9 +179,8 @@ def sample_sentences(
 
 def emitted_by(hmm: BlockHMM, states: Tensor) -> Tensor:
     """Log-probabilities of all words in some states ``(n,)`` on the CPU, ``(n, V)``."""
-    sizes = hmm.blocks.sizes
-    owner = torch.arange(hmm.blocks.num_blocks).repeat_interleave(sizes)[states]
-    place = states - (sizes.cumsum(0) - sizes)[owner]
+    owner = hmm.blocks.owner[states]
+    place = states - hmm.blocks.starts[owner]
     emitted = hmm.log_emission[:, place.to(hmm.log_emission.device)].mT
     impossible = hmm.blocks.symbol_block != owner.unsqueeze(-1)
     return emitted.masked_fill(impossible.to(emitted.device), -torch.inf)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar, cast
@@ -72,7 +71,7 @@ class StateEmbedding(PyroModule):
         scale: Initial standard deviation; by default :math:`D^{-1/2}`.
 
     Raises:
-        ValueError: If it is to be factored, and D is odd or the blocks overlap.
+        ValueError: If it is to be factored, and D is odd.
     """
 
     def __init__(
@@ -86,15 +85,11 @@ class StateEmbedding(PyroModule):
         scale = dim**-0.5 if scale is None else scale
         state_dim = dim
         if blocks is not None:
-            if dim % 2 or not blocks.disjoint:
-                raise ValueError(
-                    f"factored embeddings need an even dimension and disjoint blocks; got {dim} "
-                    f"and {blocks}."
-                )
+            if dim % 2:
+                raise ValueError(f"factored embeddings need an even dimension; got {dim}.")
             state_dim = dim // 2
             self.block = nn.Parameter(scale * torch.randn(blocks.num_blocks, state_dim))
-            owner = torch.arange(blocks.num_blocks).repeat_interleave(blocks.sizes)
-            self.register_buffer("owner", owner, persistent=False)
+            self.register_buffer("owner", blocks.owner, persistent=False)
         self.state = nn.Parameter(scale * torch.randn(num_states, state_dim))
 
     def forward(self, states: Tensor | None) -> Tensor:
@@ -121,81 +116,6 @@ class SymbolEmbedding(PyroModule):
     def forward(self) -> Tensor:
         """The vectors."""
         return self.table
-
-
-class CharCNN(PyroModule):
-    r"""A vector for each word, from its letters: convolutions, and a maximum over positions.
-
-    Every word is spelt with a mark before and after it. For each width there are filters of that
-    many letters, whose maxima over the word go through tanh. Shorter words are padded with zeros.
-
-    Args:
-        words: The V words.
-        dim: D.
-        char_dim: Of the embeddings of letters.
-        widths: Of the filters.
-        num_filters: For each width; the values of all filters are then joined, and go through a
-            highway layer and a linear map to D numbers. By default there are D for each width, and
-            they are summed.
-
-    Example:
-        >>> CharCNN(["the", "cat", "cats"], dim=6)().shape
-        torch.Size([3, 6])
-    """
-
-    def __init__(
-        self,
-        words: Sequence[str],
-        dim: int,
-        *,
-        char_dim: int = 16,
-        widths: Sequence[int] = (1, 2, 3, 4, 5, 6, 7),
-        num_filters: int | None = None,
-    ) -> None:
-        super().__init__()
-        if len(words) == 0 or not all(isinstance(word, str) and word for word in words):
-            raise ValueError("words must be strings of at least one letter, and at least one word.")
-        letters = sorted({letter for word in words for letter in word})
-        lengths = torch.tensor([len(word) + 2 for word in words])
-        order = lengths.argsort(stable=True)
-        self.lengths, self.counts = (part.tolist() for part in lengths.unique(return_counts=True))
-        code = {letter: number for number, letter in enumerate(letters, 2)}  # 0, 1: marks
-        spelt = [[0, *(code[letter] for letter in words[word]), 1] for word in order.tolist()]
-        spellings = torch.tensor([number for word in spelt for number in word])
-        self.register_buffer("spellings", spellings, persistent=False)  # shortest words first
-        self.register_buffer("place", order.argsort(), persistent=False)
-        self.letter = nn.Parameter(torch.randn(len(letters) + 2, char_dim))
-        if num_filters is not None:
-            total = num_filters * len(widths)
-            self.gate = PyroModule[nn.Linear](total, total)
-            self.carry = PyroModule[nn.Linear](total, total)
-            self.out = PyroModule[nn.Linear](total, dim, bias=False)
-        self.joined = num_filters is not None
-        self.filters = PyroModule[nn.ModuleList](
-            [PyroModule[nn.Conv1d](char_dim, num_filters or dim, width) for width in widths]
-        )
-
-    def forward(self) -> Tensor:
-        """The vectors, ``(V, D)``."""
-        letters = self.letter[self.spellings]
-        sizes = [count * length for count, length in zip(self.counts, self.lengths)]
-        groups = [
-            self._filtered(part.view(count, length, -1).mT)
-            for part, count, length in zip(letters.split(sizes), self.counts, self.lengths)
-        ]
-        joined = torch.cat(groups)[self.place]
-        if not self.joined:
-            return joined
-        gate = self.gate(joined).sigmoid()
-        return self.out(gate * self.carry(joined).relu() + (1 - gate) * joined)
-
-    def _filtered(self, letters: Tensor) -> Tensor:
-        """Maxima of the filters over words of one length, ``(n, char_dim, L)``."""
-        values = []
-        for kernel in self.filters:
-            short = max(0, kernel.kernel_size[0] - letters.size(-1))
-            values.append(kernel(nn.functional.pad(letters, (0, short))).amax(-1).tanh())
-        return torch.cat(values, -1) if self.joined else torch.stack(values).sum(0)
 
 
 @dataclass(frozen=True)
@@ -242,11 +162,9 @@ def check_dropout(name: str, share: float) -> None:
 def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -> Tensor:
     """States that dropout keeps, ascending: the same share of every block (section 4.3).
 
-    Of k states ``round((1 - dropout) * k)`` are kept, at least one. Without blocks, or where they
-    overlap, k is the number of all states, and each block that would have none keeps one more.
+    Of k states ``round((1 - dropout) * k)`` are kept, at least one.
     """
-    apart = blocks is not None and blocks.disjoint
-    sizes = blocks.sizes if blocks is not None and apart else torch.tensor([num_states])
+    sizes = torch.tensor([num_states]) if blocks is None else blocks.sizes
     num_kept = ((1 - dropout) * sizes + 0.5).floor().long().clamp(min=1)
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
     uniform = torch.rand(num_states, dtype=torch.float64)
@@ -254,9 +172,6 @@ def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -
     rank = torch.arange(num_states) - (sizes.cumsum(0) - sizes)[owner]
     kept = torch.zeros(num_states, dtype=torch.bool)
     kept[order[rank < num_kept[owner]]] = True
-    if blocks is not None and not apart:
-        places = uniform[blocks.states].masked_fill(blocks.states < 0, torch.inf).argmin(-1)
-        kept[blocks.states.gather(-1, places.unsqueeze(-1))] = True
     return kept.nonzero().squeeze(-1)
 
 
@@ -390,14 +305,14 @@ class NeuralHMM(_Large):
     Parameters have no priors, so that :func:`pyrohmm.fit_map` is maximum likelihood. Any may have
     one, as in every ``PyroModule``; particles then come one at a time
     (``vectorize_particles=False``). Under ``torch.autocast`` networks, and
-    the inner products of disjoint blocks, are in lower precision; probabilities are not.
+    the inner products within blocks, are in lower precision; probabilities are not.
 
     Args:
         num_states: K.
         num_symbols: V.
         hidden_dim: D.
         blocks: Which states may emit which symbol; all of them by default.
-        two_level: Whether transitions have two levels; for disjoint blocks.
+        two_level: Whether transitions have two levels; with blocks.
         tied: Whether a state has one embedding for all its uses, or four: as first state, left,
             entered and emitting.
         factored: Whether half of each embedding is that of the block; see :class:`StateEmbedding`.
@@ -407,8 +322,8 @@ class NeuralHMM(_Large):
         scale: Initial standard deviation of the embeddings of states; by default
             :math:`D^{-1/2}`, with which that of logits is about one. With 1, as in the code, the
             initial transitions are nearly deterministic, and training takes longer.
-        words: Called without arguments, returns vectors of symbols ``(V, D)``: a
-            :class:`CharCNN`, for instance. A :class:`SymbolEmbedding` by default.
+        words: Called without arguments, returns vectors of symbols ``(V, D)``; by default a
+            :class:`SymbolEmbedding`.
 
     Raises:
         ValueError: If a size is less than one, or arguments do not fit each other.
@@ -438,8 +353,8 @@ class NeuralHMM(_Large):
     ) -> None:
         super().__init__(num_states, num_symbols, blocks, dropout)
         check_size("hidden_dim", hidden_dim)
-        if two_level and (blocks is None or not blocks.disjoint):
-            raise ValueError("two_level transitions need blocks that are disjoint.")
+        if two_level and blocks is None:
+            raise ValueError("two_level transitions need blocks.")
         if factored and blocks is None:
             raise ValueError("factored embeddings need blocks.")
         if scale is not None and not 0 < scale < math.inf:
@@ -471,7 +386,7 @@ class NeuralHMM(_Large):
             start, leave, enter, emit, words = map(at_least_single, parts)
             initial = start.log_softmax(-1)
             matrix: InnerProductTransition | Tensor
-            if blocks is not None and blocks.disjoint:
+            if blocks is not None:
                 logits = self.block_score(leave) if self.two_level else None
                 matrix = InnerProductTransition(vectors, enter.to(vectors.dtype), blocks, logits)
             else:
@@ -509,8 +424,8 @@ class NeuralHMM(_Large):
         Returns:
             The HMM, and which states of the whole model its states are, ``(K',)``.
         """
-        if self.blocks is None or not self.blocks.disjoint:
-            raise ValueError("sequences continue in windows only with blocks that are disjoint.")
+        if self.blocks is None:
+            raise ValueError("sequences continue in windows only with blocks of states.")
         _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = self._kept()

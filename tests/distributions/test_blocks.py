@@ -14,21 +14,12 @@ from torch.nn.functional import one_hot
 from pyrohmm import HMM, Filter, queries
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops.blocks import from_clusters, inner_products, transitions, uniform
-from pyrohmm.ops.blocks import recursions as _blockwise
+from pyrohmm.ops.blocks import from_clusters, inner_products, transitions
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
-KINDS = ["two levels", "one level", "matrix", "overlapping"]
+KINDS = ["two levels", "one level", "matrix"]
 WAYS = [(kind, False) for kind in KINDS] + [("one level", True)]  # whether all at once
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_blocks():
-    """Small cases go through blocks too where these overlap."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_chains, "CROWDED", 0)
-        yield
 
 
 def compute(monkeypatch, all_transitions):
@@ -45,13 +36,11 @@ class Case:
         assignment = torch.cat([torch.arange(count), spare])
         self.blocks = from_clusters(assignment, torch.tensor(sizes))
         size = self.blocks.num_states
-        if kind == "overlapping":
-            self.blocks = uniform(num_symbols, size, min(size, 3))
         draw = lambda *shape: (torch.randn(shape, dtype=dtype) * scale).requires_grad_()  # noqa: E731
         self.parameters = [draw(size), draw(size, dim), draw(num_symbols, dim), draw(num_symbols)]
         start, emit, words, bias = self.parameters
         emission = log_emission(emit, words, bias, self.blocks)
-        if kind in ("matrix", "overlapping"):
+        if kind == "matrix":
             self.parameters.append(draw(size, size))
             transitions = self.parameters[-1].log_softmax(-1)
         else:
@@ -131,21 +120,6 @@ def test_everything_is_as_in_the_hmm_with_zeros(
     torch.testing.assert_close(hmm.log_joint(values, best), plain.log_joint(values, best))
 
 
-def test_where_blocks_overlap_much_all_transitions_are_computed_at_once(monkeypatch):
-    torch.manual_seed(3)
-    case = Case("overlapping", [3, 1, 4], [4, 1, 6])
-    slow = case.hmm.log_prob(case.values)
-    monkeypatch.setattr(block_chains, "CROWDED", 8 / 3)  # 8 states, 3 of them in each block
-    monkeypatch.setattr(_blockwise, "log_evidence", None)
-    fast = case.hmm.log_prob(case.values)
-    torch.testing.assert_close(fast, slow, rtol=1e-12, atol=1e-12)
-    got, want = (
-        torch.autograd.grad(each.sum(), case.parameters, retain_graph=True) for each in (fast, slow)
-    )
-    for one, two in zip(got, want):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-11)
-
-
 QUERIES = {
     "viterbi": lambda hmm, values: hmm.viterbi(values),
     "filtered": lambda hmm, values: hmm.filtered(values),
@@ -157,7 +131,7 @@ QUERIES = {
 
 
 @pytest.mark.parametrize("query", QUERIES)
-@pytest.mark.parametrize("kind", ["two levels", "overlapping"])
+@pytest.mark.parametrize("kind", ["two levels", "matrix"])
 def test_a_query_before_takes_no_gradient_away(kind, query):
     gradients = []
     for asked in (False, True):
@@ -317,6 +291,32 @@ def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine
     assert largest.size <= 1024 * 64
 
 
+@pytest.mark.parametrize("query", ["viterbi", "sample_states", "filtered"])
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_paths_through_gaps_need_no_matrix_of_all_transitions(kind, query, monkeypatch):
+    compute(monkeypatch, False)
+    monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
+    monkeypatch.setattr(transitions, "CHUNK", 1 << 14)
+    torch.manual_seed(0)
+    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
+    seen = torch.ones(2, 9, dtype=torch.bool)
+    seen[0, 1], seen[1, 3:6] = False, False
+    hmm = case.hmm.replace(observed=seen)
+    with Largest() as largest, torch.no_grad():
+        found = getattr(hmm, query)(case.values)
+    assert found.shape[:2] == (2, 9)
+    assert largest.size <= 1024 * 64
+
+
+def test_matrices_of_steps_exist_for_few_sequences_at_a_time(monkeypatch):
+    monkeypatch.setattr(transitions, "AT_ONCE", 1 << 12)
+    torch.manual_seed(0)
+    case = Case("two levels", [4] * 16, [20] * 64, num_symbols=16)
+    with Largest() as largest, torch.no_grad():
+        case.hmm.viterbi(case.values)
+    assert largest.size <= 64 * 20 * 4
+
+
 # Posterior queries, by blocks
 
 
@@ -400,6 +400,16 @@ def test_queries_with_missing_steps_are_those_of_the_dense_hmm(kind, scale, by_b
         torch.testing.assert_close(queries.path_entropy(each, values), entropy)
     torch.testing.assert_close(hmm.filtered(values), filtered, rtol=1e-8, atol=1e-11)
     torch.testing.assert_close(queries.observation_marginals(hmm, values).probs, marginals)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_paths_through_gaps_are_sampled_from_the_posterior(kind):
+    torch.manual_seed(12)
+    hmm, wide, values = with_gaps(Case(kind, [3, 1, 2], [3, 5, 4]))
+    shares = one_hot(hmm.sample_states(values, (4000,)), 6).double().mean(0)
+    wanted = wide.posterior(values.clamp(min=0)).state_probs
+    wanted = wanted + one_hot(torch.zeros(3, 5).long(), 6) * ~hmm.exists.unsqueeze(-1)
+    assert bool(((shares - wanted).abs() < 5 * (wanted / 4000).sqrt() + 1e-3).all())
 
 
 # One step backward from all states, by a matrix that is kept

@@ -1,5 +1,6 @@
 """What version 0.4.0 has saved can be loaded, and has the log-probabilities that it had there."""
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,6 @@ from pyrohmm import (
     load_into,
 )
 from pyrohmm.io.files import read_tensors
-from pyrohmm.nn.neural import CharCNN
 
 SAVED = Path(__file__).parent / "saved_0_4_0"
 EXPECTED, META = read_tensors(SAVED / "expected.safetensors")
@@ -63,7 +63,10 @@ def dense():
 
 def characters():
     words = ["the", "a", "cat", "cats", "s"]
-    return CharCNN(words, 4, char_dim=3, widths=(1, 2), num_filters=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).resolve().parents[2] / "figures")
+        ablations = importlib.import_module("common.neural_ablations")
+    return ablations.CharCNN(words, 4, char_dim=3, widths=(1, 2), num_filters=2)
 
 
 MODULES = {

@@ -17,7 +17,7 @@ from pyrohmm import (
     fit_map,
 )
 from pyrohmm.data.batches import Batches
-from pyrohmm.nn.neural import CharCNN, LinearDropout, sample_kept_states
+from pyrohmm.nn.neural import LinearDropout, sample_kept_states
 
 RAGGED = blocks.from_clusters(torch.tensor([0, 0, 0, 1, 1, 2]), torch.tensor([3, 1, 2]))
 VARIANTS = {
@@ -26,7 +26,6 @@ VARIANTS = {
     "two levels": {"blocks": RAGGED, "two_level": True},
     "factored": {"blocks": RAGGED, "factored": True},
     "apart": {"blocks": RAGGED, "tied": False, "factored": True},
-    "overlapping": {"blocks": blocks.uniform(6, 6, 2, torch.Generator().manual_seed(1))},
 }
 DATA = Sequences(torch.tensor([[0, 3, 5, 1], [4, 4, 0, 0], [2, 5, 5, 0]]), torch.tensor([4, 1, 3]))
 
@@ -229,32 +228,6 @@ def test_a_fit_goes_on_with_dropout_that_falls_for_longer(tmp_path):
     assert fit(12) == 12
     with pytest.raises(ValueError, match=r"belongs to another fit: its .*dropout.begin is 0.5"):
         fit(12, 0.4)
-
-
-@pytest.mark.parametrize("num_filters", [None, 4])
-@pytest.mark.parametrize("seed", range(2))
-def test_vectors_of_words_are_their_definition_whatever_other_words_there_are(seed, num_filters):
-    pyro.set_rng_seed(seed)
-    words, widths = ["cat", "a", "catalogue", "tac", "at"], (1, 2, 5)
-    module = CharCNN(words, 6, widths=widths, num_filters=num_filters).double()
-    code = {letter: n for n, letter in enumerate(sorted(set("".join(words))), 2)}
-    with torch.no_grad():
-        for word, found in zip(words, module()):
-            spelt = module.letter[[0, *(code[letter] for letter in word), 1]]
-            spelt = torch.cat([spelt, spelt.new_zeros(max(0, 5 - len(spelt)), 16)])
-            values = []
-            for width, each in zip(widths, module.filters):
-                steps = max(1, len(word) + 3 - width)
-                windows = [spelt[t : t + width].T for t in range(steps)]
-                scores = [(each.weight * part).sum((1, 2)) + each.bias for part in windows]
-                values.append(torch.stack(scores).amax(0).tanh())
-            if num_filters is None:
-                torch.testing.assert_close(found, sum(values))
-                continue
-            joined = torch.cat(values)
-            gate = module.gate(joined).sigmoid()
-            wanted = module.out(gate * module.carry(joined).relu() + (1 - gate) * joined)
-            torch.testing.assert_close(found, wanted)
 
 
 # Windows of long sequences ------------------------------------------------------------------------

@@ -24,7 +24,6 @@ VARIANTS = {
     "one level": {"blocks": RAGGED},
     "two levels": {"blocks": RAGGED, "two_level": True},
     "apart": {"blocks": RAGGED, "tied": False, "factored": True},
-    "overlapping": {"blocks": blocks.uniform(6, 5, 2, torch.Generator().manual_seed(1))},
 }
 WORDS = Sequences(torch.tensor([[0, 3, 5, 1], [4, 9, 9, 9], [2, 5, 5, 9]]), torch.tensor([4, 1, 3]))
 TAGS = torch.tensor([[-1, 1, -1, 0], [-1, 7, 7, 7], [2, 1, 0, 7]])  # padding may hold anything

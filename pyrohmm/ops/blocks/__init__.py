@@ -1,6 +1,6 @@
 """Chains in blocks of states: which states may emit which symbol, and all recursions over that.
 
-``Blocks``, ``from_clusters`` and ``uniform`` say which blocks there are. The modules, each of which
+``from_clusters`` says which blocks there are. The modules, each of which
 imports only those above it:
 
 ``states``          ``Blocks``
@@ -12,4 +12,3 @@ imports only those above it:
 
 from .states import Blocks as Blocks
 from .states import from_clusters as from_clusters
-from .states import uniform as uniform

@@ -69,33 +69,32 @@ def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low
 
 @kernel
 def forward(
-    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, probs,
+    first, last, schedule, lengths, block, sizes, offsets, pair, base, stride, probs,
     block_probs, initial, seen, least, alpha, norm, evidence, sound,
 ):  # fmt: skip
     """Forward pass; a sequence is sound if no message has left its range."""
     two_levels = block_probs.shape[0] > 0
-    mass = np.empty(alpha.shape[1])
+    mass = np.empty(alpha.shape[2])
     for q in range(first, last):
         r = schedule[q]
-        before = 0
         for t in range(lengths[r]):
-            now = begins[t] + r
-            size = sizes[block[now]]
+            now, before = block[r, t], block[r, t - 1]
+            size = sizes[now]
             width = u64(size)
-            here, weight = alpha[now], seen[now]
+            here, weight = alpha[r, t], seen[r, t]
             if t == 0:
                 for j in range(width):
                     here[j] = initial[r, j]
             else:
-                height = sizes[block[before]]
-                there, begin = alpha[before], offsets[block[before]]
+                height = sizes[before]
+                there, begin = alpha[r, t - 1], offsets[before]
                 for i in range(height):
                     mass[i] = there[i]
                     if two_levels:
-                        mass[i] *= block_probs[block[now], begin + i]
+                        mass[i] *= block_probs[now, begin + i]
                 for j in range(width):
                     here[j] = 0
-                p = pair[now]
+                p = pair[r, t]
                 for i in range(height):
                     begin = base[p] + i * stride[p]
                     row, a = probs[begin : begin + size], mass[i]
@@ -116,14 +115,13 @@ def forward(
             if lowest < least:
                 sound[r] = False
                 break
-            norm[now] = whole
+            norm[r, t] = whole
             evidence[r] += np.log(whole)
-            before = now
 
 
 @kernel
 def backward(
-    first, last, schedule, lengths, begins, block, sizes, offsets, pair, base, stride, probs,
+    first, last, schedule, lengths, block, sizes, offsets, pair, base, stride, probs,
     block_probs, raised, seen, alpha, norm, sound, weights, gamma, message, uses,
 ):  # fmt: skip
     """Backward pass: smoothed marginals ``gamma`` and messages, times ``weights``.
@@ -132,7 +130,7 @@ def backward(
     probabilities that were ``raised``, over what they were raised to.
     """
     two_levels = block_probs.shape[0] > 0
-    beta, sent = np.empty(alpha.shape[1]), np.empty(alpha.shape[1])
+    beta, sent = np.empty(alpha.shape[2]), np.empty(alpha.shape[2])
     for q in range(first, last):
         r = schedule[q]
         if not sound[r]:
@@ -140,39 +138,38 @@ def backward(
         weight = weights[r]
         beta[:] = 1
         for t in range(lengths[r] - 1, -1, -1):
-            now = begins[t] + r
-            size = sizes[block[now]]
+            now, before = block[r, t], block[r, t - 1]
+            size = sizes[now]
             width = u64(size)
-            here, smoothed, factor, out = alpha[now], gamma[now], seen[now], message[now]
+            here, smoothed, factor, out = alpha[r, t], gamma[r, t], seen[r, t], message[r, t]
             for j in range(width):
                 smoothed[j] = here[j] * beta[j] * weight
             if t == 0:
                 break
-            inverse, total = 1 / norm[now], 0.0
+            inverse, total = 1 / norm[r, t], 0.0
             for j in range(width):
                 value = factor[j] * beta[j] * inverse
                 value = value if here[j] > 0 else 0.0
                 sent[j] = value
                 out[j] = value * weight
                 total += value
-            p = pair[now]
+            p = pair[r, t]
             if raised[p]:
                 uses[r] += total
-            before = block[begins[t - 1] + r]
             for i in range(sizes[before]):
                 begin = base[p] + i * stride[p]
                 row, value = probs[begin : begin + size], 0.0
                 for j in range(width):
                     value += row[j] * sent[j]
                 if two_levels:
-                    value *= block_probs[block[now], offsets[before] + i]
+                    value *= block_probs[now, offsets[before] + i]
                 beta[i] = value
 
 
 @kernel
 def gradients_of_pairs(
-    first, last, schedule, tokens_of, tokens, before, block, sizes, offsets, base, stride, tiny,
-    alpha, message, block_probs, probs, by_block,
+    first, last, schedule, steps_of, steps, source_of, target_of, sizes, offsets, base, stride,
+    tiny, alpha, message, block_probs, probs, by_block,
 ):  # fmt: skip
     """Replace the probabilities of each pair of blocks by gradients.
 
@@ -184,15 +181,14 @@ def gradients_of_pairs(
     row = np.empty(alpha.shape[1])
     for q in range(first, last):
         p = schedule[q]
-        one = tokens[tokens_of[p]]
-        source, target = block[before[one]], block[one]
+        source, target = source_of[p], target_of[p]
         width, size = u64(sizes[target]), sizes[target]
         for i in range(sizes[source]):
             for j in range(width):
                 row[j] = 0
-            for n in range(tokens_of[p], tokens_of[p + 1]):
-                now = tokens[n]
-                a, sent = alpha[before[now], i], message[now]
+            for n in range(steps_of[p], steps_of[p + 1]):
+                now = steps[n]
+                a, sent = alpha[now - 1, i], message[now]
                 for j in range(width):
                     row[j] += a * sent[j]
             begin = base[p] + i * stride[p]

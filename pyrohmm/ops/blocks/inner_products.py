@@ -5,7 +5,7 @@ Transitions are on one level or two; scores of symbols exist only where a state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -17,20 +17,13 @@ from ..._checks import check_floats, check_shape, check_tensor
 from ..._precision import at_least_single, full_precision, recomputed, with_gradient
 from ..log_space import log_softmax_of_parts
 from ..tensor_cache import cached, cached_on, lazy
-from .states import Blocks, States, bounds
+from .states import Blocks, bounds
 
 LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
 
 
-def _parts(scores: Tensor, states: States) -> Sequence[Tensor]:
-    """The parts of scores ``(R, K)`` by blocks; in one tensor, where these are of one size."""
-    if states.are_equal:
-        return [scores.unflatten(-1, (-1, states.width))]
-    return scores.split(states.sizes.tolist(), -1)
-
-
-def _log_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
+def _log_sums(leave: Tensor, enter: Tensor, blocks: Blocks) -> Tensor:
     """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block.
 
     The scores are computed some rows at a time, and again for the gradient.
@@ -38,15 +31,17 @@ def _log_sums(leave: Tensor, enter: Tensor, states: States) -> Tensor:
 
     def sums(part: Tensor, enter: Tensor) -> Tensor:
         scores = at_least_single(part @ enter.mT)
-        of_blocks = [cells.logsumexp(-1) for cells in _parts(scores, states)]
-        return of_blocks[0] if states.are_equal else torch.stack(of_blocks, -1)
+        if blocks.are_equal:
+            return scores.unflatten(-1, (-1, blocks.width)).logsumexp(-1)
+        parts = scores.split(blocks.sizes.tolist(), -1)
+        return torch.stack([part.logsumexp(-1) for part in parts], -1)
 
     rows = max(1, CHUNK // len(enter))
     return torch.cat([recomputed(sums, part, enter) for part in leave.split(rows)])
 
 
 class InnerProductTransition:
-    r"""Transitions whose logits are inner products of vectors of states, for disjoint blocks.
+    r"""Transitions whose logits are inner products of vectors of states in blocks.
 
     .. math:: p(j | i) = \mathrm{softmax}_j(u_i \cdot v_j)
               \quad\text{or}\quad
@@ -60,7 +55,7 @@ class InnerProductTransition:
     Args:
         leave: ``(K, D)``, u.
         enter: ``(K, D)``, v.
-        blocks: Which states are together; disjoint.
+        blocks: Which states are together.
         block_logits: ``(K, B)``, s; without them there is one level.
 
     Vectors may be in bfloat16 or float16, as networks under ``torch.autocast`` give them: then
@@ -68,17 +63,12 @@ class InnerProductTransition:
 
     Raises:
         TypeError: If a tensor is not floating point.
-        ValueError: If blocks overlap or shapes disagree.
+        ValueError: If shapes disagree.
     """
 
     def __init__(
         self, leave: Tensor, enter: Tensor, blocks: Blocks, block_logits: Tensor | None = None
     ) -> None:
-        if not blocks.disjoint:
-            raise ValueError(
-                "blocks must be disjoint, and their states in order; these overlap. Give the "
-                "logarithms of a matrix of probabilities instead."
-            )
         for name, tensor in (("leave", leave), ("enter", enter)):
             check_tensor(name, tensor)
             if tensor.dtype not in LOW:
@@ -103,7 +93,7 @@ class InnerProductTransition:
         if block_logits is not None:
             return block_logits.log_softmax(-1)
         with full_precision(leave):
-            return _log_sums(leave, self.enter, self.blocks.layout).log_softmax(-1)
+            return _log_sums(leave, self.enter, self.blocks).log_softmax(-1)
 
     def log_probs_from(self, leave: Tensor, log_block_probs: Tensor) -> Tensor:
         """Log-probabilities of the next state, ``(n, K)``, from states with vectors ``(n, D)``."""
@@ -130,7 +120,7 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
     """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
 
     Logits are inner products and a bias for each symbol; each state has a softmax over the symbols
-    that it may emit, and if blocks are disjoint no other logits are computed.
+    that it may emit, and no other logits are computed.
 
     Args:
         emit: ``(K, D)``, a vector for each state.
@@ -138,10 +128,6 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
         bias: ``(V,)``.
         blocks: Which states may emit which symbol.
     """
-    if not blocks.disjoint:
-        rows = blocks.states[blocks.symbol_block].to(emit.device)
-        logits = words @ emit.mT + bias.unsqueeze(-1)
-        return normalised(logits.gather(1, rows.clamp(min=0)), blocks)
     padded = partial(_padded, blocks)
     if emit.device.type != "cpu":
         return padded(emit, words, bias)
@@ -149,7 +135,7 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
 
 
 def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor:
-    """:func:`log_emission` for disjoint blocks, which are padded to equally many symbols."""
+    """:func:`log_emission` of blocks padded to equally many symbols."""
 
     def made() -> tuple[Tensor, Tensor]:
         owner, order = blocks.symbol_block, blocks.symbol_block.argsort(stable=True)
@@ -170,27 +156,10 @@ def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor
     return table.flatten(0, 1).index_select(0, place)
 
 
-def normalised(logits: Tensor, blocks: Blocks) -> Tensor:
-    """Log-probabilities of symbols in the states of their blocks, ``(V, w)``; -inf beyond a block.
-
-    Args:
-        logits: ``(V, w)``, of each symbol in the states of its block; finite.
-        blocks: Which states those are. Each state has a softmax over its symbols.
-    """
-    rows = blocks.states[blocks.symbol_block].to(logits.device)
-    place = rows.masked_fill(rows < 0, blocks.num_states).flatten()
-    peak = logits.new_full((blocks.num_states + 1,), -torch.inf)
-    peak = peak.scatter_reduce(0, place, logits.detach().flatten(), "amax")
-    shifted = (logits.flatten() - peak[place]).exp()
-    total = peak + torch.zeros_like(peak).index_add(0, place, shifted).log()
-    logs = logits - total.index_select(0, place).view_as(logits)
-    return logs.masked_fill(rows < 0, -torch.inf)
-
-
 def _by_blocks(
     blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """:func:`log_emission` for disjoint blocks, one product for each; and its gradient."""
+    """:func:`log_emission`, one product for each; and its gradient."""
     order = blocks.symbol_block.argsort(stable=True).to(emit.device)
     place, vectors, biases = order.argsort(), words[order], bias[order]
     table = emit.new_full((len(words), blocks.width), -torch.inf)
@@ -217,6 +186,6 @@ def _by_blocks(
 def _ranges(blocks: Blocks) -> list[tuple[slice, slice]]:
     """For each block that some symbol has: its states, and its symbols sorted by block."""
     counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
-    ends, starts = bounds(counts).tolist(), blocks.layout.starts.tolist()
+    ends, starts = bounds(counts).tolist(), blocks.starts.tolist()
     parts = zip(pairwise(starts), pairwise(ends))
     return [(slice(*state), slice(*word)) for state, word in parts if word[0] < word[1]]

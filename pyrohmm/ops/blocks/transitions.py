@@ -12,20 +12,29 @@ logarithms, where one is too small to be surely right.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
-from .states import States, bounds
+from .states import Blocks
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
 DENSE = 8  # transitions of all pairs of blocks are computed at once, if one in so many occurs
+AT_ONCE = 1 << 23  # numbers of matrices that exist at one time on a CPU
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
+
+
+def at_once(device: torch.device) -> int:
+    """How many numbers of matrices may exist at one time; devices take few large operations."""
+    return AT_ONCE if device.type == "cpu" else 16 * AT_ONCE
+
 
 Part = Callable[..., Tensor]  # from the scores to log transition probabilities
 
@@ -34,45 +43,44 @@ class Transitions:
     """Transitions from blocks, or all states, to blocks, or all states.
 
     Args:
-        states: Of each of B blocks.
+        blocks: Of states; B of them.
         leave, enter, log_block_probs: Vectors u and v ``(K, D)``, and log p(b | i) ``(K, B)``:
             p(j | i) = p(b | i) softmax_b(u_i v_j) for state j in block b. Vectors may be of lower
             precision than all else: then the products are computed in that. Or log p(j | i)
-            ``(K, K)`` and None twice, also where states are in several blocks.
+            ``(K, K)`` and None twice.
     """
 
     def __init__(
-        self, states: States, leave: Tensor, enter: Tensor | None, log_block_probs: Tensor | None
+        self, blocks: Blocks, leave: Tensor, enter: Tensor | None, log_block_probs: Tensor | None
     ) -> None:
-        self.states, self.num_states, self.all = states, len(leave), len(states.sizes)
+        self.blocks, self.num_states, self.all = blocks, len(leave), blocks.num_blocks
         self.scores = leave, enter, log_block_probs
 
     @classmethod
     def of_matrix(cls, log_probs: Tensor) -> Transitions:
         """Transitions ``(K, K)`` of states that are all in one block."""
-        size = torch.tensor([len(log_probs)])
-        states = States(bounds(size), torch.arange(len(log_probs)), size, len(log_probs))
-        return cls(states, log_probs, None, None)
+        one = Blocks(torch.tensor([0]), torch.tensor([len(log_probs)]))
+        return cls(one, log_probs, None, None)
 
-    def states_of(self, block: int) -> Tensor:
+    def states_of(self, block: int) -> slice:
         """The states of a block; of B, all."""
-        starts, members, *_ = self.states
         if block == self.all:
-            return torch.arange(self.num_states)
-        return members[starts[block] : starts[block + 1]]
+            return slice(0, self.num_states)
+        return slice(*self.blocks.starts[block : block + 2].tolist())
 
     def places(self, blocks: Tensor) -> Tensor:
         """The states of blocks, ``(n, w)``; K beyond them, and for B."""
-        starts, members, sizes, width = self.states
-        blocks, missing = blocks.clamp(max=self.all - 1), blocks == self.all
-        places = torch.arange(width)
-        states = members[(starts[blocks].unsqueeze(-1) + places).clamp(max=len(members) - 1)]
-        beyond = (places >= sizes[blocks].unsqueeze(-1)) | missing.unsqueeze(-1)
-        return states.masked_fill(beyond, self.num_states)
+        return self._places.index_select(0, blocks.to(self._places.device))
+
+    @cached_property
+    def _places(self) -> Tensor:
+        states = self.blocks.states
+        states = states.masked_fill(states < 0, self.num_states)
+        return pad(states, (0, 0, 0, 1), value=self.num_states).to(self.scores[0].device)
 
     def widened(self, logs: Tensor, blocks: Tensor) -> Tensor:
         """Vectors of all states, of those of the states of blocks ``(n, w)``."""
-        places = self.places(blocks).to(logs.device)
+        places = self.places(blocks)
         wide = logs.new_full((len(logs), self.num_states + 1), -torch.inf)
         return wide.scatter(1, places, logs.masked_fill(places == self.num_states, -torch.inf))
 
@@ -82,36 +90,37 @@ class Transitions:
         What is beyond the states of a block means nothing.
         """
         leave, enter, log_block_probs = self.scores
-        count, width = self.all, self.states.width
-        places = self.places(torch.arange(count)).to(leave.device)
-        states = places.clamp(max=self.num_states - 1)
-        source, target = (cached_on(leave.device, blocks) for blocks in (source, target))
+        width, size = self.blocks.width, self.num_states
+        device, count = leave.device, self.all
+        before, after = self.places(source), self.places(target)
+        beyond = (after == size).unsqueeze(-2)
+        before, after = before.clamp(max=size - 1), after.clamp(max=size - 1)
         if enter is None or log_block_probs is None:
-            cells = states[source].unsqueeze(-1) * self.num_states + states[target].unsqueeze(-2)
+            cells = before.unsqueeze(-1) * size + after.unsqueeze(-2)
             return take_rows(leave.reshape(-1, 1), cells).squeeze(-1)
-        tables = (leave, enter, log_block_probs)
-        before, after, shares = (
-            each.index_select(0, states.flatten()).view(count, width, -1) for each in tables
-        )
-        beyond, pairs = places == self.num_states, source * count + target
-        shares = shares.mT.flatten(0, 1).index_select(0, pairs).unsqueeze(-1)  # (P, w, 1)
-        if len(pairs) * DENSE > count**2:
-            scores = at_least_single(before.flatten(0, 1) @ after.flatten(0, 1).mT)
-            scores = scores.view(count, width, count, width).masked_fill(beyond, -torch.inf)
-            logs = scores.log_softmax(-1).transpose(1, 2).flatten(0, 1)
-            return logs.index_select(0, pairs) + shares
-        scores = before.index_select(0, source) @ after.index_select(0, target).mT
-        scores = at_least_single(scores).masked_fill(beyond[target].unsqueeze(-2), -torch.inf)
-        return scores.log_softmax(-1) + shares
+        cells = before * count + target.to(device).unsqueeze(-1)
+        shares = take_rows(log_block_probs.reshape(-1, 1), cells)  # (P, w, 1)
+        if count**2 < DENSE * len(source) and size**2 <= at_once(device):
+            places = self._places[:-1]
+            vectors = (part[places.clamp(max=size - 1)].flatten(0, 1) for part in (leave, enter))
+            scores = at_least_single(next(vectors) @ next(vectors).mT)
+            scores = scores.view(count, width, count, width)
+            scores = scores.masked_fill(places == size, -torch.inf).log_softmax(-1)
+            pairs = cached_on(device, source * count + target)
+            return scores.transpose(1, 2).flatten(0, 1).index_select(0, pairs) + shares
+        scores = at_least_single(take_rows(leave, before) @ take_rows(enter, after).mT)
+        return scores.masked_fill(beyond, -torch.inf).log_softmax(-1) + shares
 
-    def sums(self, logs: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    def sums(self, logs: Tensor, source: Tensor, target: Tensor, best: bool = False) -> Tensor:
         """Logs of sums over the states before, of vectors of all states; -inf elsewhere.
 
         Args:
             logs: ``(n, K + 1)``; what is beyond the states of ``source`` is not read, or is -inf.
             source: ``(n,)``, blocks before, or B.
             target: ``(n,)``, blocks after, or B.
+            best: Whether the largest are wanted in place of sums.
         """
+        along = torch.amax if best else logsumexp
         found, order = [], []
         keys = (source * (self.all + 1) + target).masked_fill(
             (source < self.all) & (target < self.all), -1
@@ -121,39 +130,42 @@ class Transitions:
             values = logs.index_select(0, rows.to(logs.device))
             if key < 0:
                 before, after = source[rows], target[rows]
-                values = values.gather(1, self.places(before).to(logs.device))
-                part = logsumexp(values.unsqueeze(-1) + self.between(before, after), -2)
+                values = values.gather(1, self.places(before))
+                part = along(values.unsqueeze(-1) + self.between(before, after), -2)
                 found.append(self.widened(part, after))
             else:
                 one, other = divmod(key, self.all + 1)
-                here, there = (self.states_of(block).to(logs.device) for block in (one, other))
-                part = self._sums(values.index_select(1, here), one, other, False)
-                wide = part.new_full((len(rows), self.num_states + 1), -torch.inf)
-                found.append(wide.index_copy(1, there, part))
+                here, there = self.states_of(one), self.states_of(other)
+                part = self._sums(values[:, here], one, other, False, best)
+                after = self.num_states + 1 - there.stop
+                found.append(pad(part, (there.start, after), value=-torch.inf))
             order.append(rows)
         return torch.cat(found)[torch.cat(order).argsort().to(logs.device)]
 
-    def _sums(self, logs: Tensor, source: int, target: int, back: bool) -> Tensor:
+    def _sums(
+        self, logs: Tensor, source: int, target: int, back: bool, best: bool = False
+    ) -> Tensor:
         """Sums ``(n, c)`` over the states of a block, of their vectors ``(n, r)``."""
-        rows = max(1, CHUNK // len(self.states_of(target)))
-        parts = [self._part(some, target) for some in self.states_of(source).split(rows)]
+        here, there = self.states_of(source), self.states_of(target)
+        rows = max(1, CHUNK // (there.stop - there.start))
+        some = range(here.start, here.stop, rows)
+        parts = [self._part(slice(i, min(i + rows, here.stop)), target) for i in some]
         if not back:
-            return _sums(logs.split(rows, -1), parts, self.scores)
+            return _sums(logs.split(rows, -1), parts, self.scores, best)
         return torch.cat([_sums([logs], [_transposed(part)], self.scores) for part in parts], -1)
 
-    def _part(self, rows: Tensor, target: int) -> Part:
+    def _part(self, rows: slice | Tensor, target: int) -> Part:
         """Log-probabilities of transitions from some states to a block, as function of scores."""
 
         def logs(leave: Tensor, enter: Tensor | None, log_block_probs: Tensor | None) -> Tensor:
-            own = rows.to(leave.device)
-            before, entered = leave.index_select(0, own), self.states_of(target).to(leave.device)
+            before, entered = leave[rows], self.states_of(target)
             if enter is None or log_block_probs is None:
-                return before if target == self.all else before.index_select(1, entered)
-            scores = at_least_single(before @ enter.index_select(0, entered).mT)
-            shares, sizes = log_block_probs.index_select(0, own), self.states.sizes
-            if target == self.all:
-                return log_softmax_of_parts(scores, sizes, shares)
-            return log_softmax_of_parts(scores, sizes[[target]], shares[:, target : target + 1])
+                return before[:, entered]
+            scores = at_least_single(before @ enter[entered].mT)
+            shares, sizes = log_block_probs[rows], self.blocks.sizes
+            if target < self.all:
+                shares, sizes = shares[:, target : target + 1], sizes[[target]]
+            return log_softmax_of_parts(scores, sizes, shares)
 
         return logs
 
@@ -204,12 +216,14 @@ class Transitions:
         """Transition probabilities ``(K, K)``, made some rows at a time."""
         size, leave = self.num_states, self.scores[0]
         matrix = leave.new_empty(size, size, dtype=at_least_single(leave[:0]).dtype)
-        for rows in torch.arange(size).split(max(1, CHUNK // size)):
-            torch.exp(self._part(rows, self.all)(*self.scores), out=matrix[rows[0] : rows[-1] + 1])
+        rows = max(1, CHUNK // size)
+        for i, out in enumerate(matrix.split(rows)):
+            own = slice(i * rows, i * rows + len(out))
+            torch.exp(self._part(own, self.all)(*self.scores), out=out)
         return matrix
 
 
-def _sums(logs: Any, parts: list[Part], scores: tuple[Any, ...]) -> Tensor:
+def _sums(logs: Any, parts: list[Part], scores: tuple[Any, ...], best: bool = False) -> Tensor:
     """Logs ``(n, C)`` of sums over states, part by part: each with its transitions to C states.
 
     Transition probabilities are computed again for the gradient.
@@ -218,18 +232,19 @@ def _sums(logs: Any, parts: list[Part], scores: tuple[Any, ...]) -> Tensor:
         peak = torch.stack([part.amax(-1) for part in logs]).amax(0)
         peak = finite_or_zero(peak).unsqueeze(-1)
     count = sum(part.size(-1) for part in logs)
-    for dtype in dict.fromkeys((peak.dtype, torch.float64)):
+    for dtype in () if best else dict.fromkeys((peak.dtype, torch.float64)):
         total: Any = 0.0
         for part, transition in zip(logs, parts):
             total = total + recomputed(_mixture(transition), (part - peak).to(dtype).exp(), *scores)
         number = torch.finfo(dtype)
         if bool((total.detach() > count * number.tiny / number.eps).all()):
             return (total.log() + peak).to(peak.dtype)
+    along = torch.amax if best else logsumexp
     found = [
-        torch.stack([recomputed(_log_mixture(transition), row, *scores) for row in part])
+        recomputed(_along(along, transition), part, *scores)
         for part, transition in zip(logs, parts)
     ]
-    return logsumexp(torch.stack(found), 0).to(peak.dtype)
+    return along(torch.stack(found), 0).to(peak.dtype)
 
 
 def _transposed(part: Part) -> Part:
@@ -240,5 +255,9 @@ def _mixture(part: Part) -> Part:
     return lambda probs, *scores: probs @ part(*scores).to(probs.dtype).exp()
 
 
-def _log_mixture(part: Part) -> Part:
-    return lambda logs, *scores: logsumexp(logs.unsqueeze(-1) + part(*scores), 0)
+def _along(along: Callable[[Tensor, int], Tensor], part: Part) -> Part:
+    def rows(logs: Tensor, *scores: Any) -> Tensor:
+        table = part(*scores)
+        return torch.stack([along(row.unsqueeze(-1) + table, 0) for row in logs])
+
+    return rows
