@@ -754,11 +754,12 @@ def calibration_table() -> str:
 def control_table() -> str:
     """Milliseconds a token of steering by processor and wall-clock, and seconds in advance."""
     body = [
-        [row["model"] + (f", top_k = {row['top_k']}" if row.get("top_k") else ""),
+        [row["model"],
          f"{row['milliseconds_a_token'][0]:.0f}",
          f"{row['processor_milliseconds_a_token'][0]:.0f}",
          plain(row["seconds_once"]) if "seconds_once" in row else "-"]
         for row in rows("control")
+        if not row.get("top_k")
     ]  # fmt: skip
     return table(["model", "wall", "processor", "s for each constraint"], body)
 

@@ -63,8 +63,6 @@ num_states, num_symbols, dim = 12, len(symbols), 2
 module = DenseHMM(num_states, num_symbols, dim)
 standard = num_states**2 + num_states * (num_symbols - 1) - 1
 print(f"parameters of the embeddings  {metrics.num_parameters(module, train)}")
-degrees = dense.degrees_of_freedom(num_states, num_symbols, dim)
-print(f"their degrees of freedom      {degrees}")
 print(f"parameters, standard HMM      {standard}")
 
 # %% [markdown]

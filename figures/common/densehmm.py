@@ -163,7 +163,7 @@ def fair_num_states(
     r"""Number of states of a standard HMM with as many parameters as a DenseHMM (section 5).
 
     The positive root of :math:`x^2 + x (V - 1) - 1 = D (3 K + V + 1)`, rounded. The right side
-    counts embeddings; what they can express is less: see ``dense.degrees_of_freedom``.
+    counts embeddings; what they can express is less.
 
     Args:
         num_states: K of the DenseHMM.

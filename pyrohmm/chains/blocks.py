@@ -14,7 +14,6 @@ from .._checks import (
     broadcast_shapes,
     check_floats,
     check_log_simplex,
-    check_same_device,
     check_shape,
 )
 from .._precision import at_least_single, full_precision
@@ -162,7 +161,7 @@ class BlockChain(MarkovChain):
             check_log_simplex("transition", self.transition)
 
     def check_shapes(self) -> None:
-        """Raise unless the parameters are of the states of the blocks, and on one device."""
+        """Raise unless the parameters are of the states of the blocks."""
         blocks, transition, size = self.blocks, self.transition, self.blocks.num_states
         check_floats("log_initial", self.log_initial)
         check_shape("log_initial", self.log_initial, (size,), "(K,)")
@@ -174,8 +173,6 @@ class BlockChain(MarkovChain):
                 f"the blocks of transition must be those of the HMM, {blocks!r}; got "
                 f"{transition.blocks!r}."
             )
-        leave = transition if isinstance(transition, Tensor) else transition.leave
-        check_same_device({"log_initial": self.log_initial, "transition": leave})
 
     def refuse_nan(self, *logs: Any) -> None:
         """Raise if a parameter or log-likelihood is NaN, which a state could not show."""
@@ -183,10 +180,6 @@ class BlockChain(MarkovChain):
         scores = self.scores(any(each.leaving is not None for each in seen))
         parts = (each.logs for each in seen)
         refuse_nan(self.log_initial, *parts, *filter(torch.is_tensor, scores))
-
-    def going_on(self, carried: CarriedState) -> BlockChain:
-        """The chain of sequences that go on from others."""
-        return BlockChain(self.log_initial, self.transition, self.blocks, carried)
 
     # In blocks
 
@@ -253,8 +246,7 @@ class BlockChain(MarkovChain):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Log p(x_{1:t}, z_t) less the largest, ``(N, K + 1)``, of each step; what was subtracted.
 
-        Of the best path to each state with ``best``. From one observed step to the next there are
-        the transitions of pairs of blocks; from, to and between missing ones all.
+        Of the best path to each state with ``best``.
         """
         transitions, device, blocks = self.transitions(), seen.logs.device, seen.blocks
         unseen = seen.logs.new_zeros(1, self.num_states) if seen.missing is None else seen.missing

@@ -292,7 +292,8 @@ class BlockHMM(HMM):
 
     def continue_from(self, carried: CarriedState) -> Self:
         """Copy for sequences that continue from others."""
-        chain, data = self.chain.going_on(carried), (self.lengths, self.observed)
+        chain, data = self.chain, (self.lengths, self.observed)
+        chain = BlockChain(chain.log_initial, chain.transition, chain.blocks, carried)
         new = type(self).of(chain, self._emission, *data, validate_args=False, allowed=self.allowed)
         return cast(Self, self._validated_alike(new))
 

@@ -23,8 +23,6 @@ from ..ops.automata import Automaton, of_length
 from .steering import Lookahead
 from .tokens import over_tokens, token_texts
 
-FEW = 0.1  # share of all tokens that are compared one by one
-
 
 class ConstraintProcessor:
     r"""A ``LogitsProcessor`` of ``transformers`` with which every text satisfies a constraint.
@@ -51,9 +49,6 @@ class ConstraintProcessor:
             ``max_tokens`` tokens, where the constraint holds.
         read_prompt: Whether the HMM reads the prompt, too.
         ignore_case: As for :func:`over_tokens`.
-        top_k: Leave only so many tokens at each step: those that ``top_k`` of ``generate`` leaves
-            after this processor, or ``2 * num_beams`` for beams. With a dense HMM it takes a
-            fraction of the time, as most tokens cannot be among them whatever the HMM says.
 
     Raises:
         ValueError: If the HMM has other tokens than the tokenizer, no text of so many tokens
@@ -84,12 +79,8 @@ class ConstraintProcessor:
         must_end: bool = False,
         read_prompt: bool = True,
         ignore_case: bool = False,
-        top_k: int | None = None,
     ) -> None:
         check_size("max_tokens", max_tokens)
-        if top_k is not None:
-            check_size("top_k", top_k)
-        self.top_k = top_k
         if not isinstance(constraint, Automaton):
             raise TypeError(
                 f"constraint must be an Automaton, such as automata.must_contain('word'); got "
@@ -151,7 +142,7 @@ class ConstraintProcessor:
             running = (self._states >= 0).nonzero().squeeze(-1)
             if not len(running):
                 return scores
-            ahead = self._ahead(running, scores[running.to(scores.device), :count]).to(scores)
+            ahead = self._ahead(running).to(scores)
             ahead = pad(ahead, (0, scores.size(-1) - count), value=-inf)
             found = scores.index_add(0, running.to(scores.device), ahead)
         if not bool((found.amax(-1)[running.to(found.device)] > -inf).all()):  # NaN also
@@ -245,11 +236,8 @@ class ConstraintProcessor:
             torch.where(total > 0, joint / total, probs)
         )
 
-    def _ahead(self, running: Tensor, scores: Tensor) -> Tensor:
-        """Log-probability of the constraint after each next token, of the rows that go on.
-
-        With ``top_k`` it is -inf for all tokens but those of the largest sums with ``scores``.
-        """
+    def _ahead(self, running: Tensor) -> Tensor:
+        """Log-probability of the constraint after each next token, of the rows that go on."""
         ahead, t, states = self.lookahead, self._num_tokens, self._states[running]
         if t > ahead.max_tokens or (t == ahead.max_tokens and ahead.end is None):
             raise ValueError(
@@ -257,37 +245,12 @@ class ConstraintProcessor:
                 "generate as many, or allow more here. Call reset() before other prompts."
             )
         probs = self._probs[running.to(self._probs.device)]
-        if self.top_k is not None and len(ahead.emissions.blocks) == 1:
-            found = self._of_best(probs, states, scores.to(probs), self.top_k)
-            if found is not None:
-                return found
         joint, free = ahead.of_tokens(probs, states, t)
         found = torch.where(joint.isneginf(), joint, (joint - free).clamp(max=0.0))
         impossible = found.isneginf().all(-1)
         if bool(impossible.any()):  # for the HMM: any token after which it may hold
-            allowed = ahead.bounds(states, t, for_any=True).to(found)
+            allowed = ahead.possible(states, t).to(found)
             if bool(allowed.isneginf().all(-1).any()):
                 raise ValueError(f"a text cannot satisfy {ahead.constraint.name} any more.")
             found = torch.where(impossible[:, None], allowed, found)
-        if self.top_k is not None:
-            best = (scores.to(found) + found).topk(min(self.top_k, found.size(1))).indices
-            found = torch.full_like(found, -inf).scatter(1, best, found.gather(1, best))
         return found
-
-    def _of_best(self, probs: Tensor, states: Tensor, scores: Tensor, top_k: int) -> Tensor | None:
-        """The same of the best tokens, whose sums are above the upper bounds of all others.
-
-        None where many have to be compared, or the HMM thinks all of them impossible.
-        """
-        ahead, t = self.lookahead, self._num_tokens
-        bounds = scores + ahead.bounds(states, t).to(scores)
-        for count in (4 * top_k, 16 * top_k):
-            if count >= FEW * bounds.size(1):
-                break
-            bound, tokens = bounds.topk(count + 1)
-            some = ahead.of_some(probs, states, t, tokens[:, :-1].cpu())
-            best, place = (scores.gather(1, tokens[:, :-1]) + some).topk(top_k)
-            if bool((best[:, -1] >= bound[:, -1]).all() and best[:, 0].isfinite().all()):
-                found = torch.full_like(scores, -inf)
-                return found.scatter(1, tokens.gather(1, place), some.gather(1, place).to(found))
-        return None

@@ -88,9 +88,6 @@ class _Chain(BlockChain):
     def transitions(self) -> NoReturn:
         _refuse("a step without the n-gram")
 
-    def going_on(self, carried: object) -> NoReturn:
-        _refuse("continue_from")
-
     def sample_prior(self, shape: torch.Size, num_steps: int) -> NoReturn:
         _refuse("sampling")
 
@@ -206,6 +203,10 @@ class NGramBlockHMM(BlockHMM):
                 f"{lengths.tolist()}. Build an NGramBlockHMM for others."
             )
         return super().replace(**changes)
+
+    def continue_from(self, carried: object) -> NoReturn:
+        """Refused."""
+        _refuse("continue_from")
 
     def _read(
         self, values: Tensor, check: bool = False, with_labels: bool = True

@@ -15,6 +15,7 @@ References:
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -277,37 +278,16 @@ class Lookahead:
             joint[:, self.end] = free[:, self.end].masked_fill(~accepting, -inf)
         return joint, free
 
-    def of_some(self, probs: Tensor, states: Tensor, t: int, tokens: Tensor) -> Tensor:
-        """Log-probability of the constraint after each of some tokens ``(n, m)`` of a dense HMM."""
-        weights, pairs, peaks = self._weights(probs, states, t)
-        kinds = self.classes[tokens]
-        pairs, peaks = pairs.gather(1, kinds), peaks.gather(1, kinds.to(self.device))
-        found = peaks.new_empty(tokens.shape)
-        for i, (own, pair) in enumerate(zip(tokens, pairs)):
-            first, last = int(pair.min()), int(pair.max()) + 1  # pairs are sorted by row
-            emitted, rows = self.emissions.column(own), torch.cat([probs[[i]], weights[first:last]])
-            sums = emitted @ rows.to(emitted).mT
-            chosen = (pair - first + 1).unsqueeze(1).to(self.device)
-            found[i] = (sums.gather(1, chosen).squeeze(1) / sums[:, 0]).log()
-        found = (found + peaks).clamp(max=0.0).nan_to_num(-inf)  # impossible for the HMM
-        ends = self.classes[tokens] == self.end_class
-        accepting = self.constraint.accepting[states].unsqueeze(1).expand_as(ends)
-        return torch.where(ends.to(self.device), accepting.to(found).log(), found)
-
-    def bounds(self, states: Tensor, t: int, for_any: bool = False) -> Tensor:
-        """Upper bound of the log-probability of the constraint after each token, ``(n, V)``.
-
-        ``for_any`` HMM; then it is 0 or -inf.
-        """
-        largest = torch.full((len(states), self.end_class + 1), -inf)
+    def possible(self, states: Tensor, t: int) -> Tensor:
+        """Whether the constraint may hold after each token, ``(n, V)``: 0 or -inf."""
+        accepting = self.constraint.accepting[states].unsqueeze(1)
+        found = torch.zeros(len(states), self.end_class + 1, dtype=torch.bool)
         if t < self.max_tokens:
-            peaks = self.after[t + 1].amax(-1).cpu()
-            if for_any:
-                peaks = torch.zeros_like(peaks).index_fill(0, torch.tensor([len(peaks) - 1]), -inf)
-            largest[:, :-1] = peaks[self.column[t + 1][self.constraint.table[states]]]
+            after = self.column[t + 1][self.constraint.table[states]]
+            found[:, :-1] = after < len(self.alive[t + 1])
         if self.end is not None:
-            largest[:, -1] = self.constraint.accepting[states].log()
-        return largest.index_select(1, self.classes)
+            found[:, -1:] = accepting
+        return found.index_select(1, self.classes).double().log()
 
     def _weights(self, probs: Tensor, states: Tensor, t: int) -> tuple[Tensor, Tensor, Tensor]:
         """Weights of states in the sum over them for each next token that does not end the text.
@@ -539,19 +519,16 @@ class Steering:
 def _classes_of_words(constraint: Automaton, vocabulary: Vocabulary) -> Tensor:
     """The class of each word of the vocabulary, ``(V,)``."""
     classes = torch.zeros(len(vocabulary), dtype=torch.long)
-    named: dict[int, str | int] = {}
     for symbol, number in constraint.classes.items():
-        code = symbol if isinstance(symbol, int) else -1
-        if isinstance(symbol, str) and symbol in vocabulary:
-            code = vocabulary.index(symbol)
-        if not 0 <= code < len(vocabulary) or vocabulary[code] == END:
+        code: Any = vocabulary.index(symbol) if symbol in vocabulary else symbol
+        if not isinstance(code, int) or code >= len(vocabulary) or vocabulary[code] == END:
             raise ValueError(
                 f"constraint must be of words of the vocabulary, {END} not among them; {symbol!r} "
                 f"is none of its {len(vocabulary)}."
             )
-        if named.setdefault(code, symbol) != symbol:
+        if classes[code]:
             raise ValueError(
-                f"constraint must name each word in one way; it has {symbol!r} and {named[code]!r}."
+                f"constraint must name {vocabulary[code]!r} by word or by code, not by both."
             )
         classes[code] = number
     return classes

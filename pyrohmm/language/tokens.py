@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..data.vocabulary import Vocabulary
-from ..ops.automata import Automaton
+from ..ops.automata import Automaton, determinised
 
 IN_WORDS = bytes(b for b in range(256) if b >= 128 or chr(b).isalnum() or b in b"_'")
 BETWEEN, OTHER = 0, 1  # places in the text: between words, and in a word that none begins with
@@ -186,7 +186,7 @@ def matching(pattern: str, tokenizer: Any) -> Automaton:
         raise ValueError(f"pattern must be without flags such as (?i); got {pattern!r}.")
     last = machine.add(tree, 0)
     name = f"matching({pattern!r})"
-    return joined(machine.automaton(last, name), token_texts(tokenizer))
+    return joined(determinised(machine.edges, last, name), token_texts(tokenizer))
 
 
 class _Machine:
@@ -259,33 +259,6 @@ class _Machine:
         for _ in range(int(high) - low):
             ends.append(self.add(items, ends[-1]))
         return self._joined(ends)
-
-    def _closed(self, nodes: Iterable[int]) -> frozenset[int]:
-        """Nodes, and all that follow without a byte."""
-        found, queue = set(nodes), [*nodes]
-        for node in queue:  # which grows
-            free = {to for of_bytes, to in self.edges[node] if of_bytes is None} - found
-            found |= free
-            queue += free
-        return frozenset(found)
-
-    def automaton(self, last: int, name: str) -> Automaton:
-        """The automaton over bytes whose states are sets of nodes."""
-        states = {self._closed([0]): 0}
-        rows: list[dict[str | int, int]] = []
-        queue = [*states]
-        for nodes in queue:  # which grows
-            edges = [edge for node in nodes for edge in self.edges[node] if edge[0] is not None]
-            row: dict[str | int, int] = {}
-            for byte in range(256):
-                after = frozenset(to for of_bytes, to in edges if byte in of_bytes)  # type: ignore[operator]
-                if (closed := self._closed(after)) not in states:
-                    states[closed] = len(states)
-                    queue.append(closed)
-                row[byte] = states[closed]
-            rows.append(row)
-        accepting = [number for nodes, number in states.items() if last in nodes]
-        return Automaton([0] * len(rows), rows, accepting, name)
 
 
 def _characters(kind: str, value: Any) -> tuple[frozenset[int], list[str] | None]:

@@ -56,7 +56,8 @@ def relu(rows: Tensor, columns: Tensor, floor: float = 1e-6) -> Tensor:
 
 def absolute(rows: Tensor, columns: Tensor) -> Tensor:
     r"""Logarithm of :math:`|u \cdot v|`: the paper's ``normAbsLin``, an ordinary factorisation."""
-    return _logarithm((rows @ columns.mT).abs())
+    values = (rows @ columns.mT).abs()
+    return (values + torch.finfo(values.dtype).tiny).log()
 
 
 def rbf(width: float = 1.0) -> Kernel:
@@ -74,26 +75,6 @@ def rbf(width: float = 1.0) -> Kernel:
 def _rbf(rows: Tensor, columns: Tensor, width: float) -> Tensor:
     squares = rows.square().sum(-1, keepdim=True) + columns.square().sum(-1).unsqueeze(-2)
     return (rows @ columns.mT - squares / 2) / width**2
-
-
-def of_products(function: Callable[[Tensor], Tensor]) -> Kernel:
-    """The kernel ``function(u · v)``, for a function of tensors whose values are not negative.
-
-    Example:
-        >>> square = of_products(torch.square)
-        >>> log_rows(square, torch.tensor([[1.0]]), torch.tensor([[1.0], [2.0]])).exp()
-        tensor([[0.2000, 0.8000]])
-    """
-    return partial(_of_products, function=function)
-
-
-def _of_products(rows: Tensor, columns: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    return _logarithm(function(rows @ columns.mT))
-
-
-def _logarithm(values: Tensor) -> Tensor:
-    """Logarithm of values that may be zero, clamped at the least number: rows have a sum."""
-    return (values + torch.finfo(values.dtype).tiny).log()
 
 
 def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
@@ -190,7 +171,8 @@ class DenseHMM(HMMModule):
         emission: EmissionFamily | None = None,
     ) -> None:
         super().__init__()
-        _check_sizes(num_states=num_states, dim=dim)
+        check_size("num_states", num_states)
+        check_size("dim", dim)
         if (num_symbols is None) == (emission is None):
             raise ValueError("one of num_symbols and emission must be given.")
         if scale is not None and not 0 < scale < math.inf:
@@ -208,7 +190,8 @@ class DenseHMM(HMMModule):
             self.start = _embedding(scale, dim)
         if num_symbols is not None:
             symbol_dim = dim if symbol_dim is None else symbol_dim
-            _check_sizes(num_symbols=num_symbols, symbol_dim=symbol_dim)
+            check_size("num_symbols", num_symbols)
+            check_size("symbol_dim", symbol_dim)
             if tied and symbol_dim != dim:
                 raise ValueError(
                     f"symbol_dim must be dim = {dim} where states share one embedding."
@@ -252,43 +235,3 @@ def _prior(module: DenseHMM, shape: tuple[int, ...], scale: float) -> TorchDistr
     normal = Normal(0.0 * module.one, scale * module.one)
     normal = normal.expand(torch.Size(shape)).to_event(len(shape))
     return normal.mask(False) if module.flat else normal
-
-
-# Sizes that compare ------------------------------------------------------------------------------
-
-
-def degrees_of_freedom(
-    num_states: int, num_symbols: int, dim: int, symbol_dim: int | None = None
-) -> int:
-    r"""Number of parameters a DenseHMM with the exponential kernel can vary independently.
-
-    Log-probabilities of n rows and m columns, up to a constant in each row, have rank
-    :math:`r = \min(D, n, m - 1)` at most, and such matrices form a set of dimension
-    :math:`r (n + m - 1 - r)`. The initial probabilities are one more row of A. It is never more
-    than :math:`K^2 + K (V - 1) - 1`, which a standard HMM has.
-
-    Args:
-        num_states: K.
-        num_symbols: V.
-        dim: D, of the embeddings that make A and the initial probabilities.
-        symbol_dim: D', of those that make B; D by default.
-
-    Example:
-        >>> degrees_of_freedom(10, 19, 3), 3 * (3 * 10 + 19 + 1)  # and how many embeddings have
-        (126, 150)
-    """
-    symbol_dim = dim if symbol_dim is None else symbol_dim
-    _check_sizes(num_states=num_states, num_symbols=num_symbols, dim=dim, symbol_dim=symbol_dim)
-    return _dimension(num_states + 1, num_states, dim) + _dimension(
-        num_states, num_symbols, symbol_dim
-    )
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, size in sizes.items():
-        check_size(name, size)
-
-
-def _dimension(num_rows: int, num_columns: int, dim: int) -> int:
-    rank = min(dim, num_rows, num_columns - 1)
-    return rank * (num_rows + num_columns - 1 - rank)

@@ -22,6 +22,8 @@ from .._checks import check_size
 
 Symbol = str | int
 Phrase = str | int | Sequence[str | int]
+Edge = tuple[Any, int]
+ANY: Any = object()  # the words of an edge that any word takes
 
 
 class Automaton:
@@ -209,41 +211,51 @@ def template(*items: str | int | EllipsisType | None) -> Automaton:
         >>> template(...).accepts("whatever there is")
         True
     """
-    atoms: list[Any] = []
+    edges: list[list[Edge]] = []
     for item in items:
-        gap = item is None or item is Ellipsis
-        atoms += [item] if gap else _words("items of a template", item)
-    symbols = dict.fromkeys(each for each in atoms if each is not None and each is not Ellipsis)
-
-    def closed(places: Iterable[int]) -> frozenset[int]:
-        """Positions together with those that follow each gap that may be empty."""
-        found = set(places)
-        for place in range(len(atoms)):
-            if place in found and atoms[place] is Ellipsis:
-                found.add(place + 1)
-        return frozenset(found)
-
-    def after(places: frozenset[int], word: object) -> frozenset[int]:
-        return closed(
-            place + (atoms[place] is not Ellipsis)
-            for place in places
-            if place < len(atoms) and (atoms[place] in (None, Ellipsis) or atoms[place] == word)
-        )
-
-    numbers = {closed([0]): 0}
-    default, exceptions = [], []
-    queue = list(numbers)
-    for places in queue:  # which grows
-        nexts = [after(places, word) for word in (Ellipsis, *symbols)]
-        for each in nexts:
-            if each not in numbers:
-                numbers[each] = len(numbers)
-                queue.append(each)
-        default.append(numbers[nexts[0]])
-        exceptions.append({s: numbers[each] for s, each in zip(symbols, nexts[1:])})
-    accepting = [number for places, number in numbers.items() if len(atoms) in places]
+        if item is Ellipsis:
+            edges.append([(ANY, len(edges)), (None, len(edges) + 1)])
+            continue
+        words = [ANY] if item is None else [[word] for word in _words("items of a template", item)]
+        edges += [[(word, number)] for number, word in enumerate(words, len(edges) + 1)]
     shown = ", ".join("..." if item is Ellipsis else repr(item) for item in items)
-    return Automaton(default, exceptions, accepting, f"template({shown})")
+    return determinised([*edges, []], len(edges), f"template({shown})")
+
+
+def determinised(edges: Sequence[Sequence[Edge]], last: int, name: str) -> Automaton:
+    """Subset construction: the states are sets of the nodes of a nondeterministic automaton.
+
+    Args:
+        edges: Of each node, of which the first is the start: the words of an edge, ``ANY``, or None
+            if it is taken without a word; and the node to which it leads.
+        last: The node at which a sentence may end.
+        name: As of :class:`Automaton`.
+    """
+
+    def closed(nodes: Iterable[int]) -> frozenset[int]:
+        """Nodes, and all that follow without a word."""
+        queue = [*nodes]
+        for node in queue:  # which grows
+            queue += [to for words, to in edges[node] if words is None and to not in queue]
+        return frozenset(queue)
+
+    listed = [words for some in edges for words, _ in some if words not in (None, ANY)]
+    symbols = dict.fromkeys(chain.from_iterable(listed))
+    numbers = {closed([0]): 0}
+    rows, queue = [], [*numbers]
+    for nodes in queue:  # which grows
+        leaving = [edge for node in nodes for edge in edges[node] if edge[0] is not None]
+        row = []
+        for symbol in (None, *symbols):  # None: any other
+            after = closed(to for words, to in leaving if words is ANY or symbol in words)
+            if after not in numbers:
+                numbers[after] = len(numbers)
+                queue.append(after)
+            row.append(numbers[after])
+        rows.append(row)
+    exceptions = [dict(zip(symbols, row[1:])) for row in rows]
+    accepting = [number for nodes, number in numbers.items() if last in nodes]
+    return Automaton([row[0] for row in rows], exceptions, accepting, name)
 
 
 def must_contain(*phrases: Phrase) -> Automaton:

@@ -1,6 +1,5 @@
 """The language model and its command: scores, sentences, files, data-parallel ranks."""
 
-import errno
 import itertools
 import math
 import os
@@ -8,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pyro
@@ -131,37 +129,6 @@ def test_a_model_is_not_replaced_unasked(here, capsys):
     Path("other").mkdir()
     main(["train.txt", *SMALL, "--epochs", "1", "--save", "other", "--checkpoint", "c"])
     main(["train.txt", *SMALL, "--epochs", "2", "--save", "other", "--checkpoint", "c"])
-
-
-def full(monkeypatch, *names):
-    """No file of these names can be written."""
-    replace = os.replace
-
-    def fail(source, target):
-        if {*names} & {*Path(target).parts}:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", fail)
-
-
-@pytest.mark.parametrize("place", ["work", "tmp"])
-def test_a_model_that_cannot_be_saved_is_saved_elsewhere(here, monkeypatch, place):
-    """Beside the checkpoint; or among temporary files, where that disk is full, too."""
-    for name in ("work", "tmp"):
-        Path(name).mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(here / "tmp"))
-    monkeypatch.setattr(checkpoints, "SECONDS", 1e9)
-    arguments = ["train.txt", *SMALL, "--epochs", "1", "--save", "m", "--checkpoint", "work/c"]
-    main(arguments)
-    full(monkeypatch, "m", *({"work"} - {place}))
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    found = re.search(
-        r"not saved to m \(.*No space.*m/tensors.*\), but to (\S+)", stopped.value.code
-    )
-    assert Path(found[1]).resolve().is_relative_to(here / place)
-    assert LanguageModel.load(found[1]).perplexity(text(20, 1)).value < 20
 
 
 def test_sigterm_saves_the_model(here):

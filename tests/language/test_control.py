@@ -212,34 +212,6 @@ def test_what_the_hmm_thinks_impossible_may_still_be_written():
     assert found.isfinite().tolist() == [[False, True, False, False, False]]
 
 
-@pytest.mark.parametrize("hmm", [dense(8, 400), dense(2, 5)], ids=["few of many", "few"])
-@pytest.mark.parametrize("top_k", [1, 3, 300])
-@pytest.mark.parametrize("constraint", [
-    automata.must_contain("ab", "c"), automata.must_not_contain("ab")], ids=["with", "without"]
-)  # fmt: skip
-def test_the_best_tokens_are_those_of_all(hmm, top_k, constraint):
-    """Of many tokens most are never compared; with a flat model, and one of great differences.
-
-    In each second text the end is the likeliest.
-    """
-    count = hmm.emission.probs.size(-1)
-    letters = [" " * (n % 3 == 2) + chr(97 + n % 26) for n in range(count - 1)]
-    args = (hmm, constraint, [*letters, None], 7)
-    every, some = (ConstraintProcessor(*args, end=count - 1, top_k=k) for k in (None, top_k))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.zeros(6, 1, dtype=torch.long)
-    scale = torch.tensor([0.01, 0.1, 1.0, 3.0, 10.0, 30.0], dtype=torch.float64)
-    for _ in range(7):
-        scores = scale[:, None] * torch.randn(6, count, generator=generator, dtype=scale.dtype)
-        scores[::2, -1] = scores[::2].amax(1) + 9
-        wanted, found = every(ids, scores), some(ids, scores)
-        least = wanted.topk(min(top_k, count)).values[:, -1:]
-        running = (ids[:, 1:] != count - 1).all(1)
-        wanted = wanted.masked_fill(wanted < least, -math.inf)
-        torch.testing.assert_close(found[running], wanted[running])
-        ids = torch.cat([ids, torch.multinomial(found.softmax(-1), 1, generator=generator)], 1)
-
-
 CORPUS = ["the cat sat on the mat , and the dog's bone was there", "a dog is not a cat; cats purr",
           "no man's land: naïve façade", "the cat's cradle"] * 20  # fmt: skip
 
