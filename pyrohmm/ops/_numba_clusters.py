@@ -125,6 +125,23 @@ def _price(counts, marginals, shared, loss, rank, table, steps, slot):
 
 
 @kernel
+def best_merge(loss, rank, tie):
+    """The two clusters whose merge loses least, that with the more frequent word first."""
+    most = np.inf
+    for value in loss.flat:
+        most = value if value < most else most
+    most += tie
+    keep = gone = -1
+    for x in range(rank.size):
+        for y in range(rank.size):
+            if loss[x, y] <= most and rank[y] < rank[x]:
+                earlier = keep < 0 or rank[y] < rank[keep]
+                if earlier or (y == keep and rank[x] < rank[gone]):
+                    keep, gone = y, x
+    return keep, gone
+
+
+@kernel
 def sweep_clusters(
     labels, counts, marginals, sizes, starts, others, numbers, table, steps, tie
 ):  # fmt: skip

@@ -132,11 +132,9 @@ class Window:
 
     def best(self) -> tuple[int, int]:
         """The two clusters whose merge loses least, that with the more frequent word first."""
-        loss, rank = self.tables.loss, self.tables.rank
-        pairs = np.argwhere(loss <= loss.min() + self.terms.tie)
-        pairs = pairs[rank[pairs[:, 0]] < rank[pairs[:, 1]]]
-        keep, gone = pairs[np.lexsort(rank[pairs].T[::-1])[0]].tolist()
-        return keep, gone
+        loops = self._loops
+        best: tuple[int, int] = loops.call(loops.best_merge, *self.tables[3:], self.terms.tie)
+        return best
 
 
 def merge_words(words: Words, num_clusters: int, terms: Terms, disable: bool | None) -> np.ndarray:
