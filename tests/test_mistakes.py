@@ -243,7 +243,7 @@ def test_data(mistake, error, words):
      "of Normal, loc, scale; got loc, scale. The standard deviation of a prior is prior_scale="),
     ("regression of a family", lambda: regression(normal, loc=[0]), TypeError,
      "kind must be a class of distributions, .* got normal"),
-    ("an M-step of arrays", lambda: fit_em(TabularHMM(2, partial(Wrong, {"rate": 1.0})), COUNTS),
+    ("an M-step of a list", lambda: fit_em(TabularHMM(2, partial(Wrong, [PI])), COUNTS),
      TypeError, "m_step of Wrong must return a pair: .*, tensors"),
     ("an M-step of no parameter", lambda: fit_em(TabularHMM(2, partial(Wrong, {"b": PI})), COUNTS),
      AttributeError, "m_step returned 'emission.b', .* has emission.rate"),

@@ -257,6 +257,14 @@ def test_zeros_of_a_fitted_hmm_are_not_free():
     assert same.bic(X) == pytest.approx(-2 * same.score(X) + 8 * math.log(60))
 
 
+def test_a_covariance_in_a_function_counts_the_entries_of_its_lower_half():
+    def model(data):
+        roots = torch.eye(3).expand(2, 3, 3).clone()
+        pyro.param("roots", roots, constraint=torch.distributions.constraints.lower_cholesky)
+
+    assert metrics.num_parameters(model, Sequences.from_list([[0]])) == 2 * 6
+
+
 class Softmax(HMMModule):
     """Logits of everything, as one writes them first."""
 
