@@ -50,7 +50,7 @@ def _of_points(
     for name, prior in priors.items():
         if name not in module._pyro_params or not hasattr(prior, "expand"):
             known = ", ".join(module._pyro_params)
-            raise TypeError(f"priors are those of the parameters {known}; got {name}={prior!r}.")
+            raise TypeError(f"wanted entries of the parameters {known}; got {name}={prior!r}.")
         shape = getattr(module, name).shape
         delattr(module, name)
         setattr(module, name, PyroSample(prior.expand(shape).to_event(len(shape))))
