@@ -149,7 +149,8 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return dict(thing.state_dict()), {"kind": "module", "class": type(thing).__qualname__}
     raise TypeError(
         f"thing must be an HMM, a torch.nn.Module, fit or estimator; got {type(thing).__name__}. "
-        "Of an HMM of your own class, or of HMM.of(chain), save the module that builds it."
+        "Of an HMM of your own class or chain, save hmm.expanded(), the same as a Markov chain, or "
+        "the module that builds it."
     )
 
 
