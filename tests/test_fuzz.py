@@ -28,11 +28,14 @@ from pyrohmm import (
     SecondOrderHMM,
     load_hmm,
     queries,
+    recursions,
     save,
 )
+from pyrohmm.chains import ProductChain
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal
 from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.ops import backends, blocks
+from pyrohmm.ops.dense import chain as chains
 
 NAN = np.nan
 
@@ -921,3 +924,38 @@ def test_gradients_are_right_over_many_steps_without_compiled_loops():
     with backends.use(backends.TORCH):
         check_long("dense", "diagonal", 2000, 50, 1.1)
         check_long("dense", "symbols", 2000, 50, 1.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weight", [1.0, 1.1, 1e-3, None])
+@pytest.mark.parametrize("family", LONG_EMISSIONS)
+def test_single_precision_is_right_over_up_to_ten_million_steps(family, weight):
+    for mean in (0.0, 5.0, 1e3):
+        for count, steps in ((1, 100), (1, 10_000), (10, 10_000), (1, 1_000_000), (100, 10_000)):
+            check_long("dense", family, count, steps, weight, mean)
+    check_long("dense", family, 1000, 10_000, weight)
+
+
+def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
+    scores, offsets = 3 * rows(2000, 4), 1e4 * rows(2000, 1, seed=2).abs()
+    rare = STAY.clone()
+    rare[0, 1] = -800.0  # no number that is not a logarithm holds it
+
+    def dense(matrix, seen):
+        arguments = EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000])
+        chain = chains.arrange(chains.check_arguments(*arguments))
+        value, gradient = recursions.solve(chain, None)
+        return value.sum(), gradient(torch.ones_like(value))[1]
+
+    def product(matrix, seen):
+        table = matrix.clone().requires_grad_()
+        half = torch.full((2,), 0.5).double().log()
+        chain = ProductChain([half, half], [table, table])
+        value = chain.log_evidence(seen, torch.tensor(2000))
+        return value.detach(), torch.autograd.grad(value, table)[0]
+
+    for evidence, logs in ((dense, rare), (product, PAIR)):
+        found = [evidence(logs, seen) for seen in (scores, scores + offsets)]
+        values, (plain, moved) = zip(*found)
+        assert (moved - plain).abs().max() < 1e-11 * plain.abs().max()
+        assert abs(values[1] - values[0] - offsets.sum()) < 1e-14 * values[1]

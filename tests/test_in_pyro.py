@@ -1,6 +1,7 @@
 """An HMM as a site of a Pyro model: what Pyro's own distributions do there, of every module."""
 
 import copy
+import math
 from functools import partial
 
 import pyro
@@ -194,6 +195,48 @@ def test_answers_have_the_provenance_of_parameters_and_values(name, query):
     for one, other in zip(leaves(found), leaves(plain), strict=True):
         assert get_provenance(one) == {"z", "x"}
         assert torch.equal(detach_provenance(one), other)
+
+
+@pytest.mark.parametrize("name", ["markov", "markov per step", "transitions", "several"])
+def test_the_posterior_of_the_states_has_their_provenance(name):
+    loc = ProvenanceTensor(torch.tensor(0.5), frozenset({"z"}))
+    values = ProvenanceTensor(torch.randn(3, 5), frozenset({"x"}))
+    states = CHAINS[name](loc).posterior_states(values)
+    assert get_provenance(states.log_prob(torch.zeros(3, 5).long())) == {"z", "x"}
+
+
+def test_a_latent_variable_upstream_learns_from_the_sequences():
+    """The score-function gradient of TraceGraph_ELBO, against the exact bound by enumeration."""
+    values, hmm = torch.randn(3, 5) + 4, CHAINS["markov"](torch.tensor(0.0))
+    prior, z = dist.Bernoulli(0.4), torch.tensor([0.0, 1.0])
+
+    def shifted(upstream):
+        return hmm.replace(emission=dist.Normal(hmm.emission.loc + upstream, 1.0))
+
+    def model():
+        emitted = shifted(pyro.sample("z", prior))
+        with pyro.plate("sequences", 3):
+            pyro.sample("x", emitted, obs=values)
+
+    joint = prior.log_prob(z) + torch.stack([shifted(each).log_prob(values).sum() for each in z])
+    baseline = {"baseline": {"baseline_value": joint.mean()}}
+
+    def guide():
+        chance = dist.Bernoulli(logits=pyro.param("logit", torch.tensor(-1.0)))
+        pyro.sample("z", chance, infer=baseline)
+
+    slopes = []
+    for _ in range(8):
+        TraceGraph_ELBO(num_particles=25).loss_and_grads(model, guide)
+        slopes.append(pyro.param("logit").grad.clone())
+        pyro.param("logit").grad = None
+    logit = torch.tensor(-1.0, requires_grad=True)
+    chances = dist.Bernoulli(logits=logit).log_prob(z)
+    (wanted,) = torch.autograd.grad((chances.exp() * (chances - joint)).sum(), logit)
+    slopes = torch.stack(slopes)
+    error = slopes.std() / math.sqrt(len(slopes))
+    assert abs(slopes.mean() - wanted) < 4 * error
+    assert error < abs(wanted) / 4  # else the test could not tell
 
 
 # Minibatches
@@ -425,6 +468,38 @@ def pad(mask, values):
     return mask.reshape(mask.shape + (1,) * (values.dim() - 2))
 
 
+def test_mixtures_of_ragged_hmms_take_them():
+    values = torch.randn(3, 5).masked_fill(torch.arange(5) >= LENGTHS.unsqueeze(-1), torch.nan)
+    first, second = markov(torch.tensor(0.0)), markov(torch.tensor(2.0))
+    scores = torch.stack([first.log_prob(values), second.log_prob(values)], -1)
+    both = HMM(
+        torch.stack([first.log_initial, second.log_initial]),
+        torch.stack([first.log_transition, second.log_transition]),
+        dist.Normal(torch.stack([first.emission.loc, second.emission.loc]), 1.0),
+        LENGTHS.unsqueeze(-1).expand(3, 2),
+    )
+    mixture = dist.MixtureSameFamily(dist.Categorical(torch.ones(2)), both, validate_args=True)
+    torch.testing.assert_close(mixture.log_prob(values), scores.logsumexp(-1) - math.log(2))
+    chosen = torch.tensor([True, False, True])
+    masked = dist.MaskedMixture(chosen, first, second, validate_args=True)
+    wanted = torch.where(chosen, scores[:, 1], scores[:, 0])
+    torch.testing.assert_close(masked.log_prob(values), wanted)
+
+
+@pytest.mark.parametrize("guide", [AutoNormal, AutoDelta])
+def test_latent_sequences_have_no_padding(guide):
+    def model(lengths):
+        with pyro.plate("sequences", 3):
+            emission = dist.Normal(torch.zeros(1), 1.0)
+            x = pyro.sample("x", HMM(torch.zeros(1), torch.zeros(1, 1), emission, lengths))
+            pyro.sample("y", dist.Normal(x.sum(-1), 1.0), obs=torch.ones(3))
+
+    with pytest.raises(NotImplementedError, match="no padding"):
+        guide(model)(LENGTHS)
+    whole = torch.full((3,), 5)
+    assert math.isfinite(Trace_ELBO().loss(model, guide(model), whole))
+
+
 # Tracers
 
 
@@ -459,6 +534,13 @@ def test_a_trace_is_right_for_other_parameters(name, tracer):
         torch.testing.assert_close(*slopes)
 
 
+@pytest.mark.parametrize("name", CHAINS)
+def test_jacobians_of_many_rows_at_once(name):
+    function, loc = by_loc(name), torch.tensor(0.5)
+    found = torch.autograd.functional.jacobian(function, loc, vectorize=True)
+    torch.testing.assert_close(found, torch.autograd.functional.jacobian(function, loc))
+
+
 @pytest.mark.filterwarnings("ignore:.*deprecated", "ignore:TraceEnum_ELBO found no sample sites")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("elbo", [JitTrace_ELBO, JitTraceEnum_ELBO])
@@ -487,3 +569,17 @@ def test_lengths_may_be_mapped_over():
     torch.testing.assert_close(found, hmm.log_prob(values))
     with pytest.raises(ValueError, match="num_steps must be given within vmap"):
         torch.func.vmap(log_prob)(LENGTHS, values)
+
+
+@pytest.mark.slow
+def test_an_exported_program_is_right_for_other_parameters():
+    values, hmm = torch.randn(3, 5), markov(torch.tensor(0.5))
+
+    class Program(torch.nn.Module):
+        def forward(self, loc):
+            return hmm.replace(emission=numbers(loc), num_steps=5).log_prob(values)
+
+    with pyro.validation_enabled(False):
+        program = torch.export.export(Program(), (torch.tensor(0.5),)).module()
+        other = torch.tensor(1.5)
+        torch.testing.assert_close(program(other), Program()(other))

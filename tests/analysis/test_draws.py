@@ -23,6 +23,7 @@ from pyrohmm import (
     normal_tied,
     tied,
 )
+from pyrohmm.infer.sampled import summary_of
 
 LENGTHS = torch.tensor([6, 4, 1])
 DATA = Sequences(torch.randint(3, (3, 6), generator=torch.Generator().manual_seed(0)), LENGTHS)
@@ -63,6 +64,19 @@ def test_draws_side_by_side_are_draws_one_by_one(name):
         wanted = own.log_prob(DATA.values)
         torch.testing.assert_close(hmm.log_prob(DATA.values)[c, s], wanted)
         torch.testing.assert_close(together[c, s], wanted)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8, 100])
+def test_the_size_of_batches_changes_nothing(batch_size):
+    some = from_prior(MarginalModel(MODULES["tabular"]()), 2, 4)
+
+    def both(hmm):
+        return {"first": hmm.log_prob(DATA.values), "second": hmm.log_initial[:, 0]}
+
+    found, wanted = some.map(DATA, both, batch_size), some.map(DATA, both)
+    assert found["second"].shape == (2, 4, 3)
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name])
 
 
 def test_labels_count_as_observed():
@@ -281,6 +295,21 @@ def test_a_guide_gives_its_draws_and_their_density():
         scores = torch.distributions.Dirichlet(prior).log_prob(some.parameters[f"module.{name}"])
         total += scores.reshape(1, 5, -1).sum(-1)
     torch.testing.assert_close(some.stats["log_guide"], total)
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (1, 1000), (4, 10), (4, 500)])
+def test_chains_of_one_distribution_are_not_said_to_disagree(shape):
+    """Of 60 runs with 50 variables, at most one by chance: one in a thousand is expected."""
+    torch.manual_seed(0)
+    chains, own = shape[0], "halves of the chain" if shape[0] == 1 else "chains"
+    said = [summary_of({"x": torch.randn(*shape, 50)})[0] for _ in range(60)]
+    assert sum("DISAGREE" in line for line in said) <= 1
+    away = torch.randn(*shape, 50)
+    if chains == 1:
+        away[:, shape[1] // 2 :] += 5.0
+    else:
+        away[chains // 2 :] += 5.0
+    assert summary_of({"x": away})[0].startswith(f"{own.upper()} DISAGREE")
 
 
 @pytest.mark.filterwarnings("ignore:num_chains=2 is more than available_cpu")

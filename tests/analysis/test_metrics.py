@@ -63,6 +63,14 @@ from pyrohmm.nn import (
 from pyrohmm.nn.composed import _Modified
 from pyrohmm.sklearn import GaussianHMM, HMMEstimator
 
+
+def some_data():
+    values = torch.tensor([[0, 3, 1, 2], [2, 0, 0, 0], [1, 1, 3, 0]])
+    observed = torch.ones(3, 4, dtype=torch.bool)
+    observed[0, 1] = observed[2, 2] = False
+    return Sequences(values, torch.tensor([4, 1, 3]), observed)
+
+
 patient = settings(deadline=None, max_examples=60, derandomize=True, database=None)
 
 
@@ -257,6 +265,18 @@ def test_zeros_of_a_fitted_hmm_are_not_free():
     assert same.bic(X) == pytest.approx(-2 * same.score(X) + 8 * math.log(60))
 
 
+def test_a_parameter_that_parts_share_is_counted_once():
+    module = TabularHMM.from_hmm(TabularHMM(2, poisson())(torch.tensor([1])))
+    data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
+    count = metrics.num_parameters(module, data)
+    other = TabularHMM.from_hmm(module(torch.tensor([1])))
+    for name in ("initial_unconstrained", "transition_unconstrained"):
+        other._parameters[name] = module._parameters[name]
+    module.other = other
+    rates = 2
+    assert metrics.num_parameters(module, data) == count + rates
+
+
 def test_a_covariance_in_a_function_counts_the_entries_of_its_lower_half():
     def model(data):
         roots = torch.eye(3).expand(2, 3, 3).clone()
@@ -328,6 +348,22 @@ def test_cross_validation_evaluates_each_sequence_under_the_fit_to_the_others():
     assert found.per_step == pytest.approx(found.log_evidence.sum().item() / 42)
 
 
+def test_zeros_of_points_and_frozen_points_are_not_free():
+    hmm = HMM(
+        torch.tensor([1.0, 0.0, 0.0]).log(),
+        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.0, 0.0, 1.0]]).log(),
+        dist.Normal(torch.zeros(3), 1.0),
+        torch.tensor([1]),
+    )
+    data = Sequences(torch.zeros(1, 1), torch.tensor([1]))
+    module = TabularHMM.from_hmm(hmm)
+    assert metrics.num_parameters(module, data) == 2 + 6
+    module.emission.requires_grad_(False)
+    assert metrics.num_parameters(module, data) == 2
+    fit = fit_em(module, Sequences(torch.randn(4, 5), torch.full((4,), 5)), num_iterations=3)
+    assert torch.equal(fit.model.module.emission.loc, torch.zeros(3))
+
+
 def test_likelihood_ratio_is_that_of_two_states_with_one_covariance_or_two():
     pyro.set_rng_seed(0)
     states = (torch.rand(4, 60) < 0.1).long().cumsum(-1) % 2
@@ -348,3 +384,14 @@ def test_likelihood_ratio_is_that_of_two_states_with_one_covariance_or_two():
     more = fit_em(TabularHMM(3, normal_tied(1)), data, num_iterations=5)
     with pytest.raises(ValueError, match="one number of states; got 2 and 3"):
         metrics.likelihood_ratio_test(smaller, more, data)
+
+
+def test_perplexity_is_the_inverse_geometric_mean_of_the_evidence():
+    data = some_data()
+    logits = [torch.randn(shape).log_softmax(-1) for shape in [(3,), (3, 3), (3, 4)]]
+    hmm = HMM(*logits[:2], dist.Categorical(logits=logits[2]), data.lengths, data.observed)
+    found = metrics.perplexity(hmm, data)
+    total = hmm.log_prob(data.values).sum().item()
+    assert found.num_tokens == 6  # four and one and three steps, two of them missing
+    assert found.log_evidence == pytest.approx(total)
+    assert found.value == pytest.approx(math.exp(-total / 6))

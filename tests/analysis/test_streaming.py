@@ -30,6 +30,14 @@ def contradicted(validate_args=False):
     return Filter(hmm), torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 0]])
 
 
+def test_before_the_first_step_the_state_has_the_distribution_of_the_first_state():
+    stream = Filter(casino((2,)))
+    assert_close(stream.state_probs, [[0.6, 0.4], [0.6, 0.4]])
+    assert stream.log_evidence.tolist() == [0.0, 0.0]
+    assert stream.num_steps == 0
+    assert_close(stream.predict().probs[:, 0], [[0.34, 0.26, 0.4], [0.34, 0.26, 0.4]])
+
+
 @pytest.mark.parametrize("arguments", [(None,), (torch.tensor(0), torch.tensor(False))])
 def test_a_long_silence_is_no_evidence(arguments):
     """Rows that sum to one only nearly must not add up."""
@@ -117,3 +125,18 @@ def test_surprise_is_zero_where_nothing_is_observed_and_infinite_where_nothing_i
     assert stream.surprise[1].tolist()[1:] == [torch.inf, torch.inf]
     stream.update(None)
     assert stream.surprise.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[1, 3], [-1, 0], [0.5, 1.0], [1, 2, 0], [[0, 1], [1, 3]]],
+    ids=str,
+)
+def test_a_wrong_observation_changes_nothing(wrong):
+    stream = Filter(casino((2,)))
+    stream.update(torch.tensor([1, 2]))
+    before = stream.state_dict()
+    with pytest.raises((TypeError, ValueError)):
+        stream.update(torch.tensor(wrong))
+    for name, value in stream.state_dict().items():
+        assert value is before[name] or bool(torch.as_tensor(value == before[name]).all()), name

@@ -142,6 +142,13 @@ def test_malformed_files_are_errors_that_name_file_and_line(tmp_path, read, cont
         read(written(tmp_path, content))
 
 
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-12], lambda raw: b"not gzipped"])
+def test_damaged_archives_are_errors_that_name_the_file(tmp_path, damage):
+    raw = gzip.compress(b"some words\n" * 100)
+    with pytest.raises(ValueError, match=r"file\.gz, line \d+: wanted UTF-8"):
+        readers.read_sentences(written(tmp_path, damage(raw), "file.gz"))
+
+
 # Data made here
 
 

@@ -127,6 +127,14 @@ def test_labels_that_are_names_are_encoded(dtype):
         Sequences.from_dataframe(frame, columns="x", labels="state")
 
 
+def test_labels_and_covariates_are_cut_as_the_values():
+    data = Sequences.from_concatenated(
+        np.arange(6), LENGTHS, labels=[0, 1, -1, 0, 1, 1], covariates=np.arange(6.0)[:, None]
+    )
+    assert data.labels.tolist() == [[0, -1, -1], [1, -1, 0], [1, 1, -1]]
+    assert data.covariates[..., 0].tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 0]]
+
+
 @pytest.mark.parametrize("frame", FRAMES)
 def test_a_table_is_grouped_and_sorted(frame):
     table = frame(

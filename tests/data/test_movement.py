@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pyrohmm import (
+    Sequences,
     TabularHMM,
     fit_em,
     gamma,
@@ -135,3 +136,17 @@ def test_a_fit_finds_two_kinds_of_movement():
     path = fit.hmm(data).viterbi(data.values)[0, :-1]  # of the step after each location
     right = (path == states[1:]).double().mean().item()
     assert max(right, 1 - right) > 0.97
+
+
+def test_intervals_take_angles_that_are_missing():
+    """Those of steps alone, where every angle but three is missing."""
+    torch.manual_seed(0)
+    steps = torch.distributions.Gamma(2.0, 1.0).sample((100,)).double()
+    values = torch.stack([steps, torch.full((100,), math.nan).double()], -1)
+    values[:3, 1] = torch.tensor([0.0, 2.0, 4.0])
+    both, alone = Sequences.from_list([values]), Sequences.from_list([steps])
+    fit = fit_em(TabularHMM(1, streams(gamma(0), von_mises(0))), both, tolerance=1e-10)
+    bare = fit_em(TabularHMM(1, gamma(0)), alone, tolerance=1e-10)
+    low, high = fit.intervals(both)["module.emission.parts.0.rate"]
+    wanted = bare.intervals(alone)["module.emission.rate"]
+    torch.testing.assert_close((low, high), wanted, rtol=1e-4, atol=1e-4)

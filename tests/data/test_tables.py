@@ -62,6 +62,13 @@ def test_integers_with_na_stay_integers(columns):
     fit_em(TabularHMM(2, categorical(4)), series, num_iterations=2)
 
 
+def test_vectors_of_integers_known_in_part_have_nan():
+    frame = pandas.DataFrame({"x": pandas.array([3, None], "Int64"), "y": [1, 2]})
+    data = Sequences.from_dataframe(frame, columns=["x", "y"])
+    assert data.values.isnan().tolist() == [[[False, False], [True, False]]]
+    assert data.num_observed == 2
+
+
 def test_states_go_back_to_the_rows_of_the_table():
     """Whatever the order of the table, its index, the gaps, and what was selected."""
     frame = pandas.DataFrame(SKIPS, index=[*"uvwxyz"])

@@ -210,6 +210,18 @@ def test_what_is_missing_at_the_end_is_summed_out(make, some):
     assert len(filled[:, :, 3:].flatten().unique()) > 1
 
 
+def test_imputed_values_go_on_from_those_observed():
+    steady = AutoregressiveNormal(
+        MultivariateNormal(torch.zeros(1, 1), torch.eye(1)),
+        MultivariateNormal(torch.zeros(1, 1), 1e-12 * torch.eye(1)),
+        torch.full((1, 1, 1, 1), 2.0),
+    )
+    seen = torch.tensor([True, True, False, False])
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), steady, torch.tensor(4), seen)
+    values = impute(hmm, torch.tensor([[1.5], [3.0], [0.0], [0.0]]))
+    assert values.flatten().tolist() == pytest.approx([1.5, 3.0, 6.0, 12.0], abs=1e-4)
+
+
 @every_emission
 @pytest.mark.parametrize("seen", [[True, False, True, True], [False, True, True, True]])
 @pytest.mark.parametrize("validate_args", [True, False])
@@ -323,6 +335,23 @@ def test_moments_ahead_are_those_of_all_paths(dim, lags):
     assert error.abs().max() < 5
 
 
+def test_moments_ahead_in_float32_are_those_in_float64():
+    """Of vectors whose noise is far smaller than they are; to what float32 keeps of a variance."""
+    emission = vectors(2, 1)
+    base = MultivariateNormal(emission.base.loc[:1], 1e-4 * torch.eye(2).expand(1, 2, 2))
+    parts = emission.initial.loc[:1], emission.initial.covariance_matrix[:1], emission.weights[:1]
+    forecasts = []
+    for dtype in (torch.float64, torch.float32):
+        first = MultivariateNormal(parts[0].to(dtype), parts[1].to(dtype))
+        noise = MultivariateNormal(base.loc.to(dtype), base.covariance_matrix.to(dtype))
+        lagged = AutoregressiveNormal(first, noise, 0.9 * torch.eye(2, dtype=dtype)[None, None])
+        zero = torch.zeros(1, dtype=dtype)
+        hmm = HMM(zero, zero[None], lagged, torch.tensor([3]))
+        forecasts.append(hmm.forecast(torch.full((1, 3, 2), 30.0, dtype=dtype), 2))
+    one, other = (forecast.variance.flatten().tolist() for forecast in forecasts)
+    assert other == pytest.approx(one, rel=1e-4)
+
+
 def test_one_step_ahead_has_a_density_and_more_have_none_of_vectors():
     hmm, values = chain(vectors(2, 2), torch.tensor([4])), torch.randn(1, 5, 2)
     one = hmm.forecast(values[:, :4], 1).log_prob(values[:, 4:])
@@ -334,3 +363,11 @@ def test_one_step_ahead_has_a_density_and_more_have_none_of_vectors():
         _ = hmm.forecast(values[:, :4], 2).probs
     with pytest.raises(ValueError, match="moments"):
         _ = chain(counts(), torch.tensor([2])).forecast(torch.ones(1, 2), 2).mean
+
+
+def test_zeros_of_a_table_are_exact():
+    tables = torch.eye(2).flip(0).expand(1, 2, 2)
+    emission = AutoregressiveCategorical(Categorical(torch.ones(1, 2)), Categorical(tables))
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission, torch.tensor(3))
+    assert hmm.log_prob(torch.tensor([0, 1, 0])).exp().item() == pytest.approx(0.5)
+    assert hmm.log_prob(torch.tensor([0, 1, 1])).item() == -np.inf

@@ -175,6 +175,33 @@ def in_single_precision(case):
     return BlockHMM(initial, transition, emission, case.blocks, case.lengths)
 
 
+@pytest.mark.parametrize("kind", ["matrix", "two levels"])
+def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, engine):
+    """Their evidence is thousands of nats, of which single precision has few decimals."""
+    torch.manual_seed(0)
+    case = Case(kind, [3, 4, 4], [500, 7], num_symbols=40, scale=3.0)
+    single = in_single_precision(case)
+    evidence = [hmm.log_prob(case.values) for hmm in (single, case.hmm)]
+    assert evidence[1].min() < -1000
+    torch.testing.assert_close(evidence[0].double(), evidence[1], rtol=1e-6, atol=1e-6)
+    gradients = [
+        torch.cat(
+            [
+                part.flatten()
+                for part in torch.autograd.grad(each.sum(), case.parameters, retain_graph=True)
+            ]
+        )
+        for each in evidence
+    ]
+    assert (gradients[0] - gradients[1]).norm() < 1e-3 * gradients[1].norm()
+    with torch.no_grad():
+        for probs_of in (lambda hmm: hmm.block_posterior(case.values).probs,
+                     lambda hmm: hmm.filtered(case.values)):  # fmt: skip
+            found, wanted = probs_of(single).double(), probs_of(case.hmm)
+            torch.testing.assert_close(found.sum(-1), wanted.sum(-1), rtol=0, atol=1e-4)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-3)
+
+
 @patient
 @given(st.data())
 def test_single_precision_is_as_good_as_its_numbers(data):
@@ -255,6 +282,20 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     odds = (lengths[0] - lengths[1]) * math.log((1 - noise) / noise)  # it never changed places
     last = hmm.final_state(values).log_probs.double()
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
+
+
+def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
+    torch.manual_seed(5)
+    results = []
+    for chunk in (1, 20, 1 << 20):
+        monkeypatch.setattr(inner_products, "CHUNK", chunk)
+        torch.manual_seed(5)
+        case = Case("one level", [3, 1, 4], [6, 2])
+        found = case.hmm.log_prob(case.values)
+        results.append((found, *torch.autograd.grad(found.sum(), case.parameters)))
+    for each in zip(*results):
+        torch.testing.assert_close(each[0], each[1], rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(each[0], each[2], rtol=1e-12, atol=1e-13)
 
 
 # Missing steps

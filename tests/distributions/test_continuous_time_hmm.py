@@ -10,7 +10,7 @@ import oracle
 import pytest
 import torch
 from pyro.distributions import Categorical, Gamma, Normal
-from scipy import integrate
+from scipy import integrate, stats
 from scipy.linalg import expm
 
 from pyrohmm import (
@@ -118,6 +118,18 @@ def test_any_gap_has_rows_that_sum_to_one(gap, size, dtype):
         np.testing.assert_allclose(logs.exp().detach(), wanted, atol=tolerance)
 
 
+def test_probabilities_of_many_transitions_in_a_tiny_gap_keep_their_digits():
+    """Those of a Poisson process, to e^-400: beyond what a difference of numbers can hold."""
+    size = 40
+    rates = torch.zeros(size, size)
+    rates.diagonal()[:-1], rates.diagonal(1)[:] = -1.0, 1.0
+    for gap in (1e-4, 1.0, 30.0):
+        found = log_transitions(rates, torch.tensor(gap))
+        wanted = stats.poisson.logpmf(np.arange(size - 1), gap)
+        np.testing.assert_allclose(found[0, :-1], wanted, rtol=1e-13, atol=1e-12)
+        assert (found.tril(-1)[1:, 0] == -torch.inf).all()
+
+
 def exponential(rates, gap):
     """Logarithms of the exponential of a matrix by mpmath, with as many digits as it takes."""
     digits = 60 + int(2 * gap * float(-rates.diagonal().min()) / math.log(10))
@@ -150,11 +162,35 @@ def test_logarithms_are_exact_for_short_and_for_long_times(rates, gap):
             )
 
 
+def test_a_sequence_that_stays_for_long_has_its_evidence():
+    """Also where entries are seen at exact times; in float32, too."""
+    for dtype in (torch.float32, torch.float64):
+        decay = torch.tensor([[-1.2, 1.2], [0.0, 0.0]], dtype=dtype)
+        sure = torch.tensor([1.0, 0.0], dtype=dtype).log()
+        seen = Categorical(torch.eye(2, dtype=dtype))
+        hmm = ContinuousTimeHMM(sure, decay, seen, torch.tensor(2), double([0.0, 700.0]))
+        assert hmm.log_prob(torch.tensor([0, 0])).item() == pytest.approx(-840, rel=1e-6)
+        dies = hmm.replace(exact_entry=torch.tensor([False, True]))
+        wanted = -840 + math.log(1.2)
+        assert dies.log_prob(torch.tensor([0, 1])).item() == pytest.approx(wanted, rel=1e-6)
+        counts = hmm.expected_counts(torch.tensor([0, 0])).counts["rates"]
+        torch.testing.assert_close(counts, torch.tensor([[700.0, 0.0], [0.0, 0.0]], dtype=dtype))
+
+
 def test_times_may_lie_far_from_zero(rates, values):
     """Whatever the clock says, gaps are gaps: in float32 they would be lost."""
     near = model(rates, torch.tensor([0.0, 0.25, 0.5, 2.0, 2.5]))
     far = model(rates, 1e6 + torch.tensor([0.0, 0.25, 0.5, 2.0, 2.5]))
     assert torch.equal(near.log_prob(values), far.log_prob(values))
+
+
+def test_padding_may_hold_any_time(values):
+    times = irregular(4)
+    wanted = model().log_prob(values)
+    times[~model().exists] = torch.nan
+    hmm = model(times=times)
+    assert torch.equal(hmm.log_prob(values), wanted)
+    assert hmm.expected_counts(values).counts["rates"].isfinite().all()
 
 
 def test_forecast_is_the_chain_let_go(rates, values):

@@ -93,6 +93,33 @@ def test_gradients_by_all_scores_are_right(labels):
     assert gradgradcheck(log_prob, parts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [-400.0, 0.0, 400.0])
+def test_large_scores_leave_no_range(dtype, shift):
+    """The exponential of 89 is not in float32; that of 710 not in float64."""
+    parts = scores(2, 5, 3)
+    parts = [(4 * part).to(dtype) for part in parts]
+    emission, transition, initial = parts
+    crf = LinearChainCRF(emission, transition, initial, torch.tensor([5, 2]))
+    shifted = LinearChainCRF(emission + shift, transition + shift, initial - shift, crf.lengths)
+    expected = crf.log_partition() + shift * (2 * crf.lengths - 2).to(dtype)
+    assert torch.allclose(shifted.log_partition(), expected, rtol=20 * torch.finfo(dtype).eps)
+    labels = torch.tensor([[0, 1, 2, 0, 1], [1, 1, 0, 0, 0]])
+    # differences of numbers of the size of five thousand
+    tolerance = 1e4 * torch.finfo(dtype).eps
+    assert torch.allclose(shifted.log_prob(labels), crf.log_prob(labels), rtol=0, atol=tolerance)
+
+
+def test_scores_that_are_worlds_apart_lose_no_path():
+    emission = torch.tensor([[0.0, -900.0], [-900.0, 0.0], [-900.0, 0.0]], requires_grad=True)
+    transition = torch.tensor([[0.0, -2000.0], [-3000.0, -1000.0]])
+    crf = LinearChainCRF(emission, transition)
+    truth, _, _ = table(LinearChainCRF(emission.detach()[None], transition), 0)
+    assert crf.log_partition().item() == pytest.approx(truth.evidence)
+    crf.log_partition().backward()
+    assert np.allclose(emission.grad, truth.states)
+
+
 def test_hard_zeros_are_exact():
     emission, transition, initial = scores(1, 4, 3)
     transition[0, 1] = transition[2, 2] = initial[1] = emission[0, 2, 0] = -torch.inf

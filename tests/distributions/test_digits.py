@@ -10,6 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
+from pyrohmm import HMM
 from pyrohmm.distributions.observation import log_likelihood
 
 EPS = 2.0**-23
@@ -56,3 +57,17 @@ def test_gradients_in_float32_are_those_of_float64(name):
         found.append(torch.tensor([[part.item() for part in row] for row in rows]).double())
     size = found[1].abs().amax(0)
     assert bool(((found[0] - found[1]).abs() <= 4 * EPS * size).all())
+
+
+def test_the_gradient_at_a_rate_of_zero():
+    """Zeros fall by one nat for each unit of the rate."""
+    rate = torch.tensor([0.0, 5.0], requires_grad=True)
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, dist.Poisson(rate), torch.tensor([3]))
+    hmm.log_prob(torch.tensor([[0.0, 0.0, 0.0]])).backward()
+    assert rate.grad[0].item() == pytest.approx(
+        -hmm.posterior(torch.tensor([[0.0, 0.0, 0.0]])).state_probs[..., 0].sum().item(), rel=1e-5
+    )
+    rate.grad = None
+    hmm.log_prob(torch.tensor([[0.0, 3.0, 0.0]])).backward()
+    assert bool(rate.grad.isfinite().all())

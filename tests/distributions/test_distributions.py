@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch.distributions import biject_to
 
-from pyrohmm import HMM, load_hmm, queries, save
+from pyrohmm import HMM, Sequences, fit_em, load_hmm, queries, save
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.sparse import SparseDirichlet
 from pyrohmm.distributions.units import InverseWishart
@@ -70,6 +70,21 @@ def test_sparse_density_is_zero_where_a_forbidden_entry_is_positive():
     checked = SparseDirichlet(torch.ones(4, 4), ALLOWED, validate_args=True)
     with pytest.raises(ValueError, match="support"):
         checked.log_prob(table)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_sparse_support_holds_samples_and_nothing_forbidden(name):
+    allowed = TABLES[name]
+    _, strength = rows_of(allowed)
+    distribution = SparseDirichlet(strength, allowed)
+    drawn = distribution.sample((50,))
+    assert distribution.support.check(drawn).tolist() == [True] * 50
+    assert (drawn[:, ~allowed] == 0).all()
+    assert (drawn[:, allowed] > 0).all()
+    torch.testing.assert_close(drawn.sum(-1), torch.ones(drawn.shape[:-1]))
+    assert not distribution.support.check(drawn * 1.01).any()
+    if not bool(allowed.all()):
+        assert not distribution.support.check(drawn + ~allowed * 1e-9).any()
 
 
 @pytest.mark.parametrize("strength", [1e-3, 0.05, 0.7, 1.0, 5.0])
@@ -164,6 +179,13 @@ def test_inverse_wishart_density_is_that_of_scipy(dim, spare):
     else:
         expected = stats.invwishart.logpdf(value, degrees, scale)
     assert found.item() == pytest.approx(expected, rel=1e-10)
+
+
+def test_samples_of_covariances_are_symmetric_to_the_last_bit():
+    """A normal distribution of torch refuses others, of large variances."""
+    torch.manual_seed(0)
+    samples = InverseWishart(12.0, torch.eye(10, dtype=torch.float32)).sample((200,))
+    assert torch.equal(samples, samples.mT)
 
 
 def test_inverse_wishart_draws_have_its_mean_and_spread():
@@ -349,3 +371,17 @@ def test_hard_zeros_have_finite_gradients(name):
     hmm = HMM(even[0], even, built, torch.tensor([1, 1]), validate_args=False)
     (gradient,) = torch.autograd.grad(hmm.log_prob(values.unsqueeze(1)).sum(), probs)
     assert gradient.isfinite().all()
+
+
+def test_em_of_a_mixture_keeps_a_component_of_weight_zero():
+    even = torch.full((2, 2), 0.5).log()
+    emission = dist.MixtureSameFamily(
+        dist.Categorical(CERTAIN), dist.Normal(FAR.loc.unsqueeze(-1), 20.0).to_event(1)
+    )
+    data = Sequences(
+        torch.linspace(-60, 60, 12, dtype=torch.get_default_dtype()).reshape(1, 12, 1),
+        torch.tensor([12]),
+    )
+    fit = fit_em(HMM(even[0], even, emission, torch.tensor([1])), data, num_iterations=2)
+    weights = fit.hmm(data).emission.mixture_distribution.probs
+    assert ((weights == 0) == (CERTAIN == 0)).all()

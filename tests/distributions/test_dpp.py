@@ -62,6 +62,26 @@ def test_log_diversity_is_the_log_determinant(size, rho, seed):
     assert dpp.log_diversity(rows, rho).exp().item() == pytest.approx(exact, rel=1e-6, abs=1e-12)
 
 
+def test_a_large_exponent_does_not_underflow():
+    """All that is left of each row is its largest entry, and that is another in each."""
+    rows = (0.04 + 0.2 * torch.eye(20))[:3]
+    assert not bool((rows**600).any(-1).all())  # what the length of a row is the root of
+    rows.requires_grad_()
+    value = dpp.log_diversity(rows, 300.0)
+    assert value.item() == pytest.approx(0.0, abs=1e-6)
+    (slope,) = torch.autograd.grad(value, rows)
+    assert bool(slope.isfinite().all())
+
+
+def test_it_is_at_most_zero_and_zero_for_a_permutation():
+    assert bool((dpp.log_diversity(drawn(4, batch=(1000,))) < 0).all())
+    order = torch.randperm(5)
+    assert dpp.log_diversity(torch.eye(5)[order]).item() == 0.0
+    assert dpp.log_diversity(torch.ones(1, 1)).item() == 0.0
+    rounding = 7 * torch.finfo(torch.float64).eps  # of the sum of a row
+    assert dpp.log_diversity(drawn(1, 7)).item() == pytest.approx(0.0, abs=rounding)
+
+
 def right_gradient(rows, rho):
     """Protocol of the derivation: 2 rho A^(rho-1) [(S^-1)_ji - S_ij / n_i^2]."""
     powers = rows**rho

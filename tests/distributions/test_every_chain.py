@@ -147,6 +147,16 @@ def test_labels_leave_the_paths_that_keep_to_them(hmm):
     torch.testing.assert_close(known.expanded().log_prob(values), evidence)
 
 
+def test_labels_that_leave_no_path_are_named():
+    known = HMMS["pairs with zeros"]().restrict(
+        torch.tensor([[-1] * T, [-1] * T, [0, 1, 1, -1, -1]])
+    )
+    with pytest.raises(ValueError, match=r"labels must leave a path .* sequence 2, step 1"):
+        known.log_prob(torch.zeros(3, T))
+    with pytest.raises(ValueError, match="labels must leave a path"):
+        known.sample()
+
+
 @pytest.mark.parametrize("name", [name for name in HMMS if "product" not in name])
 def test_states_may_be_put_in_another_order(name):
     hmm = HMMS[name]()

@@ -1,11 +1,13 @@
 """Every query of every chain is differentiable as a whole: against central differences."""
 
+import pyro
 import pytest
 import torch
 from pyro.distributions import Normal
-from test_every_chain import HMMS, LENGTHS
+from pyro.infer import Trace_ELBO
+from test_every_chain import HMMS, LENGTHS, in_blocks
 
-from pyrohmm import HMM, ContinuousTimeHMM, LinearChainCRF, queries
+from pyrohmm import HMM, ContinuousTimeHMM, Filter, LinearChainCRF, queries
 
 
 def leaves_of(found):
@@ -162,6 +164,36 @@ def test_no_graph_of_the_steps_is_kept(name, query):
     assert kept(QUERIES[query], inputs, longer) <= few + 4
 
 
+def test_in_blocks_a_query_has_no_part_of_a_gradient():
+    hmm = in_blocks()
+    values = torch.tensor([[0, 1, 1, 3, 0]] * 3)
+    with torch.enable_grad():
+        leave = hmm.transition.leave.clone().requires_grad_()
+        kind = type(hmm.transition)
+        table = hmm.log_emission.clone().requires_grad_()
+        moving = kind(leave, hmm.transition.enter, hmm.blocks)
+        hmm = type(hmm)(hmm.log_initial, moving, table, hmm.blocks, LENGTHS, validate_args=False)
+        for found in (
+            hmm.posterior(values).state_probs,
+            hmm.filtered(values),
+            hmm.forecast(values, 2).probs,
+            hmm.state_probs_ahead(values, 2),
+            queries.observation_marginals(hmm, values).probs,
+            queries.continuation(hmm, values, 2).log_prob(values[:, :2]),
+            queries.predictive_log_prob(hmm, values),
+        ):
+            assert not found.requires_grad
+        assert hmm.log_prob(values).requires_grad
+
+
+def test_a_stream_has_no_part_of_a_gradient():
+    loc = torch.zeros(2, requires_grad=True)
+    even = torch.full((2, 2), 0.5).log()
+    stream = Filter(HMM(even[0], even, Normal(loc, 1.0), torch.tensor(1)))
+    stream.update(torch.tensor(0.3))
+    assert not stream.predict().mean.requires_grad
+
+
 def test_scores_of_labels_are_trained_by_any_query():
     """And results are of the dtype of the scores."""
     lengths = torch.tensor([4, 1])
@@ -186,3 +218,30 @@ def test_scores_of_labels_are_trained_by_any_query():
         wanted = by_differences(function, inputs, directions)
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
         assert ask(LinearChainCRF(scores.float(), matrix.float())).dtype == torch.float32
+
+
+def test_the_share_of_states_as_a_regressor_has_its_whole_gradient():
+    """A second site of a model that reads the posterior of the first."""
+    hmm = HMMS["markov"]()
+    values = hmm.sample()
+    level = torch.tensor([0.4, 1.2, 2.5], dtype=torch.float64)
+
+    def model(loc):
+        now = hmm.replace(emission=Normal(loc, 1.5))
+        with pyro.plate("sequences", 3):
+            pyro.sample("x", now, obs=values)
+            share = now.posterior(values).state_probs[..., 0].sum(-1) / LENGTHS
+            pyro.sample("y", Normal(share, 0.1), obs=torch.tensor([0.3, 0.1, 0.8]))
+
+    def loss(loc):
+        return Trace_ELBO().differentiable_loss(model, lambda loc: None, loc)
+
+    leaf = level.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(loss(leaf), leaf)
+    for k in range(3):
+        step = torch.zeros(3, dtype=torch.float64)
+        step[k] = 1e-5
+        wanted = (loss(level + step) - loss(level - step)) / 2e-5
+        torch.testing.assert_close(
+            slope[k].double(), torch.as_tensor(wanted).double(), rtol=1e-5, atol=1e-5
+        )

@@ -6,6 +6,7 @@ import pyro.distributions as dist
 import pytest
 import torch
 from oracle import assert_close
+from torch.autograd import gradcheck
 
 from pyrohmm import HMM
 
@@ -66,6 +67,20 @@ def test_missing_steps_may_hold_what_no_default_could_replace():
     nothing = torch.zeros(1, 2, dtype=torch.bool)
     hmm = HMM(even(2), even(2, 2), emission, torch.tensor([2]), nothing)
     assert hmm.log_prob(torch.full((1, 2, 2), torch.nan)).item() == pytest.approx(0.0)
+
+
+def test_gradients_by_every_parameter_are_those_of_small_differences(engine):
+    values, observed = torch.randn(2, 3, 2), torch.rand(2, 3) < 0.7
+
+    def evidence(initial, transition, loc, scale):
+        return HMM(
+            initial.log_softmax(-1), transition.log_softmax(-1),
+            dist.Normal(loc, scale.exp()).to_event(1), torch.tensor([3, 2]), observed,
+            transition_per_step=True, emission_per_step=True,
+        ).log_prob(values)  # fmt: skip
+
+    shapes = (2,), (2, 2, 2), (3, 2, 2), (3, 2, 2)
+    assert gradcheck(evidence, [torch.randn(shape).requires_grad_() for shape in shapes])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
@@ -150,6 +165,16 @@ def test_moments_of_a_forecast_are_those_of_the_mixture(event, engine):
     assert_close(forecast.variance, square - mean**2)
 
 
+def test_forecast_samples_from_its_distribution():
+    hmm = built((2, 1))
+    forecast = hmm.forecast(torch.randint(4, (3, 3)), 2)
+    drawn = forecast.sample((4000,))
+    assert drawn.shape == (4000, 2, 3, 2)
+    for index in np.ndindex(2, 3, 2):
+        counts = np.bincount(drawn[(slice(None), *index)], minlength=4)
+        assert oracle.looks_drawn_from(counts, forecast.probs[index].numpy())
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_forecast_variance_does_not_cancel(dtype):
     """A spread of a tenth around a mean of ten thousand."""
@@ -169,6 +194,14 @@ def test_stationary_distribution_is_kept_by_the_chain():
         assert probs.shape == shape[:-1]
         assert_close(probs.sum(-1), np.ones(shape[:-2]))
         assert_close((probs[..., None, :] @ transition.exp()).squeeze(-2), probs)
+
+
+def test_stationary_distribution_of_a_chain_with_a_transient_state():
+    transition = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.2, 0.8], [0.0, 0.6, 0.4]])
+    hmm = HMM(
+        transition[0].log(), transition.log(), dist.Normal(torch.zeros(3), 1.0), torch.tensor([2])
+    )
+    assert_close(hmm.stationary(), [0.0, 3 / 7, 4 / 7])
 
 
 def test_stationary_distribution_of_a_chain_that_hardly_moves_keeps_its_digits():
@@ -243,3 +276,23 @@ def test_without_validation_a_wrong_symbol_reads_no_table_but_its_own(symbol, pe
     values[0, 1] = symbol
     with pytest.raises((IndexError, ValueError, RuntimeError)):
         hmm.log_prob(values)
+
+
+def test_nothing_is_forecast_after_an_impossible_sequence():
+    coins = dist.Categorical(torch.eye(2))
+    for flag in (True, False):
+        hmm = HMM(even(2), torch.eye(2).log(), coins, torch.tensor([2, 2]), validate_args=flag)
+        values = torch.tensor([[0, 1], [0, 0]])
+        if flag:
+            with pytest.raises(ValueError, match="values must be possible"):
+                hmm.forecast(values, 2)
+        else:
+            forecast = hmm.forecast(values, 2)
+            assert bool((forecast.probs[0] == 0).all())
+            assert bool(forecast.log_prob(values)[0].isneginf().all())
+            torch.testing.assert_close(forecast.probs[1, :, 0], torch.ones(2))
+    levels = dist.Uniform(torch.tensor([0.0, 2.0]), torch.tensor([1.0, 3.0]))
+    hmm = HMM(even(2), torch.eye(2).log(), levels, torch.tensor([2]), validate_args=False)
+    forecast = hmm.forecast(torch.tensor([[0.5, 2.5]]), 2)
+    assert bool(forecast.mean.isnan().all())
+    assert bool(forecast.variance.isnan().all())

@@ -81,6 +81,14 @@ def test_a_process_seen_from_any_moment_on_is_stationary():
         probs = probs @ chain.log_transition.exp()
 
 
+def test_parameters_of_each_step(values):
+    emission = Normal(torch.arange(3.0) + torch.arange(T).unsqueeze(-1), 1.5)
+    hsmm = HSMM(*parameters(), emission, LENGTHS, emission_per_step=True)
+    torch.testing.assert_close(hsmm.expanded().log_prob(values), hsmm.log_prob(values))
+    with pytest.raises(ValueError, match="forecast"):
+        hsmm.forecast(values, 2)
+
+
 def test_best_paths_by_torch_are_as_probable_as_by_compiled_loops():
     torch.manual_seed(0)
     initial, transition = torch.randn(3).log_softmax(-1), torch.randn(3, 3)

@@ -14,7 +14,7 @@ from pyro.distributions import (
     Uniform,
 )
 
-from pyrohmm import HMM, Forecast
+from pyrohmm import HMM, Forecast, queries
 from pyrohmm.distributions import AutoregressiveCategorical, AutoregressiveNormal, Tied
 from pyrohmm.distributions.modified import ZeroInflated
 
@@ -72,6 +72,15 @@ def test_a_quantile_of_counts_is_the_first_that_reaches_the_probability(emission
     for value, prob in zip(found, probs):
         expected = (below < prob - 1e-12).sum(0)
         assert torch.equal(value.long(), expected)
+
+
+def test_emissions_per_step_have_quantiles_too():
+    emission = Normal(torch.arange(6.0).reshape(3, 2), 0.1)  # (T, K)
+    half = torch.full((2,), 0.5).log()
+    hmm = HMM(half, half.expand(2, 2), emission, torch.tensor(3), emission_per_step=True)
+    values = torch.tensor([0.0, 3.0, 4.0])
+    found = queries.observation_marginals(hmm, values).quantiles([0.5])
+    torch.testing.assert_close(found[0], values, rtol=0.0, atol=1e-3)
 
 
 @pytest.mark.parametrize(

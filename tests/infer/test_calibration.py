@@ -19,6 +19,7 @@ from pyrohmm import (
     TabularHMM,
     calibrate,
     categorical,
+    fit_em,
     fit_gibbs,
     fit_mcmc,
     normal,
@@ -26,6 +27,13 @@ from pyrohmm import (
     sticky,
 )
 from pyrohmm.infer.starts import from_prior
+
+
+def given(samples):
+    """Ranks of the same samples of a rate for each data set."""
+    module = TabularHMM(1, poisson(0, 2.0, 1.0))
+    return calibrate(module, lambda module, data: {"emission.rate": samples}, COUNTS, 20)
+
 
 EMISSIONS = {
     "categorical": lambda: categorical(3, torch.tensor([[4.0, 1.0, 1.0], [1.0, 1.0, 3.0]])),
@@ -121,3 +129,24 @@ def test_exact_samples_are_calibrated_and_too_narrow_ones_are_not():
     assert narrow.p_values()["emission.rate"] < 1e-6
     with pytest.raises(ValueError, match=r"num_bins must divide S . 1 = 16; got 5"):
         right.p_values(5)
+
+
+def test_a_sampler_that_is_stuck_is_found_and_wrong_samples_are_named():
+    assert given(torch.full((15, 1), 9.0)).p_values()["emission.rate"] < 1e-6
+    with pytest.raises(ValueError, match=r"'module.emission.rate' must be finite"):
+        given(torch.full((15, 1), torch.nan))
+
+
+def test_a_guide_is_calibrated_like_a_sampler():
+    """Laplace's approximation of a posterior that is nearly normal."""
+
+    def laplace(module, data):
+        fit = fit_em(module, data)
+        rate = fit.parameters["module.emission.rate"]
+        low, high = fit.intervals(data)["module.emission.rate"]
+        spread = (high / low).log() / (2 * 1.96)
+        return {"emission.rate": rate * (spread * torch.randn(15, 1)).exp()}
+
+    pyro.set_rng_seed(3)
+    module = TabularHMM(1, poisson(0, 400.0, 10.0))
+    assert calibrate(module, laplace, COUNTS, 40).p_values(4)["emission.rate"] > 1e-3

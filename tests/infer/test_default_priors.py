@@ -19,6 +19,7 @@ from pyrohmm import (
     normal_mixture,
     normal_spherical,
     normal_tied,
+    scale_priors,
     streams,
     student_t,
 )
@@ -408,3 +409,10 @@ def test_gibbs_samples_regressions_of_their_posterior(size):
     for name, wanted in zip(("loc", "weights"), mean):
         sample = current[name].flatten().numpy()
         assert abs(sample.mean() - wanted) < 4 * sample.std() / np.sqrt(chains)
+
+
+def test_units_of_data_scale_a_flat_prior():
+    module = TabularHMM(2, normal(0))
+    scale_priors(module, Sequences.from_list([1e6 * torch.randn(200).double()]))
+    emission = module.emission
+    assert 1e9 < emission.rate[0] < 1e11 < emission.upper[0] < 1e13

@@ -3,10 +3,12 @@
 from itertools import pairwise
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
 from pyrohmm import (
+    HMM,
     DenseHMM,
     DiversityPrior,
     MarginalModel,
@@ -97,6 +99,15 @@ def test_the_end_is_stationary(step):
     torch.testing.assert_close(rows, right, rtol=0, atol=1e-4)
 
 
+def test_without_weight_it_is_plain_em(case):
+    family, data = case
+    found = []
+    for prior in (None, DiversityPrior(0.0)):
+        pyro.set_rng_seed(0)
+        found.append(fit_em(TabularHMM(3, family), data, log_prior=prior, num_iterations=15))
+    torch.testing.assert_close(found[0].losses, found[1].losses)
+
+
 def test_labelled_sequences_are_counted_once():
     """Supervised: one step, and the chain is the mode of its counts and the prior."""
     data = datasets.diverse_toy(50, generator=torch.Generator().manual_seed(0))
@@ -113,6 +124,16 @@ def test_labelled_sequences_are_counted_once():
     exact = msteps.FixedPoint(5000)(start, counts.unsqueeze(0), prior)
     torch.testing.assert_close(start, exact, rtol=0, atol=1e-10)
     assert len(fit.losses) < 12
+
+
+def test_zeros_of_an_hmm_stay_and_other_entries_change():
+    rows = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5], [0.3, 0.3, 0.4]])
+    emission = dist.Categorical(torch.rand(3, 4).add(0.1).log_softmax(-1).exp())
+    hmm = HMM(torch.full((3,), 1 / 3).log(), rows.log(), emission, torch.tensor([3]))
+    fit = fit_em(hmm, symbols(), log_prior=DiversityPrior(10.0), num_iterations=10)
+    found = fit.hmm(symbols()).log_transition.exp()
+    assert found[0, 2] == 0
+    assert (found - rows).abs().max() > 0.05
 
 
 def test_a_dense_chain_follows_by_gradient_and_its_emission_in_closed_form():

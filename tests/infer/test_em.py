@@ -12,8 +12,9 @@ import pyro.distributions as dist
 import pytest
 import torch
 from families import CASES, STATES
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from scipy import stats
+from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
@@ -181,6 +182,19 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     torch.testing.assert_close(parted.losses, together.losses, rtol=1e-7, atol=1e-7)
     for each, value in together.parameters.items():
         torch.testing.assert_close(parted.parameters[each], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
+    monkeypatch.setattr(iterations, "PADDED", 0)
+    sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
+    module = TabularHMM(2, categorical(2))
+    begin = {
+        "initial": [0.5, 0.5],
+        "transition": [[0.5, 0.5]] * 2,
+        "emission.probs": [[1.0, 0]] * 2,
+    }
+    with pytest.raises(ValueError, match="sequence 3 of this batch has probability zero"):
+        fit_em(module, Sequences.from_list(sequences), start=start_at(begin))
 
 
 def test_a_minibatch_counts_for_the_whole_set():
@@ -537,6 +551,55 @@ def test_a_module_of_the_users_joins_the_closed_form_by_its_two_methods(closed, 
         np.testing.assert_allclose(numbers_of(fit)[one], value, rtol=2e-3, atol=1e-4)
 
 
+def test_the_m_step_of_a_users_chain_is_its_counts_and_prior():
+    states = torch.tensor([[0, 0, 1, 1, 2, 0], [2, 2, 0, 1, 1, 2]])
+    data = Sequences(torch.zeros(2, 6), torch.tensor([6, 6]), labels=states)
+    fit = fit_em(ClosedCycle(Failures), data, num_iterations=1, tolerance=None)
+    stayed, left = torch.tensor([1.0, 2.0, 1.0]), torch.tensor([2.0, 2.0, 2.0])
+    torch.testing.assert_close(fit.parameters["module.stay"], (stayed + 1) / (stayed + left + 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "point"),
+    [
+        ("constrained", "without gradient"),
+        ("constrained", "fitted"),
+        ("plain", "frozen"),
+        ("plain", "fitted"),
+    ],
+)
+def test_an_m_step_sets_points_unless_they_are_frozen(kind, point):
+    class Points(ClosedCycle):
+        def __init__(self):
+            super().__init__(Failures)
+            del self.stay
+            value = torch.tensor([0.3, 0.5, 0.8])
+            if kind == "plain":
+                self.stay = torch.nn.Parameter(value)
+            else:
+                self.stay = PyroParam(value, constraints.unit_interval)
+
+        def m_step(self, statistics):
+            return {"stay": statistics["stay"] / statistics["all"]}, []
+
+    module, data = Points(), failures()
+    before = module.stay.detach().clone()
+    if point == "frozen":
+        freeze(module, "stay")
+    elif point == "without gradient":
+        module.stay_unconstrained.requires_grad_(False)
+    fit = fit_em(module, data, num_iterations=3, tolerance=None)
+    after = fit.hmm(data).log_transition.diagonal().exp()
+    if point == "fitted":
+        fit = fit_em(module, data, num_iterations=200, tolerance=1e-12)
+        counts = fit.hmm(data).expected_counts(data.values).counts["log_transition"]
+        stay = fit.hmm(data).log_transition.diagonal().exp()
+        close = {"rtol": 0.0, "atol": 1e-3}
+        torch.testing.assert_close(stay, counts.diagonal() / counts.sum(-1), **close)
+    else:
+        torch.testing.assert_close(after, before)
+
+
 # Starts
 
 
@@ -595,6 +658,18 @@ def test_every_family_is_fitted_in_float32(name):
     fit = fit_em(module, data, num_iterations=5, restarts=2)
     assert fit.losses.isfinite().all()
     assert all(value.dtype == torch.float32 for value in fit.parameters.values())
+
+
+def test_a_part_of_a_larger_set_counts_for_all_of_it():
+    data = plain(torch.randint(0, 3, (4, 6)), total=400)
+    module = TabularHMM(2, categorical(3, 5.0))
+    fit = fit_em(module, data, num_iterations=10, tolerance=None)
+    assert_climbs(fit.losses)
+    hundredfold = plain(data.values.repeat(100, 1))
+    start = starts.from_hmm(fit.hmm(data))
+    one = fit_em(module, data, num_iterations=3, tolerance=None, start=start)
+    other = fit_em(module, hundredfold, num_iterations=3, tolerance=None, start=start)
+    torch.testing.assert_close(one.losses, other.losses)
 
 
 @pytest.mark.parametrize("name", ["initial", "transition", "emission.probs"])

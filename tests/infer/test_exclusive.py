@@ -370,3 +370,10 @@ def test_public_calls_in_four_threads_all_end_and_leave_nothing_behind(tmp_path)
     parts = [calls[first::4] for first in range(4)]
     in_threads([lambda part=part: [call() for call in part] for part in parts])
     assert is_clean()
+
+
+def test_estimators_in_threads_are_those_of_one_after_the_other():
+    scores = [lambda n=n: estimator(n_iter=n).fit(numbers()).score(numbers()) for n in (2, 3, 4, 5)]
+    alone = [score() for score in scores]
+    assert in_threads(scores) == alone
+    assert is_clean()

@@ -16,7 +16,7 @@ from pyro.infer.autoguide import (
     AutoNormal,
     init_to_value,
 )
-from pyro.nn import PyroModule, PyroSample
+from pyro.nn import PyroModule, PyroParam, PyroSample
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -32,6 +32,11 @@ from pyrohmm import (
 )
 from pyrohmm.data.batches import Batches
 from pyrohmm.infer.descent import Validation
+
+
+def with_guide(model):
+    return model, AutoNormal(model)
+
 
 QUICK = {"num_iterations": 30, "progress": False}
 TO_THE_END = {
@@ -219,6 +224,22 @@ def test_a_generator_alone_decides_on_minibatches():
     assert not runs[0].equal(runs[2])
 
 
+def test_the_first_loss_of_map_is_minus_the_log_joint():
+    data = symbols()
+    fit = fit_map(tabular(), data, start=from_point(), num_iterations=1)
+    hmm = HMM(
+        POINT["module.initial"].log(),
+        POINT["module.transition"].log(),
+        dist.Categorical(POINT["module.emission.probs"]),
+        data.lengths,
+    )
+    prior = math.log(1) + 2 * math.log(1) + 2 * math.log(2)  # flat on simplexes of area 1/(n-1)!
+    expected = -hmm.log_prob(data.values).sum() - prior
+    torch.testing.assert_close(fit.losses, expected.reshape(1))
+    assert fit.num_observed == int(data.lengths.sum())
+    assert fit.reason == "it took all 1 steps"
+
+
 # What a loss is
 
 
@@ -288,6 +309,21 @@ def test_clip_norm_bounds_the_gradient_per_observed_step():
         norms.append((after - before).norm().item())
     assert norms[0] > 0.01 * data.num_observed
     assert norms[1] == pytest.approx(0.01 * data.num_observed, rel=1e-5)
+
+
+def test_the_schedule_is_stepped_once_a_step():
+    made = {}
+
+    def optimizer(given):
+        made["optimizer"] = torch.optim.SGD(given, lr=0.5)
+        return made["optimizer"]
+
+    def schedule(given):
+        assert given is made["optimizer"]
+        return torch.optim.lr_scheduler.ExponentialLR(given, 0.9)
+
+    fit_map(tabular(), symbols(), num_iterations=7, optimizer=optimizer, schedule=schedule)
+    assert made["optimizer"].param_groups[0]["lr"] == pytest.approx(0.5 * 0.9**7)
 
 
 def test_modules_train_while_steps_are_taken_and_rest_where_a_fit_is_used():
@@ -417,6 +453,67 @@ def test_averages_are_those_of_the_parameters_after_each_step():
     _, last, there = by_descent(average=0.8)
     assert there == path  # which averages do not touch
     assert last == logit
+
+
+def test_pyro_param_in_a_function_is_trained():
+    """Never left where it was in silence: pyro.param is how most Pyro models are written."""
+    data = symbols()
+    start = torch.tensor([[0.5, 0.5], [0.4, 0.6]])
+
+    def model(data):
+        transition = pyro.param("transition", start, constraint=constraints.simplex)
+        probs = pyro.sample("probs", dist.Dirichlet(torch.ones(2, 3)).to_event(1))
+        first = torch.tensor([0.3, 0.7]).log()
+        hmm = HMM(first, transition.log(), dist.Categorical(probs), data.lengths, data.observed)
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_map(model, data, num_iterations=30)
+    assert not torch.allclose(fit.hmm(data).log_transition.exp(), start)
+
+
+def test_a_guide_of_functions_is_trained():
+    data = symbols()
+
+    def guide(data):
+        for name, value in POINT.items():
+            point = pyro.param(name + ".point", value, constraint=constraints.simplex)
+            pyro.sample(name, dist.Delta(point, event_dim=value.dim()))
+
+    fit = fit_svi(tabular(), guide, data, **QUICK)
+    assert fit.losses[-1] < fit.losses[0]
+    transition = fit.hmm(data).log_transition.exp()
+    assert not torch.allclose(transition, POINT["module.transition"])
+
+
+def test_tensors_of_a_fitted_hmm_carry_no_gradient():
+    """Of variables, of parameters without a prior, and of parameters that constraints bind."""
+    data = numbers()
+
+    class Free(HMMModule):
+        def __init__(self):
+            super().__init__()
+            self.loc = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+            self.scale = PyroParam(torch.ones(2), constraints.positive)
+            self.stay = PyroSample(dist.Beta(2.0, 2.0))
+
+        def forward(self, lengths, observed=None):
+            rows = torch.stack([torch.stack([self.stay, 1 - self.stay], -1)] * 2, -2)
+            emission = dist.Normal(self.loc, self.scale)
+            return HMM(rows[..., 0, :].log(), rows.log(), emission, lengths, observed)
+
+    for module in (Free(), TabularHMM(2, normal(0))):
+        for fit in (
+            fit_map(MarginalModel(module), data, num_iterations=3, progress=False),
+            fit_svi(*with_guide(MarginalModel(module)), data, num_iterations=3, progress=False),
+        ):
+            hmm = fit.hmm(data)
+            hmm.emission.mean.numpy()  # as matplotlib reads it
+            for tensor in (hmm.emission.mean, hmm.emission.stddev, hmm.log_transition):
+                assert not tensor.requires_grad
+    assert module.emission.prior_loc is not None
+    assert all(p.requires_grad for p in Free().parameters())
 
 
 # Models and guides of one's own

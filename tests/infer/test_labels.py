@@ -13,6 +13,7 @@ import torch
 
 from pyrohmm import (
     HMM,
+    Filter,
     MarginalModel,
     Sequences,
     TabularHMM,
@@ -147,6 +148,25 @@ def test_one_step_ahead_counts_labels_of_missing_steps():
     scores = queries.predictive_log_prob(hmm, values)
     torch.testing.assert_close(scores.sum(-1), hmm.log_prob(values))
     assert (scores < 0).all()
+
+
+def test_what_cannot_keep_to_labels_says_so():
+    start = torch.tensor([1.0, 0.0]).log()
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(start, even, dist.Categorical(logits=even), torch.tensor([2]))
+    hmm = hmm.restrict(torch.tensor([[1, -1]]))
+    values = torch.tensor([[0, 1]])
+    for ask in (
+        queries.path_entropy,
+        queries.predictive_log_prob,
+        lambda hmm, values: queries.k_best(hmm, values, 2),
+    ):
+        with pytest.raises(ValueError, match="sequence 0, step 0"):
+            ask(hmm, values)
+    with pytest.raises(ValueError, match="for samples to keep to"):
+        hmm.sample()
+    with pytest.raises(ValueError, match="hmm is restricted to labels"):
+        Filter(hmm)
 
 
 def test_errors_in_minibatches_name_the_sequences_they_hold():

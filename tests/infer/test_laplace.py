@@ -229,6 +229,68 @@ def test_effects_of_groups_by_importance_sampling():
     assert fit.log_marginal == pytest.approx(float(wanted.sum() + log_prior), abs=0.2)
 
 
+def test_what_cannot_be_integrated_is_refused():
+    data = levels()
+    with pytest.raises(ValueError, match="In plates are own"):
+        fit_laplace(linear, data, ["mean"])
+    with pytest.raises(ValueError, match="none are named"):
+        fit_laplace(linear, data, [])
+    with pytest.raises(ValueError, match="start has 'level'"):
+        fit_laplace(linear, data, ["own"], start={"level": torch.zeros(1)})
+
+    def neighbours(data):
+        mean = pyro.sample("mean", Normal(0.0, 1.0))
+        with pyro.plate("subjects", len(data)):
+            own = pyro.sample("own", Normal(0.0, 1.0))
+            loc = (mean + own + own.roll(1, -1)).unsqueeze(-1)
+            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    with pytest.raises(ValueError, match="must be independent"):
+        fit_laplace(neighbours, data, ["own"])
+
+    for size in ((1,), ()):  # meets the plate, of whose size it is not; lacks a dimension
+
+        def shaped(data, size=size):
+            loc = pyro.param("loc", torch.zeros(size))
+            with pyro.plate("subjects", len(data)):
+                own = pyro.sample("own", Normal(0.0, 1.0))
+                loc = (loc + own).unsqueeze(-1) if size else loc + own.unsqueeze(-1)
+                hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+                pyro.sample("x", hmm, obs=data.values)
+            return hmm
+
+        with pytest.raises(
+            ValueError, match=r"and \(3, 1.*, own .* and \(3, 30\).* must be scalars"
+        ):
+            fit_laplace(shaped, data, ["own"])
+    fit = fit_laplace(linear, data, ["own"])
+    with pytest.raises(ValueError, match="fit_laplace integrates it out"):
+        fit.bootstrap(data)
+    with pytest.raises(ValueError, match="integrated out"):
+        fit.intervals(data, of="spread", method="profile")
+
+
+def test_one_observation_of_each_subject():
+    """T = 1, and restarts of a model with priors alone."""
+    pyro.set_rng_seed(0)
+    data = Sequences(2 + torch.randn(20, 1).double(), torch.ones(20).long())
+
+    def model(data):
+        mean = pyro.sample("mean", Normal(0.0, 10.0))
+        with pyro.plate("subjects", len(data)):
+            own = pyro.sample("own", Normal(0.0, 1.0))
+            loc = (mean + own).unsqueeze(-1)
+            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_laplace(model, data, ["own"], restarts=2, tolerance=1e-10)
+    wanted = data.values.sum() / 2 / (20 / 2 + 1 / 100)
+    torch.testing.assert_close(fit.parameters["mean"].double(), wanted, rtol=1e-4, atol=0)
+
+
 def test_effects_that_are_not_independent_are_refused():
     def neighbours(data):
         mean = pyro.sample("mean", Normal(0.0, 1.0))

@@ -19,6 +19,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     normal,
+    scale_priors,
     starts,
 )
 from pyrohmm.data import StoredSequences
@@ -121,6 +122,18 @@ def test_gradients_of_parts_add_up(name, restarts):
     )
     for one, other in zip(whole[1], stored[1], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_priors_take_the_scale_of_all_parts():
+    whole, stored = both_ways(VECTORS)
+    one, other = TabularHMM(2, normal(2)), TabularHMM(2, normal(2))
+    units = scale_priors(one, whole)
+    parts = list(stored)
+    fit_em(other, parts, num_iterations=1)  # a copy: the module itself stays as it is
+    fitted = fit_em(TabularHMM(2, normal(2)), parts, num_iterations=1).model.module
+    torch.testing.assert_close(fitted.emission.prior_loc, one.emission.prior_loc)
+    torch.testing.assert_close(fitted.emission.upper, one.emission.upper)
+    assert units != 0.0
 
 
 def mapped(directory):

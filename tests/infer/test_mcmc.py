@@ -32,6 +32,23 @@ def following(log_density, start, warmup=0):
     return mcmc.Hamiltonian({"x": support}, {"x": start}, log_density, ladder)
 
 
+def test_trajectories_are_leapfrog_steps_that_can_be_reversed(monkeypatch):
+    """From the end, with the momentum turned round, to where it began; errors of second order."""
+    start = torch.randn(5, 2, dtype=torch.float64)
+    chains = following(lambda values: -values["x"].pow(4).sum(-1) / 4, start)
+    chains.state = chains.at(start)
+    given = torch.randn(5, 2, dtype=torch.float64)
+    momentum = given
+    monkeypatch.setattr(torch, "randn_like", lambda like: momentum)
+    monkeypatch.setattr(torch, "rand_like", torch.zeros_like)  # all are accepted
+    chains.state, moved = chains.trajectory(0.05, 8)
+    momentum = -moved.momentum
+    back, returned = chains.trajectory(0.05, 8)
+    torch.testing.assert_close(back.place, start)
+    torch.testing.assert_close(returned.momentum, -given)
+    assert moved.accepted.min() > 0.99
+
+
 def test_moments_and_tails_of_a_normal_distribution_in_unequal_units():
     """Correlated, with standard deviations from a hundredth to ten; the metric finds the units."""
     torch.manual_seed(0)

@@ -3,6 +3,8 @@
 import itertools
 from functools import partial
 
+import numpy as np
+import oracle
 import pyro
 import pytest
 import torch
@@ -40,6 +42,7 @@ from pyrohmm import (
     autoregressive_normal,
     bernoulli,
     categorical,
+    fit_map,
     left_to_right,
     markov_sample,
     normal,
@@ -350,6 +353,20 @@ def test_the_loss_is_prior_and_scaled_likelihood_by_definition(case):
     torch.testing.assert_close(loss, -expected.detach(), **EXACT)
 
 
+@pytest.mark.parametrize("form", [MarginalModel, EnumeratedModel])
+def test_values_of_missing_and_padded_steps_change_nothing(form):
+    data = numbers()
+    filled = data.values.masked_fill(~data.observed, 1e6)
+    model = form(TabularHMM(2, normal(0)))
+    guide = ready(AutoDelta, model, data)
+    expected = loss_and_gradients(model, guide, data)
+    for values in (filled, data.values.masked_fill(~data.observed, NAN)):
+        found = loss_and_gradients(model, guide, Sequences(values, data.lengths, data.observed))
+        assert torch.equal(found[0], expected[0])
+        for name, gradient in expected[1].items():
+            torch.testing.assert_close(found[1][name], gradient, **EXACT)
+
+
 # markov_sample in a model of one's own
 
 
@@ -503,6 +520,20 @@ def test_every_autoguide_can_be_trained_and_drawn_from(name):
     assert len({tuple(sequences.flatten().tolist()) for sequences in drawn["x"]}) > 1
 
 
+def test_parallel_predictions_use_the_sample_they_belong_to():
+    """Sample s emits symbol s only."""
+    data = Sequences(torch.zeros(4, 2, dtype=torch.long), torch.tensor([2, 1, 2, 2]))
+    draws = {
+        "weight": torch.ones(3, 1),
+        "initial": torch.full((3, 1, 2), 0.5),
+        "transition": torch.full((3, 1, 2, 2), 0.5),
+        "emission.probs": torch.eye(3).reshape(3, 1, 1, 3).expand(3, 1, 2, 3),
+    }
+    model = poutine.uncondition(ours(TabularHMM(2, categorical(3))))
+    drawn = Predictive(model, draws, parallel=True)(data)["x"]
+    assert drawn.equal(torch.arange(3).reshape(3, 1, 1).expand(3, 4, 2))
+
+
 # Markov chain Monte Carlo
 
 
@@ -517,3 +548,39 @@ def test_both_forms_have_the_same_potential_for_hamiltonian_monte_carlo():
     torch.testing.assert_close(other, value, **EXACT)
     for name, slope in slopes.items():
         torch.testing.assert_close(others[name], slope, **EXACT)
+
+
+def test_a_prior_on_the_posterior_of_states_is_fitted_to_its_optimum():
+    """A share of the time in state 0; slopes at the end by differences of sums over all paths."""
+    symbols = torch.tensor([[0, 0, 1, 2, 2, 1], [2, 0, 0, 1, 1, 2], [0, 1, 0, 0, 2, 2]])
+    data, share, weight = Sequences(symbols), 0.8, 300.0
+    paths = oracle.all_paths(2, 6)
+
+    def log_prior(hmm):
+        found = hmm.posterior(data.values).state_probs[..., 0].mean()
+        return -weight * (found - share) ** 2
+
+    def log_joint(initial, transition, probs):
+        evidence, time = 0.0, []
+        for row in symbols.numpy():
+            emitted = np.log(probs[:, row]).T
+            logs = oracle.joint(np.log(initial), np.log(transition)[None], emitted, paths)
+            evidence += np.logaddexp.reduce(logs)
+            time.append(np.exp(logs - np.logaddexp.reduce(logs)) @ (paths == 0).mean(1))
+        priors = np.log(initial).sum() + np.log(transition).sum() + np.log(probs).sum()
+        return evidence + priors - weight * (np.mean(time) - share) ** 2
+
+    module = TabularHMM(2, categorical(3, 2.0), 2.0, 2.0)
+    fit = fit_map(MarginalModel(module, log_prior), data, num_iterations=1000, tolerance=1e-12)
+    names = ("module.initial", "module.transition", "module.emission.probs")
+    end = [fit.parameters[name].double().numpy() for name in names]
+    slopes = []
+    for place, part in enumerate(end):
+        for row in np.ndindex(part.shape[:-1]):
+            for entry in range(1, part.shape[-1]):
+                step = np.zeros_like(part)
+                step[(*row, 0)], step[(*row, entry)] = 1e-5, -1e-5
+                ends = [[*end[:place], part + sign * step, *end[place + 1 :]] for sign in (1, -1)]
+                slopes.append((log_joint(*ends[0]) - log_joint(*ends[1])) / 2e-5)
+    assert np.abs(slopes).max() < 1e-2  # of numbers of some tens
+    assert log_prior(fit.hmm(data)) > -1.0

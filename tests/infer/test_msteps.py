@@ -184,6 +184,16 @@ def test_a_search_is_as_good_as_fifty_starts_of_a_general_optimiser(count):
         assert msteps.objective(found, many, prior).item() > best - 1e-3
 
 
+@pytest.mark.parametrize("weight", [0.0, 20.0])
+def test_restarts_do_not_touch_each_other(weight):
+    rows, counts = problems(7, 4, zeros=0.3)
+    anchor = {"anchor": problems(1, 4, seed=3)[0][0], "anchor_weight": weight} if weight else {}
+    prior, step = DiversityPrior(30.0, **anchor), msteps.FixedPoint(25)
+    together = step(rows, counts, prior)
+    alone = torch.cat([step(a, c, prior) for a, c in zip(rows.split(1), counts.split(1))])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-10)
+
+
 def test_zeros_that_are_allowed_are_left_where_that_is_better(kind):
     """Beginning at counts, some of which are zero, as EM does."""
     _, counts = problems(10, 4, zeros=0.4)
@@ -254,6 +264,18 @@ def test_counts_that_underflow_are_none(kind):
         gains = roots * torch.linalg.inv(roots).mT
         right = (none + 0.5 * gains) / (none.sum(-1, keepdim=True) + 0.5)
         assert (found - right).abs().max() < 1e-10
+
+
+def test_a_search_ends_no_lower_than_one_ascent():
+    """Its points include the one that the step alone climbs from."""
+    rng = np.random.default_rng(5)
+    for _ in range(8):
+        counts = torch.tensor(rng.poisson(2.0, size=(1, 3, 3)).astype(float)) + 0.1
+        rows = torch.tensor(rng.dirichlet(np.ones(3), size=(1, 3)))
+        prior = DiversityPrior(float(rng.choice([5.0, 50.0])))
+        alone = msteps.objective(msteps.FixedPoint()(rows, counts, prior), counts, prior)
+        searched = msteps.FixedPoint(num_starts=100)(rows, counts, prior)
+        assert msteps.objective(searched, counts, prior) >= alone - 1e-9
 
 
 @pytest.mark.parametrize(("rho", "missing"), [(0.5, False), (0.5, True), (0.8, False)])

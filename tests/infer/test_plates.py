@@ -235,6 +235,17 @@ def test_a_guide_written_by_hand():
     assert to_arviz(fit, DATA, num_draws=4).log_likelihood["x"].shape == (1, 4, N)
 
 
+def test_other_sequences_are_refused_by_the_name_of_the_site():
+    fit = fit_map(hierarchical(), DATA, num_iterations=2, **QUIET)
+    with pytest.raises(ValueError, match=r"site 'move' has .* 12 sequences .*; got data of 3\. .*"
+                       r"data\.batch.*held_out_log_evidence.*for_new"):  # fmt: skip
+        fit.hmm(DATA[:3])
+    with pytest.raises(ValueError, match="site 'move'"):
+        metrics.perplexity(fit, DATA[:3])
+    with pytest.raises(ValueError, match="no variable of the model belongs to single sequences"):
+        PosteriorDraws.of({"rate": torch.ones(1, 2, 3, 2)}, grouped).for_new(DATA)
+
+
 # What cannot be done is said
 
 

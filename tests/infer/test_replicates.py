@@ -5,8 +5,9 @@ import math
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical
+from pyro.distributions import Categorical, Normal
 from scipy.optimize import brentq
+from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
@@ -14,9 +15,11 @@ from pyrohmm import (
     TabularHMM,
     categorical,
     fit_em,
+    fit_map,
     poisson,
 )
 from pyrohmm.infer.replicates import Copies
+from pyrohmm.ops.newton import climb
 
 COINS = HMM(
     torch.tensor([0.6, 0.4]).log(),
@@ -33,6 +36,28 @@ def coins(seed=0):
     observed[3, 5:9] = False
     data = Sequences(COINS.sample(), COINS.lengths, observed)
     return data, fit_em(TabularHMM(2, categorical(2, 1.1)), data, start=COINS_START, **TIGHT)
+
+
+def test_rows_climb_to_their_own_maxima():
+    """Of functions that need few steps, many, none, and that have no value at the start."""
+    centre = torch.tensor([[1.0, 2.0], [-30.0, 1.5], [0.0, 0.0], [3.0, 3.0]]).double()
+    scale = torch.tensor([[1.0, 1.0], [1.0, 50.0], [2.0, 2.0], [1.0, 1.0]]).double()
+    seen = []
+
+    def function(place, rows):
+        seen.append(len(rows))
+        away = (place - centre[rows]) * scale[rows]
+        value = -(away.square() / 2 + away**4 / 40).sum(-1)
+        slope = -(away + away**3 / 10) * scale[rows]
+        lost = rows == 3
+        return value.masked_fill(lost, -torch.inf), slope.masked_fill(lost.unsqueeze(-1), torch.nan)
+
+    peak = climb(function, torch.zeros(4, 2).double())
+    torch.testing.assert_close(peak.place[:3], centre[:3], rtol=0, atol=1e-3)
+    assert peak.converged.tolist() == [True, True, True, False]
+    assert seen[0] == 4
+    assert seen[1] == 2
+    assert seen[-1] == 1
 
 
 COINS_START = {
@@ -106,6 +131,32 @@ def test_functions_and_parameters_without_priors():
     assert low.shape == (2,)
     assert (low < fit.hmm(data).stationary()).all()
     assert (high > fit.hmm(data).stationary()).all()
+
+
+def test_a_model_of_groups_in_pyro():
+    """Parameters in a plate, and one of ``pyro.param``."""
+    pyro.set_rng_seed(2)
+    group = torch.arange(12) % 3
+    values = torch.tensor([-2.0, 0.0, 3.0])[group].unsqueeze(-1) + torch.randn(12, 30)
+    data = Sequences(values, torch.full((12,), 30))
+
+    def model(data):
+        scale = pyro.param("scale", torch.ones(1), constraint=constraints.positive)
+        with pyro.plate("groups", 3):
+            level = pyro.sample("level", Normal(0.0, 10.0))
+        loc = level[..., group].unsqueeze(-1)  # (N, K) of one state
+        zero = torch.zeros(1, dtype=loc.dtype)
+        hmm = HMM(zero, zero.unsqueeze(0), Normal(loc, scale), data.lengths)
+        with pyro.plate("sequences", len(data)):
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    fit = fit_map(model, data, num_iterations=800, learning_rate=0.03)
+    replicates = fit.bootstrap(data, 400)
+    assert replicates.parameters["level"].shape == (400, 3)
+    wanted = fit.std_errors(data)
+    for name, error in replicates.std_errors().items():
+        torch.testing.assert_close(error, wanted[name], rtol=0.2, atol=0)
 
 
 def test_profiles_of_one_state_are_those_of_textbooks():

@@ -11,6 +11,7 @@ from torch.distributions import constraints
 
 from pyrohmm import (
     HMM,
+    DenseHMM,
     HMMModule,
     MarginalModel,
     Sequences,
@@ -23,6 +24,17 @@ from pyrohmm import (
     fit_svi,
     normal,
 )
+
+
+class Wrong(TabularHMM):
+    """Its M-step returns what EM cannot take."""
+
+    returned = None
+
+    def m_step(self, statistics):
+        values, notes = super().m_step(statistics)
+        return self.returned(values, notes)
+
 
 DATA = datasets.casino(num_sequences=6, num_steps=15).without_labels()
 
@@ -198,6 +210,11 @@ def test_a_fit_begins_where_another_has_ended(make):
         torch.testing.assert_close(by_em.losses[0], end)
 
 
+def test_values_of_a_fit_may_be_where_em_begins():
+    with pytest.raises(ValueError, match=r"start has no value for transition, emission.probs"):
+        fit_em(module(), DATA, start={"initial": torch.ones(2) / 2})
+
+
 # What is kept of each step
 
 
@@ -231,3 +248,25 @@ def test_the_entropy_of_a_guide_is_the_rest():
     model = MarginalModel(module())
     fit = fit_svi(model, pyro.infer.autoguide.AutoNormal(model), DATA, num_iterations=8)
     torch.testing.assert_close(sum(fit.history.values()), -fit.losses)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        (lambda values, notes: values, TypeError, "m_step of Wrong must return a pair"),
+        (
+            lambda values, notes: ({n: v[..., :1] for n, v in values.items()}, notes),
+            ValueError,
+            "m_step must return 'initial' .* shape",
+        ),
+    ],
+)
+def test_a_wrong_m_step_is_named(returned, error, words, monkeypatch):
+    monkeypatch.setattr(Wrong, "returned", staticmethod(returned))
+    with pytest.raises(error, match=words):
+        fit_em(Wrong(2, categorical(6)), DATA, num_iterations=2)
+
+
+def test_gradient_steps_keep_the_parts_too():
+    fit = fit_em(DenseHMM(2, 6, dim=2), DATA, num_iterations=3)
+    assert {*fit.history} == {"log_likelihood", "log_prior"}

@@ -114,6 +114,42 @@ def test_the_weight_of_the_penalty_is_that_of_a_closed_form(period):
     np.testing.assert_allclose((high - low).mean(), 2 * 1.96 * wide.mean(), rtol=0.05)
 
 
+def test_two_states_share_a_cyclic_curve():
+    """Poisson counts; a curve that is not there has a spread near zero."""
+    generator = np.random.default_rng(1)
+    hours = np.arange(240) % 24
+    states = (generator.random((30, 8)) < 0.1).cumsum(1).flatten() % 2
+    design = formulas({"hour": hours}, rate="~ smooth(hour, 6, period=24)")
+    columns = torch.as_tensor(design.matrix({"hour": hours})).float()
+
+    def model(data):
+        level = pyro.param("level", torch.tensor([0.0, 2.0]))
+        spread = pyro.param("spread", torch.tensor(0.5), constraint=constraints.positive)
+        scale = spread.unsqueeze(-1) * torch.ones(5)
+        smooth = pyro.sample("smooth", Normal(0.0, scale).to_event(1))
+        curve = (data.covariates[..., 1:] * smooth[..., None, :]).sum(-1, keepdim=True)
+        rows = torch.tensor([[0.9, 0.1], [0.1, 0.9]]).to(curve).log()
+        rate = (level.unsqueeze(-2) + curve).exp()
+        with pyro.plate("sequences", len(data)):
+            hmm = HMM(torch.full((2,), 0.5).to(curve).log(), rows, Poisson(rate), data.lengths,
+                      emission_per_step=True)  # fmt: skip
+            pyro.sample("x", hmm, obs=data.values)
+        return hmm
+
+    ends = []
+    for height in (0.0, 0.6):
+        rate = np.exp(2.0 * states + height * np.cos(2 * np.pi * hours / 24))
+        counts = torch.as_tensor(generator.poisson(rate)).float()
+        eight = torch.full((30,), 8)
+        data = Sequences(counts.reshape(30, 8), eight, covariates=columns.reshape(30, 8, -1))
+        fit = fit_laplace(model, data, ["smooth"])
+        ends.append(fit.parameters["spread"].item())
+        curve = (columns[:24, 1:].double() @ fit.parameters["smooth"].double()).numpy()
+        wanted = height * np.cos(2 * np.pi * np.arange(24) / 24)
+        np.testing.assert_allclose(curve - curve.mean(), wanted, atol=0.25)
+    assert ends[0] < ends[1] / 3
+
+
 @pytest.mark.parametrize("slope", [0.0, 2.0])
 def test_em_finds_the_weight_of_the_restricted_likelihood(slope, monkeypatch):
     """One state and a known scale: the likelihood of all contrasts, in closed form."""

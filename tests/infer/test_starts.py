@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pyrohmm import (
+    MarginalModel,
     RegressionHMM,
     Sequences,
     StationaryHMM,
@@ -18,12 +19,14 @@ from pyrohmm import (
     autoregressive_normal,
     categorical,
     fit_em,
+    fit_map,
     free_durations,
     normal,
     normal_full,
     poisson,
     starts,
 )
+from pyrohmm.infer import em
 
 
 def path(rng, num_steps, transition):
@@ -207,6 +210,28 @@ def test_the_first_of_several_restarts_is_the_only_one_of_one():
         torch.testing.assert_close(first[:count], one.losses[:count], rtol=1e-7, atol=1e-7)
 
 
+def test_large_data_are_ranked_by_some_of_them(monkeypatch):
+    data, make = small_problem(0)
+    sizes, fit_once = [], em.Loop.run
+
+    def run(loop, *progress):
+        sizes.append((int(loop.parameters.data.lengths.sum()), loop.parameters.restarts))
+        fit_once(loop, *progress)
+
+    monkeypatch.setattr(em.Loop, "run", run)
+    for module in (em, starts):
+        monkeypatch.setattr(module, "MOST_STEPS", 50)
+    fit = fit_em(make(), data, restarts=8)
+    assert all(steps <= 60 for steps, _ in sizes[:-1])
+    assert sizes[-1] == (120, 8)
+    later = fit.restarts.losses[:, 2] != fit.restarts.losses[:, 1]
+    assert later.sum() <= 3  # the others were given up at once
+    pyro.set_rng_seed(0)
+    one = fit_em(make(), data, restarts=1).losses[-1]
+    pyro.set_rng_seed(0)
+    assert fit_em(make(), data, restarts=8).losses[-1] <= one * (1 + 2e-6)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_by_default_large_data_end_no_higher_than_from_one_start(seed):
     """Of more steps than starts are ranked by: the first goes on beside the best of a sample."""
@@ -273,6 +298,16 @@ def test_values_that_the_user_gave_are_where_it_starts():
     torch.testing.assert_close(fit.losses[0], -begin)
     again = fit_em(module, data, start=fit_em(module, data))
     assert again.restarts is None
+
+
+def test_fits_start_where_a_fit_ended():
+    data = some_symbols()
+    ended = fit_em(TabularHMM(2, categorical(3)), data, num_iterations=2)
+    model = MarginalModel(TabularHMM(2, categorical(3)))
+    again = [fit_map(model, data, num_iterations=1, start=start) for start in (ended, ended.start)]
+    again.append(fit_em(TabularHMM(2, categorical(3)), data, num_iterations=1, start=ended))
+    for fit in again:
+        assert fit.losses[0] == pytest.approx(ended.losses[-1].item(), abs=1e-3)
 
 
 @pytest.mark.parametrize("stuck", [False, True])

@@ -24,7 +24,7 @@ from pyrohmm import (
     normal_mixture,
     poisson,
 )
-from pyrohmm.infer.sampled import Ladder
+from pyrohmm.infer.sampled import Ladder, marginal_likelihood
 
 
 def close(fit, exact, widest):
@@ -116,3 +116,14 @@ def test_round_trips_are_counted_and_their_lack_is_noted():
     assert not mixed.notes
     short = fit_gibbs(TabularHMM(2, categorical(3)), data, num_samples=4, **options)
     assert "hardly any chain has come from the prior" in short.notes[0]
+
+
+def test_bennetts_ratio_of_normal_distributions():
+    """Z of exp(-x^2 / 2) and of exp(-2 x^2): half."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 20, 500, dtype=torch.float64)
+    works = torch.stack([-1.5 * x**2, 1.5 * (y / 2) ** 2], -1).unsqueeze(-1)
+    value, error = marginal_likelihood(works)
+    assert abs(value - math.log(0.5)) < 4 * error < 0.05
+    spread = torch.tensor([marginal_likelihood(part[None]).value for part in works]).std()
+    assert error == pytest.approx(spread.item() / 20**0.5, rel=0.5)

@@ -13,6 +13,7 @@ from torch.distributions import constraints
 from pyrohmm import (
     HMM,
     ContinuousTimeHMM,
+    EnumeratedModel,
     RegressionHMM,
     Sequences,
     TabularContinuousTimeHMM,
@@ -110,6 +111,16 @@ def test_the_hessian_is_that_of_the_sum_over_all_paths():
 
 def _largest(table):
     return table.max(-1, keepdim=True).values.expand_as(table)
+
+
+def test_both_forms_of_a_model_and_points_without_priors_agree():
+    data = two_coins()
+    fit = fit_em(TabularHMM(2, categorical(2)), data, restarts=3, tolerance=1e-10)
+    errors = fit.std_errors(data)
+    points = fit_em(TabularHMM.from_hmm(fit.hmm(data)), data, tolerance=1e-10)
+    torch.testing.assert_close(points.std_errors(data), errors, rtol=1e-2, atol=1e-3)
+    fit.model = EnumeratedModel(fit.model.module)
+    torch.testing.assert_close(fit.std_errors(data), errors)
 
 
 def test_a_model_written_in_pyro():

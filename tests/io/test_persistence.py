@@ -181,6 +181,28 @@ def test_files_that_are_damaged_or_not_ours_are_refused(tmp_path, number):
         read_tensors(tmp_path / "x")
 
 
+@pytest.mark.parametrize(
+    ("tensors", "meta"),
+    [
+        ({"a": [1.0]}, {}),
+        ({"a": torch.ones(2, dtype=torch.complex128)}, {}),
+        ({"a": torch.eye(2).to_sparse()}, {}),
+        ({"a": torch.ones(2, device="meta")}, {}),
+        ({}, {"a": (1, 2)}),
+        ({}, {1: 2}),
+        ({}, {"a": {1, 2}}),
+        ({}, {"loss": float("nan")}),
+    ],
+)
+def test_what_cannot_be_written_exactly_is_refused(tmp_path, tensors, meta):
+    path = tmp_path / "x"
+    path.write_bytes(b"before")
+    with pytest.raises((TypeError, ValueError, NotImplementedError, KeyError, RuntimeError)):
+        write_tensors(path, tensors, meta)
+    assert path.read_bytes() == b"before"
+    assert temporaries(tmp_path) == []
+
+
 class Trap:
     def __reduce__(self):
         return os.mkdir, (os.environ["PYROHMM_TRAP"],)
@@ -350,6 +372,23 @@ def test_every_class_that_can_be_saved_is_tested():
     assert {c for make in every for c in classes(make())} == {*persistence._classes().values()}
 
 
+@pytest.mark.parametrize("name", IN_TIME)
+def test_an_emission_that_depends_on_the_past_comes_back_with_the_same_bits(tmp_path, name):
+    hmm = hmm_with(IN_TIME[name]())
+    values = hmm.sample()
+    save(hmm, tmp_path / "x")
+    again = load_hmm(tmp_path / "x")
+    assert type(again.emission) is type(hmm.emission)
+    assert bits(again.log_prob(values)) == bits(hmm.log_prob(values))
+    first, second = persistence.describe(hmm), persistence.describe(again)
+    assert all_bits(first[0]) == all_bits(second[0])
+    assert first[1] == second[1]
+    torch.manual_seed(1)
+    drawn = hmm.sample()
+    torch.manual_seed(1)
+    assert bits(again.sample()) == bits(drawn)
+
+
 @pytest.mark.parametrize("name", EMISSIONS | IN_TIME)
 def test_every_emission_comes_back_with_the_same_bits(tmp_path, name):
     hmm = hmm_with((EMISSIONS | IN_TIME)[name]())
@@ -501,6 +540,19 @@ def test_tensors_that_are_not_of_an_hmm_are_refused(tmp_path, name, value):
     write_tensors(tmp_path / FILE, tensors, meta)
     with pytest.raises(ValueError, match="does not describe an HMM"):
         load_hmm(tmp_path)
+
+
+@pytest.mark.parametrize("emission", ["categorical probs", "categorical logits", "bernoulli probs"])
+@pytest.mark.parametrize("number", [-1.5, 2.0, torch.nan])
+def test_forged_probabilities_are_refused(tmp_path, emission, number):
+    tensors, meta = persistence.describe(hmm_with(EMISSIONS[emission]()))
+    probs = [name for name in tensors if name.startswith(("emission.", "log_"))]
+    assert len(probs) == 3
+    for name in probs:
+        forged = tensors | {name: torch.full_like(tensors[name], number)}
+        write_tensors(tmp_path / FILE, forged, meta)
+        with pytest.raises(ValueError, match="does not describe an HMM"):
+            load_hmm(tmp_path)
 
 
 def block_hmm(kind, dtype=torch.float32):

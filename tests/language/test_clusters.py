@@ -180,6 +180,15 @@ def test_the_numbers_of_the_words_do_not_matter():
     assert other.paths == found.paths
 
 
+def test_words_in_no_pair_go_to_the_cluster_that_occurs_least():
+    pairs = Pairs(torch.tensor([1, 3, 5]), torch.tensor([3, 5, 1]), torch.tensor([9, 9, 2]), 7)
+    found = brown(pairs, 3)
+    rare = found.assignment[5 if found.counts[5] < found.counts[1] else 1]
+    mass = torch.zeros(3, dtype=torch.long).index_add(0, found.assignment, found.counts)
+    assert (found.assignment[[0, 2, 4, 6]] == mass.argmin()).all()
+    assert rare == mass.argmin()
+
+
 # Other assignments -------------------------------------------------------------------------------
 
 

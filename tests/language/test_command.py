@@ -1,5 +1,6 @@
 """The language model and its command: scores, sentences, files, data-parallel ranks."""
 
+import errno
 import itertools
 import math
 import os
@@ -19,6 +20,19 @@ from pyrohmm.io import files as checkpoints
 from pyrohmm.io.files import read_tensors
 from pyrohmm.language import command
 from pyrohmm.language.command import main
+
+
+def full(monkeypatch, *names):
+    """No file of these names can be written."""
+    replace = os.replace
+
+    def fail(source, target):
+        if {*names} & {*Path(target).parts}:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--states", "12", "--clusters", "4", "--dim", "8", "--tokens", "40", "--epochs", "2",
@@ -129,6 +143,16 @@ def test_a_model_is_not_replaced_unasked(here, capsys):
     Path("other").mkdir()
     main(["train.txt", *SMALL, "--epochs", "1", "--save", "other", "--checkpoint", "c"])
     main(["train.txt", *SMALL, "--epochs", "2", "--save", "other", "--checkpoint", "c"])
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_lose_the_model(here, monkeypatch, capsys):
+    full(monkeypatch, "c")
+    monkeypatch.setattr(checkpoints, "SECONDS", 0.0)
+    with pytest.raises(SystemExit) as stopped:
+        main(["train.txt", *SMALL, "--save", "m", "--checkpoint", "c"])
+    assert stopped.value.code == 1
+    assert re.search(r"No space left.*c'.*now was saved to m", capsys.readouterr().err)
+    LanguageModel.load("m")
 
 
 def test_sigterm_saves_the_model(here):

@@ -334,6 +334,26 @@ def test_assisted_generation_keeps_the_constraint_or_is_refused(tokenizer, kind,
     assert refused > 0
 
 
+def test_no_token_left_by_another_processor_is_an_error(tokenizer):
+    model, end = small_gpt2(tokenizer), tokenizer.token_to_id("<end>")
+    processor = ConstraintProcessor(
+        dense(4, tokenizer.get_vocab_size()), automata.template("a"), tokenizer, 1, end=end
+    )
+    ids = torch.tensor([tokenizer.encode("the").ids])
+    options = {"max_new_tokens": 2, "logits_processor": [processor]}
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    forbidden = written[0, ids.size(1)].item()
+    only = ConstraintProcessor(
+        dense(4, tokenizer.get_vocab_size()), automata.must_contain(forbidden), tokenizer, 1,
+        end=end,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="scores must leave a token after which must_contain"):
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, logits_processor=[only],
+            suppress_tokens=[forbidden],
+        )  # fmt: skip
+
+
 EXTRA = ["a", "b", " a", ".", None, None, None]  # the end, and two more special tokens
 OVER = over_tokens(automata.must_contain("a"), EXTRA)
 

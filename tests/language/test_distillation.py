@@ -81,6 +81,21 @@ def test_the_divergence_by_step_is_that_of_the_held_out_texts(num_states):
     assert (divergence.mean() < 0.02) == (num_states == 6)
 
 
+def test_texts_alone_and_in_parts():
+    pyro.set_rng_seed(0)
+    texts = sample_texts(Bigram(SKEWED), 200, 6, END, END)
+    found = distil(texts, TOKENS, 2, num_epochs=2, batch_size=None)
+    assert found.divergence is None
+    assert found.perplexity.num_tokens == texts[-10:].num_observed
+    parts = [texts[:100], texts[100:190]]
+    with pytest.raises(ValueError, match="held_out must be Sequences unless source is"):
+        distil(parts, TOKENS, 2)
+    with pytest.raises(ValueError, match=r"tokenizer must have eos_token_id.* that of list is"):
+        distil(Bigram(SKEWED), TOKENS, 2)
+    again = distil(parts, TOKENS, 2, held_out=texts[190:], num_epochs=2)
+    assert again.perplexity.num_tokens == found.perplexity.num_tokens
+
+
 def test_texts_in_parts_take_as_many_steps_as_those_in_memory():
     """And imitate the model as well."""
     pyro.set_rng_seed(0)

@@ -4,12 +4,20 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import LanguageModel
+from pyrohmm import LanguageModel, clusters, cooccurrence
 from pyrohmm.data.batches import Batches
 from pyrohmm.data.vocabulary import Vocabulary, word_classes
 from pyrohmm.io.files import read_directory, write_directory
 from pyrohmm.language.clusters import find_clusters
 from pyrohmm.language.text import count_words, encode
+
+
+def plain(vocabulary, data, num_clusters):
+    """Brown clusters where ``<eos>`` is a word like others, and whether it is alone."""
+    found = clusters.brown(cooccurrence.count_pairs(data, len(vocabulary)), num_clusters)
+    end = vocabulary.index("<eos>")
+    return found.assignment, int((found.assignment == found.assignment[end]).sum()) == 1
+
 
 GRAMMAR = [["the", "a", "this"], ["cat", "dog", "owl"], ["sees", "hears", "likes"],
            ["my", "your", "our"], ["house", "tree", "boat"]]  # fmt: skip
@@ -44,6 +52,21 @@ def test_there_are_as_many_clusters_as_were_asked_for(num_clusters):
     assert found.unique().tolist() == list(range(num_clusters))
     assert torch.equal(model.blocks.symbol_block, found)
     assert (found == num_clusters - 1).nonzero().tolist() == [[vocabulary.index("<eos>")]]
+
+
+def test_the_end_is_taken_out_of_clusters_that_keep_other_words():
+    """Where it is alone among C - 1, the others are those of C."""
+    vocabulary, data = prepared(text(80))
+    cases = set()
+    for num_clusters in range(2, 12):
+        found = find_clusters(data, vocabulary, num_clusters)
+        expected, alone = plain(vocabulary, data, num_clusters - 1)
+        if alone:
+            expected, again = plain(vocabulary, data, num_clusters)
+            assert again
+        cases.add(alone)
+        assert torch.equal(found, clusters.isolate(expected, [vocabulary.index("<eos>")]))
+    assert cases == {False, True}
 
 
 # What it is given ---------------------------------------------------------------------------------
@@ -135,3 +158,15 @@ def test_a_round_ends_where_each_sentence_was_taken_once():
     assert validated[0] == ends[0]
     assert validated[-1] == len(fit.losses)
     assert abs(len(fit.losses) - ends[1]) <= 0.01 * ends[1]
+
+
+@pytest.mark.parametrize("learning_rate", [1e3, 1e9])
+def test_a_fit_whose_end_is_finite_but_useless_gives_back_the_parameters(learning_rate):
+    """In float64 nothing overflows: 1e6 to 1e18 nats a word, where uniform guessing takes 2."""
+    vocabulary, data = prepared(text(30))
+    model = LanguageModel.from_data(vocabulary, data, 12, 4, 8, dropout=0.0)
+    model.module.double()
+    before = [parameter.detach().clone() for parameter in model.module.parameters()]
+    with pytest.raises(FloatingPointError, match="a parameter has left its range"):
+        model.fit(data, num_epochs=3, learning_rate=learning_rate)
+    assert all(map(torch.equal, before, model.module.parameters()))

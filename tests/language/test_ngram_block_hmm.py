@@ -209,3 +209,30 @@ def test_labels_keep_paths(engine):
         keeps = ((labels[n, :length] < 0) | (paths == labels[n, :length])).all(-1)
         torch.testing.assert_close(evidence[n], probs[keeps].sum().log())
     torch.testing.assert_close(states[0, 1, 1], torch.tensor(1.0).double())
+
+
+def test_what_leaves_the_range_of_float32_is_exact(engine):
+    """Products of weights far below one."""
+    case = Case([6, 4], seed=7, scale=30.0)
+    slow = case.hmm().log_prob(case.values)
+    for name in ("start", "leave", "enter", "scores", "emit", "words", "bias"):
+        setattr(case, name, getattr(case, name).detach().float())
+    case.weights = NGramWeights(*(part.detach().float() for part in case.weights))
+    torch.testing.assert_close(
+        case.hmm().log_prob(case.values).double(), slow.detach(), rtol=2e-4, atol=1e-3
+    )
+
+
+def test_what_stands_at_padded_steps_is_not_read(engine):
+    case = Case([3, 1, 2])
+    hmm = case.hmm()
+    padded = ~hmm.exists
+    junk = [part.masked_fill(padded, math.nan) for part in hmm.ngram[:2]]
+    junk += [part.masked_fill(padded, -7) for part in hmm.ngram[2:]]
+    again = NGramBlockHMM(hmm.words, NGramProbs(*junk), hmm.weights)
+    found, wanted = (
+        torch.autograd.grad(each.log_prob(case.values).sum(), [*case.weights])
+        for each in (again, hmm)
+    )
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other)

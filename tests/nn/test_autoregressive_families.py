@@ -4,7 +4,9 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from pyro.distributions import MultivariateNormal, Poisson
+from pyro.distributions import Categorical, MultivariateNormal, Poisson
+from pyro.infer import Predictive
+from pyro.infer.autoguide import AutoNormal
 from pyro.nn import PyroModule, PyroParam
 from scipy import optimize, stats
 from torch.distributions import constraints
@@ -18,10 +20,22 @@ from pyrohmm import (
     autoregressive_normal,
     fit_em,
     fit_map,
+    fit_svi,
     freeze,
+    markov_sample,
     starts,
 )
-from pyrohmm.distributions import Autoregressive, AutoregressiveNormal
+from pyrohmm.distributions import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
+
+
+def cases():
+    walk = rows(20, 12, 3)
+    symbols = Sequences(torch.randint(3, (3, 15)), torch.tensor([15, 9, 1]))
+    return {
+        "vectors": (lambda: TabularHMM(2, autoregressive_normal(2, 2)), walk),
+        "symbols": (lambda: TabularHMM(2, autoregressive_categorical(3, 2, 1.5)), symbols),
+    }
+
 
 PRIOR = {"loc": 0.3, "weight": 0.7, "ridge": 0.4, "degrees": 5.5, "scale": None}
 SCALE = np.array([[1.0, 0.3], [0.3, 2.0]])
@@ -201,6 +215,18 @@ def test_the_unit_of_the_data_does_not_matter(fit):
     torch.testing.assert_close(found[1], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("case", ["vectors", "symbols"])
+def test_every_fit_lowers_its_loss(case):
+    make, data = cases()[case]
+    em = fit_em(make(), data, num_iterations=15, restarts=2)
+    assert bool((em.restarts.losses.diff() <= 1e-8).all())
+    assert em.restarts.losses[0, -1] < em.restarts.losses[0, 0]
+    assert fit_em(make(), data, num_iterations=5, batch_size=2).losses.isfinite().all()
+    model = MarginalModel(make())
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=60, learning_rate=0.05)
+    assert fit.losses[-10:].mean() < fit.losses[:10].mean()
+
+
 class Contagion(PyroModule):
     """A family of a user: counts whose rate is a level and a share of the count before."""
 
@@ -239,3 +265,20 @@ def test_gradient_steps_fit_a_distribution_of_a_user_that_reads_the_last_values(
     part = fit.model.module.emission
     assert [part.level.item(), part.share.item()] == pytest.approx(best.x, abs=1e-2)
     assert fit.losses[-1].item() == pytest.approx(best.fun, abs=1e-3)
+
+
+def test_markov_sample_feeds_what_it_generates():
+    tables = Categorical(torch.eye(3).roll(1, 1).expand(2, 3, 3))  # 0, 1, 2, 0, ...
+    emission = AutoregressiveCategorical(Categorical(torch.ones(2, 3)), tables)
+    even = torch.full((2, 2), 0.5).log()
+    hmm = HMM(even[0], even, emission, torch.tensor([5, 5, 5]))
+
+    def model():
+        with pyro.plate("data", 3):
+            return markov_sample("x", hmm)
+
+    values = Predictive(model, num_samples=4)()
+    steps = torch.stack([values[f"x_{t}"] for t in range(5)], -1)
+    assert ((steps[..., 1:] - steps[..., :-1]) % 3 == 1).all()
+    with pyro.plate("data", 3):
+        assert ((pyro.sample("y", hmm).diff() % 3) == 1).all()

@@ -13,6 +13,7 @@ from pyrohmm import (
     Sequences,
     TabularContinuousTimeHMM,
     categorical,
+    em,
     fit_em,
     fit_map,
     freeze,
@@ -100,6 +101,18 @@ def test_rates_of_a_module_of_ones_own_follow_gradient_steps(data):
     fit = fit_em(Proportional(), data, tolerance=None, num_iterations=6)
     assert (fit.losses.diff() <= 1e-8).all()
     assert fit.losses[-1] < fit.losses[0] - 0.1
+
+
+def test_expected_log_joint_is_that_of_a_chain_in_continuous_time(data):
+    """Its slope is that of the evidence where the counts were found."""
+    module = Proportional()
+    hmm = module(data.lengths, data.observed, data.times)
+    counts = hmm.expected_counts(data.values)
+    value = em.expected_log_joint(hmm, counts, data.values)
+    evidence = hmm.log_prob(data.values).sum()
+    found, wanted = (torch.autograd.grad(each, module.log_speed, retain_graph=True)[0]
+                     for each in (value, evidence))  # fmt: skip
+    torch.testing.assert_close(found, wanted)
 
 
 def test_the_rate_of_exact_deaths_is_their_number_over_the_time_lived():

@@ -10,9 +10,11 @@ from pyro import poutine
 
 from pyrohmm import (
     DenseHMM,
+    GradientStep,
     MarginalModel,
     Sequences,
     dense,
+    em,
     fit_em,
     fit_map,
     freeze,
@@ -132,6 +134,35 @@ def test_em_never_lowers_the_log_joint_density(options):
             torch.distributions.Normal(0, 1).log_prob(v).sum() for v in fit.parameters.values()
         )
         torch.testing.assert_close(fit.losses[-1], loss - prior)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_fishers_identity(tied):
+    """The M-step's objective has the gradient of the evidence where the counts were found."""
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2, tied=tied)
+    values = {name: value.requires_grad_() for name, value in embeddings_of(module)[0].items()}
+    hmm = poutine.condition(module, values)(data.lengths, data.observed)
+    counts = hmm.expected_counts(data.values)
+    leaves = list(values.values())
+    evidence = hmm.log_prob(data.values).sum()
+    expected = torch.autograd.grad(evidence, leaves, retain_graph=True)
+    joint = em.expected_log_joint(hmm, counts, data.values)
+    for one, two in zip(torch.autograd.grad(joint, leaves), expected):
+        torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-10)
+
+
+def test_batched_restarts_of_em_are_single_fits():
+    data = some_symbols()
+    module = DenseHMM(3, 4, 2)
+    samples = [embeddings_of(module)[0] for _ in range(3)]
+    wide = {name: torch.stack([d[name] for d in samples]).unsqueeze(1) for name in samples[0]}
+    options = {"num_iterations": 3, "tolerance": None}
+    step = GradientStep(5, lambda leaves: torch.optim.Adam(leaves, lr=0.05))
+    every = fit_em(module, data, start=wide, restarts=3, gradient_step=step, **options)
+    for restart, sample in enumerate(samples):
+        alone = fit_em(module, data, start=sample, gradient_step=step, **options)
+        torch.testing.assert_close(every.restarts.losses[restart], alone.losses)
 
 
 def test_a_stationary_distribution_that_rounding_takes_away_does_not_end_a_fit():

@@ -37,6 +37,13 @@ FAMILIES = {
     "negative binomial": negative_binomial_durations(5, 1.5, 0.5),
     "any": parametric_durations(Binomial(6, torch.tensor([0.2, 0.5, 0.7], dtype=torch.float64)), 5),
 }
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    return request.param
+
+
 CLOSED = ["free", "geometric", "poisson", "negative binomial"]
 
 
@@ -175,3 +182,25 @@ def test_an_m_step_keeps_what_is_held_and_says_what_nothing_determines():
     torch.testing.assert_close(
         (logs.exp() * steps).sum(), (counts[0, 0] * steps).sum() / counts[0, 0].sum()
     )
+
+
+def test_the_closed_m_step_is_the_mode_of_counts_and_prior():
+    counts = torch.tensor([[[3.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
+    module = free_durations(3, 2.0)(2)
+    mode, notes = module.m_step(module.statistics(counts, None))
+    wanted = torch.tensor([[[4 / 7, 2 / 7, 1 / 7], [1 / 3, 1 / 3, 1 / 3]]])
+    torch.testing.assert_close(mode["probs"], wanted)
+    assert notes == []
+    module = geometric_durations(3, 2.0, 3.0)(2)
+    mode, _ = module.m_step(module.statistics(counts, None))
+    # leaves 4 and 1 of the prior; stays 1 and 2 of the prior
+    torch.testing.assert_close(mode["leave"], torch.tensor([[5 / 8, 1 / 3]]))
+
+
+def test_modes_of_a_single_precision_module_are_those_of_double_precision():
+    """The priors are of the module's precision, the counts of double: no slope is rounded."""
+    family = negative_binomial_durations(120, shape_concentration=1.5, shape_rate=0.1)
+    counts = torch.poisson(torch.full((4, 3, 120), 0.7))
+    single, double = (family(3).to(dtype)._mode(counts) for dtype in (torch.float32, torch.float64))
+    for name, value in double.items():
+        torch.testing.assert_close(single[name], value, rtol=1e-6, atol=1e-9)

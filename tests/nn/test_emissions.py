@@ -30,10 +30,11 @@ from pyrohmm import (
     normal_tied,
     parametric,
     poisson,
+    starts,
     streams,
     tied,
 )
-from pyrohmm.distributions.observation import Streams
+from pyrohmm.distributions.observation import Streams, Tied
 from pyrohmm.nn import normals
 from pyrohmm.nn.family import Emission
 
@@ -113,6 +114,33 @@ def assert_maximum(case, found, free, score, rng):
         assert abs(slope) < 1e-5 * max(bend, 1.0)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_distribution_has_the_density_of_its_family(name):
+    case, rng = CASES[name], np.random.default_rng(1)
+    emission, parameters = current_of(case, rng)
+    values = case.values(rng, 7)
+    event = (1,) * (np.ndim(values) - 1)
+    wide = torch.tensor(values).reshape(7, 1, *values.shape[1:])
+    assert len(emission.event_shape) == len(event)
+    scores = emission.log_prob(wide).detach()
+    np.testing.assert_allclose(scores, case.each(parameters, values), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_prior_has_the_density_of_its_family(name):
+    case, rng = CASES[name], np.random.default_rng(2)
+    module, parameters = case.family()(STATES), case.sample(rng, STATES)
+    values = {name: torch.tensor(value) for name, value in parameters.items()}
+    trace = poutine.trace(poutine.condition(module, data=values)).get_trace()
+    trace.compute_log_prob()
+    sites = {n: site for n, site in trace.nodes.items() if site["type"] == "sample"}
+    assert set(sites) == set(case.supports)
+    for site, node in sites.items():
+        assert node["value"].shape == parameters[site].shape
+        assert node["log_prob"].shape == ()
+        assert node["log_prob"].item() == pytest.approx(case.prior(parameters, site), rel=1e-9)
+
+
 # The M-step
 
 
@@ -148,6 +176,23 @@ def test_a_frozen_parameter_stays_and_the_others_are_the_best_beside_it(name, pa
             )
 
         assert_maximum(case, one, free, score, rng)
+
+
+@pytest.mark.parametrize("parameter", ["variance", "loc"])
+def test_a_parameter_with_a_prior_beside_a_point(parameter):
+    """Only what has a prior pays for it."""
+    case, rng = CASES["plane"], np.random.default_rng(5)
+    module, parameters = case.family()(STATES), case.sample(rng, STATES)
+    put(module, {parameter: parameters[parameter]})
+    values, weights = case.values(rng, 30), draw_weights(rng, 1, 30)
+    found, _ = m_step(module, values, weights)
+    one = {name: value[0] for name, value in found.items()}
+    priors = [name for name in case.supports if name != parameter]
+
+    def score(point):
+        return objective(case, point, values, weights[0], priors)
+
+    assert_maximum(case, one, list(case.supports), score, rng)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "sharing"])
@@ -233,6 +278,21 @@ def test_values_on_a_line_lift_only_the_flat_direction():
     low, high = np.linalg.eigvalsh(found["covariance"][0] / np.outer(unit, unit))
     assert low == pytest.approx(1, abs=1e-3)  # of 2e12, which rounding leaves twelve digits of
     assert high == pytest.approx(2 / normals.SMALLEST)
+    assert len(notes) == 1
+
+
+def test_a_component_of_a_mixture_is_held_at_its_floor():
+    module = normal_mixture(1, num_components=2)(1)
+    parameters = {
+        "weights": np.full((1, 2), 0.5),
+        "loc": np.array([[[0.0], [100.0]]]),
+        "variance": np.ones((1, 2, 1)),
+    }
+    put(module, parameters)
+    values = np.concatenate([np.linspace(-1, 1, 9), [100.0]])[:, None]
+    found, notes = m_step(module, values, np.ones((1, 10, 1)), call(module))
+    assert found["variance"][0, 0, 1, 0] == pytest.approx(normals.SMALLEST * np.var(values))
+    assert found["variance"][0, 0, 0, 0] == pytest.approx(np.var(values[:9]))
     assert len(notes) == 1
 
 
@@ -339,6 +399,25 @@ def test_a_stream_that_says_nothing_at_a_step_does_not_count_there(part):
     np.testing.assert_allclose(found["parts.0.probs"], counted)
 
 
+def test_an_observation_of_a_mixture_is_shared_out_by_its_components():
+    case, rng = CASES["mixture"], np.random.default_rng(16)
+    module = case.family()(STATES)
+    emission, parameters = current_of(case, rng)
+    values, weights = case.values(rng, 9), draw_weights(rng, 1, 9)
+    found = module.statistics(torch.tensor(values), torch.tensor(weights), emission)
+    found = {name: value.detach().numpy() for name, value in found.items()}
+    scores = case.each_component(parameters, values)
+    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(
+        found["counts"][0], np.einsum("mk,mkc->kc", weights[0], shares), rtol=1e-9
+    )
+    np.testing.assert_allclose(
+        found["sums"][0],
+        np.einsum("mk,mkc,md->kcd", weights[0], shares, values - module.centre.numpy()),
+        rtol=1e-9,
+    )
+
+
 # Distributions made modules
 
 
@@ -362,6 +441,15 @@ def test_a_distribution_makes_the_module_that_builds_it(name):
         torch.testing.assert_close(found[parameter], expected[parameter])
 
 
+def test_emissions_that_no_state_uses_stay_as_they_are():
+    emission = Tied(dist.Poisson(torch.tensor([1.0, 2.0, 3.0])), torch.tensor([1, 0]))
+    module = emissions.from_distribution(emission)
+    values, weights = torch.tensor([4.0, 6.0]), torch.eye(2).unsqueeze(0)
+    found, _ = module.m_step(module.statistics(values, weights, emission))
+    assert found["part.rate"][0, :2].tolist() == [6.0, 4.0]
+    assert found["part.rate"][0, 2].isnan()
+
+
 # Arguments
 
 
@@ -376,6 +464,18 @@ def test_a_prior_without_a_mode_is_refused(name):
     case, rng = CASES[name], np.random.default_rng(19)
     with pytest.raises(ValueError, match=r"concentration below one .* got 0.5. Use fit_svi"):
         m_step(families[name](STATES), case.values(rng, 5), draw_weights(rng, 1, 5))
+
+
+def test_what_is_frozen_is_a_constant_of_the_module():
+    module = normal(2)(STATES)
+    loc = torch.randn(STATES, 2)
+    freeze(module, "loc", loc)
+    assert sorted(poutine.trace(module).get_trace().stochastic_nodes) == ["variance"]
+    assert list(module.parameters()) == []
+    kept = loc.clone()
+    loc.zero_()
+    torch.testing.assert_close(module().mean, kept)
+    assert (module.is_free("loc"), module.is_free("variance")) == (False, True)
 
 
 # Frozen parameters
@@ -413,6 +513,33 @@ def test_variances_do_not_cancel_far_from_zero(offset, family, kind):
         np.testing.assert_allclose(other[name], one[name], rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("kind", ["diagonal", "full"])
+def test_states_far_apart_keep_their_small_variances(kind):
+    rng = np.random.default_rng(20)
+    values = np.concatenate([rng.normal(0, 0.1, (30, 1)), rng.normal(1000, 0.1, (30, 1))])
+    weights = np.zeros((1, 60, 2))
+    weights[0, :30, 0] = weights[0, 30:, 1] = 1.0
+    module = normal(1)(2) if kind == "diagonal" else normal_full(1)(2)
+    name = "variance" if kind == "diagonal" else "covariance"
+    shape = (2, 1) if kind == "diagonal" else (2, 1, 1)
+    module.set_points(**{name: torch.ones(shape), "loc": torch.tensor([[0.0], [1000.0]])})
+    found, notes = m_step(module, values, weights)
+    assert notes == []
+    expected = [values[:30].var(), values[30:].var()]
+    lost = 30 * np.finfo(float).eps * 500**2 / 0.1**2  # thirty squares about the centre are added
+    np.testing.assert_allclose(found[name].flatten(), expected, rtol=lost)
+
+
+def test_columns_in_other_units_keep_their_covariance():
+    rng = np.random.default_rng(21)
+    values = rng.normal(size=(60, 2)) @ np.array([[1.0, 0.3], [0.0, 1.0]]) * [1e4, 1e-2]
+    module = normal_full(2)(1)
+    module.set_points(covariance=torch.eye(2)[None], loc=torch.zeros(1, 2))
+    found, notes = m_step(module, values, np.ones((1, 60, 1)))
+    assert notes == []
+    np.testing.assert_allclose(found["covariance"][0, 0], np.cov(values.T, bias=True), rtol=1e-9)
+
+
 def test_columns_that_are_the_same_to_rounding_are_named():
     """In float32, with a prior that would let them be: there is no inverse to compute with."""
     rng = np.random.default_rng(22)
@@ -422,6 +549,18 @@ def test_columns_that_are_the_same_to_rounding_are_named():
     found, notes = m_step(module, values, np.ones((1, 40, 1)))
     assert "numerically singular in torch.float32" in notes[0]
     torch.linalg.cholesky(torch.as_tensor(found["covariance"]).float())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bits", torch.bool), ("plane", torch.int32)])
+def test_whole_numbers_are_taken_as_numbers(name, kind):
+    values = torch.randint(0, 2, (3, 5, 2))
+    data = Sequences(values.to(kind), torch.full((3,), 5))
+    fit = fit_em(
+        TabularHMM(2, CASES[name].family()), data, num_iterations=2, start=starts.by_kmeans
+    )
+    assert fit.losses.isfinite().all()
+    emission = fit.hmm(data)
+    torch.testing.assert_close(emission.log_prob(data.values), emission.log_prob(values.double()))
 
 
 def test_families_with_nothing_to_see_stay_where_they_are():

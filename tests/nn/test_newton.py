@@ -12,7 +12,7 @@ from scipy import integrate, optimize, stats
 import pyrohmm
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
-from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf
+from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf, von_mises_cdf
 from pyrohmm.ops.newton import maximized, of_function
 
 GENERATOR = np.random.default_rng(0)
@@ -231,6 +231,11 @@ def test_newton_climbs_where_a_function_is_not_concave():
     assert held[0, 1] != 0
 
 
+def test_von_mises_probabilities():
+    found = von_mises_cdf(torch.tensor(0.0), torch.tensor(0.0), torch.tensor(2.0))
+    assert found.item() == pytest.approx(0.5)
+
+
 @pytest.mark.parametrize(
     ("family", "value"),
     [
@@ -251,3 +256,34 @@ def test_a_state_of_equal_numbers_does_not_collapse(family, value):
     around = emission.log_prob(value + torch.tensor([[0.0], [0.2]])).flatten()
     assert around[0].isfinite()
     assert around[0] > around[1]  # which may be less than the least number
+
+
+def test_priors_of_student_t_have_the_unit_of_the_data():
+    x = torch.from_numpy(GENERATOR.standard_t(3.0, 200)).float()
+    for unit, dim in ((1e-3, 0), (1e4, 2)):
+        values = x if dim == 0 else torch.stack([x, -x], -1)
+        fits = [
+            fit_em(TabularHMM(1, pyrohmm.student_t(dim)), Sequences.from_list([v]), tolerance=1e-9)
+            for v in (values, unit * values)
+        ]
+        one, other = (fit.parameters for fit in fits)
+        for name, scale in (("df", 1.0), ("loc", unit), ("scale", unit)):
+            name = f"module.emission.{name}"
+            torch.testing.assert_close(other[name], scale * one[name], rtol=1e-3, atol=1e-3 * scale)
+        shift = fits[1].losses[-1] - fits[0].losses[-1]
+        numbers = (200 + 2) * max(dim, 1)  # also those of the parameters, whose priors scale
+        assert shift.item() == pytest.approx(numbers * math.log(unit), rel=1e-4)
+
+
+def test_newton_steps_of_families_are_not_halved_by_rounding(monkeypatch):
+    """Values, slopes and priors are all in double precision, and steps are few."""
+    calls = []
+    log_prob = StudentTWithCdf.log_prob
+    monkeypatch.setattr(
+        StudentTWithCdf, "log_prob", lambda self, x: calls.append(x.dtype) or log_prob(self, x)
+    )
+    x = torch.randn(200) + 3 * (torch.arange(200) // 20 % 2)
+    data = Sequences.from_list([x])
+    fit = fit_em(TabularHMM(2, pyrohmm.student_t()), data, num_iterations=10, restarts=1)
+    double = sum(dtype == torch.float64 for dtype in calls)
+    assert double < 30 * len(fit.losses)

@@ -10,12 +10,14 @@ from pyro import poutine
 from pyro.distributions import (
     Bernoulli,
     Beta,
+    Categorical,
     Gamma,
     NegativeBinomial,
     Normal,
     Poisson,
     VonMises,
 )
+from pyro.infer.autoguide import AutoNormal
 from scipy.optimize import minimize
 
 from pyrohmm import (
@@ -26,6 +28,7 @@ from pyrohmm import (
     fit_em,
     fit_map,
     fit_mcmc,
+    fit_svi,
     formulas,
     freeze,
     load_hmm,
@@ -34,6 +37,50 @@ from pyrohmm import (
     regression,
     save,
 )
+
+
+def choices(num_steps=300, seed=5):
+    """Choices of two strategies: two sequences of a stimulus and of zeros and ones."""
+    generator = np.random.default_rng(seed)
+    x, y = generator.normal(size=(2, num_steps)), np.zeros((2, num_steps))
+    for n in range(2):
+        state = 0
+        for t in range(num_steps):
+            logit = 3.0 * x[n, t] if state == 0 else -2.0 + 0.0 * x[n, t]
+            y[n, t] = generator.random() < 1 / (1 + np.exp(-logit))
+            state = state if generator.random() < 0.95 else 1 - state
+    return x, y
+
+
+def numpy_em(x, y, beta, rows, start, num_steps):
+    """EM of a logistic regression in each of two states, by loops over steps."""
+    design = np.stack([np.ones_like(x), x], -1)
+    for _ in range(num_steps):
+        evidence, gamma, pairs = 0.0, np.zeros((*x.shape, 2)), np.zeros((2, 2))
+        for n in range(len(x)):
+            p = 1 / (1 + np.exp(-design[n] @ beta.T))
+            like = np.where(y[n, :, None] == 1, p, 1 - p)
+            alpha, scale = np.zeros_like(like), np.zeros(len(like))
+            for t in range(len(like)):
+                alpha[t] = (start if t == 0 else alpha[t - 1] @ rows) * like[t]
+                scale[t] = alpha[t].sum()
+                alpha[t] /= scale[t]
+            back = np.ones(2)
+            for t in range(len(like) - 1, -1, -1):
+                gamma[n, t] = alpha[t] * back
+                if t:
+                    pairs += alpha[t - 1][:, None] * rows * (like[t] * back) / scale[t]
+                back = rows @ (like[t] * back) / scale[t]
+            evidence += np.log(scale).sum()
+        rows, start = pairs / pairs.sum(1, keepdims=True), gamma[:, 0].mean(0)
+        for k in range(2):
+            for _ in range(30):
+                p = 1 / (1 + np.exp(-design @ beta[k]))
+                slope = np.einsum("nt,ntp->p", gamma[..., k] * (y - p), design)
+                weight = gamma[..., k] * p * (1 - p)
+                bend = np.einsum("nt,ntp,ntq->pq", weight, design, design)
+                beta[k] = beta[k] + np.linalg.solve(bend, slope)
+    return evidence, beta, rows, start
 
 
 def counts(num_steps=400, seed=0):
@@ -174,6 +221,27 @@ def test_coefficients_have_intervals_and_predictions_bands():
     assert [line.get_label() for line in axes.get_lines()] == ["0 → 1", "1 → 0"]
 
 
+@pytest.mark.parametrize(("first", "second"), [(2.0, None), (None, 2.0), (2.0, 2.0)])
+def test_priors_of_coefficients_leave_errors_in_single_precision(first, second):
+    """Computed in double precision, whatever the dtype of the covariates."""
+    pyro.set_rng_seed(0)
+    covariates = torch.randn(20, 10, 2)
+    covariates[..., 0] = 1.0
+    values = torch.poisson(torch.tensor([1.0, 6.0])[(covariates[..., 1] > 0).long()])
+    errors = []
+    for dtype in (torch.float32, torch.float64):
+        data = Sequences(values.to(dtype), torch.full((20,), 10), covariates=covariates.to(dtype))
+        pyro.set_rng_seed(0)
+        module = RegressionHMM(
+            2, regression(Poisson, rate=[0, 1], prior_scale=first), [0], prior_scale=second
+        )
+        fit = fit_em(module.to(dtype), data, num_iterations=30)
+        errors.append(fit.std_errors(data))
+        assert fit.predict(data, covariates[0]).value.isfinite().all()
+    for name, error in errors[0].items():
+        torch.testing.assert_close(error.double(), errors[1][name].double(), rtol=0.02, atol=1e-3)
+
+
 @pytest.mark.parametrize("by", ["EM", "MAP"])
 def test_units_of_covariates_change_coefficients_alone(by):
     pyro.set_rng_seed(0)
@@ -216,6 +284,26 @@ def test_one_state_is_a_generalized_linear_model():
     )
     found = fit.std_errors(data)["module.emission.logits.coefficients"]
     np.testing.assert_allclose(found, errors, rtol=1e-3)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_gaps_ragged_sequences_priors_and_both_parameters(length):
+    pyro.set_rng_seed(length)
+    lengths = torch.tensor([length, 1])
+    observed = torch.arange(length) < lengths.unsqueeze(-1)
+    observed[0, length // 2] = length == 1
+    covariates = torch.randn(2, length, 2)
+    data = Sequences(torch.randn(2, length), lengths, observed, covariates=covariates)
+    emission = regression(Normal, loc=[1])
+    with pytest.raises(ValueError, match="parameters must be those of Normal"):
+        regression(Normal, mean=[1])
+    module = RegressionHMM(2, emission, transition=[0, 1], initial=[0], prior_scale=1.0)
+    hmm = module(data.lengths, data.observed, data.covariates)
+    assert hmm.log_prob(data.values).shape == (2,)
+    torch.testing.assert_close(hmm.log_transition.exp().sum(-1), torch.ones(2, length - 1, 2))
+    model = MarginalModel(module)
+    fit = fit_svi(model, AutoNormal(model), data, num_iterations=3)
+    assert "module.transition.coefficients" in fit.names
 
 
 def test_formulas_and_their_mistakes():
@@ -300,6 +388,38 @@ def test_coefficients_with_priors_have_chains_and_restarts() -> None:
         values = {name: value[chain, -1] for name, value in fit.chains.items()}
         one = poutine.trace(poutine.condition(model, values)).get_trace(data).log_prob_sum()
         assert torch.allclose(one.double(), lp, atol=1e-3)
+
+
+@pytest.mark.parametrize("categorical", [False, True])
+def test_choices_are_those_of_an_em_written_in_numpy(categorical):
+    x, y = choices()
+    beta, rows = np.array([[0.0, 2.0], [-1.0, 0.0]]), np.array([[0.9, 0.1], [0.1, 0.9]])
+    evidence, *wanted, start = numpy_em(x, y, beta.copy(), rows, np.array([0.6, 0.4]), 11)
+    covariates = torch.as_tensor(np.stack([np.ones_like(x), x], -1))
+    values = torch.as_tensor(y)
+    data = Sequences(values.long() if categorical else values, torch.tensor([300, 300]),
+                     covariates=covariates)  # fmt: skip
+    family = regression(Bernoulli, logits=[0, 1])
+    if categorical:
+        family = regression(Categorical, num_symbols=2, logits=[0, 1])
+    module = RegressionHMM(2, family).double()
+    leave = np.log([[0.1 / 0.9], [0.1 / 0.9]])
+    size = (2, 1, 2) if categorical else (2, 2)
+    for part, value in (
+        (module.emission.logits, beta.reshape(size)),
+        (module.transition, leave.reshape(2, 1, 1)),
+        (module.initial, np.log([[0.4 / 0.6]])),
+    ):
+        part.coefficients = torch.as_tensor(value)
+    fit = fit_em(module, data, num_iterations=10, tolerance=None)
+    assert fit.losses[-1].item() == pytest.approx(-evidence, rel=1e-9)
+    fit = fit_em(module, data, num_iterations=11, tolerance=None)
+    found = fit.model.module.emission.logits.coefficients.detach().reshape(2, 2)
+    np.testing.assert_allclose(found, wanted[0], atol=1e-6)
+    hmm = fit.hmm(data)
+    np.testing.assert_allclose(hmm.log_transition.exp()[0, 0], wanted[1], atol=1e-8)
+    np.testing.assert_allclose(hmm.log_initial[0].exp(), start, atol=1e-8)
+    assert bool((fit.losses.diff() <= 1e-9).all())
 
 
 def test_estimates_are_those_of_statsmodels():

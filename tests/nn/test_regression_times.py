@@ -7,6 +7,7 @@ import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Normal, Poisson
+from pyro.infer.autoguide import AutoNormal
 from scipy.linalg import expm
 from scipy.optimize import minimize
 from scipy.stats import norm, poisson
@@ -20,6 +21,7 @@ from pyrohmm import (
     categorical,
     fit_em,
     fit_map,
+    fit_svi,
     freeze,
     normal,
     poisson_durations,
@@ -211,6 +213,21 @@ def test_durations_are_fitted_by_em_and_by_gradients():
     by_steps = fit_map(MarginalModel(other), data, num_iterations=300, learning_rate=0.02)
     np.testing.assert_allclose(other.duration.rate.coefficients.detach(), found, atol=0.02)
     assert by_steps.losses[-1].item() == pytest.approx(fit.losses[-1].item(), abs=0.1)
+
+
+def test_priors_restarts_and_both_chains() -> None:
+    pyro.set_rng_seed(0)
+    data, lasting = visits(count=8), seasons()[:4]
+    timed = RegressionHMM(2, categorical(3), rates=[0, 1], prior_scale=1.0).double()
+    family = regression(Poisson, rate=[0, 1], prior_scale=1.0)
+    slow = RegressionHMM(2, normal(0), durations=family, max_duration=6, prior_scale=1.0).double()
+    for module, some, chain in ((timed, data, "rates"), (slow, lasting, "log_duration")):
+        model = MarginalModel(module)
+        fit = fit_map(model, some, restarts=3, num_iterations=3)
+        assert fit.restarts.hmm(some).chain.parameters[chain].shape[:2] == (3, len(some))
+        em = fit_em(module, some, restarts=3, num_iterations=10)
+        assert bool((em.losses.diff() <= 1e-4).all())
+        fit_svi(model, AutoNormal(model), some, num_iterations=2)
 
 
 COUNTS = regression(Poisson, rate=[0, 2], prior_scale=1.0)

@@ -26,6 +26,27 @@ def prior(module):
     return poutine.trace(module).get_trace(LENGTHS)
 
 
+def test_moments_of_the_prior_are_those_of_direct_simulation():
+    """Weights, rows and first states from Gamma variables, as the definition has them."""
+    size, count = 4, 5_000
+    module = StickyHDPHMM(size, categorical(2), gamma=3.0, alpha=(4.0, 2.0), kappa=1.5)
+    with pyro.plate("samples", count, dim=-2):
+        nodes = prior(module).nodes
+    weights, rows = (nodes[name]["value"].squeeze(1) for name in ("weights", "transition"))
+    beta = torch.distributions.Gamma(torch.full((count, size), 3.0 / size), 1.0).sample()
+    beta = beta / beta.sum(-1, keepdim=True)
+    alpha = torch.distributions.Gamma(4.0, 2.0).sample((count, 1, 1))
+    strength = alpha * beta.unsqueeze(-2) + 1.5 * torch.eye(size)
+    table = torch.distributions.Gamma(strength.clamp(min=1e-300), 1.0).sample()
+    table = table / table.sum(-1, keepdim=True)
+    for found, wanted in ((weights, beta), (rows, table)):
+        for power in (1, 2):  # standard errors are below 0.004
+            gap = (found**power).mean(0) - (wanted**power).mean(0)
+            assert gap.abs().max() < 0.03
+    shared = [(t[:, 0, 2] * t[:, 1, 2]).mean() for t in (rows, table)]  # by the weights
+    assert abs(shared[0] - shared[1]) < 0.01
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_joint_density_is_the_sum_by_hand(size):
     module = StickyHDPHMM(size, categorical(2), gamma=(2.0, 1.0), alpha=2.0, kappa=(3.0, 0.5))

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from pyrohmm import (
+    NeuralHMM,
     NeuralTagger,
     Sequences,
     TaggedHMM,
@@ -100,6 +101,19 @@ def test_everything_is_the_sum_over_all_paths_of_states_and_tags(variant, observ
             )
         for found in (probs, path.states, path.tags, tags):
             assert not found[~DATA.exists].any()
+
+
+def test_without_tags_it_is_the_distribution_of_the_words():
+    """The same parameters in a NeuralHMM, whose states and words have the same names."""
+    module = make("two levels")
+    words = NeuralHMM(5, 6, 8, **VARIANTS["two levels"]).double()
+    words.load_state_dict({k: v for k, v in module.state_dict().items() if "tag" not in k})
+    hmm = module.eval()(WORDS.lengths)
+    plain = tagged(WORDS).values
+    expected = words.eval()(WORDS.lengths).log_prob(WORDS.values)
+    torch.testing.assert_close(hmm.log_prob(plain), expected)
+    torch.testing.assert_close(hmm.words.log_prob(WORDS.values), expected)
+    torch.testing.assert_close(hmm.viterbi(plain), hmm.words.viterbi(WORDS.values))
 
 
 def test_tags_are_sampled_from_their_posterior():

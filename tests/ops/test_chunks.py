@@ -89,3 +89,14 @@ def test_what_a_chunk_cannot_reach_hides_nothing(dtype):
             chain[2][-1] += torch.tensor([1.0, 0, 0, 0]).log()
         value = recursions.log_evidence(*chain, torch.tensor(264))
         torch.testing.assert_close(value.double().item(), -747.0535319708745, rtol=1e-5, atol=0)
+
+
+def test_a_scan_gives_every_prefix():
+    torch.manual_seed(0)
+    for count in (0, 1, 2, 5, 8):
+        first, matrices = torch.rand(3, 4), torch.rand(count, 3, 4, 4)
+        vectors = [first / first.sum(-1, keepdim=True)]
+        for matrix in matrices:
+            vector = (vectors[-1].unsqueeze(-2) @ matrix).squeeze(-2)
+            vectors.append(vector / vector.sum(-1, keepdim=True))
+        assert_close(_torch.prefixes(first, matrices), torch.stack(vectors))

@@ -1,5 +1,8 @@
 """Evidence by loops over whole sequences: that of the recursions in torch, and its gradient."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -72,6 +75,46 @@ def test_evidence_of_symbols_is_that_of_torch(count, steps, states, symbols, zer
     check_solved(arguments, weights, **CLOSE[dtype])
 
 
+def test_symbols_that_all_but_exclude_states():
+    """A chain that seldom leaves its state, and symbols that all but exclude the other states."""
+    for stay in (1 - 1e-12, 1e-12):
+        rest = (1 - stay) / 2
+        transition = torch.full((3, 3), rest, dtype=torch.float64).fill_diagonal_(stay).log()
+        table = torch.full((3, 3), 1e-40, dtype=torch.float64).fill_diagonal_(1 - 2e-40).log()
+        symbols = torch.arange(3).repeat_interleave(30)[None]
+        arguments = transition[0], transition, table, symbols, torch.tensor([90]), None
+        check_solved(arguments, torch.ones(1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("nats", [1.0, 30.0, 740.0, 744.0, 800.0, 5000.0])
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_a_state_that_cannot_be_explains_more(dtype, nats):
+    """The other state would do better, by so many nats in two steps; nothing leads to it."""
+    never = torch.tensor(0.0, dtype=dtype).log()
+    transition = torch.zeros(2, 2, dtype=dtype).fill_diagonal_(1.0).log()
+    likelihood = torch.zeros(1, 64, 2, dtype=dtype)
+    likelihood[..., 0] = -nats / 2
+    initial = torch.stack([torch.zeros((), dtype=dtype), never])
+    for requires in (False, True):
+        likelihood = likelihood.detach().requires_grad_(requires)
+        value = recursions.log_evidence(initial, transition[None], likelihood, torch.tensor([64]))
+        assert_close(value.detach(), torch.tensor([-32.0 * nats], dtype=dtype))
+    (gradient,) = torch.autograd.grad(value.sum(), likelihood)
+    assert_close(gradient, torch.tensor([1.0, 0.0], dtype=dtype).expand(1, 64, 2))
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_products_of_norms_do_not_underflow(count):
+    """Symbols that are all but impossible where the chain is, step after step."""
+    transition = torch.tensor([[1.0, 1e-300], [1e-300, 1.0]], dtype=torch.float64).log()
+    table = torch.tensor([[1e-280, 1.0], [1.0, 1e-280]], dtype=torch.float64).log()
+    symbols = torch.zeros(count, 9).long()
+    symbols[:, ::2] = 1
+    lengths = torch.full((count,), 9)
+    arguments = torch.tensor([1.0, 0.0]).double().log(), transition, table, symbols, lengths, None
+    check_solved(arguments, torch.ones(count), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "hard zeros"])
 @pytest.mark.parametrize(
@@ -141,6 +184,41 @@ def test_separated_observations_stay_in_the_loops(monkeypatch, count, dtype):
     logs.requires_grad_()
     (slope,) = torch.autograd.grad(recursions.log_evidence(*parts, logs, lengths).sum(), logs)
     assert_close(slope.double(), expected.state_probs, **CLOSE[dtype])
+
+
+def test_nothing_is_read_of_memory_that_was_not_written(monkeypatch):
+    """What a look again has left of a tile, after its longest sequence, may be NaN."""
+    made = np.empty
+    monkeypatch.setattr(np, "empty", lambda *args: np.full_like(made(*args), np.nan))
+    lengths = torch.arange(64) // 2 + 1
+    states = torch.arange(32) % 2
+    logs = -1000.0 * (states.unsqueeze(-1) != torch.arange(2)).expand(64, 32, 2)
+    parts = torch.full((2,), 0.5).log(), torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]).log()
+    found = recursions.expected_counts(*parts, logs, lengths)
+    assert found.transitions.sum() == (lengths - 1).sum()
+
+
+def test_counts_that_needed_float64_have_the_dtype_of_the_chain():
+    """State 1 is e^-110 behind, leads and is behind again: float32 would lose it."""
+    apart = torch.tensor([[[0.0, -math.inf], [-math.inf, 0.0]]])
+    logs = torch.tensor([[0.0, -110.0], *[[-44.0, 0.0]] * 5, [0.0, -110.0]])
+    parts = (part.float() for part in (torch.full((2,), 0.5).log(), apart, logs))
+    found = recursions.expected_counts(*parts, torch.tensor(7))
+    assert [part.dtype for part in found[:4]] == [torch.float32] * 4
+    assert_close(found.log_evidence, torch.tensor(-220.0, dtype=torch.float32))  # of either path
+
+
+def test_second_derivatives():
+    """The gradient can itself be differentiated."""
+    initial, transition, table, symbols, lengths, known = case(3, 4, 2, 3, torch.float64)
+
+    def evidence_of(table):
+        return recursions.log_evidence_of_symbols(
+            initial, transition[None], table, symbols, lengths, known
+        ).sum()
+
+    assert torch.autograd.gradcheck(evidence_of, table.requires_grad_())
+    assert torch.autograd.gradgradcheck(evidence_of, table)
 
 
 def test_threads_share_sequences_and_repeat_every_bit(monkeypatch):

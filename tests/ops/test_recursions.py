@@ -6,6 +6,7 @@ they are a few roundings of the largest log-likelihood, which is what an exponen
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from oracle import assert_close
 from torch.autograd import gradcheck, gradgradcheck
 
 from pyrohmm import recursions
+from pyrohmm.ops import backends
 
 NEVER = -np.inf
 
@@ -177,6 +179,21 @@ def test_many_states_agree_with_log_space(num_states, batch, kind):
     assert (scores_of(chain, recursions.sample_states(*chain, num_samples=2)) > NEVER).all()
 
 
+def test_float32_keeps_the_evidence_of_many_steps(engine):
+    chain = random_chain(3, 20_000, dtype=torch.float32, scale=1.0)
+    initial, transition, likelihood, _ = chain.arrays()
+    arrived, matrix, expected = np.exp(initial), np.exp(transition[0]), 0.0
+    for weight in np.exp(likelihood):
+        mass = arrived * weight
+        expected += np.log(mass.sum())
+        arrived = mass / mass.sum() @ matrix
+    evidence, states, transitions = recursions.posterior(*chain)
+    assert evidence.item() == pytest.approx(expected, rel=1e-5)
+    assert recursions.log_evidence(*chain).item() == pytest.approx(expected, rel=1e-5)
+    assert_close(states.sum(-1), np.ones(20_000), rtol=0, atol=1e-5)
+    assert transitions.sum().item() == pytest.approx(19_999, rel=1e-5)
+
+
 # Derivatives of both orders -----------------------------------------------------------------------
 
 
@@ -268,6 +285,15 @@ def test_second_derivatives_of_parts_that_are_made_of_each_other(engine):
     torch.testing.assert_close(hessian(evidence, logits), hessian(slow, logits))
 
 
+def test_a_gradient_can_be_asked_for_twice(engine):
+    chain = random_chain(3, 4, (2, 3), groups=(2, 1), ragged=True).with_gradients()
+    loss = recursions.log_evidence(*chain).sum()
+    first = torch.autograd.grad(loss, chain[:3], retain_graph=True)
+    second = torch.autograd.grad(loss, chain[:3])
+    for one, other in zip(first, second):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
 # Numbers out of range -----------------------------------------------------------------------------
 
 APART = np.where(np.eye(2), 0.0, NEVER)[None]
@@ -324,6 +350,20 @@ def test_no_path_that_matters_is_lost(name, dtype, engine):
     assert_close(counts.state_probs, answer.states, name, **loose or ROUNDING[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", UNDERFLOW)
+@pytest.mark.parametrize("count", [40])  # sequences side by side
+def test_expected_counts_lose_no_path_that_matters(count, name, dtype, engine):
+    transition, likelihood = UNDERFLOW[name]
+    likelihood = np.array(likelihood, float)
+    initial = np.log([0.5, 0.5] if likelihood.shape[1] == 2 else [0.3, 0.3, 0.4])
+    chain = Chain.of(initial, transition, np.stack([likelihood] * count), dtype=dtype)
+    answer, counts = chain.solved(), recursions.expected_counts(*chain)
+    assert_close(counts.log_evidence, answer.evidence, name, **ROUNDING[dtype])
+    loose = ROUNDING[dtype] if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-3}
+    assert_close(counts.state_probs, answer.states, name, **loose)
+
+
 @pytest.mark.parametrize(
     ("name", "tried"),
     [
@@ -336,6 +376,24 @@ def test_a_wider_range_is_tried_only_where_it_is_needed(name, tried, engine, ran
     batch = np.stack([np.zeros_like(likelihood), likelihood])
     recursions.log_evidence(*Chain.of(EVEN, transition, batch, dtype=torch.float32))
     assert ranges == tried
+
+
+@pytest.mark.parametrize("num_steps", [50, 300])
+@pytest.mark.parametrize("rare", [0.0, 1e-30])
+def test_transitions_to_a_state_that_lags_for_long_do_not_overflow(num_steps, rare, engine):
+    """The messages back are then huge, and so are their sums over steps, before A makes them small.
+
+    The numbers stay in the range of float32 at every step.
+    """
+    with np.errstate(divide="ignore"):
+        apart = np.log([[[1.0 - rare, rare], [rare, 1.0 - rare]]])
+    likelihood = np.zeros((3, num_steps, 2))
+    likelihood[:, 0, 1] = -84.0
+    likelihood[:, -2:, 0] = -60.0
+    chain = Chain.of(EVEN, apart, likelihood, dtype=torch.float32)
+    answer, tolerance = chain.solved(), {"rtol": 1e-3, "atol": 1e-3}
+    assert_close(recursions.posterior(*chain).transitions, answer.transitions.sum(-3), **tolerance)
+    assert_gradients(chain, answer, None, tolerance)
 
 
 @st.composite
@@ -386,6 +444,19 @@ def test_numbers_far_apart_break_nothing(parts, dtype, engine):
     assert_answers(chain, chain.solved(), parts, tolerance, loose)
 
 
+@pytest.mark.parametrize("num_sequences", [1, 40])
+@pytest.mark.parametrize("apart", [1.0, 100.0, 300.0, 400.0, 460.0, 600.0, 5000.0])
+def test_steps_that_are_unlikely_one_after_the_other_add_up(apart, num_sequences, engine):
+    """Norms of single steps may be 1e-200, and the product of two of them no number at all."""
+    never = torch.tensor([[0.0, -torch.inf], [-torch.inf, 0.0]])
+    turns = torch.tensor([[0.0, -apart], [-apart, 0.0]]).repeat(4, 1)
+    chain = torch.full((2,), 0.5).log(), never[None], turns.expand(num_sequences, 8, 2)
+    lengths = torch.full((num_sequences,), 8)
+    evidence = recursions.log_evidence(*chain, lengths)
+    torch.testing.assert_close(evidence, torch.full((num_sequences,), -4 * apart))
+    torch.testing.assert_close(recursions.posterior(*chain, lengths).log_evidence, evidence)
+
+
 # Chains that are special ----------------------------------------------------------------------
 
 
@@ -431,6 +502,24 @@ def test_a_long_chain_from_left_to_right(dtype, steps, engine, ranges):
     assert_close(reached, answer.best, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("junk", [np.nan, np.inf, -np.inf, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_what_stands_in_the_padding_changes_nothing(junk, dtype, engine):
+    chain = random_chain(3, 5, (4,), ragged=True, dtype=dtype)
+    ended = torch.arange(5) >= chain.lengths[:, None]
+    assert ended.any()
+    spoilt = chain._replace(log_likelihood=chain.log_likelihood.masked_fill(ended[..., None], junk))
+    for solve in (recursions.posterior, recursions.filtered, recursions.viterbi):
+        for one, other in zip(solve(*chain), solve(*spoilt)):
+            assert torch.equal(one, other)
+    both = chain.with_gradients(), spoilt.with_gradients()
+    for each in both:
+        recursions.log_evidence(*each).sum().backward()
+    for one, other in zip(both[0].gradients, both[1].gradients):
+        assert torch.equal(one, other)
+    assert not both[1].log_likelihood.grad[ended].any()
+
+
 @pytest.mark.parametrize("count", [1, 40])  # by states, and by sequences side by side
 def test_among_equal_paths_viterbi_takes_the_first(count, engine):
     initial, even = np.array([NEVER, NEVER, 0.0, 0.0, 0.0]), np.zeros((1, 5, 5))
@@ -438,6 +527,31 @@ def test_among_equal_paths_viterbi_takes_the_first(count, engine):
     expected = torch.tensor([[2, 0, 0], [2, 0, 0], [2, 0, 0]])[chain.lengths - 1]
     expected = expected.masked_fill(torch.arange(3) >= chain.lengths[:, None], 0)
     assert torch.equal(recursions.viterbi(*chain), expected)
+
+
+def test_threads_share_the_work_and_change_nothing():
+    if not backends.has_numba():
+        pytest.skip("Numba is not installed")
+    chain = random_chain(8, 300, (7,), ragged=True)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = recursions.posterior(*chain)
+        torch.set_num_threads(3)
+        together = recursions.posterior(*chain)
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(alone, together):
+        assert torch.equal(one, other)
+
+
+def test_python_threads_can_share_the_kernels():
+    chain = random_chain(8, 200, (6,), ragged=True)
+    alone = recursions.posterior(*chain)
+    with ThreadPoolExecutor(4) as pool:
+        for each in pool.map(lambda _: recursions.posterior(*chain), range(20)):
+            for one, other in zip(alone, each):
+                assert torch.equal(one, other)
 
 
 # Bad arguments ------------------------------------------------------------------------------------

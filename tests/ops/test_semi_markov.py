@@ -80,6 +80,26 @@ def test_nothing_leaves_the_range_of_numbers(engine, small, monkeypatch):
         torch.testing.assert_close(found.log_evidence[i], alone.log_evidence)
 
 
+@pytest.mark.parametrize("censored", CUTS, ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("size", [(2, 4, 2), (3, 2, 5)], ids=str)
+def test_no_evidence_depends_on_an_entry_that_is_nan(engine, size, zeros, censored):
+    """A number is left only where any other entry leaves the same."""
+    parts, length = problem(*size, zeros), torch.tensor(size[2])
+    for place, part in enumerate(parts):
+        for entry in range(part.numel()):
+
+            def evidence(number, place=place, entry=entry):
+                changed = [each.clone() for each in parts]
+                changed[place].view(-1)[entry] = number
+                return semi_markov.log_evidence(*changed, length, *censored)
+
+            found = evidence(torch.nan)
+            if not found.isnan():
+                torch.testing.assert_close(evidence(-0.5), found)
+                torch.testing.assert_close(evidence(60.0), found)
+
+
 def test_survival_of_durations():
     duration = torch.tensor([[0.2, 0.3, 0.5], [1.0, 0.0, 0.0]]).log().requires_grad_()
     survival = semi_markov.log_survival(duration)

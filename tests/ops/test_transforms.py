@@ -103,6 +103,22 @@ def arguments():
     return initial, transition.unsqueeze(0), logs(N, T, K, seed=6), LENGTHS
 
 
+def test_recursions_by_all_arguments():
+    *parts, lengths = arguments()
+    expected = by_autograd(lambda *parts: recursions.log_evidence(*parts, lengths), *parts)
+    for transform in (jacrev, jacfwd):
+        found = transform(recursions.log_evidence, argnums=(0, 1, 2))(*parts, lengths)
+        for one, other in zip(found, expected):
+            assert torch.allclose(one, other)
+    found = hessian(lambda scores: recursions.log_evidence(*parts[:2], scores, lengths).sum())(
+        parts[2]
+    )
+    expected = torch.autograd.functional.hessian(
+        lambda scores: recursions.log_evidence(*parts[:2], scores, lengths).sum(), parts[2]
+    )
+    assert torch.allclose(found, expected)
+
+
 def differences(function, theta, step=1e-5):
     """The Jacobian by central differences, of what is computed without transforms."""
     columns = []
@@ -155,6 +171,17 @@ def test_queries_have_derivatives(name, query):
         torch.testing.assert_close(transform(asked)(theta), expected, atol=1e-7, rtol=1e-6)
     many = torch.stack([theta, -theta])
     torch.testing.assert_close(vmap(asked)(many), torch.stack([asked(each) for each in many]))
+
+
+def test_marginals_of_a_crf_have_derivatives():
+    emission, transition = logs(N, T, K), logs(K, K, seed=1)
+
+    def marginals(transition):
+        return LinearChainCRF(emission, transition, lengths=LENGTHS).marginals()
+
+    torch.testing.assert_close(
+        jacrev(marginals)(transition), differences(marginals, transition), atol=1e-8, rtol=1e-6
+    )
 
 
 def test_a_sequence_of_probability_zero_has_gradient_zero():

@@ -158,6 +158,17 @@ def test_a_constant_column_has_the_variance_of_the_floor(kind):
     assert np.isfinite(model.score(X))
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_a_state_without_rows_stays_finite():
+    for kind in KINDS:
+        model = GaussianHMM(3, kind, init_params="", n_iter=3, tol=-1.0)
+        model.startprob_, model.transmat_ = np.array([0.5, 0.5, 0.0]), np.eye(3)
+        model.means_, model.covars_ = np.zeros((3, 2)), covariances(kind)
+        model.fit(vectors())
+        assert np.isfinite(model.covars_).all()
+        assert np.isfinite(model.score(vectors()))
+
+
 @pytest.mark.parametrize("name", [name for name in PAIRS if "mixture" in name])
 def test_a_fit_of_mixtures_has_the_optimum_of_hmmlearn(name):
     """Its covariances are about the means of the step before, so that its steps are others."""
