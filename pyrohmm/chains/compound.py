@@ -64,6 +64,8 @@ class ProductChain(MarkovRecursions):
         self.sizes = tuple(table.size(-1) for table in self.log_transitions)
         check_product(self.sizes)
 
+    check_values = Chain.check_values  # rows sum to one if those of the parts do
+
     @lazy
     def log_initial(self) -> Tensor:
         """``(*b, K)``, of the product states."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._arrays import from_numpy
-from .._checks import broadcast_shapes
+from .._checks import broadcast_shapes, check_log_simplex
 from .._precision import recomputing
 from ..ops import forward, recursions
 from ..ops import markov as markov_ops
@@ -60,6 +60,12 @@ class MarkovRecursions(Chain):
     def log_transition(self) -> Tensor:
         r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
         return self.matrices if self.per_step else self.matrices.squeeze(-3)
+
+    def check_values(self) -> None:
+        """Raise unless log-probabilities sum to one, in the rows of the matrices as well."""
+        super().check_values()
+        if "log_transition" not in self.cores:
+            check_log_simplex("matrices", self.matrices)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]

@@ -117,7 +117,8 @@ class ChainDistribution(OwnChecks):
             of = ", ".join(f"{count} of {name}" for name, count in steps.items()) or num_steps
             raise ValueError(
                 f"lengths must lie between 1 and the number of steps, {of}; got values from "
-                f"{self._shortest} to {self._longest}."
+                f"{self._shortest} to {self._longest}. Drop empty sequences, and count steps "
+                "without their padding."
             )
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
@@ -126,7 +127,8 @@ class ChainDistribution(OwnChecks):
             listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
             raise ValueError(
                 f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "
-                f"{listing}, which make {count:,}: {4 * count:,} bytes of evidence alone."
+                f"{listing}, which make {count:,}: the evidence alone would take {4 * count:,} "
+                "bytes. Give arguments of the same sequences the same batch shape."
             )
         return batch, num_steps
 

@@ -36,7 +36,7 @@ from ..distributions.observation import log_prob_per_state
 from ..nn.base import PYRO, HMMModule, OwnParameters, is_placed
 from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
-from ..nn.normals import CentredEmission, merged, moments_of, scale_prior
+from ..nn.normals import CentredEmission, merged, moments_of, take_moments
 from ..nn.regression import Linear
 
 LogPrior = Callable[[HMM], Tensor]
@@ -95,13 +95,13 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         gaps = first.times.diff(dim=-1)[first.exists[:, 1:]]
         if bool((gaps > 0).any()):
             module.set_times(float(gaps[gaps > 0].median()))
-    if emission is None or not hasattr(emission, "scale_prior"):
+    if emission is None or not hasattr(emission, "take_moments"):
         return 0.0
     with torch.no_grad():
         parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]
         size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
         moments = [_moments(part, size, getattr(emission, "lags", 0)) for part in parts_of(data)]
-        return scale_prior(emission, reduce(merged, moments))
+        return take_moments(emission, reduce(merged, moments))
 
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:

@@ -20,7 +20,7 @@ from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sampl
 from .emissions import from_distribution
 from .family import Components, Emission, EmissionFamily
 from .newton import EXAMPLE, NewtonComponents
-from .normals import scale_prior
+from .normals import take_moments
 
 
 def streams(*families: EmissionFamily) -> EmissionFamily:
@@ -113,12 +113,12 @@ class StreamsEmission(_Composite, emits=Streams):
             statistics |= under(f"parts.{i}.", part.statistics(piece, weight, emission))
         return statistics
 
-    def scale_prior(self, moments: Tensor) -> float:
-        """Each part by itself: see :func:`.normals.scale_prior`."""
+    def take_moments(self, moments: Tensor) -> float:
+        """Each part by itself: see :func:`.normals.take_moments`."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             joined = self.forward()
         fits = moments.shape[1:] == joined.event_shape
-        return sum(map(scale_prior, self.parts, joined.split(moments))) if fits else 0.0
+        return sum(map(take_moments, self.parts, joined.split(moments))) if fits else 0.0
 
 
 def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
@@ -173,9 +173,9 @@ class TiedEmission(_Composite, emits=Tied):
         base = None if current is None else current.base
         return under("part.", self.part.statistics(values, weights @ member, base))
 
-    def scale_prior(self, moments: Tensor) -> float:
-        """Scale the prior of the distinct emissions: see :func:`.normals.scale_prior`."""
-        return scale_prior(self.part, moments)
+    def take_moments(self, moments: Tensor) -> float:
+        """Scale the prior of the distinct emissions: see :func:`.normals.take_moments`."""
+        return take_moments(self.part, moments)
 
 
 # Further zeros, and limits ------------------------------------------------------------------------
@@ -213,9 +213,9 @@ class _Modified(NewtonComponents):
         inner = self.part.spaces().items()
         return {f"part.{name}": space for name, space in inner} | self.supports
 
-    def scale_prior(self, moments: Tensor) -> float:
-        """Scale the prior of the part: see :func:`.normals.scale_prior`."""
-        return scale_prior(self.part, moments)
+    def take_moments(self, moments: Tensor) -> float:
+        """Scale the prior of the part: see :func:`.normals.take_moments`."""
+        return take_moments(self.part, moments)
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
         """The maximum of the part, as if it were not modified."""

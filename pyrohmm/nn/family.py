@@ -127,7 +127,7 @@ class Components(Emission):
         """Functions of the values whose weighted sums are sufficient statistics."""
         return {"sums": values}
 
-    def scale_prior(self, moments: Tensor) -> float:
+    def take_moments(self, moments: Tensor) -> float:
         """Give default priors the unit of data; returns what that adds to the loss, in nats."""
         if not self.of_data or moments.shape[1:] != self.shape[1:]:
             return 0.0

@@ -70,7 +70,7 @@ class CentredEmission(Emission):
             self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
             self.of_data = False
 
-    def scale_prior(self, moments: Tensor) -> float:
+    def take_moments(self, moments: Tensor) -> float:
         r"""Give the prior the location and scale of data, unless hyperparameters were given.
 
         Args:
@@ -544,9 +544,9 @@ def merged(first: Tensor, second: Tensor) -> Tensor:
     return torch.where(first[0] == 0, second, torch.where(second[0] == 0, first, both))
 
 
-def scale_prior(emission: Any, moments: Tensor) -> float:
-    """:meth:`CentredEmission.scale_prior` of an emission that defines it; zero of others."""
-    return emission.scale_prior(moments) if hasattr(emission, "scale_prior") else 0.0
+def take_moments(emission: Any, moments: Tensor) -> float:
+    """:meth:`CentredEmission.take_moments` of an emission that defines it; zero of others."""
+    return emission.take_moments(moments) if hasattr(emission, "take_moments") else 0.0
 
 
 def _check_range(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:

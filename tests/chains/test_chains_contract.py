@@ -5,8 +5,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+from pyro.distributions import Normal
 
-from pyrohmm import blocks
+from pyrohmm import HMM, blocks
 from pyrohmm.chains import (
     BlockChain,
     MarkovChain,
@@ -138,3 +139,15 @@ def test_a_chain_whose_zeros_have_no_gradient_is_named():
     chain = Careless(rows(3), rows(3, 2))
     with pytest.raises(ValueError, match="the gradient of the evidence by log_moves is NaN"):
         chain.expected_counts(torch.randn(4, 3), torch.tensor(4))
+
+
+def test_matrices_whose_rows_do_not_sum_to_one_are_refused():
+    class Leaking(Ring):
+        @property
+        def matrices(self):
+            return super().matrices - 0.1
+
+    levels = Normal(torch.zeros(3), 1.0)
+    HMM.of(Ring(rows(3), rows(3, 2)), levels, torch.tensor(4), validate_args=True)
+    with pytest.raises(ValueError, match="matrices must hold log-probabilities that sum to one"):
+        HMM.of(Leaking(rows(3), rows(3, 2)), levels, torch.tensor(4), validate_args=True)
