@@ -21,9 +21,10 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import reduce
 from typing import Any
 
@@ -113,6 +114,24 @@ def _check_free(options: argparse.Namespace) -> None:
         )
 
 
+def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
+    """Save what has been trained: where it should be, or beside the checkpoint, or anywhere.
+
+    Raises:
+        SystemExit: If it is not where it should be; it says where it is.
+        OSError: If it is nowhere.
+    """
+    places = [os.path.dirname(getattr(options, "checkpoint", "")) or ".", tempfile.gettempdir()]
+    try:
+        return model.save(options.save)
+    except (OSError, ValueError) as error:
+        for place in places:
+            with suppress(OSError):
+                model.save(other := tempfile.mkdtemp(prefix="pyrohmm-", dir=place))
+                sys.exit(f"not saved to {options.save} ({error}), but to {other}")
+        raise
+
+
 def run(options: argparse.Namespace) -> None:
     """Train or load, then score and generate, as the options say."""
     texts = {name: _read(name) for name in options.score}
@@ -188,13 +207,13 @@ def train(options: argparse.Namespace) -> LanguageModel:
         fit = model.fit(data, validation, generator=generator, report=tell, **of_fit)
     except (KeyboardInterrupt, OSError) as error:  # the latter of the checkpoint
         if processes.is_first:
-            model.save(options.save)
+            _keep(model, options)
             print(f"{str(error) or 'interrupted'}; the model as it is now was saved to "
                   f"{options.save}. Give it with --load to train on, or the same command if it has "
                   "a --checkpoint.", file=sys.stderr)  # fmt: skip
         sys.exit(1 if isinstance(error, OSError) else INTERRUPTED)
     if processes.is_first:
-        model.save(options.save)
+        _keep(model, options)
         print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {options.save}")
         print(f"held out: {model.perplexity(validation)}, {END} included")
     return model

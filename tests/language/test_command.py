@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pyro
@@ -32,6 +33,25 @@ def full(monkeypatch, *names):
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", fail)
+
+
+@pytest.mark.parametrize("place", ["work", "tmp"])
+def test_a_model_that_cannot_be_saved_is_saved_elsewhere(here, monkeypatch, place):
+    """Beside the checkpoint; or among temporary files, where that disk is full, too."""
+    for name in ("work", "tmp"):
+        Path(name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(here / "tmp"))
+    monkeypatch.setattr(checkpoints, "SECONDS", 1e9)
+    arguments = ["train.txt", *SMALL, "--epochs", "1", "--save", "m", "--checkpoint", "work/c"]
+    main(arguments)
+    full(monkeypatch, "m", *({"work"} - {place}))
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    found = re.search(
+        r"not saved to m \(.*No space.*m/tensors.*\), but to (\S+)", stopped.value.code
+    )
+    assert Path(found[1]).resolve().is_relative_to(here / place)
+    assert LanguageModel.load(found[1]).perplexity(text(20, 1)).value < 20
 
 
 ROOT = Path(__file__).resolve().parents[2]
