@@ -76,7 +76,8 @@ class Parameters:
             raise ValueError(
                 "restarts need every parameter to have a prior, so that each has its own; "
                 f"{type(module).__name__} has parameters without one: {', '.join(points)}. Give "
-                "them one, such as by prior_scale, freeze them, or fit once for each start."
+                "them one, as parametric(distribution, loc=Normal(0.0, 10.0)) and prior_scale= of "
+                "RegressionHMM do, freeze them, or fit once for each start."
             )
         if not self.sites and not self.points:
             raise ValueError("module has no parameters to fit: all of them are frozen.")

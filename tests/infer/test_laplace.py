@@ -233,7 +233,7 @@ def test_what_cannot_be_integrated_is_refused():
     data = levels()
     with pytest.raises(ValueError, match="In plates are own"):
         fit_laplace(linear, data, ["mean"])
-    with pytest.raises(ValueError, match="none are named"):
+    with pytest.raises(ValueError, match="must name variables in one plate"):
         fit_laplace(linear, data, [])
     with pytest.raises(ValueError, match="start has 'level'"):
         fit_laplace(linear, data, ["own"], start={"level": torch.zeros(1)})
