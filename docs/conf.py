@@ -73,7 +73,7 @@ nitpick_ignore_regex = [
     ),
     ("py:data", r"[A-Z_]+"),
     ("py:obj", r"pyrohmm\..*\.Value"),  # a type variable
-    ("py:class", r"pyrohmm\..*\._\w+"),
+    ("py:class", r"pyrohmm\.(.*\.)?_\w+.*"),
     ("py:class", r"(?!pyrohmm\.).*"),  # words before the colon of a docstring's "Returns"
 ]
 

@@ -222,7 +222,8 @@ class Plan(NamedTuple):
         pairs_of: ``(U + 1,)``, where the pairs of each source begin.
         columns: The states of the targets of all sources, one after the other.
         columns_of: ``(U + 1,)``, where those of each source begin.
-        steps, steps_of: The steps of all pairs, among ``N * T``, and where each pair's begin.
+        steps: The steps of all pairs, among ``N * T``.
+        steps_of: Where those of each pair begin.
         size: Length of the array of probabilities.
     """
 
