@@ -1,4 +1,4 @@
-r"""Emissions that depend on the observations before, besides the state: their base, and vectors.
+r"""Autoregressive emissions: their base class, symbols, and normal vectors.
 
 Past observations are known, so inference stays exact: the recursions are those of other emissions,
 and only log-likelihoods differ. The first L observations of a sequence have a distribution of their
@@ -93,7 +93,7 @@ class Autoregressive(OwnChecks):
     # What a subclass defines
 
     def given(self, context: Tensor) -> TorchDistribution:
-        """The distribution of an observation ``(*A, K)``, given those before it.
+        """Emission distribution ``(*A, K)`` of an observation given the L before it.
 
         Args:
             context: ``(*A, L, *E)``, the last one last.
@@ -108,12 +108,12 @@ class Autoregressive(OwnChecks):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Of an observation."""
+        """Support of one observation."""
         return self.initial.support
 
     @property
     def history(self) -> Tensor:
-        """Observations before the first, ``(*B, L, *E)``, or none of them, ``(0, *E)``."""
+        """Observations before the first step, ``(*B, L, *E)``; ``(0, *E)`` without a history."""
         return torch.empty(0, *self.event_shape) if self._history is None else self._history
 
     @property
@@ -122,7 +122,7 @@ class Autoregressive(OwnChecks):
         return self.lags - self.history.size(-1 - len(self.event_shape))
 
     def windows(self, values: Tensor) -> Tensor:
-        """Each observation and the L before it, ``(*A, T, L+1, *E)``, in the order of time.
+        """Sliding windows ``(*A, T, L+1, *E)``: the L observations before each, then itself.
 
         Before the first, without a history, stand NaN, or -1 if observations are integers.
 
@@ -138,7 +138,7 @@ class Autoregressive(OwnChecks):
         return joined.unfold(at, self.lags + 1, 1).movedim(-1, at + 1)
 
     def _joined(self, before: Tensor, values: Tensor) -> Tensor:
-        """``values`` ``(*A, t, *E)`` with others before them."""
+        """Concatenate ``before`` and ``values`` ``(*A, t, *E)`` in time; batches broadcast."""
         events = 1 + len(self.event_shape)
         parts = before.to(values), values
         lead = broadcast_shapes(*(part.shape[: part.dim() - events] for part in parts))
@@ -168,7 +168,7 @@ class Autoregressive(OwnChecks):
         return marginal_log_prob(self.given(context), here)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """There is none of a single observation: this raises."""
+        """Raise: a single observation has no log-density without those before it."""
         raise ValueError(f"{type(self).__name__} gives densities to sequences, by log_likelihood.")
 
     # One step after the other
@@ -216,7 +216,7 @@ class Autoregressive(OwnChecks):
         return other
 
     def check_context(self, values: Tensor | None, known: Tensor | None) -> None:
-        """Raise if an observation depends on what is missing.
+        """Raise if an observation depends on a missing one.
 
         Args:
             values: ``(*B, T, *E)``, with something of the support where they are not known; None
@@ -239,7 +239,7 @@ class Autoregressive(OwnChecks):
 
 
 def with_past(emission: TorchDistribution, values: Tensor) -> Tensor:
-    """Observations, each after those that it depends on: see :meth:`Autoregressive.windows`."""
+    """Windows of an autoregressive emission's values; unchanged values of any other emission."""
     return emission.windows(values) if isinstance(emission, Autoregressive) else values
 
 
@@ -296,12 +296,12 @@ class AutoregressiveCategorical(Autoregressive):
         super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
 
     def _context(self, symbols: Tensor) -> Tensor:
-        """The numbers ``(*A)`` of contexts ``(*A, L)``."""
+        """Row index ``(*A)`` of contexts ``(*A, L)``: their symbols are digits to the base V."""
         place = self.num_symbols ** torch.arange(self.lags - 1, -1, -1, device=symbols.device)
         return (symbols.long() * place).sum(-1)
 
     def given(self, context: Tensor) -> TorchDistribution:
-        """Symbols ``(*A, K)``."""
+        """Categorical distribution ``(*A, K)`` of a symbol given the L before it."""
         logs = log_probs(self.tables)
         shape = broadcast_shapes(context.shape[:-1], logs.shape[:-3])
         row = self._context(context).expand(shape)[..., None, None, None]
@@ -319,13 +319,13 @@ class AutoregressiveCategorical(Autoregressive):
 
     @property
     def log_symbols(self) -> Tensor:
-        """Log-probabilities ``(*b, K, V + V ** (L + 1))`` of first symbols, and of those after."""
+        """Log-probabilities ``(*b, K, V + V ** (L + 1))`` of first symbols, then given contexts."""
         first, rest = log_probs(self.initial), log_probs(self.tables).flatten(-2)
         lead = broadcast_shapes(self.initial.batch_shape, self._own_batch)
         return torch.cat([part.expand(*lead, part.size(-1)) for part in (first, rest)], -1)
 
     def codes(self, windows: Tensor) -> Tensor:
-        """The columns ``(*A)`` of :attr:`log_symbols` for windows ``(*A, L+1)``.
+        """Column index ``(*A)`` in :attr:`log_symbols` of each window ``(*A, L+1)``.
 
         A symbol that is none of 0 to V - 1 has a column that does not exist.
         """
@@ -361,7 +361,7 @@ class AutoregressiveCategorical(Autoregressive):
 
 
 def _num_lags(num_symbols: int, contexts: int) -> int:
-    """L with ``num_symbols ** L == contexts``; zero if there is none."""
+    """Order L with ``num_symbols ** L == contexts``; zero if there is none."""
     lags, size = 1, num_symbols
     while 1 < size < contexts:
         lags, size = lags + 1, size * num_symbols
@@ -430,11 +430,11 @@ class AutoregressiveNormal(Autoregressive):
         super().__init__(initial, weights.size(-3), batch, history, validate_args)
 
     def _shift(self, context: Tensor) -> Tensor:
-        """Contexts ``(*A, L, D)`` about the origin, the last one first: as ``weights`` have it."""
+        """Contexts ``(*A, L, D)`` minus the origin, the last first: as ``weights`` have it."""
         return (context - self.origin).flip(-2)
 
     def given(self, context: Tensor) -> TorchDistribution:
-        """Normal vectors ``(*A, K)``."""
+        """Normal distribution ``(*A, K)`` of a vector given the L before it."""
         past = self._shift(context)
         loc = self.base.loc + torch.einsum("...li,...klij->...kj", past, self.weights.to(past))
         return PyroNormal(loc, scale_tril=self.base.scale_tril.to(loc), validate_args=False)
@@ -449,7 +449,7 @@ class AutoregressiveNormal(Autoregressive):
         )  # fmt: skip
 
     def _log_prob_given(self, values: Tensor, context: Tensor) -> Tensor:
-        """One product: residuals, whitened, are linear in values and contexts.
+        """Log-density given the last L vectors, by one product of whitened residuals.
 
         In float64, for a residual may be far smaller than what it is the difference of.
         """
@@ -500,7 +500,7 @@ class AutoregressiveNormal(Autoregressive):
         return (mean + self.origin).to(states.dtype), variance.clamp(min=0.0).to(states.dtype)
 
     def _companion(self, size: int) -> Tensor:
-        """Matrices ``(*b, K, F, F)`` from 1 and the last L vectors to those one step later."""
+        """Companion matrices ``(*b, K, F, F)``: from 1 and the last L vectors to a step later."""
         dim, weights = self.event_shape[0], self.weights
         kept = torch.eye(size, dtype=weights.dtype, device=weights.device)
         kept = torch.cat([kept[:1], kept.new_zeros(dim, size), kept[1 : size - dim]])

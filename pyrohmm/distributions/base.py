@@ -1,4 +1,4 @@
-"""``ChainDistribution``: a chain's parameters, masks, and what the recursions read of them."""
+"""``ChainDistribution``: base of HMMs, which joins a chain, an emission, masks and data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to 
 
 
 class SequenceOptions(TypedDict, total=False):
-    """Arguments of every kind of :class:`HMM` about its sequences."""
+    """Keyword arguments about sequences that every kind of :class:`HMM` takes."""
 
     emission_per_step: bool
     allowed: Tensor | None
@@ -66,7 +66,7 @@ class ChainDistribution(OwnChecks):
         allowed: Tensor | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """Join ``chain`` with the emission and what is known of the sequences."""
+        """Join ``chain`` with the emission, and the lengths and masks of the sequences."""
         chain.check_shapes()
         _check_emission(emission, chain.num_states, emission_per_step)
         self.chain, self._emission, self._num_steps = chain, emission, num_steps
@@ -133,7 +133,7 @@ class ChainDistribution(OwnChecks):
         return batch, num_steps
 
     def __getstate__(self) -> dict[str, Any]:
-        """Attributes without Pyro's weak references, which cannot be pickled; it makes new ones."""
+        """Attributes to pickle, without Pyro's weak references, which it makes anew."""
         for tensor in tensors_of(self.__dict__):
             tensor.__dict__.pop("unconstrained", None)
         return self.__dict__
@@ -152,7 +152,7 @@ class ChainDistribution(OwnChecks):
 
     @property
     def log_initial(self) -> Tensor:
-        """``(K,)``, log-probabilities of the first state."""
+        """Log-probabilities of the first state, ``(K,)``."""
         return self.chain.log_initial
 
     @property
@@ -167,12 +167,12 @@ class ChainDistribution(OwnChecks):
 
     @property
     def order(self) -> int:
-        """On how many states before it the next state depends."""
+        """Order of the chain: on how many states before it the next one depends."""
         return self.chain.order
 
     @property
     def emission(self) -> TorchDistribution:
-        r"""Batched over ``(K,)``, or ``(T, K)`` per step: :math:`p(x_t \mid z_t)`."""
+        r"""Emission distribution :math:`p(x_t \mid z_t)`, over ``(K,)``, or ``(T, K)`` per step."""
         emission = self._emission
         return emission if isinstance(emission, Distribution) else emission.distribution
 
@@ -188,17 +188,17 @@ class ChainDistribution(OwnChecks):
 
     @property
     def exists(self) -> Tensor:
-        """Which steps exist, ``(*B, T)`` booleans; padding does not."""
+        """Mask of the steps that are not padding, ``(*B, T)`` booleans."""
         return step_mask(self.lengths, self.num_steps, self.log_initial.device)
 
     @property
     def known(self) -> Tensor:
-        """Which steps exist and are observed, ``(*B, T)`` booleans."""
+        """Mask of the steps that are observed and not padding, ``(*B, T)`` booleans."""
         return self.exists if self.observed is None else self.exists & self.observed
 
     @property
     def support(self) -> constraints.Constraint:
-        """Sequences of what the emission can emit; anything where a step is not observed.
+        """Support: sequences that the emission can emit; anything at unobserved steps.
 
         A ``TransformedDistribution`` of an HMM counts the Jacobian of padded steps as well, where
         there are such: transform the emission instead.
@@ -223,7 +223,7 @@ class ChainDistribution(OwnChecks):
     # Parameters and data as the recursions read them
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        r"""The factors of the joint density, which :mod:`pyrohmm.ops.recursions` read.
+        r"""Log factors of the joint density: initial, transition and emission terms.
 
         This is the one place where parameters and data meet; recursions of your own begin here.
 
@@ -248,7 +248,7 @@ class ChainDistribution(OwnChecks):
     def symbol_factors(
         self, values: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None] | None:
-        """The arguments of :func:`pyrohmm.ops.recursions.log_evidence`, with symbols.
+        """Arguments of :func:`pyrohmm.ops.recursions.log_evidence` with a table of symbols.
 
         None if observations are not symbols, parameters not constant, or states restricted.
         """
@@ -268,7 +268,7 @@ class ChainDistribution(OwnChecks):
         return self.log_initial, chain.matrices, table, self.lengths, symbols, known
 
     def _read(self, values: Tensor, check: bool = False, with_labels: bool = True) -> Any:
-        """Log-likelihoods as the chain reads them, -inf for states that labels exclude.
+        """Emission log-likelihoods in the form of the chain; -inf for states that labels exclude.
 
         Zero where a step is not observed; with ``check`` as :meth:`log_likelihood` checks them.
         """
@@ -290,7 +290,7 @@ class ChainDistribution(OwnChecks):
         return likelihood
 
     def prepare_values(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Check ``values``, and replace what is not observed by something in the support.
+        """Check ``values``, and fill unobserved steps with a placeholder from the support.
 
         Args:
             values: ``(*B, T, *E)``, observations; what is padded or not observed may be anything.
@@ -339,7 +339,7 @@ class ChainDistribution(OwnChecks):
         return values, known
 
     def refuse_one_series(self, batch: torch.Size) -> None:
-        """Raise if values of one series, of this batch shape, are given for several lengths."""
+        """Raise if values of one series are given for sequences of several lengths."""
         if self._shortest < self._longest and math.prod(batch) == 1 and not transforming():
             raise ValueError(
                 f"values must be those of the {self.lengths.numel()} sequences of this HMM, whose "
@@ -347,7 +347,7 @@ class ChainDistribution(OwnChecks):
             )
 
     def values_of(self, data: Any) -> Any:
-        """The values of ``Sequences``, if these are those of this HMM; anything else as it is."""
+        """Values of ``Sequences`` with this HMM's lengths and gaps; other data as they are."""
         if isinstance(data, StoredSequences):
             check_sequences("values", data)
         if not isinstance(data, Sequences):
@@ -363,7 +363,7 @@ class ChainDistribution(OwnChecks):
         return data.values
 
     def check_labels(self, values: Tensor) -> None:
-        """Raise if no path keeps to the labels, although some path has emitted the values.
+        """Raise if labels exclude every path of values that are possible without labels.
 
         Nothing is read unless states are restricted, and ``validate_args`` is set.
         """
@@ -385,7 +385,7 @@ def check_likelihood(likelihood: Tensor) -> None:
 
 
 def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
-    """The smallest and the largest length; those that may be, where they cannot be read."""
+    """Smallest and largest length; 1 and ``num_steps`` within vmap and export, which hide them."""
     if torch._C._functorch.is_batchedtensor(lengths) or exporting():
         if num_steps is None:
             raise ValueError("num_steps must be given within vmap over lengths, and torch.export.")

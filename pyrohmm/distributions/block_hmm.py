@@ -31,7 +31,7 @@ from .hmm import HMM
 
 
 class BlockSymbols:
-    """Symbols, each emitted only by the states of its block.
+    """Emission of symbols, each emitted only by the states of its block.
 
     Args:
         log_probs: ``(V, w)``, log-probability of each symbol in each state of its block, in the
@@ -55,29 +55,29 @@ class BlockSymbols:
 
     @property
     def batch_shape(self) -> torch.Size:
-        """``(K,)``."""
+        """Batch shape of the emission, ``(K,)``."""
         return torch.Size((self.blocks.num_states,))
 
     @property
     def support(self) -> constraints.Constraint:
-        """The symbols."""
+        """Support: the symbols 0 to V - 1."""
         return constraints.integer_interval(0, self.blocks.num_symbols - 1)
 
     @lazy
     def distribution(self) -> TorchDistribution:
-        """Of all K states, -inf where a state cannot emit a symbol; computed when it is read."""
+        """Dense categorical emission of all K states, computed on access; -inf for other blocks."""
         size = self.blocks.num_states
         wide = self.log_probs.new_full((self.blocks.num_symbols, size + 1), -torch.inf)
         logits = wide.scatter(1, self.columns(), self.log_probs)[:, :-1].mT
         return Categorical(logits=logits, validate_args=False)  # sums are checked with the HMM
 
     def columns(self) -> Tensor:
-        """The state of each of the ``log_probs``, ``(V, w)``; K beyond the block."""
+        """State of each entry of ``log_probs``, ``(V, w)``; K for entries beyond the block."""
         states = self.blocks.states[self.blocks.symbol_block]
         return states.masked_fill(states < 0, self.blocks.num_states).to(self.log_probs.device)
 
     def check_sums(self) -> None:
-        """Raise unless the probabilities of what each state may emit sum to one."""
+        """Raise unless the emission probabilities of each state sum to one."""
         sums = self.log_probs.new_zeros(self.blocks.num_states + 1)
         sums.index_add_(0, self.columns().flatten(), self.log_probs.detach().exp().flatten())
         low, high = (end.item() for end in torch.aminmax(sums[:-1]))
@@ -119,7 +119,7 @@ class BlockSymbols:
     def _of(
         self, symbols: Tensor, values: Tensor | None, lengths: Tensor, check: bool
     ) -> tuple[Tensor, Tensor]:
-        """Log-likelihoods of symbols ``values``, by block: see :meth:`likelihood`.
+        """Blocks of ``symbols``, cached by the tensor ``values``, and log-likelihoods within them.
 
         While these values live and are not written to, an accelerator is not asked for the symbols
         again; if they are None it always is.
@@ -248,27 +248,27 @@ class BlockHMM(HMM):
 
     @property
     def transition(self) -> InnerProductTransition | Tensor:
-        """:class:`InnerProductTransition`, or ``(K, K)`` log-probabilities."""
+        """Transition log-probabilities: an :class:`InnerProductTransition`, or ``(K, K)``."""
         return self.chain.transition
 
     @property
     def symbols(self) -> BlockSymbols:
-        """The emission."""
+        """Emission of the symbols, stored by blocks."""
         return self._emission
 
     @property
     def blocks(self) -> Blocks:
-        """Which states may emit which symbol."""
+        """Block structure: which states may emit which symbol."""
         return self.chain.blocks
 
     @property
     def carried(self) -> CarriedState | None:
-        """The state before the first step, where sequences continue from others."""
+        """Distribution of the state before the first step, where sequences continue others."""
         return self.chain.carried
 
     @property
     def log_emission(self) -> Tensor:
-        """``(V, w)``, log-probability of each symbol in each state of its block."""
+        """Log-probability of each symbol in each state of its block, ``(V, w)``."""
         return self.symbols.log_probs
 
     def dense(self) -> HMM:
@@ -291,7 +291,7 @@ class BlockHMM(HMM):
         )
 
     def continue_from(self, carried: CarriedState) -> Self:
-        """Copy for sequences that continue from others."""
+        """Copy that starts from a carried state, for sequences that continue others."""
         chain, data = self.chain, (self.lengths, self.observed)
         chain = BlockChain(chain.log_initial, chain.transition, chain.blocks, carried)
         new = type(self).of(chain, self._emission, *data, validate_args=False, allowed=self.allowed)
@@ -302,7 +302,7 @@ class BlockHMM(HMM):
     def _read(
         self, values: Tensor, check: bool = False, with_labels: bool = True
     ) -> BlockLikelihood:
-        """Log-likelihoods in the states of the blocks of the symbols."""
+        """Emission log-likelihoods in the states of each symbol's block."""
         refuse_transforms(
             "a model with states in blocks", "hmm.dense() can be transformed, if it is not large."
         )
@@ -335,11 +335,11 @@ class BlockHMM(HMM):
         return BlockLikelihood(blocks, logs, lengths, batch, missing)
 
     def log_likelihood(self, values: Tensor, check: bool = True) -> Tensor:
-        """Log-likelihoods of all states: see :meth:`HMM.log_likelihood`."""
+        """Emission log-likelihoods in all K states: see :meth:`HMM.log_likelihood`."""
         return self.chain.widened(self._read(values, check))[0]
 
     def log_factors(self, values: Tensor, check: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
+        """Log factors of the joint density over all K states: see :meth:`HMM.log_factors`."""
         matrices = self.chain.matrices
         return self.chain.all_initial(), matrices, self.log_likelihood(values, check)
 

@@ -104,27 +104,27 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def times(self) -> Tensor:
-        """``(*B, T)``, when each step is, in float64."""
+        """Time of each step, ``(*B, T)``, in float64."""
         return self.chain.times.to(self.rates.device).double()
 
     @property
     def rates(self) -> Tensor:
-        """``(K, K)``, or ``(T-1, K, K)`` per step: rates of transitions; rows sum to zero."""
+        """Transition rate matrix ``(K, K)``, or ``(T-1, K, K)`` per step; rows sum to zero."""
         return self.chain.rates
 
     @property
     def rates_per_step(self) -> bool:
-        """Whether there are rates for each gap."""
+        """Whether each gap between steps has a rate matrix of its own."""
         return self.chain.rates_per_step
 
     @property
     def exact_entry(self) -> Tensor | None:
-        """``(K,)`` booleans, states whose time of entry is observed exactly; or None."""
+        """Mask ``(K,)`` of states whose time of entry is observed exactly; or None."""
         return self.chain.exact_entry
 
     @property
     def log_transition(self) -> Tensor:
-        r"""``(*b, T-1, K, K)``: :math:`\log p(z_{t+1} \mid z_t)` between the steps."""
+        r"""Log-probabilities ``(*b, T-1, K, K)`` over gaps, :math:`\log p(z_{t+1} \mid z_t)`."""
         matrices = self.chain.matrices
         steps = (*matrices.shape[:-3], self.num_steps - 1, *matrices.shape[-2:])
         return matrices.expand(steps)
@@ -132,7 +132,7 @@ class ContinuousTimeHMM(HMM):
     def with_lengths(
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
-        """Copy of the parameters for other sequences: see :meth:`HMM.with_lengths`.
+        """Copy with the same parameters for sequences of other lengths and times.
 
         Args:
             lengths: ``(*B)`` integers.
@@ -146,12 +146,12 @@ class ContinuousTimeHMM(HMM):
 
     @property
     def sojourn_times(self) -> Tensor:
-        """Mean time from entering each state to leaving it, ``(*B, K)``; inf if it never is."""
+        """Mean sojourn time in each state, ``(*B, K)``; inf in a state that is never left."""
         return -1 / self.rates.diagonal(dim1=-2, dim2=-1).masked_fill(self._absorbing, -0.0)
 
     @property
     def next_state_probs(self) -> Tensor:
-        """Probabilities ``(*B, K, K)`` of the next state; rows of states never left are zero."""
+        """Jump-chain probabilities ``(*B, K, K)`` of the next state; zero rows if absorbing."""
         leave = -self.rates.diagonal(dim1=-2, dim2=-1).masked_fill(self._absorbing, -1.0)
         return (self.rates / leave.unsqueeze(-1)).masked_fill(diagonal(self.rates), 0.0)
 
@@ -160,7 +160,7 @@ class ContinuousTimeHMM(HMM):
         return self.rates.diagonal(dim1=-2, dim2=-1) == 0
 
     def transition_at(self, gaps: Tensor) -> Tensor:
-        """Probabilities of the state after each of some lengths of time, ``(*B, *g, K, K)``.
+        """Transition probabilities over each of some lengths of time, ``(*B, *g, K, K)``.
 
         Args:
             gaps: ``(*g)``, not negative.
@@ -177,7 +177,7 @@ class ContinuousTimeHMM(HMM):
         return log_transitions(self._over("gaps", gaps), gaps).exp()
 
     def _over(self, name: str, gaps: Tensor) -> Tensor:
-        """Rates ``(*B, *1, K, K)`` that broadcast with lengths of time ``(*g)``, checked."""
+        """Rate matrices ``(*B, *1, K, K)`` that broadcast with checked gaps ``(*g)``."""
         check_real(name, gaps)
         if self._validate_args and not transforming():
             wrong = ~((gaps >= 0) & (gaps < torch.inf))
@@ -212,7 +212,7 @@ class ContinuousTimeHMM(HMM):
         return torch.linalg.matrix_exp(both)[..., :size, size:].to(self.rates.dtype)
 
     def passage_times(self, states: Sequence[int]) -> Tensor:
-        """Mean time ``(*B, K)`` from being in each state to the first entry of one of ``states``.
+        """Mean first-passage time ``(*B, K)`` from each state to one of ``states``.
 
         It is zero from these states, and infinite where none of them may ever be entered.
 

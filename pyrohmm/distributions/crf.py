@@ -35,7 +35,7 @@ from .values import allowed_states, refuse_unknown
 
 
 class LinearChainCRF(TorchDistribution):
-    r"""Labels of whole sequences, whose scores need not be probabilities.
+    r"""Conditional random field: labels of whole sequences, with unnormalised scores.
 
     .. math:: p(y_{1:T}) = \frac{1}{Z} \exp \Big( s(y_1) + \sum_{t=1}^T e_t(y_t)
               + \sum_{t=2}^T a(y_{t-1}, y_t) \Big)
@@ -135,14 +135,14 @@ class LinearChainCRF(TorchDistribution):
 
     @property
     def chain(self) -> MarkovChain:
-        """The chain of scores less the largest: recursions take exponentials as they stand."""
+        """Chain of scores minus their maxima, so that recursions take exponentials safely."""
         first, later = self._peaks
         scores = self.initial_scores - first, self.transition_scores - later
         return MarkovChain(*scores, self.transition_per_step)
 
     @property
     def _peaks(self) -> tuple[Tensor, Tensor]:
-        """The largest initial score ``(*b, 1)``, and of each matrix ``(*b, [T-1,] 1, 1)``."""
+        """Maxima of initial scores ``(*b, 1)`` and of transition matrices ``(*b, [T-1,] 1, 1)``."""
         return _peak(self.initial_scores, 1), _peak(self.transition_scores, 2)
 
     @property
@@ -157,7 +157,7 @@ class LinearChainCRF(TorchDistribution):
 
     @property
     def exists(self) -> Tensor:
-        """Which steps exist, ``(*B, T)`` booleans; padding does not."""
+        """Mask of the steps that are not padding, ``(*B, T)`` booleans."""
         return step_mask(self.lengths, self.num_steps, self.emission_scores.device)
 
     @property
@@ -179,7 +179,7 @@ class LinearChainCRF(TorchDistribution):
         return other
 
     def restrict(self, labels: Tensor) -> LinearChainCRF:
-        r"""The distribution given what is known of some labels; its scores of other paths are -inf.
+        r"""Conditional distribution given some of the labels; scores of other paths are -inf.
 
         The probability of what is known is the ratio of the two partition functions.
 
@@ -203,7 +203,7 @@ class LinearChainCRF(TorchDistribution):
     # What is computed
 
     def log_partition(self) -> Tensor:
-        r""":math:`\log Z`, ``(*B)``: the logarithm of the sum over all paths.
+        r"""Log partition function :math:`\log Z`, ``(*B)``: log-sum-exp of scores over all paths.
 
         Differentiable by all scores, any number of times; its gradient by the emission scores are
         the marginals. It is -inf, with gradient zero, where no path is possible.
@@ -216,11 +216,11 @@ class LinearChainCRF(TorchDistribution):
 
     @property
     def _levelled(self) -> Tensor:
-        """Emission scores ``(*b, T, K)`` less the largest of their step, at most zero."""
+        """Emission scores ``(*b, T, K)`` minus the maximum of each step."""
         return self.emission_scores - _peak(self.emission_scores, 1)
 
     def _log_sum(self, scores: Tensor) -> Tensor:
-        """Log partition function ``(*B)`` of such scores, and those of the chain at their peaks."""
+        """Log partition function ``(*B)`` of peak-normalised scores."""
         with full_precision(scores):
             return with_one_wait(lambda: self.chain.log_evidence(scores, self.lengths))
 
@@ -246,7 +246,7 @@ class LinearChainCRF(TorchDistribution):
         return with_one_wait(compute) - finite_or_zero(self._log_sum(scores))
 
     def _checked(self, labels: Tensor) -> Tensor:
-        """Labels with zeros in the padding."""
+        """Check labels, and set padded ones to zero."""
         check_integers("labels", labels)
         check_same_device({"labels": labels, "emission_scores": self.emission_scores})
         check_trailing("labels", labels, (self.num_steps,), "(T,)")
@@ -325,12 +325,12 @@ class LinearChainCRF(TorchDistribution):
 
 
 def _at_least_single(scores: Tensor) -> Tensor:
-    """Half precision, such as autocast makes, in float32; anything else as it is."""
+    """Convert scores of half precision, such as autocast makes, to float32."""
     return at_least_single(scores) if scores.dtype.is_floating_point else scores
 
 
 def _peak(scores: Tensor, dims: int) -> Tensor:
-    """The largest along the last dimensions, which are kept; zero where all are -inf, or none."""
+    """Maximum over the last ``dims`` dimensions, kept; zero where all are -inf, or none."""
     if not scores.numel():
         return scores.new_zeros(*scores.shape[:-dims], *(1,) * dims)
     return finite_or_zero(scores.detach().amax(tuple(range(-dims, 0)), keepdim=True))

@@ -1,4 +1,4 @@
-"""The determinantal prior of the diversified HMM."""
+"""``DiversityPrior``: determinantal prior of transition matrices, as of the diversified HMM."""
 
 from __future__ import annotations
 
@@ -138,5 +138,5 @@ class DiversityPrior(nn.Module):
         return total
 
     def extra_repr(self) -> str:
-        """The numbers, for print."""
+        """Hyperparameters, for ``print``."""
         return f"alpha={self.alpha:g}, rho={self.rho:g}, anchor_weight={self.anchor_weight:g}"

@@ -28,7 +28,7 @@ from .observation import Streams, Tied, is_categorical, log_likelihood
 
 
 def cdf(distribution: Any, values: Tensor, below: bool = False) -> Tensor:
-    """Probability ``(*A, K, *E)`` of at most each component of ``values``, in each state.
+    """Cumulative probability ``(*A, K, *E)`` of each component of ``values``, in each state.
 
     A distribution takes part by its method ``cdf(values)``; one with atoms also by
     ``cdf_below(values)``, the probability of less. Counts without a ``cdf`` have the sum of their
@@ -65,7 +65,7 @@ def cdf(distribution: Any, values: Tensor, below: bool = False) -> Tensor:
 
 
 def _own_cdf(distribution: Any, values: Tensor, below: bool) -> Tensor:
-    """:func:`cdf` of a distribution of numbers."""
+    """CDF of a univariate distribution; P(X < x) if ``below``."""
     distribution = copy.copy(distribution)
     distribution._validate_args = False
     discrete, atoms = distribution.support.is_discrete, hasattr(distribution, "cdf_below")
@@ -167,14 +167,14 @@ def _by_bisection(weights: Tensor, emission: Any, state: int, probs: Tensor) -> 
 
 
 def _ends(weights: Tensor, emission: Any, state: int) -> tuple[Tensor, Tensor]:
-    """Ends ``(H, *B, *E)`` of the union of the supports of the states that have a weight."""
+    """Bounds ``(H, *B, *E)`` of the union of supports of the states with positive weight."""
     low, high = (end.to(weights) for end in _bounds(emission))
     low, high = low.where(weights > 0, torch.inf), high.where(weights > 0, -torch.inf)
     return low.amin(state), high.amax(state)
 
 
 def _bounds(emission: Any) -> tuple[Tensor, Tensor]:
-    """Ends of the support of each component, ``(*b, K, *E)``."""
+    """Lower and upper bounds of the support of each component, ``(*b, K, *E)``."""
     if isinstance(emission, MixtureSameFamily):
         low, high = _bounds(emission.component_distribution)
         at = -1 - len(emission.event_shape)
@@ -356,7 +356,7 @@ class Forecast(OwnChecks):
         return low, high
 
     def _moment(self, name: str) -> Tensor:
-        """An attribute of the emission, of the dtype of the states."""
+        """Moment ``name`` of the emission, in the dtype of the state probabilities."""
         try:
             return getattr(self.emission, name).to(self.state_probs.dtype)
         except NotImplementedError:
@@ -373,7 +373,7 @@ class Forecast(OwnChecks):
     cdf = icdf = entropy = _unknown
 
     def _average(self, moment: Tensor) -> Tensor:
-        """Mix a moment ``(*B, K, *E)`` over the states."""
+        """Average of a moment ``(*B, K, *E)`` over the state probabilities."""
         event = self.event_shape
         flat = moment.reshape(*self.emission.batch_shape, event.numel())
         impossible = (self.state_probs == 0).all(-1, keepdim=True)
@@ -397,7 +397,7 @@ class Forecast(OwnChecks):
         return (likelihood + self.state_probs.log()).logsumexp(-1)
 
     def _check_whole(self, values: Tensor) -> None:
-        """Raise if symbols are no whole numbers; NaN is a missing one."""
+        """Raise if discrete values are not whole numbers; NaN is a missing one."""
         single = self.support.is_discrete and not self.event_shape
         if single and values.is_floating_point() and bool((values.nan_to_num().frac() != 0).any()):
             raise ValueError("values must be whole numbers, for they are discrete.")

@@ -1,4 +1,4 @@
-"""Log- and cumulative probabilities in which a zero is exact, and digits do not cancel; arguments.
+"""Log- and cumulative probabilities with exact zeros; arguments of distributions.
 
 torch computes logarithms of probabilities that it clamps: ``Categorical(probs=...).log_prob`` of
 what never happens is -15.9 in float32, and not -inf. Its terms of the density of Gamma(1e5, 1e3)
@@ -96,7 +96,7 @@ def _weighted(counts: Tensor, logs: Tensor) -> Tensor:
 
 
 def _in_double(part: Any, dtypes: set[torch.dtype]) -> Any:
-    """A copy whose numbers are in float64; their dtypes are added to ``dtypes``."""
+    """Copy of a distribution with tensors in float64; their dtypes are added to ``dtypes``."""
     if isinstance(part, Tensor) and part.dtype.is_floating_point:
         dtypes.add(part.dtype)
         return part.double()
@@ -110,13 +110,13 @@ def _in_double(part: Any, dtypes: set[torch.dtype]) -> Any:
 
 
 def _poisson_log_prob(distribution: Any, values: Tensor) -> Tensor:
-    """Log-probabilities of counts, with gradients also where a rate is zero."""
+    """Poisson log-probabilities of counts, with gradients also where a rate is zero."""
     rate = distribution.rate
     return _weighted(values, log(rate)) - rate - (values + 1).lgamma()
 
 
 def _weibull_log_prob(distribution: Any, values: Tensor) -> Tensor:
-    """Log-density, without powers that leave the range of numbers."""
+    """Weibull log-density, without powers that leave the range of numbers."""
     shape, logs = distribution.concentration, values.log()
     power = shape * (logs - distribution.scale.log())
     return shape.log() + power - logs - power.exp()
@@ -170,7 +170,7 @@ def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
 
 
 def log_prob_of_bits(logs: tuple[Tensor, Tensor], values: Tensor) -> Tensor:
-    """Log-density ``(*A, K)`` of independent bits: products of matrices, not N T K D numbers.
+    """Log-density ``(*A, K)`` of independent Bernoulli vectors, by products of matrices.
 
     Args:
         logs: Of the probabilities of one and of zero, each ``(*b, K, D)`` with ``b[-1] = 1``, if
@@ -194,7 +194,7 @@ REACH = 40.0  # standard deviations about the mean, within which values are soug
 
 
 def bounds(distribution: Any) -> tuple[Tensor, Tensor]:
-    """Ends of the support of numbers, which broadcast with the batch."""
+    """Lower and upper bound of a univariate support, which broadcast with the batch."""
     ends: Any = (0.0, 1.0)
     if distribution.support is not constraints.boolean:
         ends = [getattr(distribution.support, name, end) for name, end in OPEN.items()]
@@ -205,7 +205,7 @@ def bounds(distribution: Any) -> tuple[Tensor, Tensor]:
 
 
 def cdf_of_counts(distribution: Any, values: Tensor) -> Tensor:
-    """Probability of at most each of whole numbers: the sum of those from zero upwards.
+    """CDF of a distribution of counts, by cumulative sums of probabilities.
 
     Args:
         distribution: Of batch shape B.
@@ -223,7 +223,7 @@ def cdf_of_counts(distribution: Any, values: Tensor) -> Tensor:
 
 
 def first_reaching(reached: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The least value between ``low`` and ``high`` that has ``reached``, by bisection."""
+    """Least value between ``low`` and ``high`` where ``reached`` holds, by bisection."""
     first = low
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -243,20 +243,20 @@ ATTRIBUTES = {"base_distribution": "base_dist"}  # where they differ from argume
 
 
 def argument_names(kind: type) -> list[str]:
-    """The names of the arguments of a class of distributions, in order."""
+    """Names of the constructor arguments of a class of distributions, in order."""
     names = inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     return [name for name in names if name not in ("self", "validate_args")]
 
 
 def without_events(distribution: Any) -> Any:
-    """A distribution without the ``Independent`` around it."""
+    """Base of a distribution within ``Independent``; any other as it is."""
     while isinstance(distribution, Independent):
         distribution = distribution.base_dist
     return distribution
 
 
 def arguments_of(distribution: Any) -> dict[str, Any]:
-    """The arguments that build a distribution, by name.
+    """Constructor arguments that rebuild a distribution, by name.
 
     Of ``probs`` and ``logits`` it is the one that it was built from; one scale or covariance
     that stands for several is one.
@@ -282,7 +282,7 @@ def arguments_of(distribution: Any) -> dict[str, Any]:
 
 
 def holder_of(distribution: Any) -> Any:
-    """The distribution that has the probabilities as attributes: itself, or one within."""
+    """Distribution with attributes ``probs`` and ``logits``: itself, or its inner categorical."""
     return getattr(distribution, "_categorical", distribution)
 
 

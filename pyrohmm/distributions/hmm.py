@@ -38,7 +38,7 @@ _PARTS = "emission", "lengths", "observed", "emission_per_step", "allowed", "num
 
 
 class HMM(ChainDistribution):
-    r"""Sequences emitted by a Markov chain of hidden states.
+    r"""Hidden Markov model: sequences emitted by a Markov chain of hidden states.
 
     .. math:: p(x_{1:T}) = \sum_{z_{1:T}} p(z_1) \, p(x_1 | z_1)
               \prod_{t=2}^T p(z_t | z_{t-1}) \, p(x_t | z_t)
@@ -169,7 +169,7 @@ class HMM(ChainDistribution):
         return self._copied(chain=chain)
 
     def _copied(self, **parts: Any) -> HMM:
-        """A copy with other parts, which checks values as this one does."""
+        """Copy with some parts replaced, and the same ``validate_args``."""
         own = {"chain": self.chain, "emission": self._emission}
         own |= {name: getattr(self, name) for name in _PARTS[1:-1]}
         own |= {"num_steps": None if "lengths" in parts else self._num_steps} | parts
@@ -177,12 +177,12 @@ class HMM(ChainDistribution):
         return self._validated_alike(kind.of(**own, validate_args=False))
 
     def _validated_alike(self, other: HMM) -> HMM:
-        """``other``, which will check values as this one does."""
+        """Set ``validate_args`` of ``other`` to that of this HMM, and return it."""
         other._validate_args = self._validate_args
         return other
 
     def expanded(self) -> HMM:
-        """HMM of equal distribution whose states form a Markov chain: see its chain."""
+        """Equivalent HMM whose expanded states form a first-order Markov chain: see its chain."""
         chain, index, allowed = self.chain.expanded(self.lengths, self.num_steps)
         emission, own = self.emission, self.allowed
         if len(index) != self.num_states:
@@ -194,7 +194,7 @@ class HMM(ChainDistribution):
         return self._copied(chain=chain, emission=emission, allowed=allowed)
 
     def with_lengths(self, lengths: Tensor, observed: Tensor | None = None) -> HMM:
-        """Copy of the parameters for other sequences: such as a loaded HMM, for new data.
+        """Copy with the same parameters for other sequences, such as new data.
 
         Args:
             lengths: ``(*B)`` integers.
@@ -296,7 +296,7 @@ class HMM(ChainDistribution):
         return evidence
 
     def _path(self, states: Tensor) -> Tensor:
-        """One path ``(*B, T)``, checked; 0 at padded steps."""
+        """Check one path ``(*B, T)``, and set padded steps to 0."""
         check_integers("states", states)
         check_trailing("states", states, (self.num_steps,), "(T,)")
         states = states.long().masked_fill(~self.exists, 0)
@@ -305,7 +305,7 @@ class HMM(ChainDistribution):
         return states
 
     def log_joint(self, values: Tensor, states: Tensor) -> Tensor:
-        r""":math:`\log p(x_{1:T}, z_{1:T})` with one path ``(*B, T)``; ``(*B)``, in nats."""
+        r"""Log joint density :math:`\log p(x_{1:T}, z_{1:T})` of values and a path; ``(*B)``."""
         likelihood = self.log_likelihood(values)
         return self.chain.log_joint(likelihood, self.lengths, self._path(states))
 
@@ -499,7 +499,7 @@ class HMM(ChainDistribution):
         return states.reshape(*shape, self.num_steps)
 
     def _check_possible(self, evidence: Any, states: Tensor | None = None) -> None:
-        """Raise if an evidence is -inf, or the joint density of a likelihood and its path is."""
+        """Raise if a log evidence, or the log joint density of a path, is -inf."""
         if self._validate_args and not transforming():
             with torch.no_grad():
                 if states is not None:

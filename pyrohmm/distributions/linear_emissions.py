@@ -91,7 +91,7 @@ def _log_prob(emission: Any, values: Tensor, mixed: bool) -> Tensor | None:
 def _precision(
     dtype: torch.dtype, dim: int, amplification: float, reach: float
 ) -> torch.dtype | None:
-    """The dtype of a product whose result is wanted in ``dtype``; None if there is none.
+    """Least dtype in which a product is exact enough for ``dtype``; None if there is none.
 
     Args:
         dtype: Of the result.
@@ -108,7 +108,7 @@ def _precision(
 
 
 def _read(numbers: Tensor, values: Tensor) -> list[float]:
-    """Read the largest value, amplification and reach; or guess that they are harmless."""
+    """Transfer error bounds to the host; while guessing, return zeros and test them later."""
     if not is_guessing(values.device):
         return numbers.tolist()  # waits for the device once
     limits = torch.finfo(values.dtype)
@@ -119,7 +119,7 @@ def _read(numbers: Tensor, values: Tensor) -> list[float]:
 
 
 class _Components:
-    """Independent components, whose parameters are ``(*b, K, D)``, of the dtype of the values."""
+    """Emissions of independent components, with parameters ``(*b, K, D)``, of the values' dtype."""
 
     def __init__(self, *parameters: Tensor) -> None:
         self.parameters = parameters
@@ -129,7 +129,7 @@ class _Components:
         raise NotImplementedError
 
     def condition(self, largest: Tensor) -> tuple[Tensor, Tensor]:
-        """Amplification and reach, for :func:`_precision`; ``largest`` is that of the values."""
+        """Error amplification and reach, for :func:`_precision`; ``largest`` is of the values."""
         raise NotImplementedError
 
     def terms(self, values: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,11 +168,11 @@ class _Components:
 
 
 class _Normal(_Components):
-    """``loc`` and ``scale``."""
+    """Normal components, with parameters ``loc`` and ``scale``."""
 
     @cached_property
     def centre(self) -> Tensor:
-        """``(D,)``, nearest to the states of the least variance."""
+        """Precision-weighted mean of ``loc`` over states, ``(D,)``."""
         loc, scale = (part.detach().reshape(-1, part.size(-1)) for part in self.parameters)
         weight = (scale.amin(0) / scale).square()
         return (weight * loc).sum(0) / weight.sum(0)
@@ -200,7 +200,7 @@ class _Normal(_Components):
 
 
 class _Poisson(_Components):
-    """``rate``."""
+    """Poisson components, with parameter ``rate``."""
 
     def formula(self, values: Tensor) -> Tensor:
         return exact_log_prob(dist.Poisson(*self.parameters, validate_args=False), values)
@@ -220,7 +220,7 @@ class _Poisson(_Components):
 def _joined(
     features: list[Tensor], parameters: list[Tensor], known: Tensor | None, constant: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Features and parameters side by side, and a constant of each component that is known."""
+    """Concatenate features, and parameters, with a mask of known components and their constants."""
     values = features[0]
     if known is None:
         known = values.new_ones(1).expand(*values.shape[:-1], 1)
@@ -230,13 +230,13 @@ def _joined(
 
 
 class _Vectors:
-    """Normal vectors: ``loc`` ``(*b, K, D)``, and the Cholesky factors ``(*b, K or 1, D, D)``."""
+    """Multivariate normals: ``loc`` ``(*b, K, D)``, Cholesky factors ``(*b, K or 1, D, D)``."""
 
     def __init__(self, loc: Tensor, root: Tensor) -> None:
         self.loc, self.root = loc, root
 
     def log_prob(self, values: Tensor) -> Tensor | None:
-        """Log-density ``(*A, K)`` of values ``(*A, D)``; None for the formula as it stands."""
+        """Log-density ``(*A, K)`` of values ``(*A, D)``; None where the plain formula is needed."""
         shape = broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
         if shape.numel() <= SMALL or transforming():
             return None
@@ -253,7 +253,7 @@ class _Vectors:
         return _whitened(self.loc.double() - centre, inverse, values.to(wide) - centre).to(dtype)
 
     def _condition(self, largest: Tensor, centre: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Amplification and reach of whitening, which the units of components do not change."""
+        """Error amplification of whitening, which units of components do not change, and reach."""
         root, apart = self.root.double().abs(), (self.loc - centre).double().abs().unsqueeze(-1)
         size = largest + self.loc.abs().amax()
         reach = torch.stack([size * inverse.sum(-1).amax(), size, inverse.amax()]).amax()
@@ -262,7 +262,7 @@ class _Vectors:
 
 
 def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
-    """Log-densities, given the inverse of the Cholesky factors."""
+    """Normal log-densities by whitening, given the inverse of the Cholesky factors."""
     mean = (inverse @ loc.unsqueeze(-1)).squeeze(-1)  # (*b, K, D)
     constant = inverse.diagonal(dim1=-2, dim2=-1).log().sum(-1)
     if inverse.size(-3) == 1:  # states that share a matrix whiten alike
@@ -275,7 +275,7 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
 
 
 def _at_all(values: Tensor, constant: Tensor) -> Tensor:
-    """``constant`` ``(*b, K)`` for each of the values; its gradient is summed in float64."""
+    """Broadcast ``constant`` ``(*b, K)`` to all values; its gradient is summed in float64."""
     return product(values.new_ones(1).expand(*values.shape[:-1], 1), constant.unsqueeze(-1))
 
 
@@ -285,7 +285,7 @@ def _inverse(root: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor) -> Tensor:
-    """The largest absolute value, NaN if there is any: in a tenth of the time of ``isnan``."""
+    """Largest absolute value, NaN if there is any: in a tenth of the time of ``isnan``."""
     low, high = values.aminmax()
     return torch.maximum(high, -low)
 

@@ -26,7 +26,7 @@ Limit = float | None
 
 
 class StudentTWithCdf(dist.StudentT):
-    """Student's t, with its cumulative probabilities."""
+    """Student's t-distribution, with a CDF."""
 
     def cdf(self, value: Tensor) -> Tensor:
         """Cumulative probabilities, without a gradient."""
@@ -34,7 +34,7 @@ class StudentTWithCdf(dist.StudentT):
 
 
 class BetaWithCdf(dist.Beta):
-    """Beta, with its cumulative probabilities."""
+    """Beta distribution, with a CDF."""
 
     def cdf(self, value: Tensor) -> Tensor:
         """Cumulative probabilities, without a gradient."""
@@ -43,7 +43,7 @@ class BetaWithCdf(dist.Beta):
 
 
 class StableWeibull(dist.Weibull):
-    """Weibull, whose density holds where powers of torch's leave the range of numbers."""
+    """Weibull distribution whose log-density holds where torch's powers leave their range."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density."""
@@ -51,7 +51,7 @@ class StableWeibull(dist.Weibull):
 
 
 def von_mises_cdf(value: Tensor, loc: Tensor, concentration: Tensor) -> Tensor:
-    """Probability that an angle lies between -π and ``value``, both in one turn; no gradient."""
+    """Von Mises CDF from -π to ``value``, both in one turn; no gradient."""
     stats = imported("scipy.stats")  # a third of a second, which few need
     value = torch.remainder(value + math.pi, 2 * math.pi) - math.pi
     upto = _by_scipy(stats.vonmises.cdf, value, concentration, loc)
@@ -64,7 +64,7 @@ def _by_scipy(function: Callable[..., Any], *arguments: Tensor) -> Tensor:
 
 
 class Angle(dist.VonMises):
-    """Von Mises; the density of torch is by polynomials, right to eight digits."""
+    """Von Mises distribution of exact density, where torch's is right to eight digits."""
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density, by a scaled Bessel function that is exact at any concentration."""
@@ -145,7 +145,7 @@ class WrappedCauchy(TorchDistribution):
 
 
 class ZeroInflated(dist.ZeroInflatedDistribution):
-    """A distribution of counts, or of positive numbers, mixed with zeros.
+    """Zero-inflated distribution: counts, or positive numbers, mixed with zeros.
 
     Counts of zero are of both; a zero among positive numbers has the probability ``gate`` itself.
 
@@ -165,7 +165,7 @@ class ZeroInflated(dist.ZeroInflatedDistribution):
 
     @constraints.dependent_property
     def support(self) -> Any:
-        """That of the base, and zero."""
+        """Support of the base distribution, and zero."""
         return self.base_dist.support if self._of_counts else constraints.nonnegative
 
     @property
@@ -195,12 +195,12 @@ class ZeroInflated(dist.ZeroInflatedDistribution):
         return found.where(value >= 0, 0.0)
 
     def cdf_below(self, value: Tensor) -> Tensor:
-        """Probability of less than each of positive numbers."""
+        """P(X < x) with a continuous base: the CDF, but zero up to x = 0."""
         return self.cdf(value).where(value > 0, 0.0)
 
 
 class _Between(OwnChecks):
-    """Base of distributions of numbers with limits; ``base`` is that without them."""
+    """Base of censored and truncated distributions; ``base`` is that without limits."""
 
     def __init__(
         self, base: Any, lower: Limit = None, upper: Limit = None, validate_args: Any = None
@@ -224,12 +224,12 @@ class _Between(OwnChecks):
 
     @property
     def mean(self) -> Tensor:
-        """Mean of what is recorded."""
+        """Mean of the censored or truncated variable."""
         return self._moments()[0]
 
     @property
     def variance(self) -> Tensor:
-        """Variance of what is recorded."""
+        """Variance of the censored or truncated variable."""
         return self._moments()[1]
 
     def _moments(self) -> tuple[Tensor, Tensor]:
@@ -241,7 +241,7 @@ class _Between(OwnChecks):
         return mean.to(self.base.mean), variance.to(self.base.mean)
 
     def _points(self) -> tuple[Tensor, Tensor]:
-        """Points ``(J, *B)`` between the limits, and the weights with which sums are integrals.
+        """Quadrature nodes ``(J, *B)`` between the limits, and their weights.
 
         They are all counts, or those of a double exponential rule on both sides of the middle:
         near it in units of the standard deviation, and ever denser towards the ends.
@@ -296,7 +296,7 @@ class _Between(OwnChecks):
 
 
 def _log_beyond(base: Any, limit: Tensor) -> Tensor:
-    """Log-probability of counts above ``limit``: the sum of these, or one minus all others."""
+    """Log-probability of counts above ``limit``: by a sum over the tail, or one minus the CDF."""
     upto, wide = cdf_of_counts(base, limit), base.stddev.detach()
     few = (upto < 0.5) | ~(wide < 2500)
     most = int(50 + 40 * wide.masked_fill(few, 0.0).max())  # so far beyond the median none is left
@@ -308,7 +308,7 @@ def _log_beyond(base: Any, limit: Tensor) -> Tensor:
 
 
 class Censored(_Between):
-    """A distribution whose observations below ``lower`` or above ``upper`` are those limits.
+    """Censored distribution: values below ``lower`` or above ``upper`` are those limits.
 
     As where an instrument has a detection limit, or a count has a ceiling.
 
@@ -353,12 +353,12 @@ class Censored(_Between):
         return torch.cat([points, ends]), torch.cat([weights, torch.ones_like(ends)])
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Sample, and put what is outside at the limits."""
+        """Sample from the base distribution, clamped to the limits."""
         return self.base.sample(torch.Size(sample_shape)).clamp(self.lower, self.upper)
 
 
 class Truncated(_Between):
-    """A distribution given that the value is between limits, both included.
+    """Truncated distribution: given that the value is between limits, both included.
 
     Args:
         base: The distribution, batched over states.
@@ -373,7 +373,7 @@ class Truncated(_Between):
     """
 
     def _log_upto(self, high: float | Tensor) -> Tensor:
-        """Log-probability, without limits, of what is between the lower one and ``high``."""
+        """Log-probability by ``base`` of values between the lower limit and ``high``."""
         low = self.low
         if low == -math.inf:
             return self._log_below(high)
@@ -400,7 +400,7 @@ class Truncated(_Between):
         return (self._log_upto(inside) - self._log_upto(self.high)).exp()
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Sample by rejection; what that does not find, by bisection of the cdf."""
+        """Sample by rejection, and where many tries fail by inversion of the CDF."""
         found = self.base.sample(torch.Size(sample_shape))
         for _ in range(MOST_TRIES):
             outside = found.clamp(self.low, self.high) != found

@@ -1,4 +1,4 @@
-r"""Distributions that Pyro lacks, and log-densities of vectors of which only a part is known.
+r"""Joint and tied emissions, and log-densities of vectors with missing components.
 
 An observation may be known in part: components that are NaN are missing. Where a distribution
 allows it exactly they are integrated out (:func:`marginal_log_prob`), never filled in.
@@ -85,12 +85,12 @@ class Streams(OwnChecks):
         return self.join([part.variance for part in self.parts])
 
     def split(self, values: Tensor) -> list[Tensor]:
-        """The observation of each part, from vectors ``(*, sum of widths)``."""
+        """Split vectors ``(*, sum of widths)`` into the observations of the parts."""
         pieces = zip(values.split(self.widths, -1), self.parts)
         return [piece if part.event_shape else piece.squeeze(-1) for piece, part in pieces]
 
     def join(self, pieces: list[Tensor]) -> Tensor:
-        """One tensor ``(*, D)`` of the values of all parts."""
+        """Concatenate the values of all parts to one tensor ``(*, D)``."""
         pairs = zip(pieces, self.parts)
         width = [piece if part.event_shape else piece.unsqueeze(-1) for piece, part in pairs]
         lead = broadcast_shapes(*(piece.shape[:-1] for piece in width))
@@ -175,7 +175,7 @@ class Tied(OwnChecks):
         return self.in_each_state(marginal_log_prob, value)
 
     def in_each_state(self, function: Callable[[Any, Tensor], Tensor], value: Tensor) -> Tensor:
-        """``function(base, value)`` ``(*B, K)``, as :meth:`log_prob` is of a log-density."""
+        """Evaluate ``function(base, value)`` in each of the tied states, ``(*B, K)``."""
         at = -1 - len(self.event_shape)
         if value.dim() < -at or value.size(at) == 1:
             every = function(self.base, value)
@@ -243,7 +243,7 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
 
 
 def _is_of_bits(emission: Any) -> bool:
-    """Whether it is one of vectors of zeros and ones, with one table for all that is observed."""
+    """Whether ``emission`` is a vector of independent Bernoullis with one table for all steps."""
     return (
         isinstance(emission, Independent)
         and isinstance(emission.base_dist, Bernoulli)
@@ -261,7 +261,7 @@ def log_prob_per_component(mixture: Any, values: Tensor) -> Tensor:
 
 
 def marginal_log_prob(distribution: TorchDistribution, values: Tensor) -> Tensor:
-    r"""Log-density of the components of ``values`` that are not NaN.
+    r"""Marginal log-density of the components of ``values`` that are not NaN.
 
     The others are integrated out exactly: independent components are left out, and a normal
     distribution with full covariance is marginalised, once for each pattern of missing components.
@@ -386,14 +386,14 @@ def _log_prob(distribution: Any, values: Tensor) -> Tensor:
 def _mixed(
     mixture: MixtureSameFamily, values: Tensor, log_prob: Callable[[Any, Tensor], Tensor]
 ) -> Tensor:
-    """Log-density of a mixture from that of its components."""
+    """Log-density of a mixture, by log-sum-exp over its components."""
     values = values.unsqueeze(-1 - len(mixture.event_shape))
     parts = log_prob(mixture.component_distribution, values)
     return logsumexp(parts + log_probs(mixture.mixture_distribution), -1)
 
 
 def any_value(distribution: Any) -> Tensor:
-    """Something in the support, ``(*B, *E)``, as placeholder; it uses up no random numbers."""
+    """Placeholder in the support, ``(*B, *E)``; it uses up no random numbers."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return distribution.sample()
 

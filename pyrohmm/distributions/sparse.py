@@ -61,7 +61,7 @@ class _Sparse(OwnChecks):
 
 
 class _SparseTables(constraints.Constraint):
-    """Tables that are zero where ``allowed`` is not."""
+    """Base of constraints: tables that are zero where ``allowed`` is False."""
 
     def __init__(self, allowed: Tensor) -> None:
         self.allowed, self.event_dim = allowed, allowed.dim()
@@ -153,10 +153,10 @@ class SparseDirichlet(_Sparse):
 
 
 class _SparseSimplex(_SparseTables):
-    """Tables of probabilities that are zero where ``allowed`` is not."""
+    """Constraint: rows of probabilities that are zero where ``allowed`` is False."""
 
     def check(self, value: Tensor) -> Tensor:
-        """Whether each table is one of them."""
+        """Whether rows of each table sum to one, with zeros at forbidden entries."""
         inside = ((value.sum(-1) - 1).abs() < 1e-4) & (value >= 0).all(-1)
         inside = inside & (value.masked_fill(self.allowed, 0.0) == 0).all(-1)
         return inside.flatten(-self.event_dim + 1).all(-1) if self.event_dim > 1 else inside
@@ -198,7 +198,7 @@ class _SparseStickBreaking(_FromVector):
         self.offset = rest.clamp(min=1)[self.free].log()  # so that zeros are even shares
 
     def _break(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Share taken at each break, and the logarithm of what is left before it.
+        """Stick-breaking share at each break, and the logarithm of what is left before it.
 
         Shares that round to one leave something all the same, which only the logarithm shows.
         """
@@ -277,7 +277,7 @@ class SparseGamma(_Sparse):
         super().__init__(allowed, validate_args, concentration=concentration, rate=rate)
 
     def _entries(self) -> Gamma:
-        """The distribution of each entry; something where it is forbidden."""
+        """Gamma distribution of each entry; a placeholder where it is forbidden."""
         parts = (part.masked_fill(~self.allowed, 1.0) for part in (self.concentration, self.rate))
         return Gamma(*parts, validate_args=False)
 
@@ -310,10 +310,10 @@ class SparseGamma(_Sparse):
 
 
 class SparsePositive(_SparseTables):
-    """Tables of numbers that are not negative, and zero where ``allowed`` is not."""
+    """Constraint: non-negative tables that are zero where ``allowed`` is False."""
 
     def check(self, value: Tensor) -> Tensor:
-        """Whether each table is one of them."""
+        """Whether each table is non-negative, with zeros at forbidden entries."""
         inside = (value >= 0) & ((value == 0) | self.allowed)
         return inside.flatten(-self.event_dim).all(-1)
 
@@ -345,7 +345,7 @@ def _map_to_table(constraint: SparsePositive) -> Transform:
 
 
 def interior(support: constraints.Constraint, value: Tensor) -> Tensor:
-    """``value``, shifted off the boundary of its space, where gradients and densities may end.
+    """Shift ``value`` off the boundary of its support, where gradients and densities may end.
 
     Probabilities change by about a millionth; what is far inside stays to rounding.
 

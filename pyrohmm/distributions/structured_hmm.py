@@ -100,7 +100,7 @@ class HSMM(HMM):
 
     @property
     def log_duration(self) -> Tensor:
-        """``(K, D)``, log-probabilities of durations."""
+        """Log-probabilities of durations, ``(K, D)``."""
         return self.chain.log_duration
 
     @property
@@ -110,16 +110,16 @@ class HSMM(HMM):
 
     @property
     def censored_end(self) -> bool:
-        """Whether the last segment may go on after the data."""
+        """Whether the last segment is right-censored: it may go on after the data."""
         return self.chain.censored_end
 
     @property
     def censored_start(self) -> bool:
-        """Whether the first segment was there before the data."""
+        """Whether the first segment is left-censored: it was there before the data."""
         return self.chain.censored_start
 
     def check_labels(self, values: Tensor) -> None:
-        """Raise if no path keeps to the labels: a run may be longer than any duration."""
+        """Raise if labels exclude every path, as a run longer than any duration does."""
         try:
             super().check_labels(values)
         except ValueError:
@@ -228,12 +228,12 @@ class FactorialHMM(HMM):
 
     @property
     def log_initials(self) -> tuple[Tensor, ...]:
-        """M of ``(K_m,)``, log-probabilities of the first state of each chain."""
+        """Log-probabilities of the first state of each chain, M of ``(K_m,)``."""
         return self.chain.log_initials
 
     @property
     def log_transitions(self) -> tuple[Tensor, ...]:
-        """M of ``(K_m, K_m)``, log-probabilities of the next state of each chain."""
+        """Log-probabilities of the next state of each chain, M of ``(K_m, K_m)``."""
         return self.chain.log_transitions
 
     @property
@@ -343,5 +343,5 @@ class SecondOrderHMM(HMM):
 
     @property
     def log_second(self) -> Tensor:
-        """``(K, K)``, log-probabilities of the second state given the first."""
+        """Log-probabilities of the second state given the first, ``(K, K)``."""
         return self.chain.log_second

@@ -76,7 +76,7 @@ class WordAndTag(Streams):
 
 
 class _Below(constraints.Constraint):
-    """Integers from -1 to below a size for each component."""
+    """Constraint: integers from -1 to below a size for each component."""
 
     is_discrete = True
 
@@ -116,7 +116,7 @@ class TaggedSymbols(BlockSymbols):
 
     @lazy
     def distribution(self) -> TorchDistribution:
-        """Of all K states; computed when it is read."""
+        """Dense emission of words and tags in all K states, computed on access."""
         return WordAndTag(self.words.distribution, Categorical(logits=self.log_tags))
 
     def split(self, values: Tensor, known: Tensor, check: bool = True) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ class TaggedSymbols(BlockSymbols):
         observed: Tensor | None = None,
         check: bool = True,
     ) -> tuple[Tensor, Tensor]:
-        """Log-likelihoods by block of pairs ``(N, T, 2)``: see :meth:`BlockSymbols.likelihood`."""
+        """Log-likelihoods of words and tags ``(N, T, 2)`` in the states of each word's block."""
         known = step_mask(lengths, values.size(1), values.device)
         known = known if observed is None else known & observed
         words, tags = self.split(values, known, check)
@@ -227,21 +227,21 @@ class TaggedHMM(BlockHMM):
 
     @property
     def log_tags(self) -> Tensor:
-        r"""``(K, Y)``, :math:`\log p(y_t \mid z_t)`."""
+        r"""Tag log-probabilities ``(K, Y)``, :math:`\log p(y_t \mid z_t)`."""
         return self._emission.log_tags
 
     @property
     def num_tags(self) -> int:
-        """Y."""
+        """Number of tags, Y."""
         return self.log_tags.size(-1)
 
     @property
     def words(self) -> BlockHMM:
-        """The distribution of the words alone."""
+        """HMM of the words alone, with tags summed out."""
         return cast(BlockHMM, self._with(BlockHMM, self._emission.words))
 
     def _with(self, kind: type[BlockHMM], symbols: BlockSymbols) -> HMM:
-        """HMM of this chain and these sequences with another emission."""
+        """HMM with another emission, and the same chain and sequences."""
         data = self.lengths, self.observed
         new = kind.of(self.chain, symbols, *data, validate_args=False, allowed=self.allowed)
         return self._validated_alike(new)
@@ -274,7 +274,7 @@ class TaggedHMM(BlockHMM):
             return torch.where(tags >= 0, known.to(probs.dtype), probs)
 
     def _tag_probs(self, state_probs: Tensor, words: Tensor) -> Tensor:
-        """Probabilities ``(*B, T, Y)`` from those of states ``(*B, T, w)`` in the words' blocks."""
+        """Tag probabilities ``(*B, T, Y)`` from state posteriors ``(*B, T, w)`` in word blocks."""
         blocks = self.blocks.symbol_block[words.cpu()].expand(state_probs.shape[:-1]).flatten()
         flat, table = state_probs.flatten(0, -2), self.log_tags.exp()
         probs = flat.new_zeros(len(flat), self.num_tags)

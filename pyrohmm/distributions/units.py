@@ -24,7 +24,7 @@ STEPS = 5  # of a random walk of a covariance that few observations determine
 
 
 class InUnits(OwnChecks):
-    """A distribution of real numbers whose coordinates are ``(x - origin) / unit``.
+    """Distribution of real numbers with unconstrained coordinates ``(x - origin) / unit``.
 
     Density and samples are those of ``base``.
 
@@ -47,18 +47,18 @@ class InUnits(OwnChecks):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Real numbers, with these coordinates."""
+        """Support: real numbers, with unconstrained coordinates in these units."""
         real = _measured(constraints.real, self.origin, self.unit)
         return constraints.independent(real, len(self.event_shape)) if self.event_shape else real
 
     @property
     def mean(self) -> Tensor:
-        """Mean of the base."""
+        """Mean of the base distribution."""
         return self.base.mean
 
     @property
     def variance(self) -> Tensor:
-        """Variance of the base."""
+        """Variance of the base distribution."""
         return self.base.variance
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> InUnits:
@@ -66,16 +66,16 @@ class InUnits(OwnChecks):
         return InUnits(self.base.expand(torch.Size(batch_shape)), self.origin, self.unit)
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Samples of the base."""
+        """Sample from the base distribution."""
         return self.base.rsample(sample_shape)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log-density of the base."""
+        """Log-density of the base distribution."""
         return self.base.log_prob(value)
 
 
 class InverseGamma(dist.InverseGamma):
-    """Pyro's distribution, with coordinates in units of the rate, and without overflow in float32.
+    """Inverse gamma with coordinates in units of the rate, without overflow in float32.
 
     (The density of Pyro's transforms that of a gamma distribution, by a slope of the square.)
 
@@ -87,7 +87,7 @@ class InverseGamma(dist.InverseGamma):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Positive numbers, with logarithms in these units as coordinates."""
+        """Support: positive numbers, with log coordinates in units of the rate."""
         return _measured(constraints.positive, torch.zeros_like(self.rate), self.rate)
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class InverseGamma(dist.InverseGamma):
 
 
 class Flat(OwnChecks):
-    r"""Positive numbers whose density is flat between two scales.
+    r"""Distribution of positive numbers whose density is flat between two scales.
 
     .. math:: p(v) = \frac{\exp(-b/v - v/m)}{2 \sqrt{b m} K_1(2 \sqrt{b/m})}
 
@@ -121,7 +121,7 @@ class Flat(OwnChecks):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Positive numbers, with logarithms in units of a fifth of the large scale."""
+        """Support: positive numbers, log coordinates in units of a fifth of the large scale."""
         return _measured(constraints.positive, torch.zeros_like(self.upper), self.upper / 5)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Flat:
@@ -129,7 +129,7 @@ class Flat(OwnChecks):
         return Flat(*(scale.expand(batch_shape) for scale in (self.lower, self.upper)))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Exponential samples, of which each is accepted as often as the small scale says."""
+        """Sample by rejection from an exponential distribution of the large scale."""
         shape = torch.Size(sample_shape) + self.batch_shape
         value, waits = torch.zeros(shape).to(self.upper), True
         while waits:
@@ -147,14 +147,14 @@ class Flat(OwnChecks):
 
 
 class Coordinates(constraints.Constraint):
-    """A constraint with its own bijection from unconstrained space; torch has one for all."""
+    """Constraint with its own bijection from unconstrained space, in place of torch's."""
 
     def __init__(self, space: constraints.Constraint, transform: Transform) -> None:
         self.space, self.transform, self.event_dim = space, transform, space.event_dim
         super().__init__()
 
     def check(self, value: Tensor) -> Tensor:
-        """Whether values are in the space."""
+        """Whether values are in the constraint ``space``."""
         return self.space.check(value)
 
 
@@ -212,7 +212,7 @@ class InverseWishart(OwnChecks):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Covariance matrices, with coordinates in units of the scale."""
+        """Support: covariance matrices, with coordinates in units of the scale."""
         return _covariances(self.scale.diagonal(dim1=-2, dim2=-1).sqrt())
 
     @property
@@ -249,7 +249,7 @@ class InverseWishart(OwnChecks):
 
 
 class FlatCovariance(OwnChecks):
-    r"""Covariance matrices whose density is flat between two scales.
+    r"""Distribution of covariance matrices whose density is flat between two scales.
 
     .. math:: p(\Sigma) \propto \exp(-\mathrm{tr}(B \Sigma^{-1}) - \mathrm{tr}(\Sigma M^{-1}))
 
@@ -276,7 +276,7 @@ class FlatCovariance(OwnChecks):
 
     @property
     def support(self) -> constraints.Constraint:
-        """Covariance matrices, with coordinates in units of a fifth of the large scale by D."""
+        """Support: covariance matrices, coordinates in units of a fifth of the large scale by D."""
         return _covariances((self.upper / (5 * self.upper.size(-1))).sqrt())
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> FlatCovariance:
@@ -285,7 +285,7 @@ class FlatCovariance(OwnChecks):
         return FlatCovariance(self.lower.expand(shape), self.upper.expand(shape))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Wishart samples, of which each is accepted as often as the small scale says."""
+        """Sample by rejection from a Wishart distribution of the large scale."""
         shape, dim = torch.Size(sample_shape) + self.batch_shape, self.lower.size(-1)
         root, wanted = self.upper.new_zeros((*shape, dim, dim)), True
         scale = (self.upper / 2).sqrt().unsqueeze(-1)
@@ -300,7 +300,7 @@ class FlatCovariance(OwnChecks):
         return root @ root.mT
 
     def _small(self, root: Tensor) -> Tensor:
-        """Exponent of the small scale, of matrices with these Cholesky factors."""
+        """Log-density term of the small scale, given Cholesky factors of the matrices."""
         lower = self.lower.sqrt().diag_embed().expand(root.shape)
         inside = torch.linalg.solve_triangular(root, lower, upper=False)
         return -inside.square().sum((-2, -1))
@@ -317,7 +317,7 @@ class FlatCovariance(OwnChecks):
 
 
 def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
-    """Sample roots M, where M M' is inverse Wishart, of degrees ``(*B)`` and scales."""
+    """Sample square roots M of inverse-Wishart matrices M M', of degrees ``(*B)`` and scales."""
     dim = scale.size(-1)
     half = (degrees.unsqueeze(-1) - torch.arange(dim, device=scale.device)) / 2
     chi = (2 * torch._standard_gamma(half)).sqrt()
@@ -327,7 +327,7 @@ def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:
 
 
 def flat_step(old: Tensor, upper: Tensor, count: Tensor, about: Tensor) -> Tensor:
-    """Markov chain step for covariances under a flat prior, given means.
+    """One MCMC step for covariances under a flat prior, given means.
 
     With enough observations a Metropolis step, whose inverse Wishart proposals lack the tail of the
     prior; else a random walk, which is symmetric under all linear maps of the components.
@@ -366,7 +366,7 @@ def flat_step(old: Tensor, upper: Tensor, count: Tensor, about: Tensor) -> Tenso
 
 
 def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
-    """Covariance matrices with eigenvalues raised to a floor, and where they were below it.
+    """Covariance matrices with eigenvalues clamped to a floor, and a mask of those changed.
 
     Args:
         matrix: ``(*, D, D)``; where it is NaN it stays.
@@ -429,7 +429,7 @@ class _VectorToCovariance(Transform):
 
 
 def _covariances(unit: Tensor) -> Coordinates:
-    """Log-Cholesky coordinates of covariance matrices, in units ``(*B, D)`` of deviations."""
+    """Constraint of covariance matrices: log-Cholesky coordinates, in deviations ``(*B, D)``."""
     return Coordinates(constraints.positive_definite, _VectorToCovariance(unit))
 
 

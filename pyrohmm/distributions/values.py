@@ -24,7 +24,7 @@ INTEGERS_OF_SINGLE = 1 << 24  # up to which float32 holds all integers
 
 
 def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
-    """Values ``(*A, T, *E)`` with gaps filled by a value of the support.
+    """Fill unobserved steps of values ``(*A, T, *E)`` with a value of the support.
 
     Args:
         values: Observations, of as many batch dimensions as the parameters.
@@ -48,7 +48,7 @@ def fill_gaps(values: Tensor, known: Tensor, emission: Any) -> Tensor:
 
 
 def as_numbers(integers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers in ``dtype``; in float64 where float32 would make neighbours equal."""
+    """Convert integers to ``dtype``; to float64 where float32 would make neighbours equal."""
     exact = dtype.itemsize > 4 or integers.dtype.itemsize < 4
     if not exact and not transforming():
         exact = exceeds(INTEGERS_OF_SINGLE - integers.abs().amax(), -1)
@@ -84,7 +84,7 @@ def check_support(
 def _emitted(
     values: Tensor, known: Tensor | None, emission: Any, emission_per_step: bool
 ) -> Tensor:
-    """Whether a state emits values ``(*B, T, *E)``, ``(*B, T)``; True where they are not known."""
+    """Mask ``(*B, T)`` of values ``(*B, T, *E)`` that some state emits; True where not known."""
     event = emission.event_shape
     apart = values.unsqueeze(-1 - len(event))
     if not emission_per_step:
@@ -101,7 +101,7 @@ def _emitted(
 
 
 class SequencesOf(constraints.Constraint):
-    """Sequences ``(T, *E)`` of what the states of an HMM emit; anything where nothing is seen.
+    """Constraint: sequences ``(T, *E)`` that an HMM can emit; anything at unobserved steps.
 
     Args:
         hmm: Its lengths and masks say which steps exist and are observed.
@@ -125,7 +125,7 @@ class SequencesOf(constraints.Constraint):
 @biject_to.register(SequencesOf)
 @transform_to.register(SequencesOf)
 def _coordinates(constraint: Any) -> Any:
-    """Coordinates of latent sequences, all of whose steps count."""
+    """Bijection from unconstrained space to latent sequences, all of whose steps count."""
     if not bool(constraint.hmm.known.all()):
         raise NotImplementedError(
             "a latent HMM must have no padding and no missing steps, which have no density. Give a "
@@ -135,7 +135,7 @@ def _coordinates(constraint: Any) -> Any:
 
 
 def _refuse_outside(wrong: Tensor, emission: Any) -> None:
-    """Raise the error of values ``(M, *E)`` that no state emits."""
+    """Raise for values ``(M, *E)`` outside the support of every state."""
     end, cure = "", "Mark missing steps as not observed."
     if not emission.support.is_discrete and bool(((wrong == 0) | (wrong == 1)).any()):
         end, cure = " without its ends", "Move them inside by half their rounding"
@@ -147,7 +147,7 @@ def _refuse_outside(wrong: Tensor, emission: Any) -> None:
 
 
 def _refuse_symbols(values: Tensor, known: Tensor | None, size: int) -> None:
-    """Raise the error of symbols that are none of 0 to V - 1; what is padded does not count."""
+    """Raise if observed symbols are not in 0 to V - 1."""
     seen = values if known is None else values.masked_select(known)
     cure = "Build the emission with more symbols, or mark unknown ones as not observed."
     if int(seen.min()) == 1 and int(seen.max()) == size:
@@ -156,7 +156,7 @@ def _refuse_symbols(values: Tensor, known: Tensor | None, size: int) -> None:
 
 
 def _is_real(support: Any) -> bool:
-    """Whether components of any number are in the support."""
+    """Whether the support of each component is the real line."""
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
     return isinstance(support, type(constraints.real))
@@ -171,7 +171,7 @@ def _first_value(emission: Any, dtype: torch.dtype) -> Tensor:
 
 
 def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
-    """Which states ``labels`` allow, ``(*B, T, K)`` booleans, on the device of ``exists``.
+    """Mask ``(*B, T, K)`` of the states that ``labels`` allow, on the device of ``exists``.
 
     Args:
         labels: ``(*B, T)`` integers, -1 where the state is not known; or ``(*B, T, K)`` booleans.
@@ -201,7 +201,7 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
 
 
 def refuse_unknown(labels: Tensor, num_states: int) -> None:
-    """Raise if integers ``(*B, T)`` are no labels below ``num_states``, nor -1; reads values."""
+    """Raise if labels ``(*B, T)`` are neither states nor -1; reads values."""
     wrong = (labels >= num_states) | (labels < -1)
     if not transforming() and bool(wrong.any()):
         step = wrong.nonzero()[0].tolist()
@@ -212,7 +212,7 @@ def refuse_unknown(labels: Tensor, num_states: int) -> None:
 
 
 def refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:
-    """Raise if labels leave no path in a sequence, and name the first step they do not reach.
+    """Raise if labels leave a sequence no path, and name its first step out of reach.
 
     Args:
         reached: ``(*B, T)`` booleans, whether a path keeps to the labels up to the step.
@@ -229,7 +229,7 @@ def refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:
 
 
 def _place(index: list[int]) -> str:
-    """Words for a sequence and its step."""
+    """Name a sequence and its step, for error messages."""
     *batch, step = index
     if not batch:
         return f"step {step}"

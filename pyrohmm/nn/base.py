@@ -44,7 +44,7 @@ class OwnParameters(PyroModule):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``; threads wait for each other."""
+        """Run ``forward`` under a lock, with the module's own parameters in Pyro's store."""
         with PYRO:
             context = self._pyro_context
             if context.active:
@@ -126,7 +126,7 @@ class HMMModule(OwnParameters):
         raise NotImplementedError(f"{type(self).__name__} must define forward(lengths, observed).")
 
     def emission_module(self) -> PyroModule | None:
-        """The part whose call is the emission of the HMM, so that EM may use its M-step.
+        """Submodule whose call is the emission of the HMM, so that EM may use its M-step.
 
         None by default. A module that builds ``HMM(..., self.emission(), ...)`` returns
         ``self.emission`` here.
@@ -136,7 +136,7 @@ class HMMModule(OwnParameters):
 
 @contextmanager
 def in_mode(training: bool, *parts: Any) -> Iterator[None]:
-    """Context in which modules are in ``train()`` or ``eval()`` mode; then they have their old one.
+    """Context manager: modules in ``train()`` or ``eval()`` mode, restored at the end.
 
     Args:
         training: Which mode.

@@ -1,4 +1,4 @@
-"""The M-step of EM: what a module or an emission defines to be maximised in closed form.
+"""M-steps in closed form: protocols, families of parameters, and their priors.
 
 Two methods, ``statistics`` and ``m_step``, of a chain (:class:`ChainMStep`) or of an emission
 (:class:`EmissionMStep`). EM asks for the methods, not for a class: what lacks them is maximised by
@@ -44,7 +44,7 @@ class EmissionMStep(Protocol):
         """
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the parameters, priors included.
+        """M-step: mode of the parameters given sufficient statistics, priors included.
 
         Returns:
             The parameters by name, each ``(R, ...)``, NaN where neither an observation nor a prior
@@ -55,10 +55,10 @@ class EmissionMStep(Protocol):
 
 @runtime_checkable
 class ConjugateSampler(Protocol):
-    """A part with ``statistics`` whose parameters can be sampled given them, as Gibbs needs."""
+    """A part whose parameters Gibbs can sample given its sufficient ``statistics``."""
 
     def sample_parameters(self, statistics: Statistics, current: dict[str, Tensor]) -> Statistics:
-        """Samples of parameters given sufficient statistics of data whose states are known.
+        """Sample parameters given sufficient statistics of data whose states are known.
 
         Args:
             statistics: Of weights and counts that are whole numbers: those of sampled paths.
@@ -89,7 +89,7 @@ class ChainMStep(Protocol):
         """
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the parameters: see :meth:`EmissionMStep.m_step`."""
+        """M-step: mode of the chain's parameters given expected counts, priors included."""
 
 
 @runtime_checkable
@@ -102,12 +102,12 @@ class TransitionCounts(ChainMStep, Protocol):
     """
 
     def transition_counts(self, statistics: Statistics) -> Tensor | None:
-        """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
+        """Transition counts ``(R, K, K)`` plus pseudo-counts of the prior; None if frozen."""
 
 
 @runtime_checkable
 class StepsMStep(Protocol):
-    """An :class:`HMMModule` whose M-step reads every step, as where covariates have a part in it.
+    """An :class:`HMMModule` whose M-step needs the posterior of each step, not summed counts.
 
     Attributes:
         by_steps: Names of the parameters that ``maximize`` returns.
@@ -116,7 +116,7 @@ class StepsMStep(Protocol):
     by_steps: list[str]
 
     def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
-        """The mode of the parameters, by name, each ``(R, ...)``.
+        """M-step: mode of the parameters, by name, each ``(R, ...)``.
 
         Args:
             data: The sequences.
@@ -131,15 +131,15 @@ class Prior(partial):
 
 
 class Penalty(Prior):
-    """One whose scale is estimated, and which no fit leaves out."""
+    """Smoothing prior whose scale is estimated; kept also under ``priors=False``."""
 
 
 class Flat(Prior):
-    """In place of a prior: density one wherever that is a distribution."""
+    """Improper constant prior on the support of the prior that it replaces."""
 
 
 def with_priors(module: Any, priors: bool) -> Any:
-    """``module``, whose priors are :class:`Flat` from now on if ``priors`` is False."""
+    """Make the priors of ``module`` :class:`Flat` if ``priors`` is False, and return it."""
     if not priors:
         if not isinstance(module, nn.Module):
             raise TypeError(f"priors=False needs a module; got {type(module).__name__}.")
@@ -152,7 +152,7 @@ def with_priors(module: Any, priors: bool) -> Any:
 
 @contextmanager
 def without_priors(module: nn.Module) -> Iterator[None]:
-    """Context: M-steps of a module are those of maximum likelihood, as by :func:`with_priors`."""
+    """Context manager in which M-steps of a module maximise the likelihood, without priors."""
     tables = [getattr(part, "_pyro_samples", {}) for part in module.modules()]
     kept = [dict(samples) for samples in tables]
     try:
@@ -167,7 +167,7 @@ def _unweighted(module: Any, prior: Any) -> TorchDistribution:
 
 
 class Family(PyroModule):
-    """Parameters that have priors, are points, or are frozen by :func:`pyrohmm.freeze`.
+    """Base of modules with parameters that have priors, have none, or are frozen.
 
     Attributes:
         supports: Support of each parameter, by its name.
@@ -195,20 +195,20 @@ class Family(PyroModule):
             setattr(self, name, PyroSample(Prior(prior)))
 
     def set_points(self, **values: Tensor) -> None:
-        """Make parameters points without priors, with these values."""
+        """Make these values parameters without priors."""
         for name, value in values.items():
             if name in self._pyro_samples:
                 delattr(self, name)
             setattr(self, name, PyroParam(value.detach().clone(), self.supports[name]))
 
     def is_free(self, name: str) -> bool:
-        """Whether the parameter ``name`` has a prior, or is a point that is fitted."""
+        """Whether the parameter ``name`` is fitted: it has a prior, or requires a gradient."""
         if name in self._pyro_params:
             return getattr(self, f"{name}_unconstrained").requires_grad
         return name in self._pyro_samples
 
     def has_prior(self, name: str) -> bool:
-        """Whether the parameter ``name`` has a prior that counts."""
+        """Whether the parameter ``name`` has a prior that is not :class:`Flat`."""
         return not isinstance(self._pyro_samples.get(name), Flat | None)
 
     def prior(self, name: str) -> Any:
@@ -250,7 +250,7 @@ def _prior_of(module: Any, name: str, dims: int) -> TorchDistribution:
 
 
 def has_foreign_priors(module: nn.Module, but: nn.Module | None = None) -> bool:
-    """Whether a closed form of this package stands beside priors that it does not account for.
+    """Whether an M-step of this package would ignore a prior in its module, such as a user's.
 
     An M-step of a user's knows the priors of all that is below it.
 
@@ -270,7 +270,7 @@ def has_foreign_priors(module: nn.Module, but: nn.Module | None = None) -> bool:
 
 
 def check_mode(name: str, concentration: Tensor) -> None:
-    """Raise at concentrations below one, with which a density has no maximum."""
+    """Raise if a concentration is below one, with which the density has no maximum."""
     if not exceeds(concentration.amin(), math.nextafter(1.0, 0.0)):
         raise ValueError(
             f"{name} below one has no most probable value, which EM looks for; got "
@@ -279,7 +279,7 @@ def check_mode(name: str, concentration: Tensor) -> None:
 
 
 def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
-    """Counts ``(*, V)`` and the pseudo-counts of a Dirichlet prior, if any, in float64.
+    """Counts ``(*, V)`` plus the pseudo-counts of a Dirichlet prior, if any, in float64.
 
     Raises:
         ValueError: If a concentration is below one.
@@ -291,7 +291,7 @@ def with_prior(counts: Tensor, concentration: Tensor | None) -> Tensor:
 
 
 def row_mode(counts: Tensor, concentration: Tensor | None = None) -> Tensor:
-    """Mode of rows of probabilities ``(*, V)`` for counts and a Dirichlet prior, if any."""
+    """Posterior mode of rows ``(*, V)``: normalised counts, pseudo-counts of a prior included."""
     counts = counts.double() if concentration is None else with_prior(counts, concentration)
     return counts / counts.sum(-1, keepdim=True)
 
@@ -307,7 +307,7 @@ def sample_rows(concentration: Tensor) -> Tensor:
 
 
 def mode_of_part(part: Any, prefix: str, statistics: Statistics) -> Maximum:
-    """The mode of a part by its M-step, with names and statistics that begin with ``prefix``."""
+    """M-step of a part; names of its statistics and parameters begin with ``prefix``."""
     values, notes = part.m_step(inside(statistics, prefix))
     return under(prefix, values), notes
 
@@ -315,7 +315,7 @@ def mode_of_part(part: Any, prefix: str, statistics: Statistics) -> Maximum:
 def sample_of_part(
     part: Any, prefix: str, statistics: Statistics, current: Statistics
 ) -> Statistics:
-    """A sample of the parameters of a part, if it has one; names as in :func:`mode_of_part`."""
+    """Sample the parameters of a part, if it can; names as in :func:`mode_of_part`."""
     if not isinstance(part, ConjugateSampler):
         return {}
     own = (inside(each, prefix) for each in (statistics, current))
@@ -323,7 +323,7 @@ def sample_of_part(
 
 
 def inside(statistics: Statistics, prefix: str) -> Statistics:
-    """Statistics whose names begin with ``prefix``, without it."""
+    """Select the statistics whose names begin with ``prefix``, and strip it."""
     return {
         name.removeprefix(prefix): value
         for name, value in statistics.items()
@@ -332,5 +332,5 @@ def inside(statistics: Statistics, prefix: str) -> Statistics:
 
 
 def under(prefix: str, statistics: Statistics) -> Statistics:
-    """Statistics with ``prefix`` before their names."""
+    """Prepend ``prefix`` to the names of statistics."""
     return {prefix + name: value for name, value in statistics.items()}

@@ -45,7 +45,7 @@ class _Composite(Emission):
     """Base of emissions of parts with closed M-steps, each of which has its own statistics."""
 
     def add(self, name: str, family: EmissionFamily, num_states: int) -> PyroModule:
-        """Add the part ``name``, of a number of states, whose M-step must be one of several."""
+        """Build a part for ``num_states`` states, and check that its M-step is closed."""
         part = family(num_states)
         if not isinstance(part, EmissionMStep) or getattr(part, "in_time", False):
             raise TypeError(
@@ -56,11 +56,11 @@ class _Composite(Emission):
         return part
 
     def members(self) -> dict[str, Any]:
-        """The parts by the prefix of their names."""
+        """Submodules with M-steps, by the prefix of their names."""
         return {"part.": self.part}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of each part by itself."""
+        """M-step of each part by itself."""
         values, notes = Statistics(), list[str]()
         for prefix, part in self.members().items():
             mode, remarks = mode_of_part(part, prefix, statistics)
@@ -68,7 +68,7 @@ class _Composite(Emission):
         return values, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """A sample of the parameters of each part, if it can be sampled."""
+        """Sample the parameters of each part that can be sampled."""
         samples = Statistics()
         for prefix, part in self.members().items():
             samples |= sample_of_part(part, prefix, statistics, current)
@@ -76,7 +76,7 @@ class _Composite(Emission):
 
 
 class StreamsEmission(_Composite, emits=Streams):
-    """Several observations at once: see :func:`streams`."""
+    """Joint emission of several observations: see :func:`streams`."""
 
     def __init__(self, num_states: int, families: tuple[EmissionFamily, ...]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class StreamsEmission(_Composite, emits=Streams):
         return cls(0, tuple(lambda _: next(built) for _ in parts))
 
     def members(self) -> dict[str, Any]:
-        """The parts by the prefix of their names."""
+        """Submodules with M-steps, by the prefix of their names."""
         return {f"parts.{i}.": part for i, part in enumerate(self.parts)}
 
     def forward(self) -> TorchDistribution:
@@ -114,7 +114,7 @@ class StreamsEmission(_Composite, emits=Streams):
         return statistics
 
     def take_moments(self, moments: Tensor) -> float:
-        """Each part by itself: see :func:`.normals.take_moments`."""
+        """Rescale the default priors of every stream; returns the summed loss offset."""
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             joined = self.forward()
         fits = moments.shape[1:] == joined.event_shape
@@ -142,7 +142,7 @@ def tied(family: EmissionFamily, index: Tensor | list[int]) -> EmissionFamily:
 
 
 class TiedEmission(_Composite, emits=Tied):
-    """States that share emissions: see :func:`tied`."""
+    """Emission with distributions shared by states: see :func:`tied`."""
 
     def __init__(self, num_states: int, family: EmissionFamily, index: Tensor) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class TiedEmission(_Composite, emits=Tied):
         return under("part.", self.part.statistics(values, weights @ member, base))
 
     def take_moments(self, moments: Tensor) -> float:
-        """Scale the prior of the distinct emissions: see :func:`.normals.take_moments`."""
+        """Rescale the default priors of the distinct emissions; returns the loss offset."""
         return take_moments(self.part, moments)
 
 
@@ -214,11 +214,11 @@ class _Modified(NewtonComponents):
         return {f"part.{name}": space for name, space in inner} | self.supports
 
     def take_moments(self, moments: Tensor) -> float:
-        """Scale the prior of the part: see :func:`.normals.take_moments`."""
+        """Rescale the default priors of the part; returns the loss offset."""
         return take_moments(self.part, moments)
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
-        """The maximum of the part, as if it were not modified."""
+        """Newton start: M-step of the part, as if it were not modified."""
         found = self.part.statistics(values, weights, None)
         return under("part.", self.part.m_step(found)[0])
 
@@ -254,7 +254,7 @@ def zero_inflated(
 
 
 class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
-    """Counts or positive numbers with further zeros: see :func:`zero_inflated`."""
+    """Emission of counts or positive numbers with further zeros: see :func:`zero_inflated`."""
 
     supports: ClassVar = {"gate": constraints.unit_interval}
     defaults: ClassVar = {"gate": lambda _: Beta(1.0, 1.0)}
@@ -271,7 +271,7 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
         return modified.ZeroInflated(self.part.components(), gate=self.gate)
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
-        """The maximum without zeros, and half of their share."""
+        """Newton start: M-step of the part without zeros, and a gate near the fraction of zeros."""
         zero = values == 0
         start = super().begin(values.masked_fill(zero, torch.nan), weights)
         _, weights = self._known(values, weights)
@@ -345,7 +345,7 @@ def _check_limits(lower: float | None, upper: float | None) -> None:
 
 
 class _LimitedEmission(_Modified, emits=(modified.Censored, modified.Truncated)):
-    """A family with limits: see :func:`censored` and :func:`truncated`."""
+    """Emission of numbers with limits: see :func:`censored` and :func:`truncated`."""
 
     def __init__(self, num_states: int, inner: EmissionFamily, build: Any, limits: Any) -> None:
         super().__init__(num_states, inner)

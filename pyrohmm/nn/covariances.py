@@ -41,7 +41,7 @@ EXACT = 1e-7  # of a standard deviation, residuals that are rounding
 
 
 class Slopes(NamedTuple):
-    """A regression on F numbers, 1 first, of D components.
+    """Regression coefficients of D components on F regressors, the intercept first.
 
     Attributes:
         values: ``(R, K, F, D)``.
@@ -136,7 +136,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return float(matrices * (self.dim + 1) * variance.log().sum()) / 2
 
     def covariance_prior(self) -> TorchDistribution:
-        """Inverse Wishart matrices, or a flat prior."""
+        """Prior of the covariances: inverse Wishart, or flat."""
         batch = () if self.tied else (len(self.prior_loc),)
         if self.flat:
             return FlatCovariance(self.scale.diagonal(), self.upper).expand(batch)
@@ -144,7 +144,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return InverseWishart(self.degrees, scale)
 
     def loc_prior(self) -> TorchDistribution:
-        """Normal means, given the covariances if conjugate."""
+        """Normal prior of the means, given the covariances if conjugate."""
         if self.flat:
             variance = self._columns() / self._regressors()["loc"][1]
             unit = (self.upper / (UPPER * self.dim)).sqrt()
@@ -153,7 +153,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return InUnits(prior, self.prior_loc, self.scale.diagonal().sqrt())
 
     def _columns(self) -> Tensor:
-        """Variances ``(D,)``, in units of which a flat prior of slopes is; scales of another."""
+        """Variances ``(D,)``: units of a flat prior of slopes, else the diagonal of the scale."""
         return self.upper / (UPPER * self.dim) if self.flat else self.scale.diagonal()
 
     def _wide(self, covariance: Tensor) -> Tensor:
@@ -165,11 +165,11 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return MultivariateNormal(self.loc, covariance)
 
     def augments(self, values: Tensor) -> bool:
-        """Whether components of vectors are missing, which are sampled."""
+        """Whether components of vectors are missing, which the sampler imputes."""
         return bool(values.isnan().any())
 
     def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
-        """Sums of products of 1 and the vector about the centre, ``(R, K, 1 + D, 1 + D)``.
+        """Weighted second moments of 1 and the centred vector, ``(R, K, 1 + D, 1 + D)``.
 
         Missing components are replaced by their conditional expectation and covariance (Dempster,
         Laird and Rubin, 1977); at the start, without a current emission, by means.
@@ -183,7 +183,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return {"squares": _second_moments(values, weights, about)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the joint posterior of covariances and slopes: weighted least squares."""
+        """M-step: joint mode of covariances and slopes, by weighted least squares."""
         squares, notes = statistics["squares"], list[str]()
         fit = self._least_squares(squares)
         for _ in range(2 if self.flat else 1):  # of a weak prior of slopes two are enough
@@ -227,7 +227,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return covariance, [singular if has_prior else floor_note("covariance")]
 
     def _whitened(self, covariance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Maps to components of variance one, and back; precisions of the prior of slopes there.
+        """Whitening map of the components, its inverse, and prior precisions of whitened slopes.
 
         They are in units of :meth:`_columns` beside a flat prior, else of the covariance.
         """
@@ -240,7 +240,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return turn, back, ratio if self.flat else ratio.new_ones(1)
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Covariances and slopes given sums of products."""
+        """Sample covariances and slopes given sufficient statistics."""
         squares = statistics["squares"]
         fit, count = self._least_squares(squares), self._pooled(squares[..., 0, 0])
         if self.flat:
@@ -260,11 +260,11 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return {name: value for name, value in samples.items() if self.has_prior(name)}
 
     def _pooled(self, sums: Tensor) -> Tensor:
-        """Sums ``(R, [K,] ...)`` over states that share a covariance, of sums ``(R, K, ...)``."""
+        """Sum ``(R, K, ...)`` over states that share a covariance, to ``(R, [K,] ...)``."""
         return sums.sum(1) if self.tied else sums
 
     def _residuals(self, squares: Tensor, fit: Slopes) -> Tensor:
-        """Squares of residuals, and of slopes about conjugate means, ``(R, K, D, D)``."""
+        """Residual scatter ``(R, K, D, D)``, with that of slopes about conjugate prior means."""
         slopes, prior, precision = fit
         eye = torch.eye(self.dim).to(slopes).expand(*slopes.shape[:2], -1, -1)
         columns, apart = torch.cat([-slopes, eye], -2), slopes - prior
@@ -274,7 +274,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return (scatter + scatter.mT).nan_to_num(0.0) / 2  # NaN of slopes without observations
 
     def _floor(self, squares: Tensor) -> Tensor:
-        """Least variances ``(R, D)`` without a prior, by moments of all the states."""
+        """Variance floor ``(R, D)`` without a prior, by moments pooled over states."""
         total, dim = squares.sum(1), self.dim
         mean = total[:, 0, -dim:] / total[:, :1, 0]
         spread = total.diagonal(dim1=-2, dim2=-1)[:, -dim:] / total[:, :1, 0] - mean**2
@@ -285,15 +285,15 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         return {"loc": slopes[..., 0, :] + self.centre}
 
     def _regressors(self) -> dict[str, tuple[slice, Any]]:
-        """Rows of the slopes by parameter of the mean, and their prior precisions."""
+        """Row slice of the slopes and prior precision of each parameter of the mean."""
         return {"loc": (slice(0, 1), 1 / MEANS if self.flat else self.weight)}
 
     def _as_rows(self, name: str, value: Tensor) -> Tensor:
-        """Rows of the slopes from a parameter of the mean."""
+        """Convert a parameter of the mean to rows of the slopes."""
         return (value.double() - self.centre).unsqueeze(-2)
 
     def _least_squares(self, squares: Tensor, given: Any = None, sampled: bool = False) -> Slopes:
-        """Best slopes on 1 and context; beside a flat prior with theirs if a covariance is given.
+        """Least-squares slopes, prior included; a flat prior's only if a covariance is given.
 
         Args:
             squares: ``(R, K, F + D, F + D)``.
@@ -452,7 +452,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         return own + self.initial._set_spread(variance, within) + means
 
     def weights_prior(self) -> TorchDistribution:
-        """Normal weights, given the covariances if conjugate."""
+        """Normal prior of the weights, given the covariances if conjugate."""
         unit = self._columns()
         ratio = (unit / unit.unsqueeze(-1)).sqrt()
         precision = self._regressors()["weights"][1][: self.dim].to(unit)[:, None, None]
@@ -488,13 +488,13 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         return under("initial.", start) | {"squares": squares}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The modes of the first vectors, and of the regression of the others."""
+        """M-step: modes of the first vectors' parameters, and of the regression of the others."""
         first, notes = mode_of_part(self.initial, "initial.", statistics)
         mode, more = super().m_step(statistics)
         return first | mode, notes + more
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Sample of the parameters of the first vectors and of the regression of the others."""
+        """Sample the parameters of the first vectors, and of the regression of the others."""
         first = sample_of_part(self.initial, "initial.", statistics, current)
         return first | super().sample_parameters(statistics, current)
 
@@ -556,7 +556,7 @@ def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> T
 
 
 def residuals_within(windows: Tensor, num_states: int) -> Tensor:
-    """Residual deviations ``(D,)`` of an autoregression in the narrowest state, robustly.
+    """Robust residual deviations ``(D,)`` of an autoregression in the narrowest state.
 
     They are about those in the narrowest of states with n observations, or less, by least trimmed
     squares (Rousseeuw and Van Driessen, 2006, Computing LTS regression for large data sets): of
@@ -602,7 +602,7 @@ def residuals_within(windows: Tensor, num_states: int) -> Tensor:
 def _completed(
     values: Tensor, weights: Tensor, current: Any, about: Tensor, sampled: bool
 ) -> Tensor:
-    """:func:`_second_moments` with missing components as expected, or sampled."""
+    """Weighted second moments, missing components imputed by expectation or by a sample."""
     dim, weights = values.size(-1), weights.double()
     restarts, _, states = weights.shape
     values, loc = values.double() - about, current.loc.double() - about

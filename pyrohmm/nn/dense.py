@@ -78,7 +78,7 @@ def _rbf(rows: Tensor, columns: Tensor, width: float) -> Tensor:
 
 
 def log_rows(kernel: Kernel, rows: Tensor, columns: Tensor) -> Tensor:
-    r"""Log-probabilities ``(*B, n, m)``: the kernel, divided by the sum of each row.
+    r"""Log-probabilities ``(*B, n, m)``: values of the kernel, normalised over each row.
 
     .. math:: p_{ij} = \frac{k(u_i, v_j)}{\sum_{j'} k(u_i, v_{j'})}
 
@@ -226,7 +226,7 @@ class DenseHMM(HMMModule):
 
 
 def _embedding(scale: float | None, *shape: int) -> PyroSample:
-    """Vectors with a normal prior, all as one event."""
+    """Sample site of embedding vectors with a normal prior, all as one event."""
     return PyroSample(partial(_prior, shape=shape, scale=scale or shape[-1] ** -0.25))
 
 

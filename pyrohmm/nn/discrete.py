@@ -22,15 +22,15 @@ class _Rows(Emission):
     """Base of families of rows of probabilities, whose statistics are counts by their names."""
 
     def concentrations(self) -> dict[str, Tensor]:
-        """Of the Dirichlet priors of the rows, by name."""
+        """Dirichlet concentrations of the rows, by name."""
         raise NotImplementedError
 
     def prior(self, name: str) -> Any:
-        """Dirichlet rows."""
+        """Dirichlet prior of the rows."""
         return Dirichlet(self.concentrations()[name])
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Shares of the counts, with those of the priors."""
+        """M-step: normalised counts, pseudo-counts of the priors included."""
         prior = self.concentrations()
         return {
             name: row_mode(counts, prior[name] if self.has_prior(name) else None)
@@ -38,7 +38,7 @@ class _Rows(Emission):
         }, []
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rows from their Dirichlet posteriors."""
+        """Sample rows from their Dirichlet posteriors."""
         prior = {n: c for n, c in self.concentrations().items() if self.has_prior(n)}
         return {name: sample_rows(statistics[name] + more) for name, more in prior.items()}
 
@@ -75,7 +75,7 @@ class CategoricalEmission(_Rows, emits=torch_dist.Categorical):
         return module
 
     def concentrations(self) -> dict[str, Tensor]:
-        """Of the Dirichlet priors of the rows, by name."""
+        """Dirichlet concentrations of the rows, by name."""
         return {"probs": self.concentration}
 
     def forward(self) -> TorchDistribution:
@@ -115,18 +115,18 @@ class BernoulliEmission(Components, emits=torch_dist.Bernoulli):
         self.register_buffer("zeros", positive("concentration0", concentration0, self.shape))
 
     def probs_prior(self) -> TorchDistribution:
-        """Beta probabilities."""
+        """Beta prior of the probabilities."""
         return Beta(self.ones, self.zeros)
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Shares of ones, with those of the prior."""
+        """M-step: fraction of ones, pseudo-counts of the prior included."""
         ones = statistics["sums"]
         prior = torch.stack([self.ones, self.zeros], -1) if self.has_prior("probs") else None
         counts = torch.stack([ones, statistics["known"] - ones], -1)
         return {"probs": row_mode(counts, prior)[..., 0]}, []
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Probabilities from their Beta posteriors."""
+        """Sample probabilities from their Beta posteriors."""
         if not self.has_prior("probs"):
             return {}
         ones, zeros = statistics["sums"], statistics["known"] - statistics["sums"]
@@ -162,11 +162,11 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
         self.register_buffer("weight", positive("rate", rate, self.shape))
 
     def rate_prior(self) -> TorchDistribution:
-        """Gamma rates."""
+        """Gamma prior of the rates."""
         return Gamma(self.concentration, self.weight)
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Mean counts, with those of the prior."""
+        """M-step: mean counts, pseudo-counts of the prior included."""
         above, below = statistics["sums"], statistics["known"]
         if self.has_prior("rate"):
             check_mode("concentration", self.concentration)
@@ -174,7 +174,7 @@ class PoissonEmission(Components, emits=torch_dist.Poisson):
         return {"rate": above / below}, []
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rates from their Gamma posteriors."""
+        """Sample rates from their Gamma posteriors."""
         if not self.has_prior("rate"):
             return {}
         gammas = torch._standard_gamma(statistics["sums"] + self.concentration)
@@ -233,7 +233,7 @@ class AutoregressiveCategoricalEmission(_Rows, emits=AutoregressiveCategorical):
         return module
 
     def concentrations(self) -> dict[str, Tensor]:
-        """Of the Dirichlet priors of the rows, by name."""
+        """Dirichlet concentrations of the rows, by name."""
         return {"initial": self.concentration.mean(-2), "probs": self.concentration}
 
     def forward(self) -> TorchDistribution:

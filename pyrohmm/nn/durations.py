@@ -56,7 +56,7 @@ class DurationMStep(Protocol):
         """
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the parameters: see :meth:`.closed_form.EmissionMStep.m_step`."""
+        """M-step: mode of the parameters given sufficient statistics, priors included."""
 
 
 def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
@@ -83,7 +83,7 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
 
 
 class Durations(Family):
-    """Base of the families of this module.
+    """Base of the families of durations.
 
     Subclasses define ``forward``, ``starts``, and the prior of each parameter in ``supports``.
     """
@@ -101,17 +101,17 @@ class Durations(Family):
         raise NotImplementedError
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
-        """Parameters ``(S, R, K)`` from which Newton steps start; the best end is taken."""
+        """Newton starts ``(S, R, K)`` by parameter; the best of the S ends is taken."""
         raise NotImplementedError
 
     def statistics(self, counts: Tensor, left_censored: Tensor | None) -> Statistics:
-        """The counts themselves, if a parameter is free."""
+        """Expected counts of durations, and left-censored ones, if a parameter is free."""
         if not any(map(self.is_free, self.supports)):
             return {}
         return {"counts": counts} | ({"first": left_censored} if left_censored is not None else {})
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode, the cut at D included; NaN where nothing determines it."""
+        """M-step: mode under truncation at D; NaN where nothing determines it."""
         for prior in map(self.prior, filter(self.has_prior, self.supports)):
             for part in prior.arg_constraints:
                 if part.startswith("concentration"):
@@ -119,7 +119,7 @@ class Durations(Family):
         return self._mode(**statistics) if statistics else {}, []
 
     def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
-        """The mode by Newton steps in unconstrained parameters.
+        """Mode of the parameters by Newton's method in unconstrained space.
 
         Args:
             counts: ``(R, K, D)``.
@@ -183,7 +183,7 @@ class FreeDurations(Durations):
         self.add_parameters(probs=shape)
 
     def probs_prior(self) -> TorchDistribution:
-        """Dirichlet rows."""
+        """Dirichlet prior of the rows."""
         return Dirichlet(self.concentration)
 
     def forward(self) -> Tensor:
@@ -195,7 +195,7 @@ class FreeDurations(Durations):
         return {"probs": free_probs(with_prior(counts, prior), first)}
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rows from their Dirichlet posteriors."""
+        """Sample rows from their Dirichlet posteriors."""
         if not self.has_prior("probs"):
             return {}
         return {"probs": sample_rows(statistics["counts"] + self.concentration)}
@@ -233,7 +233,7 @@ class GeometricDurations(Durations):
         super().__init__(num_states, max_duration, prior_leave=leave, prior_stay=stay)
 
     def leave_prior(self) -> TorchDistribution:
-        """Beta probabilities."""
+        """Beta prior of the probabilities ``leave``."""
         return Beta(self.prior_leave, self.prior_stay)
 
     def forward(self) -> Tensor:
@@ -244,7 +244,7 @@ class GeometricDurations(Durations):
         return torch.where(count < self.max_duration - 1, stays + log(leave), stays)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
-        """The share of leaves, with those of the prior."""
+        """Newton start for ``leave``: its closed-form mode, pseudo-counts included."""
         return {"leave": self._share(counts).nan_to_num(0.5).unsqueeze(0)}
 
     def _share(self, counts: Tensor) -> Tensor:
@@ -255,7 +255,7 @@ class GeometricDurations(Durations):
         return leaves / (leaves + stays)
 
     def _mode(self, counts: Tensor, first: Tensor | None = None) -> dict[str, Tensor]:
-        """The share of leaves; by Newton steps if some segments began before the data."""
+        """Mode of ``leave``: closed form, or Newton's method if segments are left-censored."""
         share = self._share(counts)
         found = share if first is None else super()._mode(counts, first)["leave"]
         return {"leave": torch.where(share.isnan(), share, found)}
@@ -291,7 +291,7 @@ class PoissonDurations(Durations):
         super().__init__(num_states, max_duration, concentration=concentration, prior_rate=rate)
 
     def rate_prior(self) -> TorchDistribution:
-        """Gamma rates."""
+        """Gamma prior of the rates."""
         return Gamma(self.concentration, self.prior_rate)
 
     def forward(self) -> Tensor:
@@ -299,7 +299,7 @@ class PoissonDurations(Durations):
         return truncated(Poisson(self.rate), self.max_duration)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
-        """The mean of d - 1."""
+        """Newton start for ``rate``: the mean of d - 1."""
         return {"rate": _mean_count(counts).unsqueeze(0)}
 
 
@@ -343,11 +343,11 @@ class NegativeBinomialDurations(Durations):
         super().__init__(num_states, max_duration, **priors)
 
     def average_prior(self) -> TorchDistribution:
-        """Gamma means."""
+        """Gamma prior of the means."""
         return Gamma(self.concentration, self.rate)
 
     def shape_prior(self) -> TorchDistribution:
-        """Gamma shapes."""
+        """Gamma prior of the shapes."""
         return Gamma(self.shape_concentration, self.shape_rate)
 
     def forward(self) -> Tensor:
@@ -360,7 +360,7 @@ class NegativeBinomialDurations(Durations):
         return logs.to(self.average.dtype)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
-        """The mean of d - 1 with several shapes: there may be more than one maximum."""
+        """Newton starts: the mean of d - 1 with several shapes, lest a local maximum is found."""
         mean = _mean_count(counts)
         shapes = torch.stack([torch.full_like(mean, shape) for shape in (0.5, 3.0, 30.0)])
         return {"average": mean.expand_as(shapes), "shape": shapes}
@@ -375,7 +375,7 @@ negative_binomial_durations = family(
 
 
 def _mean_count(counts: Tensor) -> Tensor:
-    """The mean of d - 1 in ``(R, K, D)``, for Newton steps to start from."""
+    """Mean of d - 1 by counts ``(R, K, D)``, from which Newton's method starts."""
     steps = torch.arange(counts.size(-1), device=counts.device).to(counts)
     return ((counts * steps).sum(-1) + 0.1) / (counts.sum(-1) + 0.1)
 
@@ -415,7 +415,7 @@ class ParametricDurations(PyroModule):
 
 
 def free_probs(counts: Tensor, first: Tensor | None) -> Tensor:
-    """Probabilities ``(*B, D)`` of free durations, given expected counts ``(*B, D)``.
+    """Maximum-likelihood probabilities ``(*B, D)`` of durations, first segments left-censored.
 
     They are :math:`c_d / (C - n + u d)`, and u is where they sum to one; NaN without any count.
     """

@@ -93,7 +93,7 @@ class PointEmission(PyroModule):
             ) from cause
 
     def _take(self, distribution: Any) -> None:
-        """Make the arguments of a distribution parameters or constants."""
+        """Register the arguments of a distribution as parameters, buffers or constants."""
         arguments, known = arguments_of(distribution), distribution.arg_constraints
         if "logits" in arguments and "probs" in known:
             arguments = {"probs": distribution.probs} | arguments
@@ -129,7 +129,7 @@ def _has_fitted_bounds(support: Any) -> bool:
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Whether two distributions give a sample of the first the same probability."""
+    """Whether two distributions give equal log-densities to a sample of the first."""
     if (one.batch_shape, one.event_shape) != (other.batch_shape, other.event_shape):
         return False
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -139,7 +139,7 @@ def _agree(one: Any, other: Any) -> bool:
 
 
 def from_distribution(distribution: Any) -> PyroModule:
-    """The emission module with the values of ``distribution`` as points, without priors.
+    """Emission module with the values of ``distribution`` as parameters without priors.
 
     One with a closed M-step where there is one for the distribution, else a
     :class:`PointEmission`.

@@ -78,7 +78,7 @@ class TabularFactorialHMM(ChainTables, builds=FactorialHMM):
 
 
 def _sizes(num_states: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of some chains, checked."""
+    """Check the numbers of states of the chains, and return them as a tuple."""
     sizes = tuple(num_states)
     if not sizes:
         raise ValueError("num_states must hold the number of states of at least one chain.")
@@ -118,7 +118,7 @@ class _Additive(Emission):
         self.add_parameters(effects=shape)
 
     def effects_prior(self) -> TorchDistribution:
-        """Normal effects."""
+        """Normal prior of the effects."""
         return Normal(self.effects_loc, self.effects_scale)
 
     def sums(self) -> Tensor:
@@ -129,7 +129,7 @@ class _Additive(Emission):
         return first
 
     def design(self) -> Tensor:
-        """Which effects each product state has, ``(K, S)`` zeros and ones in float64."""
+        """Design matrix ``(K, S)``, in float64: ones for the effects of each product state."""
         states = torch.arange(math.prod(self.sizes), device=self.effects_loc.device)
         columns = []
         for size in reversed(self.sizes):
@@ -184,7 +184,7 @@ class AdditiveNormalEmission(_Additive):
         self.add_parameters(variance=(dim,))
 
     def variance_prior(self) -> TorchDistribution:
-        """Inverse gamma variances."""
+        """Inverse gamma prior of the variances."""
         return InverseGamma(self.concentration, self.rate)
 
     def forward(self) -> TorchDistribution:
@@ -203,7 +203,7 @@ class AdditiveNormalEmission(_Additive):
         return sums | {"squares": sums["squares"].sum(-2)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The regression of the observations on the states, and the variance around it."""
+        """M-step: regression of the observations on the states, and residual variances."""
         restarts, dim = statistics["squares"].shape
         design, precision = self.design(), self.effects_scale[0].double().square().reciprocal()
         precision = precision if self.has_prior("effects") else torch.zeros_like(precision)
@@ -231,7 +231,7 @@ class AdditiveNormalEmission(_Additive):
     def _variance(
         self, statistics: Statistics, gram: Tensor, moment: Tensor, effects: Any
     ) -> Tensor:
-        """Variances ``(R, D)`` about the means that ``effects`` make, with those of the prior."""
+        """Residual variances ``(R, D)`` about the means by ``effects``, the prior included."""
         fitted = (gram @ effects.unsqueeze(-1)).squeeze(-1)
         residual = statistics["squares"].double() + ((fitted - 2 * moment) * effects).sum(-1)
         residual, count = residual.clamp(min=0.0), statistics["known"].double().sum(-2)

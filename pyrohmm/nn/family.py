@@ -60,7 +60,7 @@ class Emission(Family):
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
-        """The module with the values of a distribution as points; None if there is no such one.
+        """Module with the values of a distribution as parameters without priors; None if none fits.
 
         Args:
             distribution: Of batch shape ``(K,)``.
@@ -69,7 +69,7 @@ class Emission(Family):
         return None
 
     def augments(self, values: Tensor) -> bool:
-        """Whether ``statistics`` of these values are those of samples of what else is hidden."""
+        """Whether ``statistics``, with ``imputes``, sample latent variables beside the states."""
         return False
 
 
@@ -112,7 +112,7 @@ class Components(Emission):
         return {name: getattr(distribution, name) for name in self.supports}
 
     def spaces(self) -> dict[str, Any]:
-        """Supports of all parameters, with dots for those of parts."""
+        """Constraints of all parameters, with dots in the names of those of parts."""
         return self.supports
 
     def components(self) -> TorchDistribution:
@@ -128,7 +128,7 @@ class Components(Emission):
         return {"sums": values}
 
     def take_moments(self, moments: Tensor) -> float:
-        """Give default priors the unit of data; returns what that adds to the loss, in nats."""
+        """Rescale default priors to the data's moments; returns the loss offset, in nats."""
         if not self.of_data or moments.shape[1:] != self.shape[1:]:
             return 0.0
         known, mean, deviation = moments[0], moments[1].nan_to_num(1.0), moments[2].sqrt()
@@ -153,7 +153,7 @@ class Components(Emission):
 def family(
     name: str, build: Callable[Concatenate[int, Arguments], PyroModule], **least: int
 ) -> Callable[Arguments, EmissionFamily]:
-    """The function that takes the arguments of a module but for the number of states.
+    """Emission family constructor: takes the arguments of a module except the number of states.
 
     Args:
         name: Of the function.
@@ -190,12 +190,12 @@ def family(
 
 
 def build_emission(emission: EmissionFamily | None, num_states: int) -> PyroModule:
-    """The module of emissions of K states: see :func:`build_part`."""
+    """Build the emission module of K states: see :func:`build_part`."""
     return build_part("emission", "an emission family", "normal(2)", emission, num_states)
 
 
 def build_part(name: str, kind: str, example: str, family: Any, num_states: int) -> PyroModule:
-    """The module that a family makes for K states.
+    """Build the module that a family makes for K states, and check its type.
 
     Args:
         name: Of the argument.
@@ -250,7 +250,7 @@ def component_sums(
 
 
 def spread(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
-    """``value`` as a floating-point tensor of ``shape``."""
+    """Broadcast ``value`` to a floating-point tensor of ``shape``."""
     floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
     if not bool(tensor.isfinite().all()):
@@ -263,7 +263,7 @@ def spread(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
 
 
 def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
-    """``value`` as a positive tensor of ``shape``."""
+    """Broadcast ``value`` to a tensor of ``shape``, and raise unless it is positive."""
     tensor = spread(name, value, shape)
     if not bool((tensor > 0).all()):
         raise ValueError(f"{name} must be positive; got a smallest value of {tensor.min().item()}.")
@@ -271,7 +271,7 @@ def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
 
 
 def check_strengths(weight: float, concentration: float) -> None:
-    """Raise unless both are positive and finite."""
+    """Raise unless ``weight`` and ``concentration`` are positive and finite."""
     for name, value in (("weight", weight), ("concentration", concentration)):
         check_number(name, value)
         if not 0 < value < math.inf:

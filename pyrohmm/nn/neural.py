@@ -55,7 +55,7 @@ class Residual(PyroModule):
         self.norm = PyroModule[nn.LayerNorm](dim)
 
     def forward(self, vectors: Tensor) -> Tensor:
-        """Transform ``(*, D)``."""
+        """Apply the block to vectors ``(*, D)``."""
         hidden = self.inner(vectors).relu()
         return self.norm(self.outer(hidden).relu() + hidden)
 
@@ -102,7 +102,7 @@ class StateEmbedding(PyroModule):
 
 
 class SymbolEmbedding(PyroModule):
-    """A vector for each symbol, ``(V, D)``, and nothing else.
+    """Embedding table, a vector for each symbol, ``(V, D)``.
 
     Args:
         num_symbols: V.
@@ -114,13 +114,13 @@ class SymbolEmbedding(PyroModule):
         self.table = nn.Parameter(torch.empty(num_symbols, dim).uniform_(-1, 1) * dim**-0.5)
 
     def forward(self) -> Tensor:
-        """The vectors."""
+        """Embedding vectors of all symbols, ``(V, D)``."""
         return self.table
 
 
 @dataclass(frozen=True)
 class LinearDropout:
-    """A share of states that changes linearly with the calls in training mode, then stays.
+    """Dropout rate of states that is linear in the calls in training mode, then constant.
 
     A fit that goes on from its checkpoint with more steps may have a larger ``num_steps``.
 
@@ -149,12 +149,12 @@ class LinearDropout:
         check_size("num_steps", self.num_steps)
 
     def __call__(self, step: int) -> float:
-        """The share at a ``step``, from 0."""
+        """Dropout rate at a ``step``, from 0."""
         return self.begin + (self.end - self.begin) * min(1.0, step / self.num_steps)
 
 
 def check_dropout(name: str, share: float) -> None:
-    """Raise unless ``share`` may be left out."""
+    """Raise unless ``share`` is a dropout rate, at least 0 and less than 1."""
     if not isinstance(share, Real) or not 0 <= share < 1:
         raise ValueError(f"{name} must be at least 0 and less than 1; got {share!r}.")
 
@@ -176,7 +176,7 @@ def sample_kept_states(num_states: int, blocks: Blocks | None, dropout: float) -
 
 
 class _Large(HMMModule):
-    """HMM modules with blocks of states and state dropout, which keep the last HMM."""
+    """Base of HMM modules with blocks of states and state dropout, which keep the last HMM."""
 
     may_differ = ("num_drawn",)  # from that of a checkpoint, which restores it
 
@@ -223,7 +223,7 @@ class _Large(HMMModule):
         return hmm
 
     def _is_fixed(self) -> bool:
-        """Whether it depends on parameters and buffers alone, none of which is sampled."""
+        """Whether the HMM is a deterministic function of parameters and buffers."""
         words = getattr(self, "words", self)
         return isinstance(words, nn.Module) and not any(
             isinstance(part, PyroModule) and part._pyro_samples for part in self.modules()
@@ -234,7 +234,7 @@ class _Large(HMMModule):
         return torch.tensor(self._digest)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuse the parameters of a model with other blocks."""
+        """Raise if the saved parameters are of a model with other blocks."""
         if int(state) != self._digest:
             raise ValueError(
                 "the parameters are of a model with other blocks, in which other states emit the "
@@ -242,7 +242,7 @@ class _Large(HMMModule):
             )
 
     def _kept(self) -> tuple[Tensor | None, Blocks | None]:
-        """States that dropout keeps, None if all of them, and their blocks."""
+        """Sample the states that dropout keeps, None if all of them, and their blocks."""
         share = self.dropout
         if not (self.training and share):
             return None, self.blocks
@@ -398,7 +398,7 @@ class NeuralHMM(_Large):
             return BlockHMM(initial, matrix, symbols, blocks, lengths, observed)
 
     def _vectors(self, states: Tensor | None, uses: tuple[str, ...] = USES) -> list[Tensor]:
-        """Embeddings of states, or of all, for some uses."""
+        """State embeddings for each of ``uses``, of ``states`` or of all states."""
         if self.tied:
             vectors = [self.start_vectors(states)] * len(uses)
         else:

@@ -73,7 +73,7 @@ class NewtonComponents(Components):
         return kind(**found, validate_args=False).expand(self.shape)
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """Parameters by name with about this mean and variance, which are positive."""
+        """Method of moments: parameters, by name, with about this positive mean and variance."""
         raise NotImplementedError
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
@@ -98,7 +98,7 @@ class NewtonComponents(Components):
         return values.nan_to_num(EXAMPLE), weights * ~values.isnan()
 
     def spaces(self) -> dict[str, constraints.Constraint]:
-        """Supports of all parameters, with dots for those of parts; those of bounded scales."""
+        """Constraints of all parameters, with dots in those of parts; scales may be bounded."""
         found = dict(self.supports)
         if "scale_low" in self._buffers:
             ends = self.scale_low.double(), self.scale_high.double()
@@ -117,7 +117,7 @@ class NewtonComponents(Components):
         return {"values": values.double(), "weights": weights.double()} | start
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of each state and component, by Newton's method in unconstrained space."""
+        """M-step: mode of each state and component, by Newton's method in unconstrained space."""
         values, weights = self._known(statistics["values"], statistics["weights"])
         links = {name: transform_to(space) for name, space in self.spaces().items()}
         owners = {name: self._owner(name) for name in links}
@@ -160,7 +160,7 @@ class NewtonComponents(Components):
         return mode, []
 
     def _owner(self, name: str) -> tuple[Any, str]:
-        """The module that has a parameter, and its name there."""
+        """Submodule that has a parameter, and the parameter's name in it."""
         path, _, last = name.rpartition(".")
         return self.get_submodule(path), last
 
@@ -190,7 +190,7 @@ class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):
     power = 0
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """Those of the log-normal with this mean and variance."""
+        """Log-normal parameters by the method of moments."""
         spread = (variance / mean.square()).log1p()
         return {"loc": mean.log() - spread / 2, "scale": spread.sqrt()}
 
@@ -225,7 +225,7 @@ class WeibullEmission(NewtonComponents, emits=(torch_dist.Weibull, modified.Stab
     power = 1
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """By the power of the coefficient of variation."""
+        """Weibull scale and shape by the method of moments, approximately."""
         shape = (variance.sqrt() / mean).clamp(0.05, 20.0) ** -1.086
         return {"scale": mean / torch.lgamma(1 + 1 / shape).exp(), "concentration": shape}
 
@@ -251,7 +251,7 @@ class BetaEmission(NewtonComponents, emits=(torch_dist.Beta, modified.BetaWithCd
     defaults: ClassVar = {name: lambda _: Gamma(EVEN, 1e-6) for name in supports}
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """Those of the beta with this mean and variance."""
+        """Beta parameters by the method of moments."""
         size = (mean * (1 - mean) / variance - 1).clamp(min=0.1)
         return {"concentration1": mean * size, "concentration0": (1 - mean) * size}
 
@@ -295,7 +295,7 @@ class StudentTEmission(NewtonComponents, emits=(torch_dist.StudentT, modified.St
     power = 2
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """Those of ten degrees of freedom."""
+        """Student-t parameters by the method of moments, with ten degrees of freedom."""
         return {"df": torch.full_like(mean, 10.0), "loc": mean, "scale": (0.8 * variance).sqrt()}
 
 
@@ -322,7 +322,7 @@ class NegativeBinomialEmission(NewtonComponents, emits=torch_dist.NegativeBinomi
     of_moments: ClassVar = {"total_count_rate": lambda mean, *_: 1e-4 / mean.clamp(min=10.0)}
 
     def moments(self, mean: Tensor, variance: Tensor) -> Statistics:
-        """Those of the negative binomial with this mean, and this variance if it is larger."""
+        """Negative binomial parameters by the method of moments, with variance above the mean."""
         mean = mean.clamp(min=1e-3)
         size = mean.square() / (variance - mean).maximum(0.01 * mean)
         return {"total_count": size, "probs": mean / (mean + size)}
@@ -349,11 +349,11 @@ class WrappedCauchyEmission(NewtonComponents, emits=modified.WrappedCauchy):
     }
 
     def spaces(self) -> dict[str, constraints.Constraint]:
-        """Supports; of equal angles the length is not one, where densities are infinite."""
+        """Constraints of parameters; the concentration stays below one, its singular value."""
         return self.supports | {"concentration": constraints.interval(0.0, DIRECTED)}
 
     def begin(self, values: Tensor, weights: Tensor) -> Statistics:
-        """Direction and length of the mean resultant."""
+        """Newton start: direction and length of the mean resultant."""
         values, weights = self._known(values, weights)
         east, north = ((weights * f(values)).sum(1) for f in (torch.cos, torch.sin))
         length = torch.hypot(east, north) / weights.sum(1)
@@ -412,7 +412,7 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
             self.register_buffer(f"{name}_gamma", positive(name, wide, (2, *self.shape[1:])))
 
     def prior(self, name: str) -> Any:
-        """Gamma prior of a parameter."""
+        """Gamma prior of the parameter ``name``."""
         return Gamma(*getattr(self, f"{name}_gamma")).expand(self.shape)
 
     def features(self, values: Tensor) -> dict[str, Tensor]:
@@ -420,7 +420,7 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
         return {"sums": values, "logs": values.log()}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode: the rate in closed form, the concentration where the slope is zero."""
+        """M-step: the rate in closed form, the concentration as the root of the slope."""
         known, sums, logs = (statistics[name] for name in ("known", "sums", "logs"))
         power, fall = self._exponents("concentration")
         above, below = self._exponents("rate")
@@ -442,7 +442,7 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
         return {"concentration": best, "rate": rate(best)}, []
 
     def _exponents(self, name: str) -> tuple[Tensor | float, Tensor | float]:
-        """Powers of a parameter and of its exponential in the prior; zeros if there is none."""
+        """Exponents of the Gamma prior of a parameter, shape - 1 and rate; zeros without one."""
         if not self.has_prior(name):
             return 0.0, 0.0
         shape, rate = getattr(self, f"{name}_gamma").double()
@@ -501,19 +501,19 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
         self.register_buffer("rate", positive("rate", rate, self.shape))
 
     def concentration_prior(self) -> TorchDistribution:
-        """Gamma concentrations."""
+        """Gamma prior of the concentrations."""
         return Gamma(self.strength, self.rate)
 
     def loc_prior(self) -> TorchDistribution:
-        """Directions, von Mises given the concentrations."""
+        """Von Mises prior of the directions, given the concentrations."""
         return modified.Angle(self.prior_loc, self.weight * self.concentration)
 
     def features(self, values: Tensor) -> dict[str, Tensor]:
-        """Cosines and sines."""
+        """Cosines and sines of the angles."""
         return {"cosines": values.cos(), "sines": values.sin()}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Direction and length of the resultant, with those of the prior."""
+        """M-step: direction and concentration by the resultant, the prior's included."""
         weight = self.weight if self.has_prior("loc") else 0.0
         east = statistics["cosines"] + weight * self.prior_loc.cos()
         north = statistics["sines"] + weight * self.prior_loc.sin()
@@ -544,7 +544,7 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
 
 
 def _falling_root(slope: Callable[[Tensor], Tensor], like: Tensor) -> Tensor:
-    """Root in [1e-9, 1e9] of a falling function of positive numbers, by bisection."""
+    """Root in [1e-9, 1e9] of a decreasing function of positive numbers, by bisection."""
     low, high = torch.full_like(like, math.log(1e-9)), torch.full_like(like, math.log(1e9))
     for _ in range(60):
         middle = (low + high) / 2

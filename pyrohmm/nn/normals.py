@@ -64,7 +64,7 @@ class CentredEmission(Emission):
         return loc.flatten(0, -1 - bool(self.dim)).mean(0)
 
     def set_points(self, **values: Tensor) -> None:
-        """Make parameters points without priors; sums are then about the value of ``loc``."""
+        """Make values parameters without priors; sums are then about the value of ``loc``."""
         super().set_points(**values)
         if "loc" in values:
             self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
@@ -102,15 +102,15 @@ class CentredEmission(Emission):
         return float((numbers * variance.log()).sum()) / 2 + self._set_spread(variance, *within)
 
     def _set_spread(self, variance: Tensor, within: Tensor) -> float:
-        """Take scales of the prior from variances, of all data and in states; gives log-units."""
+        """Set prior scales from variances of all data and within states; returns log-units."""
         raise NotImplementedError
 
     def complete(self, state: dict[str, Any], prefix: str) -> None:
-        """Add what a state from before priors could be flat does not have."""
+        """Add the buffer that a ``state_dict`` from before priors could be flat lacks."""
         state.setdefault(f"{prefix}upper", torch.full_like(self.upper, torch.inf))
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """The prior that was saved: flat, or conjugate."""
+        """Load the saved prior, flat or conjugate."""
         self.complete(state, prefix)
         super()._load_from_state_dict(state, prefix, *rest)
         self.flat = bool(self.upper.isfinite().all())
@@ -201,7 +201,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return module
 
     def _set_normals(self, base: Any) -> None:
-        """Make means and variances points, with the values of a distribution."""
+        """Make means and variances of a distribution parameters without priors."""
         shape = self.prior_loc.shape
         variance = base.variance[..., 0] if self.spherical else base.variance.expand(shape)
         self.set_points(variance=variance, loc=base.loc.expand(shape))
@@ -218,13 +218,13 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return units
 
     def variance_prior(self) -> TorchDistribution:
-        """Variances, inverse gamma or flat."""
+        """Prior of the variances: inverse gamma, or flat."""
         if self.flat:
             return Flat(self.rate, self.upper)
         return InverseGamma(self.shape, self.rate)
 
     def loc_prior(self) -> TorchDistribution:
-        """Normal means, given the variances if conjugate."""
+        """Normal prior of the means, given the variances if conjugate."""
         unit = self._wide(self.upper / UPPER if self.flat else self.rate)
         variance = MEANS * unit if self.flat else self._wide(self.variance) / self.weight
         return InUnits(Normal(self.prior_loc, variance.sqrt()), self.prior_loc, unit.sqrt())
@@ -233,7 +233,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return variance.unsqueeze(-1) if self.spherical else variance
 
     def components(self) -> TorchDistribution:
-        """Normal components."""
+        """Normal distribution of the components."""
         variance = self._wide(self.variance)  # read first: the prior of the mean depends on it
         return Normal(self.loc, variance.sqrt())
 
@@ -243,7 +243,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return {"sums": values, "squares": values.square()}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode of the joint posterior of variances and means."""
+        """M-step: mode of the joint posterior of variances and means."""
         weight, notes = self._first_weight(), list[str]()
         for _ in range(1 + (self.flat and self.has_prior("loc"))):  # of a weak prior two are enough
             loc, scatter = self._about_means(statistics, weight)
@@ -270,11 +270,11 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return variance, [] if exceeds((~low).all().byte(), 0) else [floor_note("variance")]
 
     def _first_weight(self) -> Any:
-        """Observations that a prior mean is worth: under a flat prior they depend on variances."""
+        """Pseudo-count of the prior mean; at first zero under a flat prior."""
         return self.weight if self.has_prior("loc") and not self.flat else 0.0
 
     def _mean_variance(self) -> Tensor:
-        """Variances of the prior of means beside a flat one."""
+        """Variance of the normal prior on the means where the variance prior is flat."""
         return self._wide(MEANS / UPPER * self.upper.double())
 
     def _about_means(self, statistics: Statistics, weight: Any) -> tuple[Tensor, Tensor]:
@@ -290,7 +290,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return loc, scatter.nan_to_num(0.0).clamp(min=0.0)  # of a mean without observations
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Variances and means given sums of observations."""
+        """Sample variances and means given sufficient statistics."""
         known, weight = statistics["known"], self._first_weight()
         loc, scatter = self._about_means(statistics, weight)
         if not self.has_prior("variance"):
@@ -310,7 +310,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return {name: value for name, value in samples.items() if self.has_prior(name)}
 
     def _sample_flat(self, statistics: Statistics, current: Statistics) -> Tensor:
-        """Variances under the flat prior, given means: see :func:`.units.flat_step`."""
+        """One MCMC step for the variances under the flat prior, given the means."""
         known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
         loc = (current["loc"] if self.has_prior("loc") else self.loc).double() - self.centre
         scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
@@ -323,7 +323,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return sums.sum(-1) if self.spherical else sums
 
     def _floor(self, statistics: Statistics) -> Tensor:
-        """Least variances, which broadcast with ``(R, K, ...)``, by moments of all the states."""
+        """Variance floor by moments pooled over states, which broadcasts with ``(R, K, ...)``."""
         over = tuple(range(1, statistics["sums"].dim() - bool(self.dim)))
         known, sums, squares = (
             statistics[name].sum(over, keepdim=True) for name in ("known", "sums", "squares")
@@ -411,7 +411,7 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         return module
 
     def weights_prior(self) -> TorchDistribution:
-        """Dirichlet rows."""
+        """Dirichlet prior of the mixture weights."""
         return Dirichlet(self.concentration)
 
     def forward(self) -> TorchDistribution:
@@ -420,11 +420,11 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         return MixtureSameFamily(Categorical(logits=log(weights)), super().forward())
 
     def augments(self, values: Tensor) -> bool:
-        """True: the component of each observation."""
+        """True: the mixture component of each observation is a latent variable."""
         return True
 
     def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
-        """Moments for each component, weighted by its probability given state and value."""
+        """Moments of each mixture component, weighted by its posterior responsibilities."""
         if current is None or len(values) == 0:
             shares = _scatter(values, weights, self.num_components)
         else:
@@ -440,13 +440,13 @@ class MixtureEmission(NormalEmission, emits=torch_dist.MixtureSameFamily):
         return sums | {"counts": joint.sum(1)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The mode for the moments of each component, and for the weights."""
+        """M-step: modes of the mixture components, and of their weights."""
         values, notes = super().m_step(statistics)
         prior = self.concentration if self.has_prior("weights") else None
         return values | {"weights": row_mode(statistics["counts"], prior)}, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Means and variances of the components, and Dirichlet weights."""
+        """Sample means and variances of the components, and mixture weights."""
         samples = super().sample_parameters(statistics, current)
         if self.has_prior("weights"):
             samples["weights"] = sample_rows(statistics["counts"] + self.concentration)
@@ -474,7 +474,7 @@ def _scatter(values: Tensor, weights: Tensor, num_components: int) -> Tensor:
 
 
 def floor_of(spread: Tensor, mean: Tensor, dtype: torch.dtype) -> Tensor:
-    """The least variance without a prior: by that of the data, and by the rounding of ``dtype``."""
+    """Variance floor without a prior: by the data's variance, and by the rounding of ``dtype``."""
     square = mean.nan_to_num(0.0) ** 2
     spread = spread.nan_to_num(0.0)
     square = torch.where((square == 0) & (spread <= 0), 1.0, square)  # all data are zero
@@ -487,7 +487,7 @@ def floor_note(name: str) -> str:
 
 
 def like(buffer: Tensor, values: Tensor) -> Tensor:
-    """A new buffer with these values: guides of earlier fits hold the old one."""
+    """Copy of ``values`` in the form of ``buffer``, which guides of earlier fits may hold."""
     return values.to(buffer).expand(buffer.shape).clone()
 
 
@@ -545,12 +545,12 @@ def merged(first: Tensor, second: Tensor) -> Tensor:
 
 
 def take_moments(emission: Any, moments: Tensor) -> float:
-    """:meth:`CentredEmission.take_moments` of an emission that defines it; zero of others."""
+    """Rescale default priors to the data's moments; returns the loss offset, zero without any."""
     return emission.take_moments(moments) if hasattr(emission, "take_moments") else 0.0
 
 
 def _check_range(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless ``dtype`` holds variances, and shares of them, and tells means apart."""
+    """Raise if variances leave the range of ``dtype``, or deviations are below its rounding."""
     limits, spread = torch.finfo(dtype), variance.sqrt()
     bad = (variance < limits.tiny / limits.eps) | (variance > limits.max * limits.eps)
     lost = limits.eps * mean.abs() > LEAST_STEPS * spread

@@ -36,7 +36,7 @@ BOUNDS = {"total_count": 1e6, "df": LARGEST}  # by which counts are Poisson, and
 
 
 class Units(Transform):
-    """Coefficients ``(*, P)`` from those of columns with mean 0 and spread 1.
+    """Transform coefficients of standardised columns to coefficients ``(*, P)`` of the columns.
 
     Args:
         mean: ``(P,)``, of the columns; zero where they are not centred.
@@ -59,7 +59,7 @@ class Units(Transform):
         return (y + (y @ self.mean).unsqueeze(-1) * self.level) * self.spread
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Minus the sum of the logarithms of the spreads."""
+        """Log absolute Jacobian determinant: minus the sum of the log spreads."""
         return -self.spread.log().sum().expand(x.shape[:-1])
 
 
@@ -119,7 +119,7 @@ class Linear(Family):
             self.coefficients = PyroSample(Prior(partial(_normal, scale=prior_scale, shape=size)))
 
     def design(self, covariates: Tensor) -> Tensor:
-        """Columns ``(*B, P)`` of ``covariates`` ``(*B, C)``."""
+        """Design matrix ``(*B, P)`` of ``covariates`` ``(*B, C)``."""
         if not self.columns.indices:
             return covariates.new_ones(*covariates.shape[:-1], 1)
         if max(self.columns.indices) >= covariates.size(-1) or min(self.columns.indices) < 0:
@@ -128,7 +128,7 @@ class Linear(Family):
         return torch.stack([covariates[..., index] for index in self.columns.indices], -1)
 
     def in_units(self, covariates: Tensor | None, level: float = 0.0) -> None:
-        """Give points the coordinates of columns ``(M, C)`` with spread 1, or their own again.
+        """Parametrise coefficients without priors by standardised columns ``(M, C)``, or undo it.
 
         Values with which the module was made are coordinates, of predictors about ``level`` if a
         column is constant.
@@ -152,14 +152,14 @@ class Linear(Family):
             self.coefficients = value
 
     def _level(self, columns: Tensor, level: float) -> Tensor:
-        """Coefficients whose predictors are ``level``, if a column of ``(M, P)`` is constant."""
+        """Intercept that makes all predictors ``level``, if a column of ``(M, P)`` is constant."""
         constant = (columns == columns[:1]).all(0) & (columns[0] != 0)
         first = constant & (constant.cumsum(0) == 1)
         table = torch.where(first, level / columns[0], 0.0).expand(*self.shape, -1)
         return table if self.free is None else table[self.free[..., : self.width]]
 
     def _units(self, columns: Tensor) -> Units:
-        """Those of columns ``(M, P)``, centred if one of them is constant."""
+        """Standardisation of design columns ``(M, P)``, centred where there is an intercept."""
         mean, square = columns.mean(0), columns.square().mean(0).sqrt()
         spread = columns.std(0, correction=0)
         constant = (spread <= 1e-5 * square) & (square > 0)
@@ -177,7 +177,7 @@ class Linear(Family):
         return Units(mean * others, spread, level)
 
     def table(self, coefficients: Tensor, smooth: Tensor | None = None) -> Tensor:
-        """All coefficients ``(*, *shape, P)``, zeros, and ones of offsets, included."""
+        """All coefficients ``(*, *shape, P)``, fixed zeros and ones of offsets included."""
         if self.free is not None:
             free = self.free[..., : self.width]
             held = torch.zeros_like(free) if self.one is None else self.one[..., : self.width]
@@ -193,7 +193,7 @@ class Linear(Family):
 
     @property
     def precision(self) -> Tensor:
-        """Inverse variances ``(*shape, P)`` of the priors, zero without one."""
+        """Prior precisions ``(*shape, P)`` of the coefficients, zero without a prior."""
         own = self.prior_scale**-2 if self.prior_scale and self.has_prior("coefficients") else 0.0
         plain = self.prior_loc.new_full((*self.shape, self.width), own)
         if not self.terms:
@@ -262,7 +262,7 @@ def _smooth(name: str) -> str:
 
 
 def after_zero(logits: Tensor) -> Tensor:
-    """Logits with a zero before the last dimension's entries."""
+    """Prepend a zero, the logit of the reference category, along the last dimension."""
     return torch.cat([logits.new_zeros(*logits.shape[:-1], 1), logits], -1)
 
 
@@ -297,11 +297,11 @@ class RegressionEmission(OwnParameters):
             setattr(self, name, Linear(columns, self.shape, prior_scale))
 
     def forward(self, covariates: Tensor) -> TorchDistribution:
-        """The distribution ``(*B, T, K)`` of each step."""
+        """Emission distribution of each step, ``(*B, T, K)``."""
         return self.linked([getattr(self, name)(covariates) for name in self.names])
 
     def linked(self, predictors: list[Tensor]) -> TorchDistribution:
-        """The distribution with these predictors of its parameters."""
+        """Emission distribution given the linear predictors of its parameters."""
         found: dict[str, Any] = {}
         for name, predictor in zip(self.names, predictors):
             if len(self.shape) > 1:  # logits of symbols against the first
@@ -312,7 +312,7 @@ class RegressionEmission(OwnParameters):
         return self.kind(**found, validate_args=False)
 
     def predictors_of(self, emission: Any) -> dict[str, Tensor]:
-        """The predictors, by parameter, of an emission without covariates."""
+        """Linear predictors, by parameter, of an emission without covariates: inverse links."""
         index = slice(None)
         if isinstance(emission, Tied):
             emission, index = emission.base, emission.index
@@ -323,7 +323,7 @@ class RegressionEmission(OwnParameters):
         return {name: transform_to(links[name]).inv(value) for name, value in found.items()}
 
     def maximize(self, data: Sequences, states: Tensor, current: Statistics) -> Statistics:
-        """Coefficients by name, given the smoothed posterior of the states ``(R, N, T, K)``."""
+        """M-step: mode of the coefficients given the smoothed posterior ``(R, N, T, K)``."""
         seen, covariates = data.observed, cast("Tensor", data.covariates)
         values = data.values[seen].double()
         weights = states[:, seen].mT.flatten(0, 1).double()  # (R K, M)
@@ -347,7 +347,7 @@ class RegressionEmission(OwnParameters):
         return mode_of(parts, current, 1, covariates, lambda x: terms(self.of_predictors(x)))
 
     def of_predictors(self, predictors: Tensor) -> TorchDistribution:
-        """The distribution with predictors ``(*, Q)`` of all parameters."""
+        """Emission distribution given the predictors ``(*, Q)`` of all parameters."""
         several = len(self.shape) > 1
         return self.linked([predictors] if several else list(predictors.unbind(-1)))
 

@@ -151,7 +151,7 @@ class RegressionHMM(HMMModule):
 
     @property
     def moves(self) -> Linear:
-        """The predictors of transitions, or of rates."""
+        """Linear predictors of transitions, or of rates."""
         part: Linear = getattr(self, self.moved_by)
         return part
 
@@ -184,7 +184,7 @@ class RegressionHMM(HMMModule):
         return ContinuousTimeHMM(start, rates, rates_per_step=True, **rest)
 
     def _logits(self, covariates: Tensor) -> Tensor:
-        """Logits of transitions, or log rates, ``(*, K, K)``; zero on the diagonal if possible."""
+        """Transition logits or log rates ``(*, K, K)``; a possible diagonal is the reference."""
         logits = after_zero(self.moves(covariates))
         logits = logits.gather(-1, self.place.expand(logits.shape))
         return logits if self.barred is None else logits.masked_fill(self.barred, -torch.inf)
@@ -235,7 +235,7 @@ class RegressionHMM(HMMModule):
         return found
 
     def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
-        """The mode of the coefficients, by Newton's method: see :class:`StepsMStep`."""
+        """M-step: mode of the coefficients, by Newton's method."""
         covariates, found = cast("Tensor", data.covariates), Statistics()
         size, restarts = self.num_states, len(current["initial.coefficients"])
         first = covariates[:, 0].double()
@@ -264,7 +264,7 @@ class RegressionHMM(HMMModule):
     def _moves(
         self, data: Sequences, counts: Statistics, current: Statistics, restarts: int
     ) -> Statistics:
-        """The mode of the coefficients of transitions or of rates."""
+        """M-step: mode of the coefficients of transitions or of rates."""
         size, covariates = self.num_states, cast("Tensor", data.covariates)
         by_rates = self.moved_by == "rates"
         pairs = counts["rates" if by_rates else "log_transition"]
@@ -316,7 +316,7 @@ class RegressionHMM(HMMModule):
         return self
 
     def _lasting(self, probs: Tensor) -> dict[str, Tensor]:
-        """Predictors ``(K,)`` of durations nearest to probabilities ``(K, D)``, by parameter."""
+        """Duration predictors ``(K,)``, by parameter, of least KL divergence from ``(K, D)``."""
         probs, names = probs.double(), self.duration.names
 
         def value(predictors: Tensor) -> Tensor:
@@ -336,7 +336,7 @@ class RegressionHMM(HMMModule):
 
 
 def _of_rows(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
-    """Expected log-probabilities ``(B, M)`` of multinomial logits, against the first outcome.
+    """Expected multinomial log-likelihood ``(B, M)``; the first outcome is the reference.
 
     Args:
         predictors: ``(B, M, K - 1)``, of the other outcomes.
@@ -350,7 +350,7 @@ def _of_rows(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -
 
 
 def _of_rates(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
-    """Expected log-densities ``(B, M)`` of paths in continuous time, of predictors of log rates.
+    """Expected log-likelihood ``(B, M)`` of paths in continuous time, given log rates.
 
     Args:
         predictors: ``(B, M, K - 1)``, of the other states.

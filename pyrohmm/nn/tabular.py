@@ -93,7 +93,7 @@ class ChainTables(HMMModule, Family):
 
     @classmethod
     def from_hmm(cls, hmm: Any) -> Any:
-        """A module with the values of ``hmm`` as parameters: points, without priors.
+        """Module initialised at the values of ``hmm``, parameters without priors.
 
         The parameters are copies; zeros stay zero under gradient steps.
 
@@ -111,11 +111,11 @@ class ChainTables(HMMModule, Family):
 
     @classmethod
     def _like(cls, hmm: Any, emission: Any) -> ChainTables:
-        """A module of the sizes of ``hmm``."""
+        """Module with as many states as ``hmm``."""
         return cls(hmm.num_states, emission)
 
     def _take_values(self, hmm: HMM) -> None:
-        """Replace the tables by points with the values of ``hmm``."""
+        """Replace the tables by parameters without priors, with the values of ``hmm``."""
         for name, logs in hmm.chain.parameters.items():
             site = name.removeprefix("log_")
             if site != name and site in self._pyro_samples:
@@ -126,16 +126,16 @@ class ChainTables(HMMModule, Family):
         return self.emission
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of what is free: see :class:`ChainMStep`."""
+        """Sufficient statistics: expected counts of the tables that are free."""
         counts = {name.removeprefix("log_"): value for name, value in expected.counts.items()}
         return {name: value for name, value in counts.items() if self.is_free(name)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts, those of the Dirichlet priors included."""
+        """M-step: normalised counts, pseudo-counts of the Dirichlet priors included."""
         return {name: row_mode(self._counts(name, statistics[name])) for name in statistics}, []
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rows of probabilities from their Dirichlet posteriors, those of the same name."""
+        """Sample rows of probabilities from their Dirichlet posteriors."""
         samples = {}
         for name in self._pyro_samples.keys() & statistics.keys():
             total = statistics[name] + getattr(self, prior_name(name))
@@ -144,7 +144,7 @@ class ChainTables(HMMModule, Family):
         return samples
 
     def _counts(self, name: str, counts: Tensor) -> Tensor:
-        """Counts with the pseudo-counts of the prior."""
+        """Counts plus the pseudo-counts of the Dirichlet prior, if any."""
         if not self.has_prior(name):
             return counts
         prior, allowed = getattr(self, prior_name(name)), getattr(self, f"{name}_allowed")
@@ -160,7 +160,7 @@ def prior_name(name: str) -> str:
 
 
 def module_of(hmm: HMM) -> HMMModule:
-    """The tabular module of the kind of ``hmm``, with its values as points without priors.
+    """Tabular module of the kind of ``hmm``, with its values as parameters without priors.
 
     Raises:
         TypeError: If its chain is of another kind, which a Markov chain would not be equal to.
@@ -174,7 +174,7 @@ def module_of(hmm: HMM) -> HMMModule:
 
 
 def rows_prior(module: ChainTables, name: str) -> Dirichlet | SparseDirichlet:
-    """Prior of the rows of probabilities ``name``, all as one event."""
+    """Dirichlet prior of the rows of probabilities ``name``, all as one event."""
     concentration: Tensor = getattr(module, prior_name(name))
     allowed: Tensor | None = getattr(module, f"{name}_allowed")
     if allowed is None:
@@ -238,7 +238,7 @@ class TabularHMM(ChainTables, builds=HMM):
         super()._take_values(hmm.expanded())
 
     def transition_counts(self, statistics: Statistics) -> Tensor | None:
-        """Counts ``(R, K, K)``, pseudo-counts of the prior included; None if it is frozen."""
+        """Transition counts ``(R, K, K)`` plus pseudo-counts of the prior; None if frozen."""
         counts = statistics.get("transition")
         return None if counts is None else self._counts("transition", counts)
 
@@ -383,7 +383,7 @@ LEAST = 1e-8  # concentration, below which nothing changes but what numbers can 
 
 
 class StickyHDPHMM(ChainTables):
-    r"""HMM of at most K states, with weights of the states that all rows share.
+    r"""Sticky HDP-HMM of at most K states, with weights of the states that all rows share.
 
     .. math:: \beta \sim \mathrm{Dir}(\gamma / K, \dots, \gamma / K), \quad
               \pi \sim \mathrm{Dir}(\alpha \beta), \quad
@@ -449,32 +449,32 @@ class StickyHDPHMM(ChainTables):
         self.add_parameters(weights=row, initial=row, transition=2 * row)
 
     def weights_prior(self) -> TorchDistribution:
-        """Weights of the states that all rows share."""
+        """Dirichlet prior of the state weights, which all rows share."""
         gamma = self.gamma.unsqueeze(-1)
         return _table((gamma / self.num_states).expand(*gamma.shape[:-1], self.num_states), 1)
 
     def initial_prior(self) -> TorchDistribution:
-        """Probabilities of the first state, given the weights."""
+        """Prior of the initial probabilities given the weights, Dir(alpha * weights)."""
         return _table(self.alpha.unsqueeze(-1) * self.weights, 1)
 
     def transition_prior(self) -> TorchDistribution:
-        """Rows of the transition matrix, given the weights."""
+        """Prior of the transition rows given the weights, Dir(alpha * weights + kappa * I)."""
         weights = self.alpha.unsqueeze(-1) * self.weights
         stay = torch.eye(self.num_states).to(weights)
         return _table(weights.unsqueeze(-2) + self.kappa[..., None, None] * stay, 2)
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of the rows that have priors: see :class:`ChainMStep`."""
+        """Sufficient statistics: expected counts of the rows that have priors."""
         counts = super().statistics(expected)
         return {name: value for name, value in counts.items() if self.has_prior(name)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """None: raises ValueError, for the density has no maximum."""
+        """Raise ValueError: the density has no maximum."""
         raise ValueError("a StickyHDPHMM has no most probable value, which EM looks for. Use "
                          "fit_gibbs, fit_svi, or NUTS of MarginalModel(module).")  # fmt: skip
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Weights given numbers of tables, then rows given weights (Fox et al., 2011)."""
+        """Sample weights given table counts, then rows given weights (Fox et al., 2011)."""
         known: Any = self._buffers | current
         gamma, alpha, kappa, weights = (
             known[name].double() for name in ("gamma", "alpha", "kappa", "weights")
@@ -505,7 +505,7 @@ class StickyHDPHMM(ChainTables):
 
 
 def _tables(counts: Tensor, strength: Tensor) -> Tensor:
-    """Numbers of tables that seat ``counts`` customers of a Chinese restaurant process each."""
+    """Sample how many tables of a Chinese restaurant process ``counts`` customers occupy."""
     found, strength = torch.zeros_like(counts), strength.expand_as(counts).unsqueeze(-1)
     for start in range(0, int(counts.max()), 256):
         seated = torch.arange(start, start + 256).to(counts)
@@ -515,17 +515,17 @@ def _tables(counts: Tensor, strength: Tensor) -> Tensor:
 
 
 class SharedRows(SparseDirichlet):
-    """Rows of probabilities of a :class:`StickyHDPHMM`, of which no value is the most probable."""
+    """Dirichlet distribution of the rows of a :class:`StickyHDPHMM`, which has no mode."""
 
 
 def _strength(module: StickyHDPHMM, name: str) -> TorchDistribution:
-    """Gamma prior of a concentration."""
+    """Gamma prior of the concentration ``name``."""
     shape, rate = getattr(module, f"{name}_prior")
     return Gamma(shape, rate)
 
 
 def _table(concentration: Tensor, dims: int) -> SharedRows:
-    """Rows of probabilities with concentrations that may come near zero."""
+    """Dirichlet distribution over rows, with concentrations clamped from below."""
     concentration = concentration.clamp(min=LEAST)
     allowed = torch.ones(concentration.shape[-dims:], dtype=torch.bool, device=concentration.device)
     return SharedRows(concentration, allowed)

@@ -108,12 +108,12 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         self.duration.set_points(probs=hmm.chain.log_duration.exp())
 
     def tables(self) -> dict[str, Any]:
-        """Logarithms of the tables and of durations, and what is censored."""
+        """Log-probabilities of the tables and of durations, and what is censored."""
         ends = {"censored_end": self.censored_end, "censored_start": self.censored_start}
         return super().tables() | {"log_duration": self.duration()} | ends
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Expected counts of what is free: see :class:`ChainMStep`."""
+        """Sufficient statistics: expected counts of free tables, and of durations."""
         chain = super().statistics(expected)
         if not isinstance(self.duration, DurationMStep):
             return chain
@@ -122,7 +122,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         return chain | under("duration.", lasted)
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts, and the mode of durations if they have an M-step."""
+        """M-step: normalised counts, and the mode of durations if they have an M-step."""
         chain = {name: value for name, value in statistics.items() if "." not in name}
         values, notes = super().m_step(chain)
         if isinstance(self.duration, DurationMStep):
@@ -131,13 +131,13 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         return values, notes
 
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
-        """Rows of probabilities, and durations if they can be sampled."""
+        """Sample rows of probabilities, and durations if they can be sampled."""
         samples = super().sample_parameters(statistics, current)
         return samples | sample_of_part(self.duration, "duration.", statistics, current)
 
 
 def _others(num_states: int, allowed: Tensor | None) -> Tensor:
-    """Transitions ``(K, K)`` between different states, booleans, that are possible."""
+    """Mask ``(K, K)`` of the possible transitions between different states."""
     others = ~torch.eye(num_states, dtype=torch.bool)
     if allowed is None:
         return others
@@ -147,7 +147,7 @@ def _others(num_states: int, allowed: Tensor | None) -> Tensor:
 
 
 def given_times(times: Tensor | None) -> Tensor:
-    """The times of the data; raises if there are none."""
+    """Return the times of the data; raise if there are none."""
     if times is None:
         raise ValueError("data has no times, which the model needs: Sequences(..., times=).")
     return times
@@ -243,18 +243,18 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         return cls(hmm.num_states, emission, **limits)
 
     def _take_values(self, hmm: HMM) -> None:
-        """Replace the tables by points with the values of ``hmm``; rates of zero stay zero."""
+        """Replace tables by values of ``hmm``, as parameters without priors; zero rates stay."""
         super()._take_values(hmm)
         if "rates" in self._pyro_samples:
             self.set_points(rates=hmm.chain.rates.masked_fill(~hmm.chain.possible, 0.0))
 
     def set_times(self, median: float) -> None:
-        """Give the default prior the unit of times, by the median between observations."""
+        """Scale the default prior of the rates by the median time between observations."""
         if self.of_data:
             self.rate_time = torch.full_like(self.rate_time, median / 10)
 
     def rates_prior(self) -> SparseGamma:
-        """Gamma rates."""
+        """Gamma prior of the rates."""
         return SparseGamma(self.rate_concentration, self.rate_time, self.transition_allowed)
 
     def forward(
@@ -270,7 +270,7 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         )
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """Normalised counts of first states; numbers of transitions over times in the states."""
+        """M-step: normalised first states; rates as transitions over times in the states."""
         found, _ = super().m_step({n: c for n, c in statistics.items() if n == "initial"})
         if "rates" in statistics:
             number = statistics["rates"].double()
