@@ -67,7 +67,7 @@ class Layout(NamedTuple):
 
 
 def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
-    """The layout of the variables, of which ``one`` is a sample.
+    """Layout of the latent variables of a model, of which ``one`` is a sample.
 
     Raises:
         ValueError: If ``one`` does not hold the latent variables of the model, all of them.
@@ -100,7 +100,7 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
 
 
 def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple[Layout, HMM]:
-    """The layout in which samples in a batch are what they are one by one; the first sample's HMM.
+    """Layout in which batched samples give the densities of single ones, and the first HMM.
 
     Args:
         model: The Pyro model.
@@ -134,13 +134,13 @@ def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple
 
 
 def run(model: Model, values: Values, data: Sequences, layout: Layout) -> HMM:
-    """The HMM of the model with these values of its variables."""
+    """HMM that the model returns when its latent variables have these values."""
     with in_mode(False, model):
         return hmm_at(model, values, data, layout.plates)
 
 
 def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, count: int) -> Tensor:
-    """Log-density ``(S,)`` of S samples under the priors and the factors beside them."""
+    """Log prior density ``(S,)`` of S samples, ``pyro.factor`` terms included."""
     total = torch.zeros(count, dtype=torch.float64, device=data.values.device)
     with PYRO, torch.no_grad(), poutine.block(), in_mode(False, model):
         with AtValues(values_for(values, data, layout.plates)):
@@ -159,7 +159,7 @@ def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, cou
 def _of_fit(
     fit: Fit, num_draws: int, data: Sequences | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Samples ``(C, S, ...)`` and what is known of each: of a sampler its chains.
+    """Samples ``(C, S, ...)`` from a fit, and statistics of each sample; of a sampler its chains.
 
     Of SVI one chain of samples of the guide, with their log-density; of MAP and EM the point.
     """
@@ -331,7 +331,7 @@ class PosteriorDraws:
 
     @property
     def shape(self) -> torch.Size:
-        """``(C, S)``; one sample if there is no latent variable."""
+        """Numbers of chains and samples, ``(C, S)``; ``(1, 1)`` if there is no latent variable."""
         return next((value.shape[:2] for value in self.parameters.values()), torch.Size([1, 1]))
 
     def thin(self, count: int) -> PosteriorDraws:
@@ -341,13 +341,13 @@ class PosteriorDraws:
         return self._changed(lambda value: value[:, chosen])
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> PosteriorDraws:
-        """The draws after a change of all tensors ``(C, S, ...)``."""
+        """Copy with ``change`` applied to all tensors ``(C, S, ...)``."""
         values = {name: change(value) for name, value in self.parameters.items()}
         stats = {name: change(value) for name, value in self.stats.items()}
         return replace(self, parameters=values, stats=stats)
 
     def summary(self) -> str:
-        """A few lines of text: first whether the chains agree; samples of a guide are in none."""
+        """Summary of the samples in words: whether chains agree, R-hat, effective sample sizes."""
         return "\n".join([GUIDE] if "log_guide" in self.stats else summary_of(self.parameters))
 
     # Samples as HMMs
@@ -369,7 +369,7 @@ class PosteriorDraws:
         return hmm.expand(torch.Size([*self.shape, len(data)]))
 
     def for_new(self, data: Sequences) -> PosteriorDraws:
-        """Samples for new sequences, whose own variables are sampled from their prior.
+        """Copy for new sequences, with per-sequence variables sampled from their prior.
 
         Each sample gets them given its values of the variables that sequences share.
 
@@ -438,7 +438,7 @@ class PosteriorDraws:
         return self._joined(parts)
 
     def log_prior(self, data: Sequences) -> Tensor:
-        """Log-density ``(C, S)`` of each sample under the priors and the factors beside them.
+        """Log prior density of each sample ``(C, S)``, ``pyro.factor`` terms included.
 
         It is that of the variables themselves (of probabilities, not of their logits). Together
         with the evidence of the sequences it makes the log joint density.
@@ -454,18 +454,18 @@ class PosteriorDraws:
         return torch.cat(parts).unflatten(0, self.shape)
 
     def _one(self) -> dict[str, Tensor]:
-        """The first sample."""
+        """First sample of the first chain, by name."""
         return {name: value[0, 0] for name, value in self.parameters.items()}
 
     def _split(self, size: int) -> Iterator[tuple[dict[str, Tensor], int]]:
-        """At most ``size`` samples at a time, ``(b, ...)`` by name; and how many they are."""
+        """Iterate over batches of at most ``size`` samples ``(b, ...)`` by name, with b."""
         for some in torch.arange(self.shape.numel()).split(size):
             first, last = int(some[0]), int(some[-1]) + 1
             parts = {name: x.flatten(0, 1)[first:last] for name, x in self.parameters.items()}
             yield parts, len(some)
 
     def _check(self, data: Sequences) -> tuple[Sequences, Layout, HMM]:
-        """Raise unless samples in a batch are what they are one by one; see :func:`arranged`."""
+        """Raise unless batched samples give the densities of single ones; data, layout, HMM."""
         data = to_model_device(self.model, None, data)
         check_fitted(data, self.fitted)
         return data, *arranged(self.model, *next(self._split(3)), data)
@@ -473,7 +473,7 @@ class PosteriorDraws:
     # The order of states
 
     def aligned(self, data: Sequences) -> PosteriorDraws:
-        """Samples with their states permuted to a common order.
+        """Copy with the states of each sample permuted to a common order.
 
         Raises:
             TypeError, ValueError: As :meth:`hmm` and :meth:`permute_states`.
@@ -481,7 +481,7 @@ class PosteriorDraws:
         return self.permute_states(self.align(data), data)
 
     def align(self, data: Sequences) -> Tensor:
-        """Which state of a common order each state of each sample corresponds to.
+        """Match the states of each sample to a common order, which undoes label switching.
 
         States are matched where posteriors overlap most
         (:func:`~pyrohmm.infer.replicates.match_states`): first with those of the sample of the
@@ -520,7 +520,7 @@ class PosteriorDraws:
         return names
 
     def permute_states(self, names: Tensor, data: Sequences) -> PosteriorDraws:
-        """Samples with their states in another order.
+        """Copy with the states of each sample renumbered.
 
         The dimensions of variables that run over states are known for the modules of this package,
         and guessed for others from their sizes; what is known or guessed is put to the test.
@@ -625,5 +625,5 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
 
 
 def _room(data: Sequences, hmm: HMM) -> int:
-    """Number of samples per batch, so that S N T K stays near four million."""
+    """Number of samples per batch for which S N T K stays near four million."""
     return max(1, CELLS // (data.observed.numel() * hmm.num_states))

@@ -43,7 +43,7 @@ class Segment(NamedTuple):
 
 
 def segments(states: Tensor, lengths: Tensor | None = None) -> list[Segment]:
-    """The runs of equal states of each path, in order.
+    """List the runs of equal states of each path, in order.
 
     ``pandas.DataFrame(segments(path))`` is a table with the columns of :class:`Segment`. Of an
     :class:`HSMM`, whose states never follow themselves, runs are its segments; those of chain m of
@@ -178,7 +178,7 @@ def dwell_time_log_survival(hmm: HMM, num_steps: int) -> Tensor:
 
 
 def dwell_time_hazard(states: Tensor, lengths: Tensor, num_states: int) -> tuple[Tensor, Tensor]:
-    r"""Empirical hazard of visits in paths: the share that ends after d steps.
+    r"""Empirical hazard of dwell times: of visits of at least d steps, the share that ends after d.
 
     Visits that the end of a path cuts off count as long as they are seen, and not as ended (Kaplan
     and Meier, 1958, Nonparametric estimation from incomplete observations).
@@ -318,7 +318,7 @@ def _cut(table: Tensor, num_steps: int) -> Tensor:
 
 
 def _log_stays(hmm: HMM, num_steps: int) -> Tensor:
-    """Log-probability to stay 0, 1, ... times, ``(*B, K, num_steps)``."""
+    """Log-probability of 0, 1, ... self-transitions in succession, ``(*B, K, num_steps)``."""
     stay = hmm.log_transition.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     more = torch.arange(num_steps, device=stay.device)
     return (more * stay).masked_fill(more == 0, 0.0)  # 0 times -inf is NaN

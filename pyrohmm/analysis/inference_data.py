@@ -112,7 +112,7 @@ def to_arviz(
 def _fitted_groups(
     samples: PosteriorDraws, data: Sequences, per_step: bool, batch_size: int | None
 ) -> dict[str, Variables]:
-    """The groups ``posterior``, ``log_likelihood`` and ``sample_stats``."""
+    """Variables of the groups ``posterior``, ``log_likelihood`` and ``sample_stats``."""
 
     def assess(hmm: HMM) -> dict[str, Tensor]:
         scores = invariants(hmm, data.values) | {"x": hmm.log_prob(data.values).double()}
@@ -155,7 +155,7 @@ def summary(converted: Any, **options: Any) -> Any:
 
 
 def _blank(values: Tensor, data: Sequences) -> Tensor:
-    """``values`` ``(*, N, T, *E)`` with NaN where ``data`` are not observed."""
+    """Replace unobserved steps of ``values`` ``(*, N, T, *E)`` by NaN."""
     if bool(data.observed.all()):
         return values
     seen = data.observed.reshape(data.observed.shape + (1,) * (data.values.dim() - 2))

@@ -1,4 +1,4 @@
-"""Measures of a fit: evidence, information criteria, agreement up to renaming, distances."""
+"""Metrics of a fit: log evidence, information criteria, agreement of states, distances."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _dimension(constraint: Any, value: Tensor) -> int:
 def _rank(
     module: torch.nn.Module, data: Sequences, names: list[str], values: Any, latent: list[str]
 ) -> int:
-    """Rank of the HMM's Jacobian by its parameters and by latent variables; of blocks their number.
+    """Rank of the Jacobian of the HMM by its parameters; of an HMM in blocks the number of these.
 
     The rank of random combinations of the rows of the Jacobian of all probabilities of the chain
     and of observations, in float64.
@@ -349,7 +349,7 @@ def likelihood_ratio_test(smaller: Fit, larger: Fit, data: Sequences) -> Likelih
 
 
 class CrossValidation(NamedTuple):
-    """Evidence of sequences that a fit has not seen.
+    """Held-out log evidence of each sequence, by cross-validation.
 
     Attributes:
         log_evidence: ``(N,)``, in nats, of each sequence under the fit to the other folds.
@@ -363,7 +363,7 @@ class CrossValidation(NamedTuple):
 
     @property
     def per_step(self) -> float:
-        """Nats per observed step."""
+        """Held-out log evidence per observed step, in nats."""
         return self.log_evidence.double().sum().item() / max(self.num_observed, 1)
 
 
@@ -373,7 +373,7 @@ def cross_validate(
     num_folds: int = 5,
     generator: torch.Generator | None = None,
 ) -> CrossValidation:
-    """Fit all folds but one, and evaluate that one: each sequence once.
+    """Cross-validate: fit all folds but one, and evaluate the log evidence of that one, for each.
 
     Calls with as many sequences and folds have the same folds, so that fits of several numbers of
     states can be compared.
@@ -415,7 +415,7 @@ def cross_validate(
 
 
 class StateUsage(NamedTuple):
-    """How often each state is expected to be visited.
+    """Expected number of steps in each state, and the effective number of states.
 
     Attributes:
         counts: ``(K,)`` float64, expected number of steps in each state; they sum to the number of
@@ -453,14 +453,14 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
 
 
 def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM, Sequences]]:
-    """Iterate over HMMs with their sequences; those of a fit are built batch by batch."""
+    """Iterate over pairs of HMM and sequences; the HMMs of a fit are built batch by batch."""
     for whole in parts_of(in_parts(data)):
         parts = [whole] if isinstance(model, HMM) else batches_of(whole, batch_size)
         yield from zip([model] if isinstance(model, HMM) else model.hmms(parts), parts)
 
 
 def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
-    """Consecutive sequences, some at a time, as parts of the whole set."""
+    """Minibatches of consecutive sequences, as parts of the whole set."""
     return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
 
 
@@ -476,7 +476,7 @@ def _expected_steps(hmm: HMM, values: Tensor) -> Any:
 
 
 def align(predicted: Tensor, truth: Tensor, num_states: int | None = None) -> Tensor:
-    """Renaming of predicted states under which they agree with the truth most often.
+    """Permutation of predicted states that agrees with the true ones at most steps.
 
     Args:
         predicted: ``(*)`` integers.
@@ -512,7 +512,7 @@ def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None
 
 
 def align_transitions(found: Tensor, truth: Tensor) -> Tensor:
-    r"""Renaming of states under which a transition matrix is nearest to the true one.
+    r"""Permutation of states under which a transition matrix is nearest to the true one.
 
     Rows and columns are permuted together so that the sum of squared differences is least. Up to
     eight states all permutations are tried; for more, :func:`scipy.optimize.quadratic_assignment`

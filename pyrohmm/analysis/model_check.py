@@ -321,7 +321,7 @@ def calibrate(
 
 
 def _simulated(model: Any, like: Sequences) -> tuple[dict[str, Tensor], Sequences]:
-    """Parameters of the prior by name, and data of them."""
+    """Sample latent variables from the prior, by name, and data given them."""
     data = like.with_total(like.total)
     with torch.no_grad():
         trace = poutine.trace(model).get_trace(data)
@@ -332,7 +332,7 @@ def _simulated(model: Any, like: Sequences) -> tuple[dict[str, Tensor], Sequence
 def _statistics(
     model: Any, truth: dict[str, Tensor], samples: dict[str, Tensor], data: Sequences
 ) -> dict[str, Tensor]:
-    """Numbers ``(1 + S,)`` of the truth and of samples, by the name of the variable."""
+    """Test statistics ``(1 + S,)`` of the true value and of samples, by name of the variable."""
     found = {}
     for name, value in samples.items():
         if name not in truth:
@@ -421,7 +421,7 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
 
 
 def _or_reason(make: Callable[[], str]) -> str:
-    """A part of the page, or why there is none."""
+    """HTML of a part of the page, or the reason of its absence."""
     try:
         return make()
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -429,12 +429,12 @@ def _or_reason(make: Callable[[], str]) -> str:
 
 
 def _summary(fit: Fit) -> str:
-    """The fit in words; whether chains agree is said of their states in one order."""
+    """Summary of the fit in words; of a sampler without the agreement of its chains."""
     return "\n".join([repr(fit), *fit.notes]) if isinstance(fit, SampledFit) else fit.summary()
 
 
 def _criteria(fit: Fit, data: Sequences) -> str:
-    """Table of the size of the data, and what there is of log-likelihood, AIC and BIC."""
+    """HTML table of data size, log-likelihood, and AIC and BIC where they are defined."""
     steps = int(data.lengths.sum())
     counts = {"sequences": len(data), "steps": steps}
     counts["steps without an observation"] = steps - data.num_observed
@@ -448,7 +448,7 @@ def _criteria(fit: Fit, data: Sequences) -> str:
 
 
 def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
-    """Table of estimates with what is known of their errors."""
+    """HTML table of estimates with standard errors or intervals where there are any."""
     text = ""
     try:
         columns, text = (fit.table(data), "") if draws is None else _posterior(draws, data)
@@ -503,13 +503,13 @@ def _transitions(hmm: HMM, data: Sequences) -> str:
 
 
 def _simulated_data(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
-    """:func:`check_model` at the estimates, or over samples of the posterior."""
+    """HTML of simulation-based checks, at the estimates or over posterior samples."""
     some = draws and draws.thin(-(-SIMULATED // draws.shape[0]))
     return SIMULATIONS + _preformatted(str(check_model(some or fit, data)))
 
 
 def _states(hmm: HMM, data: Sequences) -> str:
-    """Smoothed marginals of the longest sequence."""
+    """HTML picture of the smoothed state probabilities of the longest sequence."""
     longest = int(data.lengths.argmax())
     probs = hmm.posterior(data.values).state_probs[longest, : int(data.lengths[longest])]
     return f"<p>Sequence {longest}.</p>" + _picture(plots.state_probs(probs))
@@ -526,7 +526,7 @@ def _preformatted(text: str) -> str:
 
 
 def _picture(axes: Any) -> str:
-    """The figure of ``axes`` as an image within the page."""
+    """HTML image of the figure of ``axes``."""
     stream = io.BytesIO()
     axes.figure.savefig(stream, format="png", dpi=120)
     imported("matplotlib.pyplot").close(axes.figure)

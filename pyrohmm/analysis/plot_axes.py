@@ -1,4 +1,4 @@
-"""Axes, tick labels, colours, legends and heat maps of plots; matplotlib is imported late."""
+"""Axes, tick labels, colours, legends and heat maps of plots; matplotlib is imported lazily."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_FONT = 6.0  # points
 
 
 def axes_or_new(axes: Axes | None) -> Axes:
-    """The axes given, or those of a new figure."""
+    """Return the axes given, or those of a new figure."""
     if axes is not None:
         return axes
     return imported("matplotlib.pyplot").subplots(layout="constrained")[1]
@@ -37,7 +37,7 @@ def names_or_numbers(
 
 
 def colors_of(size: int) -> list[Any]:
-    """A colour for each of K states, no two alike: matplotlib's ten, or a rainbow."""
+    """Distinct colours for K states: matplotlib's ten, or a rainbow."""
     if size <= MOST_NAMES:
         return [f"C{k}" for k in range(size)]
     colors = imported("matplotlib").colormaps["turbo"].resampled(size)
@@ -45,7 +45,7 @@ def colors_of(size: int) -> list[Any]:
 
 
 def styles(labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Label and colour of each state, as options of matplotlib."""
+    """Label and colour of each state, as keyword arguments of matplotlib."""
     return [{"label": name, "color": c} for name, c in zip(labels, colors_of(len(labels)))]
 
 
@@ -82,7 +82,7 @@ def name_ticks(axis: Any, labels: Sequence[str], places: Sequence[float] | None 
 
 
 def single(name: str, parameter: Tensor) -> Tensor:
-    """A parameter ``(K, *)`` of an HMM on the CPU; raise if it has batch dimensions."""
+    """Copy a matrix ``(K, *)`` of an HMM to the CPU; raise if it has batch dimensions."""
     if parameter.dim() != 2:
         text = f"hmm must have one set of parameters; its {name} have shape"
         raise ValueError(f"{text} {tuple(parameter.shape)}. Give one sample, as fit.hmm(data).")
@@ -104,7 +104,7 @@ def square(
 
 
 def legend_above(axes: Axes, labels: Sequence[str] = ()) -> None:
-    """A legend in rows above the axes; of more than ten states a bar of their colours beside them.
+    """Draw a legend in rows above the axes; for more than ten states a colour bar beside them.
 
     Args:
         axes: With what is drawn.

@@ -105,7 +105,7 @@ def emission(
 def _single(
     distribution: Any, symbols: Any, labels: list[str], axes: Axes, shares: Any, values: Any
 ) -> Axes:
-    """Draw symbols, numbers or vectors; of vectors after others what follows the origin."""
+    """Draw a distribution of symbols, numbers or vectors; an autoregressive normal after zeros."""
     if isinstance(distribution, AutoregressiveCategorical):
         return _contexts(distribution, symbols, labels, axes)
     if isinstance(distribution, AutoregressiveNormal):

@@ -226,7 +226,7 @@ def forecast(
 
 
 def _longest(hmm: HMM) -> int:
-    """The duration that at most one visit in a hundred exceeds."""
+    """99% quantile of the duration of visits, the largest over the states."""
     exceeds = dwell_time_log_survival(hmm, LONGEST).exp() > 0.01
     return max(1, int(exceeds.reshape(-1, LONGEST).any(0).sum()))
 
@@ -279,12 +279,12 @@ def durations(
 
 
 def survival(hmm: HMM, **options: Any) -> Axes:
-    """Draw the survival function of durations; options as of :func:`durations`."""
+    """Draw the survival function of durations, with the options of :func:`durations`."""
     return durations(hmm, quantity="survival", **options)
 
 
 def hazard(hmm: HMM, **options: Any) -> Axes:
-    """Draw the hazard of durations; options as of :func:`durations`."""
+    """Draw the hazard of durations, with the options of :func:`durations`."""
     return durations(hmm, quantity="hazard", **options)
 
 

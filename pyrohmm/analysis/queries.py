@@ -35,12 +35,12 @@ from .dwell_times import segments as segments
 
 
 def chain_factors(hmm: HMM, values: Tensor) -> PathFactors:
-    """Join the parameters of ``hmm`` and observations ``(*B, T, *E)``."""
+    """Path factors of a chain and of the log-likelihoods of observations ``(*B, T, *E)``."""
     return PathFactors.of(hmm.chain, hmm.log_likelihood(values), hmm.lengths)
 
 
 def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:
-    """Whether queries are computed from block to block, not by the matrix of all transitions."""
+    """Whether queries go from block to block, without the full transition matrix."""
     return isinstance(hmm, BlockHMM) and hmm.carried is None
 
 
@@ -57,7 +57,7 @@ def path_factors(hmm: HMM, values: Tensor) -> tuple[list[PathFactors], BlockLike
 
 
 def refuse_autoregressive(hmm: HMM, purpose: str) -> None:
-    """Raise if the emission depends on the observations before, which ``purpose`` does not know."""
+    """Raise if the emission is autoregressive, for which ``purpose`` is not defined."""
     if not isinstance(hmm, BlockHMM) and isinstance(hmm.emission, Autoregressive):
         kind = type(hmm.emission).__name__
         raise ValueError(f"{purpose} needs emissions that depend on the state alone, not {kind}.")
@@ -169,7 +169,7 @@ def continuation(hmm: HMM, values: Tensor, num_steps: int | Tensor) -> HMM:
 def _continued(
     hmm: BlockHMM, transition: InnerProductTransition, values: Tensor, num_steps: int
 ) -> HMM:
-    """:func:`continuation` in blocks, of values ``(N, T, *E)``."""
+    """Block HMM of the steps after ``values`` ``(N, T, *E)``."""
     final = hmm.final_state(values)
     check_possible(final.log_probs.logsumexp(-1))
     with torch.no_grad():
@@ -388,7 +388,7 @@ def expected_visits(hmm: HMM, values: Tensor) -> Tensor:
 
 
 class PseudoResiduals(NamedTuple):
-    r"""Cumulative probability of each observation given the other observations.
+    r"""Conditional CDF at each observation given others: P(X < x) and P(X <= x).
 
     If the model is true, a number drawn uniformly from ``lower`` to ``upper`` is uniform on [0, 1].
     The two are equal when observations are continuous. Steps that are padded or not observed, and
@@ -403,7 +403,7 @@ class PseudoResiduals(NamedTuple):
     upper: Tensor
 
     def normal(self) -> PseudoResiduals:
-        """Both limits as quantiles of the standard normal; those of 0 and 1 are infinite."""
+        """Standard normal quantiles of both CDF limits; infinite for 0 and 1."""
         return PseudoResiduals(torch.special.ndtri(self.lower), torch.special.ndtri(self.upper))
 
     def middle(self) -> Tensor:
@@ -417,7 +417,7 @@ class PseudoResiduals(NamedTuple):
 
 
 def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> PseudoResiduals:
-    r"""Pseudo-residuals, which show outliers and emissions of a wrong form.
+    r"""Pseudo-residuals of each observation, which show outliers and misspecified emissions.
 
     .. math:: P(X_t \le x_t | x_{1:t-1}, x_{t+1:T})
 
@@ -468,7 +468,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
 
 def _in_each_state(hmm: HMM, values: Tensor) -> list[Tensor]:
-    """Probability in each state of less than each value, and of at most it, ``(*B, T, K, *E)``."""
+    """CDF of each value in each state, P(X < x) and P(X <= x), each ``(*B, T, K, *E)``."""
     emission, at = hmm.emission, -len(hmm.event_shape)
     if hmm.emission_per_step:
         return [cdf(emission, values.unsqueeze(at), below) for below in (True, False)]

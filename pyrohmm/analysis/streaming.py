@@ -52,7 +52,7 @@ class Message(NamedTuple):
     past_known: Tensor | None = None
 
     def copied(self, device: torch.device | None = None) -> dict[str, Any]:
-        """The fields that are there, by name, as copies, on a device if one is given."""
+        """Copies of the fields that are not None, by name, on ``device`` if given."""
         fields = {name: value for name, value in self._asdict().items() if value is not None}
         tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
         return fields | {n: value.detach().to(device, copy=True) for n, value in tensors.items()}
@@ -264,7 +264,7 @@ class Filter:
     # The recursion
 
     def _summed(self, log_states: Tensor) -> Tensor:
-        """Probabilities ``(*B, K)`` of the states of the HMM, from those of the expanded chain."""
+        """Sum probabilities of the expanded chain to those of the HMM's states, ``(*B, K)``."""
         probs, count = log_states.exp(), self.hmm.num_states
         if self._state_of is None or probs.size(-1) == count:
             return probs
@@ -308,7 +308,7 @@ class Filter:
     def _matrices(
         self, num_steps: int, known: Tensor | None, times: Any
     ) -> tuple[list[Transition], Tensor | None]:
-        """Transitions to each of the next steps, and the time of the last of them."""
+        """Transition matrix to each of the next steps, and the time of the last step."""
         chain = self.hmm.chain
         if isinstance(chain, RateChain):
             check_real("times", times)
@@ -340,7 +340,7 @@ class Filter:
     def _likelihood(
         self, values: Tensor | None, known: Tensor
     ) -> tuple[Likelihood, tuple[Tensor, Tensor] | tuple[()]]:
-        """Log-likelihoods, and which observations the next ones depend on."""
+        """Log-likelihoods by step, and past observations for an autoregressive emission."""
         hmm, events, num_steps = self.hmm, len(self.hmm.event_shape), known.size(-1)
         emission = hmm.emission if self._blocks is None else None
         lags = emission.lags if isinstance(emission, Autoregressive) else 0
@@ -400,14 +400,14 @@ class Filter:
 
 
 def _nothing(_: int) -> tuple[float, None]:
-    """Log-likelihoods of a step that is missing."""
+    """Log-likelihood zero, of a missing step."""
     return 0.0, None
 
 
 def _in_blocks(
     hmm: BlockHMM, transitions: Transitions, values: Tensor, known: Tensor
 ) -> Likelihood:
-    """Log-likelihoods of symbols, in the states of their blocks, and the blocks."""
+    """Function of t that returns log-likelihoods of all states, and the block of the symbol."""
     num_steps, shape = known.size(-1), (*hmm.batch_shape, hmm.num_states)
     rows, mask = values.reshape(-1, num_steps), known.reshape(-1, num_steps)
     lengths = torch.full((len(rows),), num_steps)
@@ -424,7 +424,7 @@ def _in_blocks(
 def _of_streams(
     name: str, tensor: Tensor, batch: torch.Size, num_steps: int, *event: int
 ) -> Tensor:
-    """``tensor`` with the batch shape of the streams."""
+    """Expand ``tensor`` to the batch shape of the streams."""
     shape = torch.Size([*batch, num_steps, *event])
     if num_steps and tensor.shape[-1 - len(event) :] == shape[len(batch) :]:
         with suppress(RuntimeError):  # of sizes that do not expand

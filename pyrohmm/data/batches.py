@@ -51,7 +51,7 @@ def cut_by_steps(lengths: Tensor, order: Tensor, num_steps: int) -> list[Tensor]
 
 
 class Parts:
-    """Sequences in parts, of which fits hold one at a time.
+    """Sequences in parts, held in memory one at a time.
 
     They are passed over once here, to be counted.
 
@@ -108,7 +108,7 @@ class Parts:
         return len(self.lengths)
 
     def __getitem__(self, index: slice) -> Sequences:
-        """A part of the first sequence, which stands for all."""
+        """Slice of the first sequence, which stands for all of them."""
         return self.first[index]
 
     @property
@@ -141,19 +141,19 @@ class Parts:
             yield part.with_total(part.total * self.num_parts)
 
     def each(self, change: Callable[[Sequences], Sequences]) -> Parts:
-        """The parts, each of them changed when it is read."""
+        """Copy that applies ``change`` to each part when it is read."""
         new, before = copy.copy(self), self.change
         new.change, new.first = lambda part: change(before(part)), change(self.first)
         new._held = None
         return new
 
     def to(self, device: torch.device | str) -> Parts:
-        """The parts, each of them copied to ``device`` when it is read."""
+        """Copy that moves each part to ``device`` when it is read."""
         return self.each(lambda part: part.to(device))
 
 
 def in_parts(data: Any) -> Sequences | Parts:
-    """The data of a fit: in memory, or an iterable as :class:`Parts`."""
+    """Wrap an iterable of Sequences as :class:`Parts`; Sequences stay."""
     if isinstance(data, Sequences | Parts):
         return data
     if not isinstance(data, Iterable) or hasattr(data, "dtype") or hasattr(data, "columns"):
@@ -162,7 +162,7 @@ def in_parts(data: Any) -> Sequences | Parts:
 
 
 def parts_of(data: Sequences | Parts) -> Iterable[Sequences]:
-    """Iterate over parts; data in memory are one."""
+    """Iterable of the parts of the data; Sequences are one part."""
     return data if isinstance(data, Parts) else (data,)
 
 
@@ -233,7 +233,7 @@ def _num_rows(values: Any) -> int:
 
 
 def first_sequence(data: Sequences | Parts) -> Sequences:
-    """The first sequence, as a minibatch of the whole set."""
+    """First sequence, as a minibatch of the whole set."""
     return data.first if isinstance(data, Parts) else data.batch(torch.tensor([0]))
 
 
@@ -250,7 +250,7 @@ class Window(Sequences):
     begins: Tensor
 
     def to(self, device: torch.device | str | torch.dtype) -> Window:
-        """Copy to ``device`` what is not there yet."""
+        """Copy the window to ``device`` where needed."""
         new = Window(self.values.to(device), self.lengths, total=self.total)
         new.streams, new.begins = self.streams, self.begins
         return new
@@ -316,11 +316,11 @@ class Batches:
 
     @property
     def at_end_of_round(self) -> bool:
-        """Whether every sequence has been taken equally often."""
+        """Whether a round is complete: every sequence has been taken equally often."""
         return len(self.sizes) == 0
 
     def take(self) -> Any:
-        """The next batch, or the shard of it that this process takes."""
+        """Take the next batch, or the shard of it for this process."""
         if self.whole is not None:
             return self.whole
         if self.at_end_of_round:
@@ -376,7 +376,7 @@ class Batches:
                 low, place = end, place + 1
 
     def _window(self, number: int) -> Window:
-        """The next steps of each stream."""
+        """Window ``number`` of consecutive steps of each stream."""
         columns = zip(*self._pieces(number))
         streams, rows, firsts, sizes, begins = (torch.tensor(column) for column in columns)
         clock = torch.arange(int(sizes.max()))
@@ -389,23 +389,23 @@ class Batches:
         return window
 
     def state(self) -> dict[str, Any]:
-        """The minibatches left of this round, for checkpoints."""
+        """Checkpoint state: sequences and sizes of the minibatches left, and number in a round."""
         return {"order": self.order, "sizes": self.sizes, "number": self.number}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the :meth:`state` of another one."""
+        """Restore the minibatches left of a round from a checkpoint."""
         self.order, self.sizes, self.number = state["order"], state["sizes"], state["number"]
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)
 
     def explain(self, error: Exception) -> None:
-        """Note which sequences a minibatch holds: errors number them within it."""
+        """Add the numbers of the minibatch's sequences to an error, which counts within it."""
         if self.whole is None:
             error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
 
 
 def batches_in_round(lengths: Tensor, batch_tokens: int) -> int:
-    """Number of batches of so many steps that :class:`Batches` makes of sequences in a round.
+    """Number of minibatches of at most ``batch_tokens`` steps in a round over all sequences.
 
     It varies a little between rounds, as each has another order: this is the number for one fixed
     order. Random number generators are left as they are.
@@ -423,6 +423,6 @@ def batches_in_round(lengths: Tensor, batch_tokens: int) -> int:
 
 
 def _similar(lengths: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A random order of sequences in which those of similar length are neighbours."""
+    """Random order of sequences in which those of similar length are neighbours."""
     noise = torch.rand(len(lengths), generator=generator, dtype=torch.float64)
     return (lengths * (1 + JITTER * noise)).argsort()

@@ -68,7 +68,7 @@ def english_words(max_size: int | None = 2000) -> Corpus:
 
 
 def casino_parameters() -> tuple[Tensor, Tensor, Tensor]:
-    """Initial ``(2,)``, transition ``(2, 2)`` and emission ``(2, 6)`` of the dishonest casino.
+    """Probabilities of the dishonest casino: initial, transition ``(2, 2)``, emission ``(2, 6)``.
 
     State 0 is the fair die. The loaded one shows six every other time. The first die is drawn
     from the stationary distribution, which the book leaves open.
@@ -85,7 +85,7 @@ def casino_parameters() -> tuple[Tensor, Tensor, Tensor]:
 def casino(
     num_sequences: int, num_steps: int, generator: torch.Generator | None = None
 ) -> Sequences:
-    """Roll the dice of :func:`casino_parameters`.
+    """Simulate the dice of the dishonest casino, with the hidden states as labels.
 
     Args:
         num_sequences: N.

@@ -19,7 +19,7 @@ Frame = Any  # a DataFrame of pandas or polars, or a dict of columns
 
 
 class Columns(NamedTuple):
-    """Columns of the covariates that one part of a model reads.
+    """Names and numbers of the covariate columns that one part of a model reads.
 
     Attributes:
         names: Of the terms, such as ``temperature``.
@@ -37,7 +37,7 @@ class Columns(NamedTuple):
 
 
 class Design:
-    """Design matrices of several parts of a model: see :func:`formulas`.
+    """Design matrices of several parts of a model, made by :func:`formulas`.
 
     Attributes:
         names: Of all columns, in the order of the covariates; a column that several parts read is
@@ -50,7 +50,7 @@ class Design:
         self.names = list(dict.fromkeys(every))
 
     def __getitem__(self, part: str) -> Columns:
-        """The columns of a part, by the name it has in :func:`formulas`."""
+        """Covariate columns of a part of the model, by its name in :func:`formulas`."""
         names = self._columns[part]
         return Columns(tuple(names), tuple(self.names.index(name) for name in names))
 
@@ -58,7 +58,7 @@ class Design:
         return iter(self._columns)
 
     def matrix(self, frame: Frame) -> np.ndarray:
-        """The covariates ``(M, C)`` of a table of M rows, such as one to predict at.
+        """Design matrix ``(M, C)`` of a table of M rows, such as one to predict at.
 
         Centres, knots and levels of factors are those of the table that the design was made from.
 
@@ -68,7 +68,7 @@ class Design:
         return np.stack(list(self._read(_pandas(frame)).values()), -1)
 
     def table(self, frame: Frame) -> dict[str, Any]:
-        """The columns of a table, with those of the design beside them.
+        """Columns of a table and of its design matrix, by name.
 
         For ``Sequences.from_dataframe(design.table(frame), covariates=design.names, ...)``.
         """
@@ -184,7 +184,7 @@ def smooth(
 
 
 def _terms() -> dict[str, Any]:
-    """What formulas may call besides the functions of formulaic."""
+    """Functions that formulas may call besides those of formulaic, by name."""
     transforms = imported("formulaic.transforms")
     smooths = transforms.stateful_transform(smooth)
     return {"cyclic": cyclic, "smooth": smooths, "offset": partial(np.asarray, dtype=float)}
@@ -203,7 +203,7 @@ def _pandas(frame: Frame) -> Any:
 
 
 def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
-    """Columns of one part for a table, in the way in which those of the first table were made."""
+    """Design columns of one part for a table, by the centres, knots and levels of the first one."""
     with warnings.catch_warnings(action="error"):  # of a level that was not there
         try:
             matrix = spec.get_model_matrix(frame, context=_terms())
@@ -238,7 +238,7 @@ def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:
 
 
 def as_columns(name: str, columns: Columns | Sequence[int] | None) -> Columns:
-    """The columns of an argument; of numbers of columns, or an intercept alone."""
+    """Convert an argument to Columns: numbers of columns, or None for an intercept alone."""
     if columns is None:
         return Columns(("Intercept",), ())
     if isinstance(columns, Columns):

@@ -49,7 +49,7 @@ class Corpus(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A sequence as it was read: the line it starts at, its symbols, its tags (None: not known)."""
+    """Sequence read from a file: first line number, symbols, and tags (None if not known)."""
 
     line: int
     symbols: Sequence[str | None]
@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 def read_lines(path: FilePath) -> list[str]:
-    """The lines of a text file, blank ones too.
+    """Read the lines of a text file, blank ones included.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -113,7 +113,7 @@ def read_characters(text: str, alphabet: str = LETTERS + " ", chunk: int = 100) 
 
 
 def numbered_lines(path: FilePath) -> Iterator[tuple[int, str]]:
-    """Number, from 1, and text of each line; only a newline ends a line."""
+    """Read the number, from 1, and text of each line; only a newline ends a line."""
     number = 0
     try:
         with gzip.open(path) if Path(path).suffix == ".gz" else open(path, "rb") as file:
@@ -125,7 +125,7 @@ def numbered_lines(path: FilePath) -> Iterator[tuple[int, str]]:
 
 
 def plain(text: str, alphabet: str) -> str:
-    """``text`` lower-cased, one space for each run of characters that are not in ``alphabet``."""
+    """Lower-case ``text``, with one space for each run of characters outside ``alphabet``."""
     kept = re.escape(alphabet.replace(" ", ""))
     return re.sub(f"[^{kept}]+", " ", text.lower())
 
@@ -142,7 +142,7 @@ def corpus_of(
     vocabulary: Vocabulary | Counting | None,
     tags: Vocabulary | None = None,
 ) -> Corpus:
-    """Encode what was read, with vocabularies made here where they are not given."""
+    """Encode sequences read from a file, with new vocabularies where none are given."""
     if not rows:
         raise malformed(path, 1, "at least one sequence", "a file without any")
     if not isinstance(vocabulary, Vocabulary):

@@ -125,7 +125,7 @@ class Sequences(Dataset["Sequences"]):
             self.indices = indices.cpu().long().clone()
 
     def _part(self, name: str, part: Any, exists: Tensor) -> Tensor | None:
-        """Labels, covariates or times of the steps kept, checked; a copy."""
+        """Check labels, covariates or times, and copy them up to step T."""
         if part is None:
             return None
         part = from_numpy(name, part)
@@ -280,7 +280,7 @@ class Sequences(Dataset["Sequences"]):
         return data
 
     def to_concatenated(self) -> tuple[Tensor, Tensor]:
-        """The steps of all sequences in one tensor, ``(M, *E)``, and the lengths ``(N,)``.
+        """Concatenate the steps of all sequences, ``(M, *E)``; returns also the lengths ``(N,)``.
 
         What :meth:`from_concatenated` takes, and hmmlearn. Missing steps are NaN; integers with
         missing steps become floats.
@@ -320,7 +320,7 @@ class Sequences(Dataset["Sequences"]):
 
     @property
     def num_steps(self) -> int:
-        """T, the number of steps after padding."""
+        """Number of steps after padding, T."""
         return self.observed.size(1)  # values may have dimensions of samples to the left
 
     @property
@@ -330,7 +330,7 @@ class Sequences(Dataset["Sequences"]):
 
     @property
     def exists(self) -> Tensor:
-        """Which steps are not padding, ``(N, T)`` booleans."""
+        """Mask of the steps that are not padding, ``(N, T)`` booleans."""
         return step_mask(self.lengths, self.num_steps, self.values.device)
 
     @property
@@ -357,7 +357,7 @@ class Sequences(Dataset["Sequences"]):
         )
 
     def __getitem__(self, index: Any) -> Sequences:
-        """Select sequences by slice, boolean mask or integers, as a set of their own.
+        """Select sequences by slice, boolean mask or integers, as a whole set.
 
         Their ``total`` is their number, and ``indices`` number them anew; see :meth:`batch`.
         """
@@ -391,7 +391,7 @@ class Sequences(Dataset["Sequences"]):
     def _select(
         self, chosen: Tensor, total: float, indices: Tensor, longest: int | None = None
     ) -> Sequences:
-        """The first steps of sequences ``chosen``, without those that only longer ones need."""
+        """Copy of the sequences ``chosen``, cut to their longest or to ``longest`` steps."""
         lengths = self.lengths[chosen].clamp(max=self.num_steps if longest is None else longest)
         steps = int(lengths.max()) if len(chosen) else 0
         chosen = chosen.to(self.values.device)
@@ -400,7 +400,7 @@ class Sequences(Dataset["Sequences"]):
     def _map(
         self, change: Callable[[Tensor], Tensor], lengths: Tensor, total: float, indices: Tensor
     ) -> Sequences:
-        """The sequences whose parts ``(N, T, *)`` are changed in the same way."""
+        """Copy with ``change`` applied to every tensor ``(N, T, *)``."""
         if not len(lengths):
             raise ValueError("lengths is empty; wanted at least one sequence.")
         new = object.__new__(Sequences)  # what has been checked is not read again
@@ -416,7 +416,7 @@ class Sequences(Dataset["Sequences"]):
         return new
 
     def truncate(self, num_steps: int) -> Sequences:
-        """The first ``num_steps`` steps of each sequence; shorter ones stay as they are."""
+        """Copy cut to the first ``num_steps`` steps of each sequence; shorter ones stay."""
         check_size("num_steps", num_steps)
         return self._select(torch.arange(len(self)), self.total, self.indices, num_steps)
 
@@ -437,7 +437,7 @@ class Sequences(Dataset["Sequences"]):
         return self[order[:first].sort().values], self[order[first:].sort().values]
 
     def to(self, device: torch.device | str | torch.dtype) -> Sequences:
-        """Copy to ``device`` what is not there yet (lengths stay on the CPU).
+        """Copy the sequences to ``device`` where needed; lengths stay on the CPU.
 
         Or to a dtype of floating point, as ``torch.nn.Module.to``: values and covariates that are.
         """
@@ -451,19 +451,19 @@ class Sequences(Dataset["Sequences"]):
         return self._map(change, self.lengths, self.total, self.indices)
 
     def with_total(self, total: float) -> Sequences:
-        """A copy of which the whole set has ``total`` sequences."""
+        """Copy with another ``total``, the number of sequences of the whole set."""
         return self._map(lambda part: part, self.lengths, total, self.indices)
 
     def without_labels(self) -> Sequences:
-        """A copy without labels, to which a fit is unsupervised."""
+        """Copy without labels, for an unsupervised fit."""
         new = self.with_total(self.total)
         new.labels = None
         return new
 
     def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
-        """The sequences ``chosen`` (integers), as a part of the whole set: ``total`` stays.
+        """Minibatch of the sequences ``chosen`` (integers), as a part of the whole set.
 
-        Also ``indices``, by which a model finds what belongs to a sequence, such as a variable
+        By its ``indices`` a model finds what belongs to a sequence, such as a variable
         inside ``pyro.plate("subjects", data.total, subsample=data.indices)``. ``total`` is the
         number of sequences they are a sample of, if not of the whole set.
 

@@ -39,7 +39,7 @@ HOW = (
 def read_steps(
     name: str, values: Any, vocabulary: Vocabulary | None = None
 ) -> tuple[Tensor | None, Tensor]:
-    """Steps ``(M, *E)`` as a tensor, None if all are missing, and which are not, ``(M,)``.
+    """Convert steps to a tensor ``(M, *E)``, None if all are missing, and a mask ``(M,)``.
 
     What is None, NA or NaN throughout is missing. Integers stay integers, zero where missing.
 
@@ -103,7 +103,7 @@ def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tenso
 
 
 def read_part(name: str, part: Any, shown: str = "") -> Tensor:
-    """Labels, covariates or times of one step after the other as a tensor."""
+    """Convert labels, covariates or times of concatenated steps to a tensor."""
     if name == "times":
         return read_times(part)
     tensor = to_tensor(shown or name, part)
@@ -115,7 +115,7 @@ def read_part(name: str, part: Any, shown: str = "") -> Tensor:
 
 
 def read_times(values: Any, name: str = "times") -> Tensor:
-    """Times ``(M,)`` in float64; dates are days since 1970 in UTC, and durations days."""
+    """Convert times to float64 ``(M,)``: dates to days since 1970 in UTC, durations to days."""
     if isinstance(values, Tensor):
         return to_tensor(name, values).double()
     array = np.asarray(to_numpy(values))
@@ -153,7 +153,7 @@ def check_order(values: Any, order: np.ndarray, number: np.ndarray) -> None:
 
 
 def checked_lengths(lengths: Any, num_rows: int) -> Tensor:
-    """The ``lengths`` on the CPU, of one sequence by default; raise unless they sum to the rows."""
+    """Lengths on the CPU, by default of one sequence; raise unless they sum to the rows."""
     lengths = to_tensor("lengths", [num_rows] if lengths is None else lengths)
     check_integers("lengths", lengths)
     lengths = lengths.cpu().long()
@@ -165,13 +165,13 @@ def checked_lengths(lengths: Any, num_rows: int) -> Tensor:
 
 
 def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
-    """Raise unless what has ``shape`` has as many rows as the values."""
+    """Raise unless ``shape`` has as many rows as the values."""
     if shape[:1] != (num_rows,):
         raise ValueError(f"{name} must have {num_rows} rows, as values; got shape {shape}.")
 
 
 def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
-    """Rows ``(M, *)`` of sequences of ``lengths`` in one tensor ``(N, T, *)``."""
+    """Pad concatenated rows ``(M, *)`` of sequences of ``lengths`` to ``(N, T, *)``."""
     steps = int(lengths.max())
     if len(lengths) * steps == len(rows):
         return rows.reshape(len(lengths), steps, *rows.shape[1:])
@@ -182,7 +182,7 @@ def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
 
 
 def padded_parts(parts: Mapping[str, Any], lengths: Tensor) -> dict[str, Any]:
-    """Padded labels, covariates and times ``(N, T, *)``; those that are None are left out."""
+    """Pad labels, covariates and times to ``(N, T, *)``; None is left out."""
     found = {}
     for name, part in parts.items():
         if part is not None:
@@ -195,7 +195,7 @@ def padded_parts(parts: Mapping[str, Any], lengths: Tensor) -> dict[str, Any]:
 def joined_steps(
     sequences: Iterable[Any], vocabulary: Vocabulary | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps ``(M, *E)`` of single sequences, their lengths, and which steps are not missing."""
+    """Concatenate single sequences: steps ``(M, *E)``, lengths, and mask of those not missing."""
     parts = []
     for n, item in enumerate(sequences):
         parts.append(read_steps(f"sequence {n}", item, vocabulary))
@@ -215,7 +215,7 @@ def joined_steps(
 
 
 def joined_part(name: str, items: Iterable[Any] | None, lengths: Tensor) -> Tensor | None:
-    """Labels, covariates or times of single sequences of ``lengths``, one after the other."""
+    """Concatenate labels, covariates or times of single sequences of ``lengths``."""
     if items is None:
         return None
     rows = [read_part(name, item) for item in items]
@@ -249,7 +249,7 @@ def check_observed(values: Tensor, observed: Tensor) -> None:
 
 
 def first(wrong: Tensor) -> str:
-    """Text with the first place at which a mask ``(N, T)`` is True; empty if nowhere."""
+    """Sequence and step of the first True of a mask ``(N, T)``, as text; empty if none."""
     if not bool(wrong.any()):
         return ""
     sequence, step = wrong.nonzero()[0].tolist()
@@ -291,7 +291,7 @@ CHECKS = {"labels": check_labels, "covariates": check_covariates, "times": check
 
 
 def check_total(total: float | None, count: int) -> float:
-    """The size of the whole set of which ``count`` sequences are a part."""
+    """Check ``total``, the size of the whole set; by default ``count``."""
     if total is None:
         return count
     if not count <= total < math.inf:

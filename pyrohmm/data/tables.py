@@ -25,7 +25,7 @@ def read_table(
     frame: Any, columns: Any, by: Any, time: str | None, labels: str | None, covariates: Any,
     vocabulary: Vocabulary | None, tags: Vocabulary | None, gaps: Gaps | None,
 ) -> tuple[dict[str, Any], Table]:  # fmt: skip
-    """Steps of a table as ``Sequences.from_concatenated`` takes them, and how its rows lie."""
+    """Read a table: arguments of ``Sequences.from_concatenated``, and its rows by sequence."""
     values, known = read_columns("columns", frame, columns, vocabulary)
     table = Table.of(frame, by, time, len(values), gaps)
     rows, filled = table.order.clamp(min=0), table.order < 0
@@ -46,7 +46,7 @@ def read_table(
 
 
 def column(argument: str, frame: Any, name: str) -> np.ndarray:
-    """A column of a table, by ``frame[name]`` and its method ``to_numpy``, if it has one.
+    """Read a column of a table, by ``frame[name]`` and its method ``to_numpy`` if it has one.
 
     Raises:
         ValueError: If there is none of that name.
@@ -61,7 +61,7 @@ def column(argument: str, frame: Any, name: str) -> np.ndarray:
 def read_columns(
     argument: str, frame: Any, names: str | Sequence[str], vocabulary: Vocabulary | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Columns of a table, ``(M,)`` for one name, ``(M, D)`` for a list of D, and what is known."""
+    """Columns of a table, ``(M,)`` for one name, ``(M, D)`` for D, and the mask of known rows."""
     if isinstance(names, str):
         values = column(argument, frame, names)
         steps, known = read_steps(f"{argument} {names!r}", values, vocabulary)
@@ -152,9 +152,9 @@ def _sizes(number: np.ndarray) -> Tensor:
 
 
 def calendars(column: Any) -> list[np.ndarray]:
-    """Dates of a ``pandas.Series`` on other clocks than that of UTC: local days, and months.
+    """Numbers of local days, and of months where dates are monthly, of a ``pandas.Series``.
 
-    Months are a clock if all dates are of one day of the month and time, or the last of it.
+    Months are among them if all dates are of one day of the month and time, or the last of it.
     """
     import pandas
 
@@ -214,7 +214,7 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
 def rows_of(
     table: Table | None, rows: Tensor | None, exists: Tensor, states: Any, probs: Any
 ) -> Any:
-    """A ``pandas.DataFrame`` of the steps that exist, with columns of ``(N, T)`` or ``(N, T, K)``.
+    """``pandas.DataFrame`` of the steps that are not padding, with states or probabilities.
 
     Args:
         table: The table they come from, if they do: its rows in their order are returned.

@@ -35,7 +35,7 @@ from .files import check_regular, replace_file
 
 
 def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
-    """The HMM with the parameters of a fitted model of hmmlearn, in float64.
+    """Convert a fitted model of hmmlearn to an HMM, in float64.
 
     ``CategoricalHMM`` has symbols ``(N, T)``; ``GaussianHMM``, ``GMMHMM`` and ``PoissonHMM`` have
     vectors ``(N, T, D)``. Hard zeros stay exact, and :func:`fit_em` keeps covariances of type
@@ -80,7 +80,7 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
 
 
 def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
-    """The model of hmmlearn with the parameters of ``hmm``.
+    """Convert an HMM to a model of hmmlearn.
 
     The class follows from the emission: ``CategoricalHMM`` for symbols, ``PoissonHMM`` for counts,
     ``GaussianHMM`` for (vectors of) normal numbers, with covariances of type ``diag`` if they are
@@ -130,7 +130,7 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
 
 
 def _library() -> ModuleType:
-    """``hmmlearn.hmm``, if there is one."""
+    """Import ``hmmlearn.hmm``; raise if it is not installed."""
     try:
         from hmmlearn import hmm  # type: ignore[import-untyped]
     except ImportError as error:
@@ -142,7 +142,7 @@ def _library() -> ModuleType:
 
 
 def _tensor(model: Any, name: str) -> Tensor:
-    """A parameter of a model, copied."""
+    """Copy a parameter of a model to a tensor in float64."""
     if not hasattr(model, name):
         raise ValueError(f"model has no {name}: call its fit, or set its parameters.")
     return torch.tensor(np.asarray(getattr(model, name)), dtype=torch.float64)
@@ -166,7 +166,7 @@ def _mixture(model: Any) -> TorchDistribution:
 
 
 def normals_of(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
-    """Normal vectors of means ``(*L, D)``, and of covariances in hmmlearn's form of a type.
+    """Multivariate normals of means ``(*L, D)`` and covariances in hmmlearn's form of a type.
 
     Args:
         means: ``(*L, D)``, where L may be states, or states and parts of their mixtures.
@@ -181,7 +181,7 @@ def normals_of(means: Tensor, covars: Tensor, kind: str) -> TorchDistribution:
 
 
 def _covariances(normals: Any) -> tuple[str, Tensor]:
-    """Covariance type of normal vectors in hmmlearn's words, and covariances in its form."""
+    """Covariance type of multivariate normals in hmmlearn's words, and covariances in its form."""
     if isinstance(normals, torch.distributions.MultivariateNormal):
         matrices = normals.covariance_matrix
         return ("tied", matrices.select(-3, 0)) if is_tied(normals) else ("full", matrices)
@@ -194,7 +194,7 @@ def _covariances(normals: Any) -> tuple[str, Tensor]:
 
 
 def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
-    """A model with the parameters of ``emission``."""
+    """Model of hmmlearn with the parameters of ``emission``."""
     part: Any = _as_vectors(emission)
     is_mixture = isinstance(part, torch.distributions.MixtureSameFamily)
     normal = _as_vectors(part.component_distribution) if is_mixture else part
@@ -228,7 +228,7 @@ def _model(library: ModuleType, num_states: int, emission: Any, options: dict[st
 
 
 def _as_vectors(emission: Any) -> Any:
-    """A distribution of numbers as one of vectors of one component; others as they are."""
+    """Convert distributions of numbers to ones of vectors with one component; others stay."""
     if isinstance(emission, torch.distributions.Poisson):
         return Poisson(emission.rate.unsqueeze(-1)).to_event(1)
     if isinstance(emission, torch.distributions.Normal):
@@ -247,7 +247,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 
 def _probabilities(logits: Tensor) -> np.ndarray:
-    """Rows that sum to one in float64, as hmmlearn wants them; zeros stay exact."""
+    """Normalise rows in float64, as hmmlearn wants them; zeros stay exact."""
     return _array(logits.double().softmax(-1))
 
 
@@ -257,7 +257,7 @@ CTRLG_TENSORS, CTRLG_CONFIG = "model.safetensors", "config.json"
 
 
 def from_ctrlg(directory: str | Path) -> HMM:
-    """The HMM of a model of Ctrl-G, for one sequence of one step: see :meth:`HMM.with_lengths`.
+    """Convert a model of Ctrl-G to an HMM for one sequence of one step.
 
     Args:
         directory: With ``model.safetensors``, as downloaded by ``huggingface_hub``.

@@ -75,7 +75,7 @@ def write_tensors(path: FilePath, tensors: dict[str, Tensor], meta: dict[str, An
 
 
 def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what :func:`write_tensors` wrote: the tensors, on the CPU, and the plain data.
+    """Read tensors, on the CPU, and plain data from a file.
 
     Every bit is as it was. Nothing but tensors and plain data can come from a file.
 
@@ -105,7 +105,7 @@ def read_tensors(path: FilePath) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def check_regular(path: FilePath) -> None:
-    """Raise where there is something other than a file that ends, such as a pipe."""
+    """Raise if ``path`` exists and is no regular file, such as a pipe or a directory."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} must be a regular file; it is a pipe, a device or a directory.")
 
@@ -129,7 +129,7 @@ def _to_bytes(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
 
 
 def _checksum(tensors: dict[str, Tensor], meta: dict[str, Any]) -> str:
-    """A digest of names, dtypes, shapes, values and plain data."""
+    """Checksum of names, dtypes, shapes, values and plain data."""
     digest = hashlib.sha256(json.dumps(meta, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -203,7 +203,7 @@ def check_directory(directory: FilePath) -> None:
 
 
 def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what :func:`write_directory` wrote, of this ``kind``.
+    """Read tensors and plain data of one ``kind`` from a directory.
 
     Raises:
         FileNotFoundError: If nothing was saved there.
@@ -321,7 +321,7 @@ class Checkpoint:
         self.saved = time.perf_counter()
 
     def _random(self) -> dict[str, Any]:
-        """The states of random number generators."""
+        """States of the random number generators of torch and of the fit."""
         return {
             "cpu": torch.get_rng_state(),
             "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
@@ -351,7 +351,7 @@ def _pack(state: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
-    """Restore a nested state: the inverse of :func:`_pack`."""
+    """Restore a nested state from JSON structure and tensors."""
     leaves, form = packed
     both = [tensors.get(str(number), leaf) for number, leaf in enumerate(leaves)]
     return tree_unflatten(both, treespec_loads(form))
@@ -379,7 +379,7 @@ def identity_of(
 
 
 def describe(item: Any, depth: int = 3) -> Any:
-    """Description of ``item`` to be compared, for JSON; of objects within others to a depth."""
+    """Describe ``item`` in JSON for comparison; nested objects to a limited depth."""
     if isinstance(item, float) and math.isfinite(item):
         return float(item)
     if isinstance(item, float | Path | torch.dtype | torch.device):
@@ -422,7 +422,7 @@ def difference(saved: Any, here: Any, path: str = "") -> tuple[str, str, str] | 
 
 
 def fingerprint(data: Sequences | Parts) -> str:
-    """A short hash of sequences."""
+    """Short hash of sequences, with shape and total."""
     if isinstance(data, Parts):
         return f"{len(data)} in {data.num_parts} parts, " + "; ".join(map(fingerprint, data))
     names = "values", "lengths", "observed", "labels", "covariates", "times"
@@ -431,7 +431,7 @@ def fingerprint(data: Sequences | Parts) -> str:
 
 
 def digits(tensors: Iterable[Tensor | None]) -> str:
-    """A short hash of tensors, some of which may be None."""
+    """CRC-32 hash of tensors, as text; None is left out."""
     total = 0
     for tensor in tensors:
         if tensor is not None:
@@ -440,7 +440,7 @@ def digits(tensors: Iterable[Tensor | None]) -> str:
 
 
 def _attributes(item: Any) -> dict[str, Any]:
-    """The attributes that an object keeps, without caches and private objects."""
+    """Attributes of an object, without caches and private objects."""
     kept = dict(getattr(item, "__dict__", {}))
     if isinstance(item, nn.Module):
         inner = [kept.get(name, {}) for name in _OF_MODULES]

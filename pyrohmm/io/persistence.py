@@ -155,7 +155,7 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
-    """Rebuild an HMM from its tensors and metadata: the inverse of :func:`describe`."""
+    """Rebuild an HMM from its tensors and metadata."""
     tensors = dict(tensors)
     build = _build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm
     hmm = build(tensors, meta)
@@ -176,7 +176,7 @@ _OF_DATA = ("lengths", "observed", "allowed")
 
 
 def _arguments(family: type[HMM]) -> list[inspect.Parameter]:
-    """The arguments that describe the chain of an HMM, and how it is joined with its emission."""
+    """Constructor arguments that describe the chain of an HMM, with ``emission_per_step``."""
     others = ("self", "emission", "validate_args", "num_steps", "data", *_OF_DATA)
     found = dict(inspect.signature(family.__init__).parameters)
     if "data" in found:  # those of every HMM
@@ -202,7 +202,7 @@ def _describe_hmm(hmm: HMM) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _build_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
-    """HMM from its description; the tensors it needs are taken out of ``tensors``."""
+    """Rebuild an HMM from its metadata; its tensors are taken out of ``tensors``."""
     family = {family.__name__: family for family in _CHAINS}.get(meta.get("class", "HMM"))
     if family is None:
         raise ValueError(f"its class {meta['class']!r} is not one that can be built")
@@ -238,7 +238,7 @@ def _describe_block_hmm(hmm: BlockHMM) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockHMM:
-    """Block HMM from its description: see :func:`_build_hmm`."""
+    """Rebuild a block HMM from its metadata; its tensors are taken out of ``tensors``."""
     initial, emission = tensors.pop("log_initial"), tensors.pop("log_emission")
     states = tensors.pop("states")
     blocks = Blocks(tensors.pop("symbol_block"), (states >= 0).sum(-1))
@@ -254,7 +254,7 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
 
 
 def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Description of a distribution; its tensors are put into ``tensors`` under ``path``."""
+    """Describe a distribution for JSON; its tensors are put into ``tensors`` under ``path``."""
     if isinstance(part, list | tuple):
         return [_describe_part(item, f"{path}.{i}", tensors) for i, item in enumerate(part)]
     family = type(part)
@@ -281,7 +281,7 @@ def _describe_part(part: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 def _build_part(
     node: Any, path: str, tensors: dict[str, Tensor]
 ) -> TorchDistribution | list[TorchDistribution]:
-    """Distribution from its description; its tensors are taken out of ``tensors``."""
+    """Rebuild a distribution from its description; its tensors are taken out of ``tensors``."""
     if isinstance(node, list):
         return [_build_part(item, f"{path}.{i}", tensors) for i, item in enumerate(node)]
     family = _classes().get(node["class"])
@@ -303,7 +303,7 @@ def _build_part(
 
 
 def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
-    """Put saved probabilities where the constructor has put ones it normalised once more.
+    """Replace the probabilities that the constructor normalised again by the saved ones.
 
     Files of version 0.4 may have both ``probs`` and ``logits``.
     """
@@ -327,6 +327,6 @@ def _restore(holder: Any, either: dict[str, Tensor], path: str) -> None:
 
 
 def _classes() -> dict[str, type]:
-    """The classes that a file may name."""
+    """Distribution classes that a file may name, by name."""
     kinds = [*BUILT_FROM, *(kind for kind in FAMILIES if issubclass(kind, TorchDistributionMixin))]
     return {kind.__name__: kind for kind in kinds}

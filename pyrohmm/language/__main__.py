@@ -1,4 +1,4 @@
-"""``python -m pyrohmm.language`` trains a language model: see :mod:`pyrohmm.language.command`."""
+"""Entry point of ``python -m pyrohmm.language``, which trains and uses a language model."""
 
 from .command import main
 

@@ -36,7 +36,7 @@ from .text import END, check_ends
 
 
 class Clusters(NamedTuple):
-    """Clusters of words, and the binary tree in which they were merged to one.
+    """Brown clusters of words, and the binary tree of their merges.
 
     Attributes:
         assignment: ``(V,)`` long, the cluster of each word.
@@ -52,7 +52,7 @@ class Clusters(NamedTuple):
 
     @property
     def num_clusters(self) -> int:
-        """C."""
+        """Number of clusters, C."""
         return len(self.paths)
 
 
@@ -165,7 +165,7 @@ def average_mutual_information(pairs: Pairs, assignment: Tensor) -> float:
 
 
 def isolate(assignment: Tensor, words: Tensor | Sequence[int]) -> Tensor:
-    """Put words into a separate cluster, the last.
+    """Move words to a separate cluster, the last.
 
     Clusters that are empty then are dropped, and the others keep their order.
 

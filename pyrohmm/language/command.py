@@ -64,7 +64,7 @@ OF_FIT = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command.
+    """Parse the arguments and run the command.
 
     Args:
         arguments: Of the command line; those of this process by default.
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit if options lack something, or do not fit together."""
+    """Exit with an error if options are missing or contradict each other."""
     if not options.train and not options.load:
         parser.error("give text files to train on, --load DIR or both")
     if options.train and not options.save:
@@ -103,7 +103,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
 
 
 def _check_free(options: argparse.Namespace) -> None:
-    """Raise if a model would be replaced by one that does not go on from it."""
+    """Raise if training would overwrite a saved model without continuing it."""
     goes_on = os.path.exists(getattr(options, "checkpoint", ""))
     if options.load:
         goes_on |= os.path.realpath(options.load) == os.path.realpath(options.save)
@@ -115,7 +115,7 @@ def _check_free(options: argparse.Namespace) -> None:
 
 
 def _keep(model: LanguageModel, options: argparse.Namespace) -> None:
-    """Save what has been trained: where it should be, or beside the checkpoint, or anywhere.
+    """Save the trained model: to its directory, else beside the checkpoint, else elsewhere.
 
     Raises:
         SystemExit: If it is not where it should be; it says where it is.
@@ -154,7 +154,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def constraint(options: argparse.Namespace) -> Automaton | None:
-    """Constraint of the sentences that are written, from the options."""
+    """Build the constraint on generated sentences from the options."""
     parts = [must_contain(*options.must)] if options.must else []
     parts += [must_not_contain(*options.must_not)] if options.must_not else []
     return reduce(Automaton.__and__, parts) if parts else None
@@ -220,7 +220,7 @@ def train(options: argparse.Namespace) -> LanguageModel:
 
 
 def _untrained(lines: list[str], options: argparse.Namespace) -> LanguageModel:
-    """A new model for some lines."""
+    """Untrained model with the vocabulary and clusters of some lines."""
     vocabulary = count_words(lines, **_given(options, OF_WORDS))
     data = encode(lines, vocabulary)
     return LanguageModel.from_data(vocabulary, data, **_given(options, OF_CLUSTERS | OF_MODEL))
@@ -229,7 +229,7 @@ def _untrained(lines: list[str], options: argparse.Namespace) -> LanguageModel:
 def hold_out(
     lines: list[str], share: float, contiguous: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Lines to train on, and those held out: every so many-th, at least one of each.
+    """Split lines into training and held-out ones, evenly spaced or the last.
 
     Args:
         lines: All of them.
@@ -258,7 +258,7 @@ def hold_out(
 
 
 def _read(name: str) -> list[str]:
-    """Lines of a file that are not blank; the mark that is added to each is written in none."""
+    """Read the lines of a file that are not blank; raise if one has ``<eos>``."""
     lines = read_lines(name)
     for number, line in enumerate(lines, 1):
         if END in line.split():
@@ -271,7 +271,7 @@ def _read(name: str) -> list[str]:
 
 @contextmanager
 def _process_group(device: str) -> Iterator[None]:
-    """A process group of the data-parallel ranks, where ``torchrun`` has started some."""
+    """Context manager: process group of data-parallel ranks, if ``torchrun`` has started some."""
     if device == "cuda":  # of several GPUs, each process has one
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
@@ -285,12 +285,12 @@ def _process_group(device: str) -> Iterator[None]:
 
 
 def _given(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
-    """The arguments of a function that were given."""
+    """Arguments of a function that were given as options, by name."""
     return {name: vars(options)[name] for name in flags.values() if name in options}
 
 
 def _add(group: Any, function: Callable[..., Any], flags: dict[str, str]) -> None:
-    """Options of a function's arguments, with its defaults, and what its docstring says of them."""
+    """Add options for a function's arguments, with defaults and help from its docstring."""
     parameters = inspect.signature(function).parameters
     texts = _explained(RunOptions) | _explained(function)
     for flag, name in flags.items():

@@ -115,7 +115,7 @@ class ConstraintProcessor:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the texts: the next call begins with prompts, whatever their length."""
+        """Forget the texts of earlier calls, so that the next call begins with prompts."""
         self._texts: list[tuple[Tensor, int]] = []  # of the last two prompts, and their lengths
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class ConstraintProcessor:
         return found
 
     def log_prob(self, tokens: Tensor) -> Tensor:
-        """Log-probability of the constraint before each token of a text and after it, by the HMM.
+        """Log-probability by the HMM of the constraint, before a text and after each token.
 
         Args:
             tokens: ``(T,)``, codes of a text without its end, and without a prompt.
@@ -187,7 +187,7 @@ class ConstraintProcessor:
         return torch.tensor(found)
 
     def _read(self, ids: Tensor) -> None:
-        """State of the automaton, -1 after the end, and probabilities of the next state, by row."""
+        """Update automaton states, -1 after the end, and next-state probabilities of each row."""
         ahead, parents = self.lookahead, self._parents(ids)
         if parents is None:
             probs = self._log_initial.exp().expand(len(ids), -1)
@@ -210,7 +210,7 @@ class ConstraintProcessor:
             self._texts[0] = (ids, self._texts[0][1])
 
     def _parents(self, ids: Tensor) -> Tensor | None:
-        """Which of the texts of the last call each one continues; None if they are prompts."""
+        """Index of the text of the last call that each text continues; None if they are prompts."""
         length = ids.size(1)
         for number, (texts, begin) in enumerate(self._texts):
             if not begin < length <= texts.size(1) + 1:
@@ -228,7 +228,7 @@ class ConstraintProcessor:
         return None
 
     def _step(self, probs: Tensor, tokens: Tensor) -> Tensor:
-        """Probabilities of the next state after tokens ``(n,)``, from those of their own."""
+        """Filter step: probabilities of the next state after tokens ``(n,)``."""
         joint = probs * self.lookahead.emissions.column(tokens)
         total = joint.sum(-1, keepdim=True)
         # what the HMM cannot emit tells nothing

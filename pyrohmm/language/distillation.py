@@ -27,7 +27,7 @@ HELD_OUT = 0.05  # share of the texts
 
 
 class Distilled(NamedTuple):
-    """What :func:`distil` returns.
+    """Distilled HMM, its fit, held-out perplexity and Kullback-Leibler divergence.
 
     Attributes:
         hmm: The HMM of tokens, for one sequence of one step: see :meth:`HMM.with_lengths`.
@@ -56,7 +56,7 @@ def distil(
     batch_size: int | None = 512,
     **options: Any,
 ) -> Distilled:
-    """Fit an HMM to texts of a language model, by EM with minibatches from random parameters.
+    """Fit an HMM to texts of a language model, by minibatch EM from random parameters.
 
     Args:
         source: A model of ``transformers``, whose samples are computed here on its device; or its
@@ -124,14 +124,14 @@ def distil(
 
 
 def _batches_in_round(texts: Sequences | Parts, batch_size: int) -> int:
-    """Number of minibatches of so many texts in which each text is once."""
+    """Number of minibatches of ``batch_size`` texts in a round over all texts."""
     sizes = texts.sizes if isinstance(texts, Parts) and batch_size < len(texts) else [len(texts)]
     return sum(math.ceil(size / batch_size) for size in sizes)
 
 
 @torch.no_grad()
 def sample_texts(model: Any, count: int, max_tokens: int, start: int, end: int) -> Sequences:
-    """Texts of a model of ``transformers``, as it samples them after the token ``start``.
+    """Sample texts from a model of ``transformers``, after the token ``start``.
 
     Args:
         model: Has ``generate`` and ``device``.

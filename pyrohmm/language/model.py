@@ -45,7 +45,7 @@ AT_ONCE = 256  # sentences that are sampled as one batch
 
 
 class LanguageModel:
-    """Sentences of words, each the path of a neural HMM until it emits ``<eos>``.
+    """Language model of sentences: a neural HMM that emits words until ``<eos>``.
 
     :meth:`from_data` finds clusters and builds a model from them, :meth:`load` reads one. The
     module is on the CPU; after ``model.module.to("cuda")`` everything is computed there.
@@ -126,7 +126,7 @@ class LanguageModel:
         hidden_dim: int = 256,
         **options: Any,
     ) -> LanguageModel:
-        """An untrained model whose blocks belong to Brown clusters of the words.
+        """Build an untrained model whose blocks of states belong to Brown clusters of the words.
 
         Args:
             vocabulary: The V words.
@@ -171,7 +171,7 @@ class LanguageModel:
         clip_norm: float | None = 1.0,
         **options: Any,
     ) -> Fit:
-        """Maximise the likelihood by AdamW, from where the parameters are.
+        """Maximise the likelihood by AdamW, from the current parameters.
 
         A round of minibatches has each sentence once. How many of them there are varies a little
         from round to round; the fit takes ``num_epochs`` times as many steps as a typical round
@@ -223,7 +223,7 @@ class LanguageModel:
     # Evaluation and sampling
 
     def encode(self, lines: Iterable[str]) -> Sequences:
-        """Codes of sentences, each with ``<eos>`` at its end: :func:`encode`."""
+        """Encode sentences by the vocabulary, each with ``<eos>`` at its end."""
         return text.encode(lines, self.vocabulary)
 
     def num_unknown(self, lines: Iterable[str]) -> int:
@@ -274,7 +274,7 @@ class LanguageModel:
         return found
 
     def perplexity(self, sentences: Iterable[str] | Sequences) -> Perplexity:
-        """Perplexity per token, ``<eos>`` included, of what :meth:`score` takes."""
+        """Perplexity of sentences per token, ``<eos>`` included."""
         data = self._coded(sentences)
         return Perplexity.of(self.score(data).sum().item(), data.num_observed)
 
@@ -286,7 +286,7 @@ class LanguageModel:
         prompt: str = "",
         constraint: Automaton | None = None,
     ) -> list[str]:
-        """Ancestral samples of sentences, without their ``<eos>``; contiguous ones are one text.
+        """Sample sentences, without their ``<eos>``; those of a contiguous model are one text.
 
         With a ``constraint`` they are exact samples given that they satisfy it and end in time.
 
@@ -319,7 +319,7 @@ class LanguageModel:
         return [f"{prompt} {line}".strip() for line in lines[:first]] + lines[first:]
 
     def steer(self, constraint: Automaton, max_words: int = 100) -> Steering:
-        """Condition sentences on a constraint: a :class:`.Steering`.
+        """Condition sentences on a constraint, for exact samples and probabilities.
 
         Args:
             constraint: What a sentence, without its ``<eos>``, satisfies: a finite automaton over
@@ -346,7 +346,7 @@ class LanguageModel:
         count: int = 1,
         generator: torch.Generator | None = None,
     ) -> list[str]:
-        """Exact samples of a sentence with missing words, given the others.
+        """Sample the missing words of a sentence exactly, given the others.
 
         Args:
             sentence: Words, None for each that is missing. The probabilities of a single one are
@@ -384,7 +384,7 @@ class LanguageModel:
 
     @classmethod
     def load(cls, directory: FilePath) -> LanguageModel:
-        """Load the model that was saved to ``directory``, on the CPU, bit for bit.
+        """Load a saved model from ``directory``, on the CPU, bit for bit.
 
         Raises as :func:`pyrohmm.load_hmm`.
         """
@@ -404,7 +404,7 @@ def _samples(
     max_words: int,
     prompt: str,
 ) -> list[Tensor]:
-    """Codes of sentences after a prompt, without ``<eos>``; contiguous ones are one text."""
+    """Sample codes of sentences after a prompt, without ``<eos>``, or of one contiguous text."""
     end, at_once = model.vocabulary.index(END), 1 if model.contiguous else AT_ONCE
     log_first = next_states(hmm, model.encode([prompt]).values[0, :-1]).unsqueeze(0)
     found: list[Tensor] = []
@@ -418,7 +418,7 @@ def _samples(
 
 
 def _parts(module: NeuralHMM, data: Sequences) -> Iterator[tuple[Tensor, HMM, Tensor]]:
-    """Sequences of about equal length: their places, their HMM and their values."""
+    """Iterate over batches of sequences of similar length: indices, HMM and values."""
     device = next(module.parameters()).device
     for chosen in cut_by_steps(data.lengths, data.lengths.argsort(), STEPS):
         part = data[chosen].to(device)

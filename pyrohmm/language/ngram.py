@@ -38,7 +38,7 @@ from ..ops.products import take_rows
 
 
 class NGramProbs(NamedTuple):
-    r"""Log-probabilities of each symbol under an n-gram; anything at padded steps.
+    r"""Log-probabilities of each block and symbol under an n-gram; anything at padded steps.
 
     Attributes:
         log_block: ``(*B, T)``, :math:`\log q(b_t | x_{<t})` of the block of the symbol.
@@ -55,7 +55,7 @@ class NGramProbs(NamedTuple):
 
 
 class NGramWeights(NamedTuple):
-    r"""Logits of the weight of the n-gram; -inf leaves it out.
+    r"""Logits of the mixture weights of the n-gram; -inf leaves it out.
 
     Attributes:
         block: ``(L, B + 1)``, of :math:`\mu`, for each class and block before; the last column is
@@ -76,7 +76,7 @@ def _refuse(query: str) -> NoReturn:
 
 
 class _Chain(BlockChain):
-    """A chain whose transitions depend on the symbols before: it is known within blocks alone."""
+    """Chain whose transitions depend on past symbols, thus without a transition matrix."""
 
     @property
     def log_transition(self) -> NoReturn:
@@ -93,7 +93,7 @@ class _Chain(BlockChain):
 
 
 class _Symbols(BlockSymbols):
-    """Symbols of the states of their blocks, mixed with an n-gram's probabilities."""
+    """Symbol distribution of the states in blocks, mixed with an n-gram."""
 
     def __init__(self, words: BlockSymbols, ngram: NGramProbs, weights: NGramWeights) -> None:
         super().__init__(words.log_probs, words.blocks)
@@ -102,7 +102,7 @@ class _Symbols(BlockSymbols):
     def likelihood(
         self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Log-likelihoods by block: see :meth:`BlockSymbols.likelihood`."""
+        """Block of each symbol, and its log-likelihoods there, mixed with the n-gram."""
         if observed is not None:
             _refuse("a missing step")
         blocks, alone = super().likelihood(values, lengths, None, check)
@@ -114,7 +114,7 @@ class _Symbols(BlockSymbols):
         return blocks, mixed.masked_fill(beyond, -torch.inf)
 
     def of_rows(self, count: int) -> NGramProbs:
-        """Log-probabilities of the n-gram for N rows ``(N, T)``: its sequences, repeated."""
+        """Repeat the n-gram's log-probabilities to N rows, each ``(N, T)``."""
         parts = (part.reshape(-1, part.size(-1)) for part in self.ngram)
         return NGramProbs(*(part.repeat(count // len(part), 1) for part in parts))
 
@@ -178,7 +178,7 @@ class NGramBlockHMM(BlockHMM):
 
     @property
     def words(self) -> BlockHMM:
-        """The chain without the n-gram."""
+        """Block HMM without the n-gram."""
         symbols, data = self._emission.words, self.lengths
         hmm = BlockHMM(self.log_initial, self.transition, symbols, self.blocks, data)
         return cast(BlockHMM, self._validated_alike(hmm))
@@ -190,11 +190,11 @@ class NGramBlockHMM(BlockHMM):
 
     @property
     def weights(self) -> NGramWeights:
-        """Logits of the weights of the n-gram."""
+        """Logits of the mixture weights of the n-gram."""
         return self._emission.weights
 
     def replace(self, **changes: Any) -> HMM:
-        """A copy for labels, or for more batch dimensions: the n-gram is that of its sequences."""
+        """Copy with changed arguments, such as labels; lengths must stay those of the n-gram."""
         lengths = changes.get("lengths", self.lengths)
         inner = lengths[(0,) * max(0, lengths.dim() - self.lengths.dim())]
         if inner.shape != self.lengths.shape or bool((lengths.cpu() != self.lengths).any()):
@@ -205,13 +205,13 @@ class NGramBlockHMM(BlockHMM):
         return super().replace(**changes)
 
     def continue_from(self, carried: object) -> NoReturn:
-        """Refused."""
+        """Raise: an n-gram mixture cannot continue from a carried state."""
         _refuse("continue_from")
 
     def _read(
         self, values: Tensor, check: bool = False, with_labels: bool = True
     ) -> BlockLikelihood:
-        """Log-likelihoods, and the choice of each block, mixed with the n-gram."""
+        """Block log-likelihoods and block-transition probabilities, mixed with the n-gram."""
         seen = super()._read(values, check, with_labels)
         block = seen.blocks.to(seen.logs.device)
         log_block, _, classes, _ = self._emission.of_rows(len(block))
@@ -228,7 +228,7 @@ class NGramBlockHMM(BlockHMM):
         return seen._replace(first=first, leaving=pad(entered, (0, 0, 0, 1)))
 
     def _first(self, block: Tensor, log_block: Tensor, logits: Tensor) -> Tensor:
-        """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)``.
+        """Log-probabilities ``(N, w)`` of the first state within given blocks ``(N,)``.
 
         A block of probability zero has no distribution within; the n-gram enters it uniformly.
         """
@@ -241,12 +241,12 @@ class NGramBlockHMM(BlockHMM):
 
 
 def _at(table: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Entries of a table, whose gradient is added up in float64."""
+    """Look up entries of a table, with gradients accumulated in float64."""
     return take_rows(table.reshape(-1, 1), rows * table.size(1) + columns).squeeze(-1)
 
 
 def _mixed(log_chain: Tensor, log_ngram: Tensor, logits: Tensor) -> Tensor:
-    """Log of (1 - w) p + w q, with p ``(*, n)``, and q and the logits of w ``(*)``."""
+    """Log of the mixture (1 - w) p + w q, with p ``(*, n)``, and q and the logits of w ``(*)``."""
     log_ngram, logits = (each.to(log_chain).unsqueeze(-1) for each in (log_ngram, logits))
     parts = logsigmoid(-logits) + log_chain, logsigmoid(logits) + log_ngram
     return logsumexp(torch.stack(torch.broadcast_tensors(*parts), -1), -1)
@@ -334,7 +334,7 @@ class NGramMixture(HMMModule):
         return NGramBlockHMM(words, ngram, self.weights())
 
     def weights(self) -> NGramWeights:
-        """Logits of the weights of the n-gram."""
+        """Logits of the mixture weights of the n-gram."""
         return NGramWeights(
             self.block_class.unsqueeze(-1) + self.block_before,
             self.symbol_class.unsqueeze(-1) + self.symbol_block,
@@ -374,7 +374,7 @@ class NGramMixture(HMMModule):
         return self
 
     def _maximize(self, fitted: list[nn.Parameter], words: Words, slopes: list[Tensor]) -> None:
-        """Find the weights of one round, given the slopes of the evidence by the old ones."""
+        """Maximise over the weights in one round, by gradients of the log evidence at old ones."""
         old = [each.detach().sigmoid() for each in _at_words(self.weights(), words)]
         imported("torch._dynamo")  # an optimizer would, with signals
         optimizer = torch.optim.LBFGS(fitted, max_iter=60, line_search_fn="strong_wolfe")
@@ -392,7 +392,7 @@ class NGramMixture(HMMModule):
         optimizer.zero_grad()
 
     def _slopes(self, data: Sequences, batch_tokens: int) -> tuple[float, Words, list[Tensor]]:
-        """The evidence; of each word what its weights depend on, and the slopes by them."""
+        """Log evidence, and its gradient by the mixture weights of each word, with word classes."""
         evidence, found = 0.0, []
         for index in cut_by_steps(data.lengths, data.lengths.argsort(stable=True), batch_tokens):
             part = data[index]
@@ -419,7 +419,7 @@ class NGramMixture(HMMModule):
 
 
 def _by_weight(logit: Tensor, slope: Tensor) -> Tensor:
-    """The slope of the evidence by a weight, from that by its logit; zero where it is 0 or 1."""
+    """Gradient of the log evidence by a weight, from that by its logit; zero at weights 0 and 1."""
     weight = logit.detach().sigmoid()
     share = (weight + slope).clamp(0, 1)  # probability that the n-gram chose
     return ((share - weight) / (weight * (1 - weight))).nan_to_num(0.0, 0.0, 0.0)
@@ -431,6 +431,6 @@ def _log_normal(parts: list[nn.Parameter]) -> Tensor:
 
 
 def _at_words(weights: NGramWeights, words: Words) -> list[Tensor]:
-    """Logits of the weight in the choice of the block of each word, and of the word in it."""
+    """Logits of the mixture weights of each word: for its block, and for the word in it."""
     block_class, symbol_class, before, here = words
     return [weights.block[block_class, before], weights.symbol[symbol_class, here]]

@@ -1,4 +1,4 @@
-r"""Sentences that satisfy a constraint, by the probability that it will hold, ``Lookahead``.
+r"""Exact sampling of sentences under a constraint, by the probability that it will hold.
 
 The tokens before a step determine the state q of the automaton, so that
 
@@ -110,7 +110,7 @@ class Emissions:
         return found
 
     def log_sums(self, free: Tensor, weights: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-        """Logs of sums over states of weights times the probability of each token, each (n, V).
+        """Logs of weighted sums over states of token probabilities, free and constrained, (n, V).
 
         Args:
             free: ``(n, K)``, weights for all tokens: those of the first result.
@@ -219,7 +219,7 @@ class Lookahead:
             reached[follows[states].flatten()] = True
 
     def _set_pairs(self) -> None:
-        """Pairs of states of the automaton that follow each other, and the mass of their tokens."""
+        """Set the pairs of successive automaton states, with the token probability of each."""
         table = self.constraint.table
         size = len(table)
         cells = (torch.arange(size).unsqueeze(1) * size + table).flatten()
@@ -230,7 +230,7 @@ class Lookahead:
         self._log_mass_of_pairs = sums.log()
 
     def here(self, t: int) -> Tensor:
-        """Log h_t of the states of the automaton that are alive, ``(L, K)``."""
+        """Log-probability of the constraint given automaton and HMM state, log h_t, ``(L, K)``."""
         alive = self.alive[t]
         found = self.log_mass.new_full((len(alive), self.emissions.num_states), -inf)
         accepting = self.constraint.accepting[alive].to(self.device)
@@ -263,7 +263,7 @@ class Lookahead:
         return min(0.0, float((log_states + self.here(t)[column]).logsumexp(-1)))
 
     def of_tokens(self, probs: Tensor, states: Tensor, t: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of each next token, with the constraint and without, ``(n, V)``.
+        """Log-probabilities of each next token, jointly with the constraint and alone, ``(n, V)``.
 
         Args:
             probs: ``(n, K)``, probabilities of the next state.
@@ -279,7 +279,7 @@ class Lookahead:
         return joint, free
 
     def possible(self, states: Tensor, t: int) -> Tensor:
-        """Whether the constraint may hold after each token, ``(n, V)``: 0 or -inf."""
+        """Log mask of the tokens after which the constraint may hold, ``(n, V)``: 0 or -inf."""
         accepting = self.constraint.accepting[states].unsqueeze(1)
         found = torch.zeros(len(states), self.end_class + 1, dtype=torch.bool)
         if t < self.max_tokens:
@@ -393,7 +393,7 @@ class Steering:
         return self._of_words(first, state, place)[0].log_softmax(-1)
 
     def lookahead(self, prompt: str = "") -> Tensor:
-        r"""Log-probability that the constraint holds, given the first words and each next one.
+        r"""Log-probability that the constraint holds, given the first words and each next word.
 
         Added to the logits of any other language model of the same words, it makes that model aware
         of the constraint: p(word | prompt) p(constraint | prompt, word), where this model gives the
@@ -422,7 +422,7 @@ class Steering:
     def sample(
         self, count: int = 1, generator: torch.Generator | None = None, prompt: str = ""
     ) -> list[str]:
-        """Independent exact samples of sentences that satisfy the constraint, without ``<eos>``.
+        """Sample independent sentences given the constraint, exactly, without ``<eos>``.
 
         Args:
             count: Number of sentences.
@@ -453,7 +453,7 @@ class Steering:
     # Joining them with a prompt
 
     def _begin(self, prompt: str) -> tuple[Tensor, int, int]:
-        """Log-probabilities of the next state ``(K,)``, state of the automaton, words so far."""
+        """Next-state log-probabilities ``(K,)``, automaton state and word count after a prompt."""
         codes = encode([prompt], self.vocabulary, "prompt").values[0, :-1]
         if len(codes) > self.max_words:
             raise ValueError(
@@ -466,7 +466,7 @@ class Steering:
             return next_states(self._hmm, codes).double(), state, len(codes)
 
     def _of_words(self, first: Tensor, state: int, t: int) -> tuple[Tensor, Tensor]:
-        """Log-probability of each next word with the constraint, and without; ``(V,)``."""
+        """Log-probability of each next word jointly with the constraint, and alone, ``(V,)``."""
         joint, free = self._ahead.of_tokens(first.exp().unsqueeze(0), torch.tensor([state]), t)
         return joint[0].cpu(), free[0].cpu()
 
@@ -480,7 +480,7 @@ class Steering:
     def _sample(
         self, first: Tensor, state: int, begin: int, count: int, generator: torch.Generator | None
     ) -> list[Tensor]:
-        """Codes of words after a prompt, without ``<eos>``."""
+        """Sample codes of words after a prompt given the constraint, without ``<eos>``."""
         words = torch.full((count, self.max_words - begin + 1), self._end)
         unfinished = torch.arange(count)
         automaton = torch.full((count,), state)
@@ -502,7 +502,7 @@ class Steering:
         return [row[:length] for row, length in zip(words, lengths.tolist())]
 
     def _log_classes(self, states: Tensor, automaton: Tensor, t: int) -> Tensor:
-        """Log-probabilities ``(n, C + 1)``, but for a factor, of the class of the next word."""
+        """Unnormalised log-probabilities of the class of the next word, ``(n, C + 1)``."""
         ahead = self._ahead
         states = states.to(ahead.device)
         logs = ahead.log_mass[:, states].mT.clone()
@@ -517,7 +517,7 @@ class Steering:
 
 
 def _classes_of_words(constraint: Automaton, vocabulary: Vocabulary) -> Tensor:
-    """The class of each word of the vocabulary, ``(V,)``."""
+    """Symbol class in the automaton of each word of the vocabulary, ``(V,)``."""
     classes = torch.zeros(len(vocabulary), dtype=torch.long)
     for symbol, number in constraint.classes.items():
         code: Any = vocabulary.index(symbol) if symbol in vocabulary else symbol

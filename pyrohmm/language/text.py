@@ -1,4 +1,4 @@
-"""Sentences as lines of words, as codes, and as samples; each ends in ``<eos>``, a word."""
+"""Counting, encoding and sampling of sentences; each ends in ``<eos>``, a word."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = "<unk>"
 def count_words(
     lines: Iterable[str], min_count: int = 1, max_size: int | None = None
 ) -> Vocabulary:
-    """The words of some lines by falling count, after ``<unk>`` and ``<eos>``, which are always in.
+    """Vocabulary of the words of some lines by falling count, after ``<unk>`` and ``<eos>``.
 
     Args:
         lines: Sentences, their words separated by white space.
@@ -52,7 +52,7 @@ def count_words(
 
 
 def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") -> Sequences:
-    """Codes of sentences, each with ``<eos>`` at its end; a blank line is an empty sentence.
+    """Encode sentences, each with ``<eos>`` at its end; a blank line is an empty sentence.
 
     Args:
         lines: Their words are separated by white space.
@@ -81,7 +81,7 @@ def encode(lines: Iterable[str], vocabulary: Vocabulary, name: str = "lines") ->
 
 
 def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
-    """The tokens of all sequences in their order, as so many pieces of equal length, or fewer.
+    """Concatenate the tokens of all sequences, and cut them into pieces of equal length.
 
     Args:
         data: Sequences without gaps.
@@ -97,7 +97,7 @@ def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
 
 
 def split_words(name: str, lines: Iterable[str]) -> Iterator[list[str]]:
-    """The words of each line; raise at a single string, whose letters would be taken for lines."""
+    """Split each line into words; raise at a single string, whose letters would be lines."""
     if isinstance(lines, str | bytes):
         raise TypeError(
             f"{name} must be lines of text, such as a list of str; got a single "
@@ -130,7 +130,7 @@ def check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
 
 
 def next_states(hmm: BlockHMM, codes: Tensor) -> Tensor:
-    """Log-probabilities of the state of the next word ``(K,)`` after words ``(n,)``, or none."""
+    """Log-probabilities of the next state ``(K,)`` after words ``(n,)``, n = 0 included."""
     if not len(codes):
         return hmm.log_initial
     transition = cast(InnerProductTransition, hmm.transition)
@@ -146,7 +146,7 @@ def next_states(hmm: BlockHMM, codes: Tensor) -> Tensor:
 def sample_sentences(
     hmm: BlockHMM, log_first: Tensor, max_words: int, end: int, generator: torch.Generator | None
 ) -> tuple[list[Tensor], Tensor]:
-    """Ancestral samples of sentences as codes, in a batch; only rows of A in use are computed.
+    """Sample sentences as codes, in a batch; only rows of A in use are computed.
 
     Args:
         hmm: Its transitions are inner products.
@@ -187,5 +187,5 @@ def emitted_by(hmm: BlockHMM, states: Tensor) -> Tensor:
 
 
 def choose(scores: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A column ``(n,)`` on the CPU, sampled for each row of unnormalised log-probabilities."""
+    """Sample a column for each row of unnormalised log-probabilities, ``(n,)`` on the CPU."""
     return torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator).squeeze(-1)

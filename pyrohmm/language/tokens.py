@@ -23,7 +23,7 @@ _CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 
 
 def token_texts(tokenizer: Any) -> list[bytes | None]:
-    """The bytes of each token of a tokenizer, with the space before a word; None for special ones.
+    """Bytes of each token of a tokenizer, with the space before a word; None for special ones.
 
     Args:
         tokenizer: Of ``transformers`` or ``tokenizers`` (byte-level, SentencePiece or WordPiece); a
@@ -72,7 +72,7 @@ def _bytes_of_characters() -> dict[str, bytes]:
 
 
 def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False) -> Automaton:
-    """The constraint on the words of a text as one on its tokens, however these divide the words.
+    """Convert a constraint on words to one on tokens, however these divide the words.
 
     A word is a run of letters, digits, ``_``, ``'`` and characters that are not ASCII. Special
     tokens are excluded. What comes back has the codes of tokens and combines with others of these.
@@ -109,7 +109,7 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
 
 
 def _check_words(words: dict[str | int, bytes]) -> None:
-    """Raise unless each is one word."""
+    """Raise unless each symbol of the constraint is one word."""
     for symbol, word in words.items():
         if isinstance(symbol, int) or not word or word.translate(None, IN_WORDS):
             raise ValueError(
@@ -121,7 +121,7 @@ def _check_words(words: dict[str | int, bytes]) -> None:
 def _places(
     words: dict[str | int, bytes], ignore_case: bool
 ) -> tuple[Tensor, dict[int, str | int]]:
-    """For each place in words the next one ``(places, 256)``, -1 at the end; words by place."""
+    """Trie of words: next node by byte ``(nodes, 256)``, -1 after a word, and words by node."""
     prefixes = {b"": BETWEEN}
     for word in words.values():
         for end in range(1, len(word) + 1):
@@ -137,7 +137,7 @@ def _places(
 
 
 def joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
-    """An automaton over bytes as one over tokens, by their bytes; others end in a dead state."""
+    """Convert an automaton over bytes to one over tokens; special tokens end in a dead state."""
     table = of_bytes.table
     dead = len(table)
     kind = bytes(of_bytes.classes.get(byte, 0) for byte in range(256))
@@ -163,7 +163,7 @@ def joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
 
 
 def matching(pattern: str, tokenizer: Any) -> Automaton:
-    r"""Texts that match a regular expression from their first to their last character.
+    r"""Automaton of the texts that match a regular expression from first to last character.
 
     However the tokens divide them. What comes back has the codes of tokens, and combines by ``&``
     and ``|`` with what :func:`over_tokens` returns. ``\d``, ``\s`` and ``\w`` are of ASCII.
@@ -190,13 +190,13 @@ def matching(pattern: str, tokenizer: Any) -> Automaton:
 
 
 class _Machine:
-    """Nodes with edges ``(bytes, next)``; those of None are taken without a byte."""
+    """Nondeterministic automaton: nodes with edges ``(bytes, next)``, epsilon if bytes are None."""
 
     def __init__(self) -> None:
         self.edges: list[list[tuple[frozenset[int] | None, int]]] = [[]]
 
     def step(self, node: int, of_bytes: Iterable[int] | None, to: int | None = None) -> int:
-        """An edge from ``node`` to another, which is new by default, and returned."""
+        """Add an edge from ``node`` to ``to``, by default a new node; returns that."""
         if to is None:
             self.edges.append([])
             to = len(self.edges) - 1
@@ -204,7 +204,7 @@ class _Machine:
         return to
 
     def add(self, items: Any, node: int) -> int:
-        """What matches ``items`` from ``node`` on; the node after it."""
+        """Append the NFA fragment of ``items`` at ``node``; returns its end node."""
         for kind, value in items:
             node = self._add(str(kind), value, node)
         return node
@@ -229,7 +229,7 @@ class _Machine:
         )
 
     def _character(self, narrow: frozenset[int], wide: list[str] | None, node: int) -> int:
-        """One of some ASCII characters, or one of ``wide``, or if that is None any wider one."""
+        """Append one character: of ``narrow`` or ``wide``, any non-ASCII one if that is None."""
         after = self.step(node, narrow)
         for character in wide or ():
             self.step(self._add("LITERAL", ord(character), node), None, after)
@@ -241,7 +241,7 @@ class _Machine:
         return after
 
     def _joined(self, ends: Iterable[int]) -> int:
-        """The node that is reached from each of these."""
+        """Join NFA branches by epsilon edges; returns the common end."""
         after: int | None = None
         for end in ends:
             after = self.step(end, None, after)
@@ -262,7 +262,7 @@ class _Machine:
 
 
 def _characters(kind: str, value: Any) -> tuple[frozenset[int], list[str] | None]:
-    """ASCII characters of a class, and wider ones; None for all of these."""
+    """ASCII and non-ASCII characters of a class; None for all non-ASCII ones."""
     if kind == "ANY":
         return ASCII - {ord("\n")}, None
     items = [("NEGATE", None), ("LITERAL", value)] if kind == "NOT_LITERAL" else value

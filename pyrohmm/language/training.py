@@ -43,19 +43,19 @@ class WarmupCosine:
         self.num_steps = num_steps
 
     def __call__(self, step: int) -> float:
-        """The share at a ``step``, from 0."""
+        """Share of the largest learning rate at a ``step``, from 0."""
         rise = (step + 1) / max(1.0, WARM * self.num_steps)
         return min(1.0, rise) * (1.0 + math.cos(math.pi * min(1.0, step / self.num_steps))) / 2.0
 
 
 class DefaultDropout(LinearDropout):
-    """The share that a default chose for a fit; one that goes on for longer may have another."""
+    """State dropout chosen by default for a fit; a longer fit may have another."""
 
     may_differ: ClassVar[tuple[str, ...]] = ("begin", "end", "num_steps")
 
 
 def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float) -> DefaultDropout:
-    r"""State dropout of a language model by its text and how often a fit reads that.
+    r"""Default state dropout of a language model, by number of epochs and size of its text.
 
     With few epochs a text is not learnt by heart, and most is learnt without dropout. The fewer
     tokens r there are for each parameter, the sooner it is: few are at most
@@ -80,9 +80,9 @@ def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float
 
 
 def set_default(module: NeuralHMM, num_tokens: int, num_epochs: int, num_steps: int) -> None:
-    """Give a module that was made with a :class:`DefaultDropout` that of a fit which begins.
+    """Set the default state dropout for a fit, if the module was made with a default.
 
-    One that goes on from a checkpoint for more epochs takes that of the longer fit from there.
+    A fit that goes on from a checkpoint for more epochs takes that of the longer fit from there.
     """
     if not isinstance(module.dropout, DefaultDropout):
         return
@@ -92,7 +92,7 @@ def set_default(module: NeuralHMM, num_tokens: int, num_epochs: int, num_steps: 
 
 
 def in_words(dropout: float | LinearDropout) -> str:
-    """Such as ``dropout 0.25`` or ``dropout 0.5 to 0.25``; empty where nothing is left out."""
+    """Dropout in words, such as ``dropout 0.5 to 0.25``; empty where it is zero."""
     if not isinstance(dropout, LinearDropout):
         return f"dropout {dropout:g}" if dropout else ""
     if dropout.begin == dropout.end:
@@ -108,7 +108,7 @@ def fit_sentences(
     options: dict[str, Any],
     **of_optimizer: Any,
 ) -> Fit:
-    """Fit a ``LanguageModel``, whose method says how; ``sizes`` are epochs, tokens and streams."""
+    """Fit a ``LanguageModel`` by AdamW; ``sizes`` are epochs, tokens and streams."""
     module, (num_epochs, batch_tokens, num_streams) = model.module, sizes
     check_ends("data", model.vocabulary, data)
     if validation is not None:

@@ -81,7 +81,7 @@ class TabularEstimator(SequenceEstimator):
         return to_tensor(table)
 
     def _emission_module(self) -> Any:
-        """The module of the emission, whose parameters are points."""
+        """Emission module at the arrays, its parameters without priors."""
         return from_distribution(self._emission())
 
     # Fitting
@@ -135,7 +135,7 @@ class TabularEstimator(SequenceEstimator):
         return self
 
     def _climb(self, data: Sequences) -> float:
-        """EM until an iteration gains less than ``tol``; the log-probability reached."""
+        """Run EM until an iteration gains less than ``tol``; return the log-probability reached."""
         monitor = self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
         if not self.n_iter or not set(self.params) & set(self._attributes()):
             return float(self._hmm(data.lengths).log_prob(data.values).sum())
@@ -152,7 +152,7 @@ class TabularEstimator(SequenceEstimator):
         return reached
 
     def _module(self) -> TabularHMM:
-        """The arrays as a module whose parameters are points, or frozen."""
+        """Module initialised at the arrays, its parameters without priors, or frozen."""
         emission = self._emission_module()
         module = TabularHMM(self.n_components, lambda _: emission)
         module.set_points(initial=to_tensor(self.startprob_), transition=to_tensor(self.transmat_))
@@ -163,7 +163,7 @@ class TabularEstimator(SequenceEstimator):
         return module.double()
 
     def _initialise(self, table: np.ndarray, given: dict[str, Any], seed: Any) -> None:
-        """Initialise the arrays that start anew or were not ``given``."""
+        """Initialise the arrays with a letter in ``init_params``, and those not ``given``."""
         names = self._attributes().items()
         chosen = {letter for letter, n in names if letter in self.init_params or n not in given}
         random = check_random_state(seed)
@@ -198,7 +198,7 @@ class TabularEstimator(SequenceEstimator):
         return HMM(initial.log(), transition.log(), self._emission(), lengths)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Probabilities in an array; raises unless those of each row sum to one."""
+        """Copy an array of probabilities to a tensor; raise unless each row sums to one."""
         rows = to_tensor(getattr(self, name))
         check_shape(name, rows, shape, "of K states")
         total = rows.sum(-1)
@@ -215,7 +215,7 @@ class TabularEstimator(SequenceEstimator):
                     setattr(self, attribute, array.reshape(np.shape(getattr(self, attribute))))
 
     def _attributes(self) -> dict[str, str]:
-        """The attribute of each letter."""
+        """Name of the attribute of each letter of ``params``."""
         return {letter: names[0] for letter, names in self.letters.items()}
 
     def _num_parameters(self) -> int:
@@ -350,14 +350,14 @@ class NormalEstimator(TabularEstimator):
         return shapes.get(self.covariance_type, (*lead[:-1], dim, dim))
 
     def _normals(self, covars: Any) -> TorchDistribution:
-        """Normal vectors of these covariances."""
+        """Multivariate normals with the means and given covariances."""
         means, covars = to_tensor(self.means_), to_tensor(covars)
         shape = self._covars_shape(tuple(means.shape[:-1]), means.size(-1))
         check_shape("covars_", covars, shape, f"of type {self.covariance_type!r}")
         return normals_of(means, covars, self.covariance_type)
 
     def _spread(self, table: np.ndarray, *lead: int) -> np.ndarray:
-        """The covariance of all rows, plus ``min_covar``."""
+        """Sample covariance of all rows plus ``min_covar``, in the form of the covariance type."""
         matrix = np.cov(table.T, bias=len(table) == 1).reshape(table.shape[1], -1)
         matrix = matrix + self.min_covar * np.eye(len(matrix))
         forms = {"spherical": np.trace(matrix) / len(matrix), "diag": np.diag(matrix)}
@@ -537,7 +537,7 @@ class CovarianceMixture(CovarianceEmission):
         )
 
     def forward(self) -> TorchDistribution:
-        """The distribution of a vector, batched over states."""
+        """Mixture distribution of a vector, batched over states."""
         loc, matrix = self.loc.unflatten(-2, self.lead), self.covariance
         matrix = matrix.unsqueeze(-3) if self.by_state else matrix.unflatten(-3, self.lead)
         weights = Categorical(logits=log(self.weights))
@@ -546,14 +546,14 @@ class CovarianceMixture(CovarianceEmission):
     def statistics(
         self, values: Tensor, weights: Tensor, current: TorchDistribution | None
     ) -> Statistics:
-        """Sums of products for each part, weighted by its probability given state and value."""
+        """Weighted moments of each mixture component, and its expected count."""
         mixture: Any = current
         logits = log_prob_per_component(mixture, values) + log_probs(mixture.mixture_distribution)
         joint = weights.double().unsqueeze(-1) * logits.softmax(-1)  # (R, M, K, C)
         return super().statistics(values, joint.flatten(2), None) | {"counts": joint.sum(1)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
-        """The largest likelihood of the parts, and of the weights."""
+        """Maximum-likelihood means, covariances and mixture weights."""
         values, notes = super().m_step(statistics)
         return values | {"weights": row_mode(statistics["counts"], None)}, notes
 
@@ -570,5 +570,5 @@ def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
 
 
 def to_tensor(values: Any) -> Tensor:
-    """A copy in float64."""
+    """Copy an array to a tensor in float64."""
     return as_tensor(np.array(values), dtype=float64)

@@ -40,7 +40,7 @@ ONE = torch.tensor([1])  # lengths of one sequence of one step
 
 @dataclass
 class ConvergenceMonitor:
-    """The log-probabilities of a fit, and whether it has converged.
+    """History of log-probabilities of a fit, and whether it has converged.
 
     Attributes:
         tol: Gain of an iteration, in nats, below which a fit has converged.
@@ -68,7 +68,7 @@ class ConvergenceMonitor:
         return len(self.history)
 
     def take(self, fit: Fit) -> float:
-        """Append the history of a fit, and take its notes; the log-probability at its end."""
+        """Append the history of a fit and keep its notes; return the last log-probability."""
         *history, last = (-fit.losses).tolist()
         self.history += history
         # that n_iter is few is known from the monitor, and no degeneration
@@ -82,7 +82,7 @@ class ConvergenceMonitor:
 
 
 class SequenceEstimator(DensityMixin, BaseEstimator):
-    """Queries of a fitted HMM, as hmmlearn has them.
+    """Base of the estimators: queries of a fitted HMM under the names of hmmlearn.
 
     ``X`` is an array ``(n_samples, n_features)`` of all the sequences, one after the other, and
     ``lengths`` ``(n_sequences,)`` says how long each is; by default it is one sequence. Or ``X`` is
@@ -122,14 +122,14 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return float(hmm.log_prob(data.values).sum())
 
     def score_samples(self, X: Any, lengths: Any = None) -> tuple[float, np.ndarray]:
-        """Log evidence of all sequences, in nats, and :meth:`predict_proba`."""
+        """Log evidence of all sequences, in nats, and posterior state probabilities of each row."""
         hmm, data = self._ask(X, lengths)
         posterior = hmm.posterior(data.values)
         probs = posterior.state_probs[data.exists].numpy()
         return float(posterior.log_evidence.sum()), _as_given(probs, X)
 
     def predict_proba(self, X: Any, lengths: Any = None) -> np.ndarray:
-        """Posterior of the states of each row, ``(n_samples, n_components)``.
+        """Posterior state probabilities of each row, ``(n_samples, n_components)``.
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays.
@@ -140,7 +140,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def decode(
         self, X: Any, lengths: Any = None, algorithm: str | None = None
     ) -> tuple[float, np.ndarray]:
-        """The states of each row, and their score.
+        """Decode the states of each row, and their score.
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays.
@@ -168,7 +168,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return float(score), _as_given(states.numpy(), X)
 
     def predict(self, X: Any, lengths: Any = None) -> np.ndarray:
-        """The states of each row, ``(n_samples,)``: see :meth:`decode`.
+        """Decode the state of each row, ``(n_samples,)``.
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays.
@@ -179,7 +179,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def sample(
         self, n_samples: int = 1, random_state: Any = None, currstate: int | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A sequence from the model.
+        """Sample a sequence of observations and states from the model.
 
         Args:
             n_samples: Number of steps.
@@ -232,7 +232,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         return self._num_parameters() * np.log(count) - 2 * self.score(X, lengths=lengths)
 
     def hmm_to_save(self) -> HMM:
-        """The fitted HMM, of one step: what :func:`pyrohmm.save` writes of an estimator."""
+        """Fitted HMM of one step, which :func:`pyrohmm.save` writes."""
         check_is_fitted(self)
         return self._hmm(ONE)
 
@@ -247,7 +247,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
     def _table(
         self, X: Any, lengths: Any, y: Any = None, reset: bool = False
     ) -> tuple[np.ndarray, list[int]]:
-        """One table of all rows, and the lengths of its sequences."""
+        """Join ``X`` to one checked table of all rows, with the lengths of its sequences."""
         parts = [len(part) for part in X] if _is_list(X) else None
         rows = X if parts is None else np.concatenate(X)
         table = validate_data(self, rows, reset=reset, dtype=[np.float64, np.float32, np.int64])
@@ -269,7 +269,7 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
 
 @dataclass(eq=False, repr=False)
 class HMMEstimator(SequenceEstimator):
-    """Any module of this package, or of yours, as an estimator.
+    """Estimator of scikit-learn for any HMM module, of this package or of yours.
 
     Args:
         module: Called with K, returns the module to fit: ``partial(TabularHMM,
@@ -311,7 +311,7 @@ class HMMEstimator(SequenceEstimator):
     n_init: int = 1
 
     def fit(self, X: Any, y: Any = None, lengths: Any = None) -> Self:
-        """Build a module, and fit it.
+        """Fit a new module to the sequences.
 
         Args:
             X: ``(n_samples, n_features)``, or a list of such arrays, one for each sequence.
@@ -375,7 +375,7 @@ class HMMEstimator(SequenceEstimator):
 
 
 def whole_numbers(table: np.ndarray) -> Tensor:
-    """A table of counts or symbols as integers.
+    """Convert a table of counts or symbols to integers.
 
     Raises:
         ValueError: If one is negative, or not whole.
@@ -388,7 +388,7 @@ def whole_numbers(table: np.ndarray) -> Tensor:
 
 
 def symbols(table: np.ndarray) -> Tensor:
-    """A table of one column as symbols ``(n,)``.
+    """Convert a table of one column to symbols ``(n,)``.
 
     Raises:
         ValueError: If there are several columns, or numbers that are no symbols.
@@ -406,7 +406,7 @@ def _is_list(X: Any) -> bool:
 
 
 def _as_given(rows: np.ndarray, X: Any) -> np.ndarray:
-    """Answers for all rows; of a list of sequences an array of arrays, one for each."""
+    """Split results for all rows by sequence if ``X`` is a list of sequences."""
     if not _is_list(X):
         return rows
     apart = np.empty(len(X), object)
@@ -416,7 +416,7 @@ def _as_given(rows: np.ndarray, X: Any) -> np.ndarray:
 
 
 def _lengths_in(second: Any, num_rows: int) -> Any:
-    """The lengths that a second argument is; None if it is nothing, or a target."""
+    """Lengths given as second argument; None if it is absent or a target."""
     if second is None or len(np.atleast_1d(second)) != num_rows:
         return second
     # an array may be the labels of a fold
