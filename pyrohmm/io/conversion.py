@@ -259,6 +259,8 @@ CTRLG_TENSORS, CTRLG_CONFIG = "model.safetensors", "config.json"
 def from_ctrlg(directory: str | Path) -> HMM:
     """Convert a model of Ctrl-G to an HMM for one sequence of one step.
 
+    For other sequences take ``HMM.with_lengths``.
+
     Args:
         directory: With ``model.safetensors``, as downloaded by ``huggingface_hub``.
 
