@@ -44,7 +44,7 @@ def to_tensor(name: str, value: Any) -> Tensor:
 
 
 def from_numpy(name: str, value: Any) -> Any:
-    """The tensor of an array or a number of NumPy; anything else as it is."""
+    """Convert a NumPy array or number to a tensor; other values are returned unchanged."""
     return to_tensor(name, value) if isinstance(value, np.ndarray | np.generic) else value
 
 
@@ -60,7 +60,7 @@ def regular(name: str, tensor: Tensor) -> Tensor:
 
 
 def to_numpy(values: Any) -> np.ndarray:
-    """The array of a column, by its own method if it has one; of objects if integers have gaps."""
+    """Convert a table column to an array, of objects if its integers have gaps."""
     if isinstance(values, Tensor):
         return values.detach().cpu().numpy()
     convert = getattr(values, "to_numpy", None)

@@ -1,4 +1,4 @@
-"""Checks of arguments; an error has the name, what was wanted, what came, and the cure.
+"""Argument checks: errors give the name, the expected and the actual value, and a remedy.
 
 Checks of shape, dtype and device never read values. Checks of values do, which on a GPU waits for
 it; callers run those under ``validate_args`` only. Within transforms of ``torch.func``
@@ -37,7 +37,7 @@ class PyroValidation:
 
 
 class OwnChecks(TorchDistribution):
-    """A distribution that checks its arguments itself: torch knows no constraint of them."""
+    """Distribution that validates its arguments itself: torch has no constraints for them."""
 
     arg_constraints: dict[str, Constraint] = {}  # noqa: RUF012  # torch's interface
 
@@ -50,7 +50,7 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_real(name: str, value: object) -> None:
-    """Raise unless ``value`` is a tensor whose numbers are not complex."""
+    """Raise unless ``value`` is a real-valued tensor."""
     check_tensor(name, value)
     if value.dtype.is_complex:  # type: ignore[attr-defined]
         raise TypeError(f"{name} must be real; got complex numbers. Take .real, or .abs().")
@@ -175,7 +175,7 @@ def check_no_nan(name: str, tensor: Tensor, cure: str) -> None:
 
 
 def check_times(times: Tensor, exists: Tensor) -> None:
-    """Raise unless times ``(*B, T)`` are finite and increase over the steps that exist."""
+    """Raise unless times ``(*B, T)`` are finite and increase over steps that are not padding."""
     if transforming():
         return
     broken = exists & ~times.isfinite()

@@ -1,4 +1,4 @@
-"""How things are computed: constants that choose between two ways, threads, subnormal numbers.
+"""Computational choices: thresholds between two methods, threads, subnormal numbers.
 
 Each constant has the measurement that set it: processor time of one thread on an EPYC with two
 cores; ``figures/engine_ways.json`` holds the factors of the ways of :mod:`pyrohmm.ops`.
@@ -111,7 +111,7 @@ def flushed(function: Callable[..., Value], *arguments: Any, **options: Any) -> 
 
 
 def flushing(function: Callable[..., Value]) -> Callable[..., Value]:
-    """Decorator: ``function`` by :func:`flushed`."""
+    """Decorator: flush subnormal numbers to zero during calls of ``function``."""
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Value:

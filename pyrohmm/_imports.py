@@ -1,4 +1,4 @@
-"""Imports of what is heavy, or may be missing, where it is first needed; the version."""
+"""Lazy imports of heavy or optional packages; the version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __version__ = version("pyrohmm")  # which ``pyproject.toml`` alone states
 
 
 def imported(name: str, package: str | None = None) -> Any:
-    """The module ``name``, imported with signals delayed.
+    """Import the module ``name`` with signals delayed.
 
     An import that is broken off, as by Ctrl-C, leaves some of its modules behind, on which every
     later one fails.
@@ -36,7 +36,7 @@ def imported(name: str, package: str | None = None) -> Any:
 
 @contextmanager
 def signals_delayed() -> Iterator[None]:
-    """A context at whose end signals are handled. Only the main thread handles signals."""
+    """Context that delays signals until its end; only the main thread handles signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -20,7 +20,7 @@ BATCHED = torch._C._dispatch_key_parse("Batched")  # weights in jacobian(vectori
 
 
 def full_precision(like: Tensor) -> AbstractContextManager[Any]:
-    """A context in which ``torch.autocast`` lowers no precision, on the device of ``like``."""
+    """Context with ``torch.autocast`` disabled on the device of ``like``."""
     kind = like.device.type
     if not torch.is_autocast_enabled(kind):
         return _AS_IT_IS
@@ -33,7 +33,7 @@ def at_least_single(tensor: Tensor) -> Tensor:
 
 
 def in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: a ``backward`` outside of autocast."""
+    """Decorator: run a ``backward`` with autocast disabled."""
 
     @wraps(backward)
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -110,7 +110,7 @@ def recomputed(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: ``function`` by :func:`recomputed`."""
+    """Decorator: gradient checkpointing, which recomputes ``function`` in the backward pass."""
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:

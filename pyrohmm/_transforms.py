@@ -1,4 +1,4 @@
-"""What sees operations of torch alone: ``torch.func``, ``torch.compile``, Pyro's provenance."""
+"""Support for ``torch.func``, ``torch.compile`` and Pyro's provenance tracking."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def by_operations(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def beside(found: Tensor, owner: Any) -> Any:
-    """Detach the tensors of ``owner`` where ``found`` is a constant.
+    """Detach the tensors of ``owner`` where ``found`` needs no gradient.
 
     A product of a constant with what has a gradient would have a part of its gradient.
     """
@@ -104,7 +104,7 @@ def beside(found: Tensor, owner: Any) -> Any:
 
 
 def transforming() -> bool:
-    """Whether ``torch.func.grad``, ``vmap``, ``jvp``, what is made of them, or a tracer is at work.
+    """Whether a transform of ``torch.func`` or a tracer is active.
 
     Or :func:`by_operations`.
 
@@ -125,7 +125,7 @@ BROADCAST = "In place of vmap, give parameters or lengths batch dimensions, whic
 
 
 def refuse_transforms(what: str, cure: str = BROADCAST) -> None:
-    """Raise within those transforms, in which ``what`` cannot be computed: it reads values."""
+    """Raise within ``torch.func`` transforms and tracers: ``what`` depends on tensor values."""
     if transforming():
         text = f"{what} cannot be computed within vmap, grad and other transforms of torch.func"
         raise NotImplementedError(f"{text}, for it reads values. Call it outside of them. {cure}")

@@ -1,4 +1,4 @@
-"""Contracts that every chain and every emission family keeps: hold your own class to them.
+"""Contract tests for chains and emission families, your own included.
 
 They compare with sums over all paths, one by one, which share no code with the recursions.
 """
@@ -86,7 +86,7 @@ class Paths:
 
     @property
     def evidence(self) -> Tensor:
-        """The log of the sum over all paths."""
+        """Log evidence by the sum over all paths."""
         return self.scores.logsumexp(0)
 
     def marginals(self) -> Tensor:
@@ -126,7 +126,7 @@ def _check_evidence(
 
 
 def _exists(lengths: Tensor, like: Tensor) -> Tensor:
-    """``(N, T)`` ones where steps exist."""
+    """Mask of the steps that are not padding, ``(N, T)`` ones and zeros."""
     return (torch.arange(like.size(-2)) < lengths.unsqueeze(-1)).to(like)
 
 
@@ -183,7 +183,7 @@ def _check_paths(chain: Chain, likelihood: Tensor, lengths: Tensor, paths: list[
 
 
 def _number(states: Tensor, num_states: int) -> Tensor:
-    """The number of a path ``(*, T)`` in the order of all paths."""
+    """Index of a path ``(*, T)`` in the enumeration of all paths."""
     powers = num_states ** torch.arange(states.size(-1) - 1, -1, -1)
     return (states * powers).sum(-1)
 
@@ -286,7 +286,7 @@ def _check_m_step(module: Any, values: Tensor, num_states: int, tolerance: float
 
 
 def _check_sampler(module: Any, values: Tensor, num_states: int) -> None:
-    r"""Samples u of a posterior p, without bounds: E[dlog p / du] = 0 and E[u dlog p / du] = -1."""
+    r"""Test posterior samples by Stein identities: E[dlog p / du] = 0 and E[u dlog p / du] = -1."""
     states = torch.arange(len(values)) % num_states
     weights = torch.nn.functional.one_hot(states, num_states)[None].to(torch.float64)
     sites = _sites(module)
@@ -323,7 +323,7 @@ def _sites(module: Any) -> dict[str, Any]:
 
 
 def _moved(module: Any, name: str, value: Tensor) -> Tensor:
-    """A value near ``value`` in the support of the parameter ``name``."""
+    """A perturbed ``value`` in the support of the parameter ``name``."""
     site = next(fn for key, fn in _sites(module).items() if f".{key}".endswith(f".{name}"))
     transform: Any = torch.distributions.transform_to(site.support)
     free = transform.inv(value.to(torch.get_default_dtype()))

@@ -115,7 +115,7 @@ class Chain:
 
     @property
     def steps(self) -> dict[str, int]:
-        """T by the names of the parameters that are for one number of steps; none by default."""
+        """Number of steps T that time-dependent parameters have, by name; none by default."""
         return {}
 
     # The same chain with other parameters
@@ -134,7 +134,7 @@ class Chain:
         return self.map(lambda _, p, core: p.expand(*batch, *p.shape[p.dim() - core :]))
 
     def permuted(self, order: Tensor) -> Chain:
-        """A copy whose state k was ``order[k]``."""
+        """A copy with states permuted: new state k is old state ``order[k]``."""
 
         def permute(name: str, parameter: Tensor, core: int) -> Tensor:
             for axis, letter in enumerate(self.cores[name], -core):
@@ -145,7 +145,7 @@ class Chain:
         return self.map(permute)
 
     def uniform(self) -> Chain:
-        """A copy with all that has positive probability equally probable."""
+        """A copy with uniform probabilities over all that is possible."""
         return self.map(
             lambda _, p, core: p.new_zeros(()).expand(p.shape)
             .masked_fill(p.isneginf(), -torch.inf).log_softmax(-1)
@@ -166,7 +166,7 @@ class Chain:
         return self.ops.viterbi(*self.tables, log_likelihood, lengths, **self.censored)
 
     def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        """Sample paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
         options = {"num_samples": num_samples} | self.censored
         return self.ops.sample_states(*self.tables, log_likelihood, lengths, **options)
 
@@ -186,7 +186,7 @@ class Chain:
         return self.log_prob(states, here) + emitted.sum(-1)
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
-        """Paths ``(*shape, num_steps)`` of the chain; ``shape`` ends in the batch dimensions."""
+        """Sample paths ``(*shape, num_steps)``; ``shape`` ends in the batch dimensions."""
         raise NotImplementedError
 
     def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
@@ -194,13 +194,13 @@ class Chain:
         raise NotImplementedError
 
     def stationary(self) -> Tensor:
-        """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
+        """Stationary distribution of the states, ``(*b, K)``."""
         raise NotImplementedError
 
     # What follows from the evidence
 
     def factors(self) -> dict[str, Tensor]:
-        """The logarithms that expected counts multiply, by name; the parameters by default."""
+        """Log factors that expected counts multiply, by name; the parameters by default."""
         return self.parameters
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
@@ -235,7 +235,7 @@ class Chain:
         return ExpectedCounts(total, states, dict(zip(names, counts)))
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
-        """How often paths ``(*B, T)`` use each entry of each parameter, in its shape.
+        """Counts of how often paths ``(*B, T)`` use each entry of each parameter.
 
         The gradient of their log-probability: whole numbers where a path says which entries it
         uses, as of tables; else expected numbers, from which parameters cannot be sampled.
@@ -268,7 +268,7 @@ class Chain:
             )
 
     def check_constant(self, purpose: str) -> None:
-        """Raise if the parameters change with the step, as ``purpose`` cannot have it."""
+        """Raise if the parameters change with the step, which ``purpose`` does not allow."""
         if self.per_step:
             refuse_steps(purpose)
 
@@ -299,15 +299,15 @@ class Chain:
             check_log_simplex(name, parameter)
 
     def refuse_nan(self, *log_likelihood: Any) -> None:
-        """Raise if a parameter or a log-likelihood is NaN, which a state could not show."""
+        """Raise if a parameter or a log-likelihood is NaN."""
         refuse_nan(*log_likelihood, *self.parameters.values())
 
     def check_samples(self, purpose: str) -> None:
-        """Raise unless the chain has probabilities, of which samples can be taken."""
+        """Raise unless the chain can be sampled: no transition has a density."""
 
 
 def refuse_steps(purpose: str) -> NoReturn:
-    """Raise: ``purpose`` cannot have parameters that change with the step."""
+    """Raise: ``purpose`` does not allow parameters that change with the step."""
     raise ValueError(
         f"{purpose} needs an hmm that does not change with the step; this one has "
         "parameters per step. Extend them, and mark the steps to come as not observed."
@@ -327,7 +327,7 @@ def entry(table: Tensor, *places: Tensor) -> Tensor:
 def sample_markov(
     log_initial: Tensor, tables: list[CategoricalTable], shape: torch.Size, num_steps: int
 ) -> Tensor:
-    """Paths ``(*shape, num_steps)`` of a Markov chain with one table for all steps, or one each."""
+    """Sample paths ``(*shape, num_steps)`` of a Markov chain, with one transition table or many."""
     start = CategoricalTable(log_initial.unsqueeze(-2)).sample(torch.zeros(shape, dtype=torch.long))
     several = len(tables) > 1
     return sample_path(start, num_steps, lambda t, z: tables[t if several else 0].sample(z))

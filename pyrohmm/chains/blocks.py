@@ -35,7 +35,7 @@ MATRIX = 4096
 
 
 class BlockLikelihood(NamedTuple):
-    """Log-likelihoods of N sequences, in the states of the blocks of their symbols.
+    """Log-likelihoods of N sequences, for the states in the block of each symbol.
 
     Attributes:
         blocks: ``(N, T)``, the block of each step, on the CPU; B, the number of blocks, where it is
@@ -60,7 +60,7 @@ class BlockLikelihood(NamedTuple):
 
 
 class CarriedState(NamedTuple):
-    """The distribution of the state before the first step of N sequences that go on from others.
+    """State distribution carried over from the step before N sequences begin.
 
     Attributes:
         leave: ``(N, w, D)``, vectors of the states that it may be.
@@ -78,7 +78,7 @@ class CarriedState(NamedTuple):
     def of(
         cls, transition: InnerProductTransition, states: Tensor, log_probs: Tensor
     ) -> CarriedState:
-        """N sequences that all go on from ``states`` ``(N, w)``, -1 where there are fewer."""
+        """Carried state of N sequences over ``states`` ``(N, w)``, -1 where there are fewer."""
         rows = states.clamp(min=0)
         return cls(
             transition.leave[rows], transition.log_block_probs[rows],
@@ -86,7 +86,7 @@ class CarriedState(NamedTuple):
         )  # fmt: skip
 
     def first(self, transition: InnerProductTransition, block: Tensor) -> Tensor:
-        """Log-probabilities ``(N, w)`` of the first state, in the blocks ``(N,)``."""
+        """Log-probabilities ``(N, w)`` of the first state, within the blocks ``(N,)``."""
         states = transition.blocks.states[block].to(self.leave.device)
         with full_precision(self.leave):
             scores = at_least_single(self.leave @ transition.enter[states.clamp(min=0)].mT)
@@ -95,7 +95,7 @@ class CarriedState(NamedTuple):
         return logsumexp((shares + self.log_probs).unsqueeze(-1) + within, -2)
 
     def initial(self, log_initial: Tensor, transition: InnerProductTransition) -> Tensor:
-        """Log-probabilities ``(N, K)`` of the first state; ``log_initial`` of those that begin."""
+        """Log-probabilities ``(N, K)`` of the first state; ``log_initial`` if none is carried."""
         rows = [
             logsumexp(transition.log_probs_from(*parts) + logs.unsqueeze(-1), 0)
             for *parts, logs in zip(*self[:3])
@@ -131,16 +131,16 @@ class BlockChain(MarkovChain):
 
     @property
     def log_transition(self) -> Tensor:
-        """``(K, K)``; of inner products it is made when it is first read."""
+        """Log transition matrix ``(K, K)``; of inner products it is computed when first read."""
         return self.transition if isinstance(self.transition, Tensor) else self.transition.matrix
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The first state's probabilities, of each sequence if it goes on; and the matrix."""
+        """Initial probabilities, per sequence with a carried state, and the transition matrix."""
         return {"log_initial": self.all_initial(), "log_transition": self.log_transition}
 
     def all_initial(self) -> Tensor:
-        """Log-probabilities of the first state, ``(K,)``; ``(N, K)`` if sequences go on."""
+        """Log-probabilities of the first state, ``(K,)``; ``(N, K)`` with a carried state."""
         if self.carried is None or isinstance(self.transition, Tensor):
             return self.log_initial
         return self.carried.initial(self.log_initial, self.transition)
@@ -175,7 +175,7 @@ class BlockChain(MarkovChain):
             )
 
     def refuse_nan(self, *logs: Any) -> None:
-        """Raise if a parameter or log-likelihood is NaN, which a state could not show."""
+        """Raise if a parameter or log-likelihood is NaN."""
         seen = [log for log in logs if isinstance(log, BlockLikelihood)]
         scores = self.scores(any(each.leaving is not None for each in seen))
         parts = (each.logs for each in seen)
@@ -205,7 +205,7 @@ class BlockChain(MarkovChain):
         return Transitions(self.blocks, *self.scores())
 
     def in_blocks(self, logs: Any, lengths: Tensor) -> BlockLikelihood:
-        """Log-likelihoods in blocks; ordinary ones ``(*B, T, K)`` as those of missing steps."""
+        """Convert dense log-likelihoods ``(*B, T, K)`` to block form, any block being possible."""
         if isinstance(logs, BlockLikelihood):
             return logs
         batch = broadcast_shapes(logs.shape[:-2], lengths.shape)
@@ -228,7 +228,7 @@ class BlockChain(MarkovChain):
         return torch.where(goes_on, self.carried.first(self.transition, block), first)
 
     def trimmed(self, seen: BlockLikelihood) -> BlockLikelihood:
-        """Without what is missing after the last observation, which changes no evidence."""
+        """Drop missing steps after the last observation, which do not change the evidence."""
         matrix = isinstance(self.transition, Tensor) and self.transition.requires_grad
         if seen.missing is not None or matrix:  # by whose entries there is a gradient
             return seen
@@ -244,7 +244,7 @@ class BlockChain(MarkovChain):
     def messages(
         self, seen: BlockLikelihood, best: bool = False
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log p(x_{1:t}, z_t) less the largest, ``(N, K + 1)``, of each step; what was subtracted.
+        """Log forward messages ``(N, K + 1)`` of each step less their maximum; and these maxima.
 
         Of the best path to each state with ``best``.
         """
@@ -274,7 +274,7 @@ class BlockChain(MarkovChain):
     def in_places(
         self, seen: BlockLikelihood, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-        """The Markov chain over the places in blocks, of some sequences at a time, as constants.
+        """Markov chain over positions within blocks, in chunks of sequences, without gradients.
 
         Which these are, ``(n,)``, and what :mod:`pyrohmm.ops.recursions` take: log-probabilities
         ``(n, w)`` of the first place and ``(n, T-1, w, w)`` of transitions, log-likelihoods
@@ -297,7 +297,7 @@ class BlockChain(MarkovChain):
         return states.masked_fill(states < 0, self.num_states).to(seen.logs.device)
 
     def widened(self, seen: BlockLikelihood) -> tuple[Tensor, Tensor]:
-        """Log-likelihoods of all states ``(*B, T, K)``, -inf outside of blocks; and lengths."""
+        """Dense log-likelihoods ``(*B, T, K)``, -inf outside of blocks; and lengths."""
         size, logs = self.num_states, seen.logs
         wide = self._of_all(logs, self.states(seen), -torch.inf)
         missing = (seen.blocks == self.blocks.num_blocks).to(logs.device)
@@ -372,7 +372,7 @@ class BlockChain(MarkovChain):
         return Posterior(*(part.reshape(*seen.batch, *part.shape[1:]) for part in parts))
 
     def _of_all(self, values: Tensor, states: Tensor, fill: float) -> Tensor:
-        """Values ``(n, T, K)`` of all states, of those at places ``(n, T, w)``."""
+        """Scatter values at places ``(n, T, w)`` to all states, ``(n, T, K)``."""
         wide = values.new_full((*values.shape[:-1], self.num_states + 1), fill)
         return wide.scatter(-1, states, values)[..., :-1]
 
@@ -382,7 +382,7 @@ class BlockChain(MarkovChain):
         return self.replace().expected_counts(*wide)
 
     def filtered(self, log_likelihood: Any, lengths: Tensor) -> Tensor:
-        """Filtered states, ``(*B, T, K)``, without gradients; -inf at padded steps."""
+        """Filtered log-probabilities, ``(*B, T, K)``, without gradients; -inf at padded steps."""
         seen = self.in_blocks(log_likelihood, lengths)
         with torch.no_grad():
             if self.has_gaps(seen):
@@ -396,7 +396,7 @@ class BlockChain(MarkovChain):
 
     @torch.no_grad()
     def predictive(self, seen: BlockLikelihood) -> Tensor:
-        r"""Log :math:`p(x_t \mid x_{1:t-1})` of each step, ``(*B, T)``; anything at padded ones."""
+        r"""Predictive :math:`\log p(x_t \mid x_{1:t-1})`, ``(*B, T)``; arbitrary where padded."""
         if self.has_gaps(seen):
             steps = [total + logsumexp(message, -1) for message, total in self.messages(seen)]
             totals = torch.stack(steps, 1)
@@ -411,7 +411,7 @@ class BlockChain(MarkovChain):
         return self._paths(self.in_blocks(log_likelihood, lengths), None)
 
     def sample_states(self, log_likelihood: Any, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths of the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        """Sample paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
         return self._paths(self.in_blocks(log_likelihood, lengths), num_samples)
 
     def _paths(self, seen: BlockLikelihood, count: int | None) -> Tensor:
@@ -435,7 +435,7 @@ class BlockChain(MarkovChain):
         return found.reshape(*places.shape[:-2], *seen.batch, places.size(-1))
 
     def log_joint(self, log_likelihood: Any, lengths: Tensor, states: Tensor) -> Tensor:
-        r""":math:`\log p(x_{1:T}, z_{1:T})` of paths; in blocks the evidence, -inf with it."""
+        r""":math:`\log p(x_{1:T}, z_{1:T})` of paths; in block form, the log evidence."""
         if isinstance(log_likelihood, BlockLikelihood):
             return self.log_evidence(log_likelihood, lengths)
         return super().log_joint(log_likelihood, lengths, states)
@@ -445,7 +445,7 @@ class BlockChain(MarkovChain):
         return self.replace().log_prob(states, exists)
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
-        """Paths of the chain; only the rows of the states that occur are computed."""
+        """Sample paths of the chain; only the rows of the states that occur are computed."""
         initial, transition = torch.atleast_2d(self.all_initial()), self.transition
         rows = transition.__getitem__ if isinstance(transition, Tensor) else transition.rows
 
@@ -458,7 +458,7 @@ class BlockChain(MarkovChain):
 
 @torch.no_grad()
 def paths_through_gaps(chain: BlockChain, seen: BlockLikelihood, count: int | None) -> Tensor:
-    """Samples of paths, or the best one, where steps are missing: forward, then back by choices.
+    """Sampled or most probable paths with missing steps: forward pass, then backtracking.
 
     The state before is chosen by its share in the sum, or largest, over the states before: the
     derivative by its message.

@@ -68,12 +68,12 @@ class ProductChain(MarkovRecursions):
 
     @lazy
     def log_initial(self) -> Tensor:
-        """``(*b, K)``, of the product states."""
+        """Log initial probabilities of the product states, ``(*b, K)``."""
         return reduce(_outer, self.log_initials)
 
     @lazy
     def matrices(self) -> Tensor:
-        """``(*b, 1, K, K)``, of the product states."""
+        """Log transition matrices of the product states, ``(*b, 1, K, K)``."""
         return reduce(_kronecker, self.log_transitions).unsqueeze(-3)
 
     @property
@@ -86,7 +86,7 @@ class ProductChain(MarkovRecursions):
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The first state and the matrix of each chain."""
+        """Initial probabilities and transition matrix of each chain."""
         pairs = zip(self.log_initials, self.log_transitions)
         return dict(zip(self.cores, (part for pair in pairs for part in pair)))
 
@@ -108,7 +108,7 @@ class ProductChain(MarkovRecursions):
         return math.prod(self.sizes)
 
     def split(self, states: Tensor) -> Tensor:
-        """The state of each chain, ``(*, M)``, of product states ``(*)``."""
+        """Split product states ``(*)`` into the state of each chain, ``(*, M)``."""
         parts = []
         for size in reversed(self.sizes):
             parts.append(states % size)
@@ -116,14 +116,14 @@ class ProductChain(MarkovRecursions):
         return torch.stack(parts[::-1], -1)
 
     def join(self, chains: Tensor) -> Tensor:
-        """Product states ``(*)`` of the state of each chain, ``(*, M)``."""
+        """Join the states of all chains ``(*, M)`` to product states ``(*)``."""
         states = torch.zeros_like(chains[..., 0])
         for size, part in zip(self.sizes, chains.unbind(-1)):
             states = states * size + part
         return states
 
     def marginals(self, probs: Tensor) -> tuple[Tensor, ...]:
-        """Marginals ``(*, K_m)`` of each chain, of probabilities of product states ``(*, K)``."""
+        """Marginals ``(*, K_m)`` of each chain, from those of product states ``(*, K)``."""
         wide, axes = probs.unflatten(-1, self.sizes), range(-len(self.sizes), 0)
         return tuple(
             wide.sum([other for other in axes if other != axis]) if len(axes) > 1 else wide
@@ -219,11 +219,11 @@ class SecondOrderChain(Chain):
         return self._ask("viterbi", log_likelihood, lengths) % self.num_states
 
     def sample_states(self, log_likelihood: Tensor, lengths: Tensor, num_samples: int) -> Tensor:
-        """Paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
+        """Sample paths from the posterior, ``(num_samples, *B, T)``; 0 at padded steps."""
         return self._ask("sample_states", log_likelihood, lengths, num_samples) % self.num_states
 
     def _ask(self, query: str, log_likelihood: Tensor, lengths: Tensor, *options: int) -> Tensor:
-        """A query; of few states to the Markov chain of pairs of states, whose matrix is small."""
+        """Answer a query; with few states by the Markov chain of pairs of states."""
         found: Tensor
         if self.num_states > FEW:
             found = getattr(forward, query)(self._by_steps(log_likelihood, lengths), *options)
@@ -253,7 +253,7 @@ class SecondOrderChain(Chain):
         return start + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
-        """Paths of the chain."""
+        """Sample paths of the chain."""
         size = self.num_states
         initial = CategoricalTable(self.log_initial.unsqueeze(-2))
         table = CategoricalTable(self._by_earlier.flatten(-3, -2))  # rows: pairs (earlier, j)
@@ -276,7 +276,7 @@ class SecondOrderChain(Chain):
         return Expansion(MarkovChain(initial, matrix), index)
 
     def stationary(self) -> Tensor:
-        """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
+        """Stationary distribution of the states, ``(*b, K)``."""
         pairs = self._pairs.stationary()
         return pairs.unflatten(-1, (-1, self.num_states)).sum(-2)
 

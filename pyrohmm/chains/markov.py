@@ -53,12 +53,12 @@ class MarkovRecursions(Chain):
 
     @property
     def matrices(self) -> Tensor:
-        """``(*b, 1|T-1, K, K)``, log-probabilities of transitions."""
+        """Log transition matrices, ``(*b, 1|T-1, K, K)``."""
         raise NotImplementedError
 
     @property
     def log_transition(self) -> Tensor:
-        r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
+        r"""Log transition matrix ``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
         return self.matrices if self.per_step else self.matrices.squeeze(-3)
 
     def check_values(self) -> None:
@@ -69,7 +69,7 @@ class MarkovRecursions(Chain):
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """The first state's log-probabilities and the matrices."""
+        """Log initial probabilities and log transition matrices."""
         return self.log_initial, self.matrices
 
     def log_prob(self, states: Tensor, exists: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class MarkovRecursions(Chain):
         return start + taken.masked_fill(~exists[..., 1:], 0.0).sum(-1)
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
-        """Paths of the chain."""
+        """Sample paths of the chain."""
         tables = [CategoricalTable(matrix) for matrix in self.matrices.unbind(-3)]
         return sample_markov(self.log_initial, tables, shape, num_steps)
 
@@ -91,7 +91,7 @@ class MarkovRecursions(Chain):
         return Expansion(chain, torch.arange(self.num_states, device=self.log_initial.device))
 
     def stationary(self) -> Tensor:
-        r"""Stationary :math:`\pi = \pi A`: see :mod:`pyrohmm.ops.markov`."""
+        r"""Stationary distribution :math:`\pi = \pi A` of the states, ``(*b, K)``."""
         return markov_ops.stationary(self.log_transition)
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
@@ -131,16 +131,16 @@ class MarkovChain(MarkovRecursions):
 
     @property
     def log_transition(self) -> Tensor:
-        r"""``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
+        r"""Log transition matrix ``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
         return self._table
 
     @property
     def matrices(self) -> Tensor:
-        """``(*b, 1|T-1, K, K)``."""
+        """Log transition matrices, ``(*b, 1|T-1, K, K)``."""
         return self.log_transition if self.per_step else self.log_transition.unsqueeze(-3)
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
-        """Expected counts: see :func:`pyrohmm.ops.recursions.expected_counts`."""
+        """Expected initial and transition counts by forward-backward."""
         return self.named(
             recursions.expected_counts(self.log_initial, self.matrices, log_likelihood, lengths)
         )
@@ -152,7 +152,7 @@ class MarkovChain(MarkovRecursions):
         return ExpectedCounts(found.log_evidence, found.state_probs, counts)
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
-        """First states and transitions of paths, counted."""
+        """Counts of first states and transitions of paths."""
         if self.per_step:
             return super().path_counts(states, exists)
         size, weights = self.num_states, exists.expand(states.shape).to(self.log_initial.dtype)
@@ -225,7 +225,7 @@ class PathFactors(NamedTuple):
 
     @recomputing
     def predicted(self) -> Tensor:
-        r"""Predicted states :math:`\log p(z_t \mid x_{1:t-1})`, ``(*B, T, K)``."""
+        r"""One-step predicted states :math:`\log p(z_t \mid x_{1:t-1})`, ``(*B, T, K)``."""
         steps, first = torch.tensor(self.likelihood.size(-2)), self.initial.unsqueeze(-2)
         if steps == 1:
             return first

@@ -46,7 +46,7 @@ class Gaps(NamedTuple):
 
     @classmethod
     def between(cls, times: Tensor, exists: Tensor) -> Gaps:
-        """The gaps before the steps that exist; those in the padding are taken from others."""
+        """Time gaps between steps; gaps in the padding are filled from others."""
         lasts = times.diff(dim=-1)
         real = exists[..., 1:]
         if times.dim() == 1:
@@ -110,7 +110,7 @@ class RateChain(MarkovRecursions):
 
     @property
     def exists(self) -> Tensor:
-        """Which steps exist, ``(*B, T)`` booleans."""
+        """Mask of the steps that are not padding, ``(*B, T)``."""
         lengths = from_numpy("lengths", self.options["lengths"]).cpu()
         return step_mask(lengths, self.times.size(-1), self.rates.device)
 
@@ -121,14 +121,14 @@ class RateChain(MarkovRecursions):
 
     @lazy
     def matrices(self) -> Tensor:
-        """``(*b, 1|T-1, K, K)``, log-probabilities of transitions between the steps."""
+        """Log transition matrices between the steps, ``(*b, 1|T-1, K, K)``."""
         observed = from_numpy("observed", self.options["observed"])
         parts = self.rates, self.gaps, self.exact_entry, observed
         return transitions_between(*parts, self.rates_per_step)
 
     @property
     def possible(self) -> Tensor:
-        """``(*b, K, K)`` booleans, which transitions have a positive rate."""
+        """Mask of the transitions with a positive rate, ``(*b, K, K)``."""
         return (self.rates > 0) & ~diagonal(self.rates)
 
     @property
@@ -184,7 +184,7 @@ class RateChain(MarkovRecursions):
         return new
 
     def permuted(self, order: Tensor) -> Chain:
-        """A copy whose state k was ``order[k]``."""
+        """A copy with states permuted: new state k is old state ``order[k]``."""
         exact = None if self.exact_entry is None else self.exact_entry[order]
         return super().permuted(order).replace(exact_entry=exact)
 
@@ -209,7 +209,7 @@ class RateChain(MarkovRecursions):
 
     @recomputing
     def _pulled(self, log_rates: Tensor, transitions: Tensor) -> Tensor:
-        """The gradient by log rates of the matrices between steps, weighted by ``transitions``."""
+        """Gradient of log transition probabilities by log rates, weighted by ``transitions``."""
         with torch.inference_mode(False):  # whose tensors cannot be kept for a gradient
             gaps = Gaps(*(part.clone() if part.is_inference() else part for part in self.gaps))
             seen = self.options["observed"]
@@ -223,7 +223,7 @@ class RateChain(MarkovRecursions):
         return gradients(weighted, log_rates, transitions)[1][0]
 
     def uniform(self) -> RateChain:
-        """A copy where all that is possible is equally probable, at about a transition a gap."""
+        """A copy with equal rates of all possible transitions, at about one transition per gap."""
         initial = torch.zeros_like(self.log_initial)
         initial = initial.masked_fill(self.log_initial.isneginf(), -torch.inf).log_softmax(-1)
         gaps = self.gaps.distinct[self.gaps.place]
@@ -248,7 +248,7 @@ class RateChain(MarkovRecursions):
         )
 
     def check_rates(self, purpose: str) -> None:
-        """Raise if rates change with the step, as ``purpose`` cannot have it."""
+        """Raise if rates change with the step, which ``purpose`` does not allow."""
         if self.rates_per_step:
             raise ValueError(
                 f"{purpose} needs rates that do not change with the step. Take those of one gap t: "
@@ -256,7 +256,7 @@ class RateChain(MarkovRecursions):
             )
 
     def check_samples(self, purpose: str) -> None:
-        """Raise if transitions have densities in place of probabilities: see ``exact_entry``."""
+        """Raise if transitions have densities in place of probabilities (``exact_entry``)."""
         if self.exact_entry is not None:
             raise ValueError(
                 f"{purpose} needs probabilities of the states at each step, not densities of "
@@ -271,7 +271,7 @@ def mean_gap(times: Tensor, exists: Tensor) -> Tensor:
 
 
 def diagonal(matrix: Tensor) -> Tensor:
-    """``(K, K)`` booleans, True on the diagonal of matrices ``(*b, K, K)``."""
+    """Mask of the diagonal of matrices ``(*b, K, K)``, ``(K, K)``."""
     return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)
 
 
@@ -382,7 +382,7 @@ def _squared(probs: Tensor, halvings: Tensor) -> Tensor:
 
 
 def _exponential(matrix: Tensor) -> Tensor:
-    """The series of the exponential, in powers of the fourth power (Paterson and Stockmeyer)."""
+    """Taylor series of the matrix exponential (Paterson and Stockmeyer)."""
     powers = [torch.eye(matrix.size(-1)).to(matrix), matrix]
     while len(powers) <= PART:
         powers.append(powers[-1] @ matrix)
@@ -394,5 +394,5 @@ def _exponential(matrix: Tensor) -> Tensor:
 
 
 def _normalised(probs: Tensor) -> Tensor:
-    """Rows that sum to one: a constant factor, and what rounding has left of it."""
+    """Normalise rows to sum to one, against rounding errors."""
     return probs / probs.detach().sum(-1, keepdim=True)

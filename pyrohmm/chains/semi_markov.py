@@ -128,7 +128,7 @@ class SemiMarkovChain(Chain):
         return counts | {"log_duration": cells.reshape(rows.shape).sum_to_size(duration.shape)}
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
-        """Paths of the chain, whose last segment may go on after ``num_steps``."""
+        """Sample paths of the chain, whose last segment may go on after ``num_steps``."""
         logs = self.log_initial.new_zeros(num_steps, self.num_states)
         chain = self.map(lambda _, table, core: table.reshape(table.shape[-core:]))
         states = chain.sample_states(logs, torch.tensor(num_steps), shape.numel())
@@ -174,7 +174,7 @@ class SemiMarkovChain(Chain):
         return Expansion(chain, index.repeat(2), stopped | ~last)
 
     def stationary(self) -> Tensor:
-        """Share of the time that is spent in each state in the long run, ``(*b, K)``."""
+        """Stationary distribution of the states, ``(*b, K)``."""
         segments = markov_ops.stationary(self.log_transition)
         spent = segments * semi_markov.log_mean_duration(self.log_duration).exp()
         return spent / spent.sum(-1, keepdim=True)

@@ -87,12 +87,12 @@ def count_pairs(data: Sequences | Iterable[Sequences], num_symbols: int, lag: in
 
 
 def _merged(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs as numbers, and their counts, of several parts together."""
+    """Pair codes and their counts, summed over parts."""
     return add_up(*(np.concatenate(column) for column in zip(*parts)))
 
 
 def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
-    """Pairs (a, b) as numbers a V + b, those of some sequences at a time."""
+    """Pair codes a V + b of symbols (a, b), for some sequences at a time."""
     check_integers("values of data", data.values)
     if data.values.dim() != 2:
         raise ValueError(f"values of data must be (N, T) symbols; got {tuple(data.values.shape)}.")
@@ -288,7 +288,7 @@ def _symbol_probs(emission: Any) -> Tensor:
 
 
 def _weight(target: Target, loss: Loss) -> float:
-    """The weight with which a loss is, nearly or exactly, in nats for all the data."""
+    """Weight that brings a loss, nearly or exactly, to nats for all the data."""
     if not isinstance(target, Pairs):
         raise ValueError("weight must be given for dense shares as data, which are not counts.")
     if loss is squared_distance:

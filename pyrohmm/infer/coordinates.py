@@ -27,7 +27,7 @@ IDENTITY, LOG, LOGIT = AffineTransform(0.0, 1.0), ExpTransform().inv, SigmoidTra
 
 
 class ProbitSticks(StickBreakingTransform):
-    r"""Breaks a stick, of whose rest entry k takes the share :math:`\Phi(x_k)`.
+    r"""Stick-breaking transform with probit breaks: entry k takes :math:`\Phi(x_k)` of the rest.
 
     Where counts are few the posterior of probabilities reaches down to zero. The tail there is that
     of a normal distribution; with logistic shares it is exponential, and much longer.
@@ -45,13 +45,13 @@ class ProbitSticks(StickBreakingTransform):
         return torch.where(low < 0, low, -high).to(y)  # of the smaller one, which is not rounded
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of the first K - 1 entries, each the density of its break times the rest before it."""
+        """Log absolute Jacobian determinant by the first K - 1 probabilities."""
         rest = y[..., 1:].flip(-1).cumsum(-1)[..., 1:].log().sum(-1)
         return rest - 0.5 * (x.square() + math.log(2 * math.pi)).sum(-1)
 
 
 def coordinates(support: constraints.Constraint) -> Any:
-    """The map from unconstrained coordinates to the space of a variable."""
+    """Transform from unconstrained coordinates to the support of a variable."""
     base: Any = support
     while isinstance(base, constraints.independent):
         base = base.base_constraint
@@ -74,16 +74,16 @@ class Packing:
 
     @classmethod
     def of(cls, transforms: Mapping[str, Any], values: Mapping[str, Tensor]) -> Packing:
-        """The packing of values ``(R, ...)``."""
+        """Packing for values ``(R, ...)`` by name."""
         return cls(transforms, {n: to.inv(values[n]).shape[1:] for n, to in transforms.items()})
 
     def flat(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Coordinates ``(R, D)`` of values ``(R, ...)``, R of each."""
+        """Concatenated coordinates ``(R, D)`` of values ``(R, ...)``."""
         parts = [to.inv(values[name]) for name, to in self.transforms.items()]
         return torch.cat([part.reshape(len(part), -1) for part in parts], -1)
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Coordinates of each variable, in its shape, of ``(*, D)``."""
+        """Split coordinates ``(*, D)`` into those of each variable, in its shape."""
         parts = zip(self.shapes.items(), flat.split(self.sizes, -1))
         return {name: part.reshape(flat.shape[:-1] + shape) for (name, shape), part in parts}
 
@@ -92,7 +92,7 @@ class Packing:
         return {name: self.transforms[name](part) for name, part in self.split(flat).items()}
 
     def log_volume(self, flat: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Log-determinant ``(*)`` of the slope of the map from coordinates to values."""
+        """Log absolute Jacobian determinant ``(*)`` of the map from coordinates to values."""
         total = flat.new_zeros(flat.shape[:-1])
         for name, part in self.split(flat).items():
             slope = self.transforms[name].log_abs_det_jacobian(part, values[name])
@@ -173,7 +173,7 @@ class Coordinates:
 
 
 def _least(estimate: Tensor, support: Any) -> float:
-    """Number below which a fit has left an entry at zero: none where only the unit is small."""
+    """Threshold below which an entry counts as zero; none where only the unit is small."""
     if isinstance(_base(support), AT_LEAST):
         return BOUNDARY
     rates = "Positive" in type(support).__name__ and estimate.numel()

@@ -112,7 +112,7 @@ class FitOptions(RunOptions, total=False):
 
 
 class Settings(FitOptions):
-    """All arguments of a gradient fit but model, guide and data: see :func:`fit_svi`."""
+    """All arguments of a gradient fit but model, guide and data."""
 
     num_iterations: int
     learning_rate: float
@@ -122,14 +122,14 @@ class Settings(FitOptions):
 
 
 def unknown_argument(fit: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
-    """The error that names the argument which ``name`` may be meant to be."""
+    """Error for an unknown argument ``name``, with the closest known one."""
     near = get_close_matches(ALIASES.get(name, name), known, 1)
     cure = f" Did you mean {near[0]}?" if near else ""
     return TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
 
 
 def names_checked(fit: Fitting) -> Fitting:
-    """A decorator of a fit that says which argument an unknown one may be meant to be."""
+    """Decorator of a fit: for an unknown argument, suggest the closest known one."""
     known = inspect.signature(fit).parameters
 
     @wraps(fit)
@@ -214,14 +214,14 @@ class Descent:
             self.schedule.step()
 
     def _stop(self, failed: Tensor) -> None:
-        """Set the gradient of failed restarts to zero, so that their NaN do not spread."""
+        """Zero the gradient of failed restarts, so that their NaN do not spread."""
         for parameter in self.parameters:
             if parameter.grad is not None and parameter.shape[:1] == failed.shape:
                 rows = failed.reshape(-1, *(1,) * (parameter.dim() - 1))
                 parameter.grad.masked_fill_(rows, 0.0)
 
     def _clip(self, limit: float, batched: bool) -> None:
-        """Shrink the gradient to a norm of ``limit``, that of each restart if they are batched."""
+        """Clip the gradient norm to ``limit``, separately for each restart if they are batched."""
         if not batched:
             nn.utils.clip_grad_norm_(self.parameters, limit)
             return
@@ -247,7 +247,7 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the context, the parameters are their averages."""
+        """Context in which the parameters are set to their moving averages."""
         current = [parameter.detach().clone() for parameter in self.parameters]
         copy_values(self.values, self.parameters)
         try:
@@ -339,11 +339,11 @@ class HeldOut:
         return f"{self.patience} validations in a row were no better than the best"
 
     def state(self) -> dict[str, Any]:
-        """The validations so far, for checkpoints."""
+        """Checkpoint state: validations so far and the best parameters."""
         return {"trail": [list(past) for past in self.history], "best": self.best}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from the :meth:`state` of another one."""
+        """Restore validations and the best parameters from a checkpoint."""
         self.history = [Validation(*past) for past in state["trail"]]
         self.best = state["best"]
 

@@ -218,7 +218,7 @@ def _check(
 
 
 def _risen(loop: Loop, history: Tensor) -> list[str]:
-    """Warn, and note, if the loss rose in an iteration by more than rounding."""
+    """Warn, and note, if the loss increased in an iteration by more than rounding."""
     maximize, parameters = loop.maximize, loop.parameters
     if loop.decay is not None or maximize.notes or not maximize.gradient.step.guard:
         return []  # a floor may raise the loss, and has been noted
@@ -240,7 +240,7 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
 
 
 def _rounding(parameters: Parameters) -> float:
-    """Bound of the rounding error that means far from zero put into an observation's loss."""
+    """Bound on the rounding error of an observation's loss that is due to means far from zero."""
     with torch.no_grad():
         emission: Any = parameters.build(parameters.data[:1])[0].emission
     try:

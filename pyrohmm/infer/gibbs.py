@@ -165,7 +165,7 @@ class Gibbs(Chains):
         self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
 
     def impute(self, sampled: bool) -> None:
-        """Say whether statistics of emissions are those of samples of what else is hidden."""
+        """Set whether emission statistics use samples of hidden quantities, not expectations."""
         for part in self.parameters.module.modules():
             if isinstance(part, Emission):
                 part.imputes = sampled
@@ -202,13 +202,13 @@ class Gibbs(Chains):
         self.others = Others(parameters, others, self) if others else None
 
     def _for_ladders(self, name: str, value: Tensor) -> Tensor:
-        """Start values ``(C, ...)`` for all chains; one for all as it is."""
+        """Start values ``(C, ...)`` repeated for all chains; a single one is left as it is."""
         site = self.parameters.sites.get(name.removeprefix("module."))
         one = site is None or value.dim() == len(site.event_shape)
         return value if one else value.repeat_interleave(self.ladder.size, 0)
 
     def step(self) -> None:
-        """A sweep: paths given parameters, parameters given paths."""
+        """One Gibbs sweep: sample paths given parameters, then parameters given paths."""
         parameters = self.parameters
         if self.others is not None and self.losses:
             self.others.step()
@@ -230,7 +230,7 @@ class Gibbs(Chains):
             self._keep(joint, index, self.ladder.coldest)
 
     def _swap(self, hmm: HMM, states: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
-        """Swap temperatures: the paths of all chains at the new ones, and the works."""
+        """Swap temperatures; returns the paths at the new temperatures, and the works."""
         elsewhere, other = self._sample_paths(hmm, self.ladder.others)
         work = (other.double() - evidence.double()).reshape(self.copies, -1).sum(-1)
         swapped, works = self.ladder.swap(work)
@@ -239,7 +239,7 @@ class Gibbs(Chains):
         return torch.where(swapped[:, None, None], elsewhere, states), works
 
     def _sample_paths(self, hmm: HMM, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Paths of all sequences in all chains at some temperatures, and the evidence of each."""
+        """Sample paths of all sequences and chains at given temperatures; with log evidences."""
         likelihood = self._log_likelihood(hmm, inverse)
         states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)
         return states, hmm.chain.log_evidence(likelihood, hmm.lengths)
@@ -269,7 +269,7 @@ class Gibbs(Chains):
         self.keep(index, {name: value[chosen] for name, value in (now | {"lp": joint}).items()})
 
     def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
-        """Samples of the parameters given the paths, by name."""
+        """Sample the parameters given the paths, by name."""
         parameters = self.parameters
         restarts, num_states = parameters.restarts, hmm.num_states
         states = states.reshape(restarts, len(self.data), -1)
@@ -291,7 +291,7 @@ class Gibbs(Chains):
         return values
 
     def _own(self, prefix: str) -> Values:
-        """The parameters whose names begin with ``prefix``, without it."""
+        """Parameters whose names begin with ``prefix``, by name without it."""
         names = [name for name in self.parameters.sites if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.parameters.get(name) for name in names}
 
@@ -316,7 +316,7 @@ class Gibbs(Chains):
         return self.emission.statistics(values.flatten(0, 1), weights, emission)
 
     def state(self) -> dict[str, Any]:
-        """The parameters, for checkpoints."""
+        """Checkpoint state: samples, temperatures, parameters, tuning of Hamiltonian steps."""
         state = super().state() | self.parameters.state()
         if self.others is not None:
             tuning = vars(self.others.hamiltonian.tuning)
@@ -324,7 +324,7 @@ class Gibbs(Chains):
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the parameters from a checkpoint."""
+        """Restore samples, temperatures, parameters and tuning from a checkpoint."""
         super().restore(state)
         self.parameters.restore(state)
         if "others" in state:
@@ -379,7 +379,7 @@ def tempered(log_likelihood: Tensor, inverse: Tensor) -> Tensor:
 
 
 def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:
-    """How often paths use each entry of the parameters of the chain.
+    """Whole-number counts of how often paths use each entry of the chain's parameters.
 
     Raises:
         ValueError: If the paths do not say it.

@@ -215,7 +215,7 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
 
 
 def init_near(found: Values, restarts: int) -> Callable[..., Any]:
-    """The function of autoguides that initialises at values ``(R, ...)``; at samples elsewhere."""
+    """Initialisation function of autoguides at values ``(R, ...)``; at samples elsewhere."""
     wide = {n: x.unsqueeze(1) if restarts > 1 else x[0] for n, x in found.items()}
     return init_to_value(values=wide, fallback=init_to_sample)
 
@@ -223,7 +223,7 @@ def init_near(found: Values, restarts: int) -> Callable[..., Any]:
 def _begin_points(
     model: Callable[..., Any], values: Callable[..., Any] | Values, data: Sequences | Parts
 ) -> dict[str, Any] | None:
-    """Set parameters without a prior to ``values``; a state of the store for functions."""
+    """Set parameters without a prior to ``values``; a parameter-store state for functions."""
     if not isinstance(values, Mapping):
         return None
     if isinstance(model, nn.Module):
@@ -245,7 +245,7 @@ def _begin_points(
 def _init_function(
     start: Callable[..., Any] | Values, model: Any, data: Sequences | Parts, restarts: int
 ) -> Callable[..., Any]:
-    """The function of Pyro's autoguides that initialises at ``start``."""
+    """Initialisation function of autoguides at ``start``."""
     if start is init_to_sample and isinstance(model, MarginalModel | EnumeratedModel):
         return init_near(near_data(model.module, data, restarts), restarts)
     if callable(start):

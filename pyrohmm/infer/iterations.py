@@ -48,7 +48,7 @@ class Expectation:
         self._split_of: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
     def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Sums]:
-        """The loss ``(R,)`` with the parameters as they are, and what the M-step needs.
+        """Loss ``(R,)`` at the current parameters, and the statistics for the M-step.
 
         The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual.
         """
@@ -91,7 +91,7 @@ class Expectation:
         return -(total + self.log_prior.double()), sums, evidences
 
     def _refuse(self, loss: Tensor, evidences: list[tuple[Tensor, Tensor]]) -> NoReturn:
-        """Raise the error of a loss that is infinite in all restarts."""
+        """Raise if the loss is infinite in all restarts, with the cause."""
         for chosen, evidence in evidences:
             if bool((impossible := evidence.isneginf().all(0)).any()):
                 where = int(chosen[impossible.byte().argmax()])
@@ -110,7 +110,7 @@ class Expectation:
                 yield chosen, piece, part.total / len(part)
 
     def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
-        """Sequences of similar length, and which these are: else most of the work is padding."""
+        """Split a batch by sequence length, to reduce padding; with the indices."""
         if self._split_of is None or self._split_of[0] is not batch:
             order = batch.lengths.argsort(descending=True, stable=True)
             lengths = batch.lengths[order]
@@ -252,7 +252,7 @@ class Loop(FitLoop):
                 _, self.last = self._expect(self.batches.take())
 
     def step(self) -> None:
-        """E-step, convergence, M-step."""
+        """One EM iteration: E-step, convergence check, M-step."""
         batch = self.batches.take()
         loss, sums = self._judge(batch) if self.squarem.proposed else self._expect(batch)
         self._append(self.losses, loss)
@@ -308,7 +308,7 @@ class Loop(FitLoop):
         return f"the loss may fall by less than {self.tolerance:g} of itself"
 
     def _promising(self) -> Tensor:
-        """Indices of the running restarts that go on.
+        """Indices of the running restarts that are continued.
 
         The worse half is given up after each ``RANKED`` iterations, all but the best at the first
         one of large data, but never the ``num_first`` with which a fit of fewer restarts begins;
@@ -326,7 +326,7 @@ class Loop(FitLoop):
         return going.nonzero().squeeze(-1)
 
     def _keep(self, chosen: Tensor) -> None:
-        """Go on with some of the restarts that are alive."""
+        """Keep only the running restarts ``chosen``."""
         self.keep_values()
         self.parameters.keep(chosen.to(self.parameters.data.device))
         self.alive, self.settled = self.alive[chosen], self.settled[chosen]
@@ -373,7 +373,7 @@ class Loop(FitLoop):
             raise
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state: parameters, M-step, running restarts, statistics, extrapolation."""
         self.keep_values()
         own = {
             "log_priors": torch.stack(self.log_priors),
@@ -385,7 +385,7 @@ class Loop(FitLoop):
         return own | self.parameters.state() | self.maximize.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore parameters, M-step, restarts, statistics and extrapolation from a checkpoint."""
         self.alive, self.values = state["alive"], state["all_values"]
         self.parameters.restarts = len(self.alive)
         self.settled = torch.zeros(len(self.alive), dtype=torch.bool)
@@ -401,5 +401,5 @@ class Loop(FitLoop):
 
 
 def _mixed(old: Sums, new: Sums, rate: float) -> Sums:
-    """Averaged statistics, moved towards ``new`` by the share ``rate``."""
+    """Exponential moving average of statistics, towards ``new`` at ``rate``."""
     return combined(lambda one, other: torch.lerp(one, other, rate), old, new) if old else new

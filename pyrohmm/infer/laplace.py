@@ -91,7 +91,7 @@ class Effect(NamedTuple):
 
 
 class LaplaceInformation(Information):
-    """Observed information of a marginal likelihood: see :class:`Information`.
+    """Observed information of the Laplace or quadrature marginal likelihood.
 
     Its Hessian is that of central differences of the exact gradient.
 
@@ -114,7 +114,7 @@ class LaplaceInformation(Information):
     def run(
         self, u: Tensor, data: Sequences | None = None, away: Tensor | float = 0.0
     ) -> tuple[Tensor, HMM]:
-        """Nothing, and the HMM at coordinates ``u`` and ``away`` from the most probable effects."""
+        """A placeholder density; the HMM at coordinates ``u``, effects ``away`` from modes."""
         marginal = self.marginal
         effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1) + away)
         data = self.data if data is None else data
@@ -138,14 +138,14 @@ class LaplaceInformation(Information):
         return value, (error.square() + own).sqrt()
 
     def _vanishing(self) -> Tensor:
-        """Also positive numbers alone, such as the spread of effects that there are none of."""
+        """Mask of coordinates on the boundary, scalar standard deviations at zero included."""
         numbers = [p.name for p in self.coordinates if p.scale is LOG and p.estimate.dim() == 0]
         alone = torch.tensor([label in numbers for label in self.labels])
         self.zero = alone & (self.matrix.diagonal().abs() < VANISHING)
         return super()._vanishing() | self.zero
 
     def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
-        """As of :class:`Information`; of a spread of zero, from zero to a limit by its profile."""
+        """Confidence interval; for a standard deviation at zero, by profile likelihood."""
         if part.name not in self.labels or not self.zero[self.labels.index(part.name)]:
             return super().interval(part, error, z)
         own, marginal = self.labels.index(part.name), self.marginal
@@ -156,7 +156,7 @@ class LaplaceInformation(Information):
             return value, slope
 
         def profile(values: Tensor) -> tuple[Tensor, Tensor]:
-            """The greatest log marginals where the number has these values."""
+            """Profile log marginal likelihood at values of the parameter."""
             place, rows = (
                 torch.zeros(len(values), len(self.labels)).double(),
                 torch.arange(len(values)),
@@ -207,7 +207,7 @@ class LaplaceFit(Fit):
     random: list[str] = field(default_factory=list)
 
     def information(self, data: Sequences) -> LaplaceInformation:
-        """Observed information of the marginal likelihood: see :class:`Information`.
+        """Observed information of the marginal likelihood at the estimates.
 
         Args:
             data: The sequences that were fitted.
@@ -240,7 +240,7 @@ class LaplaceFit(Fit):
         return found
 
     def aic(self, data: Sequences) -> float:
-        """Akaike's criterion of the marginal likelihood: random effects do not count, nor shrink.
+        """Akaike information criterion of the marginal likelihood; effects are not counted.
 
         Args:
             data: The sequences that were fitted.
@@ -274,11 +274,11 @@ class _Search:
             raise ValueError("model has no parameters but random effects: there is nothing to fit.")
 
     def wide(self, place: Tensor) -> Values:
-        """Parameters with a dimension of sequences, as copies of the model take them."""
+        """Parameters broadcast over sequences, as copies of the model take them."""
         return wide(self.packing.values(place), self.plated)
 
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log marginals ``(B',)`` of the copies ``rows``, and their slopes."""
+        """Log marginals ``(B',)`` of the copies ``rows``, and their gradients."""
         value, slope, *_ = self.marginal.at(self.wide, place, rows)
         return value, slope
 
@@ -296,7 +296,7 @@ class _Search:
         marginal.check_independent(self.wide(self.place))
 
     def climb(self, num_steps: int, tolerance: float) -> tuple[Tensor, Peak]:
-        """Log marginals of the starts, and the maxima near them."""
+        """Maximise the log marginal from each start; also its values at the starts."""
         marginal, every = self.marginal, torch.arange(len(self.place))
         by_nodes = marginal.widths is not None
         if by_nodes:
@@ -311,7 +311,7 @@ class _Search:
         return first, peak
 
     def raised(self, place: Tensor, row: Tensor) -> tuple[Tensor, list[str]]:
-        """The place ``(1, P)`` with numbers that are zero as large as the log marginal allows.
+        """Increase vanishing standard deviations where the log marginal stays; ``(1, P)``, notes.
 
         Much smaller ones are lost in the rounding of the effects. Also notes that name them.
         """
@@ -443,7 +443,7 @@ class _Curvature(Information):
 
 
 def unweighted(module: Any) -> dict[str, Linear]:
-    """The parts of a module with smooth terms whose weights are not known, by name."""
+    """Parts of a module with smooth terms of unknown weight, by name."""
     parts = module.named_modules() if isinstance(module, HMMModule) else ()
     return {
         name: part

@@ -59,16 +59,16 @@ class FitLoop:
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state of the fit, by name."""
         raise NotImplementedError
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the fit from a checkpoint state."""
         raise NotImplementedError
 
     @property
     def seconds(self) -> float:
-        """Since the start, with those before a checkpoint."""
+        """Elapsed seconds of the fit, those before a resumed checkpoint included."""
         return time.perf_counter() - self.start_time
 
     def take_steps(self) -> None:
@@ -92,7 +92,7 @@ class FitLoop:
         generator: torch.Generator | None,
         tensors: Iterable[Tensor],
     ) -> bool:
-        """Save to a file, if one is asked for, and go on from it; whether there is one.
+        """Set the checkpoint file and restore the fit from it; whether there was one to restore.
 
         Args:
             path: The file.

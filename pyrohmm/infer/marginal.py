@@ -85,12 +85,12 @@ class Marginal:
 
     @property
     def room(self) -> int:
-        """Number of copies to be evaluated at once."""
+        """Number of copies that are evaluated at once."""
         passes = 1 + self.size if self.widths is None else self.nodes
         return max(1, CELLS // (self.cells * passes))
 
     def single(self, b: Tensor) -> Values:
-        """Random effects of one copy at coordinates ``(G, d)``, in the shapes of the model."""
+        """Random effects of one copy at coordinates ``(G, d)``, by name."""
         effects = self.packing.values(b)
         return effects if self.plated else {name: x.squeeze(0) for name, x in effects.items()}
 
@@ -100,7 +100,7 @@ class Marginal:
         return own.sum(-1) + rest
 
     def terms(self, values: Values, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Log joint densities of the members ``(B', G)``, and all that is outside their plate."""
+        """Log joint densities of the members ``(B', G)``, and of sites outside their plate."""
         effects = self.packing.values(b)
         joint, _ = log_joint(self.model, self.data, {**values, **effects}, len(b))
         own, rest = torch.zeros(()), torch.zeros(())
@@ -112,7 +112,7 @@ class Marginal:
         return own + self.packing.log_volume(b, effects), rest.expand(len(b))
 
     def derivatives(self, values: Values, b: Tensor, graph: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Log joints ``(B',)``, gradients ``(B', G, d)``, minus blocks of second derivatives."""
+        """Log joints ``(B',)``, gradients ``(B', G, d)`` and blocks of the negative Hessian."""
         with torch.enable_grad():
             total = self.joint(values, b)
             (slope,) = torch.autograd.grad(total.sum(), b, create_graph=True)
@@ -134,7 +134,7 @@ class Marginal:
 
     @torch.no_grad()
     def climb_inside(self, values: Values, b: Tensor) -> Tensor:
-        """The most probable effects, by Newton steps of all members and copies at once."""
+        """Posterior modes of the effects, by Newton steps of all members and copies at once."""
         known = {name: value.detach() for name, value in values.items()}
         share, step = torch.ones(len(b), dtype=b.dtype), torch.zeros_like(b)
         best, going = torch.full_like(share, -torch.inf), torch.ones(len(b), dtype=torch.bool)
@@ -158,7 +158,7 @@ class Marginal:
     def __call__(
         self, values: Values, leaf: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log marginals ``(B',)``, slopes by ``leaf``; centres and inverse spreads of the effects.
+        """Log marginals ``(B',)``, gradients by ``leaf``; centres and precisions of the effects.
 
         The centres ``(B', G, d)`` are posterior means of quadrature, or else modes; the inverse
         spreads ``(B', G, d, d)`` those of posterior variances, or minus second derivatives.
@@ -194,7 +194,7 @@ class Marginal:
     def at(
         self, values_of: Callable[[Tensor], Values], places: Tensor, rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """What a call returns at ``places`` ``(B', P)``, as many at a time as there is room for."""
+        """Log marginals, gradients, centres and precisions at ``places`` ``(B', P)``, in chunks."""
         found = []
         for some, chosen in zip(places.split(self.room), rows.split(self.room)):
             with torch.enable_grad():
@@ -203,7 +203,7 @@ class Marginal:
         return tuple(torch.cat(parts) for parts in zip(*found))
 
     def _by_nodes(self, values: Values, rows: Tensor, count: int) -> tuple[Tensor, ...]:
-        """Log marginals of members ``(B', G)``, all outside their plate ``(B')``, and posteriors.
+        """Log marginals of members by quadrature ``(B', G)``, terms outside the plate, posteriors.
 
         Returns:
             These two; and of the posterior of each member the mean, the variance, and how far from
@@ -228,7 +228,7 @@ class Marginal:
 
     @torch.no_grad()
     def settle(self, values: Values, rows: Tensor) -> Tensor:
-        """Move nodes, or modes, to the posterior of the effects; returns their centres.
+        """Centre quadrature nodes, or modes, on the posterior of the effects; returns the centres.
 
         Nodes are as many as leave the integral as it is if there are twice as many.
         """
@@ -246,7 +246,7 @@ class Marginal:
             self.nodes, here = 2 * self.nodes - 1, finer
 
     def _move(self, values: Values, rows: Tensor) -> bool:
-        """Move nodes to where the posteriors are; returns whether nothing is left outside."""
+        """Adapt quadrature nodes to the posteriors; whether these lie within the nodes."""
         for _ in range(MOVES):
             _, _, mean, variance, extent = self._by_nodes(values, rows, self.nodes)
             old, centre, outside = self.widths[rows], self.modes[rows], extent.isinf()
@@ -266,7 +266,7 @@ class Marginal:
 
 
 def _uphill(blocks: Tensor, slope: Tensor) -> Tensor:
-    """Newton steps, of blocks whose eigenvalues are taken as positive."""
+    """Newton ascent steps, with the absolute eigenvalues of the negative Hessian blocks."""
     values, vectors = torch.linalg.eigh(blocks)
     values = values.abs().clamp(min=1e-6)
     along = vectors.mT @ slope.unsqueeze(-1)

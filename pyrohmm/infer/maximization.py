@@ -89,7 +89,7 @@ def expectation_of_logs(hmm: HMM, values: Tensor, counts: Statistics, restarts: 
 
 
 def combined(function: Callable[..., Tensor], *sums: Sums) -> Sums:
-    """A function of statistics of the same names."""
+    """Apply ``function`` to statistics, by name."""
     return {
         kind: {name: function(*(each[kind][name] for each in sums)) for name in named}
         for kind, named in sums[0].items()
@@ -116,7 +116,7 @@ class GradientSteps:
         self.leaves: Values = {}  # unconstrained
 
     def __call__(self, batch: Sequences, counts: Statistics) -> None:
-        """Raise the expected log joint density.
+        """Increase the expected log joint density.
 
         Args:
             batch: What the HMM is built for.
@@ -146,7 +146,7 @@ class GradientSteps:
         parameters.values = {name: value.detach() for name, value in parameters.values.items()}
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state: unconstrained values and optimizer."""
         optimizer = self.step._stepper
         return {
             "leaves": self.leaves,
@@ -154,7 +154,7 @@ class GradientSteps:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore unconstrained values and optimizer from a checkpoint."""
         device = self.parameters.data.device
         self.leaves = {
             name: leaf.to(device).requires_grad_() for name, leaf in state["leaves"].items()
@@ -285,7 +285,7 @@ class Maximization:
         return sums if scale == 1 else combined(lambda value: value * scale, sums)
 
     def _of_restarts(self, expected: ExpectedCounts, hmm: HMM) -> ExpectedCounts:
-        """Expected counts in float64 whose first dimension is that of restarts, summed over N."""
+        """Expected counts of each restart in float64, summed over the N sequences."""
         restarts, cores = self.parameters.restarts, hmm.chain.cores
         counts = {}
         for name, count in expected.counts.items():
@@ -296,7 +296,7 @@ class Maximization:
         return ExpectedCounts(expected.log_evidence.reshape(restarts, -1), states, counts)
 
     def _observations(self, batch: Sequences, hmm: HMM) -> tuple[Tensor, Tensor | None]:
-        """Values ``(M, *E)`` of the observed steps, and which steps these are; None if all are.
+        """Values ``(M, *E)`` of the observed steps, and their indices; None if all are observed.
 
         They are made once of a batch: to count steps makes a device wait.
         """
@@ -404,13 +404,13 @@ class Maximization:
         return remarks
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state: remarks, unvisited states, searched matrices, gradient steps."""
         idle = [] if self.idle is None else self.idle.tolist()
         searched = getattr(self.transition_step, "searched", [])
         return {"notes": self.notes, "idle": idle, "searched": searched} | self.gradient.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore remarks, searched matrices and gradient steps from a checkpoint."""
         self.notes = state["notes"]
         self.idle = torch.tensor(state["idle"]) if state["idle"] else None
         if state["searched"]:

@@ -57,7 +57,7 @@ class State:
     gradient: Tensor
 
     def replaced(self, by: State, where: Tensor) -> State:
-        """The state ``by`` of the chains ``where`` ``(C,)``, this one of the others."""
+        """Replace the state of the chains ``where`` ``(C,)`` by that of ``by``."""
         pairs = zip(vars(by).values(), vars(self).values())
         return State(*(torch.where(where if x.dim() == 1 else where[:, None], x, y)
                        for x, y in pairs))  # fmt: skip
@@ -102,7 +102,7 @@ class Tuning:
         return step, min(max(1, math.ceil(time / step)), LONGEST)
 
     def learn(self, before: State, after: State, moved: Moved, chains: Tensor) -> None:
-        """Adapt to the trajectory that has led from ``before``; ``after`` is where chains are.
+        """Adapt to the trajectory that started at ``before``; ``after`` is the state after it.
 
         Of all chains, ``chains`` ``(C, R)`` are those at each temperature.
         """
@@ -120,7 +120,7 @@ class Tuning:
         self._learn_metric(after, chains)
 
     def _learn_length(self, before: State, moved: Moved, cold: Tensor) -> None:
-        """A step of Adam up the slope of the logarithm of the squared jump for its time."""
+        """Adam step on the log trajectory length, to increase squared jump distance per time."""
         away, root = moved.place[cold] - before.place[cold], self.root[-1]
         away = away / root if root.dim() == 1 else torch.linalg.solve(root, away.mT).mT
         slope = moved.time * (away * moved.momentum[cold]).sum(-1)
@@ -135,7 +135,7 @@ class Tuning:
         self.log_length = self.log_step + beyond
 
     def _learn_metric(self, state: State, chains: Tensor) -> None:
-        """Renew the metric at the end of a window, from places and gradients within chains."""
+        """Update the metric at the end of a window, from positions and gradients within chains."""
         bounds = [int(self.warmup * part) for part in WINDOWS]
         if self.done > bounds[-1]:
             return
@@ -157,7 +157,7 @@ class Tuning:
 
 @dataclass
 class Moved:
-    """The ends of trajectories: place, momentum ``(C, D)``, acceptance ``(C,)``, and their time."""
+    """Trajectory ends: position, momentum ``(C, D)``, acceptance ``(C,)``, integration time."""
 
     place: Tensor
     momentum: Tensor
@@ -167,7 +167,7 @@ class Moved:
 
 
 class Hamiltonian:
-    """Chains that follow the log-density of latent variables, in unconstrained coordinates.
+    """Hamiltonian Monte Carlo chains on latent variables, in unconstrained coordinates.
 
     Args:
         supports: Space of each variable, by name.
@@ -198,7 +198,7 @@ class Hamiltonian:
         self.tuning = Tuning(root, ladder.warmup, target)
 
     def free(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Coordinates ``(C, D)`` of values, off the boundary of their spaces."""
+        """Unconstrained coordinates ``(C, D)`` of values, off the boundary of their supports."""
         spaces = self.packing.transforms.items()
         return self.packing.flat({n: interior(to.codomain, values[n]) for n, to in spaces})
 
@@ -223,7 +223,7 @@ class Hamiltonian:
         return moved, num_steps
 
     def trajectory(self, step: float, num_steps: int) -> tuple[State, Moved]:
-        """One trajectory of every chain, which ends where it began if it is not accepted."""
+        """One Hamiltonian trajectory of every chain, with a Metropolis test at its end."""
         begin, root = self.state, self.tuning.root[self.ladder.rungs.flatten()]
         momentum = torch.randn_like(begin.place)
         energy = start = begin.log_density - 0.5 * momentum.square().sum(-1)
@@ -242,7 +242,7 @@ class Hamiltonian:
         return end, Moved(now.place, momentum, accepted, lost, step * num_steps)
 
     def climb(self, place: Tensor, count: int) -> State:
-        """Steps of Adam up the log-density: the best place that each chain has met."""
+        """Maximise the log-density by Adam; the best position of each chain."""
         leaf = place.clone()
         imported("torch._dynamo")  # an optimizer would, with signals
         adam = torch.optim.Adam([leaf], lr=0.1)
@@ -257,14 +257,14 @@ class Hamiltonian:
 
 
 def times(root: Tensor, vectors: Tensor) -> Tensor:
-    """Matrices ``(*, D, D)``, or diagonals ``(*, D)``, times vectors ``(*, D)``."""
+    """Multiply matrices ``(*, D, D)``, or diagonals ``(*, D)``, by vectors ``(*, D)``."""
     if root.dim() == vectors.dim():
         return root * vectors
     return (root @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
 def second_moments(vectors: Tensor, like: Tensor) -> Tensor:
-    """Sums over C of products of vectors ``(2, C, R, D)``, or of squares: of a metric ``like``."""
+    """Second moments summed over C of vectors ``(2, C, R, D)``; diagonal as the metric ``like``."""
     form = "pcri,pcri->pri" if like.dim() == 2 else "pcri,pcrj->prij"
     return torch.einsum(form, vectors, vectors)
 
@@ -427,7 +427,7 @@ class HMC(Chains):
         return self.inverse * joint.likelihood + joint.prior
 
     def begin(self, start: Fit | Values | Start | None) -> None:
-        """Put the chains where they start."""
+        """Initialise the chains."""
         hamiltonian = self.hamiltonian
         if start is None:
             found = {}
@@ -451,7 +451,7 @@ class HMC(Chains):
             raise FloatingPointError("a chain begins where the density is not finite: give start=.")
 
     def _widened(self, values: Values) -> Values:
-        """Start values with a dimension of chains."""
+        """Start values expanded over the chains."""
         found = {}
         for name, like in self.prior.items():
             if name not in values:
@@ -483,7 +483,7 @@ class HMC(Chains):
         self.keep(index, now)
 
     def _swap(self) -> Values:
-        """Swap temperatures; chains at that of the prior begin at new samples of it."""
+        """Swap temperatures; chains at the prior restart from fresh prior samples."""
         hamiltonian, ladder = self.hamiltonian, self.ladder
         place = hamiltonian.state.place
         with torch.no_grad():
@@ -505,12 +505,12 @@ class HMC(Chains):
                 "acceptance": accepted}  # fmt: skip
 
     def state(self) -> dict[str, Any]:
-        """State of the chains and of what has been tuned, for checkpoints."""
+        """Checkpoint state: samples, temperatures, chains, tuning."""
         own = {"state": vars(self.hamiltonian.state), "tuning": vars(self.hamiltonian.tuning)}
         return super().state() | own
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore samples, temperatures, chains and tuning from a checkpoint."""
         super().restore(state)
         self.hamiltonian.state = State(**state["state"])
         self.hamiltonian.tuning = Tuning(**state["tuning"])

@@ -44,7 +44,7 @@ Data = TypeVar("Data", bound=Sequences | Parts)
 
 
 def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
-    """The factor of a further log-density of the HMM built."""
+    """Add the HMM's further log-prior to the model, as a Pyro factor."""
     pyro.factor("log_prior", log_prior(hmm))
 
 
@@ -105,7 +105,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
 
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
-    """:func:`moments_of` the observations; deviations given those before too, if there are lags."""
+    """Count, mean, variance and within-state deviation of the data; with lags also of residuals."""
     found = moments_of(data.values[data.observed], num_states)
     if not lags or found.dim() == 1:
         return found
@@ -136,7 +136,7 @@ def in_units(module: Any, data: Sequences | Parts | None) -> None:
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
-    """Return what a model returned; raise unless it is an HMM."""
+    """Return the result of a model; raise unless it is an HMM."""
     if not isinstance(hmm, HMM):
         raise TypeError(f"the model must `return` the HMM it built; got {type(hmm).__name__}.")
     return hmm

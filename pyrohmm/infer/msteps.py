@@ -57,7 +57,7 @@ class GradientStep:
         self._stepper: torch.optim.Optimizer | None = None
 
     def __call__(self, loss: Callable[[], Tensor], parameters: list[Tensor]) -> None:
-        """Lower ``loss`` ``(R,)`` in every restart.
+        """Decrease ``loss`` ``(R,)`` in every restart.
 
         Args:
             loss: Reads ``parameters``.
@@ -157,7 +157,7 @@ class TransitionStep(Protocol):
     def __call__(
         self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
-        """Raise the objective.
+        """Increase the objective.
 
         Args:
             rows: ``(R, K, K)`` float64, the start of each of R restarts.
@@ -173,14 +173,14 @@ class TransitionStep(Protocol):
 
 
 def share_labelled(data: Sequences | Parts) -> float:
-    """Share of the steps whose state is known, of the first part of the data."""
+    """Fraction of the steps whose state is known, in the first part of the data."""
     part = next(iter(parts_of(data)))
     known = part.labels is not None and part.labels.dtype != torch.bool
     return part.num_labelled / int(part.lengths.sum()) if known else 0.0
 
 
 def default_step(prior: TransitionPrior, data: Sequences | Parts) -> TransitionStep:
-    """:class:`FixedPoint` where it applies, :class:`LogitGradient` elsewhere.
+    """Default transition M-step: FixedPoint if rho = 1/2, else LogitGradient.
 
     Args:
         prior: The prior of the transitions.
@@ -194,7 +194,7 @@ def default_step(prior: TransitionPrior, data: Sequences | Parts) -> TransitionS
 
 
 class _Searching:
-    """An M-step that may climb from many points.
+    """Transition M-step that may ascend from many starts.
 
     Attributes:
         searched: What each search was for, its counts, and the best matrix: counts that are close
@@ -209,7 +209,7 @@ class _Searching:
     def __call__(
         self, rows: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None = None
     ) -> Tensor:
-        """Raise the objective: see :class:`TransitionStep`."""
+        """Improve transition matrices by ascents from one or many starts."""
         counts = _significant(counts.detach().double())
         climb = partial(self._climb, counts=counts, prior=prior, allowed=allowed)
         end = climb(rows.detach().double())
@@ -223,11 +223,11 @@ class _Searching:
         return end
 
     def _climb(self, start: Tensor, counts: Tensor, prior: Any, allowed: Tensor | None) -> Tensor:
-        """Where one ascent from ``start`` ends."""
+        """Local maximum reached by one ascent from ``start``."""
         raise NotImplementedError
 
     def _searched(self, counts: Tensor, prior: DiversityPrior, allowed: Tensor | None) -> Tensor:
-        """The matrix with the highest objective after short ascents from many, as if rho = 1/2."""
+        """Best matrix after short ascents from many starts, as if rho = 1/2."""
         possible = torch.ones_like(counts) if allowed is None else allowed
         anchor = counts[:0] if prior.anchor is None else prior.anchor
         parts: list[Any] = [prior.numbers, possible, anchor]
@@ -247,7 +247,7 @@ class _Searching:
         return best
 
     def _points(self, counts: Tensor, prior: DiversityPrior) -> Tensor:
-        """Matrices ``(P, K, K)`` between the counts, or the anchor, and random rows."""
+        """Starting matrices ``(P, K, K)`` between the counts, or the anchor, and random rows."""
         size = len(counts)
         ends = [_shares(counts + 0.1, counts)]
         if prior.anchor is not None:
@@ -395,13 +395,13 @@ def best_start(
 
 
 def _shares(counts: Tensor, otherwise: Tensor) -> Tensor:
-    """Counts as shares of their rows; ``otherwise`` in rows without any."""
+    """Row-normalised counts; rows without counts become ``otherwise``."""
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts / total, otherwise)
 
 
 def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
-    r"""The maximum of :math:`\sum_j c_j \log a_j - w (a_j - a_{0j})^2` on the simplex, by rows.
+    r"""Row-wise maximum of :math:`\sum_j c_j \log a_j - w (a_j - a_{0j})^2` on the simplex.
 
     With a multiplier :math:`\mu` of the sum, :math:`a_j` is the positive root of a quadratic
     equation, and convex in it, so that Newton's method from the left is monotone.
@@ -418,13 +418,13 @@ def _anchored_mode(counts: Tensor, anchor: Tensor, weight: float) -> Tensor:
 
 
 def _higher(new: Tensor, old: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
-    """Of two matrices ``(R, K, K)`` in each restart the one with the higher objective."""
+    """Per restart the matrix with the higher objective."""
     risen = objective(new, counts, prior) > objective(old, counts, prior)
     return torch.where(risen[:, None, None], new, old)
 
 
 def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
-    """Objective of the M-step of transition matrices, ``(R,)``: see the head of this module.
+    """Expected transition log-likelihood plus log prior, ``(R,)``.
 
     Example:
         >>> rows = torch.tensor([[[0.5, 0.5], [1.0, 0.0]]])
@@ -437,5 +437,5 @@ def objective(rows: Tensor, counts: Tensor, prior: TransitionPrior) -> Tensor:
 
 
 def _significant(counts: Tensor) -> Tensor:
-    """Counts ``(R, K, K)``, zero where they are so small that probabilities underflow."""
+    """Counts ``(R, K, K)``, zero where so small that probabilities would underflow."""
     return torch.where(counts > NEGLIGIBLE * counts.sum(-1, keepdim=True), counts, 0.0)

@@ -94,7 +94,7 @@ class Objective:
         return getattr(holder, "parts", None)
 
     def points(self) -> dict[str, Tensor]:
-        """Values of the ``pyro.param`` statements of a model that is a function, by name."""
+        """Values of ``pyro.param`` statements of a function model, by name."""
         store = pyro.get_param_store()
         names = [name for name in self.read if name in store and "$$$" not in name]
         return {name: store[name].detach().clone() for name in names}
@@ -123,7 +123,7 @@ class Objective:
 
 
 class _UnreadELBO(Trace_ELBO):
-    """``Trace_ELBO`` whose values stay on the device; Pyro's reads that of every site."""
+    """``Trace_ELBO`` without device synchronisation: its values stay on the device."""
 
     parts: Tensor | None = None
 
@@ -153,12 +153,12 @@ class _UnreadELBO(Trace_ELBO):
 
 
 class _LossOfGradients(ELBOModule):
-    """The loss of an objective that gives gradients alone, such as ``TraceGraph_ELBO``."""
+    """Loss of an objective that gives gradients only, such as ``TraceGraph_ELBO``."""
 
     trained: list[nn.Parameter]
 
     def forward(self, data: Sequences) -> Tensor:
-        """The loss, with those gradients; of several losses, as of wake and sleep, the first."""
+        """Loss with the objective's gradients; the first of several losses, as of wake-sleep."""
         kept = [parameter.grad for parameter in self.trained]
         for parameter in self.trained:
             parameter.grad = None
@@ -283,12 +283,12 @@ def log_joint(
 
 
 def each_alone(joint: Callable[[Tensor], Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
-    """Log joint densities of copies at ``places`` ``(R, *)``: each by itself, and all at once."""
+    """Log joint densities of copies at ``places`` ``(R, *)``: one by one, and as a batch."""
     return torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)
 
 
 def check_copies(pair: Callable[[], tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
-    """Raise unless log joint densities of copies that must be equal are.
+    """Raise if a batch of model copies gives another log joint density than the model alone.
 
     Args:
         pair: Returns them, as computed in two ways.
@@ -348,12 +348,12 @@ def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
 
 
 def is_enumerated(site: dict[str, Any]) -> bool:
-    """Whether a site is summed out in parallel."""
+    """Whether a site is enumerated in parallel."""
     return site["type"] == "sample" and site["infer"].get("enumerate") == "parallel"
 
 
 def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint], bool]:
-    """Spaces of the latent sites of a model, and whether some others are enumerated."""
+    """Supports of the latent sites of a model, and whether some others are enumerated."""
     supports, enumerated = {}, False
     for name in trace.stochastic_nodes:
         site = trace.nodes[name]
@@ -365,7 +365,7 @@ def latent_sites(trace: poutine.Trace) -> tuple[dict[str, constraints.Constraint
 
 
 def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) -> poutine.Trace:
-    """Trace of a model of which so many restarts or chains can be run as one batch.
+    """Trace of a model, checked to be runnable as a batch of restarts or chains.
 
     Raises:
         ValueError: If it enumerates states, has parameters without a prior, or mixes copies: if
@@ -413,7 +413,7 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
 
 
 def check_events(sites: dict[str, Any]) -> None:
-    """Raise unless all ``sites`` (distributions by name) are events: restarts are the batch."""
+    """Raise if one of ``sites`` (distributions by name) has a batch shape."""
     for name, distribution in sites.items():
         if distribution.batch_shape:
             raise ValueError(
@@ -423,7 +423,7 @@ def check_events(sites: dict[str, Any]) -> None:
 
 
 def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:
-    """Let ``guide`` take, of variables of which each sequence has one, those of a minibatch.
+    """Subsample the per-sequence variables of ``guide`` with each minibatch.
 
     Raises:
         ValueError: If the model's plate of sequences, or the guide, cannot follow minibatches.

@@ -84,13 +84,13 @@ class Parameters:
 
     @property
     def cost(self) -> float:
-        """Multiplications for one step of a sequence, about: a number of parameters or K^2."""
+        """Approximate multiplications per step of a sequence: number of parameters or K^2."""
         sizes = [site.event_shape.numel() for site in self.sites.values()]
         size = sum(sizes) + sum(point.numel() for point in self.points)
         return self.restarts * max(size, self.example.num_states**2)
 
     def set_values(self, values: Values) -> None:
-        """Take latent variables, one of each or one for each restart, and what points it has."""
+        """Set latent variables, shared or one per restart, and parameters without a prior."""
         # those of a fit have the name of the module before their own
         values = {name.removeprefix("module."): value for name, value in values.items()}
         absent = [name for name in self.sites if name not in values]
@@ -117,12 +117,12 @@ class Parameters:
         return {name: self.get(name) for name in self.values}
 
     def keep(self, chosen: Tensor) -> None:
-        """Go on with some of the restarts alone, ``(R',)`` integers."""
+        """Keep only the restarts of indices ``(R',)``."""
         stacked, self.restarts = self.stacked(), len(chosen)
         self.set_values({name: value[chosen] for name, value in stacked.items()})
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
-        """The HMM with the parameters as they are, and their log-prior, ``(R,)`` or a scalar."""
+        """HMM at the current parameters, and their log-prior, ``(R,)`` or a scalar."""
         with LogJoint(self.values) as joint:
             hmm = build(self.module, batch)
         prior = sum((scores for scores, _ in joint.sites.values()), torch.zeros(()))
@@ -197,11 +197,11 @@ class Parameters:
                 raise ValueError(f"{name} must be in {site.support}; an m_step must return such.")
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state: latent variables and parameters without a prior."""
         return {"values": self.values, "points": list(self.points)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the parameters from a checkpoint."""
+        """Restore latent variables and parameters without a prior from a checkpoint."""
         device = self.data.device
         self.values = {name: state["values"][name].to(device) for name in self.sites}
         with torch.no_grad():
@@ -219,7 +219,7 @@ def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:
 
 
 def fitted_in(model: Any) -> list[tuple[str, Tensor]]:
-    """The parameters without a prior of a module, by name; none of a function."""
+    """Parameters without a prior of a module, by name; none of a function."""
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     return [(name, point) for name, point in named if point.requires_grad]
 
@@ -235,7 +235,7 @@ def set_point(module: nn.Module, name: str, value: Tensor) -> None:
 
 
 class Extrapolation:
-    r"""Steps of SQUAREM (Varadhan and Roland, 2008, Scandinavian Journal of Statistics 35).
+    r"""SQUAREM extrapolation of EM (Varadhan and Roland, 2008, Scand. J. Statistics 35).
 
     From two iterations of EM, :math:`\theta_0, \theta_1, \theta_2`, with
     :math:`r = \theta_1 - \theta_0` and :math:`v = \theta_2 - \theta_1 - r`, it proposes
@@ -272,7 +272,7 @@ class Extrapolation:
 
     @torch.no_grad()
     def record(self) -> None:
-        """Take the parameters of one more iteration, and propose others after two."""
+        """Record the parameters of an iteration, and extrapolate after two."""
         now = self.parameters.stacked() | self._points()
         self.path.append(self.packing.flat({name: x.double() for name, x in now.items()}))
         if len(self.path) < 3:
@@ -296,7 +296,7 @@ class Extrapolation:
 
     @torch.no_grad()
     def undo(self, worse: Tensor) -> bool:
-        """Take back the proposals that are ``worse``, ``(R,)``, and have longer steps after others.
+        """Reject the extrapolations that are ``worse``, ``(R,)``, and lengthen steps after others.
 
         Args:
             worse: Whether a proposal has lowered the log joint density, or has none.
@@ -316,7 +316,7 @@ class Extrapolation:
         return undone
 
     def keep(self, chosen: Tensor) -> None:
-        """Go on with some of the restarts alone."""
+        """Keep only some of the restarts."""
         self.path = [flat[chosen.to(flat.device)] for flat in self.path]
         self.longest, self.length, self.active = (
             each[chosen] for each in (self.longest, self.length, self.active)
@@ -344,10 +344,10 @@ class Extrapolation:
     STATE = "path", "proposed", "longest", "length", "active"
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state: extrapolation path and step lengths."""
         return {name: getattr(self, name) for name in self.STATE}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore extrapolation path and step lengths from a checkpoint."""
         for name in self.STATE:
             setattr(self, name, state[name])

@@ -100,17 +100,17 @@ def in_plate(site: Any) -> bool:
 
 
 def wide(values: Mapping[str, Tensor], plated: Container[str], dim: int = 1) -> dict[str, Tensor]:
-    """Values of copies of a model, with the dimension ``dim`` of sequences if not ``plated``."""
+    """Values of model copies, with a dimension ``dim`` of sequences inserted if not ``plated``."""
     return {name: x if name in plated else x.unsqueeze(dim) for name, x in values.items()}
 
 
 def narrow(values: Mapping[str, Tensor], plated: Container[str]) -> dict[str, Tensor]:
-    """Values without the dimension that :func:`wide` has given them."""
+    """Remove the dimension of sequences that :func:`wide` inserts."""
     return {name: x if name in plated else x.squeeze(1) for name, x in values.items()}
 
 
 class AtValues(Messenger):
-    """Runs a model at values of its variables, which stay latent, and of ``pyro.param`` statements.
+    """Messenger that sets latent variables and ``pyro.param`` statements to values.
 
     Args:
         values: By name, any dimensions of samples on the left.
@@ -152,7 +152,7 @@ def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlat
 
 
 def marks_of(data: Sequences) -> Tensor:
-    """A number ``(N,)`` for each sequence, by which the values of the same one are recognised."""
+    """Fingerprints ``(N,)`` of the observed values of each sequence."""
     values = data.values.detach().cpu().double().reshape(*data.observed.shape, -1)
     values = values.nan_to_num().masked_fill(~data.observed.cpu().unsqueeze(-1), 0.0).flatten(1)
     return values @ torch.arange(1.0, 1 + values.size(1)).double().cos()
@@ -222,7 +222,7 @@ def new_log_evidence(
 def plates_of_batch(
     dims: Mapping[str, int], total: int, data: Sequences | None = None
 ) -> list[pyro.plate]:
-    """Plates of an autoguide that follow the sequences of a minibatch; all of them of no data.
+    """Plates of an autoguide subsampled to a minibatch; all sequences if there are no data.
 
     Args:
         dims: Of the plates, by name.
@@ -234,7 +234,7 @@ def plates_of_batch(
 
 
 def detached(item: Any) -> Any:
-    """An HMM, or a part of one, whose tensors have no gradient; a copy if one of them has."""
+    """Detach the tensors of an HMM or of a part of one; a copy if one has a gradient."""
     if isinstance(item, Tensor):
         return item.detach() if item.requires_grad else item
     if isinstance(item, list | tuple):
@@ -257,7 +257,7 @@ def detached(item: Any) -> Any:
 
 
 def for_guide(guide: Callable[..., Any], data: Sequences | None) -> Sequences | None:
-    """Arguments with which ``guide`` gives the variables of all sequences."""
+    """Data argument with which ``guide`` samples the variables of all sequences."""
     return None if isinstance(guide, AutoGuide) else data
 
 
@@ -297,7 +297,7 @@ def samples_of(
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """A context with random numbers that are the same every time; those outside of it go on."""
+    """Context with reproducible random numbers; the outer random state is restored."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         yield

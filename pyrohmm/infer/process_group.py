@@ -57,20 +57,20 @@ class ProcessGroup:
         return data.batch(chosen, data.total * self.size * len(chosen) / (count * holders))
 
     def share(self, data: Sequences | Parts) -> Sequences | Parts:
-        """The :meth:`shard` of data, of each part if there are several."""
+        """Shard of the data for this rank, of each part if there are several."""
         if self.size == 1:
             return data
         return data.each(self.shard) if isinstance(data, Parts) else self.shard(data)
 
     def mean(self, tensor: Tensor) -> Tensor:
-        """The mean of ``tensor`` over the ranks, in place."""
+        """Average ``tensor`` over the ranks, in place."""
         if self.size > 1:
             distributed.all_reduce(tensor)
             tensor /= self.size
         return tensor
 
     def from_first(self, numbers: Tensor) -> Tensor:
-        """The ``numbers`` of rank 0, on the CPU; the other ranks have tensors of that shape."""
+        """Broadcast ``numbers`` of rank 0, on the CPU; other ranks have tensors of that shape."""
         if self.size == 1:
             return numbers
         numbers = numbers.to(_device())
@@ -105,7 +105,7 @@ class ProcessGroup:
                 )
 
     def wait(self) -> None:
-        """Return once all ranks have called this."""
+        """Barrier: wait until all ranks have called this."""
         if self.size > 1:
             distributed.barrier()
 

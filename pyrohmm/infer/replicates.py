@@ -63,15 +63,15 @@ class Copies:
             )
 
     def at(self, place: Tensor) -> Tensor:
-        """Free coordinates ``(B, P)`` of the places."""
+        """Free coordinates ``(B, P)`` of whitened places ``(B, P)``."""
         return torch.linalg.solve_triangular(self.root, place, upper=False, left=False)
 
     def peaks(self, count: int, **options: Any) -> Peak:
-        """The maximum of each of ``count`` copies, from the fit."""
+        """Maximise the log joint density of each of ``count`` copies, from the fit."""
         return climb(self, self.root.new_zeros(count, len(self.root)), **options)
 
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Log joint densities ``(B',)`` of the copies ``rows``, and their slopes."""
+        """Log joint densities ``(B',)`` of the copies ``rows``, and their gradients."""
         values, slopes = [], []
         for some, chosen in zip(place.split(self.room), rows.split(self.room)):
             with torch.enable_grad():
@@ -113,7 +113,7 @@ class Copies:
 
 @dataclass
 class Bootstrap:
-    """Fits of one model to simulated or resampled data: see :meth:`Fit.bootstrap`.
+    """Bootstrap replicates: fits of one model to simulated or resampled data.
 
     Attributes:
         information: Of the fit.
@@ -171,7 +171,7 @@ class Bootstrap:
 
 
 def _corrected(values: Tensor, centre: Tensor, level: float) -> tuple[Tensor, Tensor]:
-    """Quantiles of ``(B, ...)`` values, at probabilities moved by the bias of their median."""
+    """Bias-corrected bootstrap quantiles of ``(B, ...)`` values."""
     z, count = normal_quantile(level), len(values)
     values, centre = values.double(), centre.double()
     tied = (values - centre).abs() <= TIE * values.std(0)
@@ -192,7 +192,7 @@ def _corrected(values: Tensor, centre: Tensor, level: float) -> tuple[Tensor, Te
 def bootstrap(
     information: Information, num_samples: int = 200, parametric: bool = True
 ) -> Bootstrap:
-    """Fit simulated or resampled data: see :meth:`Fit.bootstrap`."""
+    """Bootstrap a fit: refit the model to simulated or resampled data."""
     check_size("num_samples", num_samples, 2)
     data, hmm = information.data, information.hmm
     if not parametric:
@@ -224,7 +224,7 @@ def bootstrap(
 
 
 class _Held(Copies):
-    """Copies that are drawn to values ``(B,)`` of one number, on the scale of its interval."""
+    """Copies with a penalty that holds one number at ``(B,)`` values, on its interval scale."""
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)
@@ -249,12 +249,12 @@ class _Held(Copies):
         return (self.part.scale(value) - self.centre) / self.error
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
-        """Log joint densities, less a square that holds the number near its wanted value."""
+        """Log joint densities, less a quadratic penalty that holds the number near its value."""
         away = self.number(u) - self.wanted[rows]
         return super().score(u, rows) - HOLD / 2 * away.square()
 
     def profile(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers near the ``wanted``, and the greatest log joint densities there.
+        """Numbers reached near the ``wanted`` ones, and the profile log joint densities there.
 
         At the maximum the slope of the log joint is along that of the number: it is the greatest
         for the number that is reached, whatever the square.

@@ -311,11 +311,11 @@ class Fit:
             return Information(self.model, self.parameters, self.supports, data)
 
     def std_errors(self, data: Sequences) -> dict[str, Tensor]:
-        """Standard errors of the parameters by name: see :meth:`information`."""
+        """Standard errors of the parameters by name, from the observed information."""
         return self.information(data).std_errors()
 
     def covariance(self, data: Sequences) -> Covariance:
-        """Covariance of all entries of the parameters, with names: see :meth:`information`."""
+        """Covariance of all parameter entries, from the observed information; with names."""
         return self.information(data).natural()
 
     def bootstrap(
@@ -442,7 +442,7 @@ class Fit:
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
-        """A context with its parameters in the store, and its modules in ``eval()`` mode."""
+        """Context with the fitted parameters in Pyro's store, and modules in ``eval()`` mode."""
         with PYRO, pyro.get_param_store().scope(self.params), poutine.block():
             with in_mode(False, self.model, self.guide):
                 yield
@@ -533,7 +533,7 @@ def _part(hmm: HMM, name: str) -> Tensor:
 def predicted(
     information: Information, at: Any, of: Any, level: float, example: Sequences
 ) -> Bands:
-    """Predictions at covariates ``at`` ``(M, C)``: see :meth:`Fit.predict`."""
+    """Predictions at covariates ``at`` ``(M, C)``, with delta-method limits."""
     is_table = hasattr(at, "columns") or isinstance(at, dict)
     rows = torch.zeros(0) if is_table else torch.as_tensor(at, dtype=torch.float64)
     wanted = 0 if example.covariates is None else example.covariates.size(-1)

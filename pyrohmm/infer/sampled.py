@@ -148,7 +148,7 @@ class MarginalLikelihood(NamedTuple):
 
 
 class Ladder:
-    """Temperatures of C ladders of R chains, and who is at which.
+    """Inverse temperatures of C ladders of R chains, and their assignment to chains.
 
     Args:
         num_chains: C.
@@ -179,12 +179,12 @@ class Ladder:
 
     @property
     def chains(self) -> Tensor:
-        """``(C, R)`` integers, which of all chains is at each temperature of each ladder."""
+        """Index of the chain at each temperature of each ladder, ``(C, R)``."""
         return self.rungs.argsort(-1) + self.size * torch.arange(len(self.rungs)).unsqueeze(-1)
 
     @property
     def coldest(self) -> Tensor:
-        """``(C,)`` integers, the chains that sample the posterior."""
+        """Indices ``(C,)`` of the chains that sample the posterior."""
         return self.chains[:, -1]
 
     @property
@@ -194,14 +194,14 @@ class Ladder:
 
     @property
     def others(self) -> Tensor:
-        """That of the neighbour with which each chain may swap now; its own if there is none."""
+        """Inverse temperature of each chain's swap partner; its own without one."""
         up = (self.rungs - self.done) % 2 == 0
         other = self.rungs + torch.where(up, 1, -1)
         inside = (other >= 0) & (other < self.size)
         return self.inverse[torch.where(inside, other, self.rungs)].flatten()
 
     def swap(self, work: Tensor) -> tuple[Tensor, Tensor]:
-        """Swap neighbours, by the work ``(C R,)`` of each chain at the place of the other one.
+        """Metropolis swaps of neighbouring temperatures, by the work ``(C R,)`` of each chain.
 
         Returns:
             Which chains have a new temperature, ``(C R,)``; works of each lower and upper
@@ -228,7 +228,7 @@ class Ladder:
         return (self.rungs != before).flatten(), works
 
     def _count_trips(self) -> None:
-        """Of each chain: whether it has been at the prior, and at the posterior since then."""
+        """Count round trips between prior and posterior temperature."""
         if self.done <= self.warmup:
             return
         hot, cold = self.rungs == 0, self.rungs == self.size - 1
@@ -251,12 +251,12 @@ class Ladder:
         self.swaps = torch.zeros_like(self.swaps)
 
     def least_swaps(self) -> float:
-        """How often the neighbours that swap least do so, since the warmup."""
+        """Lowest swap acceptance among neighbouring temperatures, since the warmup."""
         return (self.swaps[0] / self.swaps[1].clamp(min=1)).min().item()
 
 
 def marginal_likelihood(works: Tensor) -> MarginalLikelihood:
-    """Log marginal likelihood, of works ``(C, S, 2, R - 1)`` as of :meth:`Ladder.swap`."""
+    """Log marginal likelihood from works ``(C, S, 2, R - 1)`` of :meth:`Ladder.swap`."""
     ahead, back = works.double().unbind(-2)  # (C, S, R - 1)
     low = torch.full_like(ahead[0, 0], -1e9)
     high = -low
@@ -367,7 +367,7 @@ class SampledFit(Fit):
 
 
 class Chains(FitLoop):
-    """C chains: their steps, and the values kept of each.
+    """C chains of samples: their steps, and the values kept of each.
 
     Args:
         data: The sequences.
@@ -403,7 +403,7 @@ class Chains(FitLoop):
         return len(self.losses) - self.warmup
 
     def keep(self, index: int, values: dict[str, Tensor]) -> None:
-        """Keep values ``(C, ...)`` as those of the sample ``index``."""
+        """Store values ``(C, ...)`` as sample ``index``."""
         for name, value in values.items():
             if name not in self.kept:
                 shape = len(value), self.num_samples, *value.shape[1:]
@@ -417,18 +417,18 @@ class Chains(FitLoop):
     def run(
         self, begin: Callable[[], None], path: str | Path | None, arguments: dict[str, Any]
     ) -> None:
-        """All steps, after those of a checkpoint of the same ``arguments``, or after ``begin``."""
+        """Run all steps, from a checkpoint of the same ``arguments``, or after ``begin``."""
         identity = partial(identity_of, type(self).__name__, (), arguments)
         if not self.resume(path, identity, None, ()):
             begin()
         self.take_steps()
 
     def state(self) -> dict[str, Any]:
-        """What is kept and the temperatures, for checkpoints."""
+        """Checkpoint state: kept samples and temperatures."""
         return {"kept": self.kept, "ladder": vars(self.ladder)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore kept samples and temperatures from a checkpoint."""
         self.kept = state["kept"]
         vars(self.ladder).update(state["ladder"])
 

@@ -102,7 +102,7 @@ def _is_transition(name: str) -> bool:
 
 
 def rotation(names: Iterable[str], numbers: bool) -> list[Start]:
-    """The kinds of start that restarts take in turn: each finds what others miss.
+    """Kinds of start that restarts use in turn.
 
     Args:
         names: Of the latent variables.
@@ -172,7 +172,7 @@ def _num_states(module: HMMModule, data: Sequences) -> int:
 
 
 def _nearly_certain(states: Tensor, num_states: int) -> Tensor:
-    """Probabilities of states, by which none is ruled out; all alike where a state is -1."""
+    """State probabilities concentrated on ``states``, all positive; uniform where a state is -1."""
     probs = torch.full((*states.shape, num_states), 0.01 / num_states, dtype=torch.float64)
     probs.scatter_(-1, states.clamp(min=0).unsqueeze(-1), 0.99 + 0.01 / num_states)
     return probs.masked_fill_((states < 0).unsqueeze(-1), 1.0 / num_states)
@@ -226,7 +226,7 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
 
 
 def _rounds(parameters: Parameters) -> tuple[tuple[int, int], ...]:
-    """Numbers of starts that are ranked, and of iterations after which they are."""
+    """Rounds of the start search: (number of starts, EM iterations) of each."""
     return SHORT_DURATIONS if isinstance(parameters.example, HSMM) else SHORT
 
 
@@ -245,7 +245,7 @@ def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
 def begin(
     parameters: Parameters, maximize: Maximization, start: Start | Values | None, ranked: int = 0
 ) -> None:
-    """Set the first parameters.
+    """Initialise the parameters.
 
     Args:
         parameters: They are set.

@@ -1,4 +1,4 @@
-"""One training loop for any pair of model and guide: MAP and SVI are two such pairs.
+"""Training loop of gradient fits, MAP and SVI, for any pair of model and guide.
 
 Pyro's global parameter store is set aside during a fit and restored after it: otherwise a second
 fit with the same names would start, silently, where the first one ended.
@@ -253,14 +253,14 @@ class Training(FitLoop):
         return total, piece
 
     def _validate(self, held_out: HeldOut) -> float:
-        """Evaluate held-out data where the fit would end now: at averages, if there are some."""
+        """Evaluate held-out data at the averaged parameters, or else the current ones."""
         average = self.descent.average
         applied = nullcontext() if average is None else average.applied()
         with applied, full_precision(self.objective.parameters[0]):
             return held_out.validate(len(self.losses), self.tensors())
 
     def _finish(self, first: list[Tensor]) -> Tensor:
-        """Set the parameters to those that the fit ends with, and return all losses, checked."""
+        """Set the final parameters, and return all losses, checked."""
         if self.held_out is not None:
             if not self.held_out.history or self.held_out.history[-1].step != len(self.losses):
                 self._validate(self.held_out)
@@ -287,7 +287,7 @@ class Training(FitLoop):
         return history | {"entropy": -losses - likelihood - prior}
 
     def state(self) -> dict[str, Any]:
-        """State, for checkpoints."""
+        """Checkpoint state: loss parts, parameters, optimizer, schedule, averages, validation."""
         schedule, average = self.descent.schedule, self.descent.average
         return {
             "parts": self.parts,
@@ -299,7 +299,7 @@ class Training(FitLoop):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore parameters, optimizer, schedule, averages and validation from a checkpoint."""
         copy_values(state["tensors"], self.tensors())
         self.descent.optimizer.load_state_dict(state["optimizer"])
         if self.descent.schedule is not None:
@@ -355,7 +355,7 @@ def check_model_and_data(model: Any, data: Any) -> None:
 
 
 def _rename(guide: AutoGuide) -> None:
-    """Give an autoguide a unique name: Pyro keeps parameters by name, and would mix guides."""
+    """Give an autoguide a unique name, so that Pyro does not share its parameters with another."""
     if "_of_fit_" not in guide._pyro_name:
         unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
         for name, part in guide.named_modules():

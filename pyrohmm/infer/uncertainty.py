@@ -156,7 +156,7 @@ class Information:
             raise ValueError(f"{below}: fit on, with a smaller tolerance, and give its own data.")
 
     def _vanishing(self) -> Tensor:
-        """Which numbers ``(P,)`` are on their way to zero, or infinity, as the log joint stays."""
+        """Mask ``(P,)`` of coordinates on the boundary, along which the log joint is flat."""
         small: list[bool] = []
         sizes: list[float] = []
         for part in self.coordinates:
@@ -171,7 +171,7 @@ class Information:
         return vanishing | (real & (curvature < self.least))
 
     def _real(self) -> Tensor:
-        """Which coordinates ``(P,)`` are of real numbers, such as coefficients."""
+        """Mask ``(P,)`` of coordinates of real-valued entries, such as coefficients."""
         return torch.tensor([p.scale is IDENTITY for p in self.coordinates for _ in p.labels])
 
     def _listed(self, at: Tensor) -> str:
@@ -215,14 +215,14 @@ class Information:
                          f"{self._listed(order)}. Use fewer states, or a prior.")  # fmt: skip
 
     def _errors(self, slopes: Tensor) -> Tensor:
-        """Standard errors ``(*)`` of what has slopes ``(*, P)``; NaN if it moves along ``flat``."""
+        """Standard errors ``(*)`` given gradients ``(*, P)``; NaN if these lie along ``flat``."""
         variance = torch.einsum("...p,pq,...q->...", slopes, self.covariance, slopes)
         along, size = (slopes @ self.flat).abs(), slopes.abs() @ self.flat.abs()
         moved = (along > ROUNDING * size).any(-1)
         return variance.clamp(min=0.0).sqrt().masked_fill(moved, torch.nan)
 
     def _entries(self) -> tuple[Tensor, Tensor]:
-        """Slopes ``(E, P)`` and standard errors of all entries of the parameters."""
+        """Gradients ``(E, P)`` and standard errors of all entries of the parameters."""
         rows = []
         for part, own in zip(
             self.coordinates, torch.arange(len(self.labels)).split(self.packing.sizes)
@@ -303,7 +303,7 @@ class Information:
 
 
 def differences(function: Callable[[Tensor], Tensor], steps: Tensor) -> Tensor:
-    """Slopes ``(P, *)`` at zero by central differences over ``steps`` ``(P,)``.
+    """Derivatives ``(P, *)`` at zero by central differences over ``steps`` ``(P,)``.
 
     Args:
         function: From places ``(B, P)`` to values ``(B, *)``.
@@ -316,7 +316,7 @@ def differences(function: Callable[[Tensor], Tensor], steps: Tensor) -> Tensor:
 
 
 def evaluated(function: Callable[[Tensor], Any], places: Tensor) -> Tensor:
-    """A function at each of some places, without gradients and with the same random numbers."""
+    """Evaluate a function at several places, without gradients and with common random numbers."""
     values = []
     for place in places:
         with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Tensor algorithms that know no model.
+"""Tensor algorithms that are independent of model classes.
 
 Imports nothing of the package but its private helpers.
 

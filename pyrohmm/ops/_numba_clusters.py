@@ -107,7 +107,7 @@ def merge_clusters(counts, marginals, shared, loss, rank, table, steps, keep, go
 
 @kernel
 def _price(counts, marginals, shared, loss, rank, table, steps, slot):
-    """Write what the merges of a cluster with each other would lose."""
+    """Write the loss of mutual information of merging a cluster with each other one."""
     own = counts[0, slot, slot]
     for y in range(rank.size):
         if y == slot or rank[y] < 0:
@@ -126,7 +126,7 @@ def _price(counts, marginals, shared, loss, rank, table, steps, slot):
 
 @kernel
 def best_merge(loss, rank, tie):
-    """The two clusters whose merge loses least, that with the more frequent word first."""
+    """Pair of clusters with the least merge loss, that with the more frequent word first."""
     most = np.inf
     for value in loss.flat:
         most = value if value < most else most
@@ -145,7 +145,7 @@ def best_merge(loss, rank, tie):
 def sweep_clusters(
     labels, counts, marginals, sizes, starts, others, numbers, table, steps, tie
 ):  # fmt: skip
-    """Give each word in turn its best cluster; the number of those that changed."""
+    """Move each word in turn to its best cluster; returns the number of moves."""
     size = sizes.size
     beside = np.zeros((2, size), np.int64)
     totals = np.zeros(2, np.int64)

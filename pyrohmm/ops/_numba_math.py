@@ -34,7 +34,7 @@ exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """A loop for Python, compiled, or loaded, at its first call, with signals delayed.
+    """Compile a loop to be called from Python, at its first call, with signals delayed.
 
     A compiler that is broken off is not whole afterwards; and LLVM, where it calls Python, drops
     what a signal raises.
@@ -49,7 +49,7 @@ _single = np.float32
 
 
 class _Announcement(event.Listener):
-    """Says once that something is compiled, and why a first fit takes its time."""
+    """Message, once, that a loop is being compiled and the first fit takes longer."""
 
     def on_start(self, event: Any) -> None:
         logging.getLogger("pyrohmm").warning(
@@ -124,7 +124,7 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
 
 
 def share(run: Callable[[int], Any], parts: int) -> list[Any]:
-    """Call ``run`` for each of several parts of some work, on threads; returns what it does."""
+    """Call ``run`` on several parts of the work, on threads; returns the results."""
     tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
     return [run(0), *(task.result() for task in tasks)]
 

@@ -34,7 +34,7 @@ LOW = -700.0  # the exponential of a smaller logarithm may not be a normal numbe
 
 @kernel
 def _matrix(logs):
-    """Probabilities of log-probabilities; without what is no normal number."""
+    """Exponentiate log-probabilities; subnormal results become zero."""
     matrix = np.zeros(logs.shape)
     for j in range(logs.shape[0]):
         for k in range(logs.shape[1]):
@@ -45,7 +45,7 @@ def _matrix(logs):
 
 @kernel
 def _reframe(t, k, span, enter, seen, window):
-    """Set the entries of state k that cover step t relative to the largest, which is returned."""
+    """Rescale the window of state k at step t by its largest entry; returns the log scale."""
     within, best, first = 0.0, -np.inf, t + 1 - span
     for s in range(t, t - span, -1):
         within += seen[s, k]
@@ -63,7 +63,7 @@ def _reframe(t, k, span, enter, seen, window):
 
 @kernel
 def _advance(t, k, span, enter, seen, window, frame):
-    """Enter what begins at step t, and pass it; returns the new frame."""
+    """Add the segments that begin at step t to the window; returns the new log scale."""
     new = enter[t, k]
     window[t] = 0.0
     if new == -np.inf:
@@ -84,7 +84,7 @@ def _advance(t, k, span, enter, seen, window, frame):
 
 @kernel
 def _dot(t, k, span, window, others, first):
-    """Sum over the entries that cover step t, times their weights; that of entry 0 is ``first``."""
+    """Weighted sum of the window entries that cover step t; the weight of entry 0 is ``first``."""
     size = others.shape[1]
     begin = t + 1 - span
     total = 0.0
@@ -100,7 +100,7 @@ def _dot(t, k, span, window, others, first):
 
 @kernel
 def _log_sum(t, k, span, enter, seen, others, first, scores):
-    """Log-sum over durations, with ``scores`` by duration; returns how many there are."""
+    """Log-sum-exp over durations, with ``scores`` by duration; and the number of durations."""
     within, peak, count = 0.0, -np.inf, 0
     for d in range(span):
         within += seen[t - d, k]
@@ -121,7 +121,7 @@ def _log_sum(t, k, span, enter, seen, others, first, scores):
 
 @kernel
 def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs, scores):
-    """The frame; the log of the sum over durations; and how many ``scores`` it took, or -1."""
+    """Log scale; log of the sum over durations; number of ``scores`` used by log-sum-exp, or -1."""
     total = _dot(t, k, span, window, others, first)
     if not total > LEAST and frame > -np.inf:
         frame = _reframe(t, k, span, enter, seen, window)
@@ -134,7 +134,7 @@ def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs
 
 @kernel
 def _shares(t, k, span, count, flow, frame, weight, window, others, first, scores, shares):
-    """Posterior share of each segment times ``weight``, from the longest to the shortest.
+    """Posterior probability of each segment times ``weight``, longest to shortest.
 
     ``flow`` is the log of what the sum over them is to be multiplied by, and ``count`` that of
     :func:`_sum`.
@@ -156,7 +156,7 @@ def _shares(t, k, span, count, flow, frame, weight, window, others, first, score
 
 @kernel
 def _products(vector, matrix, logs, logarithms, out):
-    """Log of ``exp(vector) @ matrix``, where ``logs`` are those of the matrix."""
+    """Log of ``exp(vector) @ matrix``, given also ``logs`` of the matrix."""
     size = vector.shape[0]
     peak = -np.inf
     for j in range(size):
@@ -329,7 +329,7 @@ def _backward(
 
 @kernel
 def _largest(first, last, initial, transition, weights, likelihood, lengths, arrive, ends):
-    """Forward messages with maxima for sums."""
+    """Max-product forward messages, for Viterbi."""
     num_durations, num_states = weights.shape[3:]
     per = lengths.shape[0] // transition.shape[1]
     within = np.empty(num_states)
@@ -357,7 +357,7 @@ def _largest(first, last, initial, transition, weights, likelihood, lengths, arr
 
 @kernel
 def _choose(logs, count, uniform):
-    """An index below ``count`` with probabilities in proportion to exp(``logs``).
+    """Sample an index below ``count`` with probabilities proportional to exp(``logs``).
 
     That of the first largest, if ``uniform`` is negative.
     """
@@ -385,7 +385,7 @@ def _choose(logs, count, uniform):
 def _walk_back(
     first, last, transition, weights, likelihood, lengths, arrive, ends, uniform, states
 ):
-    """Paths from the last segment to the first; the best where ``uniform`` is negative."""
+    """Backtrack paths by sampling; the most probable where ``uniform`` is negative."""
     num_durations, num_states = weights.shape[3:]
     per = lengths.shape[0] // transition.shape[1]
     logs, spans = np.empty(num_states), np.empty(num_durations)
@@ -413,14 +413,14 @@ def _walk_back(
 
 
 def _work(chain: SegmentChain) -> int:
-    """Multiplications for each sequence."""
+    """Multiplications per sequence."""
     _, _, weights, likelihood, _ = chain
     size, num_states = weights.shape[3:]
     return likelihood.size(1) * num_states * (num_states + 10 * size)
 
 
 def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
-    """Forward messages, evidence, filtered states: see :func:`_forward`."""
+    """Forward messages, log evidence and filtered states."""
     likelihood = chain[3]
     arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
     evidence = likelihood.new_zeros(len(likelihood))

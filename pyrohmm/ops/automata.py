@@ -91,7 +91,7 @@ class Automaton:
     def _set(
         self, table: Tensor, classes: dict[Symbol, int], accepting: Tensor, name: str
     ) -> Automaton:
-        """Take over what tables say, with the least number of states and classes."""
+        """Minimise the automaton of a transition table, and set its tables."""
         reached = torch.zeros(len(table), dtype=torch.bool)
         frontier = torch.tensor([0])
         while len(frontier):
@@ -118,7 +118,7 @@ class Automaton:
 
     @property
     def num_states(self) -> int:
-        """Q."""
+        """Q, the number of states."""
         return len(self.table)
 
     def accepts(self, sentence: str | Sequence[str | int]) -> bool:
@@ -135,22 +135,22 @@ class Automaton:
         return bool(self.accepting[state])
 
     def __and__(self, other: Automaton) -> Automaton:
-        """Sentences that satisfy both."""
+        """Intersection: sentences that satisfy both constraints."""
         return self._product(other, torch.logical_and, "{} & {}")
 
     def __or__(self, other: Automaton) -> Automaton:
-        """Sentences that satisfy one or both."""
+        """Union: sentences that satisfy at least one of the constraints."""
         return self._product(other, torch.logical_or, "({} | {})")
 
     def __invert__(self) -> Automaton:
-        """Sentences that do not satisfy it."""
+        """Complement: sentences that do not satisfy the constraint."""
         name = f"~({self.name})" if " & " in self.name else f"~{self.name}"
         return self._alike(self.table, self.classes, ~self.accepting, name)
 
     def _product(
         self, other: Automaton, both: Callable[[Tensor, Tensor], Tensor], form: str
     ) -> Automaton:
-        """Pairs of states that can be reached, and whether to accept each."""
+        """Product construction: reachable pairs of states, and whether each is accepting."""
         if not isinstance(other, Automaton):
             raise TypeError(
                 f"& and | combine two Automata; got {type(other).__name__}. Make one, such as by "
@@ -223,7 +223,7 @@ def template(*items: str | int | EllipsisType | None) -> Automaton:
 
 
 def determinised(edges: Sequence[Sequence[Edge]], last: int, name: str) -> Automaton:
-    """Subset construction: the states are sets of the nodes of a nondeterministic automaton.
+    """Subset construction: a deterministic automaton over sets of nodes.
 
     Args:
         edges: Of each node, of which the first is the start: the words of an edge, ``ANY``, or None
@@ -233,7 +233,7 @@ def determinised(edges: Sequence[Sequence[Edge]], last: int, name: str) -> Autom
     """
 
     def closed(nodes: Iterable[int]) -> frozenset[int]:
-        """Nodes, and all that follow without a word."""
+        """Epsilon closure of nodes."""
         queue = [*nodes]
         for node in queue:  # which grows
             queue += [to for words, to in edges[node] if words is None and to not in queue]

@@ -41,7 +41,7 @@ def pick(device: torch.device, fits: bool = True) -> Backend:
 
 @cache
 def compiled(name: str) -> ModuleType:
-    """A module of compiled loops of this room."""
+    """Import a module of compiled loops in this package."""
     module: ModuleType = imported(f".{name}", __package__)
     return module
 

@@ -1,4 +1,4 @@
-"""Clusters of words by Brown et al. (1992): see :func:`pyrohmm.clusters.brown`.
+"""Brown clustering of words (Brown et al., 1992).
 
 With counts n, the mutual information of adjacent clusters is a sum of f(n) = n log n; all losses
 are in it, so in nats times N.
@@ -32,7 +32,7 @@ class Terms:
 
 
 class Words:
-    """The pairs of words that are numbered by rank, with those that follow and precede each.
+    """Bigram counts of words numbered by frequency rank, by first and by second word.
 
     ``starts`` ``(2, V + 1)``, ``others`` and ``numbers`` ``(2, M)``: those that follow word w are
     ``others[0, starts[0, w] : starts[0, w + 1]]``, as often as ``numbers`` says; in row 1, those
@@ -55,7 +55,7 @@ class Words:
         return self.starts.shape[1] - 1
 
     def beside(self, word: int, labels: np.ndarray, size: int) -> np.ndarray:
-        """How often each of ``size`` clusters follows and precedes a word, ``(2, size)``.
+        """Counts of each of ``size`` clusters after and before a word, ``(2, size)``.
 
         Words whose label is -1 are in none of them.
         """
@@ -67,14 +67,14 @@ class Words:
         return np.stack(counts).astype(np.int64)
 
     def table(self, labels: np.ndarray, size: int) -> np.ndarray:
-        """How often each cluster follows each, ``(size, size)``."""
+        """Bigram counts of clusters, ``(size, size)``."""
         keys = labels[self.first] * size + labels[self.second]
         counts = np.bincount(keys, self.pairs, size * size)
         return counts.reshape(size, size).astype(np.int64)
 
 
 class Tables(NamedTuple):
-    """Counts of some clusters, and what the merge of any two would lose.
+    """Counts of candidate clusters, and the mutual information lost by each pairwise merge.
 
     A cluster has a slot, of ``size``. ``counts[0][a, b]`` is how often b follows a, ``counts[1]``
     its transpose; way 0 looks at what follows, way 1 at what precedes.
@@ -106,7 +106,7 @@ def _loops() -> Any:
 
 
 class Window:
-    """Some clusters, and what the merge of any two would lose: see :class:`.Tables`."""
+    """Candidate clusters, and the mutual information lost by each pairwise merge."""
 
     def __init__(self, size: int, terms: Terms) -> None:
         self.tables = Tables(
@@ -131,7 +131,7 @@ class Window:
         loops.call(loops.merge_clusters, *self.tables, terms.table, terms.steps, keep, gone)
 
     def best(self) -> tuple[int, int]:
-        """The two clusters whose merge loses least, that with the more frequent word first."""
+        """Pair of clusters with the least merge loss, that with the more frequent word first."""
         loops = self._loops
         best: tuple[int, int] = loops.call(loops.best_merge, *self.tables[3:], self.terms.tie)
         return best
@@ -167,7 +167,7 @@ def exchange(
     terms: Terms,
     disable: bool | None,
 ) -> None:
-    """Give words better clusters, in place, until none changes or the sweeps are over."""
+    """Move words to better clusters, in place, until none moves or the sweeps are over."""
     loops = _loops()
     table = words.table(labels, num_clusters)
     counts = np.stack([table, table.T])

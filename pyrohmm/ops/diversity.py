@@ -96,13 +96,13 @@ class RootAscent:
         )
 
     def of(self, chosen: Tensor) -> RootAscent:
-        """The ascent of some of the matrices."""
+        """Restrict the batched ascent to the matrices ``chosen``."""
         part = copy.copy(self)
         part.counts = self.counts[chosen]
         return part
 
     def start(self, rows: Tensor) -> Tensor:
-        """Roots of ``rows``, moved away from where the objective has no slope that leads away."""
+        """Square roots of ``rows``, moved off stationary points at the boundary."""
         roots = rows.sqrt()
         if self.alpha > 0:  # a determinant of zero
             generator = torch.Generator().manual_seed(0)
@@ -123,7 +123,7 @@ class RootAscent:
         return height + 2 * self.alpha * _usable_volume(roots) if self.alpha > 0 else height
 
     def step(self, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Roots after one step, and which of the ascents have come to an end, ``(R,)``."""
+        """Roots after one step, and the mask of ended ascents, ``(R,)``."""
         roots, slope, direction = self._newton(roots)
         height, rise = self.height(roots), _dot(slope, direction)
         rounding = 1e-12 * (1 + height.abs())
@@ -209,7 +209,7 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _usable_volume(roots: Tensor) -> Tensor:
-    """Logarithms of determinants, -inf where their inverses have no digits left, ``(R,)``."""
+    """Log-determinants ``(R,)``, -inf where inversion would lose all precision."""
     volume = torch.linalg.slogdet(roots).logabsdet
     return volume.masked_fill(~(volume > -30 - 2 * roots.size(-1)), -torch.inf)
 

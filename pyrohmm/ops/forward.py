@@ -44,7 +44,7 @@ class Chain(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What the evidence is differentiated by."""
+        """Tensors by which the log evidence is differentiated."""
         return tuple(part for part in self[:4] if part is not None)
 
     def replaced(
@@ -54,12 +54,12 @@ class Chain(NamedTuple):
         return Chain(initial, likelihood, logs, weights, self.counts, self.last)
 
     def place(self, t: int) -> int:
-        """Which of the S transitions leads to step t."""
+        """Index among the S transitions of the one that leads to step t."""
         return min(t, len(self.logs)) - 1
 
 
 class Arranged(NamedTuple):
-    """Sequences as a chain has them, and as they came."""
+    """Sequences sorted by length, with what restores their order, shape and dtype."""
 
     chain: Chain
     order: Tensor  # (N,), the sequence that each row is
@@ -128,7 +128,7 @@ def arrange(
 
 
 class Sums:
-    """Sums of probabilities, by products of matrices.
+    """Sum-product semiring in logarithms, by matrix products.
 
     A possible factor is at least ``FLOOR``, so that a product is zero only if it is impossible, and
     ``SURE`` if nothing was lost. Of sequences where it is not, a second pass sums over all pairs.
@@ -143,7 +143,7 @@ class Sums:
         self.again: Tensor | None = None  # the sequences of the second pass, once that is known
 
     def over(self, scores: Tensor, logs: Tensor, probs: Tensor) -> Tensor:
-        """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
+        """Log-sum-exp of ``scores`` over transitions, ``(n, R, k)``."""
         if scores.numel() * scores.size(-1) <= SMALL:
             return PairSums.over(scores, logs)
         top = finite_or_zero(scores.detach().amax(-1, keepdim=True))
@@ -163,25 +163,25 @@ class Sums:
         return found
 
     def twice(self, run: Callable[[Algebra], Any]) -> Any:
-        """What ``run`` returns, after a second pass where sums of the first have lost something."""
+        """Run a pass; repeat it with log-sum-exp for sequences that underflowed."""
         found = run(self)
         self.again = self.lost.nonzero().squeeze(-1)
         return run(self) if len(self.again) else found
 
 
 class PairSums:
-    """Sums of probabilities over all pairs of states, differentiable any number of times."""
+    """Sum-product semiring over all pairs of states, differentiable any number of times."""
 
     along = staticmethod(logsumexp)
 
     @staticmethod
     def over(scores: Tensor, logs: Tensor, _: Tensor | None = None) -> Tensor:
-        """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
+        """Log-sum-exp of ``scores`` over transitions, ``(n, R, k)``."""
         return logsumexp(scores.unsqueeze(-1) + logs, -2)
 
 
 class Maxima:
-    """Largest scores."""
+    """Max-product semiring."""
 
     @staticmethod
     def along(scores: Tensor, dim: int) -> Tensor:
@@ -198,12 +198,12 @@ class Maxima:
 
 
 def _possible(logs: Tensor) -> Tensor:
-    """Exponentials, which are at least ``FLOOR`` but for hard zeros."""
+    """Exponentials, floored at ``FLOOR`` except for hard zeros."""
     return torch.where(logs.isneginf(), 0.0, logs.exp().clamp(min=FLOOR))
 
 
 def sums(scores: Tensor, logs: Tensor) -> Tensor:
-    """Log of sums ``(n, R, k)`` over transitions, of the exponentials of ``scores``."""
+    """Log-sum-exp of ``scores`` over transitions, ``(n, R, k)``."""
     if transforming():
         return PairSums.over(scores, logs)
     probs = _possible(logs)
@@ -235,7 +235,7 @@ def _before(
     algebra: Algebra, choose: Callable[[Tensor], Tensor], t: int, place: Tensor, message: Tensor,
     logs: Tensor, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Places ``(*s, n)`` in the messages of step t - 1 that a step leads from to ``place``."""
+    """Indices ``(*s, n)`` of the messages of step t - 1 that transitions to ``place`` leave."""
     size, row = logs.size(-1), torch.arange(place.size(-1), device=place.device)
     outer, state = place // size, place % size
     into = logs[row % len(logs), outer % logs.size(1), :, state]
@@ -264,7 +264,7 @@ def _lasting(weights: Tensor, t: Any, is_last: bool) -> Tensor:
 
 
 def forward(chain: Chain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
-    """Log-probabilities of the past and the states, ``(n_t, H, W)`` for each step t."""
+    """Forward messages in logarithms, ``(n_t, H, W)`` for each step t."""
     messages = [chain.initial + chain.likelihood[:, :1]]
     for t, count in enumerate(chain.counts[1:], 1):
         message = _step(algebra, t, messages[-1][:count], *_at(chain, probs, t))
@@ -276,7 +276,7 @@ def forward(chain: Chain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
 
 
 def _summed(chain: Chain) -> tuple[Algebra, Tensor, list[Tensor]]:
-    """The algebra of sums, what is multiplied for the transitions, and the messages."""
+    """Sum-product forward pass: semiring, transition factors, messages."""
     if transforming():
         return PairSums, chain.logs, forward(chain, chain.logs, PairSums)
     algebra, probs = Sums(chain.logs, len(chain.initial)), _possible(chain.logs)
@@ -284,14 +284,14 @@ def _summed(chain: Chain) -> tuple[Algebra, Tensor, list[Tensor]]:
 
 
 def _at(chain: Chain, probs: Tensor, t: int) -> tuple[Tensor, ...]:
-    """What the step to t reads, of the sequences that have it."""
+    """Transition tables and segment weights of step t, for sequences still running."""
     place, count = chain.place(t), chain.counts[t]
     tables = chain.logs[place][:count], probs[place][:count]
     return tables if chain.weights is None else (*tables, chain.weights[:count])
 
 
 def _ends(chain: Chain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tensor | None]]:
-    """Step, messages and weights of the sequences that end with each step, the last first."""
+    """Last step, messages and weights of sequences grouped by length, the longest first."""
     found, weights = [], chain.weights
     if chain.last is not None:
         return [(chain.last, messages[-1], weights)]
@@ -304,7 +304,7 @@ def _ends(chain: Chain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tenso
 
 
 def _evidence(chain: Chain, messages: list[Tensor]) -> Tensor:
-    """Log evidence ``(N,)``, of messages of the forward pass."""
+    """Log evidence ``(N,)`` from forward messages."""
     ends = [_end(*parts).flatten(1) for parts in _ends(chain, messages)]
     return logsumexp(torch.cat(ends), -1)
 
@@ -354,7 +354,7 @@ def _gradient(
 def _pulled(
     function: Callable[..., Tensor], weights: Tensor, *arguments: Tensor
 ) -> tuple[Any, ...]:
-    """Derivatives of the sum of ``function(*arguments)`` with ``weights`` by all arguments."""
+    """Vector-Jacobian product: derivatives of ``function(*arguments)`` with ``weights``."""
     with torch.inference_mode(False), torch.enable_grad():
         parts = (x.clone() if x.is_inference() else x.detach() for x in (weights, *arguments))
         weights, *leaves = parts
@@ -423,7 +423,7 @@ def viterbi(arranged: Arranged) -> Tensor:
 
 @torch.no_grad()
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
-    """Samples of paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
+    """Sample paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
     chain = arranged.chain
     algebra, _, messages = _summed(chain)
     paths = _walk_back(chain, algebra, messages, drawn, torch.Size([num_samples]))
@@ -434,7 +434,7 @@ def _walk_back(
     chain: Chain, algebra: Algebra, messages: list[Tensor], choose: Callable[[Tensor], Tensor],
     samples: torch.Size,
 ) -> Tensor:  # fmt: skip
-    """Paths ``(*S, N, T)`` of the states, from the last to the first; 0 at padded steps.
+    """Backtrack paths ``(*S, N, T)`` of the states; 0 at padded steps.
 
     ``choose`` returns a column for each row of log-probabilities.
     """
@@ -454,7 +454,7 @@ def _walk_back(
 
 
 def drawn(logs: Tensor) -> Tensor:
-    """A column of each row of log-probabilities ``(*n, S)``, up to a constant, ``(*n)``."""
+    """Sample a column of each row of unnormalised log-probabilities ``(*n, S)``, ``(*n)``."""
     probs = (logs - finite_or_zero(logs.amax(-1, keepdim=True))).exp()
     sums = probs.cumsum(-1)
     uniform = torch.rand_like(sums[..., :1]) * (1 - 1e-9)

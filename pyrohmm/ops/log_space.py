@@ -26,17 +26,17 @@ def log(probs: Tensor) -> Tensor:
 
 
 def finite_or_zero(logs: Tensor) -> Tensor:
-    """Logarithms with zeros for -inf, which may be subtracted without making NaN."""
+    """Logarithms with -inf replaced by zero, so that subtraction makes no NaN."""
     return logs.masked_fill(logs.isneginf(), 0.0)
 
 
 def normalised(logs: Tensor) -> Tensor:
-    """Subtract the log of the sum over the last dimension; where all are -inf they stay so."""
+    """Normalise logs over the last dimension by log-sum-exp; where all are -inf they stay so."""
     return logs - finite_or_zero(logsumexp(logs, -1).unsqueeze(-1))
 
 
 def largest(logs: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The largest along some dimensions, which are kept, as a constant; zero if not finite."""
+    """Maximum over some dimensions, kept and detached; zero if not finite."""
     peak = logs.detach().amax(dims, keepdim=True)
     return peak.masked_fill(~peak.isfinite(), 0.0)
 

@@ -15,7 +15,7 @@ from .._transforms import transforming
 
 
 def refuse_nan(*parts: Tensor) -> None:
-    """Raise if log-probabilities hold NaN, which a state or a symbol could not show."""
+    """Raise if log-probabilities hold NaN."""
     if not transforming() and bool(torch.stack([part.isnan().any() for part in parts]).any()):
         raise ValueError(
             "log-probabilities hold NaN, so that there is no path and no sample. Look for NaN in "
@@ -40,7 +40,7 @@ class CategoricalTable:
         self.sums = (sums.reshape(-1, self.width) + count.unsqueeze(-1)).flatten()
 
     def sample(self, rows: Tensor) -> Tensor:
-        """A column for each of ``rows`` ``(*S, *b)``, integers below M; of the same shape."""
+        """Sample a column for each of ``rows`` ``(*S, *b)``, integers below M."""
         rows = rows.to(self.sums.device)
         if self.batch:
             tables = torch.arange(self.batch.numel(), device=rows.device).reshape(self.batch)

@@ -73,7 +73,7 @@ def maximized(
 
 
 def _step(slope: Tensor, curvature: Tensor, free: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Newton's steps ``(B, P)``, and how fast the functions rise along them, ``(B,)``."""
+    """Newton steps ``(B, P)``, and the directional derivatives along them, ``(B,)``."""
     if free is not None:
         slope = slope.where(free, 0.0)
         curvature = curvature.where(free.unsqueeze(-1) & free.unsqueeze(-2), 0.0)
@@ -105,7 +105,7 @@ def of_function(value: Value) -> Derivatives:
 
 
 def of_differences(value: Value) -> Derivatives:
-    """Slopes and Hessians by central differences: of few unknowns in less time than exact ones.
+    """Gradients and Hessians by central differences: with few unknowns faster than exact ones.
 
     Args:
         value: Of points ``(n, B, P)``, all of which are evaluated at once: ``(n, B)``.
@@ -184,7 +184,7 @@ SHORTEST = 1e-8  # share of a step below which a row ends
 
 
 class Peak(NamedTuple):
-    """Ends of an ascent.
+    """Maxima found by an ascent.
 
     Attributes:
         place: ``(B, P)``.
@@ -246,7 +246,7 @@ def climb(function: Function, start: Tensor, most: int = 300, tolerance: float =
 
 
 def _direction(slope: Tensor, steps: Tensor, falls: Tensor) -> tuple[Tensor, Tensor]:
-    """Steps of L-BFGS ``(B', P)``, and the rise ``(B',)`` that the slope promises for them."""
+    """L-BFGS directions ``(B', P)``, and the directional derivatives ``(B',)`` along them."""
     product = (steps * falls).sum(-1, keepdim=True)
     known = product > 1e-10 * steps.norm(dim=-1, keepdim=True) * falls.norm(dim=-1, keepdim=True)
     inverse = torch.where(known, 1 / product, 0.0)

@@ -29,7 +29,7 @@ SMALL = 256  # symbols, up to which all V^2 pairs take less time than those that
 
 
 class Pairs:
-    """How often each symbol follows each, for the pairs that occur: a sparse matrix.
+    """Sparse matrix of counts: how often each symbol follows each.
 
     Pairs may be given in any order, and more than once; they are sorted and added up.
 
@@ -103,7 +103,7 @@ class Pairs:
 
     @cached_property
     def fractions(self) -> Tensor:
-        """``(M,)``, counts over their total, in float64."""
+        """Relative frequencies ``(M,)`` of the pairs, in float64."""
         return self.counts / torch.tensor(self.total, dtype=torch.float64)
 
     @cached_property
@@ -113,7 +113,7 @@ class Pairs:
 
     @cached_property
     def relative_weights(self) -> Tensor:
-        """``(V,)``, the weight of each symbol in :func:`relative_distance`."""
+        """Weights ``(V,)`` of the symbols in :func:`relative_distance`."""
         shares = self.fractions.new_zeros(self.num_symbols)
         for symbols in (self.first, self.second):
             shares.index_add_(0, symbols, self.fractions)
@@ -183,12 +183,12 @@ class Pairs:
 
 
 def relative_weights(shares: Tensor) -> Tensor:
-    """One over the mean of ``shares`` ``(*B, V)`` of symbols and of equal shares."""
+    """Inverse of the mean of symbol frequencies ``shares`` ``(*B, V)`` and uniform frequencies."""
     return 2 / (shares + 1 / shares.size(-1))
 
 
 def add_up(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Distinct keys in rising order, and the sums of their counts."""
+    """Distinct keys in ascending order, and the sums of their counts."""
     distinct = np.unique(keys)  # sorting keys alone is ten times as fast as sorting with counts
     sums = np.zeros_like(distinct)
     np.add.at(sums, np.searchsorted(distinct, keys), counts)
@@ -199,7 +199,7 @@ def add_up(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def squared_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
-    r"""The squared distance of what is predicted and counted, :math:`\lVert \Omega - W \rVert^2`.
+    r"""Squared Frobenius distance to the counted frequencies, :math:`\lVert \Omega - W \rVert^2`.
 
     Against :class:`Pairs` it is
     :math:`\mathrm{tr}(\Theta^\top G \Theta G) - 2 \langle \Theta, B W B^\top \rangle +

@@ -30,7 +30,7 @@ CHUNK = CACHED
 
 
 def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
-    """Log-probabilities ``(*A, K)`` of symbols ``(*A)`` in each of K states.
+    """Gather log-probabilities ``(*A, K)`` of symbols ``(*A)`` in each of K states.
 
     Args:
         log_probs: ``(*b, K, V)``, where b broadcasts with A from the right.
@@ -59,7 +59,7 @@ def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """Rows of ``table`` ``(M, K)`` for each of the integers ``rows`` ``(*)``: ``(*, K)``.
+    """Gather rows of ``table`` ``(M, K)`` by the integers ``rows`` ``(*)``: ``(*, K)``.
 
     (``torch.nn.functional.embedding`` spends 100 ns on the gradient of a row however short it is,
     which for few states is longer than the recursions take.)
@@ -80,7 +80,7 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
 
 
 def add_rows(values: Tensor, rows: Tensor, size: int) -> Tensor:
-    """Sums ``(size, K)`` in float64 of the rows of ``values`` ``(M, K)`` that have the same index.
+    """Scatter-add the rows of ``values`` ``(M, K)`` by index: sums ``(size, K)`` in float64.
 
     (In float32, a long sum of small numbers stops growing.) No gradient is kept.
     """
@@ -195,7 +195,7 @@ def upper_products(rows: Tensor) -> Tensor:
 
 
 def symmetric(products: Tensor, size: int) -> Tensor:
-    """Symmetric matrices ``(*, F, F)`` of what belongs to :func:`upper_products`."""
+    """Symmetric matrices ``(*, F, F)`` from their upper triangles, as of :func:`upper_products`."""
     first, second = torch.triu_indices(size, size, device=products.device)
     places = first.new_zeros(size, size)
     places[first, second] = places[second, first] = torch.arange(len(first), device=first.device)
@@ -240,20 +240,20 @@ class _Batch:
         self.width = math.prod(shape[i] for i in right)
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """``(*A, F)`` as ``([S,] L, F)``."""
+        """Reshape rows ``(*A, F)`` to ``([S,] L, F)``."""
         size = rows.size(-1)
         rows = rows.reshape(*self.rows, size).permute(*self.order, -1)
         return rows.reshape(*self.shared, self.height, size)
 
     def of_columns(self, columns: Tensor, own: int) -> Tensor:
-        """``(*b, K, *X)`` as ``([S,] R K, *X)``; ``own`` is the number of dimensions after b."""
+        """Reshape ``(*b, K, *X)`` to ``([S,] R K, *X)``; ``own`` counts the dimensions after b."""
         states, *rest = columns.shape[columns.dim() - own :]
         columns = columns.reshape(*self.columns, states, *rest)
         columns = columns.permute(*self.order, *range(-own, 0))
         return columns.reshape(*self.shared, self.width * states, *rest)
 
     def join(self, products: Tensor) -> Tensor:
-        """``([S,] L, R K)`` as ``(*A, K)``."""
+        """Reshape products ``([S,] L, R K)`` to ``(*A, K)``."""
         states = products.size(-1) // max(self.width, 1)
         products = products.reshape(*self.shape, states)
         return products.permute(*(self.order.index(i) for i in range(len(self.order))), -1)
@@ -273,7 +273,7 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _summed_in_double(rows: Tensor, columns: Tensor) -> Tensor:
-    """The product by float64, in which autograd then adds up the gradients too."""
+    """Matrix product in float64, so that autograd accumulates gradients in float64 too."""
     return (rows.double() @ columns.double().mT).to(rows.dtype)
 
 
@@ -309,14 +309,14 @@ def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compute
 
 
 def _chunks(rows: Tensor, width: int) -> Iterator[slice]:
-    """Slices of rows of which ``width`` numbers each are made."""
+    """Slices of rows, in chunks limited by ``width`` numbers per row."""
     size = max(1, CHUNK // max(1, width * math.prod(rows.shape[:-2])))
     for start in range(0, rows.size(-2), size):
         yield slice(start, start + size)
 
 
 def _flat(columns: Tensor) -> Tensor:
-    """``(.., K, D, F)`` as ``(.., D K, F)``: sums over D are then sums of contiguous rows."""
+    """Reshape ``(.., K, D, F)`` to ``(.., D K, F)``: sums over D are then contiguous."""
     return columns.transpose(-3, -2).flatten(-3, -2)
 
 

@@ -271,7 +271,7 @@ def _solved(
 
 
 def _twin(arguments: Arguments) -> Callable[..., Tensor]:
-    """Log evidence ``(*B)`` of tensors in place of those of ``arguments``, by autograd."""
+    """Log evidence ``(*B)`` by autograd, at tensors in place of those of ``arguments``."""
 
     def evidence(initial: Tensor, transition: Tensor, logs: Tensor) -> Tensor:
         parts = arguments._replace(initial=initial, transition=transition, logs=logs)
@@ -283,7 +283,7 @@ def _twin(arguments: Arguments) -> Callable[..., Tensor]:
 @recomputing
 @flushing
 def _counts(arguments: Arguments) -> ExpectedCounts:
-    """The evidence, and its gradients by its arguments; log-likelihoods are of each sequence."""
+    """Log evidence, and its gradients by the arguments; those by log-likelihoods per sequence."""
     if arguments.symbols is None:
         logs = arguments.logs.expand(*arguments.batch, *arguments.logs.shape[-2:])
         arguments = arguments._replace(logs=logs)
@@ -296,7 +296,7 @@ def _counts(arguments: Arguments) -> ExpectedCounts:
 
 
 def _by_steps(arguments: Arguments) -> forward.Arranged:
-    """The arguments as :mod:`.forward` takes them."""
+    """Convert the arguments to the form that :mod:`.forward` takes."""
     initial, transition = arguments.initial.unsqueeze(-2), arguments.transition.unsqueeze(-3)
     parts = initial, transition, arguments.likelihood, arguments.lengths
     return forward.arrange(*parts, arguments.batch)
@@ -312,7 +312,7 @@ def engine(chain: Chain, widest: int = WIDEST) -> ModuleType:
 
 
 def wider(dtype: torch.dtype) -> torch.dtype | None:
-    """The range to try when ``dtype`` underflows; None stands for log space."""
+    """Next wider dtype when ``dtype`` underflows; None stands for log space."""
     return None if dtype == torch.float64 else torch.float64
 
 
@@ -354,7 +354,7 @@ def solve(
 def _merged(
     chain: Chain, parts: tuple[Tensor, ...], rows: Tensor, more: tuple[Tensor, ...], each: bool
 ) -> tuple[Tensor, ...]:
-    """Gradients of all sequences and of some that were done again, in which the former are zero."""
+    """Merge gradients of all sequences with those of sequences computed again."""
     (initial, transition, logs), size = parts, chain.lengths.size(1)
     more = tuple(part.to(like.dtype) for part, like in zip(more, parts))
     shared = rows // size if len(chain.lengths) > 1 else rows[:1] * 0
@@ -371,7 +371,7 @@ def _merged(
 
 
 def filtered_scaled(chain: Chain, dtype: torch.dtype | None) -> Tensor:
-    """Filtered log-probabilities ``(G, n, T, K)``; padded steps hold anything."""
+    """Filtered log-probabilities ``(G, n, T, K)``; arbitrary at padded steps."""
     if dtype is None:
         messages: Tensor = engine(chain).filtered_in_log_space(chain)
         return messages - finite_or_zero(logsumexp(messages, -1).unsqueeze(-1))

@@ -89,7 +89,7 @@ def segment_weights(
     censored_start: bool,
     log_mean: Tensor | None = None,
 ) -> Tensor:
-    """Log weights of segments by how much of each is seen, ``(2, 2, *B, K, D)`` in float64.
+    """Log weights of segments by censoring at either end, ``(2, 2, *B, K, D)`` in float64.
 
     The first index is one for the first segment, the second one for the last. The log mean duration
     ``(*B, K)`` may be given, if it is to be a constant.
@@ -120,7 +120,7 @@ class SegmentChain(NamedTuple):
         return SegmentChain(*(part.detach().contiguous() for part in self))
 
     def by_steps(self) -> forward.Arranged:
-        """The chain as :mod:`.forward` takes it: messages are of steps so far, and states."""
+        """Convert the chain to the form of :mod:`.forward`, with messages over elapsed steps."""
         groups, size = self.weights.shape[2:4]
         each = 1 if groups == 1 else len(self.likelihood) // groups
         logs = self.transition[0, :, None, None].repeat_interleave(each, 0)
@@ -136,7 +136,7 @@ class SegmentChain(NamedTuple):
 
 
 class Segmented(NamedTuple):
-    """A chain, the batch shape of its N sequences, and the dtype of what it was made of.
+    """Chain of N flattened sequences, peak-normalised, with what restores shape and dtype.
 
     The largest log-likelihood of each step is taken from all of it, so that sums of many steps lose
     fewer digits; ``shift`` ``(N,)`` is what the log evidence lacks.
@@ -152,7 +152,7 @@ def _arranged(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
 ) -> Segmented:  # fmt: skip
-    """The arguments in one form by differentiable operations, with weights of cut segments."""
+    """Arguments in one form by differentiable operations, with weights of censored segments."""
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states, shape = parts.initial.size(-1), log_duration.shape
     if shape[-2:-1] != (num_states,) or shape[-1] < 1:

@@ -1,4 +1,4 @@
-"""Caches: of values derived from a tensor, until it is modified or freed, and of properties.
+"""Caches of values derived from a tensor, until it is modified or freed, and of properties.
 
 An accelerator is given the indices of a batch once, not at every step of a fit.
 """
@@ -20,7 +20,7 @@ _entries: Any = WeakTensorKeyDictionary()
 
 
 def cached(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
-    """``make()``, or what it returned before for the same tensor, and the same ``others``.
+    """Return ``make()``, cached for the same tensor and the same ``others``.
 
     The others are the same objects, or equal bytes.
     """
@@ -37,7 +37,7 @@ def cached(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
 
 
 def _versions(values: Iterable[Any]) -> dict[int, int] | None:
-    """What changes whenever a tensor among ``values`` and what they hold is replaced or written to.
+    """Version counters of all tensors in ``values``, the cache key.
 
     None if whether one of them is written to is not known, as in inference mode.
     """
@@ -56,14 +56,14 @@ def _versions(values: Iterable[Any]) -> dict[int, int] | None:
 
 
 def _same(parts: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether they are the same objects, or equal bytes."""
+    """Whether cached and given arguments are identical, or equal bytes."""
     return len(parts) == len(others) and all(
         a is b or (isinstance(a, bytes) and a == b) for a, b in zip(parts, others)
     )
 
 
 def cached_on(device: torch.device, tensor: Tensor) -> Tensor:
-    """A copy of ``tensor`` on ``device``; itself, if it is there."""
+    """Copy of ``tensor`` on ``device``, cached; the tensor itself if it is there."""
     if tensor.device == device:
         return tensor
     return cached(tensor, lambda: tensor.to(device, non_blocking=True), str(device).encode())
@@ -73,7 +73,7 @@ Value = TypeVar("Value")
 
 
 class lazy(Generic[Value]):  # a decorator, like functools.cached_property
-    """A property kept once it is computed, until a tensor of its object is written to.
+    """Cached property, computed anew after a tensor of its object is written to.
 
     And unless it then had no gradient and now needs one: what is read first under ``torch.no_grad``
     has none, and would lose that of all later uses.
@@ -98,12 +98,12 @@ class lazy(Generic[Value]):  # a decorator, like functools.cached_property
         return value
 
     def versions(self, owner: Any) -> dict[int, int] | None:
-        """Those of the tensors that the property may be computed from."""
+        """Version counters of the owner's tensors: the cache key of the property."""
         state = owner.__dict__
         return _versions(state[name] for name in state if not name.startswith("_lazy_"))
 
     def hand_on(self, old: Any, new: Any) -> None:
-        """Give another object, with the same tensors for it, what is kept and still holds."""
+        """Copy a cached property to an object with the same tensors, if it is still valid."""
         made, wanted, known = old.__dict__.get(self.place, (None, False, None))
         if known is not None and known == self.versions(old):
             new.__dict__[self.place] = made, wanted, self.versions(new)

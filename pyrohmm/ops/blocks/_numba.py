@@ -16,7 +16,7 @@ from .._numba_math import run as run
 
 @kernel
 def _row_softmax(row, width, low):
-    """Softmax in place, of no number below the exponential of ``low``; whether one was."""
+    """Softmax in place, floored at the exponential of ``low``; whether an entry was floored."""
     peak = least = row[0]
     for j in range(u64(1), width):
         peak = row[j] if row[j] > peak else peak
@@ -51,7 +51,7 @@ def softmax_of_pairs(
 
 @kernel
 def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low, logs, raised):
-    """Replace the logarithms of each pair of blocks by their exponentials, none below ``low``."""
+    """Exponentiate the logs of each pair of blocks in place, floored at ``low``; zeros stay."""
     least = logs.dtype.type(low)
     for q in range(first, last):
         p = schedule[q]
@@ -72,7 +72,7 @@ def forward(
     first, last, schedule, lengths, block, sizes, offsets, pair, base, stride, probs,
     block_probs, initial, seen, least, alpha, norm, evidence, sound,
 ):  # fmt: skip
-    """Forward pass; a sequence is sound if no message has left its range."""
+    """Forward pass; a sequence is ``sound`` if no message over- or underflowed."""
     two_levels = block_probs.shape[0] > 0
     mass = np.empty(alpha.shape[2])
     for q in range(first, last):

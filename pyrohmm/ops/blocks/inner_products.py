@@ -24,7 +24,7 @@ CHUNK = 1 << 23  # scores that exist at one time while all transitions of all st
 
 
 def _log_sums(leave: Tensor, enter: Tensor, blocks: Blocks) -> Tensor:
-    """Logarithms ``(K, B)`` of the sums of exp(leave @ enter.T) over each block.
+    """Log-sum-exp of ``leave @ enter.T`` over each block, ``(K, B)``.
 
     The scores are computed some rows at a time, and again for the gradient.
     """
@@ -135,7 +135,7 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
 
 
 def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor:
-    """:func:`log_emission` of blocks padded to equally many symbols."""
+    """Log emission table by one padded batched product."""
 
     def made() -> tuple[Tensor, Tensor]:
         owner, order = blocks.symbol_block, blocks.symbol_block.argsort(stable=True)
@@ -159,7 +159,7 @@ def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor
 def _by_blocks(
     blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """:func:`log_emission`, one product for each; and its gradient."""
+    """Log emission table, one product per block, with its gradient."""
     order = blocks.symbol_block.argsort(stable=True).to(emit.device)
     place, vectors, biases = order.argsort(), words[order], bias[order]
     table = emit.new_full((len(words), blocks.width), -torch.inf)
@@ -184,7 +184,7 @@ def _by_blocks(
 
 
 def _ranges(blocks: Blocks) -> list[tuple[slice, slice]]:
-    """For each block that some symbol has: its states, and its symbols sorted by block."""
+    """For each block with symbols: its states, and the range of its symbols sorted by block."""
     counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
     ends, starts = bounds(counts).tolist(), blocks.starts.tolist()
     parts = zip(pairwise(starts), pairwise(ends))

@@ -126,7 +126,7 @@ def pairs_of(blocks: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tenso
 
 
 def parts_of(transitions: Transitions, blocks: Tensor) -> tuple[Tensor, ...]:
-    """Sequences ``(n,)`` whose matrices may exist at one time."""
+    """Chunks of sequences ``(n,)`` whose transition matrices fit into memory."""
     numbers = blocks.size(1) * transitions.blocks.width**2
     limit = at_once(transitions.scores[0].device)
     return torch.arange(len(blocks)).split(max(1, limit // max(1, numbers)))
@@ -135,7 +135,7 @@ def parts_of(transitions: Transitions, blocks: Tensor) -> tuple[Tensor, ...]:
 def _by_torch(
     transitions: Transitions, blocks: Tensor, lengths: Tensor, log_first: Tensor, log_seen: Tensor
 ) -> Tensor:
-    """:func:`log_evidence` by torch; of many sequences some at a time, for the gradient as well."""
+    """Log evidence by torch, in chunks of sequences that fit into memory."""
 
     def evidence(
         first: Tensor, seen: Tensor, blocks: Tensor, lengths: Tensor, *scores: Any
@@ -160,7 +160,7 @@ def _by_torch(
 def _messages(
     first: Tensor, matrices: Tensor, seen: Tensor, real: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Evidence ``(N,)`` in float64; log p(x_{1:t}, z_t) less the largest, ``(N, w)`` a step."""
+    """Log evidence ``(N,)`` in float64, and peak-normalised log messages ``(N, w)`` per step."""
     message, total, messages = first + seen[:, 0], torch.zeros_like(first[:, 0]).double(), []
     for t in range(seen.size(1)):
         if t:
@@ -208,7 +208,7 @@ def _in_logs(
 
 
 class Plan(NamedTuple):
-    """Which blocks follow each other in a batch, and where transition probabilities are kept.
+    """Pairs of successive blocks in a batch, and the memory of their transition probabilities.
 
     Pairs of blocks that occur next to each other are sorted by their first block. Their transition
     probabilities are in one array: a row for each state of a source block, ``stride`` numbers long,
@@ -307,13 +307,13 @@ class Passes:
     def of(
         cls, transitions: Transitions, steps: Tensor, lengths: Tensor, first: Tensor, seen: Tensor
     ) -> Passes:
-        """The forward pass: see :func:`log_evidence`."""
+        """Plan the block pairs and run the compiled forward pass."""
         blocks, known = transitions.blocks, lengths.numpy().tobytes()
         plan = cached(steps, lambda: make_plan(steps, lengths, blocks), blocks, known)
         return cls(compiled("blocks._numba"), plan, transitions, lengths, first, seen)
 
     def _run(self, loop: Any, *arguments: Any) -> None:
-        """Run a loop over sequences, such that threads have long and short ones alike."""
+        """Run a loop over sequences, with long and short ones balanced over threads."""
         plan, blocks = self.plan, self.blocks
         mean = plan.size // max(len(plan.source), 1)
         order = self.lengths.argsort(descending=True)[_mixed(len(self.lengths))]
@@ -362,7 +362,7 @@ class Passes:
         return out
 
     def backward(self, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Smoothed marginals and messages ``(N, T, w)``; expected uses of raised transitions."""
+        """Smoothed marginals and messages ``(N, T, w)``; expected uses of floored transitions."""
         if self.probs is None:  # a second time, through a graph that was retained
             self.probs = self.probs_of_pairs()
         gamma, message = torch.zeros_like(self.seen), torch.zeros_like(self.seen)
@@ -374,7 +374,7 @@ class Passes:
         return gamma, message, uses
 
     def score_gradients(self, message: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients by the scores of the transitions; takes the probabilities."""
+        """Gradients by the transition scores; overwrites the probabilities."""
         plan, blocks, probs, self.probs = self.plan, self.blocks, self.probs, None
         assert probs is not None
         pairs, by_block = len(plan.source), torch.zeros_like(self.block_probs)
@@ -404,13 +404,13 @@ class Passes:
 
 
 def _mixed(count: int) -> Tensor:
-    """The numbers below ``count``, such that equal parts of them hold large and small alike."""
+    """Interleaved order of ``count`` numbers, so that equal parts balance large and small."""
     threads = max(1, min(torch.get_num_threads(), count))
     return torch.cat([torch.arange(part, count, threads) for part in range(threads)])
 
 
 def _raised(logs: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities in float64, none but zeros below the least; and where one was."""
+    """Probabilities in float64, positive ones floored; and the mask of floored ones."""
     low = LOW[torch.float64]
     below = logs < low
     probs = logs.clamp(min=low).double().exp_()

@@ -24,7 +24,7 @@ def bounds(sizes: Tensor) -> Tensor:
 
 
 class Blocks:
-    """Which states may emit which symbol: see :func:`from_clusters`.
+    """Assignment of states and symbols to blocks: a state emits the symbols of its block only.
 
     Args:
         symbol_block: ``(V,)`` integers, the block of each symbol; each block has one.
@@ -65,21 +65,21 @@ class Blocks:
 
     @property
     def num_symbols(self) -> int:
-        """V."""
+        """V, the number of symbols."""
         return len(self.symbol_block)
 
     @property
     def num_blocks(self) -> int:
-        """B."""
+        """B, the number of blocks."""
         return len(self.sizes)
 
     @property
     def allowed(self) -> Tensor:
-        """Whether each state may emit each symbol, ``(K, V)`` booleans."""
+        """Mask of the symbols that each state may emit, ``(K, V)``."""
         return self.owner.unsqueeze(-1) == self.symbol_block
 
     def keep(self, states: Tensor) -> Blocks:
-        """The blocks of some of the states ``(n,)``, which are numbered anew in their order."""
+        """Blocks restricted to the states ``(n,)``, renumbered in their order."""
         return Blocks(self.symbol_block, self.owner[states].bincount(minlength=self.num_blocks))
 
     def __repr__(self) -> str:

@@ -32,7 +32,7 @@ KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 sta
 
 
 def at_once(device: torch.device) -> int:
-    """How many numbers of matrices may exist at one time; devices take few large operations."""
+    """Maximum number of matrix entries in memory at one time."""
     return AT_ONCE if device.type == "cpu" else 16 * AT_ONCE
 
 
@@ -63,13 +63,13 @@ class Transitions:
         return cls(one, log_probs, None, None)
 
     def states_of(self, block: int) -> slice:
-        """The states of a block; of B, all."""
+        """Slice of the states of ``block``; all states for index B."""
         if block == self.all:
             return slice(0, self.num_states)
         return slice(*self.blocks.starts[block : block + 2].tolist())
 
     def places(self, blocks: Tensor) -> Tensor:
-        """The states of blocks, ``(n, w)``; K beyond them, and for B."""
+        """Indices of the states of blocks, ``(n, w)``; K as padding, and for index B."""
         return self._places.index_select(0, blocks.to(self._places.device))
 
     @cached_property
@@ -79,7 +79,7 @@ class Transitions:
         return pad(states, (0, 0, 0, 1), value=self.num_states).to(self.scores[0].device)
 
     def widened(self, logs: Tensor, blocks: Tensor) -> Tensor:
-        """Vectors of all states, of those of the states of blocks ``(n, w)``."""
+        """Scatter vectors over the states of blocks ``(n, w)`` to all states."""
         places = self.places(blocks)
         wide = logs.new_full((len(logs), self.num_states + 1), -torch.inf)
         return wide.scatter(1, places, logs.masked_fill(places == self.num_states, -torch.inf))
@@ -112,7 +112,7 @@ class Transitions:
         return scores.masked_fill(beyond, -torch.inf).log_softmax(-1) + shares
 
     def sums(self, logs: Tensor, source: Tensor, target: Tensor, best: bool = False) -> Tensor:
-        """Logs of sums over the states before, of vectors of all states; -inf elsewhere.
+        """Log-sum-exp over the previous state, for vectors of all states; -inf elsewhere.
 
         Args:
             logs: ``(n, K + 1)``; what is beyond the states of ``source`` is not read, or is -inf.
@@ -224,7 +224,7 @@ class Transitions:
 
 
 def _sums(logs: Any, parts: list[Part], scores: tuple[Any, ...], best: bool = False) -> Tensor:
-    """Logs ``(n, C)`` of sums over states, part by part: each with its transitions to C states.
+    """Log-sum-exp ``(n, C)`` over states, part by part: each with its transitions to C states.
 
     Transition probabilities are computed again for the gradient.
     """

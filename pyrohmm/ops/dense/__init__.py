@@ -1,1 +1,1 @@
-"""Markov chains: see :mod:`pyrohmm.ops.recursions`."""
+"""Recursions of Markov chains with a dense transition matrix."""

@@ -1,4 +1,4 @@
-"""Compiled backward pass of chains over whole sequences: see :mod:`._forward`.
+"""Compiled backward pass of Markov chains over whole sequences.
 
 Expected transitions and counts of symbols are added up in the loop itself.
 """
@@ -69,7 +69,7 @@ def _add_transitions(counts, before, after, height, width, stride):
 
 
 class Back(NamedTuple):
-    """Arguments and results of a backward pass.
+    """Arguments and results of a backward pass, as arrays.
 
     Attributes:
         transposed: ``(S, G, height, height)``, those of :class:`Data`, transposed.
@@ -91,7 +91,7 @@ class Back(NamedTuple):
 
 
 def begin_back(data: Data, exact: np.ndarray, weights: np.ndarray) -> Back:
-    """Arguments of a backward pass, and results that are not yet written."""
+    """Arguments of a backward pass, with results allocated."""
     (count, size), real = data.initial.shape, data.initial.dtype
     rows = count * data.steps if len(data.likelihood) else 0
     return Back(
@@ -135,7 +135,7 @@ def finish(counts, emitted, matrices, pairs, symbols):
 
 @kernel
 def backward_tiles(first, last, data, found, back, counts, emitted):
-    """Backward pass of several tiles; returns how many sequences left the range of numbers.
+    """Backward pass of several tiles; returns how many sequences over- or underflowed.
 
     Adds to ``counts``, of the shape of the matrices, expected transitions over their probabilities,
     and to ``emitted``, of the shape of the tables, those of symbols.
@@ -229,7 +229,7 @@ def _backward_tile(tile, data, found, back, counts, emitted):
 
 @inner
 def _begin_back(beta, lengths, t, start, width, size):
-    """Write one, as nothing follows, for those sequences that end at t."""
+    """Set backward messages to one for the sequences that end at step t."""
     for i in range(width):
         if t == lengths[start + i] - 1:
             for k in range(size):
@@ -248,7 +248,7 @@ def _note_step(before, after, earlier, later, weight, row, size):
 
 @inner
 def _add_losses(loss, every, beta, norm, total, active, tiny, size):
-    """Add to the bound of what each sequence has lost that of one step: see :mod:`.recursions`."""
+    """Add one step to the bound on each sequence's underflow losses."""
     for i in range(_LANES):
         every[i] = 0
     for k in range(size):
@@ -261,7 +261,7 @@ def _add_losses(loss, every, beta, norm, total, active, tiny, size):
 
 @kernel
 def backward_rows(first, last, data, found, back, counts, emitted):
-    """Backward pass of sequences one after the other: see :func:`backward_tiles`.
+    """Backward pass, one sequence at a time.
 
     ``counts`` may be of each sequence, ``(S, N, height, height)``.
     """

@@ -1,4 +1,4 @@
-"""What compiled recursions read at a step, and arithmetic along sequences or states.
+"""Inputs of compiled recursions per step, and vector arithmetic along sequences or states.
 
 A tile holds entry k of sequence i at L k + i: arithmetic runs along its L = ``LANES`` sequences, so
 that few states are no waste. Where there are few sequences it runs along the states instead.
@@ -19,7 +19,7 @@ _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
 
 @inner
 def scratch(size, real):
-    """Zeros with space around them.
+    """Zero-filled working memory, padded on both sides.
 
     Compiled loops over several arrays take another way, with other rounding, where these might
     overlap; what is near in memory might. Results would depend on where the arrays lie.
@@ -55,7 +55,7 @@ def store(array, offsets, active, size, tile, lanes):
 
 @inner
 def weigh(seen, lanes, size, peak, low):
-    """Replace log-likelihoods by likelihoods over their ``peak``, whose logarithm is kept.
+    """Exponentiate log-likelihoods in place, relative to their maximum ``peak``.
 
     What is not zero becomes at least the smallest normal number, the exponential of ``low``.
     """
@@ -133,7 +133,7 @@ def scale_lanes(tile, factor, lanes, size):
 
 @inner
 def reach(out, origin, tile, packed, height):
-    """Max-plus product of rows and a matrix, in lanes: see :func:`multiply`.
+    """Max-plus product of rows and a matrix, in lanes, with the maximising states.
 
     ``origin`` is the number of the state that the largest comes from, the first of equal ones.
     """
@@ -197,7 +197,7 @@ class Data(NamedTuple):
 
 @kernel
 def prepare(initial, transition, logs, low, high, eps, starts, matrices, tables, peaks):
-    """Write probabilities from their logarithms, and say how closely steps must be watched.
+    """Exponentiate log-probabilities into arrays; returns limits for the check of underflow.
 
     Args:
         initial: ``(N, K)``.
@@ -274,7 +274,7 @@ def _scale_tables(logs, low, tables, peaks):
 
 @kernel
 def starts_of(groups, size, over_groups, over):
-    """Where each sequence begins in a memory of such strides, ``(N,)``."""
+    """Memory offset of each sequence, ``(N,)``, from strides."""
     first = np.empty(groups * size, np.int64)
     for g in range(groups):
         for i in range(size):
@@ -310,7 +310,7 @@ def tile_of(data, tile):
 
 @inner
 def begin_step(rows, active, symbols, first, along, lengths, t, start, width, missing, exact):
-    """Which sequences of a tile have a step t, and their symbols, or where its numbers lie."""
+    """Set the active sequences of a tile at step t, and their symbol or data row."""
     for i in range(LANES):
         here = i < width and t < lengths[start + i] and exact[start + i]
         active[i] = here
@@ -354,7 +354,7 @@ def watch(smallest, low, faint, scale, slack, arrived, seen, active, width, size
 
 @inner
 def take(norm, peak, active, logs, product, slack):
-    """Multiply the norms of a step into the products; returns how many are out of range.
+    """Multiply the norms of a step into the products; returns how many over- or underflowed.
 
     A product becomes part of the logarithm before it leaves its range.
     """

@@ -31,7 +31,7 @@ _NO_SYMBOLS = np.zeros(0, np.int64)
 def scaled(
     chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
-    """Evidence by scaled messages: see :func:`.recursions.solve`.
+    """Scaled forward algorithm: log evidence, exactness mask, gradient.
 
     Returns:
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if it is
@@ -53,7 +53,7 @@ def scaled(
 
 
 def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Filtered log-probabilities ``(G, n, T, K)``, and where they are exact, ``(G, n)``."""
+    """Filtered log-probabilities ``(G, n, T, K)``, and the mask of exact sequences, ``(G, n)``."""
     passes = _Passes(_data(chain, dtype), each=False)
     found = passes.forward(True)
     exact = torch.from_numpy(found.exact & found.sure).reshape(chain.lengths.shape)
@@ -88,7 +88,7 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
 
 
 def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
-    """Memory of the symbols: see :func:`_flat`; V where they are missing."""
+    """Flat memory of the symbols with its strides; V where symbols are missing."""
     assert chain.symbols is not None
     codes, count = chain.symbols.to(torch.long), chain.logs.size(-1)
     low, high = (end.item() for end in torch.aminmax(codes))
@@ -101,7 +101,7 @@ def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
-    """The memory of ``(G, n, T, *)``, where each sequence begins in it, and from step to step."""
+    """Flat memory of ``(G, n, T, *)``, offset of each sequence, and stride between steps."""
     shape, (over_groups, over, along, *_) = tensor.shape, tensor.stride()
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
@@ -152,7 +152,7 @@ class _Passes:
         return rows[:, : self.count // self.groups]
 
     def bound_losses(self, found: Messages) -> np.ndarray:
-        """Which passes are exact, from a bound on what those that are not ``sure`` lost."""
+        """Mask of exact sequences, by a bound on underflow losses."""
         size, tiny, unsure = self.size, self.data.limits[2], found.exact & ~found.sure
         back = _backward.begin_back(self.data, unsure, np.ones(self.count))
         back.transposed[..., :size, :size] += (size + 2) * tiny
@@ -161,7 +161,7 @@ class _Passes:
         return exact
 
     def _run_back(self, found: Messages, back: Back) -> tuple[np.ndarray, np.ndarray, int]:
-        """Transitions over their probabilities, counts of symbols, and how many were lost."""
+        """Expected transitions over their probabilities, symbol counts, number of underflows."""
         height = self.data.matrices.shape[2]
         sums = 1 if self.owners > 1 else len(self.bounds)  # several threads add to places apart
         counts = np.zeros((sums, len(self.data.matrices), self.owners, height, height))
@@ -212,7 +212,7 @@ def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
 
 
 def filtered_in_log_space(chain: Chain) -> Tensor:
-    """Log p(x_{1:t}, z_t) ``(G, n, T, K)`` but for a number at each step; padding is anything."""
+    """Filtered log-probabilities ``(G, n, T, K)``, unnormalised; arbitrary at padded steps."""
     found: Tensor = compiled("_numba_segments").forward(_segments(chain)[0], False)[1]
     return found.reshape(*chain.lengths.shape, *found.shape[1:])
 

@@ -15,7 +15,7 @@ from .chain import Chain, Gradient
 def scaled(
     chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
-    """Evidence by scaled messages: see :func:`.recursions.solve`.
+    """Scaled forward algorithm: log evidence, exactness mask, gradient.
 
     Returns:
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if everywhere;
@@ -84,7 +84,7 @@ def _weigh(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | N
 
 
 def _normal(probs: Tensor) -> Tensor:
-    """Probabilities, of which subnormal ones become zero in place, on the CPU.
+    """Probabilities with subnormal numbers set to zero in place, on the CPU.
 
     Exponentials of torch, and its other threads, do not do what :func:`.flushed` asks for.
     """
@@ -93,7 +93,7 @@ def _normal(probs: Tensor) -> Tensor:
 
 
 def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
-    """Whether no mass that matters can be lost, whatever is observed: see :mod:`.recursions`."""
+    """Whether underflow is negligible for any observations."""
     tables = [part.to(dtype) for part in (chain.initial, chain.transition) if part.numel()]
     least = torch.stack([part.amin() for part in tables]).amin().exp()
     most = torch.stack([part.amax() for part in tables]).amax().exp().clamp(min=1.0)
@@ -105,7 +105,7 @@ def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
 def _messages(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, last: Tensor | None, back: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled messages: see :func:`_by_steps`; of few long sequences by chunks of their steps."""
+    """Scaled messages, step by step; for few long sequences by parallel chunks."""
     steps, groups, size, num_states = weight.shape
     most = CHUNKS[1] if weight.device.type == "cpu" else CHUNKED_ON_DEVICE
     narrow = steps >= CHUNKS[0] and groups * size * num_states**2 <= most
@@ -119,7 +119,7 @@ def _messages(
 def _by_chunks(
     log_initial: Tensor, log_transition: Tensor, weight: Tensor, back: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-    """Scaled messages by chunks that go side by side; None if rounding spoils them.
+    """Scaled messages by parallel chunks of steps; None if rounding spoils them.
 
     A first pass goes through each chunk from every state, so K times as much. A prefix sum
     (associative scan) over what it finds has the messages at the ends of chunks.
@@ -164,7 +164,7 @@ def _by_chunks(
 
 
 def _agree(messages: Tensor, scanned: Tensor) -> bool:
-    """Whether each entry of the messages is that of the scan, which may have lost small ones.
+    """Whether the messages equal those of the scan, where small entries may have underflowed.
 
     Relative to the entry: what is all but impossible may turn out to be what matters.
     """
@@ -174,7 +174,7 @@ def _agree(messages: Tensor, scanned: Tensor) -> bool:
 
 
 def _operators(matrix: Tensor, weight: Tensor, padded: Tensor) -> Tensor:
-    """What chunks do to the mass at their first step, up to a factor, ``(C, G, n, K, K)``.
+    """Rescaled products of transition and likelihood matrices per chunk, ``(C, G, n, K, K)``.
 
     Args:
         matrix: ``(G, 1, K, K)``, probabilities.
@@ -223,7 +223,7 @@ def _by_steps(
     back: bool,
     after: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scaled messages, four kernels a step: the way back is a second set of groups.
+    """Scaled forward and backward messages, four kernels a step.
 
     On that way each probability is larger by as much as a product may lose, so that no message is
     too small.
@@ -276,7 +276,7 @@ def _by_steps(
 
 
 def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> Tensor:
-    """Joint distributions of adjacent states, summed over what shares a matrix, or of ``each``.
+    """Joint distributions of adjacent states, summed per transition matrix or sequence.
 
     ``(S, G, K, K)``, or ``(S, G n, K, K)``.
     """
@@ -297,7 +297,7 @@ def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> T
 
 
 def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Filtered log-probabilities ``(G, n, T, K)``, and where they are exact, ``(G, n)``."""
+    """Filtered log-probabilities ``(G, n, T, K)``, and the mask of exact sequences, ``(G, n)``."""
     weight, _, _, padded = _weigh(chain, dtype)
     exact = torch.zeros(chain.lengths.shape, dtype=torch.bool, device=weight.device)
     if not _is_safe(chain, dtype):

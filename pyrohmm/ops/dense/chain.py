@@ -27,7 +27,7 @@ class Chain(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """T."""
+        """T, the number of steps."""
         return self.logs.size(2) if self.symbols is None else self.symbols.size(2)
 
     @property
