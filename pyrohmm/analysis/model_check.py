@@ -300,6 +300,7 @@ def calibrate(
         True
     """
     check_size("num_data_sets", num_data_sets)
+    check_size("together", together)
     if isinstance(like, Tensor):
         like = Sequences(torch.zeros(len(like), int(like.max())), like)
     rows: dict[str, list[Tensor]] = {}

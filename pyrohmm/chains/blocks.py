@@ -14,6 +14,7 @@ from .._checks import (
     broadcast_shapes,
     check_floats,
     check_log_simplex,
+    check_same_device,
     check_shape,
 )
 from .._precision import at_least_single, full_precision
@@ -168,6 +169,7 @@ class BlockChain(MarkovChain):
         if isinstance(transition, Tensor):
             check_floats("transition", transition)
             check_shape("transition", transition, (size, size), "(K, K)")
+            check_same_device({"log_initial": self.log_initial, "transition": transition})
         elif not torch.equal(transition.blocks.sizes, blocks.sizes):
             raise ValueError(
                 f"the blocks of transition must be those of the HMM, {blocks!r}; got "

@@ -209,6 +209,8 @@ def _check(
         raise TypeError(
             f"module must be an HMMModule or an HMM; got {type(module).__name__}.{cure}"
         )
+    if log_prior is not None and not callable(log_prior):
+        raise TypeError(f"log_prior must be callable; got {type(log_prior).__name__}.")
     fits = isinstance(module, TransitionCounts) and isinstance(log_prior, TransitionPrior)
     if transition_step is not None and not fits:
         raise ValueError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from .._checks import check_size
 from .._choices import threads_for
 from ..chains.base import ExpectedCounts
+from ..chains.markov import MarkovChain
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.hmm import HMM
@@ -26,6 +27,7 @@ from ..distributions.observation import is_categorical
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
+from ..ops.markov import sample_paths
 from .descent import names_checked
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive
@@ -214,15 +216,15 @@ class Gibbs(Chains):
             self.others.step()
         hmm, prior = parameters.build(self.data)
         states, evidence = self._sample_paths(hmm, self.ladder.own)
-        coldest, index = self.ladder.coldest, self.index
+        coldest, index, works = self.ladder.coldest, self.index, None
         if self.ladder.size > 1:
             states, works = self._swap(hmm, states, evidence)
-            if index >= 0:
-                self.keep(index, {"works": works})
         joint = self._log_joint(evidence, prior)
         self.losses.append(-joint.mean())
         if index > 0:  # where the sweep before has ended
             self._keep(joint, index - 1, coldest)
+        if works is not None and index >= 0:
+            self.keep(index, {"works": works})
         parameters.update(self._sample_parameters(hmm, states))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
@@ -240,9 +242,31 @@ class Gibbs(Chains):
 
     def _sample_paths(self, hmm: HMM, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Sample paths of all sequences and chains at given temperatures; with log evidences."""
+        chain, values = hmm.chain, self.data.values
+        batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
+        if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
+            if not chain.per_step:
+                factors = hmm.symbol_factors(values) if self.num_sets == 1 else None
+                if factors is not None:
+                    _, _, table, _, rows, known = factors
+                    table = table.mT
+                    rows = rows if known is None else rows.masked_fill(~known, -1)
+                else:
+                    table = hmm.log_likelihood(values).flatten(-3, -2)
+                    rows = torch.arange(table.size(-2), device=values.device)
+                rows = rows.reshape(len(self.data), -1).contiguous()
+                tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
+                wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
+                first, matrix, table = wide
+                if self.ladder.size > 1:
+                    table = tempered(table, inverse)
+                parts = first.squeeze(1), matrix, table, rows, self.data.lengths
+                found = sample_paths(*parts)
+                if found is not None:
+                    return found
         likelihood = self._log_likelihood(hmm, inverse)
-        states = hmm.chain.sample_states(likelihood, hmm.lengths, 1)
-        return states, hmm.chain.log_evidence(likelihood, hmm.lengths)
+        states = chain.sample_states(likelihood, hmm.lengths, 1)
+        return states, chain.log_evidence(likelihood, hmm.lengths)
 
     def _log_likelihood(self, hmm: HMM, inverse: Tensor) -> Tensor:
         """Log-likelihoods of the states, times inverse temperatures, ``(C R, N, T, K)``."""

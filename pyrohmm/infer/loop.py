@@ -77,7 +77,7 @@ class FitLoop:
         with tqdm(total=self.num_iterations, initial=count, disable=self.hidden) as self.bar:
             while self.reason is None and len(self.losses) < self.num_iterations + self.further:
                 self.step()
-                self.bar.update()
+                self.bar.update(len(self.losses) <= self.num_iterations)
                 left = self.num_iterations - len(self.losses)
                 if self.checkpoint is not None and (
                     self.reason is not None or left == 0 or (left > 0 and self.checkpoint.is_due())

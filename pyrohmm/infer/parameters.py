@@ -125,7 +125,7 @@ class Parameters:
         """HMM at the current parameters, and their log-prior, ``(R,)`` or a scalar."""
         with LogJoint(self.values) as joint:
             hmm = build(self.module, batch)
-        prior = sum((scores for scores, _ in joint.sites.values()), torch.zeros(()))
+        prior = sum((joint.sites[name][0] for name in self.values), torch.zeros(()))
         if self.restarts > 1 and prior.dim():  # (R, 1)
             prior = prior.sum(-1)
         if self.log_prior is not None:
@@ -146,7 +146,7 @@ class Parameters:
                 for name in leaves:
                     attrgetter(name)(self.module)
             self.module._pyro_context.used = False
-            total = sum((scores.sum() for scores, _ in joint.sites.values()), torch.zeros(()))
+            total = sum((joint.sites[name][0].sum() for name in leaves), torch.zeros(()))
             if not total.requires_grad:  # no prior counts
                 return {}
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)

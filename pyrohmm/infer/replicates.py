@@ -194,6 +194,8 @@ def bootstrap(
 ) -> Bootstrap:
     """Bootstrap a fit: refit the model to simulated or resampled data."""
     check_size("num_samples", num_samples, 2)
+    if not isinstance(parametric, bool):
+        raise TypeError(f"parametric must be True or False; got {parametric!r}.")
     data, hmm = information.data, information.hmm
     if not parametric:
         if len(data) < 2:

@@ -135,7 +135,8 @@ class RegressionHMM(HMMModule):
             possible = possible & (possible.cumsum(1) > 1)
         elif not bool(allowed.diagonal().all()):
             raise ValueError("transition_allowed must be True on its diagonal, for staying.")
-        free: Any = possible.expand(size) if transition_free is None else possible & transition_free
+        of_all = possible.expand(size).clone()
+        free: Any = of_all if transition_free is None else possible & transition_free
         free = None if transition_free is None and bool(possible.all()) else free
         self.register_buffer("barred", None if bool(allowed.all()) else ~allowed)
         self.moved_by = name

@@ -261,10 +261,10 @@ class TabularContinuousTimeHMM(ChainTables, builds=ContinuousTimeHMM):
         self, lengths: Tensor, observed: Tensor | None = None, times: Tensor | None = None
     ) -> ContinuousTimeHMM:
         """Build the HMM for sequences of ``lengths`` ``(*B)`` at ``times`` ``(*B, T)``."""
+        times = given_times(times)
         rates = self.rates
         rates = rates - rates.sum(-1).diag_embed()
         initial, emission, entry = log(self.initial), self.emission(), self.exact_entry
-        times = given_times(times)
         return ContinuousTimeHMM(
             initial, rates, emission, lengths, times, observed, exact_entry=entry
         )

@@ -473,3 +473,18 @@ def test_steps_back_from_all_states_are_those_of_the_matrix(kind, scale, limit, 
     wanted = (hmm.log_transition.double() + log_values.unsqueeze(1)).logsumexp(-1)
     torch.testing.assert_close(steps.back_from_all(log_values), wanted, rtol=1e-5, atol=1e-5)
     assert steps.back_from_all(log_values[:0]).shape == (0, 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_long_sequence_among_short_ones_changes_nothing(kind):
+    """They are computed apart, so that padding takes neither memory nor time."""
+    case = Case(kind, [2, 3, 2], [3, 64, 2, 1, 9, 30, 3])
+    found = case.hmm.log_prob(case.values)
+    alone = []
+    for row, length in enumerate(case.lengths.tolist()):
+        hmm = case.hmm.with_lengths(torch.tensor([length]))
+        alone.append(hmm.log_prob(case.values[row : row + 1, :length]))
+    torch.testing.assert_close(found, torch.cat(alone))
+    wanted = torch.autograd.grad(torch.cat(alone).sum(), case.parameters, retain_graph=True)
+    gradients = torch.autograd.grad(found.sum(), case.parameters)
+    torch.testing.assert_close(gradients, wanted)

@@ -720,3 +720,18 @@ def test_what_stands_for_several_states_or_components_stays_one(kind, tmp_path):
         spread = found.emission.variance
         across = {"spherical": spread.mT, "tied": spread}[kind]
         torch.testing.assert_close(across, across[:1].expand_as(across), rtol=1e-6, atol=0)
+
+
+def test_sites_that_are_no_latent_variables_are_no_part_of_the_loss():
+    class Noted(TabularHMM):
+        def forward(self, lengths, observed=None):
+            hmm = super().forward(lengths, observed)
+            pyro.deterministic("stay", hmm.log_transition.diagonal(dim1=-2, dim2=-1), event_dim=1)
+            return hmm
+
+    data = Sequences.from_list([[0, 1, 1, 0, 2, 2], [2, 2, 1]])
+    losses = []
+    for module in (TabularHMM(2, categorical(3)), Noted(2, categorical(3))):
+        pyro.set_rng_seed(0)
+        losses.append(fit_em(module, data, num_iterations=5, restarts=3).losses)
+    torch.testing.assert_close(*losses)

@@ -32,6 +32,7 @@ from pyrohmm import (
     formulas,
     freeze,
     load_hmm,
+    normal,
     plots,
     poisson,
     regression,
@@ -525,3 +526,9 @@ def test_a_module_of_either_dtype_takes_the_covariates_of_a_table(double):
     assert {part.dtype for part in fit.parameters.values()} == {
         [torch.float32, torch.float64][double]
     }
+
+
+def test_a_module_of_some_transitions_takes_its_own_state():
+    allowed = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]]).bool()
+    module = RegressionHMM(3, normal(0), transition=[0, 1], transition_allowed=allowed)
+    module.load_state_dict(module.state_dict())

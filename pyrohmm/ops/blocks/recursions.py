@@ -56,6 +56,14 @@ def log_evidence(
     """
     if pick(log_seen.device) is not NUMBA:
         return _by_torch(transitions, blocks, lengths, log_first, log_seen)
+    if len(lengths) > 1 and blocks.numel() > 2 * int(lengths.sum()):  # mostly padding
+        key = lengths.numpy().tobytes(), b"by length"
+        pieces = cached(blocks, lambda: _by_length(blocks, lengths), *key)
+        found = [
+            log_evidence(transitions, part, each, log_first[rows], log_seen[rows, : part.size(1)])
+            for rows, part, each in pieces
+        ]
+        return torch.cat(found)[torch.cat([rows for rows, _, _ in pieces]).argsort()]
     scores: Any = transitions.scores
     passes: list[Passes] = []
 
@@ -81,6 +89,13 @@ def log_evidence(
     rows = (~passes[0].sound).nonzero().squeeze(-1)
     parts = blocks[rows], lengths[rows], log_first[rows], log_seen[rows]
     return value.index_add(0, rows, _by_torch(transitions, *parts))
+
+
+def _by_length(blocks: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Sequences of more than half the largest length, and the others: indices, blocks, lengths."""
+    long = 2 * lengths > lengths.max()
+    rows = [mask.nonzero().squeeze(-1) for mask in (long, ~long) if bool(mask.any())]
+    return [(part, blocks[part, : int(lengths[part].max())], lengths[part]) for part in rows]
 
 
 @torch.no_grad()

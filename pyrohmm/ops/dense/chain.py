@@ -9,7 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._checks import broadcast_shapes, check_integers, check_lengths
+from ..._checks import (
+    check_booleans,
+    check_broadcast,
+    check_integers,
+    check_lengths,
+    check_trailing,
+)
 from ..products import add_rows, look_up
 
 Gradient = Callable[[Tensor], tuple[Tensor, ...] | None]  # of weights (G, n) of the evidences
@@ -109,12 +115,20 @@ def check_arguments(
     symbols: Tensor | None = None, known: Tensor | None = None,
 ) -> Arguments:  # fmt: skip
     """The arguments of a recursion, if their dtypes and sizes agree."""
-    check_integers("lengths", lengths)
     tensors = log_initial, log_transition, logs
+    if not all(isinstance(part, Tensor) for part in tensors):
+        found = [type(part).__name__ for part in tensors]
+        raise TypeError(f"log-probabilities must be tensors; got {found}. Call torch.as_tensor.")
+    check_integers("lengths", lengths)
+    if symbols is not None:
+        check_integers("symbols", symbols)
     if not all(part.dtype.is_floating_point for part in tensors):
         raise TypeError(f"log-probabilities must be floats; got {[x.dtype for x in tensors]}.")
     size = log_initial.size(-1)
     steps = logs.size(-2) if symbols is None else symbols.size(-1)
+    if known is not None:
+        check_booleans("known", known)
+        check_trailing("known", known, (steps,), "(T,)")
     each = (steps, size) if symbols is None else (size, logs.size(-1))
     matrices = log_transition.shape[-3:]
     if matrices not in ((1, size, size), (steps - 1, size, size)) or logs.shape[-2:] != each:
@@ -124,10 +138,13 @@ def check_arguments(
         )
     lengths = lengths.cpu().long()
     check_lengths(lengths, steps)
-    shared, leads = [log_transition.shape[:-3]], [log_initial.shape[:-1], lengths.shape]
-    (leads if symbols is None else shared).append(logs.shape[:-2])
-    leads += [part.shape[:-1] for part in (symbols, known) if part is not None]
-    batch = broadcast_shapes(*shared, *leads)
+    shared = [log_transition.shape[:-3]] + [logs.shape[:-2]] * (symbols is not None)
+    leads = {
+        "log_initial": log_initial.shape[:-1], "log_transition": log_transition.shape[:-3],
+        "log_likelihood": logs.shape[:-2], "lengths": lengths.shape,
+    }  # fmt: skip
+    rows = {"symbols": symbols, "known": known}
+    batch = check_broadcast(leads | {n: x.shape[:-1] for n, x in rows.items() if x is not None})
     double = torch.float64 in (log_initial.dtype, log_transition.dtype, logs.dtype)
     dtype = torch.float64 if double else torch.float32
     return Arguments(*tensors, symbols, known, lengths, batch, split_of(batch, shared), dtype)
