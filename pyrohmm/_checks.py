@@ -200,7 +200,10 @@ def check_positive(name: str, tensor: Tensor) -> None:
     """Raise unless all numbers are positive and finite."""
     wrong = tensor[~((tensor > 0) & (tensor < torch.inf))]  # NaN is neither
     if wrong.numel():
-        raise ValueError(f"{name} must be positive and finite; got {wrong[0].item():g}.")
+        raise ValueError(
+            f"{name} must be positive and finite; got {wrong[0].item():g}. Clamp it, or map reals "
+            "by .exp()."
+        )
 
 
 def check_size(name: str, value: int, least: int = 1) -> None:

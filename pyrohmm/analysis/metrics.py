@@ -336,7 +336,7 @@ def likelihood_ratio_test(smaller: Fit, larger: Fit, data: Sequences) -> Likelih
         )
     if more <= count:
         raise ValueError(
-            f"larger must have more free parameters than smaller; got {more} and {count}"
+            f"larger must have more free parameters than smaller; got {more} and {count}."
         )
     statistic = 2.0 * (from_large - from_small)
     if statistic < -1e-6 * abs(from_small):

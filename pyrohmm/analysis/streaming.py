@@ -361,7 +361,9 @@ class Filter:
             before = self.num_steps
             after = hmm.num_steps - before - num_steps
             if after < 0:
-                raise ValueError(f"hmm has parameters for {hmm.num_steps} steps only.")
+                raise ValueError(
+                    f"hmm has parameters for {hmm.num_steps} steps, not {-after} more."
+                )
             values = pad(values, (0, 0) * (events - 1) + (before, after))
             seen = pad(known, (before, after))
         lengths = torch.full(self.batch_shape, before + num_steps + after)

@@ -400,7 +400,7 @@ class Forecast(OwnChecks):
         """Raise if discrete values are not whole numbers; NaN is a missing one."""
         single = self.support.is_discrete and not self.event_shape
         if single and values.is_floating_point() and bool((values.nan_to_num().frac() != 0).any()):
-            raise ValueError("values must be whole numbers, for they are discrete.")
+            raise ValueError("values must be whole numbers, being discrete: call .round().")
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""

@@ -165,7 +165,9 @@ class RegressionHMM(HMMModule):
     ) -> HMM:
         """Build the HMM for ``covariates`` ``(*B, T, C)``, and ``times`` ``(*B, T)`` of rates."""
         if covariates is None:
-            raise ValueError("data has no covariates, which this module needs.")
+            raise ValueError(
+                "data has no covariates, which this module needs: Sequences(..., covariates=)."
+            )
         first = covariates[..., 0, :]
         start = after_zero(self.initial(first)).log_softmax(-1)
         per_step = isinstance(self.emission, RegressionEmission)

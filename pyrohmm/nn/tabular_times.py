@@ -149,7 +149,10 @@ def _others(num_states: int, allowed: Tensor | None) -> Tensor:
 def given_times(times: Tensor | None) -> Tensor:
     """Return the times of the data; raise if there are none."""
     if times is None:
-        raise ValueError("data has no times, which the model needs: Sequences(..., times=).")
+        raise ValueError(
+            "data has no times, which a model in continuous time needs: Sequences(..., times=), "
+            "times= of from_list, or time= of from_dataframe."
+        )
     return times
 
 
