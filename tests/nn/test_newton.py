@@ -287,3 +287,21 @@ def test_newton_steps_of_families_are_not_halved_by_rounding(monkeypatch):
     fit = fit_em(TabularHMM(2, pyrohmm.student_t()), data, num_iterations=10, restarts=1)
     double = sum(dtype == torch.float64 for dtype in calls)
     assert double < 30 * len(fit.losses)
+
+
+def test_a_strong_prior_of_a_gamma_concentration_counts():
+    """The mode of one state is that of the log joint density of SciPy."""
+    values = stats.gamma(2.0, scale=0.5).rvs(30, random_state=1)
+    data = Sequences.from_list([values.tolist()])
+    family = pyrohmm.gamma(concentration=(50.0, 10.0), rate=(3.0, 2.0))
+    fit = fit_em(TabularHMM(1, family).double(), data, tolerance=1e-12)
+
+    def loss(logs):
+        concentration, rate = np.exp(logs)
+        priors = stats.gamma(50, scale=0.1).logpdf(concentration)
+        priors += stats.gamma(3, scale=0.5).logpdf(rate)
+        return -stats.gamma(concentration, scale=1 / rate).logpdf(values).sum() - priors
+
+    wanted = np.exp(optimize.minimize(loss, [0.0, 0.0], method="Nelder-Mead", tol=1e-12).x)
+    found = [fit.parameters[f"module.emission.{name}"].item() for name in ("concentration", "rate")]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
