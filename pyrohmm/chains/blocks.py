@@ -172,8 +172,7 @@ class BlockChain(MarkovChain):
             check_same_device({"log_initial": self.log_initial, "transition": transition})
         elif not torch.equal(transition.blocks.sizes, blocks.sizes):
             raise ValueError(
-                f"the blocks of transition must be those of the HMM, {blocks!r}; got "
-                f"{transition.blocks!r}."
+                f"transition must be of the HMM's blocks, {blocks!r}; got {transition.blocks!r}."
             )
 
     def refuse_nan(self, *logs: Any) -> None:
