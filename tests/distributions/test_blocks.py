@@ -314,16 +314,21 @@ def with_gaps(case):
     return hmm, hmm.dense(), case.values.masked_fill(~seen, -7)
 
 
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("kind", ["one level", "two levels"])
-def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine):
+def many_states(kind, monkeypatch):
+    """1,024 states in 64 blocks, computed in small chunks, and a mask with gaps."""
     compute(monkeypatch, False)
     monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
     monkeypatch.setattr(transitions, "CHUNK", 1 << 14)
     torch.manual_seed(0)
-    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
     seen = torch.ones(2, 9, dtype=torch.bool)
     seen[0, 1], seen[1, 3:6] = False, False
+    return Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32), seen
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("kind", ["one level", "two levels"])
+def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine):
+    case, seen = many_states(kind, monkeypatch)
     hmm = case.hmm.replace(observed=seen) if missing else case.hmm
     with Largest() as largest:
         evidence = hmm.log_prob(case.values)
@@ -335,13 +340,7 @@ def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine
 @pytest.mark.parametrize("query", ["viterbi", "sample_states", "filtered"])
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
 def test_paths_through_gaps_need_no_matrix_of_all_transitions(kind, query, monkeypatch):
-    compute(monkeypatch, False)
-    monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
-    monkeypatch.setattr(transitions, "CHUNK", 1 << 14)
-    torch.manual_seed(0)
-    case = Case(kind, [16] * 64, [4, 9], num_symbols=64, dtype=torch.float32)
-    seen = torch.ones(2, 9, dtype=torch.bool)
-    seen[0, 1], seen[1, 3:6] = False, False
+    case, seen = many_states(kind, monkeypatch)
     hmm = case.hmm.replace(observed=seen)
     with Largest() as largest, torch.no_grad():
         found = getattr(hmm, query)(case.values)

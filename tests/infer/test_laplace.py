@@ -238,18 +238,6 @@ def test_what_cannot_be_integrated_is_refused():
     with pytest.raises(ValueError, match="start has 'level'"):
         fit_laplace(linear, data, ["own"], start={"level": torch.zeros(1)})
 
-    def neighbours(data):
-        mean = pyro.sample("mean", Normal(0.0, 1.0))
-        with pyro.plate("subjects", len(data)):
-            own = pyro.sample("own", Normal(0.0, 1.0))
-            loc = (mean + own + own.roll(1, -1)).unsqueeze(-1)
-            hmm = HMM(ZERO, ZERO.unsqueeze(0), Normal(loc, 1.0), data.lengths)
-            pyro.sample("x", hmm, obs=data.values)
-        return hmm
-
-    with pytest.raises(ValueError, match="must be independent"):
-        fit_laplace(neighbours, data, ["own"])
-
     for size in ((1,), ()):  # meets the plate, of whose size it is not; lacks a dimension
 
         def shaped(data, size=size):
