@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import arguments, write
+from common import Peak, arguments, own_memory, write
 
 from pyrohmm import TabularHMM, categorical, fit_em, starts
 from pyrohmm.data import StoredSequences
@@ -38,32 +37,6 @@ def simulate(path: Path, size: int) -> None:
         symbols = (random.random((count, 1)) > emission[states]).sum(-1)
         values[:, t] = np.minimum(symbols, NUM_SYMBOLS - 1)
     values.flush()
-
-
-def own_memory() -> float:
-    """Memory of this process in MB, without pages of files."""
-    status = Path("/proc/self/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) / 1024
-
-
-class Peak:
-    """The largest memory of this process within the context, looked at fifty times a second."""
-
-    def __enter__(self) -> Peak:
-        self.largest, self.ended = own_memory(), threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-
-    def watch(self) -> None:
-        """Look until it has ended."""
-        while not self.ended.wait(0.02):
-            self.largest = max(self.largest, own_memory())
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join()
 
 
 def measure(path: Path, size: int) -> dict[str, Any]:

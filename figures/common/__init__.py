@@ -8,6 +8,7 @@ import json
 import math
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,32 @@ def interleaved(
                 method()
                 times[name].append(clock() - start_time)
     return times
+
+
+def own_memory() -> float:
+    """Memory of this process in MB, without pages of files."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) / 1024
+
+
+class Peak:
+    """The largest memory of this process within the context, looked at fifty times a second."""
+
+    def __enter__(self) -> Peak:
+        self.largest, self.ended = own_memory(), threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self) -> None:
+        """Look until it has ended."""
+        while not self.ended.wait(0.02):
+            self.largest = max(self.largest, own_memory())
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
 
 
 def ratio(times: dict[str, list[float]], slow: str, fast: str) -> tuple[float, float, float]:

@@ -231,8 +231,7 @@ class InverseWishart(OwnChecks):
         shape = torch.Size(sample_shape) + self.batch_shape
         degrees = self.scale.new_full(shape, self.degrees)
         root = sample_root(degrees, self.scale.expand(*shape, *self.event_shape))
-        matrix = root @ root.mT
-        return (matrix + matrix.mT) / 2  # products of matrices are symmetric up to rounding
+        return _square(root)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)`` of covariance matrices."""
@@ -297,7 +296,7 @@ class FlatCovariance(OwnChecks):
             fresh = (root[..., 0, 0] == 0) & accepted
             root = torch.where(fresh[..., None, None], new, root)
             wanted = bool((root[..., 0, 0] == 0).any())
-        return root @ root.mT
+        return _square(root)
 
     def _small(self, root: Tensor) -> Tensor:
         """Log-density term of the small scale, given Cholesky factors of the matrices."""
@@ -314,6 +313,12 @@ class FlatCovariance(OwnChecks):
         norm = norm + torch.special.multigammaln(value.new_tensor((dim + 1) / 2), dim)
         tail = (value.diagonal(dim1=-2, dim2=-1) / self.upper).sum(-1)
         return self._small(root) - tail - norm
+
+
+def _square(root: Tensor) -> Tensor:
+    """M M', symmetric to the last bit, which a product of matrices is only up to rounding."""
+    square = root @ root.mT
+    return (square + square.mT) / 2
 
 
 def sample_root(degrees: Tensor, scale: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributions import biject_to
 from pyrohmm import HMM, Sequences, fit_em, load_hmm, queries, save
 from pyrohmm.distributions.observation import Streams, Tied, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.sparse import SparseDirichlet
-from pyrohmm.distributions.units import InverseWishart
+from pyrohmm.distributions.units import FlatCovariance, InverseWishart
 
 NAN = math.nan
 ALLOWED = torch.tensor(
@@ -181,10 +181,14 @@ def test_inverse_wishart_density_is_that_of_scipy(dim, spare):
     assert found.item() == pytest.approx(expected, rel=1e-10)
 
 
-def test_samples_of_covariances_are_symmetric_to_the_last_bit():
+@pytest.mark.parametrize("prior", [
+    InverseWishart(12.0, torch.eye(10, dtype=torch.float32)),
+    FlatCovariance(torch.full((10,), 1e-4), torch.full((10,), 100.0)),
+])  # fmt: skip
+def test_samples_of_covariances_are_symmetric_to_the_last_bit(prior):
     """A normal distribution of torch refuses others, of large variances."""
     torch.manual_seed(0)
-    samples = InverseWishart(12.0, torch.eye(10, dtype=torch.float32)).sample((200,))
+    samples = prior.sample((200,))
     assert torch.equal(samples, samples.mT)
 
 
