@@ -40,7 +40,7 @@ from .parameters import Parameters, Values
 from .plates import Point
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
-from .starts import FEW, MOST_STEPS, Start, begin, num_ranked
+from .starts import Plan, Start
 
 
 @names_checked
@@ -152,33 +152,21 @@ def fit_em(
     module = with_priors(copy.deepcopy(module), priors)
     parameters = Parameters(module, data, restarts or 1, log_prior)
     maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
-    goes_on = num_iterations > 1 or checkpoint is not None
-    several = start is None and restarts != 1 and tolerance is not None and goes_on
-    ranked = num_ranked(parameters, maximize) if several else 0
-    if restarts is None and ranked > 1 and batch_size is None and group.size == 1:
-        parameters.restarts = min(FEW, ranked)
+    one = start is not None or tolerance is None or (num_iterations == 1 and checkpoint is None)
+    alone = batch_size is None and group.size == 1
+    plan = Plan(parameters, maximize, start, restarts, several=not one, few=alone)
     loop = Loop(
         parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
         batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
-        progress=progress,
+        progress=progress, large=plan.large,
     )  # fmt: skip
-    if ranked > 1:
-        loop.large, loop.num_first = int(data.lengths.sum()) > MOST_STEPS, 2 if restarts else 1
     identity = partial(_identity, arguments, parameters)
-    if not loop.resume(checkpoint, identity, generator, parameters.points):
-        unsuited = False
-        try:
-            begin(parameters, maximize, start, ranked)
-        except (ArithmeticError, ValueError):
-            unsuited = restarts is None and ranked > 1
-            if not unsuited:
-                raise
-        if unsuited:  # one start names what is wrong, if it is
-            return fit_em(**arguments | {"restarts": 1})
+    resumed = loop.resume(checkpoint, identity, generator, parameters.points)
+    if not resumed and not plan.begin():  # one start names what is wrong, if it is
+        return fit_em(**arguments | {"restarts": 1})
     loop.run()
     fit = _finish(loop)
-    if restarts is None and ranked == 1:
-        fit.notes.append("one start was tried, for the model is large; restarts=4 tries others too")
+    fit.notes += plan.notes
     return fit
 
 

@@ -34,8 +34,9 @@ from .models import MarginalModel, exclusive
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit
-from .starts import Start, by_kmeans, from_prior
+from .starts import Start, by_kmeans, from_prior, seen_by
 
+CHUNK = 1 << 18  # numbers of states whose statistics are summed at once
 WHOLE = 1e-3  # how far counts of a path may be from whole numbers, by rounding
 
 
@@ -163,8 +164,6 @@ class Gibbs(Chains):
         self.chain: Any = module if conjugate else None
         self.others: Others | None = None
         self.impute(True)
-        seen = self.data.observed.flatten()
-        self.observed = None if bool(seen.all()) else seen.nonzero().squeeze(-1)
 
     def impute(self, sampled: bool) -> None:
         """Set whether emission statistics use samples of hidden quantities, not expectations."""
@@ -179,14 +178,15 @@ class Gibbs(Chains):
         if start is None:
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
-        begin = start if isinstance(start, dict) else start(module, self.data, parameters.restarts)
+        some = seen_by(start, self.data) if self.num_sets == 1 else self.data
+        begin = start if isinstance(start, dict) else start(module, some, parameters.restarts)
         if isinstance(start, dict) and self.ladder.size > 1:  # one for each ladder, or for all
             begin = {name: self._for_ladders(name, value) for name, value in start.items()}
         known = begin if isinstance(begin, dict) else None
-        parameters.set_values(known or from_prior(module, self.data, parameters.restarts))
-        hmm, _ = parameters.build(self.data)
+        parameters.set_values(known or from_prior(module, some, parameters.restarts))
+        hmm, _ = parameters.build(some)
         if isinstance(begin, dict):
-            states = hmm.sample_states(self.data.values)
+            states = hmm.sample_states(some.values)
         else:
             probs = begin.state_probs if isinstance(begin, ExpectedCounts) else begin
             if hmm.allowed is not None:
@@ -194,10 +194,10 @@ class Gibbs(Chains):
             shape = parameters.restarts, *probs.shape[-3:]
             states = torch.multinomial(probs.expand(shape).flatten(0, -2), 1).reshape(shape[:-1])
         try:
-            samples = self._sample_parameters(hmm, states)
+            samples = self._sample_parameters(hmm, states, some)
         except ValueError:  # paths do not say how the chain's parameters are used
             self.chain = None
-            samples = self._sample_parameters(hmm, states)
+            samples = self._sample_parameters(hmm, states, some)
         if known is None:
             parameters.update(samples)
         others = [name for name in parameters.sites if name not in samples]
@@ -225,7 +225,7 @@ class Gibbs(Chains):
             self._keep(joint, index - 1, coldest)
         if works is not None and index >= 0:
             self.keep(index, {"works": works})
-        parameters.update(self._sample_parameters(hmm, states))
+        parameters.update(self._sample_parameters(hmm, states, self.data))
         if index == self.num_samples - 1:
             hmm, prior = parameters.build(self.data)
             joint = self._log_joint(hmm.log_prob(self.data.values), prior)
@@ -252,8 +252,10 @@ class Gibbs(Chains):
                     table = table.mT
                     rows = rows if known is None else rows.masked_fill(~known, -1)
                 else:
-                    table = hmm.log_likelihood(values).flatten(-3, -2)
-                    rows = torch.arange(table.size(-2), device=values.device)
+                    table = hmm.log_likelihood(values).transpose(-3, -2)  # as it lies in memory
+                    rows = torch.arange(table.shape[-3:-1].numel(), device=values.device)
+                    rows = rows.reshape(table.shape[-3:-1]).mT
+                    table = table.flatten(-3, -2)
                 rows = rows.reshape(len(self.data), -1).contiguous()
                 tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
                 wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
@@ -292,11 +294,11 @@ class Gibbs(Chains):
         now = {f"module.{name}": self.parameters.get(name) for name in self.parameters.sites}
         self.keep(index, {name: value[chosen] for name, value in (now | {"lp": joint}).items()})
 
-    def _sample_parameters(self, hmm: HMM, states: Tensor) -> Values:
-        """Sample the parameters given the paths, by name."""
+    def _sample_parameters(self, hmm: HMM, states: Tensor, data: Sequences) -> Values:
+        """Sample the parameters given the paths of ``data``, by name."""
         parameters = self.parameters
         restarts, num_states = parameters.restarts, hmm.num_states
-        states = states.reshape(restarts, len(self.data), -1)
+        states = states.reshape(restarts, len(data), -1)
         values: Values = {}
         if self.chain is not None:
             found = whole_counts(hmm, states if restarts > 1 else states[0])
@@ -309,7 +311,7 @@ class Gibbs(Chains):
             expected = ExpectedCounts(no_evidence, weights, counts)
             values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
         if self.emission is not None:
-            statistics = self._emission_statistics(hmm, states)
+            statistics = self._emission_statistics(hmm, states, data)
             sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
             values |= under(self.prefix, sample)
         return values
@@ -319,25 +321,30 @@ class Gibbs(Chains):
         names = [name for name in self.parameters.sites if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.parameters.get(name) for name in names}
 
-    def _emission_statistics(self, hmm: HMM, states: Tensor) -> Statistics:
+    def _emission_statistics(self, hmm: HMM, states: Tensor, data: Sequences) -> Statistics:
         """Sufficient statistics of the observations, each with weight one in its state."""
-        values, emission, sets = self.data.values, hmm.emission, self.num_sets
+        values, emission, sets = data.values, hmm.emission, self.num_sets
         values = with_past(emission, values)
         values = values.unsqueeze(0) if sets == 1 else values[:: self.copies // sets]
         values, flat = values.flatten(1, 2), states.flatten(1)  # (D, N T, *E), (C R, N T)
         if not (values.dtype.is_floating_point or is_categorical(emission)):
             values = values.to(hmm.log_initial.dtype)
-        if self.observed is not None:
-            values = values.index_select(1, self.observed)
-            flat = flat.index_select(1, self.observed)
-        weights = hmm.log_initial.new_zeros(*flat.shape, hmm.num_states)
-        weights.scatter_(-1, flat.unsqueeze(-1), 1.0)
-        if self.ladder.size > 1:
-            weights *= self.ladder.own.to(weights)[:, None, None]
-        if sets > 1:  # zero for the data sets of other chains
-            own = torch.eye(sets).to(weights).repeat_interleave(self.copies // sets, 0)
-            weights = torch.einsum("rmk,rd->rdmk", weights, own).flatten(1, 2)
-        return self.emission.statistics(values.flatten(0, 1), weights, emission)
+        if not bool((seen := data.observed.flatten()).all()):
+            where = seen.nonzero().squeeze(-1)
+            values, flat = values.index_select(1, where), flat.index_select(1, where)
+        size = CHUNK // (len(flat) * hmm.num_states) + 1 if self.emission.summed else flat.size(1)
+        total: Statistics = {}
+        for value, state in zip(values.split(size, 1), flat.split(size, 1)):
+            weights = hmm.log_initial.new_zeros(*state.shape, hmm.num_states)
+            weights.scatter_(-1, state.unsqueeze(-1), 1.0)
+            if self.ladder.size > 1:
+                weights *= self.ladder.own.to(weights)[:, None, None]
+            if sets > 1:  # zero for the data sets of other chains
+                own = torch.eye(sets).to(weights).repeat_interleave(self.copies // sets, 0)
+                weights = torch.einsum("rmk,rd->rdmk", weights, own).flatten(1, 2)
+            sums = self.emission.statistics(value.flatten(0, 1), weights, emission)
+            total = {name: total.get(name, 0) + part for name, part in sums.items()}
+        return total
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state: samples, temperatures, parameters, tuning of Hamiltonian steps."""

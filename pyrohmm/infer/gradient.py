@@ -15,7 +15,7 @@ from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 from torch import nn
 
 from .._checks import check_size
-from ..data.batches import Parts, first_sequence, in_parts
+from ..data.batches import Parts, first_sequence, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.sparse import interior
@@ -28,7 +28,7 @@ from .objective import check_events, is_enumerated, latent_sites, trace_of_batch
 from .parameters import Values, fitted_in, set_point
 from .plates import Point, narrow
 from .results import POINT, WINDOW, Fit, Restarts
-from .starts import by_kmeans
+from .starts import by_kmeans, seen_by
 from .training import check_model_and_data, train
 
 
@@ -202,7 +202,7 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
         return {}
     module = copy.deepcopy(module)
     emission = module.emission_module()
-    data = data if isinstance(data, Sequences) else first_sequence(data)
+    data = seen_by(by_kmeans, next(iter(parts_of(data))))
     numbers = (*module.parameters(), *module.buffers())
     like = next(part for part in numbers if part.is_floating_point())
     with PYRO, torch.no_grad(), poutine.block():

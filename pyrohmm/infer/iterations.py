@@ -180,7 +180,6 @@ class Loop(FitLoop):
         log_priors: ``(R,)``, at each iteration.
         alive: The restarts that go on.
         settled: Which of these have converged.
-        num_first: How many restarts at the front are given up only when they have converged.
         large: Whether the data are so large that few restarts go on.
         values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
         last: Sums of the last E-step.
@@ -201,6 +200,7 @@ class Loop(FitLoop):
         acceleration: bool | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = False,
+        large: bool = False,
     ) -> None:
         data = parameters.data
         stored = "an iterable of Sequences" if isinstance(data, Parts) else None
@@ -233,7 +233,7 @@ class Loop(FitLoop):
         self.log_priors: list[Tensor] = []
         self.alive = torch.arange(parameters.restarts)
         self.values: Values = {}
-        self.num_first, self.large = 1, False
+        self.large = large
         self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
         self.last: Sums = {}
 
@@ -311,8 +311,8 @@ class Loop(FitLoop):
         """Indices of the running restarts that are continued.
 
         The worse half is given up after each ``RANKED`` iterations, all but the best at the first
-        one of large data, but never the ``num_first`` with which a fit of fewer restarts begins;
-        and any that has converged above another one.
+        one of large data, but never the first, with which a fit of one begins; and any that has
+        converged above another one.
         """
         loss = self.losses[-1][self.alive].nan_to_num(nan=torch.inf)
         going = torch.ones_like(loss, dtype=torch.bool)
@@ -321,7 +321,7 @@ class Loop(FitLoop):
             if at_once or len(self.losses) % RANKED == 0:
                 kept = 1 if at_once else (len(loss) + 1) // 2
                 going[loss.argsort(stable=True)[kept:]] = False
-                going[self.alive < self.num_first] = True
+                going[self.alive == 0] = True
             going &= ~(self.settled & (loss > loss.min()))
         return going.nonzero().squeeze(-1)
 

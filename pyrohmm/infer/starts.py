@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
@@ -22,6 +23,7 @@ from ..data.batches import parts_of
 from ..data.sequences import Sequences
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
+from ..distributions.sparse import interior
 from ..distributions.structured_hmm import HSMM
 from ..nn.base import PYRO, HMMModule
 from .iterations import Loop, uniform_counts
@@ -36,8 +38,10 @@ SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
 SHORT_DURATIONS = (8, 10), (3, 10)  # the same where a step is over durations, and takes longer
 MOST_STEPS = 2_000  # of the data by which they are
 MOST_NUMBERS = 4_000_000  # parameters, or transitions, of all of these
-MOST_ROWS = 10_000  # among which centres of clusters are sought
+MOST_ROWS = 10_000  # of the data that a start looks at
+MOST_CENTRES = 64  # that are sought far apart, each among all rows
 LONGEST_BLOCK = 25  # steps
+ONE = "one start was tried, for the model is large; restarts=4 tries others too"
 
 
 class Start(Protocol):
@@ -117,8 +121,9 @@ def rotation(names: Iterable[str], numbers: bool) -> list[Start]:
 def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     """Start from k-means clusters of the observations, which are scaled to unit variance.
 
-    Centres are those of at most 10,000 random rows. Missing steps belong to all clusters alike;
-    missing components are filled by their means.
+    Centres are those of at most 10,000 random rows; of more than 64 states they begin at random
+    rows. Fits cluster windows of 10,000 steps in all, where there are more. Missing steps belong to
+    all clusters alike; missing components are filled by their means.
     """
     num_states = _num_states(module, data)
     seen = data.observed.cpu()
@@ -133,20 +138,25 @@ def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
         (torch.where(part.isnan(), mean, part) - mean) / torch.where(spread > 0, spread, 1.0)
         for part in (rows, some)
     )
+    distinct = np.unique(some.numpy(), axis=0)  # torch takes ten times as long
     for restart in range(restarts):
-        states[restart, seen] = _cluster(rows, some, num_states)
+        states[restart, seen] = _cluster(rows, some, distinct, num_states)
     return _nearly_certain(states, num_states).to(data.values.device)
 
 
-def _cluster(rows: Tensor, some: Tensor, num_states: int) -> Tensor:
-    """The nearest of the centres of ``some`` rows; at random if too few rows differ."""
-    enough = len(some.unique(dim=0)) >= max(num_states, 2)
-    for _ in range(5 if enough else 0):
-        seed = int(torch.randint(2**31, ()))
+def _cluster(rows: Tensor, some: Tensor, distinct: np.ndarray, num_states: int) -> Tensor:
+    """The nearest of the centres of ``some`` rows; at random if too few rows are ``distinct``."""
+    many = num_states > MOST_CENTRES
+    for _ in range(5 if len(distinct) >= max(num_states, 2) else 0):
+        seed, centres = int(torch.randint(2**31, ())), num_states
+        if many:
+            centres = distinct[torch.randperm(len(distinct))[:num_states]]
+        how = "matrix" if many else "++"
         try:
-            centres, _ = kmeans2(some.numpy(), num_states, minit="++", seed=seed, missing="raise")
+            centres, _ = kmeans2(some.numpy(), centres, minit=how, seed=seed, missing="raise")
         except (ClusterError, ValueError):  # a cluster has lost its points
-            continue
+            if not many:
+                continue
         return torch.as_tensor(vq(rows.numpy(), centres)[0]).long()
     return torch.randint(num_states, (len(rows),))
 
@@ -197,6 +207,17 @@ def windows(data: Sequences, num_steps: int) -> Sequences:
     return new
 
 
+def seen_by(start: Start | Values, data: Sequences) -> Sequences:
+    """What a start looks at: windows of the data; all, if it may know the states of all steps."""
+    own = isinstance(start, dict) or start in (from_prior, by_kmeans, by_blocks)
+    return windows(data, MOST_ROWS) if own else data
+
+
+def possible(parameters: Parameters, values: Values) -> Values:
+    """Values found in a part of the data, off zero: a symbol that it lacks may be in the others."""
+    return {name: interior(site.support, values[name]) for name, site in parameters.sites.items()}
+
+
 def from_hmm(hmm: HMM) -> Start:
     """Start from the posterior of the states under a fitted HMM, of any emission family.
 
@@ -230,6 +251,48 @@ def _rounds(parameters: Parameters) -> tuple[tuple[int, int], ...]:
     return SHORT_DURATIONS if isinstance(parameters.example, HSMM) else SHORT
 
 
+class Plan:
+    """Where EM begins, and how many restarts it has.
+
+    Args:
+        parameters: They are set; by default some restarts go on, of which they are told.
+        maximize: Their M-step.
+        start: Where they begin; None for the kinds of start in turn.
+        restarts: Their number; None by default.
+        several: Whether more starts may be tried than go on.
+        few: Whether by default more than one may go on.
+
+    Attributes:
+        ranked: Number of starts, the best of which go on; 0 or 1 if none are ranked.
+        large: Whether they are ranked by a part of the data, so that only the first restart and
+            the best go on.
+        by_default: Whether the user has not asked for them.
+        notes: Remarks.
+    """
+
+    def __init__(
+        self, parameters: Parameters, maximize: Maximization, start: Start | Values | None,
+        restarts: int | None, several: bool, few: bool,
+    ) -> None:  # fmt: skip
+        self.how = parameters, maximize, start
+        self.ranked = num_ranked(parameters, maximize) if several and restarts != 1 else 0
+        self.large = self.ranked > 1 and int(parameters.data.lengths.sum()) > MOST_STEPS
+        self.by_default = restarts is None and self.ranked > 1
+        self.notes = [ONE] if restarts is None and self.ranked == 1 else []
+        if self.by_default and few:
+            parameters.restarts = min(FEW, self.ranked)
+
+    def begin(self) -> bool:
+        """Initialise the parameters; False if the data do not suit the starts that are tried."""
+        try:
+            begin(*self.how, self.ranked)
+        except (ArithmeticError, ValueError):
+            if not self.by_default:
+                raise
+            return False
+        return True
+
+
 def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
     """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
     most = _rounds(parameters)[0][0]
@@ -245,14 +308,7 @@ def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
 def begin(
     parameters: Parameters, maximize: Maximization, start: Start | Values | None, ranked: int = 0
 ) -> None:
-    """Initialise the parameters.
-
-    Args:
-        parameters: They are set.
-        maximize: Their M-step.
-        start: Where they begin; None for the kinds of start in turn.
-        ranked: Number of starts, the best of which they are; 0 or 1 if none are ranked.
-    """
+    """Initialise the parameters, at the best of ``ranked`` starts if these are several."""
     if ranked > 1:
         parameters.set_values(_ranked(parameters, maximize, ranked))
     elif start is None and parameters.restarts > 1:
@@ -283,6 +339,8 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
         loop.run()
         order = loop.losses[-1].nan_to_num(nan=torch.inf).argsort(stable=True).to(device)
         best = {name: value[order] for name, value in some.stacked().items()}
+    if data is not parameters.data:
+        best = possible(parameters, best)
     if parameters.restarts > 1:
         best = {name: torch.cat([first[name], best[name]]) for name in first}
     return {name: value[: parameters.restarts] for name, value in best.items()}
@@ -316,17 +374,20 @@ def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Val
             f"{start!r}."
         )
     data = next(iter(parts_of(parameters.data)))
-    found = start if isinstance(start, dict) else start(module, data, parameters.restarts)
+    some = data if parameters.points else seen_by(start, data)
+    found = start if isinstance(start, dict) else start(module, some, parameters.restarts)
     if isinstance(found, dict):
         parameters.set_values(found)
         return
     if parameters.values.keys() != parameters.sites.keys():
         # gradient steps, and what no count determines, start at the prior
-        parameters.set_values(from_prior(module, data, parameters.restarts))
+        parameters.set_values(from_prior(module, some, parameters.restarts))
     with torch.no_grad():
-        hmm, _ = parameters.build(data)
-    hmm.prepare_values(data.values)  # raises if they cannot be emitted
+        hmm, _ = parameters.build(some)
+    hmm.prepare_values(some.values)  # raises if they cannot be emitted
     if not isinstance(found, ExpectedCounts):
-        found = uniform_counts(hmm, data, found)
-    scale = data.total / len(data)
-    maximize(maximize.gather(found, data, hmm, scale, at_start=True), data)
+        found = uniform_counts(hmm, some, found)
+    scale = data.total / len(data) * int(data.lengths.sum()) / int(some.lengths.sum())
+    maximize(maximize.gather(found, some, hmm, scale, at_start=True), some)
+    if some is not data:
+        parameters.set_values(possible(parameters, parameters.stacked()))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from pyro.distributions import Categorical, Dirichlet, MixtureSameFamily, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -518,14 +519,16 @@ def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
 def _within(values: Tensor, num_states: int) -> Tensor:
     """Deviation within the narrowest state, by :func:`moments_of`; infinite if all are equal."""
     size = min(max(len(values) / num_states, LEAST_OF_STATE), 100.0)
-    values, counts = values.unique(return_counts=True)
+    found = np.unique(values.cpu().numpy(), return_counts=True)  # in half of torch's time
+    values, counts = (torch.as_tensor(part, device=values.device) for part in found)
     total = counts.cumsum(0)
     last = torch.searchsorted(total, total + max(int(size / 3), 1))
     first = (last < len(values)).nonzero().squeeze(-1)
     if len(first) == 0:
         return values.new_tensor(torch.inf)
     last = last[first]
-    widths, order = ((values[last] - values[first]) / (total[last] - total[first])).sort()
+    widths = (values[last] - values[first]) / (total[last] - total[first])
+    widths, order = widths.topk(min(len(widths), int(size / 2)), largest=False)
     place = torch.searchsorted(counts[first][order].cumsum(0), int(size / 2))
     return widths[place.clamp(max=len(widths) - 1)] * size / math.sqrt(2 * math.pi)
 

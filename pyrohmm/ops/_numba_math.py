@@ -250,9 +250,10 @@ def sample_paths(
     """Sample a path of each sequence under parameters ``first`` to ``last``, and its log evidence.
 
     Row ``rows[b, t]`` of ``table`` holds the likelihoods of the step over their largest, whose
-    logarithm is in ``offsets``; a step of row -1 is missing. Where the mass is too small the
-    evidence is NaN.
+    logarithm is in ``offsets``; without any it holds their logarithms. A step of row -1 is missing.
+    Where the mass is too small the evidence is NaN.
     """
+    raw = offsets.shape[0] == 0
     size, num_states = rows.shape[0], initial.shape[1]
     filtered = np.empty((rows.shape[1], num_states))
     sums = np.empty(num_states)
@@ -272,10 +273,19 @@ def sample_paths(
                     for k in range(num_states):
                         filtered[t, k] += mass * transition[g, j, k]
             total = 0.0
-            if row >= 0:
-                logs += offsets[g, row]
+            if row >= 0 and raw:
+                peak = table[row, g, 0]
+                for k in range(1, num_states):
+                    peak = max(peak, table[row, g, k])
+                peak = peak if -np.inf < peak < np.inf else 0.0
+                logs += peak
                 for k in range(num_states):
-                    filtered[t, k] *= table[g, row, k]
+                    below = np.float64(table[row, g, k]) - peak
+                    filtered[t, k] *= exp(below) if below > -708.0 else 0.0
+            elif row >= 0:
+                logs += offsets[row, g]
+                for k in range(num_states):
+                    filtered[t, k] *= table[row, g, k]
             for k in range(num_states):
                 total += filtered[t, k]
             if not total > LEAST:
@@ -301,6 +311,6 @@ def sample_paths(
                 sums[k] = total
             bound = uniform[g, b, t] * total
             state = 0
-            while state < num_states - 1 and not sums[state] > bound:
-                state += 1
+            for k in range(num_states - 1):  # no jump that cannot be foreseen
+                state += not sums[k] > bound
             states[g, b, t] = state

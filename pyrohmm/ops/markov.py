@@ -97,8 +97,11 @@ def sample_paths(
     if pick(log_initial.device) is not NUMBA or num_states > WIDEST:
         return None
     with torch.no_grad():
-        offsets = finite_or_zero(table.amax(-1)).double()
-        likelihood = (table.double() - offsets.unsqueeze(-1)).exp()
+        table = table.transpose(0, 1)
+        offsets = torch.zeros(0, 0, dtype=torch.float64)
+        if len(table) < rows.numel():  # steps share kinds: exponentials once
+            offsets = finite_or_zero(table.amax(-1)).double()
+            table = (table.double() - offsets.unsqueeze(-1)).exp()
         first, matrix = log_initial.double().exp(), log_transition.double().exp()
         uniform = torch.rand(groups, *rows.shape, dtype=torch.float64)
         states = torch.zeros(uniform.shape, dtype=torch.long)
@@ -107,7 +110,7 @@ def sample_paths(
         kernels.run(
             kernels.sample_paths, groups, 8 * rows.numel() * num_states**2,
             first.contiguous(), matrix.contiguous(), matrix.mT.contiguous(),
-            likelihood.contiguous(), offsets.contiguous(), rows, lengths, uniform, states, evidence,
+            table.contiguous(), offsets.contiguous(), rows, lengths, uniform, states, evidence,
         )  # fmt: skip
     if bool(evidence.isnan().any()):
         return None

@@ -10,9 +10,10 @@ from pyrohmm.ops.markov import sample_paths
 pytestmark = pytest.mark.skipif(not has_numba(), reason="the loop is compiled by Numba")
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("num_states", [1, 2, 5])
-def test_evidence_is_that_of_the_recursions_and_states_have_the_posterior(num_states):
-    """Ragged, with a step that is missing, and a hard zero."""
+def test_evidence_is_that_of_the_recursions_and_states_have_the_posterior(num_states, shared):
+    """Ragged, with a step that is missing, a hard zero, and steps that share rows or do not."""
     torch.manual_seed(0)
     initial = torch.randn(2, num_states).log_softmax(-1)
     matrix = torch.randn(2, num_states, num_states)
@@ -21,6 +22,10 @@ def test_evidence_is_that_of_the_recursions_and_states_have_the_posterior(num_st
     matrix, table = matrix.log_softmax(-1), torch.randn(2, 4, num_states) - 300
     rows = torch.tensor([[0, 1, -1, 2, 3], [3, 3, 0, 0, 0], [2, 0, 0, 0, 0]])
     lengths = torch.tensor([5, 2, 1])
+    if not shared:
+        table = table[:, rows.clamp(min=0)].flatten(1, 2)
+        table[:, 1, 1:] = -torch.inf
+        rows = torch.arange(15).reshape(3, 5).masked_fill(rows < 0, -1)
     states, evidence = sample_paths(initial, matrix, table, rows, lengths)
     assert bool((states[:, 1, 2:] == 0).all())
     likelihood = table[:, rows.clamp(min=0)].masked_fill((rows < 0)[..., None], 0.0)
