@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -112,9 +112,4 @@ def flushed(function: Callable[..., Value], *arguments: Any, **options: Any) -> 
 
 def flushing(function: Callable[..., Value]) -> Callable[..., Value]:
     """Decorator: flush subnormal numbers to zero during calls of ``function``."""
-
-    @wraps(function)
-    def call(*arguments: Any, **options: Any) -> Value:
-        return flushed(function, *arguments, **options)
-
-    return call
+    return wraps(function)(partial(flushed, function))

@@ -114,6 +114,8 @@ def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*arguments, **options)
         return recomputed(partial(function, **options), *arguments)
 
     return call

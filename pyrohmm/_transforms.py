@@ -19,14 +19,27 @@ exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  #
 NOTHING: frozenset[Any] = frozenset()
 
 
-def opaque(function: Function) -> Function:
-    """Decorator: one opaque operation for ``torch.compile`` and for Pyro's provenance.
+def uncompiled(function: Function) -> Function:
+    """Decorator: ``torch.compile`` leaves a function as it is, for it reads values.
 
-    ``torch.compile`` leaves it as it is, for it reads values (as ``torch.compiler.disable``, which
-    loads the compiler, but only where something is compiled). And its result has the provenance of
-    the distribution and of all arguments: see :class:`pyro.ops.provenance.ProvenanceTensor`, by
-    which Pyro finds what a site depends on, and which neither functions of autograd nor compiled
-    loops pass on.
+    As ``torch.compiler.disable``, which loads the compiler, but only where something is compiled.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not exporting():
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return cast(Function, call)
+
+
+def opaque(function: Function) -> Function:
+    """Decorator of a query: :func:`uncompiled`, and one operation for Pyro's provenance.
+
+    Its result has the provenance of the distribution and of all arguments: see
+    :class:`pyro.ops.provenance.ProvenanceTensor`, by which Pyro finds what a site depends on, and
+    which neither functions of autograd nor compiled loops pass on.
     """
 
     @wraps(function)
@@ -34,10 +47,17 @@ def opaque(function: Function) -> Function:
         if torch.compiler.is_compiling() and not exporting():
             return torch.compiler.disable(function)(*args, **kwargs)
         owner, *given = args
-        if "provenance" not in owner.__dict__:  # it is being made
-            owner.provenance = provenance_of(tensors_of((given, kwargs)))
-        tracked = owner.provenance | provenance_of(given)
-        return with_provenance(tracked, function, *args, **kwargs)
+        if "provenance" not in owner.__dict__:
+            owner.provenance = provenance_of(tensors_of(owner.__dict__))
+        tracked = owner.provenance
+        for part in given:
+            if type(part) is ProvenanceTensor:
+                tracked |= part._provenance
+        return (
+            with_provenance(tracked, function, *args, **kwargs)
+            if tracked
+            else function(*args, **kwargs)
+        )
 
     return cast(Function, call)
 

@@ -16,23 +16,9 @@ from .._sync import exceeds
 from .._transforms import gradients, transforming
 from ..ops.log_space import step_mask
 from ..ops.markov import CategoricalTable, refuse_nan, sample_path
+from ..ops.recursions import ExpectedCounts
 
 Core = tuple[str, ...]
-
-
-class ExpectedCounts(NamedTuple):
-    """Expected counts under the posterior: gradients of the log evidence (Eisner, 2016).
-
-    Attributes:
-        log_evidence: ``(*B)``, in nats.
-        state_probs: ``(*B, T, K)``, smoothed marginals; zero at padded steps.
-        counts: By the names of the chain's parameters and in their shapes, the expected number of
-            uses of each entry. Batch dimensions that a parameter lacks are summed.
-    """
-
-    log_evidence: Tensor
-    state_probs: Tensor
-    counts: dict[str, Tensor]
 
 
 class Expansion(NamedTuple):

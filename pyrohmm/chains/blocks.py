@@ -363,9 +363,8 @@ class BlockChain(MarkovChain):
             found = ops.expected_counts(*parts)
             at = states[rows]
             cells = (at[:, :-1].unsqueeze(-1) * size + at[:, 1:].unsqueeze(-2)).flatten(1)
-            counts[rows] = counts[rows].scatter_add_(
-                1, cells, found.transitions.double().flatten(1)
-            )
+            moved = found.counts["log_transition"].double().flatten(1)
+            counts[rows] = counts[rows].scatter_add_(1, cells, moved)
             evidence.append(found.log_evidence)
             probs.append(self._of_all(found.state_probs, at, 0.0))
         pairs = counts.unflatten(1, (size, size))[:, :-1, :-1].to(seen.logs)

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from .._arrays import from_numpy
 from .._checks import broadcast_shapes, check_log_simplex
 from .._precision import recomputing
 from ..ops import forward, recursions
@@ -113,26 +112,19 @@ class MarkovChain(MarkovRecursions):
         per_step: Whether there is a matrix for each transition.
     """
 
+    cores = _CONSTANT
+    log_transition: Any = None  # an attribute, where other chains compute it
+
     def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:
         super().__init__(per_step=per_step)
-        self.take(log_initial=log_initial)
-        self._table: Tensor = from_numpy("log_transition", log_transition)
-        self.per_step = per_step
-
-    @property
-    def cores(self) -> dict[str, Core]:  # type: ignore[override]
-        """Core dimensions of the first state's probabilities and of the matrix or matrices."""
-        return _PER_STEP if self.per_step else _CONSTANT
+        self.take(log_initial=log_initial, log_transition=log_transition)
+        if per_step:
+            self.per_step, self.cores = True, _PER_STEP  # type: ignore[misc]
 
     @property
     def steps(self) -> dict[str, int]:
         """T by the name of the matrices, if there is one for each transition."""
         return {"log_transition": self.log_transition.size(-3) + 1} if self.per_step else {}
-
-    @property
-    def log_transition(self) -> Tensor:
-        r"""Log transition matrix ``(*b, K, K)``, or ``(*b, T-1, K, K)`` per step."""
-        return self._table
 
     @property
     def matrices(self) -> Tensor:
@@ -141,15 +133,8 @@ class MarkovChain(MarkovRecursions):
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected initial and transition counts by forward-backward."""
-        return self.named(
-            recursions.expected_counts(self.log_initial, self.matrices, log_likelihood, lengths)
-        )
-
-    def named(self, found: recursions.ExpectedCounts) -> ExpectedCounts:
-        """Counts of the recursions under the names of the parameters."""
-        pairs = found.transitions if self.per_step else found.transitions.squeeze(-3)
-        counts = {"log_initial": found.initial, "log_transition": pairs}
-        return ExpectedCounts(found.log_evidence, found.state_probs, counts)
+        found = recursions.expected_counts(*self.tables, log_likelihood, lengths)
+        return found if self.per_step else found.of_one_matrix()
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
         """Counts of first states and transitions of paths."""
@@ -291,7 +276,7 @@ class PathFactors(NamedTuple):
         batch, lengths = self.initial.shape[:-1], self.exists.sum(-1)
         logs = self.initial, self.transition.expand(*batch, *self.transition.shape[-3:])
         found = recursions.expected_counts(*logs, self.likelihood, lengths)
-        counts = found.initial, found.transitions, found.state_probs
+        counts = *found.counts.values(), found.state_probs
         expected = sum(
             (count * finite_or_zero(part)).flatten(len(batch)).sum(-1)
             for count, part in zip(counts, (*logs, self.likelihood))

@@ -203,9 +203,8 @@ class RateChain(MarkovRecursions):
         """
         refuse_transforms("expected counts of a chain in continuous time")
         found = recursions.expected_counts(self.log_initial, self.matrices, log_likelihood, lengths)
-        pulled = self._pulled(self.factors()["rates"], found.transitions)
-        counts = {"log_initial": found.initial, "rates": pulled}
-        return ExpectedCounts(found.log_evidence, found.state_probs, counts)
+        pulled = self._pulled(self.factors()["rates"], found.counts.pop("log_transition"))
+        return found._replace(counts=found.counts | {"rates": pulled})
 
     @recomputing
     def _pulled(self, log_rates: Tensor, transitions: Tensor) -> Tensor:

@@ -191,13 +191,9 @@ class SemiMarkovChain(Chain):
 
     def expected_counts(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
         """Expected counts; a segment that is cut counts with the whole durations it may have."""
-        found = semi_markov.expected_counts(
+        return semi_markov.expected_counts(
             *self.tables, log_likelihood, lengths, self.censored_end, self.censored_start
         )
-        assert found.durations is not None
-        pairs = found.transitions.squeeze(-3)
-        counts = found.initial, pairs, found.durations
-        return ExpectedCounts(found.log_evidence, found.state_probs, dict(zip(self.cores, counts)))
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
         """Smoothed marginals, and expected transitions between segments of each sequence."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any, TypedDict, cast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -23,7 +26,7 @@ from .._checks import (
     check_same_device,
     check_size,
 )
-from .._transforms import exporting, opaque, tensors_of, transforming
+from .._transforms import exporting, opaque, tensors_of, transforming, uncompiled
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
@@ -47,14 +50,42 @@ class SequenceOptions(TypedDict, total=False):
     num_steps: int | None
 
 
+class Checked(NamedTuple):
+    """What the checks of an HMM have found, for others of its sequences and shapes.
+
+    Attributes:
+        ids: Of the arguments about sequences.
+        form: Types and shapes of chain and emission.
+        parts: All attributes of the HMM but chain and emission.
+    """
+
+    ids: list[int]
+    form: tuple[Any, ...]
+    parts: dict[str, Any]
+
+
+_checked: ContextVar[Checked | None] = ContextVar("pyrohmm_checked", default=None)
+
+
+@contextmanager
+def as_checked(checked: Checked | None) -> Iterator[None]:
+    """Context in which an HMM of the same sequences and shapes is not checked again."""
+    token = _checked.set(checked)
+    try:
+        yield
+    finally:
+        _checked.reset(token)
+
+
 class ChainDistribution(OwnChecks):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
     _validate_args = PyroValidation()
+    _prepared: tuple[Any, ...] = None, None  # values, and what prepare_values makes of them
     chain: Any  # a Chain
     lengths: Tensor
 
-    @opaque
+    @uncompiled
     def _compose(
         self,
         chain: Chain,
@@ -67,17 +98,35 @@ class ChainDistribution(OwnChecks):
         num_steps: int | None = None,
     ) -> None:
         """Join ``chain`` with the emission, and the lengths and masks of the sequences."""
-        chain.check_shapes()
-        _check_emission(emission, chain.num_states, emission_per_step)
-        self.chain, self._emission, self._num_steps = chain, emission, num_steps
-        self.observed = from_numpy("observed", observed)
-        self.allowed = from_numpy("allowed", allowed)
-        self.emission_per_step = emission_per_step
-        batch_shape, num_steps = self._check_sequences(lengths)
-        event_shape = torch.Size((num_steps,)) + emission.event_shape
-        super().__init__(batch_shape, event_shape, validate_args=validate_args)
+        self._given = lengths, observed, emission_per_step, allowed, num_steps
+        self.chain, self._emission = chain, emission
+        checked = _checked.get()
+        if checked and checked.ids == [*map(id, self._given)] and checked.form == self._form():
+            self.__dict__ |= checked.parts
+        else:
+            chain.check_shapes()
+            _check_emission(emission, chain.num_states, emission_per_step)
+            self._num_steps, self.emission_per_step = num_steps, emission_per_step
+            self.observed = from_numpy("observed", observed)
+            self.allowed = from_numpy("allowed", allowed)
+            batch_shape, num_steps = self._check_sequences(lengths)
+            event_shape = torch.Size((num_steps,)) + emission.event_shape
+            super().__init__(batch_shape, event_shape, validate_args=validate_args)
         if self._validate_args:
             chain.check_values()
+
+    def _form(self) -> tuple[Any, ...]:
+        """Types and shapes of chain and emission."""
+        chain, emission = self.chain, self._emission
+        of_emission = type(emission), emission.batch_shape, emission.event_shape
+        return type(chain), chain.num_states, chain.batches, of_emission
+
+    def checked(self, values: Tensor) -> Checked:
+        """What checks of this HMM, and of ``values``, have found: see :func:`as_checked`."""
+        self._prepared = values, self.prepare_values(values)
+        own = "chain", "_emission", "provenance"
+        kept = {name: part for name, part in self.__dict__.items() if name not in own}
+        return Checked([*map(id, self._given)], self._form(), kept)
 
     def _check_sequences(self, lengths: Tensor | int | None) -> tuple[torch.Size, int]:
         """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
@@ -306,6 +355,8 @@ class ChainDistribution(OwnChecks):
             ValueError: If shapes or devices disagree, values are one sequence where lengths differ,
                 or (with ``validate_args``) an observation is not in the support.
         """
+        if values is self._prepared[0]:
+            return cast("tuple[Tensor, Tensor | None]", self._prepared[1])
         values = from_numpy("values", self.values_of(values))
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})

@@ -15,7 +15,7 @@ from .._checks import (
     check_broadcast,
     check_real,
 )
-from .._transforms import beside, opaque, transforming
+from .._transforms import beside, transforming, uncompiled
 from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive
 from .base import SequenceOptions
@@ -84,7 +84,7 @@ class ContinuousTimeHMM(HMM):
         tensor([10.,  2.])
     """
 
-    @opaque
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

@@ -28,7 +28,7 @@ from .._checks import (
 )
 from .._precision import at_least_single, full_precision
 from .._sync import exceeds, with_one_wait
-from .._transforms import opaque, transforming
+from .._transforms import opaque, transforming, uncompiled
 from ..chains.markov import MarkovChain, PathFactors
 from ..ops.log_space import finite_or_zero, step_mask
 from .values import allowed_states, refuse_unknown
@@ -82,7 +82,7 @@ class LinearChainCRF(TorchDistribution):
     arg_constraints: dict[str, constraints.Constraint] = {}  # noqa: RUF012  # torch's interface
     _validate_args = PyroValidation()
 
-    @opaque
+    @uncompiled
     def __init__(
         self,
         emission_scores: Tensor,

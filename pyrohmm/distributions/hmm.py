@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -10,6 +11,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from .._checks import (
+    broadcast_shapes,
     check_broadcast,
     check_integers,
     check_range,
@@ -90,7 +92,6 @@ class HMM(ChainDistribution):
         tensor([0.4057, 0.7000])
     """
 
-    @opaque
     def __init__(
         self,
         log_initial: Tensor,
@@ -323,15 +324,27 @@ class HMM(ChainDistribution):
         return found
 
     @opaque
-    def expected_counts(self, values: Tensor) -> ExpectedCounts:
-        """Expected counts given ``values``, by parameter of the chain: the E-step."""
+    def expected_counts(self, values: Tensor, by_symbol: bool = False) -> ExpectedCounts:
+        """Expected counts given ``values``, by parameter of the chain: the E-step.
 
-        def compute() -> ExpectedCounts:
-            return self.chain.expected_counts(self._read(values), self.lengths)
-
+        ``by_symbol``, where :meth:`symbol_factors` has a table of symbols, ``state_probs`` are
+        ``(*, V, K)``: expected numbers of steps.
+        """
+        compute = partial(self._counts, values, by_symbol)
         counts = with_one_wait(compute, self.log_initial.device)
         self._check_evidence(counts.log_evidence, values)
         return counts
+
+    def _counts(self, values: Tensor, by_symbol: bool) -> ExpectedCounts:
+        factors = self.symbol_factors(values) if by_symbol else None
+        if factors is None:
+            return self.chain.expected_counts(self._read(values), self.lengths)
+        initial, transition, table, lengths, symbols, known = factors
+        if initial.dim() + transition.dim() > 4:  # parameters, and so counts, of batches
+            parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
+            table = table.expand(*broadcast_shapes(*parts), *table.shape[-2:])
+        found = recursions.expected_counts(initial, transition, table, lengths, symbols, known)
+        return found.of_one_matrix()
 
     @opaque
     def filtered(self, values: Tensor) -> Tensor:

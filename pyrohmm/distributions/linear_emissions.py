@@ -17,7 +17,7 @@ Only distributions of torch and Pyro themselves are known, not classes that inhe
 from __future__ import annotations
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import pyro.distributions as dist
@@ -70,22 +70,24 @@ def _log_prob(emission: Any, values: Tensor, mixed: bool) -> Tensor | None:
     if type(base) not in _FAMILIES:
         return None
     family, *names = _FAMILIES[type(base)]
-    parameters = [getattr(base, name) for name in names]
+    parameters: list[Tensor] = [*map(partial(getattr, base), names)]
     dtype = torch.promote_types(values.dtype, parameters[0].dtype)
     if dtype not in TOLERANCE or (family is _Vectors and events):
         return None
     if family is _Vectors:
         loc, root = parameters
         parameters = [loc, root.expand(*loc.shape, -1) if mixed or root.dim() == 2 else root]
-    elif events:
-        values, *parameters = (part.flatten(-events) for part in (values, *parameters))
-    else:
-        values, *parameters = (part.unsqueeze(-1) for part in (values, *parameters))
+    elif events == 0:
+        values, *parameters = map(partial(torch.unsqueeze, dim=-1), (values, *parameters))
+    elif events > 1:
+        joined = partial(torch.flatten, start_dim=-events)
+        values, *parameters = map(joined, (values, *parameters))
     if mixed:
         at = len(emission.batch_shape) - 2
         parameters = [part.flatten(at, at + 1) for part in parameters]
+    values, *parameters = map(partial(torch.Tensor.to, dtype=dtype), (values, *parameters))
     with full_precision(values):
-        return family(*(part.to(dtype) for part in parameters)).log_prob(values.to(dtype))
+        return family(*parameters).log_prob(values)
 
 
 def _precision(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._arrays import from_numpy
 from .._checks import check_integers, check_range, check_trailing
-from .._transforms import opaque
+from .._transforms import uncompiled
 from ..chains.compound import FactorialPosterior as FactorialPosterior
 from ..chains.compound import ProductChain, SecondOrderChain
 from ..chains.compound import SecondOrderPosterior as SecondOrderPosterior
@@ -78,7 +78,7 @@ class HSMM(HMM):
         [2, 1, 1]
     """
 
-    @opaque
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,
@@ -205,7 +205,7 @@ class FactorialHMM(HMM):
         tensor([0., 0., 1., 1.])
     """
 
-    @opaque
+    @uncompiled
     def __init__(
         self,
         log_initials: Sequence[Tensor],
@@ -326,7 +326,7 @@ class SecondOrderHMM(HMM):
         6
     """
 
-    @opaque
+    @uncompiled
     def __init__(
         self,
         log_initial: Tensor,

@@ -10,14 +10,12 @@ import torch
 from pyro.distributions.util import is_validation_enabled, validation_enabled
 from torch import Tensor
 
-from .._checks import broadcast_shapes
 from .._choices import threads_for
-from .._sync import guessing, with_one_wait
+from .._sync import guessing
 from ..chains.base import ExpectedCounts
 from ..data.batches import Batches, Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..ops import recursions
 from .loop import FitLoop
 from .maximization import Maximization, Sums, combined
 from .parameters import Extrapolation, Parameters, Values
@@ -79,8 +77,8 @@ class Expectation:
             with torch.no_grad():
                 hmm, self.log_prior = self.parameters.build(part)
                 by_symbol = self.maximize.by_symbol and hmm.allowed is None
-                count = symbol_counts if by_symbol else type(hmm).expected_counts
-                expected = count(hmm, part.values)
+                options = {"by_symbol": True} if by_symbol else {}
+                expected = hmm.expected_counts(part.values, **options)
             evidences.append((chosen, expected.log_evidence.double().reshape(-1, len(part))))
             total = total + scale * evidences[-1][1].sum(-1)
             more = self.maximize.gather(expected, None if by_symbol else part, hmm, scale)
@@ -125,28 +123,6 @@ class Expectation:
                 parts = [(chosen, batch[chosen]) for chosen in rows]
             self._split_of = batch, parts
         return self._split_of[1]
-
-
-def symbol_counts(hmm: HMM, values: Tensor) -> ExpectedCounts:
-    """Expected counts of an HMM of symbols, ``states`` ``(*, V, K)`` by symbol, not by step.
-
-    Parameters, and so their counts, have the batch dimensions of all of them.
-    """
-
-    def compute() -> ExpectedCounts:
-        factors = hmm.symbol_factors(values)
-        assert factors is not None  # observations are symbols, parameters constant, no labels
-        initial, transition, table, lengths, symbols, known = factors
-        if initial.dim() + transition.dim() > 4:  # restarts
-            parts = initial.shape[:-1], transition.shape[:-3], table.shape[:-2]
-            table = table.expand(*broadcast_shapes(*parts), *table.shape[-2:])
-        return hmm.chain.named(
-            recursions.expected_counts(initial, transition, table, lengths, symbols, known)
-        )
-
-    counts = with_one_wait(compute)
-    hmm._check_evidence(counts.log_evidence, values)
-    return counts
 
 
 def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:

@@ -51,8 +51,10 @@ def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
     check_sequences("data", data)
-    given = {"covariates": data.covariates, "times": data.times}
-    if further := {name: value for name, value in given.items() if value is not None}:
+    further: dict[str, Any] = {}
+    if data.covariates is not None or data.times is not None:
+        given = {"covariates": data.covariates, "times": data.times}
+        further = {name: value for name, value in given.items() if value is not None}
         known = inspect.signature(module.forward).parameters
         if "covariates" in further.keys() - known.keys():
             raise TypeError(
@@ -144,11 +146,12 @@ def check_returns_hmm(hmm: Any) -> HMM:
 
 def to_model_device(model: Any, guide: Any, data: Data) -> Data:
     """``data`` on the device of the parameters of ``model`` or ``guide``."""
-    parts = [part for part in (model, guide) if isinstance(part, nn.Module)]
-    tensors = chain.from_iterable((*part.parameters(), *part.buffers()) for part in parts)
-    device = next((tensor.device for tensor in tensors), data.device)
-    moved: Any = data if device == data.device else data.to(device)
-    return moved
+    for part in (model, guide):
+        if isinstance(part, nn.Module):
+            for tensor in chain(part.parameters(), part.buffers()):
+                moved: Any = data if tensor.device == data.device else data.to(tensor.device)
+                return moved
+    return data
 
 
 class MarginalModel(OwnParameters):

@@ -6,20 +6,25 @@ from collections.abc import Iterable
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import pyro
 import torch
 from pyro import poutine
 from pyro.nn.module import PyroModule, _Context
 from torch import Tensor, nn
-from torch.distributions import transform_to
+from torch.distributions import Distribution, transform_to
 
+from .._transforms import tensors_of
 from ..data.batches import Parts
 from ..data.sequences import Sequences
+from ..distributions.base import Checked, as_checked
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
 from .objective import LogJoint, check_events
+from .plates import AtValues
 
 GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
 Values = dict[str, Tensor]
@@ -33,6 +38,7 @@ class Parameters:
         data: The sequences, on the device of the module.
         probe: The first sequence.
         sites: Priors of the latent variables, by name.
+        priors: Those of them that depend on nothing that the fit changes.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
         sample: One of the latent variables from the prior.
         points: The parameters without priors.
@@ -68,6 +74,8 @@ class Parameters:
         check_events(self.sites)
         self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}
         self.values = dict(self.sample) if restarts == 1 else {}
+        self.priors = self._constant_priors()
+        self._checked: WeakKeyDictionary[Sequences, tuple[Checked, Checked]] = WeakKeyDictionary()
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
@@ -81,6 +89,22 @@ class Parameters:
             )
         if not self.sites and not self.points:
             raise ValueError("module has no parameters to fit: all of them are frozen.")
+
+    def _constant_priors(self) -> dict[str, Any]:
+        """Priors of attributes of the module that depend on no other parameter, by name."""
+        found, context = {}, self.module._pyro_context
+        unchecked, store = pyro.validation_enabled(False), pyro.get_param_store().scope()
+        with AtValues(self.sample), torch.enable_grad(), unchecked, store:
+            for part in self.module.modules():
+                for last, prior in getattr(part, "_pyro_samples", {}).items():
+                    with context:
+                        made = prior if hasattr(prior, "sample") else prior(part)
+                        alone = not context.cache and isinstance(made, Distribution)
+                    name = part._pyro_get_fullname(last)
+                    learnt = any(map(attrgetter("requires_grad"), tensors_of(made)))
+                    if alone and name in self.sites and not learnt:
+                        found[name] = made
+        return found
 
     @property
     def cost(self) -> float:
@@ -123,30 +147,53 @@ class Parameters:
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """HMM at the current parameters, and their log-prior, ``(R,)`` or a scalar."""
-        with LogJoint(self.values) as joint:
-            hmm = build(self.module, batch)
-        prior = sum((joint.sites[name][0] for name in self.values), torch.zeros(()))
+        cache, (own, whole) = self.module._pyro_context.cache, self._checked.get(batch, (None,) * 2)
+        for name in self.priors:
+            cache[name] = self.values[name]
+        try:
+            with LogJoint(self.values) as joint, as_checked(own):
+                hmm = build(self.module, batch)
+        finally:
+            cache.clear()
+        prior = self._log_prior(joint, self.values)
         if self.restarts > 1 and prior.dim():  # (R, 1)
             prior = prior.sum(-1)
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
-        if self.restarts > 1:  # also what is the same in all of them is counted for each
+        chain = hmm.chain
+        if self.restarts > 1 and min(map(len, chain.batches.values())) < 2:
+            # also what is the same in all of them is counted for each
             widen = partial(_widened, restarts=self.restarts)
-            hmm = hmm.with_chain(hmm.chain.map(lambda _, tensor, core: widen(tensor, core)))
-        if batch.labels is not None:
-            hmm = hmm.restrict(batch.labels)
-        return hmm, torch.as_tensor(prior)
+            chain = chain.map(lambda _, tensor, core: widen(tensor, core))
+        if own is not None and whole is not None and hmm._given is own.parts["_given"]:
+            hmm.__dict__ |= whole.parts | {"chain": chain}
+            return hmm, prior
+        known = hmm if chain is hmm.chain else hmm.with_chain(chain)
+        known = known if batch.labels is None else known.restrict(batch.labels)
+        if type(known) is type(hmm):
+            checked = known.checked(batch.values)
+            own = checked if known is hmm else hmm.checked(batch.values)
+            self._checked[batch] = own, checked
+        return known, prior
+
+    def _log_prior(self, joint: LogJoint, values: Values) -> Tensor:
+        """Sum of the log priors at values, of those that ``joint`` has not met as well."""
+        total = torch.zeros(())
+        for name, value in values.items():
+            prior = self.priors.get(name)
+            total = total + (joint.sites[name][0] if prior is None else prior.log_prob(value))
+        return total
 
     def prior_slopes(self, names: Iterable[str]) -> Values:
         """Gradients of log priors at attributes of the module of these names, ``(R, ...)``."""
         with torch.enable_grad():
             leaves = {n: self.values[n].detach().clone().requires_grad_() for n in names}
             with LogJoint(leaves) as joint, self.module._pyro_context:
-                for name in leaves:
+                for name in leaves.keys() - self.priors.keys():
                     attrgetter(name)(self.module)
             self.module._pyro_context.used = False
-            total = sum((joint.sites[name][0].sum() for name in leaves), torch.zeros(()))
+            total = self._log_prior(joint, leaves).sum()
             if not total.requires_grad:  # no prior counts
                 return {}
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)

@@ -264,9 +264,9 @@ def has_foreign_priors(module: nn.Module, but: nn.Module | None = None) -> bool:
     if hasattr(module, "m_step"):
         if not isinstance(module, Family) or (priors and not module.accounts_for_priors):
             return False
-        if not all(isinstance(prior, Prior) for prior in priors):
+        if {*map(type, priors)} - {Prior, Penalty, Flat}:
             return True
-    return any(has_foreign_priors(part, but) for part in module.children())
+    return any(map(partial(has_foreign_priors, but=but), module.children()))
 
 
 def check_mode(name: str, concentration: Tensor) -> None:

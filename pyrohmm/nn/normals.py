@@ -9,6 +9,7 @@ small one, from within states, and a large one, of all data.
 from __future__ import annotations
 
 import math
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,6 +43,7 @@ LEAST_OF_STATE = 10.0  # observations, by which a deviation within states is kno
 LEAST_STEPS = 0.1  # share of a standard deviation that one step of the dtype may be
 SMALLEST = 1e-12  # share of the data's variance that one without a prior never falls below
 LOWER, UPPER = 0.1, 5.0  # ends of a flat prior, by variances within states and of all data
+_sums = itemgetter("known", "sums", "squares")
 MEANS = 100.0  # variance of the prior of means beside a flat one, by that of all data
 
 
@@ -253,8 +255,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
             else:
                 variance = self.variance.double()
             weight = self._wide(variance) / self._mean_variance()
-        mode = {"loc": loc + self.centre, "variance": variance}
-        return {name: value for name, value in mode.items() if self.is_free(name)}, notes
+        return {"loc": loc + self.centre, "variance": variance}, notes
 
     def _mode_of_variance(
         self, statistics: Statistics, scatter: Tensor, weight: Number
@@ -280,7 +281,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def _about_means(self, statistics: Statistics, weight: Any) -> tuple[Tensor, Tensor]:
         """Posterior means about the centre; squares about the means, conjugate prior included."""
-        known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
+        known, sums, squares = _sums(statistics)
         prior_loc = self.prior_loc.double() - self.centre
         loc = (weight * prior_loc + sums) / (weight + known)
         if not self.is_free("loc"):
@@ -312,7 +313,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def _sample_flat(self, statistics: Statistics, current: Statistics) -> Tensor:
         """One MCMC step for the variances under the flat prior, given the means."""
-        known, sums, squares = (statistics[name] for name in ("known", "sums", "squares"))
+        known, sums, squares = _sums(statistics)
         loc = (current["loc"] if self.has_prior("loc") else self.loc).double() - self.centre
         scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
         about = 2 * self.rate.double() + self._summed(scatter)
@@ -326,9 +327,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     def _floor(self, statistics: Statistics) -> Tensor:
         """Variance floor by moments pooled over states, which broadcasts with ``(R, K, ...)``."""
         over = tuple(range(1, statistics["sums"].dim() - bool(self.dim)))
-        known, sums, squares = (
-            statistics[name].sum(over, keepdim=True) for name in ("known", "sums", "squares")
-        )
+        known, sums, squares = (part.sum(over, keepdim=True) for part in _sums(statistics))
         mean = sums / known
         floor = floor_of(squares / known - mean**2, mean + self.centre, self.prior_loc.dtype)
         return floor.mean(-1) if self.spherical else floor

@@ -5,7 +5,7 @@ Tabular HMMs, and the sticky HDP-HMM, whose rows share their weights.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -126,9 +126,9 @@ class ChainTables(HMMModule, Family):
         return self.emission
 
     def statistics(self, expected: ExpectedCounts) -> Statistics:
-        """Sufficient statistics: expected counts of the tables that are free."""
-        counts = {name.removeprefix("log_"): value for name, value in expected.counts.items()}
-        return {name: value for name, value in counts.items() if self.is_free(name)}
+        """Sufficient statistics: expected counts of the tables."""
+        counts = expected.counts
+        return {name: counts.get(f"log_{name}", counts.get(name)) for name in self.supports}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: normalised counts, pseudo-counts of the Dirichlet priors included."""
@@ -153,6 +153,7 @@ class ChainTables(HMMModule, Family):
         return with_prior(counts, prior)
 
 
+@cache
 def prior_name(name: str) -> str:
     """Name of the buffer of concentrations: ``initial_concentration_0`` of ``initial_0``."""
     kind, _, number = name.partition("_")
@@ -238,9 +239,8 @@ class TabularHMM(ChainTables, builds=HMM):
         super()._take_values(hmm.expanded())
 
     def transition_counts(self, statistics: Statistics) -> Tensor | None:
-        """Transition counts ``(R, K, K)`` plus pseudo-counts of the prior; None if frozen."""
-        counts = statistics.get("transition")
-        return None if counts is None else self._counts("transition", counts)
+        """Transition counts ``(R, K, K)`` plus pseudo-counts of the prior."""
+        return self._counts("transition", statistics["transition"])
 
 
 class TabularSecondOrderHMM(ChainTables, builds=SecondOrderHMM):

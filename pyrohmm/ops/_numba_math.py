@@ -125,6 +125,8 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
 
 def share(run: Callable[[int], Any], parts: int) -> list[Any]:
     """Call ``run`` on several parts of the work, on threads; returns the results."""
+    if parts == 1:
+        return [run(0)]
     tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
     return [run(0), *(task.result() for task in tasks)]
 

@@ -85,24 +85,23 @@ class Posterior(NamedTuple):
 
 
 class ExpectedCounts(NamedTuple):
-    r"""Expected counts under the posterior: the result of the E-step of EM.
-
-    Counts are summed over the sequences that share a parameter, so that they have its shape.
+    r"""Expected counts under the posterior: gradients of the log evidence (Eisner, 2016).
 
     Attributes:
         log_evidence: ``(*B)``, :math:`\log p(x_{1:T})`, in nats.
-        initial: As ``log_initial``: expected number of sequences that start in each state.
-        transitions: As ``log_transition``: expected number of transitions from row to column.
         state_probs: ``(*B, T, K)``, :math:`p(z_t \mid x_{1:T})`; zero at padded steps.
-        durations: As ``log_duration``: expected number of segments of each duration; None of a
-            chain without explicit durations.
+        counts: By the names of the chain's parameters and in their shapes, the expected number of
+            uses of each entry. Batch dimensions that a parameter lacks are summed.
     """
 
     log_evidence: Tensor
-    initial: Tensor
-    transitions: Tensor
     state_probs: Tensor
-    durations: Tensor | None = None
+    counts: dict[str, Tensor]
+
+    def of_one_matrix(self) -> ExpectedCounts:
+        """With ``log_transition`` ``(*b, K, K)``, not ``(*b, 1, K, K)``."""
+        pairs = self.counts["log_transition"].squeeze(-3)
+        return self._replace(counts=self.counts | {"log_transition": pairs})
 
 
 def log_evidence(
@@ -158,8 +157,8 @@ def posterior(
     batch, dtype = arguments.batch, arguments.dtype
     if transforming():
         wide = arguments.transition.expand(*batch, *arguments.transition.shape[-3:])
-        counts = _counts(arguments._replace(transition=wide))
-        return Posterior(counts.log_evidence, counts.state_probs, counts.transitions.sum(-3))
+        evidence, states, counts = _counts(arguments._replace(transition=wide))
+        return Posterior(evidence, states, counts["log_transition"].sum(-3))
     with torch.no_grad():
         value, gradient = solve(arrange(arguments), dtype, each=True)
         found = gradient(torch.ones_like(value))
@@ -183,7 +182,8 @@ def expected_counts(
     Example:
         >>> half = torch.full((2,), 0.5).log()
         >>> likelihood = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).log()
-        >>> expected_counts(half, half.expand(1, 2, 2), likelihood, torch.tensor(2)).transitions
+        >>> found = expected_counts(half, half.expand(1, 2, 2), likelihood, torch.tensor(2))
+        >>> found.counts["log_transition"]
         tensor([[[0.5000, 0.5000],
                  [0.0000, 0.0000]]])
     """
@@ -289,10 +289,12 @@ def _counts(arguments: Arguments) -> ExpectedCounts:
         arguments = arguments._replace(logs=logs)
     if transforming():
         value, counts = evidence_and_gradient(_twin(arguments), *arguments.tensors)
-        return ExpectedCounts(value, *counts)
-    with torch.no_grad():
-        value, gradient = _solved(arguments)
-        return ExpectedCounts(value, *gradient(torch.ones_like(value)))
+    else:
+        with torch.no_grad():
+            value, gradient = _solved(arguments)
+            counts = tuple(gradient(torch.ones_like(value)))
+    initial, transitions, states = counts
+    return ExpectedCounts(value, states, {"log_initial": initial, "log_transition": transitions})
 
 
 def _by_steps(arguments: Arguments) -> forward.Arranged:

@@ -238,7 +238,7 @@ def expected_counts(
         >>> swap = torch.tensor([[0.0, 1.0], [1.0, 0.0]]).log()
         >>> even = torch.full((2, 2), 0.5).log()
         >>> likelihood = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]).log()
-        >>> expected_counts(even[0], swap, even, likelihood, torch.tensor(3)).durations
+        >>> expected_counts(even[0], swap, even, likelihood, torch.tensor(3)).counts["log_duration"]
         tensor([[0.0000, 1.0000],
                 [0.5000, 0.5000]])
     """
@@ -253,8 +253,9 @@ def expected_counts(
         parts: Any = *logs, lengths, censored_end, censored_start, log_mean
         return _evidence(_arranged(*parts))
 
-    evidence, (starts, transitions, durations, states) = gradients(log_evidence, *logs)
-    return ExpectedCounts(evidence, starts, transitions.unsqueeze(-3), states, durations)
+    evidence, (*counts, states) = gradients(log_evidence, *logs)
+    names = "log_initial", "log_transition", "log_duration"
+    return ExpectedCounts(evidence, states, dict(zip(names, counts)))
 
 
 @recomputing

@@ -62,7 +62,8 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _data(chain: Chain, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
-    initial, transition, logs = (part.detach().to(dtype) for part in chain[:3])
+    initial, transition = chain.initial.detach().to(dtype), chain.transition.detach().to(dtype)
+    logs = chain.logs.detach().to(dtype)
     groups, num_states = len(initial), initial.shape[-1]
     starts = initial.reshape(-1, num_states).numpy()
     if chain.symbols is None:

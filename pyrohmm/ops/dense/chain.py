@@ -116,14 +116,13 @@ def check_arguments(
 ) -> Arguments:  # fmt: skip
     """The arguments of a recursion, if their dtypes and sizes agree."""
     tensors = log_initial, log_transition, logs
-    if not all(isinstance(part, Tensor) for part in tensors):
-        found = [type(part).__name__ for part in tensors]
-        raise TypeError(f"log-probabilities must be tensors; got {found}. Call torch.as_tensor.")
+    for part in tensors:
+        if not isinstance(part, Tensor) or not part.dtype.is_floating_point:
+            found = part.dtype if isinstance(part, Tensor) else type(part).__name__
+            raise TypeError(f"log-probabilities must be tensors of floats; got {found}.")
     check_integers("lengths", lengths)
     if symbols is not None:
         check_integers("symbols", symbols)
-    if not all(part.dtype.is_floating_point for part in tensors):
-        raise TypeError(f"log-probabilities must be floats; got {[x.dtype for x in tensors]}.")
     size = log_initial.size(-1)
     steps = logs.size(-2) if symbols is None else symbols.size(-1)
     if known is not None:
@@ -143,8 +142,10 @@ def check_arguments(
         "log_initial": log_initial.shape[:-1], "log_transition": log_transition.shape[:-3],
         "log_likelihood": logs.shape[:-2], "lengths": lengths.shape,
     }  # fmt: skip
-    rows = {"symbols": symbols, "known": known}
-    batch = check_broadcast(leads | {n: x.shape[:-1] for n, x in rows.items() if x is not None})
+    for name, rows in (("symbols", symbols), ("known", known)):
+        if rows is not None:
+            leads[name] = rows.shape[:-1]
+    batch = check_broadcast(leads)
     double = torch.float64 in (log_initial.dtype, log_transition.dtype, logs.dtype)
     dtype = torch.float64 if double else torch.float32
     return Arguments(*tensors, symbols, known, lengths, batch, split_of(batch, shared), dtype)
@@ -152,6 +153,8 @@ def check_arguments(
 
 def split_of(batch: torch.Size, shared: Sequence[torch.Size]) -> int:
     """Number of dimensions of ``batch`` up to the last in which one of ``shared`` differs."""
+    if not any(shared):
+        return 0
     return max(
         (len(batch) - len(lead) + place + 1
          for lead in shared for place, size in enumerate(lead) if size != 1),
