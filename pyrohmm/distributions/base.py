@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -26,7 +24,7 @@ from .._checks import (
     check_same_device,
     check_size,
 )
-from .._transforms import exporting, opaque, tensors_of, transforming, uncompiled
+from .._transforms import NOTHING, exporting, opaque, tensors_of, transforming, uncompiled
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
@@ -37,7 +35,6 @@ from .hard_zeros import log_probs
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_dead_ends
 
-MOST_SEQUENCES = 1 << 28
 OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
@@ -50,31 +47,8 @@ class SequenceOptions(TypedDict, total=False):
     num_steps: int | None
 
 
-class Checked(NamedTuple):
-    """What the checks of an HMM have found, for others of its sequences and shapes.
-
-    Attributes:
-        ids: Of the arguments about sequences.
-        form: Types and shapes of chain and emission.
-        parts: All attributes of the HMM but chain and emission.
-    """
-
-    ids: list[int]
-    form: tuple[Any, ...]
-    parts: dict[str, Any]
-
-
-_checked: ContextVar[Checked | None] = ContextVar("pyrohmm_checked", default=None)
-
-
-@contextmanager
-def as_checked(checked: Checked | None) -> Iterator[None]:
-    """Context in which an HMM of the same sequences and shapes is not checked again."""
-    token = _checked.set(checked)
-    try:
-        yield
-    finally:
-        _checked.reset(token)
+# what the checks of an HMM have found: others of its sequences and shapes take it over
+CHECKED: ContextVar[dict[str, Any] | None] = ContextVar("pyrohmm_checked", default=None)
 
 
 class ChainDistribution(OwnChecks):
@@ -100,9 +74,9 @@ class ChainDistribution(OwnChecks):
         """Join ``chain`` with the emission, and the lengths and masks of the sequences."""
         self._given = lengths, observed, emission_per_step, allowed, num_steps
         self.chain, self._emission = chain, emission
-        checked = _checked.get()
-        if checked and checked.ids == [*map(id, self._given)] and checked.form == self._form():
-            self.__dict__ |= checked.parts
+        checked, ids = CHECKED.get(), [*map(id, self._given)]
+        if checked and checked["ids"] == ids and checked["form"] == self._form():
+            self.__dict__ |= checked
         else:
             chain.check_shapes()
             _check_emission(emission, chain.num_states, emission_per_step)
@@ -121,12 +95,12 @@ class ChainDistribution(OwnChecks):
         of_emission = type(emission), emission.batch_shape, emission.event_shape
         return type(chain), chain.num_states, chain.batches, of_emission
 
-    def checked(self, values: Tensor) -> Checked:
-        """What checks of this HMM, and of ``values``, have found: see :func:`as_checked`."""
+    def checked(self, values: Tensor) -> dict[str, Any]:
+        """What the checks of this HMM and of ``values`` have found, for ``CHECKED``."""
         self._prepared = values, self.prepare_values(values)
-        own = "chain", "_emission", "provenance"
-        kept = {name: part for name, part in self.__dict__.items() if name not in own}
-        return Checked([*map(id, self._given)], self._form(), kept)
+        found = self.__dict__ | {"ids": [*map(id, self._given)], "form": self._form()}
+        del found["chain"], found["_emission"]
+        return found | {"provenance": NOTHING}  # which no fit follows
 
     def _check_sequences(self, lengths: Tensor | int | None) -> tuple[torch.Size, int]:
         """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
@@ -171,15 +145,7 @@ class ChainDistribution(OwnChecks):
             )
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
-        batch = check_broadcast(shapes)
-        if (count := batch.numel()) > MOST_SEQUENCES:
-            listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
-            raise ValueError(
-                f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "
-                f"{listing}, which make {count:,}: the evidence alone would take {4 * count:,} "
-                "bytes. Give arguments of the same sequences the same batch shape."
-            )
-        return batch, num_steps
+        return check_broadcast(shapes), num_steps
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes to pickle, without Pyro's weak references, which it makes anew."""

@@ -18,7 +18,7 @@ from torch.distributions import Distribution, transform_to
 from .._transforms import tensors_of
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from ..distributions.base import Checked, as_checked
+from ..distributions.base import CHECKED
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
@@ -75,7 +75,7 @@ class Parameters:
         self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}
         self.values = dict(self.sample) if restarts == 1 else {}
         self.priors = self._constant_priors()
-        self._checked: WeakKeyDictionary[Sequences, tuple[Checked, Checked]] = WeakKeyDictionary()
+        self._checked: WeakKeyDictionary[Sequences, tuple[Any, Any]] = WeakKeyDictionary()
         points = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.points = list(points.values())
         self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
@@ -150,10 +150,12 @@ class Parameters:
         cache, (own, whole) = self.module._pyro_context.cache, self._checked.get(batch, (None,) * 2)
         for name in self.priors:
             cache[name] = self.values[name]
+        token = CHECKED.set(own)
         try:
-            with LogJoint(self.values) as joint, as_checked(own):
+            with LogJoint(self.values) as joint:
                 hmm = build(self.module, batch)
         finally:
+            CHECKED.reset(token)
             cache.clear()
         prior = self._log_prior(joint, self.values)
         if self.restarts > 1 and prior.dim():  # (R, 1)
@@ -166,8 +168,8 @@ class Parameters:
             # also what is the same in all of them is counted for each
             widen = partial(_widened, restarts=self.restarts)
             chain = chain.map(lambda _, tensor, core: widen(tensor, core))
-        if own is not None and whole is not None and hmm._given is own.parts["_given"]:
-            hmm.__dict__ |= whole.parts | {"chain": chain}
+        if own is not None and whole is not None and hmm._given is own["_given"]:
+            hmm.__dict__ |= whole | {"chain": chain}
             return hmm, prior
         known = hmm if chain is hmm.chain else hmm.with_chain(chain)
         known = known if batch.labels is None else known.restrict(batch.labels)

@@ -63,14 +63,23 @@ class CentredEmission(Emission):
     @property
     def centre(self) -> Tensor:
         """Origin of the sums, ``(D,)`` or ``()``: squares of numbers far from zero would cancel."""
-        loc = self.prior_loc.double()
-        return loc.flatten(0, -1 - bool(self.dim)).mean(0)
+        return self.constants["centre"]
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """The buffers in float64, and ``centre``; made when a buffer is another one."""
+        buffers, (made_of, wide) = self._buffers, self.__dict__.get("_of_buffers", ({}, {}))
+        if [*map(id, buffers.values())] != [*map(id, made_of.values())]:
+            wide = {name: part.double() for name, part in buffers.items() if part is not None}
+            wide["centre"] = wide["prior_loc"].flatten(0, -1 - bool(self.dim)).mean(0)
+            self.__dict__["_of_buffers"] = dict(buffers), wide
+        return wide
 
     def set_points(self, **values: Tensor) -> None:
         """Make values parameters without priors; sums are then about the value of ``loc``."""
         super().set_points(**values)
         if "loc" in values:
-            self.prior_loc.copy_(values["loc"].detach().expand(self.prior_loc.shape))
+            self.prior_loc = like(self.prior_loc, values["loc"].detach())
             self.of_data = False
 
     def take_moments(self, moments: Tensor) -> float:
@@ -115,6 +124,7 @@ class CentredEmission(Emission):
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load the saved prior, flat or conjugate."""
         self.complete(state, prefix)
+        self.__dict__.pop("_of_buffers", None)
         super()._load_from_state_dict(state, prefix, *rest)
         self.flat = bool(self.upper.isfinite().all())
 
@@ -264,8 +274,9 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         count = statistics["known"] + (0.0 if self.flat or not weight else 1.0)
         above, below = 0.5 * self._summed(scatter), 0.5 * self._summed(count)
         if self.has_prior("variance"):
-            above, below = above + self.rate.double(), below + self.shape.double() + 1
-            root = (below.square() + 4 * above / self.upper.double()).sqrt()
+            rate, shape, upper = itemgetter("rate", "shape", "upper")(self.constants)
+            above, below = above + rate, below + shape + 1
+            root = (below.square() + 4 * above / upper).sqrt()
             return 2 * above / (below + root), []
         variance = torch.maximum(above / below, self._floor(statistics))  # NaN stays
         low = variance > above / below
@@ -277,15 +288,16 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def _mean_variance(self) -> Tensor:
         """Variance of the normal prior on the means where the variance prior is flat."""
-        return self._wide(MEANS / UPPER * self.upper.double())
+        return self._wide(MEANS / UPPER * self.constants["upper"])
 
     def _about_means(self, statistics: Statistics, weight: Any) -> tuple[Tensor, Tensor]:
         """Posterior means about the centre; squares about the means, conjugate prior included."""
         known, sums, squares = _sums(statistics)
-        prior_loc = self.prior_loc.double() - self.centre
+        centre, prior_loc = itemgetter("centre", "prior_loc")(self.constants)
+        prior_loc = prior_loc - centre
         loc = (weight * prior_loc + sums) / (weight + known)
         if not self.is_free("loc"):
-            loc = (self.loc.double() - self.centre).expand_as(sums)
+            loc = (self.loc.double() - centre).expand_as(sums)
         scatter = squares - 2 * loc * sums + known * loc**2
         if not self.flat:
             scatter = scatter + weight * (loc - prior_loc) ** 2
@@ -300,8 +312,8 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         elif self.flat:
             variance = self._sample_flat(statistics, current)
         else:
-            above = self.rate.double() + 0.5 * self._summed(scatter)
-            below = self.shape.double() + 0.5 * self._summed(known)
+            above = self.constants["rate"] + 0.5 * self._summed(scatter)
+            below = self.constants["shape"] + 0.5 * self._summed(known)
             variance = above / torch._standard_gamma(below)
         samples, wide = {"variance": variance}, self._wide(variance)
         if self.has_prior("loc"):
@@ -316,7 +328,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         known, sums, squares = _sums(statistics)
         loc = (current["loc"] if self.has_prior("loc") else self.loc).double() - self.centre
         scatter = (squares - 2 * loc * sums + known * loc**2).clamp(min=0.0)
-        about = 2 * self.rate.double() + self._summed(scatter)
+        about = 2 * self.constants["rate"] + self._summed(scatter)
         old, about = (x[..., None, None] for x in (current["variance"], about))
         return flat_step(old, self.upper.unsqueeze(-1), self._summed(known), about)[..., 0, 0]
 

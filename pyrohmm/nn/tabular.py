@@ -128,7 +128,7 @@ class ChainTables(HMMModule, Family):
     def statistics(self, expected: ExpectedCounts) -> Statistics:
         """Sufficient statistics: expected counts of the tables."""
         counts = expected.counts
-        return {name: counts.get(f"log_{name}", counts.get(name)) for name in self.supports}
+        return {n: counts[n if n in counts else f"log_{n}"] for n in self.supports}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: normalised counts, pseudo-counts of the Dirichlet priors included."""

@@ -9,8 +9,7 @@ import pyro
 import pytest
 import torch
 
-from pyrohmm import Sequences, TabularHMM, categorical, fit_em, left_to_right, starts
-from pyrohmm.infer import iterations
+from pyrohmm import HMM, Sequences, TabularHMM, categorical, fit_em, left_to_right, starts
 from pyrohmm.infer.maximization import Maximization
 
 
@@ -59,17 +58,17 @@ def fitted(case: str) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_as_with_counts_of_steps(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    counts, prepare = iterations.symbol_counts, Maximization.__init__
+    factors, prepare = HMM.symbol_factors, Maximization.__init__
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
-        return counts(*arguments)
+        return factors(*arguments)
 
     def by_step(self: Maximization, *arguments: Any) -> None:
         prepare(self, *arguments)
         self.by_symbol = False
 
-    monkeypatch.setattr(iterations, "symbol_counts", counted)
+    monkeypatch.setattr(HMM, "symbol_factors", counted)
     quick = fitted(case)
     assert len(calls) >= 9
     monkeypatch.setattr(Maximization, "__init__", by_step)
