@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -38,7 +39,8 @@ class Guesses:
             return True, []
         if len(values) == 1 and not others:
             return values[0].item() > self._bounds[0], []
-        if not self._values and (len(others) == 1 or all(x.device.type == "cpu" for x in others)):
+        on_host = {"cpu"}.issuperset(map(attrgetter("device.type"), others))
+        if not self._values and (len(others) == 1 or on_host):
             return True, [other.detach().double().cpu() for other in others]
         device = max((value.device for value in values), key=lambda device: device.type != "cpu")
         flat = torch.cat([value.detach().to(device).double().reshape(-1) for value in values]).cpu()

@@ -76,7 +76,7 @@ class Chain:
     def take(self, **parameters: Any) -> None:
         """Set parameters as attributes; arrays of NumPy become tensors."""
         for name, value in parameters.items():
-            setattr(self, name, from_numpy(name, value))
+            setattr(self, name, value if isinstance(value, Tensor) else from_numpy(name, value))
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:

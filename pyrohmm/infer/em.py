@@ -14,6 +14,7 @@ import copy
 import warnings
 from collections.abc import Iterable
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,7 @@ def _risen(loop: Loop, history: Tensor) -> list[str]:
     if loop.decay is not None or maximize.notes or not maximize.gradient.step.guard:
         return []  # a floor may raise the loss, and has been noted
     tensors = [*parameters.values.values(), *parameters.points]
-    single = any(tensor.dtype == torch.float32 for tensor in tensors)
+    single = torch.float32 in map(attrgetter("dtype"), tensors)
     # parts of a loss may cancel: each observation adds some nats, as terms that may be of 1e8 nats
     share, each = (1e-6, 1) if single else (1e-10, 500)
     slack = share * (1 + history.abs().amax().item() + each * parameters.data.num_observed)
@@ -271,7 +272,7 @@ def _alone(loop: Loop, final: Tensor) -> list[str]:
 def _finish(loop: Loop) -> Fit:
     """The best restart as a fit, with all of them beside it."""
     parameters, data = loop.parameters, loop.parameters.data
-    losses, priors = (torch.stack(past, 1) for past in (loop.losses, loop.log_priors))  # (R, steps)
+    losses, priors = torch.stack(loop.losses, 1), torch.stack(loop.log_priors, 1)  # (R, steps)
     loop.keep_values()
     if is_validation_enabled():
         parameters.check_supports()
@@ -293,6 +294,6 @@ def _finish(loop: Loop) -> Fit:
         model, Point(values), losses[best], loop.reason is not None,
         loop.reason or loop.ended, loop.seconds,
         data.num_observed, list(values), notes=notes, restarts=restarts, method="EM", window=1,
-        supports={f"module.{name}": site.support for name, site in parameters.sites.items()},
+        supports={f"module.{name}": space for name, space in parameters.supports.items()},
         parameters=values, history=history,
     )  # fmt: skip

@@ -111,7 +111,7 @@ def fit_gibbs(
     with torch.no_grad(), pyro.validation_enabled(False), threads_for(cost):
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
     sampler.impute(False)
-    supports = {f"module.{site}": part.support for site, part in parameters.sites.items()}
+    supports = {f"module.{site}": space for site, space in parameters.supports.items()}
     return sampler.fit(MarginalModel(parameters.module), data, supports, method="Gibbs")
 
 
@@ -376,7 +376,7 @@ class Others:
 
     def __init__(self, parameters: Parameters, names: list[str], sampler: Gibbs) -> None:
         self.parameters, self.names, self.sampler = parameters, names, sampler
-        supports = {name: parameters.sites[name].support for name in names}
+        supports = {name: parameters.supports[name] for name in names}
         self.hamiltonian = Hamiltonian(supports, self._now(), self.log_density, sampler.ladder)
 
     def _now(self) -> Values:

@@ -102,17 +102,21 @@ class GradientSteps:
     Args:
         parameters: All parameters.
         step: How steps are taken.
-        names: The latent variables that have no closed form.
-        points: The parameters without priors that have none.
+        rest: The parameters that have no closed form, by name; None for latent variables.
     """
 
     def __init__(
-        self, parameters: Parameters, step: GradientStep, names: list[str], points: list[Tensor]
+        self, parameters: Parameters, step: GradientStep, rest: dict[str, Tensor | None]
     ) -> None:
         self.parameters, self.step = parameters, copy.copy(step)
         self.step._stepper = None  # an optimizer of this fit's own parameters
-        self.points = points
-        self.transforms = {name: transform_to(parameters.sites[name].support) for name in names}
+        self.points: list[Tensor] = []
+        self.transforms: dict[str, Any] = {}
+        for name, point in rest.items():
+            if point is None:
+                self.transforms[name] = transform_to(parameters.supports[name])
+            else:
+                self.points.append(point)
         self.leaves: Values = {}  # unconstrained
 
     def __call__(self, batch: Sequences, counts: Statistics) -> None:
@@ -192,17 +196,15 @@ class Maximization:
         gradient_step: GradientStep | None,
     ) -> None:
         module: Any = parameters.module
-        log_prior, hmm = parameters.log_prior, parameters.example
+        log_prior, hmm, rest = parameters.log_prior, parameters.example, dict(parameters.fitted)
         of_transitions = isinstance(log_prior, TransitionPrior)
         if transition_step is None and isinstance(log_prior, TransitionPrior):
             transition_step = default_step(log_prior, parameters.data)
         self.parameters, self.transition_step = parameters, copy.copy(transition_step)
         emission = module.emission_module()
-        inner = [f"{name}." for name, part in module.named_modules() if part is emission]
-        self.prefix = inner[0] if inner else ""  # of the names of the emission's parameters
-        points = {name: point for name, point in module.named_parameters() if point.requires_grad}
-        names = {name: name.removesuffix("_unconstrained") for name in (*parameters.sites, *points)}
-        of_emission = {name for name in names if inner and name.startswith(self.prefix)}
+        paths = (f"{path}." for path, part in module.named_modules() if part is emission)
+        self.prefix = next(paths, "")  # of the names of the emission's parameters
+        of_emission = [name for name in rest if self.prefix and name.startswith(self.prefix)]
         closed = log_prior is None or of_transitions
         clusters = closed and isinstance(emission, EmissionMStep)
         own = clusters and not has_foreign_priors(emission)
@@ -213,8 +215,7 @@ class Maximization:
             of_chain = _names_of_chain(module, hmm)  # raises if there is no mode
             if not has_foreign_priors(parameters.module, but=emission):
                 self.chain, found = module, of_chain
-        others = [name for name in names if names[name] not in found and name not in of_emission]
-        self.chain_closed = self.chain is not None and not others
+        self.chain_closed = self.chain is not None and not rest.keys() - {*found, *of_emission}
         self.allowed = getattr(module, "transition_allowed", None)
         if "transition" in found and "transition" not in parameters.sites:
             # zeros of a transition matrix without a prior are those of the model
@@ -222,17 +223,13 @@ class Maximization:
             self.allowed = possible if self.allowed is None else self.allowed & possible
         steps = log_prior is None and isinstance(module, StepsMStep) and module.by_steps
         self.steps: Any = module if steps else None
-        found |= {*(steps or ())}
-        rest = [n for n in names if names[n] not in found and not (own and n in of_emission)]
-        self.gradient = GradientSteps(
-            parameters, gradient_step or GradientStep(),
-            [name for name in rest if name in parameters.sites],
-            [points[name] for name in rest if name in points],
-        )  # fmt: skip
+        for name in (*found, *(steps or ()), *(of_emission if own else ())):
+            rest.pop(name, None)
+        self.gradient = GradientSteps(parameters, gradient_step or GradientStep(), rest)
         self.symbols = is_categorical(hmm.emission)
         self.numbers = clusters and not self.symbols
-        cores, tables = hmm.chain.cores, hmm.chain.parameters
-        single = all(tables[n].dim() == len(c) and "T" not in c for n, c in cores.items())
+        cores, batches = hmm.chain.cores, hmm.chain.batches
+        single = not any(batches.values()) and not any("T" in core for core in cores.values())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.summed = single and ((own and getattr(emission, "summed", True)) or countable)
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain

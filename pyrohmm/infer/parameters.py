@@ -38,11 +38,12 @@ class Parameters:
         data: The sequences, on the device of the module.
         probe: The first sequence.
         sites: Priors of the latent variables, by name.
+        supports: Of the latent variables.
         priors: Those of them that depend on nothing that the fit changes.
         values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
         sample: One of the latent variables from the prior.
         points: The parameters without priors.
-        fitted: Names of the latent variables and of the points; all else is frozen.
+        fitted: The points by name, and None for latent variables; all else is frozen.
         example: An HMM that the module has built.
         units: What the unit of the data adds to the loss: see :func:`scale_priors`.
 
@@ -72,13 +73,16 @@ class Parameters:
             trace = poutine.trace(lambda: build(module, self.probe)).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
+        self.supports = {name: site.support for name, site in self.sites.items()}
         self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}
         self.values = dict(self.sample) if restarts == 1 else {}
         self.priors = self._constant_priors()
         self._checked: WeakKeyDictionary[Sequences, tuple[Any, Any]] = WeakKeyDictionary()
-        points = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        points = dict(fitted_in(module))
         self.points = list(points.values())
-        self.fitted = {*self.sites, *(name.removesuffix("_unconstrained") for name in points)}
+        self.fitted: dict[str, Tensor | None] = dict.fromkeys(self.sites)
+        for name, point in points.items():
+            self.fitted[name.removesuffix("_unconstrained")] = point
         self.example: HMM = trace.nodes["_RETURN"]["value"]
         if restarts > 1 and self.points:
             raise ValueError(
@@ -109,8 +113,7 @@ class Parameters:
     @property
     def cost(self) -> float:
         """Approximate multiplications per step of a sequence: number of parameters or K^2."""
-        sizes = [site.event_shape.numel() for site in self.sites.values()]
-        size = sum(sizes) + sum(point.numel() for point in self.points)
+        size = sum(map(torch.Tensor.numel, (*self.sample.values(), *self.points)))
         return self.restarts * max(size, self.example.num_states**2)
 
     def set_values(self, values: Values) -> None:
@@ -121,7 +124,7 @@ class Parameters:
         if absent:
             raise ValueError(f"start has no value for {', '.join(absent)}; it has "
                              f"{', '.join(values) or 'none'}.")  # fmt: skip
-        for name in (self.fitted - self.sites.keys()) & values.keys():
+        for name in (self.fitted.keys() - self.sites.keys()) & values.keys():
             self.update({name: values[name].unsqueeze(0)})
         for name, site in self.sites.items():
             value, event = values[name].detach(), site.event_shape
@@ -138,7 +141,7 @@ class Parameters:
 
     def stacked(self) -> Values:
         """The latent variables by name, ``(R, ...)``."""
-        return {name: self.get(name) for name in self.values}
+        return dict(zip(self.values, map(self.get, self.values)))
 
     def keep(self, chosen: Tensor) -> None:
         """Keep only the restarts of indices ``(R',)``."""
@@ -241,9 +244,9 @@ class Parameters:
 
     def check_supports(self) -> None:
         """Raise unless the latent variables lie in their supports."""
-        for name, site in self.sites.items():
-            if not bool(site.support.check(self.values[name]).all()):
-                raise ValueError(f"{name} must be in {site.support}; an m_step must return such.")
+        for name, support in self.supports.items():
+            if not bool(support.check(self.values[name]).all()):
+                raise ValueError(f"{name} must be in {support}; an m_step must return such.")
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state: latent variables and parameters without a prior."""
@@ -312,9 +315,9 @@ class Extrapolation:
     @cached_property
     def packing(self) -> Packing:
         """Coordinates of all parameters of a restart."""
-        sites = self.parameters.sites.items()
-        to: Any = {name: transform_to(site.support) for name, site in sites}
-        shapes = {name: to[name].inverse_shape(site.event_shape) for name, site in sites}
+        parameters = self.parameters
+        to: Any = {name: transform_to(support) for name, support in parameters.supports.items()}
+        shapes = {n: to[n].inverse_shape(site.event_shape) for n, site in parameters.sites.items()}
         for name, point in self._points().items():
             to[name], shapes[name] = IDENTITY, point.shape[1:]
         return Packing(to, shapes)

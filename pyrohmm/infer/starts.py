@@ -215,7 +215,7 @@ def seen_by(start: Start | Values, data: Sequences) -> Sequences:
 
 def possible(parameters: Parameters, values: Values) -> Values:
     """Values found in a part of the data, off zero: a symbol that it lacks may be in the others."""
-    return {name: interior(site.support, values[name]) for name, site in parameters.sites.items()}
+    return {name: interior(space, values[name]) for name, space in parameters.supports.items()}
 
 
 def from_hmm(hmm: HMM) -> Start:

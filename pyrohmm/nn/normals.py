@@ -257,13 +257,12 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: mode of the joint posterior of variances and means."""
-        weight, notes = self._first_weight(), list[str]()
+        weight, notes, free = self._first_weight(), list[str](), self.is_free("variance")
+        variance: Any = None if free else self.variance.double()
         for _ in range(1 + (self.flat and self.has_prior("loc"))):  # of a weak prior two are enough
             loc, scatter = self._about_means(statistics, weight)
-            if self.is_free("variance"):
+            if free:
                 variance, notes = self._mode_of_variance(statistics, scatter, weight)
-            else:
-                variance = self.variance.double()
             weight = self._wide(variance) / self._mean_variance()
         return {"loc": loc + self.centre, "variance": variance}, notes
 
