@@ -24,7 +24,7 @@ from .._checks import (
     check_same_device,
     check_size,
 )
-from .._transforms import NOTHING, exporting, opaque, tensors_of, transforming, uncompiled
+from .._transforms import exporting, opaque, tensors_of, transforming, uncompiled
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
 from ..data.batches import StoredSequences
@@ -55,7 +55,7 @@ class ChainDistribution(OwnChecks):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
     _validate_args = PyroValidation()
-    _prepared: tuple[Any, ...] = None, None  # values, and what prepare_values makes of them
+    _prepared: dict[str, Any] | None = None  # values, and what prepare_values makes of them
     chain: Any  # a Chain
     lengths: Tensor
 
@@ -95,12 +95,13 @@ class ChainDistribution(OwnChecks):
         of_emission = type(emission), emission.batch_shape, emission.event_shape
         return type(chain), chain.num_states, chain.batches, of_emission
 
-    def checked(self, values: Tensor) -> dict[str, Any]:
-        """What the checks of this HMM and of ``values`` have found, for ``CHECKED``."""
-        self._prepared = values, self.prepare_values(values)
+    def checked(self) -> dict[str, Any]:
+        """What the checks of this HMM have found, for ``CHECKED``."""
+        self._prepared = {}
         found = self.__dict__ | {"ids": [*map(id, self._given)], "form": self._form()}
         del found["chain"], found["_emission"]
-        return found | {"provenance": NOTHING}  # which no fit follows
+        found.pop("provenance", None)
+        return found
 
     def _check_sequences(self, lengths: Tensor | int | None) -> tuple[torch.Size, int]:
         """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
@@ -321,8 +322,9 @@ class ChainDistribution(OwnChecks):
             ValueError: If shapes or devices disagree, values are one sequence where lengths differ,
                 or (with ``validate_args``) an observation is not in the support.
         """
-        if values is self._prepared[0]:
-            return cast("tuple[Tensor, Tensor | None]", self._prepared[1])
+        kept, given = self._prepared, values
+        if kept and kept["values"] is values and kept["version"] == values._version:
+            return cast("tuple[Tensor, Tensor | None]", kept["found"])
         values = from_numpy("values", self.values_of(values))
         check_real("values", values)
         check_same_device({"values": values, "log_initial": self.log_initial})
@@ -353,6 +355,10 @@ class ChainDistribution(OwnChecks):
         if isinstance(whole, Autoregressive):
             gaps = known if self.observed is not None else None
             whole.check_context(values if self._validate_args else None, gaps)
+        if kept is not None and not (
+            values.requires_grad or values.is_inference() or transforming()
+        ):
+            kept.update(values=given, version=given._version, found=(values, known))
         return values, known
 
     def refuse_one_series(self, batch: torch.Size) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import reduce
 from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import pyro
 import torch
@@ -29,6 +30,7 @@ from ..chains.rates import mean_gap
 from ..data.batches import Parts, Window, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
+from ..distributions.base import CHECKED
 from ..distributions.block_hmm import FinalState
 from ..distributions.forecast import sample_emission, sample_emission_per_step
 from ..distributions.hmm import HMM
@@ -41,6 +43,10 @@ from ..nn.regression import Linear
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
+
+
+# the module that built an HMM for data, and what the checks of that have found
+_checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
 
 def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
@@ -67,7 +73,15 @@ def build(module: HMMModule, data: Sequences) -> HMM:
             own = (part.dtype for part in (*module.parameters(), *module.buffers()))
             dtype = next((dtype for dtype in own if dtype.is_floating_point), columns.dtype)
             further["covariates"] = columns.to(dtype)
-    return module(data.lengths, data.observed if data.has_gaps else None, **further)
+    last = _checked.get(data)
+    token = CHECKED.set(last[1] if last is not None and last[0]() is module else None)
+    try:
+        hmm = module(data.lengths, data.observed if data.has_gaps else None, **further)
+    finally:
+        CHECKED.reset(token)
+    if isinstance(hmm, HMM) and "ids" not in hmm.__dict__:
+        _checked[data] = ref(module), hmm.checked()
+    return hmm
 
 
 def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:

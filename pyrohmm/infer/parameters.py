@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pyro
 import torch
@@ -18,7 +17,6 @@ from torch.distributions import Distribution, transform_to
 from .._transforms import tensors_of
 from ..data.batches import Parts
 from ..data.sequences import Sequences
-from ..distributions.base import CHECKED
 from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
@@ -77,7 +75,6 @@ class Parameters:
         self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}
         self.values = dict(self.sample) if restarts == 1 else {}
         self.priors = self._constant_priors()
-        self._checked: WeakKeyDictionary[Sequences, tuple[Any, Any]] = WeakKeyDictionary()
         points = dict(fitted_in(module))
         self.points = list(points.values())
         self.fitted: dict[str, Tensor | None] = dict.fromkeys(self.sites)
@@ -150,15 +147,13 @@ class Parameters:
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """HMM at the current parameters, and their log-prior, ``(R,)`` or a scalar."""
-        cache, (own, whole) = self.module._pyro_context.cache, self._checked.get(batch, (None,) * 2)
+        cache = self.module._pyro_context.cache
         for name in self.priors:
             cache[name] = self.values[name]
-        token = CHECKED.set(own)
         try:
             with LogJoint(self.values) as joint:
                 hmm = build(self.module, batch)
         finally:
-            CHECKED.reset(token)
             cache.clear()
         prior = self._log_prior(joint, self.values)
         if self.restarts > 1 and prior.dim():  # (R, 1)
@@ -166,21 +161,11 @@ class Parameters:
         if self.log_prior is not None:
             further = self.log_prior(hmm)
             prior = prior + (further.squeeze(-1) if further.dim() > 1 else further)
-        chain = hmm.chain
-        if self.restarts > 1 and min(map(len, chain.batches.values())) < 2:
+        if self.restarts > 1 and min(map(len, hmm.chain.batches.values())) < 2:
             # also what is the same in all of them is counted for each
             widen = partial(_widened, restarts=self.restarts)
-            chain = chain.map(lambda _, tensor, core: widen(tensor, core))
-        if own is not None and whole is not None and hmm._given is own["_given"]:
-            hmm.__dict__ |= whole | {"chain": chain}
-            return hmm, prior
-        known = hmm if chain is hmm.chain else hmm.with_chain(chain)
-        known = known if batch.labels is None else known.restrict(batch.labels)
-        if type(known) is type(hmm):
-            checked = known.checked(batch.values)
-            own = checked if known is hmm else hmm.checked(batch.values)
-            self._checked[batch] = own, checked
-        return known, prior
+            hmm = hmm.with_chain(hmm.chain.map(lambda _, tensor, core: widen(tensor, core)))
+        return (hmm if batch.labels is None else hmm.restrict(batch.labels)), prior
 
     def _log_prior(self, joint: LogJoint, values: Values) -> Tensor:
         """Sum of the log priors at values, of those that ``joint`` has not met as well."""

@@ -137,7 +137,7 @@ class ChainTables(HMMModule, Family):
     def sample_parameters(self, statistics: Statistics, current: Statistics) -> Statistics:
         """Sample rows of probabilities from their Dirichlet posteriors."""
         samples = {}
-        for name in self._pyro_samples.keys() & statistics.keys():
+        for name in filter(self._pyro_samples.__contains__, statistics):  # in one order
             total = statistics[name] + getattr(self, prior_name(name))
             allowed = getattr(self, f"{name}_allowed")
             samples[name] = sample_rows(total if allowed is None else total * allowed)

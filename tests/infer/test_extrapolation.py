@@ -147,9 +147,10 @@ def test_its_steps_are_those_of_squarem_in_numpy():
     """On a slow linear iteration: theta' = theta + 2 s r + s^2 v, with s = |r| / |v|, bounded."""
     matrix, shift = np.array([[0.97, 0.02], [0.1, 0.6]]), np.array([0.3, -1.0])
     real = torch.distributions.constraints.real_vector
-    site = SimpleNamespace(support=real, event_shape=torch.Size([2]))
+    sites, supports = {"x": SimpleNamespace(event_shape=torch.Size([2]))}, {"x": real}
+    values = {"x": torch.tensor([[4.0, -2.0]])}
     parameters = SimpleNamespace(
-        values={"x": torch.tensor([[4.0, -2.0]])}, points=[], restarts=1, sites={"x": site}
+        values=values, points=[], restarts=1, sites=sites, supports=supports
     )
     parameters.stacked = lambda: dict(parameters.values)
     steps = of_em.Extrapolation(parameters, SimpleNamespace(leaves={}), True)
