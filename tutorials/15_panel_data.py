@@ -146,7 +146,7 @@ print(f"-2 log likelihood {-2 * evidence:.3f}; that of msm on cav.csv: 3933.738"
 # %% [markdown]
 # ## Rates and errors, with intervals
 #
-# `fit.intervals` gives 95 % limits of every parameter from the exact Hessian of the log likelihood.
+# `fit.intervals` gives 95 % limits of every parameter from the Hessian of the log likelihood.
 # *msm* does the same; its estimates and limits, as it prints them for `cav.csv`, stand beside.
 
 # %%

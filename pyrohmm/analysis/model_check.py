@@ -380,6 +380,8 @@ RESIDUALS = (
 MOST_ROWS = 200  # of the table of parameters
 MOST_DRAWS = 4000  # samples of a posterior whose states are put in one order
 SIMULATED = 200  # of these, from each of which a data set is simulated
+MOST_STEPS = 10_000  # of the data, that are simulated and drawn
+FEW_STEPS = 2_000  # of one sequence, that are drawn
 
 
 def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
@@ -388,7 +390,8 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     Of samples of a posterior the table has their means and quantiles, states in one order; each
     simulated data set is of another sample, and pictures are at ``fit.parameters``. What does not
     exist for a model (intervals that the data do not determine, a ``cdf`` for residuals) is named
-    with the reason in its place.
+    with the reason in its place. Of more than 10,000 steps a random part of the sequences is
+    simulated and drawn, and the first steps of longer ones.
 
     Args:
         fit: A fit of any method.
@@ -398,20 +401,21 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     Returns:
         The path.
     """
-    hmm, draws = fit.hmm(data), None
+    some, draws = _some(data), None
+    hmm = fit.hmm(some)
     if isinstance(fit, SampledFit) or fit.method == "SVI":
         draws = PosteriorDraws.of(fit, data=data)
         draws = draws.thin(-(-MOST_DRAWS // draws.shape[0]))
     parts = {
         "Fit": lambda: _preformatted(_summary(fit)),
-        "Data and criteria": lambda: _criteria(fit, data),
-        "Parameters": lambda: _parameters(fit, data, draws),
+        "Data and criteria": lambda: _criteria(fit, data, some),
+        "Parameters": lambda: _parameters(fit, data, some, draws),
         "Loss": lambda: _picture(plots.losses(fit)),
-        "Transitions": lambda: _transitions(hmm, data),
-        "Emissions": lambda: _picture(plots.emission(hmm, values=data.values)),
-        "States of the longest sequence": lambda: _states(hmm, data),
-        "Simulated data beside the data": lambda: _simulated_data(fit, data, draws),
-        "Residuals": lambda: RESIDUALS + _picture(residual_plots(hmm, data.values)[0]),
+        "Transitions": lambda: _transitions(hmm, some),
+        "Emissions": lambda: _picture(plots.emission(hmm, values=some.values)),
+        "States of the longest sequence": lambda: _states(fit, data),
+        "Simulated data beside the data": lambda: _simulated_data(fit, some, draws),
+        "Residuals": lambda: RESIDUALS + _picture(residual_plots(hmm, some.values)[0]),
     }
     body = "\n".join(f"<h2>{title}</h2>\n{_or_reason(make)}" for title, make in parts.items())
     model = name_of(getattr(fit.model, "module", fit.model))
@@ -419,6 +423,23 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     page = PAGE.format(title=title, body=body, date=date.today().isoformat(), version=__version__)
     Path(path).write_text(page)
     return Path(path)
+
+
+def _some(data: Sequences) -> Sequences:
+    """A random part of the sequences, of some ``MOST_STEPS`` steps; the first ones of each."""
+    if int(data.lengths.sum()) <= MOST_STEPS:
+        return data
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+    steps = data.lengths.clamp(max=MOST_STEPS)[order].cumsum(0)
+    count = max(1, int((steps <= MOST_STEPS).sum()))
+    return _first_steps(data.batch(order[:count].sort().values), MOST_STEPS)
+
+
+def _first_steps(data: Sequences, count: int) -> Sequences:
+    """The first steps of each sequence, of which one may have variables of its own."""
+    part = data.truncate(count)
+    part.numbered = True
+    return part
 
 
 def _or_reason(make: Callable[[], str]) -> str:
@@ -434,11 +455,13 @@ def _summary(fit: Fit) -> str:
     return "\n".join([repr(fit), *fit.notes]) if isinstance(fit, SampledFit) else fit.summary()
 
 
-def _criteria(fit: Fit, data: Sequences) -> str:
+def _criteria(fit: Fit, data: Sequences, some: Sequences) -> str:
     """HTML table of data size, log-likelihood, and AIC and BIC where they are defined."""
     steps = int(data.lengths.sum())
     counts = {"sequences": len(data), "steps": steps}
     counts["steps without an observation"] = steps - data.num_observed
+    if some is not data:
+        counts["steps that are simulated and drawn below"] = int(some.lengths.sum())
     nats = {"log-likelihood, nats": metrics.log_evidence(fit, data).double().sum().item()}
     if isinstance(fit, LaplaceFit):
         nats["log marginal likelihood, nats"] = fit.log_marginal
@@ -448,11 +471,11 @@ def _criteria(fit: Fit, data: Sequences) -> str:
     return _table(["", ""], rows + [[name, f"{value:.2f}"] for name, value in nats.items()])
 
 
-def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
+def _parameters(fit: Fit, data: Sequences, some: Sequences, draws: PosteriorDraws | None) -> str:
     """HTML table of estimates with standard errors or intervals where there are any."""
     text = ""
     try:
-        columns, text = (fit.table(data), "") if draws is None else _posterior(draws, data)
+        columns, text = (fit.table(data), "") if draws is None else _posterior(draws, some)
     except (ValueError, TypeError, NotImplementedError) as error:
         text = f"<p>Without intervals: {escape(str(error))}</p>"
         columns = _columns({name: {"estimate": v} for name, v in fit.parameters.items()})
@@ -509,11 +532,13 @@ def _simulated_data(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> 
     return SIMULATIONS + _preformatted(str(check_model(some or fit, data)))
 
 
-def _states(hmm: HMM, data: Sequences) -> str:
+def _states(fit: Fit, data: Sequences) -> str:
     """HTML picture of the smoothed state probabilities of the longest sequence."""
-    longest = int(data.lengths.argmax())
-    probs = hmm.posterior(data.values).state_probs[longest, : int(data.lengths[longest])]
-    return f"<p>Sequence {longest}.</p>" + _picture(plots.state_probs(probs))
+    longest, steps = int(data.lengths.argmax()), int(data.lengths.max())
+    part = _first_steps(data.batch(torch.tensor([longest])), FEW_STEPS)
+    probs = fit.hmm(part).posterior(part.values).state_probs[0]
+    first = f", the first {FEW_STEPS:,} of {steps:,} steps" if steps > FEW_STEPS else ""
+    return f"<p>Sequence {longest}{first}.</p>" + _picture(plots.state_probs(probs))
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -31,7 +31,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import pyro
@@ -49,7 +48,7 @@ from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
 from .models import exclusive
-from .objective import APART, check_copies, each_alone, latent_sites, log_joint
+from .objective import APART, check_copies, each_alone, latent_sites
 from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
 from .results import Fit
@@ -61,7 +60,6 @@ from .uncertainty import (
     differences,
     double_of,
     doubled,
-    evaluated,
     points_of,
 )
 
@@ -69,7 +67,6 @@ ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
 SAME = 1e-3  # nats by which the log marginal may change there
 UNSEEN = 1e-6  # nats by which it may as such a number is raised
-STEP = 1e-4  # of central differences of the exact gradient
 FITS = 50  # of a model with smooth terms, each with new weights
 SETTLED = 0.01  # degrees of freedom by which the last of them may change a term
 LONGER = 1.5  # power of the change of a spread; the method is cautious, by a half or more
@@ -93,8 +90,6 @@ class Effect(NamedTuple):
 class LaplaceInformation(Information):
     """Observed information of the Laplace or quadrature marginal likelihood.
 
-    Its Hessian is that of central differences of the exact gradient.
-
     Args:
         marginal: Of one copy of the model, at the estimates.
         values: The estimates, without random effects.
@@ -111,14 +106,10 @@ class LaplaceInformation(Information):
         self.marginal = marginal
         super().__init__(marginal.model, values, supports, marginal.data)
 
-    def run(
-        self, u: Tensor, data: Sequences | None = None, away: Tensor | float = 0.0
-    ) -> tuple[Tensor, HMM]:
-        """A placeholder density; the HMM at coordinates ``u``, effects ``away`` from modes."""
-        marginal = self.marginal
-        effects = marginal.single(marginal.modes[0] + torch.tensordot(u, self.drift, 1) + away)
-        data = self.data if data is None else data
-        return u.sum(), log_joint(self.model, data, {**self.values_at(u), **effects})[1]
+    def at(self, u: Tensor, data: Sequences | None = None, away: Tensor | float = 0.0) -> HMM:
+        """The HMM at coordinates ``u`` ``(P,)``, with effects ``away`` from their modes."""
+        b = self.marginal.modes[0] + torch.tensordot(u, self.drift, 1) + away
+        return self.built({**self.values_at(u), **self.marginal.single(b)}, data)
 
     def of(
         self, function: Callable[[HMM], Tensor], data: Sequences | None = None
@@ -130,9 +121,9 @@ class LaplaceInformation(Information):
         scale = self.blocks.diagonal(dim1=-2, dim2=-1).rsqrt().flatten()
 
         def at(away: Tensor) -> Tensor:
-            return function(self.run(here, data, away.reshape(b.shape))[1])
+            return function(self.at(here, data, away.reshape(b.shape)))
 
-        slopes = differences(partial(evaluated, at), 1e-3 * scale)
+        slopes = differences(at, 1e-3 * scale)
         slopes = slopes.movedim(0, -1).unflatten(-1, b.shape)
         own = torch.einsum("...gi,gij,...gj->...", slopes, torch.linalg.inv(self.blocks), slopes)
         return value, (error.square() + own).sqrt()
@@ -176,7 +167,7 @@ class LaplaceInformation(Information):
         size, marginal = len(self.labels), self.marginal
         here = torch.zeros(1, size, dtype=torch.double)
         marginal.settle(self.values_at(here), torch.zeros(1).long())
-        rows = differences(self._ends, torch.full((size,), STEP, dtype=torch.double))
+        rows = self.derivatives(self._ends)
         (end,) = self._ends(here)
         marginal.modes = end[size:].reshape(1, marginal.members, -1)
         self.drift = rows[:, size:].unflatten(-1, marginal.modes.shape[1:])
@@ -438,7 +429,7 @@ class _Curvature(Information):
 
     def _compute(self) -> None:
         _, hessian = self.slopes()
-        matrix = -(hessian + hessian.mT).detach() / 2
+        matrix = -(hessian + hessian.mT) / 2
         self.covariance = torch.linalg.pinv(matrix, rtol=1e-12, hermitian=True) * self.unit**2
 
 

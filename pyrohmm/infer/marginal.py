@@ -21,7 +21,7 @@ from torch.distributions import biject_to
 from ..data.sequences import Sequences
 from .coordinates import Packing
 from .objective import is_likelihood, log_joint
-from .replicates import CELLS
+from .uncertainty import CELLS
 
 NEWTON = 60  # steps to the most probable effects
 NODES = 31  # of quadrature, the fewest

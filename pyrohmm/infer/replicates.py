@@ -18,10 +18,8 @@ from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..ops.newton import Peak, climb
 from .coordinates import names_of
-from .objective import APART, check_copies, each_alone, log_joint
-from .uncertainty import Information, normal_quantile
+from .uncertainty import Information, graded, normal_quantile
 
-CELLS = 1 << 22  # copies x sequences x steps x states of one pass
 FAR = 4.0  # standard errors over which a profile is first looked at, on either side
 GRID = 12  # points of a profile on either side
 CLOSE = 0.05  # share of a limit, from one point to the next, that is fine enough
@@ -49,18 +47,11 @@ class Copies:
     ) -> None:
         if type(information) is not Information:
             raise ValueError('random effects are integrated out by method="delta" alone.')
-        self.information, data = information, information.data
+        self.information = information
         self.values, self.labels, self.weights = values, labels, weights
         # coordinates in which the information is the identity
         self.root = torch.linalg.cholesky(information.matrix)
-        size = len(data) * data.num_steps * information.hmm.num_states
-        self.room = max(1, CELLS // size)
-        if values is None and weights is None:
-            u = APART * torch.ones(len(self.root), dtype=torch.double)
-            check_copies(
-                lambda: each_alone(lambda u: self.run(u, torch.zeros(len(u)).long())[0], u),
-                information.values_at(u),
-            )
+        information.check_copies()
 
     def at(self, place: Tensor) -> Tensor:
         """Free coordinates ``(B, P)`` of whitened places ``(B, P)``."""
@@ -72,41 +63,30 @@ class Copies:
 
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities ``(B',)`` of the copies ``rows``, and their gradients."""
-        values, slopes = [], []
-        for some, chosen in zip(place.split(self.room), rows.split(self.room)):
-            with torch.enable_grad():
-                leaf = some.detach().requires_grad_()
-                score = self.score(self.at(leaf), chosen)
-                slopes += torch.autograd.grad(score.sum(), leaf)
-            values.append(score.detach())
-        return torch.cat(values), torch.cat(slopes)
+
+        def score(leaf: Tensor, chosen: Tensor) -> Tensor:
+            return self.score(self.at(leaf), chosen)
+
+        return graded(score, place, self.information.room, rows)
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)`` at free coordinates ``(B', P)``."""
-        return self.run(u, rows)[0]
-
-    def run(self, u: Tensor, rows: Tensor) -> tuple[Tensor, HMM]:
-        """Log joint densities ``(B',)`` at free coordinates, and the HMM ``(B', N)``."""
         weights = None if self.weights is None else self.weights[rows]
         data = self.information.data
         if self.values is not None:
             data = data.with_total(data.total)
             data.values = self.values[rows]
             data.labels = None if self.labels is None else self.labels[rows]
-        values = self.information.values_at(u)
-        joint, hmm = log_joint(self.information.model, data, values, len(rows), weights)
-        return joint.likelihood + joint.prior, hmm
+        return self.information.run(u, data, weights)[0]
 
     def matched(self, u: Tensor) -> Tensor:
         """Whether each state of each copy is most like that of the fit, ``(B,)``."""
         data, same = self.information.data, []
         own = torch.arange(self.information.hmm.num_states)
         reference = self.information.hmm.posterior(data.values).state_probs
-        known = Copies(self.information)
-        for some in u.split(self.room):
-            with torch.no_grad():
-                hmm = known.run(some, torch.arange(len(some)))[1]
-                states = hmm.expand(torch.Size([len(some), len(data)])).posterior(data.values)
+        for some in u.split(self.information.room):
+            hmm = self.information.at(some).expand(torch.Size([len(some), len(data)]))
+            states = hmm.posterior(data.values)
             same.append((match_states(states.state_probs, reference) == own).all(-1))
         return torch.cat(same)
 
@@ -149,7 +129,7 @@ class Bootstrap:
     def of(self, function: Callable[[HMM], Tensor]) -> Tensor:
         """A function of the HMM of each replicate, ``(B, ...)``."""
         with torch.no_grad():
-            return torch.stack([function(self.information.run(u)[1]) for u in self.coordinates])
+            return torch.stack([function(self.information.at(u)) for u in self.coordinates])
 
     def intervals(
         self, level: float = 0.95, of: Callable[[HMM], Tensor] | None = None
@@ -213,7 +193,6 @@ def bootstrap(
             values = values.masked_fill(data.values.isnan(), torch.nan)
         labels = None if data.labels is None else torch.where(data.labels >= 0, states, -1)
         copies = Copies(information, values, labels)
-    Copies(information)  # raises if the model cannot be copied
     peak = copies.peaks(num_samples)
     u = copies.at(peak.place)[peak.converged]
     if len(u) < 2:

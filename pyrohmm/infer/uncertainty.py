@@ -5,30 +5,38 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
+import pyro
 import torch
 from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
+from torch.nn.functional import hardshrink
+from tqdm import tqdm
 
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
 from .coordinates import IDENTITY, LOG, Coordinates, Packing, names_of
 from .models import EnumeratedModel, MarginalModel
-from .objective import log_joint
-from .plates import detached, in_plate, wide
+from .objective import APART, check_copies, log_joint
+from .plates import hmm_at, in_plate, wide
 
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
-CHUNK = 16  # columns of the Hessian that are computed as one batch
+CELLS = 1 << 22  # copies x sequences x steps x states of one pass
+FEWEST = 16  # copies that are faster as one batch than one by one
 SMALL = 1e-3  # share of the largest rate, below which one is at the boundary that counts
 VANISHING = 0.01  # nats or less where it is zero: transitions that are expected, or observations
 LEAST = 1e-6  # nats for a change by a factor of e: such a parameter is not determined
 RANK = 1e-9  # eigenvalues of the scaled information below this are directions without curvature
 ROUNDING = 1e-6  # share of a slope along a flat direction that is rounding
 STEP = 1e-3  # of central differences, in standard errors given the other coordinates
+EPS = torch.finfo(torch.double).eps
+REACH = EPS**0.2  # of differences of gradients, in scales of the coordinates
+ALIKE = 1e-5  # of curvatures: by how much those of one step and of two may differ
+PROBES = 1e-11, 1e-6, 0.1  # of a real number, in units of the data, by which its scale is found
+ROUNDS = 6  # of finding the others
 MOST_PARAMETERS = 3_000  # the Hessian has as many columns, each a gradient of the gradient
 
 
@@ -49,8 +57,9 @@ class Information:
 
     The log joint density is that of the data and of the priors, if the model has some, so that
     intervals are those of maximum likelihood, or of a normal approximation to the posterior. The
-    Hessian is exact, in double precision, in coordinates in which the estimate is not on a
-    boundary; the delta method maps it to any function of the fitted HMM.
+    Hessian is made of differences of exact gradients, in double precision and right to some eight
+    digits, in coordinates in which the estimate is not on a boundary; the delta method maps it to
+    any function of the fitted HMM.
 
     The states are those of the fit: intervals hold within one labelling of the states.
 
@@ -114,42 +123,121 @@ class Information:
                              f"{_listed(self.held)}. A prior keeps them inside.")  # fmt: skip
         if not 0 < (count := len(self.labels)) <= MOST_PARAMETERS:
             raise ValueError(f"{count:,} free parameters; at most {MOST_PARAMETERS:,} are.")
+        entries = {
+            label: x
+            for part in self.coordinates
+            for label, x in zip(
+                names_of(part.name, part.estimate), part.estimate.flatten().tolist()
+            )
+        }
+        sizes = torch.tensor([entries.get(label, math.nan) for label in self.labels]).double()
+        owners = [part for part in self.coordinates for _ in part.labels]
+        largest = [float(p.estimate.max()) if p.scale is LOG else -math.inf for p in owners]
+        self.small = sizes < SMALL * torch.tensor(largest).double()
+        self.real = torch.tensor([part.scale is IDENTITY for part in owners])  # coefficients
+        units = (sizes / unit).nan_to_num(0.0).square().clamp(min=1.0)
+        self.least = LEAST / torch.where(self.real, units, 1.0)
         # inside a plate values have the dimension of a batch already
         names = {part.name for part in self.coordinates} & nodes.keys()
         self.plated = {name for name in names if in_plate(nodes[name])}
+        cells = len(data) * data.num_steps * nodes["_RETURN"]["value"].num_states
+        self.room = max(1, CELLS // cells)
         self._compute()
-        with torch.no_grad():
-            hmm = self.run(torch.zeros(len(self.labels), dtype=torch.double))[1]
-        self.hmm: HMM = detached(hmm)
+        self.hmm: HMM = self.at(torch.zeros(len(self.labels), dtype=torch.double))
 
     def values_at(self, u: Tensor) -> dict[str, Tensor]:
         """Parameters by name at coordinates ``(P,)``, or of B copies of the model, ``(B, P)``."""
         values = self.packing.values(u)
         return values if u.dim() == 1 else wide(values, self.plated)
 
-    def run(self, u: Tensor, data: Sequences | None = None) -> tuple[Tensor, HMM]:
-        """Log joint density at coordinates ``u`` ``(P,)``, and the HMM there."""
-        joint, hmm = log_joint(self.model, self.data if data is None else data, self.values_at(u))
+    def run(
+        self, u: Tensor, data: Sequences | None = None, weights: Tensor | None = None
+    ) -> tuple[Tensor, HMM]:
+        """Log joint densities at coordinates ``(P,)``, or of copies ``(B, P)``, and the HMM."""
+        data, copies = self.data if data is None else data, None if u.dim() == 1 else len(u)
+        joint, hmm = log_joint(self.model, data, self.values_at(u), copies, weights)
         return joint.likelihood + joint.prior, hmm
+
+    def at(self, u: Tensor, data: Sequences | None = None) -> HMM:
+        """The HMM at coordinates ``u`` ``(P,)``."""
+        return self.built(self.values_at(u), data)
+
+    def built(self, values: Mapping[str, Tensor], data: Sequences | None) -> HMM:
+        """The HMM at values of the parameters, for ``data``, or those that were fitted."""
+        with pyro.get_param_store().scope(), pyro.validation_enabled(False):
+            return hmm_at(self.model, values, self.data if data is None else data, {})
+
+    def check_copies(self) -> None:
+        """Raise unless copies of the model have the density of one."""
+        u = APART * torch.ones(len(self.labels), dtype=torch.double)
+        check_copies(
+            lambda: (torch.stack([self.run(each)[0] for each in u]), self.run(u)[0]),
+            self.values_at(u),
+        )
+
+    def gradients(self, places: Tensor) -> Tensor:
+        """Gradients of the log joint density at coordinates ``(B, P)``, by batches of copies."""
+        if self.room < FEWEST:
+            return graded(lambda u, _: self.run(u[0])[0].reshape(1), places, 1)[1]
+        return graded(lambda u, _: self.run(u)[0], places, self.room)[1]
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
-        u = torch.zeros(len(self.labels), dtype=torch.double)
-        score = torch.func.grad(lambda u: self.run(u)[0])
-        slope, pull, *_ = torch.func.vjp(score, u)
-        columns = torch.func.vmap(lambda v: pull(v)[0], chunk_size=CHUNK)
-        return slope, columns(torch.eye(len(u), dtype=u.dtype))
+        if self.room >= FEWEST:
+            try:
+                self.check_copies()
+            except (TypeError, ValueError):
+                self.room = 1
+        here = torch.zeros(1, len(self.labels), dtype=torch.double)
+        return self.gradients(here)[0], self.derivatives(self.gradients)
+
+    def derivatives(self, gradients: Callable[[Tensor], Tensor]) -> Tensor:
+        r"""Derivatives ``(P, *)`` of gradients, by central differences of the fourth order.
+
+        A step is :math:`\epsilon^{1/5}` of the scale of a coordinate. That is one, and of real
+        numbers a tenth of what one observation says; it is shortened where curvatures over one step
+        and over two differ by more than rounding.
+
+        Args:
+            gradients: From places ``(B, P)`` to ``(B, *)``, of which the first P are gradients.
+        """
+        count, size = self.data.num_observed, len(self.labels)
+        scale, todo = torch.ones(size, dtype=torch.double), self.real.nonzero()[:, 0]
+        for probe in PROBES if len(todo) else ():
+            place = probe * torch.eye(size, dtype=torch.double)[todo]
+            ahead, back = gradients(torch.cat([place, -place])).chunk(2)
+            bend = (ahead - back).gather(1, todo.unsqueeze(1))[:, 0].abs() / (2 * probe)
+            curved = bend > self.least[todo]
+            scale[todo] = torch.where(curved, (count / bend).sqrt() / 10, 1.0)
+            todo = todo[~curved]
+            if not len(todo):
+                break
+        todo, rows = torch.arange(size), torch.zeros(0)
+        for _ in range(ROUNDS):
+            step, place = REACH * scale[todo].unsqueeze(-1), (REACH * scale).diag()[todo]
+            ends = gradients(torch.cat([place, -place, 2 * place, -2 * place])).chunk(4)
+            near, far = (ends[0] - ends[1]) / (2 * step), (ends[2] - ends[3]) / (4 * step)
+            found = (4 * near - far) / 3
+            rows = rows.index_copy(0, todo, found) if len(rows) else found
+            near, far, own = (part.gather(1, todo.unsqueeze(1)) for part in (near, far, found))
+            apart = (near - far).abs() / (ALIKE * own.abs() + 4 * EPS * count / step)
+            apart = apart.nan_to_num(torch.inf)[:, 0]
+            scale[todo] *= torch.where(apart > 1, (0.01 / apart).sqrt().clamp(min=1e-4), 1.0)
+            todo = todo[apart > 1]
+            if not len(todo):
+                break
+        return rows
 
     def _compute(self) -> None:
         slope, hessian = self.slopes()
-        self.matrix = -(hessian + hessian.mT).detach() / 2
+        self.matrix = -(hessian + hessian.mT) / 2
         lost = self._vanishing()
         self.held += [label for label, at in zip(self.labels, lost.tolist()) if at]
         self.matrix = self.matrix.masked_fill(lost | lost.unsqueeze(-1), 0.0)
         self.matrix[lost, lost] = 1.0
         self._check_rank()
         self.covariance = torch.linalg.inv(self.matrix) - self.flat @ self.flat.mT
-        self.covariance[lost, lost], slope = 0.0, slope.detach().masked_fill(lost, 0.0)
+        self.covariance[lost, lost], slope = 0.0, slope.masked_fill(lost, 0.0)
         self.decrement = float(slope @ self.covariance @ slope) / 2
         if self.decrement > FAR:
             below = f"the fit ended {self.decrement:.2g} nats below the maximum near it"
@@ -157,22 +245,9 @@ class Information:
 
     def _vanishing(self) -> Tensor:
         """Mask ``(P,)`` of coordinates on the boundary, along which the log joint is flat."""
-        small: list[bool] = []
-        sizes: list[float] = []
-        for part in self.coordinates:
-            values = dict(zip(names_of(part.name, part.estimate), part.estimate.flatten().tolist()))
-            least = SMALL * max(values.values()) if part.scale is LOG else -math.inf
-            small += [values.get(label, math.inf) < least for label in part.labels]
-            sizes += [values.get(label, 0.0) / self.unit for label in part.labels]
-        curvature, size = self.matrix.diagonal().abs(), torch.tensor(sizes, dtype=torch.double)
-        real = self._real()
-        self.least = LEAST / torch.where(real, size.square().clamp(min=1.0), 1.0)  # in any unit
-        vanishing = torch.tensor(small) & (curvature < VANISHING)
-        return vanishing | (real & (curvature < self.least))
-
-    def _real(self) -> Tensor:
-        """Mask ``(P,)`` of coordinates of real-valued entries, such as coefficients."""
-        return torch.tensor([p.scale is IDENTITY for p in self.coordinates for _ in p.labels])
+        curvature = self.matrix.diagonal().abs()
+        vanishing = self.small & (curvature < VANISHING)
+        return vanishing | (self.real & (curvature < self.least))
 
     def _listed(self, at: Tensor) -> str:
         """Names of the first six coordinates ``at``, as tables have them."""
@@ -187,15 +262,14 @@ class Information:
 
         Of real numbers, such as coefficients that separate, they are kept apart in ``flat``.
         """
-        missing = ~self.matrix.isfinite()
+        missing = ~self.matrix.isfinite().all(-1)
         if bool(missing.any()):
-            own = missing.diagonal() if bool(missing.diagonal().any()) else missing.any(-1)
             raise ValueError(
-                f"second derivatives are not finite along {self._listed(own.nonzero()[:, 0])}, as "
-                "where components are missing (NaN): freeze these, or use fit_gibbs."
+                f"the gradient is not finite along {self._listed(missing.nonzero()[:, 0])}."
             )
         scale = self.matrix.diagonal().abs().maximum(self.least).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))
+        vectors = hardshrink(vectors, ROUNDING)
         flat = values < RANK * len(values)
         self.flat = vectors[:, flat] / scale.unsqueeze(-1)
         if not bool(flat.any()):
@@ -206,7 +280,7 @@ class Information:
         reason = "the log joint does not change along"
         if bool((values < -RANK * len(values)).any()):
             reason = "the estimate is no maximum along"
-        elif bool(self._real()[share > ROUNDING].all()):
+        elif bool(self.real[share > ROUNDING].all()):
             self.held += [self.labels[i] for i in order.tolist()]
             curved = vectors[:, flat] * scale.unsqueeze(-1)
             self.matrix = self.matrix + curved @ curved.mT
@@ -267,10 +341,10 @@ class Information:
         data = None if data is None else double_of(data)
 
         def at(u: Tensor) -> Tensor:
-            return function(self.run(u, data)[1])
+            return function(self.at(u, data))
 
         steps = STEP * self.matrix.diagonal().rsqrt()
-        slopes = differences(partial(evaluated, at), steps).movedim(0, -1)
+        slopes = differences(at, steps).movedim(0, -1)
         slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
         if not bool((slopes != 0).any()):
             raise ValueError("of must be a function that changes with the parameters of the fit.")
@@ -302,26 +376,49 @@ class Information:
         return {"of": (value - z * error, value + z * error)}
 
 
-def differences(function: Callable[[Tensor], Tensor], steps: Tensor) -> Tensor:
+def graded(
+    score: Callable[[Tensor, Tensor], Tensor], places: Tensor, room: int, rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Values ``(B,)`` and gradients of a function of places ``(B', P)`` and their numbers.
+
+    Args:
+        score: The function.
+        places: ``(B, P)``.
+        room: How many of them make a batch.
+        rows: ``(B,)``, their numbers; 0, 1, ... by default.
+    """
+    rows = torch.arange(len(places)) if rows is None else rows
+    values, slopes = [], []
+    for some, chosen in shown([*zip(places.split(room), rows.split(room))]):
+        with torch.enable_grad():
+            leaf = some.detach().requires_grad_()
+            value = score(leaf, chosen)
+            slopes += torch.autograd.grad(value.sum(), leaf)
+        values.append(value.detach())
+    return torch.cat(values), torch.cat(slopes)
+
+
+def differences(function: Callable[[Tensor], Any], steps: Tensor) -> Tensor:
     """Derivatives ``(P, *)`` at zero by central differences over ``steps`` ``(P,)``.
 
     Args:
-        function: From places ``(B, P)`` to values ``(B, *)``.
+        function: Of a place ``(P,)``; called without gradients and with common random numbers.
         steps: Of each coordinate.
     """
-    places = torch.cat([steps.diag(), -steps.diag()])
-    ahead, back = function(places).unflatten(0, (2, len(steps)))
+
+    def at(place: Tensor) -> Tensor:
+        with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            return torch.as_tensor(function(place)).double()
+
+    ends = [at(place) for place in shown(torch.cat([steps.diag(), -steps.diag()]))]
+    ahead, back = torch.stack(ends).unflatten(0, (2, -1))
     apart = torch.where(ahead == back, 0.0, ahead - back)
     return apart / (2 * steps).reshape(-1, *(1,) * (apart.dim() - 1))
 
 
-def evaluated(function: Callable[[Tensor], Any], places: Tensor) -> Tensor:
-    """Evaluate a function at several places, without gradients and with common random numbers."""
-    values = []
-    for place in places:
-        with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            values.append(torch.as_tensor(function(place)).double())
-    return torch.stack(values)
+def shown(items: Any) -> Any:
+    """Items with a progress bar, on a terminal and where they take more than two seconds."""
+    return tqdm(items, leave=False, disable=None, delay=2)
 
 
 def _listed(names: list[str]) -> str:

@@ -3,11 +3,13 @@
 import math
 from functools import cache
 
+import numpy as np
 import oracle
 import pyro
 import pytest
 import torch
 from pyro.distributions import Categorical, Normal
+from scipy import stats
 from torch.distributions import constraints
 
 from pyrohmm import (
@@ -358,13 +360,106 @@ def test_what_the_data_do_not_determine_is_named():
         fit.std_errors(data)
 
 
-def test_where_the_second_derivative_is_not_finite_is_named():
-    values = torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-    values[3, 1] = math.nan
+def numeric_errors(density, point, steps):
+    """Standard errors of entries of ``point``, by second differences of densities ``(B, P)``."""
+    size = len(point)
+    ways = [
+        (i, j, a, b) for i in range(size) for j in range(size) for a in (1, -1) for b in (1, -1)
+    ]
+    eye = np.diag(steps)
+    values = density(np.stack([point + a * eye[i] + b * eye[j] for i, j, a, b in ways]))
+    signs = np.array([a * b for *_, a, b in ways])
+    hessian = (signs * values).reshape(size, size, 4).sum(-1) / (4 * np.outer(steps, steps))
+    return np.sqrt(np.linalg.inv(-hessian).diagonal())
+
+
+def forward(initial, leave, logs):
+    """Log evidence ``(B,)`` of two states that are left with probabilities ``(B, 2)``."""
+    matrix = np.stack([1 - leave, leave], -1)
+    matrix[:, 1] = matrix[:, 1, ::-1]
+    peak = logs.max(-1, keepdims=True)
+    probs = np.exp(logs - peak)
+    message, total = initial * probs[:, 0], peak.sum((1, 2))
+    for t in range(logs.shape[1]):
+        if t:
+            message = np.einsum("bi,bij->bj", message, matrix) * probs[:, t]
+        norm = message.sum(-1, keepdims=True)
+        message, total = message / norm, total + np.log(norm[:, 0])
+    return total
+
+
+def test_one_long_series():
+    """20,000 steps, whose second derivatives by autograd would take a graph of all of them."""
+    generator = torch.Generator().manual_seed(0)
+    states = (torch.rand(20_000, generator=generator) < 0.1).long().cumsum(0) % 2
+    values = torch.poisson(torch.tensor([1.0, 4.0])[states], generator=generator)
     data = Sequences.from_list([values])
-    fit = fit_em(TabularHMM(1, normal_full(2)), data, num_iterations=3)
-    with pytest.raises(ValueError, match=r"not finite along module\.emission\.cov.* \(NaN\)"):
-        fit.std_errors(data)
+    fit = fit_em(TabularHMM(2, poisson(rate=1e-9)).double(), data, tolerance=1e-11)
+    rate, matrix, initial = (fit.parameters[f"module.{name}"].numpy() for name in
+                             ("emission.rate", "transition", "initial"))  # fmt: skip
+
+    def density(points):
+        logs = stats.poisson.logpmf(values.numpy()[:, None], points[:, None, :2])
+        return forward(initial, points[:, 2:], logs)
+
+    point = np.array([*rate, matrix[0, 1], matrix[1, 0]])
+    wanted = numeric_errors(density, point, 1e-3 * point)
+    errors = fit.std_errors(data)
+    assert errors["module.initial"].isnan().all()
+    matrix = errors["module.transition"]
+    found = np.array([*errors["module.emission.rate"], matrix[0, 1], matrix[1, 0]])
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_components_of_a_covariance_are_missing():
+    """Also with parameters in single precision, whose gradients are those in double."""
+    generator = torch.Generator().manual_seed(0)
+    states = (torch.rand(300, generator=generator) < 0.1).long().cumsum(0) % 2
+    values = torch.randn(300, 2, generator=generator).double() @ torch.tensor(
+        [[1.0, 0.7], [0.0, 1.0]]
+    ).double() + 3 * states.unsqueeze(-1)
+    values[torch.rand(300, 2, generator=generator) < 0.2] = math.nan
+    data = Sequences.from_list([values])
+    family = normal_full(2, torch.tensor([1.0, 1.5]), 0.7, 4.5, torch.eye(2))
+    fit = fit_em(TabularHMM(2, family).double(), data, tolerance=1e-12, num_iterations=2000)
+    loc, covariance, matrix, initial = (
+        fit.parameters[f"module.{name}"].double().numpy()
+        for name in ("emission.loc", "emission.covariance", "transition", "initial")
+    )
+    x = data.values[0].double().numpy()
+
+    def density(points):
+        logs, total = np.zeros((len(points), len(x), 2)), np.zeros(len(points))
+        for b, point in enumerate(points):
+            for k, own in enumerate(point[:10].reshape(2, 5)):
+                mean, matrix = own[:2], own[[2, 3, 3, 4]].reshape(2, 2)
+                prior = stats.invwishart.logpdf(matrix, 4.5, np.eye(2))
+                prior += stats.multivariate_normal.logpdf(mean, [1.0, 1.5], matrix / 0.7)
+                total[b] += prior
+                for known in ([0], [1], [0, 1]):
+                    rows = (~np.isnan(x) == np.isin([0, 1], known)).all(-1)
+                    part = matrix[np.ix_(known, known)]
+                    logs[b, rows, k] = stats.multivariate_normal.logpdf(
+                        x[rows][:, known], mean[known], part
+                    )
+        return total + forward(initial, points[:, 10:], logs)
+
+    entries = np.array([0, 1, 3])
+    states = np.column_stack([loc, covariance.reshape(2, 4)[:, entries]])
+    point = np.array([*states.flat, matrix[0, 1], matrix[1, 0]])
+    wanted = numeric_errors(density, point, 1e-3 * np.maximum(np.abs(point), 0.05))
+    errors = fit.std_errors(data)
+    states = [
+        errors["module.emission.loc"],
+        errors["module.emission.covariance"].flatten(1)[:, entries],
+    ]
+    matrix = errors["module.transition"]
+    found = [*torch.cat(states, 1).flatten(), matrix[0, 1], matrix[1, 0]]
+    np.testing.assert_allclose(np.array(found), wanted, rtol=1e-4)
+    start = {name.removeprefix("module."): x.float() for name, x in fit.parameters.items()}
+    single = fit_em(TabularHMM(2, family), data, start=start, num_iterations=1)
+    for name, error in single.std_errors(data).items():
+        torch.testing.assert_close(error, errors[name], rtol=1e-3, atol=0, equal_nan=True)
 
 
 def test_a_fit_that_has_not_ended_is_refused():
