@@ -6,6 +6,7 @@ allows it exactly they are integrated out (:func:`marginal_log_prob`), never fil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
@@ -30,7 +31,7 @@ from .._checks import OwnChecks, broadcast_shapes, check_broadcast, check_intege
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
-from ..ops.products import look_up
+from ..ops.products import FEWER, Batch, integers_of, look_up
 from .hard_zeros import (
     exact_log_prob,
     log_prob_of_bits,
@@ -231,6 +232,7 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
         return log_prob_of_bits(log_probs_of_bits(emission.base_dist), values)
     if not is_categorical(emission):
         scores = linear_log_prob(emission, values)
+        scores = _by_integers(emission, values) if scores is None else scores
         if scores is not None:
             return scores
         return marginal_log_prob(emission, values.unsqueeze(-1 - len(emission.event_shape)))
@@ -240,6 +242,27 @@ def log_prob_per_state(emission: TorchDistribution, values: Tensor) -> Tensor:
         return look_up(log_probs(emission), values)
     scores = look_up(log_probs(emission), values.masked_fill(missing, 0.0))
     return scores.masked_fill(missing.unsqueeze(-1), 0.0)
+
+
+def _by_integers(emission: Any, values: Tensor) -> Tensor | None:
+    """Log-densities of integers, by a look-up in a table of those in their range, if it is small.
+
+    None of distributions of vectors whose components are not independent, too.
+    """
+    base, wide = without_events(emission), len(emission.event_shape)
+    found = None if base.event_shape or wide > 1 else integers_of(values)
+    if found is None:
+        return None
+    numbers, index = found
+    batch = emission.batch_shape
+    if len(numbers) * math.prod(batch[:-1]) * FEWER > values.numel():
+        return None
+    table = _log_prob(base, numbers.reshape(-1, *(1,) * len(base.batch_shape))).movedim(0, -1)
+    table = torch.nn.functional.pad(table, (0, 1))  # of what is missing
+    if not wide:
+        return look_up(table, index)
+    pairs = zip(table.unbind(-2), index.unbind(-1))
+    return reduce(torch.add, (look_up(part, place) for part, place in pairs))
 
 
 def _is_of_bits(emission: Any) -> bool:
@@ -398,21 +421,42 @@ def any_value(distribution: Any) -> Tensor:
         return distribution.sample()
 
 
+def patterns(missing: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The distinct rows of booleans ``(M, D)``, each with the indices of all that are equal."""
+    gaps = missing.any(-1)
+    whole, rows = (~gaps).nonzero().squeeze(-1), gaps.nonzero().squeeze(-1)
+    place = torch.zeros_like(rows)
+    for bits in missing[rows].split(31, -1):
+        powers = 2 ** torch.arange(bits.size(-1), device=bits.device)
+        _, place = (place * 2**31 + (bits * powers).sum(-1)).unique(return_inverse=True)
+    groups = rows[place.argsort(stable=True)].split(place.bincount().tolist())
+    return [(missing[group[0]], group) for group in (whole, *groups) if len(group)]
+
+
 def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:
-    missing = values.isnan()
-    shape = broadcast_shapes(values.shape, normal.batch_shape + normal.event_shape)
-    out = values.new_zeros(shape[:-1])
-    for pattern in missing.reshape(-1, missing.size(-1)).unique(dim=0):
+    """Marginal log-density: for each pattern of missing components, of the rows that have it."""
+    shape = broadcast_shapes(values.shape[:-1], normal.batch_shape)
+    values = values[tuple(slice(None if step else 1) for step in values.stride()[:-1])]
+    batch = Batch(values.shape[:-1], normal.batch_shape)
+    rows = batch.of_rows(values)  # ([S,] L, D), where normals are of S times as many
+    loc = batch.of_columns(normal.loc.unsqueeze(-2), 2)
+    matrix = batch.of_columns(normal.covariance_matrix.unsqueeze(-3), 3)
+    if shared := rows.dim() == 3:
+        loc, matrix = loc.unsqueeze(1), matrix.unsqueeze(1)
+    dtype = torch.promote_types(values.dtype, loc.dtype)
+    out = loc.new_zeros(*rows.shape[:-1], loc.size(-2), dtype=dtype)
+    for pattern, here in patterns(rows.isnan().flatten(0, -2)):
         known = (~pattern).nonzero().squeeze(-1)
         if len(known) == 0:
             continue
-        here = (missing == pattern).all(-1)
-        loc, matrix = normal.loc[..., known], normal.covariance_matrix
-        matrix = matrix[..., known.unsqueeze(-1), known]
-        part = MultivariateNormal(loc, matrix, validate_args=False)
-        scores = part.log_prob(values[..., known].masked_fill(~here.unsqueeze(-1), 0.0))
-        out = torch.where(here, scores, out)
-    return out
+        covariance = matrix[..., known.unsqueeze(-1), known]
+        part = MultivariateNormal(loc[..., known], covariance, validate_args=False)
+        here = (here % rows.size(-2)).unique() if shared else here
+        found = rows[..., here, :]
+        others = (found.isnan() != pattern).any(-1, keepdim=True)
+        scores = log_prob_per_state(part, found[..., known].nan_to_num(0.0))
+        out = out.index_add(-2, here, scores.masked_fill(others, 0.0).to(dtype))
+    return batch.join(out).squeeze(-1).expand(shape)
 
 
 def log_likelihood(emission: TorchDistribution, values: Tensor) -> Tensor:

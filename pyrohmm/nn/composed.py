@@ -6,21 +6,37 @@ import math
 from functools import partial
 from typing import Any, ClassVar
 
+import pyro
 import torch
 from pyro.distributions import Beta
 from pyro.distributions.torch_distribution import TorchDistribution
 from pyro.nn import PyroModule
 from torch import Tensor
+from torch import distributions as torch_dist
 from torch.distributions import constraints
 
 from .._checks import check_integers
 from ..distributions import modified
+from ..distributions.hard_zeros import exact_log_prob, without_events
 from ..distributions.observation import Streams, Tied, inside_support
-from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
+from ..ops.products import accumulated
+from .closed_form import (
+    EmissionMStep,
+    Maximum,
+    Statistics,
+    inside,
+    mode_of_part,
+    row_mode,
+    sample_of_part,
+    under,
+)
 from .emissions import from_distribution
 from .family import Components, Emission, EmissionFamily
 from .newton import EXAMPLE, NewtonComponents
 from .normals import take_moments
+
+LEAST, MOST = 1e-12, 1 - 1e-7  # probabilities of a further zero: EM would not leave 0 and 1
+ROUNDS = 10  # of EM over what zeros are, in one M-step
 
 
 def streams(*families: EmissionFamily) -> EmissionFamily:
@@ -259,6 +275,12 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
     supports: ClassVar = {"gate": constraints.unit_interval}
     defaults: ClassVar = {"gate": lambda _: Beta(1.0, 1.0)}
 
+    def __init__(self, num_states: int, inner: EmissionFamily, **priors: TorchDistribution) -> None:
+        super().__init__(num_states, inner, **priors)
+        self.summed = self.part.summed and issubclass(self._priors["gate"][0], torch_dist.Beta)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            self.of_counts = self.part.components().support.is_discrete
+
     @classmethod
     def around(cls, part: Any, base: Any) -> Emission:
         """The module with the gates of ``base``."""
@@ -281,6 +303,49 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
     def values_of(self, distribution: Any) -> Statistics:
         """The parameters of a distribution that the family emits, by name."""
         return super().values_of(distribution) | {"gate": distribution.gate}
+
+    def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
+        """Statistics of the part without zeros, number of zeros, and of those that are the part's.
+
+        If the part has no closed M-step, those for Newton's method.
+        """
+        if not self.summed:
+            return super().statistics(values, weights, current)
+        zero = values == 0
+        others = self.part.statistics(torch.where(zero, torch.nan, values), weights, None)
+        zeros = accumulated(weights, zero.reshape(len(zero), -1).to(weights))
+        zeros = zeros.reshape(len(weights), *self.shape)
+        base = None if current is None else without_events(current)
+        own = 0.5 * self.of_counts if base is None else self._own_zeros(base)
+        return under("part.", others) | {"zeros": zeros, "own": zeros * own}
+
+    def _own_zeros(self, distribution: Any) -> Tensor:
+        """Posterior probabilities ``(R, K, [D])`` that a zero is one of the part's."""
+        if not self.of_counts:
+            return torch.zeros(())
+        gate = distribution.gate.double().reshape(-1, *self.shape)
+        logs = exact_log_prob(distribution.base_dist, torch.zeros_like(distribution.gate))
+        own = (1 - gate) * logs.double().reshape(gate.shape).exp()
+        return (own / (gate + own)).nan_to_num(0.0)
+
+    def m_step(self, statistics: Statistics) -> Maximum:
+        """M-step: by some steps of EM, in which a zero is one of the part's or a further one."""
+        if not self.summed:
+            return super().m_step(statistics)
+        zeros, own, others = statistics["zeros"], statistics["own"], inside(statistics, "part.")
+        at_zero = {"known": 1.0} | (self.part.features(torch.zeros(())) if self.of_counts else {})
+        ends = self.gate_concentration1, self.gate_concentration0
+        prior = torch.stack([end.expand(self.shape) for end in ends], -1)
+        for _ in range(ROUNDS if self.of_counts else 1):
+            with_own = {n: x + own * at_zero[n] if self.of_counts else x for n, x in others.items()}
+            mode, notes = self.part.m_step(with_own)
+            counts = torch.stack([zeros - own, others["known"] + own], -1)
+            gate = row_mode(counts, prior if self.has_prior("gate") else None)[..., 0]
+            mode = under("part.", mode) | {"gate": gate.clamp(LEAST, MOST)}
+            free = {n: x for n, x in mode.items() if (part := self._owner(n))[0].is_free(part[1])}
+            with pyro.validation_enabled(False):
+                own = zeros * self._own_zeros(self.at(free).components() if free else self)
+        return mode, notes
 
 
 def censored(

@@ -19,6 +19,7 @@ from .._checks import check_number
 from .._sync import exceeds
 from ..distributions.autoregressive import AutoregressiveNormal
 from ..distributions.hard_zeros import is_tied
+from ..distributions.observation import patterns
 from ..distributions.units import (
     FlatCovariance,
     InUnits,
@@ -28,7 +29,7 @@ from ..distributions.units import (
     lift,
     sample_root,
 )
-from ..ops.products import symmetric, upper_products, weighted_sums
+from ..ops.products import second_moments
 from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
 from .family import Emission, EmissionFamily, Number, check_strengths, family, spread
@@ -180,7 +181,7 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
                 return {"squares": _completed(values, weights, current, about, self.imputes)}
             mean = values.double().nanmean(0).nan_to_num(0.0)
             values = torch.where(missing, mean, values.double())
-        return {"squares": _second_moments(values, weights, about)}
+        return {"squares": second_moments(weights, values, about)}
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: joint mode of covariances and slopes, by weighted least squares."""
@@ -484,7 +485,7 @@ class AutoregressiveNormalEmission(CovarianceEmission, emits=AutoregressiveNorma
         first = values[:, 0].isnan().any(-1)
         start = self.initial.statistics(values[first, -1], weights[:, first], None)
         rest = (values[~first] - self.origin).flip(1)  # the vector, then those before it
-        squares = _second_moments(rest.roll(-1, 1).flatten(1), weights[:, ~first], 0.0)
+        squares = second_moments(weights[:, ~first], rest.roll(-1, 1).flatten(1), 0.0)
         return under("initial.", start) | {"squares": squares}
 
     def m_step(self, statistics: Statistics) -> Maximum:
@@ -545,16 +546,6 @@ def _solved(inner: Tensor, wanted: Tensor) -> Tensor:
 # Sums of products --------------------------------------------------------------------------------
 
 
-def _second_moments(values: Tensor, weights: Tensor, about: Tensor | float) -> Tensor:
-    """Weighted second moments of 1 and values ``(M, S)`` about an origin, ``(R, K, 1+S, 1+S)``."""
-    size = values.size(-1) + 1
-
-    def features(values: Tensor) -> Tensor:
-        return upper_products(torch.cat([values.new_ones(len(values), 1), values - about], -1))
-
-    return symmetric(weighted_sums(weights, values, features, size * (size + 1) // 2), size)
-
-
 def residuals_within(windows: Tensor, num_states: int) -> Tensor:
     """Robust residual deviations ``(D,)`` of an autoregression in the narrowest state.
 
@@ -603,28 +594,29 @@ def _completed(
     values: Tensor, weights: Tensor, current: Any, about: Tensor, sampled: bool
 ) -> Tensor:
     """Weighted second moments, missing components imputed by expectation or by a sample."""
-    dim, weights = values.size(-1), weights.double()
-    restarts, _, states = weights.shape
-    values, loc = values.double() - about, current.loc.double() - about
+    dim, (restarts, _, states) = values.size(-1), weights.shape
+    loc = current.loc.double() - about
     loc = loc.reshape(-1, *loc.shape[-2:]).expand(restarts, states, dim).unsqueeze(-2)
     matrix = current.covariance_matrix.double()
     matrix = matrix.reshape(-1, *matrix.shape[-3:]).expand(restarts, states, dim, dim)
-    missing, pad = values.isnan(), torch.nn.functional.pad
-    total = matrix.new_zeros(restarts, states, 1 + dim, 1 + dim)
-    for pattern in missing.unique(dim=0):
-        here = (missing == pattern).all(-1)
-        share = weights[:, here].mT.unsqueeze(-1)  # (R, K, m, 1)
+    pad, total = torch.nn.functional.pad, matrix.new_zeros(())
+    for pattern, here in patterns(values.isnan()):
+        found, weight = values[here], weights[:, here]
+        if not pattern.any():
+            total = total + second_moments(weight, found, about)
+            continue
+        share = weight.double().mT.unsqueeze(-1)  # (R, K, m, 1)
         known = (~pattern).diag().double()
         absent = torch.eye(dim).to(known) - known
         # the regression of all components on those that are known
         slope = torch.linalg.solve(known @ matrix @ known + absent, known @ matrix)
         left = absent @ (matrix - matrix @ slope) @ absent
-        whole = loc + (values[here] - loc).masked_fill(pattern, 0.0) @ slope
+        whole = loc + (found.double() - about - loc).masked_fill(pattern, 0.0) @ slope
         if sampled:
             root = torch.linalg.cholesky(left + known) @ absent
             whole = whole + torch.randn_like(whole) @ root.mT @ absent
             left = torch.zeros_like(left)
         rows = pad(whole, (1, 0), value=1.0)
         extra = share.sum(-2, keepdim=True) * pad(left, (1, 0, 1, 0))
-        total += (share * rows).mT @ rows + extra
+        total = total + (share * rows).mT @ rows + extra
     return total

@@ -21,6 +21,7 @@ from torch.distributions import constraints, transform_to
 from ..distributions import modified
 from ..distributions.hard_zeros import arguments_of, exact_log_prob, without_events
 from ..ops import newton
+from ..ops.products import add_rows, integers_of
 from .closed_form import Maximum, Statistics, check_mode
 from .family import Components, Number, check_strengths, family, positive, spread
 
@@ -93,7 +94,7 @@ class NewtonComponents(Components):
 
     def _known(self, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Values ``(M, 1, [D])`` and weights ``(R, M, K, [D])``, zero where one is missing."""
-        weights = weights.unsqueeze(-1) if self.dim else weights
+        weights = weights.unsqueeze(-1) if self.dim and weights.dim() == 3 else weights
         values = values.unsqueeze(1)
         return values.nan_to_num(EXAMPLE), weights * ~values.isnan()
 
@@ -106,7 +107,10 @@ class NewtonComponents(Components):
         return found
 
     def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:
-        """The observations, their weights, and the parameters so far, ``(R, K, [D])``."""
+        """Values and their weights, and the parameters so far, ``(R, K, [D])``.
+
+        If values are integers, they are those in their range, with the sums of weights.
+        """
         if current is None:
             found = self.begin(values.double(), weights.double())
         else:
@@ -114,6 +118,7 @@ class NewtonComponents(Components):
         shape = len(weights), *self.shape
         start = {f"start.{n}": v.double().reshape(-1, *self.shape).expand(shape)
                  for n, v in found.items()}  # fmt: skip
+        values, weights = _by_value(values, weights)
         return {"values": values.double(), "weights": weights.double()} | start
 
     def m_step(self, statistics: Statistics) -> Maximum:
@@ -163,6 +168,23 @@ class NewtonComponents(Components):
         """Submodule that has a parameter, and the parameter's name in it."""
         path, _, last = name.rpartition(".")
         return self.get_submodule(path), last
+
+
+def _by_value(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Integers in the range of ``values`` and sums ``(R, U, K, [D])`` of weights, if these are few.
+
+    Else values and weights as they are.
+    """
+    counted = integers_of(values)
+    if counted is None:
+        return values, weights
+    numbers, index = counted
+    places, size = index.reshape(len(index), -1).unbind(-1), len(numbers) + 1
+    sums = torch.stack([
+        torch.stack([add_rows(weight, place, size)[:-1] for place in places], -1)
+        for weight in weights
+    ])  # fmt: skip
+    return (numbers.unsqueeze(-1), sums) if values.dim() > 1 else (numbers, sums.squeeze(-1))
 
 
 class LogNormalEmission(NewtonComponents, emits=torch_dist.LogNormal):

@@ -24,9 +24,12 @@ from .._checks import broadcast_shapes
 from .._choices import ADDED, BLOCK, CACHED, NARROW, ON_DEVICE, THIN, threads_for
 from .._imports import imported
 from .._precision import full_precision, with_gradient
+from .._transforms import transforming
 from .backends import NUMBA, pick
 
 CHUNK = CACHED
+FEWER = 8  # numbers for each integer in their range, from which a table of these is made
+TRIED = 64  # numbers that show whether all may be integers
 
 
 def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
@@ -56,6 +59,34 @@ def look_up(log_probs: Tensor, symbols: Tensor) -> Tensor:
             f"symbols must lie between 0 and V - 1 = {log_probs.size(-1) - 1}; got "
             f"{int(symbols.min())} to {int(symbols.max())}. Do they begin at one? Subtract 1."
         ) from None
+
+
+def integers_of(values: Tensor) -> tuple[Tensor, Tensor] | None:
+    """All integers ``(U,)`` in the range of ``values`` ``(*A)``, and the index of each value.
+
+    That of NaN is U. None if values are few or have gradients, if some are not integers or these
+    are not much fewer, and on an accelerator, which would wait.
+    """
+    unfit = values.device.type != "cpu" or values.requires_grad or transforming()
+    if unfit or values.numel() < ADDED:
+        return None
+    known, floating = values, values.dtype.is_floating_point
+    some = known.flatten()[:TRIED]
+    if floating and bool((some != some.round()).logical_and_(~some.isnan()).any()):
+        return None
+    low, high = known.aminmax()
+    missing = known.isnan() if floating and bool(low.isnan()) else None
+    if missing is not None:
+        low = known.masked_fill(missing, torch.inf).amin()
+        high = known.masked_fill(missing, -torch.inf).amax()
+    size = high.item() - low.item() + 1
+    if not 0 < size <= values.numel() / FEWER:
+        return None
+    known = known if missing is None else torch.where(missing, high + 1, known)
+    index = (known - low).long()
+    if floating and not torch.equal(index.to(known.dtype), known - low):
+        return None
+    return low + torch.arange(int(size)).to(values.dtype), index
 
 
 def take_rows(table: Tensor, rows: Tensor) -> Tensor:
@@ -167,7 +198,7 @@ def _batched(
     twin: Callable[[Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor, own: int,
 ) -> Tensor:  # fmt: skip
     """A product over all batch dimensions: ``own`` are the dimensions of columns behind them."""
-    batch = _Batch(rows.shape[:-1], columns.shape[: columns.dim() - own])
+    batch = Batch(rows.shape[:-1], columns.shape[: columns.dim() - own])
     parts = batch.of_rows(rows), batch.of_columns(columns, own)
     by_rows = rows.requires_grad
 
@@ -185,21 +216,30 @@ def _batched(
         return batch.join(with_gradient(computed, twin, *parts))
 
 
-def upper_products(rows: Tensor) -> Tensor:
-    """Products of components ``(*, F (F + 1) / 2)`` of ``rows`` ``(*, F)``: each pair once."""
-    columns, size = rows.mT.contiguous(), rows.size(-1)
-    out = rows.new_empty(*rows.shape[:-2], size * (size + 1) // 2, rows.size(-2))
-    for i, part in enumerate(out.split([*range(size, 0, -1)], -2)):
-        torch.mul(columns[..., i : i + 1, :], columns[..., i:, :], out=part)
-    return out.mT
+def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Tensor:
+    r"""Sums :math:`\sum_m w_{rmk} y_m y_m^\top` with :math:`y_m = (1, x_m - o)`, in float64.
 
+    One product of matrices for each state, in chunks of observations.
 
-def symmetric(products: Tensor, size: int) -> Tensor:
-    """Symmetric matrices ``(*, F, F)`` from their upper triangles, as of :func:`upper_products`."""
-    first, second = torch.triu_indices(size, size, device=products.device)
-    places = first.new_zeros(size, size)
-    places[first, second] = places[second, first] = torch.arange(len(first), device=first.device)
-    return products[..., places]
+    Args:
+        weights: ``(R, M, K)``.
+        values: ``(M, D)``.
+        about: o, the origin.
+
+    Returns:
+        ``(R, K, 1 + D, 1 + D)``.
+    """
+    restarts, _, states = weights.shape
+    width = values.size(-1) + 1
+    total = weights.new_zeros(restarts * states, width, width, dtype=torch.float64)
+    size = max(1, CHUNK // width)
+    with threads_for(weights.numel() * width**2):
+        for weight, value in zip(weights.split(size, 1), values.split(size)):
+            columns = (value.double() - about).mT.contiguous()
+            columns = torch.nn.functional.pad(columns, (0, 0, 1, 0), value=1.0)
+            for out, share in zip(total, weight.double().mT.flatten(0, 1).contiguous()):
+                out.addmm_(columns * share, columns.mT)
+    return total.unflatten(0, (restarts, states))
 
 
 def weighted_sums(
@@ -223,7 +263,7 @@ def weighted_sums(
     return total
 
 
-class _Batch:
+class Batch:
     """The batch dimensions of a product: those that both sides have, rows alone, columns alone."""
 
     def __init__(self, rows: torch.Size, columns: torch.Size) -> None:

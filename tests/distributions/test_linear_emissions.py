@@ -9,7 +9,7 @@ from largest import Largest
 from torch.distributions import MultivariateNormal, Normal
 
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em, normal, normal_full
-from pyrohmm.distributions import linear_emissions, log_prob_per_state
+from pyrohmm.distributions import linear_emissions, log_prob_per_state, marginal_log_prob
 from pyrohmm.distributions.linear_emissions import linear_log_prob
 
 FAMILIES = {
@@ -290,3 +290,43 @@ def test_nor_has_anything_in_an_iteration_of_em(family, monkeypatch):
     with Largest() as largest:
         fit_em(TabularHMM(states, family(dim)), data, restarts=1, num_iterations=1)
     assert largest.size <= rows * (states + 2 * dim) < rows * states * dim
+
+
+@pytest.mark.parametrize("batch", [(), (2, 1)])
+@pytest.mark.parametrize("dim", [0, 2])
+def test_densities_of_integers_are_those_of_each_value(batch, dim):
+    """They are looked up; what is missing adds nothing, and gradients are those of all values."""
+    torch.manual_seed(0)
+    shape = (*batch, 3, dim) if dim else (*batch, 3)
+    size, probs = (torch.rand(shape).double() + 0.5).requires_grad_(), torch.rand(shape).double()
+    probs.requires_grad_()
+    values = torch.randint(0, 9, (40, 2, 10, dim) if dim else (40, 2, 20)).double()
+    values[torch.rand(values.shape) < 0.1] = torch.nan
+    base, again = (dist.NegativeBinomial(size, probs=probs) for _ in range(2))
+    found = log_prob_per_state(base.to_event(1) if dim else base, values)
+    wide = values.unsqueeze(-2 if dim else -1)
+    expected = again.log_prob(wide.nan_to_num(0.0)).masked_fill(wide.isnan(), 0.0)
+    check(found, expected.sum(-1) if dim else expected, [size, probs])
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [((), ()), ((3,), (5, 1)), ((3,), (5, 3)), ((2, 1, 3), (4, 2, 5, 1)), ((2, 3), (4, 2, 3)),
+     ((5, 3), (4, 5, 1)), ((3, 2), (4, 1, 1))],
+)  # fmt: skip
+def test_marginals_of_full_covariances_are_those_of_the_components_known(batch, rows):
+    torch.manual_seed(0)
+    root = (torch.randn(*batch, 3, 3).double() + 2 * torch.eye(3)).requires_grad_()
+    loc = torch.randn(*batch, 3).double().requires_grad_()
+    values = torch.randn(*rows, 3).double()
+    values[torch.rand(values.shape) < 0.4] = torch.nan
+    found = marginal_log_prob(dist.MultivariateNormal(loc, root @ root.mT), values)
+    shape = torch.broadcast_shapes(rows, batch)
+    wide, centre = values.expand(*shape, 3).reshape(-1, 3), loc.expand(*shape, 3).reshape(-1, 3)
+    matrix = (root @ root.mT).expand(*shape, 3, 3).reshape(-1, 3, 3)
+    scores = [0 * loc.sum() for _ in wide]
+    for i, known in enumerate(~wide.isnan()):
+        if bool(known.any()):
+            part = dist.MultivariateNormal(centre[i, known], matrix[i][known][:, known])
+            scores[i] = part.log_prob(wide[i, known])
+    check(found, torch.stack(scores).reshape(shape), [loc, root])

@@ -13,6 +13,7 @@ import pyrohmm
 from pyrohmm import HMM, Sequences, TabularHMM, fit_em
 from pyrohmm.distributions import Censored, Truncated, WrappedCauchy, ZeroInflated
 from pyrohmm.distributions.modified import Angle, BetaWithCdf, StudentTWithCdf, von_mises_cdf
+from pyrohmm.ops import products
 from pyrohmm.ops.newton import maximized, of_function
 
 GENERATOR = np.random.default_rng(0)
@@ -305,3 +306,42 @@ def test_a_strong_prior_of_a_gamma_concentration_counts():
     wanted = np.exp(optimize.minimize(loss, [0.0, 0.0], method="Nelder-Mead", tol=1e-12).x)
     found = [fit.parameters[f"module.emission.{name}"].item() for name in ("concentration", "rate")]
     np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_closed_steps_of_zero_inflation_end_where_newton_does(dim):
+    """A uniform prior is that of Beta(1, 1), but not known to have a closed form."""
+    pyro.set_rng_seed(0)
+    shape = (40, 40, dim) if dim else (40, 40)
+    high = (torch.arange(40) // 8 % 2).double().reshape(1, 40, *(1,) * bool(dim))
+    counts = torch.poisson((1.5 + 5 * high).expand(shape)) * (torch.rand(shape) < 0.7)
+    counts[torch.rand(shape) < 0.05] = torch.nan
+    seen = ~counts.isnan().reshape(40, 40, -1).all(-1)
+    data = Sequences(counts, torch.full((40,), 40), seen)
+    fits = []
+    for gate in (dist.Beta(1.0, 1.0), UNIT):
+        family = pyrohmm.zero_inflated(pyrohmm.poisson(dim), gate=gate)
+        module = TabularHMM(2, family).double()
+        options = {"start": pyrohmm.starts.by_kmeans, "restarts": 2, "tolerance": 1e-11}
+        fits.append(fit_em(module, data, **options))
+        assert bool((fits[-1].losses.diff() <= 1e-8).all())
+    torch.testing.assert_close(fits[0].losses[-1], fits[1].losses[-1], rtol=1e-9, atol=0)
+    rates = [fit.parameters["module.emission.part.rate"].sort(0).values for fit in fits]
+    torch.testing.assert_close(*rates, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+def test_a_step_on_sums_by_value_is_that_on_all_values(dim, monkeypatch):
+    pyro.set_rng_seed(0)
+    values = torch.poisson(torch.full((900, 2), 4.0).double())[:, : dim or 1].reshape(900, -1)
+    values[torch.rand(values.shape) < 0.1] = torch.nan
+    values = values if dim else values.squeeze(-1)
+    weights = torch.rand(2, 900, 3).double()
+    module = pyrohmm.negative_binomial(dim)(3)
+    ends = []
+    for few in (0, 10**9):
+        monkeypatch.setattr(products, "ADDED", few)
+        found = module.statistics(values, weights, None)
+        assert (len(found["values"]) < 20) == (few == 0)
+        ends.append(module.m_step(found)[0])
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)

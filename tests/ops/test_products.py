@@ -5,10 +5,10 @@ import torch
 
 from pyrohmm.ops import products
 from pyrohmm.ops.products import (
+    integers_of,
     product,
+    second_moments,
     squared_norms,
-    symmetric,
-    upper_products,
     weighted_sums,
 )
 
@@ -53,14 +53,6 @@ def test_squared_norms_are_sums_of_squares_of_products(rows, columns):
     torch.testing.assert_close(squared_norms(x, c), expected)
 
 
-@pytest.mark.parametrize("lead", [(), (2,), (2, 3)])
-def test_products_of_components_are_the_upper_half_of_all(lead):
-    torch.manual_seed(0)
-    x = torch.randn(*lead, 4)
-    outer = x.unsqueeze(-1) * x.unsqueeze(-2)
-    torch.testing.assert_close(symmetric(upper_products(x.unsqueeze(-2)), 4).squeeze(-3), outer)
-
-
 @pytest.mark.parametrize(("rows", "columns"), [((2,), ()), ((2, 2), (2,)), ((2,), (2, 1))])
 @pytest.mark.parametrize(
     ("function", "own"),
@@ -96,3 +88,38 @@ def test_weighted_sums_are_sums_over_observations(restarts, count):
     features = torch.cat([values, values**2], -1)
     expected = torch.einsum("rmk,mf->rkf", weights.float().double(), features)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_second_moments_are_sums_of_outer_products_about_the_origin(restarts, count):
+    torch.manual_seed(0)
+    weights, values, about = torch.rand(restarts, count, 2), torch.randn(count, 3), torch.randn(3)
+    rows = torch.cat([torch.ones(count, 1), values.double() - about], -1)
+    expected = torch.einsum("rmk,mf,mg->rkfg", weights.double(), rows, rows)
+    torch.testing.assert_close(second_moments(weights, values, about), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_integers_in_a_small_range_are_numbered(dtype):
+    torch.manual_seed(0)
+    values = torch.randint(-3, 40, (40, 30)).to(dtype)
+    floating = dtype.is_floating_point
+    if floating:
+        values[torch.rand(40, 30) < 0.1] = torch.nan
+    numbers, index = integers_of(values)
+    assert numbers.dtype == dtype
+    assert len(numbers) == 43
+    missing = values.isnan()
+    torch.testing.assert_close(numbers[index[~missing]], values[~missing])
+    assert bool((index[missing] == 43).all())
+    wide, half = values.clone(), values.clone()
+    wide[-1, -1] = 10**6
+    half[-1, -1] = 7.5
+    assert integers_of(values[:1]) is None
+    assert integers_of(wide) is None
+    assert (integers_of(half) is None) == floating
+    if floating:
+        assert integers_of(torch.full_like(values, torch.nan)) is None
+        assert integers_of(values.masked_fill(missing, torch.inf)) is None
+        assert integers_of(values.clone().requires_grad_()) is None
