@@ -32,6 +32,7 @@ from .closed_form import Family, Penalty, Prior, Statistics
 from .family import EmissionFamily
 from .newton import LARGEST
 
+NEAR = 0.1  # share of what a Newton step promises, to which its rise is known where the last ends
 BOUNDS = {"total_count": 1e6, "df": LARGEST}  # by which counts are Poisson, and t is normal
 
 
@@ -218,9 +219,13 @@ class Linear(Family):
 
 
 def mode_of(
-    parts: dict[str, Linear], current: Statistics, rows: int, covariates: Tensor, value: Any
-) -> Statistics:
-    """Coefficients by name that maximise a function of their predictors, priors included.
+    parts: dict[str, Linear], current: Statistics, rows: int, covariates: Tensor,
+    value: newton.Terms, slopes: newton.Slopes | None = None,
+) -> Statistics:  # fmt: skip
+    """Coefficients by name that raise a function of their predictors, priors included.
+
+    Newton's method ends where its steps are as good as it expects, all but at the maximum: that of
+    the next M-step is another one.
 
     Args:
         parts: By the names of their coefficients, which have the same first dimensions.
@@ -228,7 +233,8 @@ def mode_of(
         rows: How many of the first dimensions of the shape have coefficients of their own, so that
             these are separate problems: B = R, times their sizes.
         covariates: ``(M, C)``.
-        value: From predictors ``(B, M, Q)`` to terms ``(B, M)``.
+        value: Terms of the function: see :func:`pyrohmm.ops.newton.of_predictors`.
+        slopes: Their derivatives.
     """
     tables: list[Tensor] = []
     free: list[Tensor] = []
@@ -244,8 +250,9 @@ def mode_of(
             rest = rest.flatten(0, rows - 1) if rows else rest.unsqueeze(0)
             found.append(rest.flatten(1).repeat(len(table) // len(rest), 1))
         designs += [part.design(covariates)] * (tables[-1].size(1) // table.size(-1))
-    functions = newton.of_predictors(value, designs, torch.cat(precision, 1))
-    best = newton.maximized(*functions, torch.cat(tables, 1), torch.cat(free, 1))
+    functions = newton.of_predictors(value, designs, torch.cat(precision, 1), slopes)
+    start, opened = torch.cat(tables, 1), torch.cat(free, 1)
+    best = newton.maximized(*functions, start, opened, share=NEAR)
     modes = {}
     for (name, part), piece in zip(parts.items(), best.split([t.size(1) for t in tables], 1)):
         table = piece.reshape(len(current[name]), *part.shape, -1)
@@ -328,23 +335,26 @@ class RegressionEmission(OwnParameters):
         values = data.values[seen].double()
         weights = states[:, seen].mT.flatten(0, 1).double()  # (R K, M)
 
-        def terms(emission: TorchDistribution) -> Tensor:
-            return torch.where(weights > 0, exact_log_prob(emission, values) * weights, 0.0)
+        def terms(emission: TorchDistribution, rows: slice) -> Tensor:
+            weight = weights[:, rows]
+            return torch.where(weight > 0, exact_log_prob(emission, values[rows]) * weight, 0.0)
 
         return self.mode(covariates[seen].double(), terms, current)
 
     def mode(
-        self, covariates: Tensor, terms: Callable[[Any], Tensor], current: Statistics
+        self, covariates: Tensor, terms: Callable[[Any, slice], Tensor], current: Statistics
     ) -> Statistics:
-        """Coefficients by name that maximise ``terms`` ``(R K, M)`` of the linked distribution.
+        """Coefficients by name that maximise ``terms`` ``(R K, m)`` of the linked distribution.
 
         Args:
             covariates: ``(M, C)``.
-            terms: Of a distribution of batch shape ``(R K, M)``.
+            terms: Of a distribution of batch shape ``(R K, m)``, and which observations these are.
             current: Coefficients where Newton's method starts.
         """
         parts = {f"{name}.coefficients": getattr(self, name) for name in self.names}
-        return mode_of(parts, current, 1, covariates, lambda x: terms(self.of_predictors(x)))
+        return mode_of(
+            parts, current, 1, covariates, lambda x, rows: terms(self.of_predictors(x), rows)
+        )
 
     def of_predictors(self, predictors: Tensor) -> TorchDistribution:
         """Emission distribution given the predictors ``(*, Q)`` of all parameters."""

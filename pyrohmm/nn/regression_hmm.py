@@ -30,6 +30,8 @@ from .family import EmissionFamily, build_emission
 from .regression import Linear, RegressionEmission, after_zero, mode_of
 from .tabular_times import given_times
 
+NEVER = -1e300  # the logit of an outcome that is impossible: a count of zero times it is zero
+
 
 class RegressionHMM(HMMModule):
     r"""HMM of any chain whose transitions, first states and emissions depend on covariates.
@@ -243,18 +245,22 @@ class RegressionHMM(HMMModule):
         size, restarts = self.num_states, len(current["initial.coefficients"])
         first = covariates[:, 0].double()
         if size > 1:
-            initial = counts["log_initial"].reshape(restarts, -1, size).double()
+            initial = counts["log_initial"].reshape(restarts, -1, size).double().mT
             start = {"initial.coefficients": self.initial}
-            found |= mode_of(start, current, 0, first, partial(_of_rows, counts=initial))
+            value, slopes = (
+                partial(_of_rows, counts=initial),
+                partial(_slopes_of_rows, counts=initial),
+            )
+            found |= mode_of(start, current, 0, first, value, slopes)
         if size > 1 and (data.num_steps > 1 or self.duration is not None):
             found |= self._moves(data, counts, current, restarts)
         if self.duration is not None:
             counted = counts["log_duration"].reshape(restarts, -1, size, self.max_duration)
             lasted = counted.movedim(1, 2).flatten(0, 1).double()  # (R K, N, D)
 
-            def terms(distribution: Any) -> Tensor:
-                logs = truncated(distribution, self.max_duration)
-                return torch.where(lasted > 0, lasted * logs, 0.0).sum(-1)
+            def terms(distribution: Any, rows: slice) -> Tensor:
+                logs, counts = truncated(distribution, self.max_duration), lasted[:, rows]
+                return torch.where(counts > 0, counts * logs, 0.0).sum(-1)
 
             own = self.duration.mode(first, terms, inside(current, "duration."))
             found |= under("duration.", own)
@@ -278,14 +284,16 @@ class RegressionHMM(HMMModule):
             rows = pairs.reshape(restarts, *left.shape, size, size)[:, left]
             covariates = covariates[:, :-1][left]
         order = self.place.argsort(-1)  # staying first
-        rows = rows.double().movedim(1, 2)  # (R, K, M, K)
-        rows = rows.gather(-1, order.unsqueeze(1).expand(rows.shape)).flatten(0, 1)
+        rows = rows.double().movedim(1, -1)  # (R, K, K, M)
+        rows = rows.gather(2, order.unsqueeze(-1).expand(rows.shape)).flatten(0, 1)
         barred = self.barred
         if barred is not None:
-            barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(1)
-        value = partial(_of_rates if by_rates else _of_rows, counts=rows, barred=barred)
+            barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(-1)
+        known: dict[str, Any] = {"counts": rows, "barred": barred}
+        value = partial(_of_rates if by_rates else _of_rows, **known)
+        slopes = None if by_rates else partial(_slopes_of_rows, **known)
         parts = {f"{self.moved_by}.coefficients": self.moves}
-        return mode_of(parts, current, 1, covariates.double(), value)
+        return mode_of(parts, current, 1, covariates.double(), value, slopes)
 
     def begin_at(self, hmm: HMM) -> RegressionHMM:
         """Set the intercepts to the parameters of an HMM without covariates, and the rest to zero.
@@ -338,28 +346,54 @@ class RegressionHMM(HMMModule):
         part.coefficients = value if part.free is None else value[part.free[..., : part.width]]
 
 
-def _of_rows(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
-    """Expected multinomial log-likelihood ``(B, M)``; the first outcome is the reference.
+def _of_rows(
+    predictors: Tensor, rows: slice, counts: Tensor, barred: Tensor | None = None
+) -> Tensor:
+    """Expected multinomial log-likelihood ``(B, m)``; the first outcome is the reference.
 
     Args:
-        predictors: ``(B, M, K - 1)``, of the other outcomes.
-        counts: ``(B, M, K)``.
-        barred: ``(B, 1, K)`` booleans, outcomes that are impossible.
+        predictors: ``(B, m, K - 1)``, of the other outcomes.
+        rows: Which of the M observations they are of.
+        counts: ``(B, K, M)``.
+        barred: ``(B, K, 1)`` booleans, outcomes that are impossible.
     """
-    logits = after_zero(predictors)
+    return (counts[..., rows] * _multinomial(predictors, barred)[0]).sum(1)
+
+
+def _slopes_of_rows(
+    predictors: Tensor, rows: slice, counts: Tensor, barred: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Terms of :func:`_of_rows`, slopes ``(B, m, K - 1)`` and curvatures by the predictors."""
+    logs, probs = _multinomial(predictors, barred)
+    counts, probs = counts[..., rows], probs[:, 1:]
+    expected = counts.sum(1, keepdim=True) * probs
+    bend = expected.unsqueeze(2) * probs.unsqueeze(1)
+    bend.diagonal(dim1=1, dim2=2).sub_(expected.mT)
+    return (counts * logs).sum(1), (counts[:, 1:] - expected).mT, bend.movedim(-1, 1)
+
+
+def _multinomial(predictors: Tensor, barred: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and probabilities ``(B, K, m)``, finite also of what is impossible."""
+    logits = torch.nn.functional.pad(predictors.mT, (0, 0, 1, 0))
     if barred is not None:
-        logits = logits.masked_fill(barred, -torch.inf)
-    return torch.where(counts > 0, counts * logits.log_softmax(-1), 0.0).sum(-1)
+        logits = logits.masked_fill(barred, NEVER)
+    logits = logits - logits.amax(1, keepdim=True)
+    probs = logits.exp()
+    total = probs.sum(1, keepdim=True)
+    return logits - total.log(), probs / total
 
 
-def _of_rates(predictors: Tensor, counts: Tensor, barred: Tensor | None = None) -> Tensor:
-    """Expected log-likelihood ``(B, M)`` of paths in continuous time, given log rates.
+def _of_rates(
+    predictors: Tensor, rows: slice, counts: Tensor, barred: Tensor | None = None
+) -> Tensor:
+    """Expected log-likelihood ``(B, m)`` of paths in continuous time, given log rates.
 
     Args:
-        predictors: ``(B, M, K - 1)``, of the other states.
-        counts: ``(B, M, K)``, the time in the state, and numbers of transitions to the others.
-        barred: ``(B, 1, K)`` booleans, transitions that are impossible.
+        predictors: ``(B, m, K - 1)``, of the other states.
+        rows: Which of the M observations they are of.
+        counts: ``(B, K, M)``, the time in the state, and numbers of transitions to the others.
+        barred: ``(B, K, 1)`` booleans, transitions that are impossible.
     """
-    time, number = counts[..., :1], counts[..., 1:]
+    time, number = counts[:, :1, rows].mT, counts[:, 1:, rows].mT
     total = number * predictors - time * predictors.exp()
-    return (total if barred is None else total.masked_fill(barred[..., 1:], 0.0)).sum(-1)
+    return (total if barred is None else total.masked_fill(barred[:, 1:].mT, 0.0)).sum(-1)

@@ -6,14 +6,18 @@ that of linear predictors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._choices import CACHED, ON_DEVICE
+
 Value = Callable[[Tensor], Tensor]  # (B, P) to (B,)
-Derivatives = Callable[[Tensor], tuple[Tensor, Tensor]]  # to slopes (B, P), Hessians (B, P, P)
+Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # and slopes, Hessians (B, P, P)
+Terms = Callable[[Tensor, slice], Tensor]  # of predictors (B, m, Q) of some observations, (B, m)
+Slopes = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]  # (B, m, Q), (B, m, Q, Q) too
 
 FLAT = 1e-10  # share of the largest curvature, below which a direction has that share
 HALVINGS = 40
@@ -29,6 +33,7 @@ def maximized(
     free: Tensor | None = None,
     num_steps: int = 100,
     tolerance: float = 1e-9,
+    share: float = 0.0,
 ) -> Tensor:
     """Maximise B functions of P numbers each by Newton's method: points ``(B, P)``, float64.
 
@@ -37,11 +42,13 @@ def maximized(
 
     Args:
         value: The functions.
-        derivatives: Their slopes and Hessians.
+        derivatives: Their values, slopes and Hessians.
         start: ``(B, P)``.
         free: Booleans that broadcast to ``(B, P)``; other entries stay as they are.
         num_steps: Largest number of steps.
         tolerance: End where each function is so few nats below its maximum, by Newton's estimate.
+        share: Or where a step has raised it by what that estimate said, but for this share of it:
+            what is left is then about the square of that share.
 
     Example:
         >>> def value(x):
@@ -50,24 +57,25 @@ def maximized(
         tensor([[3., 3.]], dtype=torch.float64)
     """
     point = start.double()
-    height = value(point)
+    going = torch.ones(len(point), dtype=torch.bool, device=point.device)
     for _ in range(num_steps):
         with torch.enable_grad():
-            slope, curvature = derivatives(point)
+            height, slope, curvature = derivatives(point)
         rounding = 4 * torch.finfo(point.dtype).eps * height.abs()
         step, rise = _step(slope, curvature, free)
-        share = torch.where(rise > 1e-300, torch.ones_like(rise), 0.0)
+        size = (going & (rise > 1e-300)).to(rise)
         for _ in range(HALVINGS):
-            moved = point + share.unsqueeze(-1) * step
+            moved = point + size.unsqueeze(-1) * step
             found = value(moved)
-            enough = (found >= height + RISE * share * rise - rounding) | (share == 0)
+            enough = (found >= height + RISE * size * rise - rounding) | (size == 0)
             if bool(enough.all()):
                 break
-            share = torch.where(enough, share, share / 2)
-        better = enough & (share > 0)
+            size = torch.where(enough, size, size / 2)
+        better = enough & (size > 0)
         point = torch.where(better.unsqueeze(-1), moved, point)
-        height = torch.where(better, found, height)
-        if bool((~better | (rise / 2 <= tolerance)).all()):
+        as_said = (found - height - rise / 2).abs() <= share * rise / 2
+        going = better & ~as_said & (rise / 2 > tolerance)
+        if not bool(going.any()):
             break
     return point
 
@@ -96,22 +104,23 @@ def _step(slope: Tensor, curvature: Tensor, free: Tensor | None) -> tuple[Tensor
 def of_function(value: Value) -> Derivatives:
     """Exact derivatives of B functions, each of its own P numbers, by automatic differentiation."""
 
-    def derivatives(point: Tensor) -> tuple[Tensor, Tensor]:
+    def derivatives(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         leaf = point.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(value(leaf).sum(), leaf, create_graph=True)
-        return slope.detach(), _rows_of_hessian(slope, leaf)
+        found = value(leaf)
+        (slope,) = torch.autograd.grad(found.sum(), leaf, create_graph=True)
+        return found.detach(), slope.detach(), _rows_of_hessian(slope, leaf)
 
     return derivatives
 
 
 def of_differences(value: Value) -> Derivatives:
-    """Gradients and Hessians by central differences: with few unknowns faster than exact ones.
+    """Values, and slopes and Hessians by differences: with few unknowns faster than exact ones.
 
     Args:
         value: Of points ``(n, B, P)``, all of which are evaluated at once: ``(n, B)``.
     """
 
-    def derivatives(point: Tensor) -> tuple[Tensor, Tensor]:
+    def derivatives(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         size = point.size(-1)
         axes = torch.eye(size).to(point)
         ways = torch.cat([axes, *(axes + axis for axis in axes)]).unsqueeze(1) * REACH
@@ -119,43 +128,64 @@ def of_differences(value: Value) -> Derivatives:
         here, ahead, back = values.split([1, len(ways), len(ways)])
         single, double = ((ahead + back - 2 * here) / REACH**2).split([size, size * size])
         bend = (double.unflatten(0, (size, size)) - single - single.unsqueeze(1)) / 2
-        return ((ahead - back)[:size] / (2 * REACH)).mT, bend.movedim(-1, 0)
+        return here[0], ((ahead - back)[:size] / (2 * REACH)).mT, bend.movedim(-1, 0)
 
     return derivatives
 
 
 def of_predictors(
-    value: Value, designs: list[Tensor], precision: Tensor
+    value: Terms, designs: list[Tensor], precision: Tensor, slopes: Slopes | None = None
 ) -> tuple[Value, Derivatives]:
     r"""Functions of linear predictors :math:`\eta_q = X_q x_q`, and their derivatives.
 
-    The curvature by x is :math:`X^\top W X` with the curvature W of each observation.
+    The curvature by x is :math:`X^\top W X` with the curvature W of each observation. They are
+    computed in pieces of observations, which stay in the cache of a core.
 
     Args:
-        value: From predictors ``(B, M, Q)`` to terms ``(B, M)``, of each observation its own.
+        value: From predictors ``(B, m, Q)`` and the slice of the observations that they are of to
+            terms ``(B, m)``, of each observation its own.
         designs: Q matrices ``(M, P_q)``; x is the vector of all coefficients, in this order.
         precision: ``(P,)`` or ``(B, P)``, w of a further term :math:`-\sum_i w_i x_i^2 / 2`.
+        slopes: The same to terms, slopes ``(B, m, Q)`` and curvatures ``(B, m, Q, Q)``; by
+            default by automatic differentiation of ``value``.
     """
     sizes = [design.size(1) for design in designs]
+    columns = [design.mT.contiguous() for design in designs]
+    pairs = [[(x, y) for y in columns] for x in columns]
 
-    def predictors(point: Tensor) -> Tensor:
-        parts = point.split(sizes, -1)
-        return torch.stack([part @ design.mT for part, design in zip(parts, designs)], -1)
+    def pieces(point: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        room = CACHED if point.device.type == "cpu" else ON_DEVICE
+        size = max(1, room // (len(point) * len(designs)))
+        for first in range(0, max(len(designs[0]), 1), size):
+            rows = slice(first, first + size)
+            parts = zip(point.split(sizes, -1), columns)
+            yield rows, torch.stack([part @ x[:, rows] for part, x in parts], 1).mT
 
     def total(point: Tensor) -> Tensor:
-        return value(predictors(point)).sum(-1) - (precision * point.square()).sum(-1) / 2
+        terms = sum(value(predictors, rows).sum(-1) for rows, predictors in pieces(point))
+        return terms - (precision * point.square()).sum(-1) / 2
 
-    def derivatives(point: Tensor) -> tuple[Tensor, Tensor]:
-        leaf = predictors(point.detach()).requires_grad_()
-        (slope,) = torch.autograd.grad(value(leaf).sum(), leaf, create_graph=True)
-        weights = _rows_of_hessian(slope, leaf)  # (B, M, Q, Q)
-        slope = slope.detach()
-        found = torch.cat([slope[..., q] @ x for q, x in enumerate(designs)], -1)
-        rows = [
-            torch.cat([x.mT @ (weights[..., q, r, None] * y) for r, y in enumerate(designs)], -1)
-            for q, x in enumerate(designs)
-        ]
-        return found - precision * point, torch.cat(rows, -2) - precision.diag_embed()
+    def by_gradients(predictors: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        leaf = predictors.detach().requires_grad_()
+        terms = value(leaf, rows)
+        (slope,) = torch.autograd.grad(terms.sum(), leaf, create_graph=True)
+        return terms.detach(), slope.detach(), _rows_of_hessian(slope, leaf)
+
+    def derivatives(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        height = -(precision * point.square()).sum(-1) / 2
+        total, bend = -precision * point, -precision.diag_embed()
+        for rows, predictors in pieces(point):
+            terms, slope, weights = (slopes or by_gradients)(predictors, rows)
+            weights = weights.movedim(1, -1)  # (B, Q, Q, m)
+            height = height + terms.sum(-1)
+            own = zip(slope.unbind(-1), columns)
+            total = total + torch.cat([part @ x[:, rows].mT for part, x in own], -1)
+            bend = bend + torch.cat([
+                torch.cat([(x[:, rows] * weights[:, q, r, None]) @ y[:, rows].mT
+                           for r, (x, y) in enumerate(row)], -1)
+                for q, row in enumerate(pairs)
+            ], -2)  # fmt: skip
+        return height, total, bend
 
     return total, derivatives
 

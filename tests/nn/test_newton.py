@@ -333,7 +333,9 @@ def test_closed_steps_of_zero_inflation_end_where_newton_does(dim):
 @pytest.mark.parametrize("dim", [0, 2])
 def test_a_step_on_sums_by_value_is_that_on_all_values(dim, monkeypatch):
     pyro.set_rng_seed(0)
-    values = torch.poisson(torch.full((900, 2), 4.0).double())[:, : dim or 1].reshape(900, -1)
+    values = torch.poisson(dist.Gamma(2.0, 0.5).sample((900, 2)).double())[:, : dim or 1].reshape(
+        900, -1
+    )
     values[torch.rand(values.shape) < 0.1] = torch.nan
     values = values if dim else values.squeeze(-1)
     weights = torch.rand(2, 900, 3).double()
@@ -342,6 +344,6 @@ def test_a_step_on_sums_by_value_is_that_on_all_values(dim, monkeypatch):
     for few in (0, 10**9):
         monkeypatch.setattr(products, "ADDED", few)
         found = module.statistics(values, weights, None)
-        assert (len(found["values"]) < 20) == (few == 0)
+        assert (len(found["values"]) < 100) == (few == 0)
         ends.append(module.m_step(found)[0])
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)
