@@ -35,6 +35,7 @@ from .hard_zeros import log_probs
 from .observation import is_categorical, log_likelihood, log_prob_per_state
 from .values import SequencesOf, as_numbers, check_support, fill_gaps, refuse_dead_ends
 
+MOST_SEQUENCES = 1 << 28
 OTHERS = "An HMM is of the lengths of its data: for others fit.hmm(data), or hmm.with_lengths(...)"
 SYMBOLS = "Call .long() on it; where some are missing, give dtype=torch.long to Sequences.from_..."
 
@@ -146,7 +147,7 @@ class ChainDistribution(OwnChecks):
             )
         if len(set(steps.values())) > 1:
             raise ValueError(f"all arguments must be for one number of steps T; got {steps}.")
-        return check_broadcast(shapes), num_steps
+        return _batch_of(shapes), num_steps
 
     def __getstate__(self) -> dict[str, Any]:
         """Attributes to pickle, without Pyro's weak references, which it makes anew."""
@@ -399,6 +400,19 @@ class ChainDistribution(OwnChecks):
             if bool(lost.any()):
                 free = self.chain.log_evidence(self._read(values, with_labels=False), self.lengths)
                 refuse_dead_ends(reached, lost & free.isfinite())
+
+
+def _batch_of(shapes: dict[str, torch.Size]) -> torch.Size:
+    """What batch shapes broadcast to; raises if those are very many sequences."""
+    batch = check_broadcast(shapes)
+    if (count := batch.numel()) > MOST_SEQUENCES:
+        listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "
+            f"{listing}, which make {count:,}: the evidence alone would take {4 * count:,} "
+            "bytes. Give arguments of the same sequences the same batch shape."
+        )
+    return batch
 
 
 def check_likelihood(likelihood: Tensor) -> None:

@@ -14,7 +14,7 @@ from pyro.nn.module import PyroModule, _Context
 from torch import Tensor, nn
 from torch.distributions import Distribution, transform_to
 
-from .._transforms import tensors_of
+from .._transforms import NOTHING, tensors_of
 from ..data.batches import Parts
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
@@ -155,6 +155,7 @@ class Parameters:
                 hmm = build(self.module, batch)
         finally:
             cache.clear()
+        hmm.provenance = NOTHING  # which nobody follows inside of a fit
         prior = self._log_prior(joint, self.values)
         if self.restarts > 1 and prior.dim():  # (R, 1)
             prior = prior.sum(-1)
