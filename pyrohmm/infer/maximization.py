@@ -257,6 +257,10 @@ class Maximization:
             scale: Of the counts.
             at_start: Whether the counts are those of a start, in which ``hmm`` had no part.
         """
+        if scale != 1:
+            counted = {name: count * scale for name, count in expected.counts.items()}
+            probs = expected.state_probs * scale
+            expected = ExpectedCounts(expected.log_evidence, probs, counted)
         sums: Sums = {"counts": {} if self.chain_closed else dict(expected.counts)}
         if self.chain is not None:
             sums["chain"] = self.chain.statistics(self._of_restarts(expected, hmm))
@@ -279,7 +283,7 @@ class Maximization:
             sums["counts"]["symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
         else:
             sums["counts"]["states"] = expected.state_probs
-        return sums if scale == 1 else combined(lambda value: value * scale, sums)
+        return sums
 
     def _of_restarts(self, expected: ExpectedCounts, hmm: HMM) -> ExpectedCounts:
         """Expected counts of each restart in float64, summed over the N sequences."""

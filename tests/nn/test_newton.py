@@ -347,3 +347,16 @@ def test_a_step_on_sums_by_value_is_that_on_all_values(dim, monkeypatch):
         assert (len(found["values"]) < 100) == (few == 0)
         ends.append(module.m_step(found)[0])
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)
+
+
+def test_a_start_from_some_of_the_rows_weighs_them_alone():
+    """Values and parameters so far, which are among the statistics, stay as they are."""
+    pyro.set_rng_seed(0)
+    high = torch.arange(15_000) // 10 % 2
+    counts = torch.poisson(dist.Gamma(3.0, 1.0).sample((15_000,)) * (1 + 9 * high))
+    data = Sequences.from_list([counts])
+    fit = fit_em(
+        TabularHMM(2, pyrohmm.negative_binomial()), data, num_iterations=60, restarts=1,
+        start=pyrohmm.starts.by_kmeans,
+    )  # fmt: skip
+    assert fit.losses[0] < 1.1 * fit.losses[-1]
