@@ -18,6 +18,7 @@ from torch.distributions import biject_to, constraints, transform_to
 from torch.distributions.transforms import AffineTransform, ComposeTransform, Transform
 
 from .._checks import OwnChecks, PyroValidation, check_floats, check_number, check_trailing
+from .._sync import exceeds
 
 ENOUGH = 2.0  # degrees beyond the dimension, to propose from an inverse Wishart distribution
 STEPS = 5  # of a random walk of a covariance that few observations determine
@@ -382,6 +383,9 @@ def lift(matrix: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
     inside = matrix / scale
     bad = ~inside.isfinite().all(-1).all(-1)
     eye = torch.eye(matrix.size(-1), dtype=matrix.dtype, device=matrix.device)
+    above = torch.linalg.cholesky_ex(inside - eye).info == 0  # in a tenth of the time of eigh
+    if exceeds(above.all().byte(), 0):
+        return matrix, ~above
     values, vectors = torch.linalg.eigh(torch.where(bad[..., None, None], eye, inside))
     low = (values < 1).any(-1) & ~bad
     lifted = (vectors * values.clamp(min=1).unsqueeze(-2)) @ vectors.mT * scale

@@ -29,6 +29,7 @@ from .backends import NUMBA, pick
 
 CHUNK = CACHED
 FEWER = 8  # numbers for each integer in their range, from which a table of these is made
+STRIP = 96  # rows of a symmetric product that are computed at once, up to the diagonal
 TRIED = 64  # numbers that show whether all may be integers
 
 
@@ -238,7 +239,11 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
             columns = (value.double() - about).mT.contiguous()
             columns = torch.nn.functional.pad(columns, (0, 0, 1, 0), value=1.0)
             for out, share in zip(total, weight.double().mT.flatten(0, 1).contiguous()):
-                out.addmm_(columns * share, columns.mT)
+                weighted = columns * share
+                for first in range(0, width, STRIP):  # the upper half is the same
+                    own, end = slice(first, first + STRIP), first + STRIP
+                    out[own, :end].addmm_(weighted[own], columns[:end].mT)
+    total = total.tril() + total.tril(-1).mT
     return total.unflatten(0, (restarts, states))
 
 
