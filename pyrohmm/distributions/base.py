@@ -24,6 +24,7 @@ from .._checks import (
     check_same_device,
     check_size,
 )
+from .._choices import CACHED
 from .._transforms import exporting, opaque, tensors_of, transforming, uncompiled
 from ..chains.base import Chain, refuse_steps
 from ..chains.markov import MarkovChain
@@ -56,7 +57,7 @@ class ChainDistribution(OwnChecks):
     """The part of an :class:`HMM` that joins a chain, an emission, masks and data."""
 
     _validate_args = PyroValidation()
-    _prepared: dict[str, Any] | None = None  # values, and what prepare_values makes of them
+    _prepared: dict[str, Any] = {}  # noqa: RUF012  # values, and what prepare_values makes of them
     chain: Any  # a Chain
     lengths: Tensor
 
@@ -96,9 +97,10 @@ class ChainDistribution(OwnChecks):
         of_emission = type(emission), emission.batch_shape, emission.event_shape
         return type(chain), chain.num_states, chain.batches, of_emission
 
-    def checked(self) -> dict[str, Any]:
-        """What the checks of this HMM have found, for ``CHECKED``."""
-        self._prepared = {}
+    def checked(self, values: Tensor) -> dict[str, Any]:
+        """What the checks of this HMM have found, for ``CHECKED``; those of ``values`` will be."""
+        if not values.is_inference():
+            self._prepared = {"values": values, "version": None}
         found = self.__dict__ | {"ids": [*map(id, self._given)], "form": self._form()}
         del found["chain"], found["_emission"]
         found.pop("provenance", None)
@@ -323,8 +325,8 @@ class ChainDistribution(OwnChecks):
             ValueError: If shapes or devices disagree, values are one sequence where lengths differ,
                 or (with ``validate_args``) an observation is not in the support.
         """
-        kept, given = self._prepared, values
-        if kept and kept["values"] is values and kept["version"] == values._version:
+        kept = self._prepared if values is self._prepared.get("values", self) else {}
+        if kept and kept["version"] == (version := values._version):
             return cast("tuple[Tensor, Tensor | None]", kept["found"])
         values = from_numpy("values", self.values_of(values))
         check_real("values", values)
@@ -356,10 +358,8 @@ class ChainDistribution(OwnChecks):
         if isinstance(whole, Autoregressive):
             gaps = known if self.observed is not None else None
             whole.check_context(values if self._validate_args else None, gaps)
-        if kept is not None and not (
-            values.requires_grad or values.is_inference() or transforming()
-        ):
-            kept.update(values=given, version=given._version, found=(values, known))
+        if kept and values.numel() <= CACHED and not (values.requires_grad or transforming()):
+            kept.update(version=version, found=(values, known))
         return values, known
 
     def refuse_one_series(self, batch: torch.Size) -> None:

@@ -433,10 +433,9 @@ def _maximum(part: Any, statistics: Statistics) -> Maximum:
 
 def _names_of_chain(module: Any, hmm: HMM) -> set[str]:
     """Names of the parameters that the M-step of the chain maximises."""
-    counts = {}
-    for name, core in hmm.chain.cores.items():
-        shape = hmm.chain.parameters[name].shape[-len(core) :]
-        counts[name] = hmm.log_initial.new_ones(1, *shape, dtype=torch.float64)
+    counts, cores = {}, hmm.chain.cores
+    for name, tensor in hmm.chain.parameters.items():
+        counts[name] = tensor.new_ones(1, *tensor.shape[-len(cores[name]) :], dtype=torch.float64)
     ones = hmm.log_initial.new_ones(1, 1, 1, hmm.num_states, dtype=torch.float64)
     expected = ExpectedCounts(ones[:, 0, :, 0], ones, counts)
     return set(_maximum(module, module.statistics(expected))[0])

@@ -80,7 +80,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     finally:
         CHECKED.reset(token)
     if isinstance(hmm, HMM) and "ids" not in hmm.__dict__:
-        _checked[data] = ref(module), hmm.checked()
+        _checked[data] = ref(module), hmm.checked(data.values)
     return hmm
 
 

@@ -52,6 +52,7 @@ from pyrohmm import (
     streams,
     tied,
 )
+from pyrohmm.infer import models
 from pyrohmm.nn.dense import rbf
 
 NAN = float("nan")
@@ -584,3 +585,16 @@ def test_a_prior_on_the_posterior_of_states_is_fitted_to_its_optimum():
                 slopes.append((log_joint(*ends[0]) - log_joint(*ends[1])) / 2e-5)
     assert np.abs(slopes).max() < 1e-2  # of numbers of some tens
     assert log_prior(fit.hmm(data)) > -1.0
+
+
+def test_values_changed_in_place_are_read_again():
+    """What a model has prepared of its data is that of the values as they were."""
+    data = Sequences(torch.randn(2, 9), torch.tensor([9, 4]))
+    module = TabularHMM.from_hmm(
+        HMM(torch.zeros(1), torch.zeros(1, 1), dist.Normal(torch.zeros(1), 1.0), data.lengths)
+    )
+    for _ in range(3):
+        known = models.build(module, data).log_prob(data.values)
+        other = Sequences(data.values.clone(), data.lengths)
+        torch.testing.assert_close(known, models.build(module, other).log_prob(other.values))
+        data.values[0, 0] += 3.0
