@@ -344,7 +344,7 @@ class ZeroInflatedEmission(_Modified, emits=modified.ZeroInflated):
             mode = under("part.", mode) | {"gate": gate.clamp(LEAST, MOST)}
             free = {n: x for n, x in mode.items() if (part := self._owner(n))[0].is_free(part[1])}
             with pyro.validation_enabled(False):
-                own = zeros * self._own_zeros(self.at(free).components() if free else self)
+                own = zeros * self._own_zeros((self.at(free) if free else self).components())
         return mode, notes
 
 

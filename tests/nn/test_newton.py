@@ -360,3 +360,17 @@ def test_a_start_from_some_of_the_rows_weighs_them_alone():
         start=pyrohmm.starts.by_kmeans,
     )  # fmt: skip
     assert fit.losses[0] < 1.1 * fit.losses[-1]
+
+
+@pytest.mark.parametrize("frozen", [["gate"], ["part.rate"], ["gate", "part.rate"]])
+def test_what_is_frozen_of_a_zero_inflated_family_stays(frozen):
+    pyro.set_rng_seed(0)
+    counts = torch.poisson(torch.tensor([1.5, 6.0]).repeat_interleave(5).repeat(60))
+    data = Sequences.from_list([counts * (torch.rand(600) < 0.7)])
+    module = TabularHMM(2, pyrohmm.zero_inflated(pyrohmm.poisson()))
+    for name in frozen:
+        value = torch.tensor([0.3, 0.3]) if name == "gate" else torch.tensor([1.5, 6.0])
+        pyrohmm.freeze(module, f"emission.{name}", value)
+    fit = fit_em(module, data)
+    assert not {f"module.emission.{name}" for name in frozen} & fit.parameters.keys()
+    assert bool((fit.losses.diff() <= 1e-2).all())
