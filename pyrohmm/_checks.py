@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from numbers import Integral, Real
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -182,11 +182,15 @@ def check_times(times: Tensor, exists: Tensor) -> None:
     broken[..., 1:] |= exists[..., 1:] & ~(times[..., 1:] > times[..., :-1])
     if bool(broken.any()):
         *sequence, step = broken.nonzero()[0].tolist()
-        row = times.expand(broken.shape)[tuple(sequence)].tolist()
-        after = f" after {row[step - 1]}" if step else ""
-        place = f"at sequence {sequence}, step {step}, there is {row[step]}{after}"
-        text = f"times must be finite and increase along each sequence; {place}. Sort the steps by"
-        raise ValueError(f"{text} time, and drop or average those of one time.")
+        refuse_times(times.expand(broken.shape)[tuple(sequence)], f"sequence {sequence}", step)
+
+
+def refuse_times(row: Tensor, place: str, step: int) -> NoReturn:
+    """Raise for the time at a step of a row of times, which is known as ``place``."""
+    after = f" after {row[step - 1].item()}" if step else ""
+    place = f"at {place}, step {step}, there is {row[step].item()}{after}"
+    text = f"times must be finite and increase along each sequence; {place}. Sort the steps by"
+    raise ValueError(f"{text} time, and drop or average those of one time.")
 
 
 def check_number(name: str, value: object) -> None:

@@ -96,9 +96,12 @@ def log_evidence(model: HMM | Fit, data: Data, batch_size: int = 256) -> Tensor:
     Raises:
         ValueError: If sequences have variables of their own, and ``data`` are others.
     """
+    found = []
     with torch.no_grad():
-        hmms = hmms_of(model, data, batch_size)
-        return torch.cat([hmm.log_prob(part.values) for hmm, part in hmms])
+        for whole in parts_of(in_parts(data)):
+            pairs = hmms_of(model, whole, batch_size)
+            found.append(in_order(whole, [hmm.log_prob(part.values) for hmm, part in pairs]))
+    return torch.cat(found)
 
 
 def held_out_log_evidence(
@@ -129,7 +132,7 @@ def held_out_log_evidence(
             new_log_evidence(fit.model, fit.parameters, part, fit.plates, num_samples)
             for part in batches_of(data, batch_size)
         ]
-    return torch.cat(found)
+    return in_order(data, found)
 
 
 def num_parameters(module: Callable[..., Any], data: Sequences) -> float:
@@ -279,8 +282,11 @@ def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tupl
     data = in_parts(data)
     evidence = log_evidence(fit, data).double().sum().item()
     if count is None:
+        some = data if isinstance(data, Sequences) else data.first
+        if some.is_ragged and not fit.plates:
+            some = max(some.buckets, key=lambda part: part.num_rows)
         with fit.at_rest():
-            count = num_parameters(fit.model, data if isinstance(data, Sequences) else data.first)
+            count = num_parameters(fit.model, some)
     return evidence, count
 
 
@@ -460,8 +466,15 @@ def hmms_of(model: HMM | Fit, data: Data, batch_size: int) -> Iterable[tuple[HMM
 
 
 def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
-    """Minibatches of consecutive sequences, as parts of the whole set."""
-    return [data.batch(chosen) for chosen in torch.arange(len(data)).split(batch_size)]
+    """Minibatches of sequences of similar length, as parts of the whole set."""
+    members = [chosen for each in data.bucket_members for chosen in each.split(batch_size)]
+    return [data.batch(chosen) for chosen in members]
+
+
+def in_order(data: Sequences, found: list[Tensor]) -> Tensor:
+    """Join numbers ``(n,)`` of the sequences of :func:`batches_of`, or of all, in their order."""
+    whole = torch.cat(found)
+    return whole if len(found) == 1 else whole[torch.cat(data.bucket_members).argsort()]
 
 
 def _expected_steps(hmm: HMM, values: Tensor) -> Any:

@@ -45,7 +45,7 @@ MOST_COMPONENTS = 8  # of vectors, whose residuals are drawn
 def quantiles(data: Sequences) -> Tensor:
     """Quantiles 0.05, 0.25, 0.5, 0.75 and 0.95 of each component, ``(5,)`` or ``(5, D)``."""
     probs = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.double)
-    return data.values[data.observed].double().nanquantile(probs, 0)
+    return data.known_values.double().nanquantile(probs, 0)
 
 
 def autocorrelation(data: Sequences, lag: int = 1) -> Tensor:

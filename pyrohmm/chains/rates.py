@@ -263,12 +263,6 @@ class RateChain(MarkovRecursions):
             )
 
 
-def mean_gap(times: Tensor, exists: Tensor) -> Tensor:
-    """Mean time ``()`` between the steps that exist, of times ``(N, T)``; 1 if there are none."""
-    gaps = times.diff(dim=-1)[exists[..., 1:]]
-    return gaps.mean() if len(gaps) else times.new_ones(())
-
-
 def diagonal(matrix: Tensor) -> Tensor:
     """Mask of the diagonal of matrices ``(*b, K, K)``, ``(K, K)``."""
     return torch.eye(matrix.size(-1), dtype=torch.bool, device=matrix.device)

@@ -7,7 +7,8 @@ Its modules; each imports only those above it:
 ``vocabulary``   ``Vocabulary``: symbols and their codes
 ``steps``        steps of arrays and lists: read, checked, cut into sequences
 ``tables``       rows of tables: grouped, sorted, their gaps found
-``sequences``    ``Sequences``: ragged data in one padded tensor
+``packed``       rows of sequences one after another; padded, selected, cut into buckets
+``sequences``    ``Sequences``: made of arrays, lists and tables
 ``movement``     step lengths and turning angles of animals
 ``batches``      minibatches; ``Parts``: sequences that do not fit into memory at once
 ``readers``      files of text, with their vocabularies

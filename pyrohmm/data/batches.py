@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -116,11 +116,6 @@ class Parts:
         """Device of the parts."""
         return self.first.device
 
-    @property
-    def num_parts(self) -> int:
-        """Number of parts."""
-        return len(self.sizes)
-
     def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
         """Sequences ``chosen`` (integers) of one part, as :meth:`Sequences.batch`.
 
@@ -134,11 +129,6 @@ class Parts:
             self._held = None  # one at a time
             self._held = next(self._rest)
         return self._held[1].batch(chosen - begins[number], self.total if total is None else total)
-
-    def scaled(self) -> Iterator[Sequences]:
-        """Iterate over parts with scaled totals: the mean of their losses is the loss of all."""
-        for part in self:
-            yield part.with_total(part.total * self.num_parts)
 
     def each(self, change: Callable[[Sequences], Sequences]) -> Parts:
         """Copy that applies ``change`` to each part when it is read."""
@@ -166,6 +156,18 @@ def parts_of(data: Sequences | Parts) -> Iterable[Sequences]:
     return data if isinstance(data, Parts) else (data,)
 
 
+def weighted(data: Sequences | Parts) -> Iterator[tuple[Sequences, float]]:
+    """Minibatches of sequences of similar length, and weights that sum to one.
+
+    The weighted sum of their losses is the loss of all data.
+    """
+    count = len(data.sizes) if isinstance(data, Parts) else 1
+    for part in parts_of(data):
+        for bucket in part.buckets:
+            whole = bucket if count == 1 else bucket.with_total(part.total * count)
+            yield whole, len(bucket) / (len(part) * count)
+
+
 class StoredSequences:
     """Sequences in one array that need not fit into memory, such as a memory-mapped file.
 
@@ -178,7 +180,7 @@ class StoredSequences:
             ``safetensors.safe_open(path, "pt").get_slice(name)``, or a data set of h5py. Rows that
             are NaN throughout are missing.
         lengths: ``(N,)`` integers of sum M.
-        max_steps: Largest number of steps that are read at a time, padding included.
+        max_steps: Largest number of steps that are read at a time.
         labels: ``(M,)`` integers, -1 where the state is not known: an array, also mapped.
         covariates: ``(M, C)`` floating point: an array, also mapped.
         times: ``(M,)``, increasing along each sequence: an array, also mapped.
@@ -213,15 +215,19 @@ class StoredSequences:
         self.lengths = checked_lengths(lengths, num_rows)
         for name, part in self.further.items():
             check_num_rows(name, (_num_rows(part),), num_rows)
-        self.parts = cut_by_steps(self.lengths, torch.arange(len(self.lengths)), max_steps)
+        ends, self.cuts = self.lengths.cumsum(0), [0]
+        while self.cuts[-1] < len(self.lengths):
+            start = self.cuts[-1]
+            most = max_steps + int(ends[start] - self.lengths[start])
+            self.cuts.append(max(int(torch.searchsorted(ends, most, right=True)), start + 1))
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.cuts) - 1
 
     def __iter__(self) -> Iterator[Sequences]:
         first = 0
-        for part in self.parts:
-            lengths = self.lengths[part]
+        for start, end in pairwise(self.cuts):
+            lengths = self.lengths[start:end]
             rows = slice(first, first + int(lengths.sum()))
             first = rows.stop
             further = {name: values[rows] for name, values in self.further.items()}
@@ -248,12 +254,6 @@ class Window(Sequences):
 
     streams: Tensor
     begins: Tensor
-
-    def to(self, device: torch.device | str | torch.dtype) -> Window:
-        """Copy the window to ``device`` where needed."""
-        new = Window(self.values.to(device), self.lengths, total=self.total)
-        new.streams, new.begins = self.streams, self.begins
-        return new
 
 
 class Batches:
@@ -312,7 +312,7 @@ class Batches:
             return self.batch_tokens
         lengths = self.data.lengths
         size = len(lengths) if self.batch_size is None else min(self.batch_size, len(lengths))
-        return size * int(lengths.max())
+        return size * int(lengths.sum()) // len(lengths)
 
     @property
     def at_end_of_round(self) -> bool:
@@ -378,13 +378,10 @@ class Batches:
     def _window(self, number: int) -> Window:
         """Window ``number`` of consecutive steps of each stream."""
         columns = zip(*self._pieces(number))
-        streams, rows, firsts, sizes, begins = (torch.tensor(column) for column in columns)
-        clock = torch.arange(int(sizes.max()))
-        places = (firsts.unsqueeze(-1) + clock).clamp(max=self.data.num_steps - 1)
-        device = self.data.values.device
-        values = self.data.values[rows.to(device).unsqueeze(-1), places.to(device)]
+        streams, rows, steps, sizes, begins = (torch.tensor(column) for column in columns)
         total = self.data.total * self.number * len(rows) / len(self.data)
-        window = Window(values, sizes, total=total)
+        starts = self.data.firsts[rows] + steps
+        window: Window = self.data.runs(starts, sizes, total, torch.arange(len(rows)), Window)
         window.streams, window.begins = streams, begins
         return window
 

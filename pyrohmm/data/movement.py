@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .sequences import Sequences
+from .steps import begins
 from .tables import Gaps
 
 RADIUS = 6371.0088  # of the earth, in kilometres: the mean one
@@ -78,13 +79,17 @@ def movement(
     data = Sequences.from_dataframe(
         frame, columns=[longitude, latitude], by=animal, time=time, covariates=covariates, gaps=gaps
     )
-    data.locations = data.values.double().masked_fill(~data.observed.unsqueeze(-1), torch.nan)
-    _check_degrees(data.locations[data.observed], plane)
-    lengths, turns = _steps(data.locations, plane)
+    known, places = data.known, cast(Tensor, data.packed("values")).double()
+    _check_degrees(places[known], plane)
+    places = places.masked_fill(~known.unsqueeze(-1), torch.nan)
+    lengths, turns = (part[0] for part in _steps(places.unsqueeze(0), plane))
+    apart = begins(data.lengths)[1:]  # from the last location of an animal to the first of another
+    lengths = lengths.masked_fill(apart, torch.nan)
+    turns = turns.masked_fill(apart[1:] | apart[:-1], torch.nan)
     ahead, between = pad(lengths, (0, 1), value=torch.nan), pad(turns, (1, 1), value=torch.nan)
-    data.values = torch.stack([ahead, between[:, : data.num_steps]], -1)
-    data.observed = ~data.values.isnan().all(-1)
-    data.has_gaps = True  # the last location at least
+    values = torch.stack([ahead, between[: len(ahead)]], -1)
+    # the last location at least is missing
+    data._rows |= {"values": values, "observed": ~values.isnan().all(-1), "locations": places}
     return data
 
 

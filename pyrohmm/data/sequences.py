@@ -1,16 +1,16 @@
-"""``Sequences``: many sequences in one padded tensor, and minibatches of them.
+"""``Sequences``: many sequences, packed one after another, and minibatches of them.
 
-``N`` sequences of up to ``T`` steps are padded on the right. A mask is True where something
-exists or is observed (the opposite of TensorFlow Probability's).
+``N`` sequences of ``M`` steps in all are kept as rows ``(M, *)``. Asked for, they are padded on the
+right to ``(N, T, *)``, with T the longest. A mask is True where something exists or is observed
+(the opposite of TensorFlow Probability's).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Listed
-from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,30 +19,33 @@ from torch.utils.data import Dataset
 
 from .._arrays import from_numpy, regular, to_tensor
 from .._checks import check_booleans, check_integers, check_lengths, check_shape, check_size
-from ..ops.log_space import step_mask
+from .packed import PackedSequences
 from .steps import (
-    CHECKS,
     FLAT,
     HOW,
-    check_observed,
     check_order,
     check_total,
     check_values,
     checked_lengths,
+    checked_rows,
     joined_part,
     joined_steps,
-    padded,
-    padded_parts,
+    packed,
+    padded_part,
+    read_parts,
     read_steps,
 )
-from .tables import Gaps, Table, read_table, rows_of
+from .tables import Gaps, read_table, rows_of
 from .vocabulary import Vocabulary
 
-PARTS = "labels", "covariates", "times", "rows", "locations"  # (N, T, *), beside the values
 
+class Sequences(PackedSequences, Dataset["Sequences"]):
+    """Sequences of different lengths, with missing steps.
 
-class Sequences(Dataset["Sequences"]):
-    """Sequences of different lengths in one padded tensor, with missing steps.
+    They are kept one after another, in the memory of their steps alone. ``values`` and the other
+    attributes ``(N, T, *)`` are padded when they are asked for, and kept; where that would make
+    more than 20 times the steps, and many, it is refused, and :meth:`map_steps` computes on
+    ``buckets`` of similar length, as fits do.
 
     They are a torch ``Dataset`` of single sequences, of which
     ``DataLoader(data, batch_size=8, shuffle=True, collate_fn=data.collate)`` makes minibatches.
@@ -94,46 +97,29 @@ class Sequences(Dataset["Sequences"]):
         check_shape("lengths", lengths, tuple(values.shape[:1]), "(N,)", "N is that of values.")
         lengths = lengths.cpu().long()
         check_lengths(lengths, values.size(1))
-        exists = step_mask(lengths, values.size(1), values.device)
-        self.has_gaps = False  # whether steps that exist are missing
-        if observed is None:
-            observed = exists
-        else:
-            observed = from_numpy("observed", observed)
-            check_booleans("observed", observed)
-            check_shape("observed", observed, tuple(values.shape[:2]), "(N, T)", "That of values.")
-            observed = observed.to(values.device) & exists
-            self.has_gaps = not torch.equal(observed, exists)
-        check_observed(values, observed)
-        longest = int(lengths.max())  # later steps are dropped
-        self.values = values[:, :longest].clone() if copy else values[:, :longest]
-        self.lengths = lengths.clone()
-        self.observed = observed[:, :longest]
-        self.labels, self.covariates, self.times = (
-            self._part(name, part, exists)
-            for name, part in (("labels", labels), ("covariates", covariates), ("times", times))
-        )
-        self.rows: Tensor | None = None  # numbers of the rows of the table they come from
-        self.table: Table | None = None
-        self.locations: Tensor | None = None  # (N, T, 2), of tracks: see movement
-        self.total = check_total(total, len(values))
-        self.indices = torch.arange(len(values))
+        parts = {"observed": observed, "labels": labels, "covariates": covariates, "times": times}
+        found = {"values": values} | {
+            n: padded_part(n, x, values) for n, x in parts.items() if x is not None
+        }
+        rows = {name: packed(part, lengths) for name, part in found.items()}
+        for name, part in found.items():
+            if (copy or name != "values") and rows[name].data_ptr() == part.data_ptr():
+                rows[name] = rows[name].clone()
+        self._fill(rows, lengths.clone(), total, indices)
+
+    def _fill(
+        self, rows: dict[str, Tensor], lengths: Tensor, total: Any = None, indices: Any = None
+    ) -> None:
+        """Set all attributes from packed rows ``(M, *)``, which are checked."""
+        self._rows, self._padded = checked_rows(rows, lengths), {}
+        self.lengths, self.total = lengths, check_total(total, len(lengths))
+        self.table = None
+        self.indices = torch.arange(len(lengths))
         self.numbered = indices is not None  # they say which sequences of the whole set these are
         if indices is not None:
             check_integers("indices", indices)
-            check_shape("indices", indices, (len(values),), "(N,)", "N is that of values.")
+            check_shape("indices", indices, (len(lengths),), "(N,)", "N is that of values.")
             self.indices = indices.cpu().long().clone()
-
-    def _part(self, name: str, part: Any, exists: Tensor) -> Tensor | None:
-        """Check labels, covariates or times, and copy them up to step T."""
-        if part is None:
-            return None
-        part = from_numpy(name, part)
-        CHECKS[name](part, exists)
-        part = part[:, : self.num_steps].to(exists.device).clone()
-        if name == "covariates":  # padding may be NaN, which times zero is not zero
-            part[~exists[:, : self.num_steps]] = 0.0
-        return part.double() if name == "times" else part
 
     @classmethod
     def from_list(
@@ -171,12 +157,19 @@ class Sequences(Dataset["Sequences"]):
                 warnings.warn(f"{text} of vectors call Sequences.from_concatenated.", stacklevel=2)
         values, lengths, observed = joined_steps(sequences, vocabulary)
         parts = {"labels": labels, "covariates": covariates, "times": times}
-        joined = {name: joined_part(name, part, lengths) for name, part in parts.items()}
-        data = cls(
-            padded(values, lengths), lengths, padded(observed, lengths),
-            **padded_parts(joined, lengths), copy=False,
-        )  # fmt: skip
+        rows = {"values": values, "observed": observed}
+        for name, part in parts.items():
+            if part is not None:
+                rows[name] = joined_part(name, part, lengths)
+        data = cls._of(rows, lengths)
         return data if device is None else data.to(device)
+
+    @classmethod
+    def _of(cls, rows: dict[str, Tensor], lengths: Tensor) -> Sequences:
+        """Sequences of packed rows, which are checked and not copied."""
+        data = object.__new__(cls)
+        data._fill(rows, lengths)
+        return data
 
     @classmethod
     def from_concatenated(
@@ -222,12 +215,13 @@ class Sequences(Dataset["Sequences"]):
         if dtype is not None:
             steps = (steps if dtype.is_floating_point else steps.nan_to_num(0.0)).to(dtype)
         lengths = checked_lengths(lengths, len(steps))
-        number = np.arange(len(lengths)).repeat(lengths)
-        check_order(values, np.arange(len(number)), number)
-        parts = padded_parts({"labels": labels, "covariates": covariates, "times": times}, lengths)
-        whole = padded(steps, lengths)
-        shared = whole.data_ptr() == steps.data_ptr() and not isinstance(values, np.memmap)
-        return cls(whole, lengths, padded(known, lengths), **parts, copy=shared)
+        check_order(values, lengths)
+        parts = {"labels": labels, "covariates": covariates, "times": times}
+        rows = {"values": steps, "observed": known} | read_parts(parts, len(steps))
+        for name, part in {"values": values, **parts}.items():
+            if name in rows and not isinstance(part, np.memmap):  # whose owner may change it
+                rows[name] = rows[name].clone()
+        return cls._of(rows, lengths)
 
     @classmethod
     def from_dataframe(
@@ -276,7 +270,7 @@ class Sequences(Dataset["Sequences"]):
         parts = columns, by, time, labels, covariates, vocabulary, tags, gaps
         steps, table = read_table(frame, *parts)
         data = cls.from_concatenated(**steps, dtype=dtype)
-        data.rows, data.table = padded(table.order, table.lengths, -1), table
+        data._rows["rows"], data.table = table.order, table
         return data
 
     def to_concatenated(self) -> tuple[Tensor, Tensor]:
@@ -289,19 +283,21 @@ class Sequences(Dataset["Sequences"]):
             >>> Sequences.from_list([[3, 1, 4], [1]]).to_concatenated()
             (tensor([3, 1, 4, 1]), tensor([3, 1]))
         """
+        values = cast(Tensor, self.packed("values"))
         if not self.has_gaps:
-            return self.values[self.exists], self.lengths
-        floats = self.values if self.values.is_floating_point() else self.values.double()
-        missing = ~self.observed.reshape(*self.observed.shape, *(1,) * (floats.dim() - 2))
-        return floats.masked_fill(missing, torch.nan)[self.exists], self.lengths
+            return values.clone(), self.lengths
+        floats = values if values.is_floating_point() else values.double()
+        missing = ~self.known.reshape(-1, *(1,) * (floats.dim() - 1))
+        return floats.masked_fill(missing, torch.nan), self.lengths
 
     def to_dataframe(self, states: Tensor | None = None, probs: Tensor | None = None) -> Any:
         """A ``pandas.DataFrame`` with a row for each step, and its state or probabilities.
 
         Args:
-            states: ``(N, T)``, such as ``hmm.viterbi(data)``: the column "state".
-            probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``: columns "p0",
-                "p1", ...
+            states: ``(N, T)``, such as ``hmm.viterbi(data)``, or packed ``(M,)``, such as from
+                :meth:`map_steps`: the column "state".
+            probs: ``(N, T, K)``, such as ``hmm.posterior(data).state_probs``, or packed ``(M, K)``:
+                columns "p0", "p1", ...
 
         Returns:
             From :meth:`from_dataframe`, the rows of the table in their order, with its index and
@@ -316,44 +312,13 @@ class Sequences(Dataset["Sequences"]):
             1   b    1      0
             2   a    1      1
         """
-        return rows_of(self.table, self.rows, self.exists, states, probs)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps after padding, T."""
-        return self.observed.size(1)  # values may have dimensions of samples to the left
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the values."""
-        return self.values.device
-
-    @property
-    def exists(self) -> Tensor:
-        """Mask of the steps that are not padding, ``(N, T)`` booleans."""
-        return step_mask(self.lengths, self.num_steps, self.values.device)
-
-    @property
-    def num_labelled(self) -> int:
-        """Number of steps whose state is known, or restricted to some of the states."""
-        if self.labels is None:
-            return 0
-        known = ~self.labels.all(-1) if self.labels.dtype == torch.bool else self.labels >= 0
-        return int((known & self.exists).sum())
-
-    @cached_property
-    def num_observed(self) -> int:
-        """Number of observed steps: the denominator of figures per token."""
-        return int(self.observed.sum())
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        return rows_of(self.table, self.packed("rows"), self.lengths, states, probs)
 
     def __repr__(self) -> str:
+        dtype = self._held.dtype
         return (
             f"Sequences({len(self)} sequences of up to {self.num_steps} steps, "
-            f"{self.num_observed} observed, values {self.values.dtype} "
-            f"{tuple(self.values.shape)} on {self.values.device})"
+            f"{self.num_observed} observed, values {dtype} {self.shape} on {self.device})"
         )
 
     def __getitem__(self, index: Any) -> Sequences:
@@ -382,43 +347,19 @@ class Sequences(Dataset["Sequences"]):
         if isinstance(parts, Sequences):
             return parts
 
-        steps: dict[str, Any] = {"lengths": torch.cat([part.lengths for part in parts])}
-        for name in ("values", "observed", "labels", "covariates", "times"):
-            if all(getattr(part, name) is not None for part in parts):
-                steps[name] = torch.cat([getattr(part, name)[part.exists] for part in parts])
-        return Sequences.from_concatenated(**steps).with_total(self.total)
-
-    def _select(
-        self, chosen: Tensor, total: float, indices: Tensor, longest: int | None = None
-    ) -> Sequences:
-        """Copy of the sequences ``chosen``, cut to their longest or to ``longest`` steps."""
-        lengths = self.lengths[chosen].clamp(max=self.num_steps if longest is None else longest)
-        steps = int(lengths.max()) if len(chosen) else 0
-        chosen = chosen.to(self.values.device)
-        return self._map(lambda part: part[chosen, :steps], lengths, total, indices)
-
-    def _map(
-        self, change: Callable[[Tensor], Tensor], lengths: Tensor, total: float, indices: Tensor
-    ) -> Sequences:
-        """Copy with ``change`` applied to every tensor ``(N, T, *)``."""
-        if not len(lengths):
-            raise ValueError("lengths is empty; wanted at least one sequence.")
-        new = object.__new__(Sequences)  # what has been checked is not read again
-        new.lengths, new.total, new.indices = lengths, check_total(total, len(lengths)), indices
-        new.values, new.observed = change(self.values), change(self.observed)
-        for name in PARTS:
-            part = getattr(self, name)
-            setattr(new, name, None if part is None else change(part))
-        new.has_gaps, new.numbered, new.table = self.has_gaps, self.numbered, self.table
-        if self.has_gaps:
-            exists = step_mask(lengths, new.num_steps, new.values.device)
-            new.has_gaps = not torch.equal(new.observed, exists)
-        return new
+        rows = {"observed": torch.cat([part.known for part in parts])}
+        for name in ("values", "labels", "covariates", "times"):
+            columns = [column for part in parts if (column := part.packed(name)) is not None]
+            if len(columns) == len(parts):
+                rows[name] = torch.cat(columns)
+        joined = Sequences._of(rows, torch.cat([part.lengths for part in parts]))
+        return joined.with_total(self.total)
 
     def truncate(self, num_steps: int) -> Sequences:
         """Copy cut to the first ``num_steps`` steps of each sequence; shorter ones stay."""
         check_size("num_steps", num_steps)
-        return self._select(torch.arange(len(self)), self.total, self.indices, num_steps)
+        lengths = self.lengths.clamp(max=num_steps)
+        return self.runs(self.firsts, lengths, self.total, self.indices)
 
     def split(
         self, share: float = 0.5, generator: torch.Generator | None = None
@@ -444,35 +385,19 @@ class Sequences(Dataset["Sequences"]):
         if isinstance(device, torch.dtype) and not device.is_floating_point:
             raise TypeError(f"device must be one, or a floating-point dtype; got {device}.")
 
-        def change(part: Tensor) -> Tensor:
-            stays = not part.is_floating_point() or part is self.times
-            return part if stays and isinstance(device, torch.dtype) else part.to(device)
-
-        return self._map(change, self.lengths, self.total, self.indices)
-
-    def with_total(self, total: float) -> Sequences:
-        """Copy with another ``total``, the number of sequences of the whole set."""
-        return self._map(lambda part: part, self.lengths, total, self.indices)
+        new = self.with_total(self.total)
+        new._rows, new._padded = {}, {}
+        for name, part in self._all_rows():
+            stays = not part.is_floating_point() or name == "times"
+            new._rows[name] = part if stays and isinstance(device, torch.dtype) else part.to(device)
+        new.__dict__.pop("exists", None)
+        return new
 
     def without_labels(self) -> Sequences:
         """Copy without labels, for an unsupervised fit."""
         new = self.with_total(self.total)
         new.labels = None
         return new
-
-    def batch(self, chosen: Tensor, total: float | None = None) -> Sequences:
-        """Minibatch of the sequences ``chosen`` (integers), as a part of the whole set.
-
-        By its ``indices`` a model finds what belongs to a sequence, such as a variable
-        inside ``pyro.plate("subjects", data.total, subsample=data.indices)``. ``total`` is the
-        number of sequences they are a sample of, if not of the whole set.
-
-        Example:
-            >>> part = Sequences.from_list([[0], [1], [2], [3]]).batch(torch.tensor([3, 1]))
-            >>> part.total, part.indices
-            (4, tensor([3, 1]))
-        """
-        return self._select(chosen, self.total if total is None else total, self.indices[chosen])
 
 
 def check_sequences(name: str, data: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, timedelta
 from typing import Any
 
@@ -11,17 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._arrays import is_missing, to_numpy, to_tensor
+from .._arrays import from_numpy, is_missing, to_numpy, to_tensor
 from .._checks import (
+    check_booleans,
     check_floats,
     check_integers,
     check_lengths,
     check_real,
-    check_shape,
     check_tensor,
-    check_times,
+    refuse_times,
 )
 from .._imports import imported
+from ..ops.log_space import step_mask
 from .vocabulary import Vocabulary
 
 NO_CODE = -1  # of a symbol that is missing, and of a label that is not known
@@ -64,7 +65,7 @@ def read_steps(
         steps[known] = rows
     if steps.dim() == 0 or not len(steps):
         raise ValueError(f"{name} has no step; it must have shape (M, *E), a row per step.")
-    return steps, known.to(steps.device) & ~_is_nan(steps, 1)
+    return steps, known.to(steps.device) & ~_is_nan(steps)
 
 
 def _absent(values: Any) -> np.ndarray:
@@ -76,12 +77,12 @@ def _absent(values: Any) -> np.ndarray:
     return np.zeros(len(values) if np.ndim(values) else 0, bool)
 
 
-def _is_nan(values: Tensor, num_dims: int) -> Tensor:
-    """Whether a step is NaN throughout; ``num_dims`` dimensions on the left are of steps."""
+def _is_nan(values: Tensor) -> Tensor:
+    """Whether a step of ``(M, *E)`` is NaN throughout."""
     if not values.dtype.is_floating_point:
-        return torch.zeros(values.shape[:num_dims], dtype=torch.bool, device=values.device)
+        return torch.zeros(len(values), dtype=torch.bool, device=values.device)
     absent = values.isnan()
-    return absent.flatten(num_dims).all(-1) if values.dim() > num_dims else absent
+    return absent.flatten(1).all(-1) if values.dim() > 1 else absent
 
 
 def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tensor:
@@ -138,13 +139,13 @@ def read_times(values: Any, name: str = "times") -> Tensor:
         raise
 
 
-def check_order(values: Any, order: np.ndarray, number: np.ndarray) -> None:
-    """Raise if dates of an index of values do not increase along each sequence of rows."""
+def check_order(values: Any, lengths: Tensor, order: Any = slice(None)) -> None:
+    """Raise if dates of an index of values do not increase along sequences of rows in an order."""
     index = getattr(values, "index", None)
     if not hasattr(index, "to_period") and not hasattr(index, "start_time"):
         return
-    stamps = read_times(index, "index").numpy()[order]
-    if ((np.diff(stamps) < 0) & (np.diff(number[order]) == 0)).any():
+    falls = read_times(index, "index")[order].diff() < 0
+    if bool((falls & ~begins(lengths)[1:]).any()):
         cure = "Give frame.sort_index(), or the column of dates by time=."
         raise ValueError(f"rows must be in the order of time; those of the index are not. {cure}")
 
@@ -170,25 +171,42 @@ def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
         raise ValueError(f"{name} must have {num_rows} rows, as values; got shape {shape}.")
 
 
+def firsts(lengths: Tensor) -> Tensor:
+    """Number of the first row of each sequence, ``(N,)``."""
+    return lengths.cumsum(0) - lengths
+
+
+def begins(lengths: Tensor) -> Tensor:
+    """Mask ``(M,)`` of the rows with which a sequence begins."""
+    mask = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    mask[firsts(lengths)] = True
+    return mask
+
+
 def padded(rows: Tensor, lengths: Tensor, padding: float = 0.0) -> Tensor:
-    """Pad concatenated rows ``(M, *)`` of sequences of ``lengths`` to ``(N, T, *)``."""
+    """Pad packed rows ``(M, *)`` of sequences of ``lengths`` to ``(N, T, *)``; a view if equal."""
     steps = int(lengths.max())
     if len(lengths) * steps == len(rows):
-        return rows.reshape(len(lengths), steps, *rows.shape[1:])
+        return rows.unflatten(0, (len(lengths), steps))
     whole = rows.new_full((len(lengths), steps, *rows.shape[1:]), padding)
-    exists = torch.arange(steps) < lengths.unsqueeze(-1)
-    whole[exists.to(rows.device)] = rows
+    whole[step_mask(lengths, steps, rows.device)] = rows
     return whole
 
 
-def padded_parts(parts: Mapping[str, Any], lengths: Tensor) -> dict[str, Any]:
-    """Pad labels, covariates and times to ``(N, T, *)``; None is left out."""
-    found = {}
-    for name, part in parts.items():
-        if part is not None:
-            tensor = read_part(name, part)
-            check_num_rows(name, tuple(tensor.shape), int(lengths.sum()))
-            found[name] = padded(tensor, lengths, PADDING.get(name, 0.0))
+def packed(whole: Tensor, lengths: Tensor) -> Tensor:
+    """Rows ``(M, *)`` of padded ``(N, T, *)``; a view if lengths are equal."""
+    steps = int(lengths.max())
+    whole = whole[:, :steps]
+    if len(lengths) * steps == int(lengths.sum()):
+        return whole.flatten(0, 1)
+    return whole[step_mask(lengths, steps, whole.device)]
+
+
+def read_parts(parts: Mapping[str, Any], num_rows: int) -> dict[str, Tensor]:
+    """Convert labels, covariates and times of concatenated steps; None is left out."""
+    found = {name: read_part(name, part) for name, part in parts.items() if part is not None}
+    for name, part in found.items():
+        check_num_rows(name, tuple(part.shape), num_rows)
     return found
 
 
@@ -199,7 +217,7 @@ def joined_steps(
     parts = []
     for n, item in enumerate(sequences):
         parts.append(read_steps(f"sequence {n}", item, vocabulary))
-        check_order(item, np.arange(count := len(parts[-1][1])), np.zeros(count))
+        check_order(item, torch.tensor([len(parts[-1][1])]))
     if not parts:
         raise ValueError("sequences is empty; wanted at least one sequence.")
     shapes = {tuple(steps.shape[1:]) for steps, _ in parts if steps is not None}
@@ -214,10 +232,8 @@ def joined_steps(
     return torch.cat(rows), lengths, torch.cat([known for _, known in parts])
 
 
-def joined_part(name: str, items: Iterable[Any] | None, lengths: Tensor) -> Tensor | None:
+def joined_part(name: str, items: Iterable[Any], lengths: Tensor) -> Tensor:
     """Concatenate labels, covariates or times of single sequences of ``lengths``."""
-    if items is None:
-        return None
     rows = [read_part(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
         raise ValueError(f"{name} must have one item per sequence, of one row per step.")
@@ -237,57 +253,109 @@ def check_values(values: Tensor) -> None:
         raise ValueError(f"{text}; got {tuple(values.shape)}. Add the first by unsqueeze(0).")
 
 
-def check_observed(values: Tensor, observed: Tensor) -> None:
+def padded_part(name: str, part: Any, values: Tensor) -> Tensor:
+    """A mask, labels, covariates or times ``(N, T, *)``, on the device of padded values."""
+    part = from_numpy(name, part)
+    check_tensor(name, part)
+    shape = tuple(values.shape[:2])
+    if tuple(part.shape[:2]) != shape:
+        text = f"{name} must have shape (N, T, ...) = {shape}, as values"
+        raise ValueError(f"{text}; got shape {tuple(part.shape)}.")
+    return part.to(values.device)
+
+
+def checked_rows(rows: Mapping[str, Tensor], lengths: Tensor) -> dict[str, Tensor]:
+    """Packed values and what belongs to them, checked; without a mask of steps all observed."""
+    found = {name: part.to(rows["values"].device) for name, part in rows.items()}
+    for name, check in CHECKS.items():
+        if name in found:
+            check(found[name], lengths)
+    if "observed" in found and bool(found["observed"].all()):
+        del found["observed"]
+    check_observed(found["values"], found.get("observed"), lengths)
+    if "times" in found:
+        found["times"] = found["times"].double()
+    return found
+
+
+def check_observed(values: Tensor, observed: Tensor | None, lengths: Tensor) -> None:
     """Raise if an observed step is NaN throughout, or holds an infinite number."""
-    if place := first(_is_nan(values, 2) & observed):
+    if not values.dtype.is_floating_point:
+        return
+    absent = _is_nan(values)
+    if place := first(absent if observed is None else absent & observed, lengths):
         cure = "Set observed to False there, or build with Sequences.from_list."
         raise ValueError(f"values holds NaN at {place}, which is marked as observed. {cure}")
-    infinite = values.isinf().flatten(2).any(-1) if values.dim() > 2 else values.isinf()
-    if place := first(infinite & observed):
+    infinite = values.isinf().flatten(1).any(-1) if values.dim() > 1 else values.isinf()
+    if place := first(infinite if observed is None else infinite & observed, lengths):
         text = f"values holds an infinite number at {place}, which no distribution emits."
         raise ValueError(f"{text} Put NaN where nothing was measured, or look for log(0).")
 
 
-def first(wrong: Tensor) -> str:
-    """Sequence and step of the first True of a mask ``(N, T)``, as text; empty if none."""
+def first(wrong: Tensor, lengths: Tensor) -> str:
+    """Sequence and step of the first True of a mask ``(M,)``, as text; empty if none."""
     if not bool(wrong.any()):
         return ""
-    sequence, step = wrong.nonzero()[0].tolist()
-    return f"sequence {sequence}, step {step}"
+    return "sequence {}, step {}".format(*place_of(wrong, lengths))
 
 
-def check_labels(labels: Tensor, exists: Tensor) -> None:
-    """Raise unless labels are states, or sets of them, of the steps that exist ``(N, T)``."""
-    shape = tuple(exists.shape)
-    check_tensor("labels", labels)
+def place_of(wrong: Tensor, lengths: Tensor) -> tuple[int, int]:
+    """Sequence and step of the first True of a mask ``(M,)``."""
+    row = int(wrong.byte().argmax())
+    sequence = int(torch.searchsorted(lengths.cumsum(0), row, right=True))
+    return sequence, row - int(firsts(lengths)[sequence])
+
+
+def _check_mask(observed: Tensor, lengths: Tensor) -> None:
+    check_booleans("observed", observed)
+    _check_numbers("observed", observed)
+
+
+def _check_numbers(name: str, part: Tensor, num_dims: int = 1) -> None:
+    """Raise unless packed rows have so many dimensions."""
+    if part.dim() != num_dims:
+        wanted = "(N, T)" if num_dims == 1 else "(N, T, C)"
+        raise ValueError(
+            f"{name} must have shape {wanted}; each step has shape {tuple(part.shape[1:])}."
+        )
+
+
+def check_labels(labels: Tensor, lengths: Tensor) -> None:
+    """Raise unless labels are states ``(M,)``, or sets of them ``(M, K)``."""
     if labels.dtype == torch.bool:
-        check_shape("labels[..., k]", labels[..., 0], shape, "(N, T)")
+        _check_numbers("labels[..., k]", labels[..., 0])
         return
     check_integers("labels", labels)
-    check_shape("labels", labels, shape, "(N, T)")
-    wrong = exists.to(labels.device) & (labels < NO_CODE)
-    if place := first(wrong):
+    _check_numbers("labels", labels)
+    wrong = labels < NO_CODE
+    if place := first(wrong, lengths):
         text = "labels must be states, or -1 where one is not known"
         raise ValueError(f"{text}; got {int(labels[wrong][0])} at {place}.")
 
 
-def check_covariates(covariates: Tensor, exists: Tensor) -> None:
-    """Raise unless covariates are finite numbers wherever a step exists."""
+def check_covariates(covariates: Tensor, lengths: Tensor) -> None:
+    """Raise unless covariates ``(M, C)`` are finite numbers."""
     check_floats("covariates", covariates)
-    check_shape("covariates[..., c]", covariates[..., 0], tuple(exists.shape), "(N, T)")
-    wrong = ~covariates.flatten(2).isfinite().all(-1)
-    if place := first(wrong & exists.to(wrong.device)):
+    _check_numbers("covariates", covariates, 2)
+    if place := first(~covariates.isfinite().all(-1), lengths):
         raise ValueError(f"covariates must be finite; that of {place} is not. Fill it in.")
 
 
-def check_step_times(times: Tensor, exists: Tensor) -> None:
-    """Raise unless times increase along each sequence."""
+def check_step_times(times: Tensor, lengths: Tensor) -> None:
+    """Raise unless times ``(M,)`` increase along each sequence."""
     check_real("times", times)
-    check_shape("times", times, tuple(exists.shape), "(N, T)", "That of values.")
-    check_times(times, exists.to(times.device))
+    _check_numbers("times", times)
+    broken = ~times.isfinite()
+    broken[1:] |= ~(times[1:] > times[:-1]) & ~begins(lengths)[1:].to(times.device)
+    if bool(broken.any()):
+        sequence, step = place_of(broken, lengths)
+        refuse_times(times[int(firsts(lengths)[sequence]) :], f"sequence {sequence}", step)
 
 
-CHECKS = {"labels": check_labels, "covariates": check_covariates, "times": check_step_times}
+CHECKS: dict[str, Callable[[Tensor, Tensor], None]] = {
+    "observed": _check_mask, "labels": check_labels, "covariates": check_covariates,
+    "times": check_step_times,
+}  # fmt: skip
 
 
 def check_total(total: float | None, count: int) -> float:

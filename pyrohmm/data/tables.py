@@ -14,7 +14,16 @@ from torch import Tensor
 from .._arrays import is_missing, to_numpy
 from .._checks import check_shape
 from .._imports import imported
-from .steps import NO_CODE, check_order, encoded, read_part, read_steps, read_times
+from .steps import (
+    NO_CODE,
+    check_order,
+    encoded,
+    firsts,
+    packed,
+    read_part,
+    read_steps,
+    read_times,
+)
 from .vocabulary import Vocabulary
 
 Gaps = Literal["missing", "ignore", "error"]
@@ -123,8 +132,9 @@ class Table(NamedTuple):
             number = keys.groupby(names, sort=False, observed=True).ngroup().to_numpy()
         if time is None:
             order = number.argsort(kind="stable")
-            check_order(frame, order, number)
-            return cls(keys, names, torch.from_numpy(order), _sizes(number), None)
+            lengths = _sizes(number)
+            check_order(frame, lengths, order)
+            return cls(keys, names, torch.from_numpy(order), lengths, None)
         times = read_times(columns[time], f"time {time!r}").numpy()
         order = np.lexsort((times, number))
         number, times = number[order], times[order]
@@ -212,33 +222,42 @@ def absent_steps(clocks: list[np.ndarray], gaps: Gaps | None) -> np.ndarray:
 
 
 def rows_of(
-    table: Table | None, rows: Tensor | None, exists: Tensor, states: Any, probs: Any
+    table: Table | None, rows: Tensor | None, lengths: Tensor, states: Any, probs: Any
 ) -> Any:
-    """``pandas.DataFrame`` of the steps that are not padding, with states or probabilities.
+    """``pandas.DataFrame`` of the steps, with states or probabilities.
 
     Args:
         table: The table they come from, if they do: its rows in their order are returned.
-        rows: ``(N, T)``, the number of each step's row; -1 where there is none.
-        exists: ``(N, T)``.
-        states: ``(N, T)``.
-        probs: ``(N, T, K)``.
+        rows: ``(M,)``, the number of each step's row; -1 where there is none.
+        lengths: ``(N,)``.
+        states: ``(N, T)``, or packed ``(M,)``.
+        probs: ``(N, T, K)``, or packed ``(M, K)``.
     """
     pandas = imported("pandas")
-    exists = exists.cpu()
+    count = int(lengths.sum())
     if table is None or rows is None:
-        sequence, step = exists.nonzero().unbind(-1)
-        order = torch.arange(len(step))
+        order = torch.arange(count)
+        sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+        step = order - firsts(lengths)[sequence]
         frame = pandas.DataFrame({"sequence": sequence.numpy(), "step": step.numpy()})
     else:
-        numbers = rows.cpu()[exists]
+        numbers = rows.cpu()
         order = numbers.argsort(stable=True)[int((numbers < 0).sum()) :]
         frame = table.keys.iloc[numbers[order].numpy()].copy()
-    shape = tuple(exists.shape)
     if states is not None:
-        check_shape("states", states, shape, "(N, T)")
-        frame["state"] = states.detach().cpu()[exists][order].numpy()
+        frame["state"] = _of_steps("states", states, lengths, 1)[order].numpy()
     if probs is not None:
-        check_shape("probs", probs, (*shape, *probs.shape[-1:]), "(N, T, K)")
-        names = [f"p{k}" for k in range(probs.size(-1))]
-        frame[names] = probs.detach().cpu()[exists][order].numpy()
+        found = _of_steps("probs", probs, lengths, 2)[order].numpy()
+        frame[[f"p{k}" for k in range(found.shape[1])]] = found
     return frame
+
+
+def _of_steps(name: str, part: Tensor, lengths: Tensor, num_dims: int) -> Tensor:
+    """Packed rows on the CPU, of ``num_dims`` dimensions, of what is padded or packed."""
+    part, rest = part.detach().cpu(), tuple(part.shape[part.dim() - num_dims + 1 :])
+    if part.dim() != num_dims:
+        wanted = len(lengths), int(lengths.max()), *rest
+        check_shape(name, part, wanted, "(N, T, K)" if rest else "(N, T)")
+        return packed(part, lengths)
+    check_shape(name, part, (int(lengths.sum()), *rest), "(M, K)" if rest else "(M,)")
+    return part

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyro
@@ -93,13 +93,15 @@ def _merged(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.
 
 def _keys(data: Sequences, num_symbols: int, lag: int) -> Iterable[np.ndarray]:
     """Pair codes a V + b of symbols (a, b), for some sequences at a time."""
-    check_integers("values of data", data.values)
-    if data.values.dim() != 2:
-        raise ValueError(f"values of data must be (N, T) symbols; got {tuple(data.values.shape)}.")
-    rows = max(1, CHUNK // data.num_steps)
-    for values, observed in zip(data.values.split(rows), data.observed.split(rows)):
-        both = observed[:, :-lag] & observed[:, lag:]
-        first, second = values[:, :-lag][both].long(), values[:, lag:][both].long()
+    check_integers("values of data", data.known_values)
+    if len(data.shape) != 2:
+        raise ValueError(f"values of data must be (N, T) symbols; got {data.shape}.")
+    symbols, known = cast(Tensor, data.packed("values")), data.known
+    number = torch.arange(len(data)).repeat_interleave(data.lengths).to(symbols.device)
+    both = known[:-lag] & known[lag:] & (number[:-lag] == number[lag:])
+    pairs = symbols[:-lag], symbols[lag:], both
+    for first, second, here in zip(*(part.split(CHUNK) for part in pairs)):
+        first, second = first[here].long(), second[here].long()
         if len(first):
             check_range("values of data", torch.cat([first, second]), num_symbols, "V - 1")
             yield (first * num_symbols + second).cpu().numpy()

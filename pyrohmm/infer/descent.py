@@ -305,7 +305,8 @@ class HeldOut:
         self.model, self.guide, self.group = model, guide, group
         self.values, self.plates = values, plates
         self.first = data[:1]
-        self.parts = [data[part] for part in parts[group.rank :: group.size]]
+        chosen = [data[part] for part in parts[group.rank :: group.size]]
+        self.parts = chosen if plates else [bucket for part in chosen for bucket in part.buckets]
         self.every, self.patience = every, settings["patience"]
         self.report = settings["report"] if group.is_first else None
         self.history: list[Validation] = []

@@ -176,7 +176,7 @@ def fit_map(
             )
     check_model_and_data(model, data)
     at_once = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
-    example = data if at_once and isinstance(data, Sequences) else first_sequence(data)
+    example = data.buckets[0] if at_once and isinstance(data, Sequences) else first_sequence(data)
     with pyro.get_param_store().scope():
         trace = trace_of_batchable(model, to_model_device(model, None, example), restarts)
     latent = [trace.nodes[name] for name in latent_sites(trace)[0]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +23,6 @@ from .process_group import ProcessGroup
 RANKED = 20  # iterations after which the worse half of the restarts is given up, and again
 SPAN = 6  # iterations whose fall of the loss is compared with that of as many before
 SLOW = 0.25  # ratio of these, from which extrapolation pays
-PADDED = 1 << 16  # steps, padding included, below which sequences of all lengths go together
 
 
 class Expectation:
@@ -43,7 +41,6 @@ class Expectation:
         self.parameters, self.maximize, self.group = parameters, maximize, group
         self.log_prior = torch.zeros(())
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
-        self._split_of: tuple[Sequences, list[tuple[Tensor, Sequences]]] | None = None
 
     def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Sums]:
         """Loss ``(R,)`` at the current parameters, and the statistics for the M-step.
@@ -104,25 +101,11 @@ class Expectation:
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
         for part in parts_of(batch):
-            for chosen, piece in self._split(part):
+            if not self.maximize.summed:
+                yield torch.arange(len(part)), part, part.total / len(part)
+                continue
+            for chosen, piece in zip(part.bucket_members, part.buckets):
                 yield chosen, piece, part.total / len(part)
-
-    def _split(self, batch: Sequences) -> list[tuple[Tensor, Sequences]]:
-        """Split a batch by sequence length, to reduce padding; with the indices."""
-        if self._split_of is None or self._split_of[0] is not batch:
-            order = batch.lengths.argsort(descending=True, stable=True)
-            lengths = batch.lengths[order]
-            little = batch.num_steps * len(batch) < max(PADDED, 1.5 * int(lengths.sum()))
-            if little or not self.maximize.summed:
-                parts = [(torch.arange(len(batch)), batch)]
-            else:
-                ends = [0]
-                while ends[-1] < len(batch):
-                    ends.append(int((1.5 * lengths > lengths[ends[-1]]).sum()))
-                rows = [order[a:b].sort().values for a, b in pairwise(ends)]
-                parts = [(chosen, batch[chosen]) for chosen in rows]
-            self._split_of = batch, parts
-        return self._split_of[1]
 
 
 def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:

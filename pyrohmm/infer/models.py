@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from .._checks import broadcast_shapes
-from ..chains.rates import mean_gap
 from ..data.batches import Parts, Window, parts_of
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import Autoregressive
@@ -58,17 +57,15 @@ def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
     check_sequences("data", data)
     further: dict[str, Any] = {}
-    if data.covariates is not None or data.times is not None:
-        given = {"covariates": data.covariates, "times": data.times}
-        further = {name: value for name, value in given.items() if value is not None}
+    if given := [name for name in ("covariates", "times") if data.packed(name) is not None]:
         known = inspect.signature(module.forward).parameters
-        if "covariates" in further.keys() - known.keys():
+        if "covariates" in given and "covariates" not in known:
             raise TypeError(
                 f"data has covariates, which {type(module).__name__} does not take: take "
                 "RegressionHMM, an HMMModule with forward(lengths, observed, covariates), or data "
                 "without them."
             )
-        further = {name: value for name, value in further.items() if name in known}
+        further = {name: getattr(data, name) for name in given if name in known}
         if (columns := further.get("covariates")) is not None:
             own = (part.dtype for part in (*module.parameters(), *module.buffers()))
             dtype = next((dtype for dtype in own if dtype.is_floating_point), columns.dtype)
@@ -107,8 +104,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         (tensor([2000., 2000.]), tensor([5000000., 5000000.]))
     """
     emission, first = module.emission_module(), next(iter(parts_of(data)))
-    if hasattr(module, "set_times") and first.times is not None:
-        gaps = first.times.diff(dim=-1)[first.exists[:, 1:]]
+    if hasattr(module, "set_times") and (gaps := first.gaps) is not None:
         if bool((gaps > 0).any()):
             module.set_times(float(gaps[gaps > 0].median()))
     if emission is None or not hasattr(emission, "take_moments"):
@@ -122,13 +118,15 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
     """Count, mean, variance and within-state deviation of the data; with lags also of residuals."""
-    found = moments_of(data.values[data.observed], num_states)
+    found = moments_of(data.known_values, num_states)
     if not lags or found.dim() == 1:
         return found
-    pad = torch.nn.functional.pad
-    seen = pad(data.observed, (lags, 0)).unfold(1, lags + 1, 1).all(-1)
-    windows = pad(data.values, (0, 0, lags, 0)).unfold(1, lags + 1, 1)[seen]
-    return torch.cat([found, residuals_within(windows, num_states).to(found)[None]])
+    pad, windows = torch.nn.functional.pad, []
+    for part in data.buckets:
+        seen = pad(part.observed, (lags, 0)).unfold(1, lags + 1, 1).all(-1)
+        windows.append(pad(part.values, (0, 0, lags, 0)).unfold(1, lags + 1, 1)[seen])
+    within = residuals_within(torch.cat(windows), num_states)
+    return torch.cat([found, within.to(found)[None]])
 
 
 def in_units(module: Any, data: Sequences | Parts | None) -> None:
@@ -140,11 +138,11 @@ def in_units(module: Any, data: Sequences | Parts | None) -> None:
     rows, log_rate = None, 0.0
     if data is not None:
         part = next(iter(parts_of(data)))  # the first says it
-        if part.covariates is None:
+        rows = part.packed("covariates")
+        if rows is None:
             return
-        rows = part.covariates[part.exists]
-        if part.times is not None:
-            log_rate = -float(mean_gap(part.times, part.exists).log())
+        if (gaps := part.gaps) is not None and len(gaps):
+            log_rate = -float(gaps.mean().log())
     rates = module.moves if getattr(module, "moved_by", "") == "rates" else None
     for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
         if isinstance(linear, Linear):

@@ -175,8 +175,9 @@ class TransitionStep(Protocol):
 def share_labelled(data: Sequences | Parts) -> float:
     """Fraction of the steps whose state is known, in the first part of the data."""
     part = next(iter(parts_of(data)))
-    known = part.labels is not None and part.labels.dtype != torch.bool
-    return part.num_labelled / int(part.lengths.sum()) if known else 0.0
+    labels = part.packed("labels")
+    known = labels is not None and labels.dtype != torch.bool
+    return part.num_labelled / part.num_rows if known else 0.0
 
 
 def default_step(prior: TransitionPrior, data: Sequences | Parts) -> TransitionStep:

@@ -548,14 +548,14 @@ def predicted(
         raise ValueError(f"of must be a function of an HMM, or what this model has, "
                          f"{' or '.join(known)}; got {of!r}.")  # fmt: skip
     function = partial(_part, name=of) if isinstance(of, str) else of
-    some = example.values[example.observed][:1].unsqueeze(0)
+    some = example.known_values[:1].unsqueeze(0)
     values = some.expand(len(rows), 2, *some.shape[2:])
     there = torch.full((len(rows),), 2)
     times = None if example.times is None else torch.arange(2.0).expand(len(rows), 2)
     data = Sequences(values, there, covariates=rows.unsqueeze(1).expand(-1, 2, -1), times=times)
     value, error = information.of(function, data)
     scale: Any = LOGIT if of in ("transition", "initial") else IDENTITY
-    never_below = bool((example.values[example.observed] >= 0).all())
+    never_below = bool((example.known_values >= 0).all())
     if of in ("rates", "duration") or (of == "mean" and never_below and bool((value > 0).all())):
         scale = LOG
     low, high = (end.to(value) for end in bounds(hmm.emission))

@@ -200,11 +200,7 @@ def windows(data: Sequences, num_steps: int) -> Sequences:
     chosen = torch.randperm(len(rows))[: -(-len(rows) * num_steps // total)].sort().values
     rows, starts = rows[chosen], starts[chosen]
     lengths = (data.lengths[rows] - starts).clamp(max=width)
-    steps = starts[:, None] + torch.arange(int(lengths.max()))
-    where = rows[:, None].to(data.device), steps.clamp(max=data.num_steps - 1).to(data.device)
-    new = data._map(lambda part: part[where], lengths, len(rows), data.indices[rows])
-    new.observed = new.observed & new.exists
-    return new
+    return data.runs(data.firsts[rows] + starts, lengths, len(rows), data.indices[rows])
 
 
 def seen_by(start: Start | Values, data: Sequences) -> Sequences:

@@ -23,15 +23,15 @@ from torch import Tensor
 from .._choices import threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
-from ..data.batches import Batches, Parts, first_sequence, parts_of
+from ..data.batches import Batches, Parts, first_sequence, parts_of, weighted
 from ..data.sequences import Sequences, check_sequences
 from ..io.files import identity_of
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
 from .loop import FitLoop
-from .models import in_units, scale_priors, to_model_device
+from .models import MarginalModel, in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
-from .plates import marks_of, point_of
+from .plates import OWN, marks_of, point_of, sequence_plates
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels
 
@@ -135,13 +135,21 @@ class Training(FitLoop):
         )  # fmt: skip
         tests = [settings["tolerance"], settings["patience"]]
         super().__init__(batches, group, settings["num_iterations"], tests, settings["progress"])
-        whole = batches.whole
+        whole, alone = batches.whole, inspect.unwrap(model)
         in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
+        own = isinstance(alone, MarginalModel) and type(alone).__module__.startswith(OWN)
+        # a user's model of all data may know their number, and a window continues the one before
+        self.at_once = settings["windows"] is not None or (whole is in_memory and not own)
+        if not self.at_once and len(in_memory.buckets) > 1:
+            some = to_model_device(model, guide, in_memory.buckets[0])
+            self.at_once = bool(sequence_plates(alone, some))
+            in_memory = in_memory if self.at_once else some
         self.probe = to_model_device(model, guide, in_memory)
         if whole is None and len(data) > 1:
             follow_batches(inspect.unwrap(model) if restarts > 1 else model, guide, self.probe)
         self.objective = Objective(model, guide, self.probe, settings["elbo"], restarts)
         plates = self.objective.plates
+        self.at_once |= bool(plates)
         if plates and (isinstance(data, Parts) or group.size > 1):
             raise ValueError(
                 f"site {min(plates)!r} has one value for each sequence, which are divided among "
@@ -233,21 +241,22 @@ class Training(FitLoop):
         Returns:
             The loss of this rank, and what it was computed for last.
         """
-        pieces, count = (
-            (batch.scaled(), batch.num_parts) if isinstance(batch, Parts) else ([batch], 1)
-        )
+        pieces: Any = [(batch, 1.0)] if self.at_once else weighted(batch)
         device, dtype = self.precision
         total: Any = 0.0
         parts: Any = 0.0
-        for piece in pieces:
+        random = torch.get_rng_state()
+        for number, (piece, weight) in enumerate(pieces):
+            if number:  # one sample of the guide for all pieces
+                torch.set_rng_state(random)
             piece = to_model_device(self.model, self.guide, piece)
             with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
-                loss = with_one_wait(partial(self.objective.module, piece)) / count
+                loss = with_one_wait(partial(self.objective.module, piece)) * weight
             with full_precision(loss):
                 loss.sum().backward()
             total = total + loss.detach()
             if self.objective.parts is not None:
-                parts = parts + self.objective.parts / count
+                parts = parts + self.objective.parts * weight
         if self.objective.parts is not None:
             self.parts.append(self.group.mean(parts))
         return total, piece

@@ -106,8 +106,8 @@ class Information:
         points, spaces, nodes = points_of(self.model, self.data)
         spaces = {**spaces, **supports}
         unit = 1.0
-        if data.values.dtype.is_floating_point:
-            unit = float(data.values[data.observed].nan_to_num().std()) or 1.0
+        if (seen := data.known_values).dtype.is_floating_point:
+            unit = float(seen.nan_to_num().std()) or 1.0
         self.unit = unit  # of coordinates that are real numbers
         self.coordinates = [
             Coordinates.of(name, value, spaces.get(name, constraints.real), unit)
@@ -459,7 +459,4 @@ def doubled(model: Any) -> Any:
 
 def double_of(data: Sequences) -> Sequences:
     """The sequences in double precision."""
-    return data._map(
-        lambda x: x.double() if x.dtype.is_floating_point else x,
-        data.lengths, data.total, data.indices,
-    )  # fmt: skip
+    return data.to(torch.float64)

@@ -424,10 +424,11 @@ def difference(saved: Any, here: Any, path: str = "") -> tuple[str, str, str] | 
 def fingerprint(data: Sequences | Parts) -> str:
     """Short hash of sequences, with shape and total."""
     if isinstance(data, Parts):
-        return f"{len(data)} in {data.num_parts} parts, " + "; ".join(map(fingerprint, data))
+        return f"{len(data)} in {len(data.sizes)} parts, " + "; ".join(map(fingerprint, data))
     names = "values", "lengths", "observed", "labels", "covariates", "times"
-    found = digits(getattr(data, name) for name in names)
-    return f"{tuple(data.values.shape)} of {data.total}, {found}"
+    rows = data.packed if data.is_ragged else partial(getattr, data)
+    parts = (data.lengths if name == "lengths" else rows(name) for name in names)
+    return f"{data.shape} of {data.total}, {digits(parts)}"
 
 
 def digits(tensors: Iterable[Tensor | None]) -> str:

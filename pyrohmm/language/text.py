@@ -92,7 +92,7 @@ def as_text(data: Sequences, num_pieces: int = 1) -> Sequences:
         tensor([[3, 1, 4],
                 [5, 1, 0]])
     """
-    tokens = data.values[data.exists]
+    tokens, _ = data.to_concatenated()
     return Sequences.from_list(tokens.split(-(-len(tokens) // num_pieces)))
 
 
@@ -113,12 +113,12 @@ def check_ends(name: str, vocabulary: Vocabulary, data: Sequences) -> None:
         raise TypeError(
             f"{name} must be Sequences, as encode makes them; got {type(data).__name__}."
         )
-    if data.observed is not None and not bool((data.observed | ~data.exists).all()):
+    if data.has_gaps:
         raise ValueError(f"{name} must have no missing steps. Take out the sentences with some.")
-    codes = data.values[data.exists]
+    codes, lengths = data.to_concatenated()
     check_range(f"codes of words in {name}", codes, len(vocabulary), "V - 1")
-    ends = (data.values == vocabulary.encode([END]).to(data.values.device)) & data.exists
-    last = ends[torch.arange(len(data)), data.lengths - 1]
+    ends = codes == vocabulary.encode([END]).to(codes.device)
+    last = ends[data.firsts + lengths - 1]
     if int(ends.sum()) != len(data) or not bool(last.all()):
         raise ValueError(
             f"{name} must have {END} at the end of each sentence, and only there. Make them with "
