@@ -99,7 +99,7 @@ def ways(quick: bool) -> list[tuple[str, str, list[Any], Call, Call]]:
     for num_states in (16, 256, 1000):
         call = best_path(num_states, 5 if quick else 50)
         shape = f"64 x 50 steps, {num_states} states"
-        sources = [loops.viterbi_lanes.py_func, loops.viterbi_rows.py_func]
+        sources = [loops.viterbi_lanes.py_func, loops.best_rows.py_func]
         found.append(("best paths by compiled loops", shape, sources, call, by_torch(call)))
     return found
 

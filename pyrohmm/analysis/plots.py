@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 LEAST_AT_RISK = 5  # visits, below which a share says little
 MOST_ARROWS = 40
+MOST_SEQUENCES = 500  # rows of bars that can be told apart
 LONGEST = 200  # steps of a duration that are drawn unless they are asked for
 
 
@@ -334,6 +336,8 @@ def timeline(
 ) -> Axes:
     """Draw paths as coloured bars, one row for each sequence.
 
+    Of more than 500 sequences every so many are drawn, evenly, which the label of the axis says.
+
     Args:
         states: ``(T,)`` or ``(N, T)`` integers, such as ``hmm.viterbi(values)``.
         names: Of the K states; numbers of those that occur by default.
@@ -345,19 +349,24 @@ def timeline(
 
     Example:
         >>> axes = timeline(torch.tensor([0, 0, 1, 1, 0]), ["rest", "run"])
-        >>> len(axes.patches)
-        3
+        >>> len(axes.collections[0].get_paths())  # visits of the first state
+        2
     """
-    rows = segments(states, lengths)
+    sequence, state, first, last, _ = torch.tensor(segments(states, lengths)).mT
+    count = 1 if states.dim() == 1 else len(states)
+    every = -(-count // MOST_SEQUENCES)
+    x, y = (first - 0.5, last + 0.5), (sequence - 0.45, sequence - 0.45 + 0.9 * every)
+    corners = (x[0], y[0]), (x[0], y[1]), (x[1], y[1]), (x[1], y[0])
+    bars = torch.stack([torch.stack(corner, -1) for corner in corners], 1)
     labels = _names_of(states, names)
     axes = axes_or_new(axes)
-    for state, style in enumerate(styles(labels)):
-        own = [row for row in rows if row.state == state]
-        if own:
-            where, long, begins = zip(*((row.sequence, row.length, row.first - 0.5) for row in own))
-            axes.barh(where, long, height=0.9, left=begins, **style)
-    count = 1 if states.dim() == 1 else len(states)
-    axes.set(xlabel="step", ylabel="sequence" if count > 1 else "", ylim=(count - 0.5, -0.5))
+    for k, style in enumerate(styles(labels)):
+        own = bars[(state == k) & (sequence % every == 0)].numpy()
+        if len(own):
+            patches = imported("matplotlib.collections").PolyCollection
+            axes.add_collection(patches(own, linewidth=0, **style))
+    label = "sequence" if every == 1 else f"sequence, one in {every} drawn"
+    axes.set(xlabel="step", ylabel=label if count > 1 else "", ylim=(count - 0.5, -0.5))
     axes.set_xlim(-0.5, states.size(-1) - 0.5)
     axes.set_yticks(range(count) if 1 < count <= MOST_TICKS else [])
     legend_above(axes, labels)

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from .._checks import check_size, check_tensor
+from .._choices import CACHED
 from .._transforms import beside
 from ..chains.blocks import BlockLikelihood, CarriedState
 from ..chains.markov import MarkovChain, PathFactors
 from ..chains.rates import Gaps, over_gaps
-from ..distributions.autoregressive import Autoregressive
+from ..distributions.autoregressive import Autoregressive, with_past
 from ..distributions.base import check_possible
 from ..distributions.block_hmm import BlockHMM
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
@@ -458,27 +459,38 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
         log_probs = chain.predicted()
         check_possible(logsumexp(log_probs + chain.likelihood, -1).sum(-1))
         log_probs = normalised(log_probs if forecast else log_probs + chain.backward())
-        probs = log_probs.exp() @ one_hot(chain.state_of, hmm.num_states).to(log_probs)
-        seen, events = hmm.prepare_values(values)[0], len(hmm.event_shape) - 1
-        wide = (..., *(None,) * events)
+        probs, wide = log_probs.exp(), (..., *(None,) * (len(hmm.event_shape) - 1))
+        if len(chain.state_of) > hmm.num_states:
+            probs = probs @ one_hot(chain.state_of, hmm.num_states).to(probs)
+        seen = hmm.prepare_values(values)[0]
         unknown = ~hmm.known[wide] | seen.isnan()
-        limits = _in_each_state(hmm, seen.nan_to_num(0.0).double())
-        lower, upper = ((probs[wide] * limit).sum(-1 - events).clamp(0.0, 1.0) for limit in limits)
+        limits = _conditional_cdf(hmm, seen.nan_to_num(0.0).double(), probs[wide])
+        lower, upper = (limit.clamp(0.0, 1.0) for limit in limits)
         return PseudoResiduals(lower.masked_fill(unknown, 0.0), upper.masked_fill(unknown, 1.0))
 
 
-def _in_each_state(hmm: HMM, values: Tensor) -> list[Tensor]:
-    """CDF of each value in each state, P(X < x) and P(X <= x), each ``(*B, T, K, *E)``."""
+def _conditional_cdf(hmm: HMM, values: Tensor, weights: Tensor) -> list[Tensor]:
+    """CDF of each value, P(X < x) and P(X <= x), each ``(*B, T, *E)``.
+
+    Args:
+        hmm: The model.
+        values: ``(*B, T, *E)``.
+        weights: ``(*B, T, K, *1)``, probabilities of the states, with the dimensions of events.
+    """
     emission, at = hmm.emission, -len(hmm.event_shape)
-    if hmm.emission_per_step:
-        return [cdf(emission, values.unsqueeze(at), below) for below in (True, False)]
-    parts = [(emission, values.movedim(at, 0))]  # time first: the batch of the emission is last
+    parts, time = [(emission, values, weights)], at
+    if not hmm.emission_per_step:  # time first: the batch of the emission is last
+        time, past = 0, with_past(emission, values)
+        values, weights = values.movedim(at, 0), weights.movedim(at - 1, 0)
+        size = max(1, CACHED // (values[0].numel() * weights.size(at)))
+        parts = [(emission, *pair) for pair in zip(values.split(size), weights.split(size))]
     if isinstance(emission, Autoregressive):
-        windows, first = emission.windows(values).movedim(at - 1, 0), emission.num_first
-        now, context = windows.select(at, -1), windows.narrow(at, 0, emission.lags)[first:]
-        parts = [(emission.initial, now[:first]), (emission.given(context), now[first:])]
+        first, context = emission.num_first, past.movedim(at - 1, 0).narrow(at, 0, emission.lags)
+        parts = [(emission.initial, values[:first], weights[:first])] if first else []
+        if len(values) > first:
+            parts.append((emission.given(context[first:]), values[first:], weights[first:]))
     limits = []
     for below in (True, False):
-        found = [cdf(part, each.unsqueeze(at), below) for part, each in parts if len(each)]
-        limits.append(torch.cat(found).movedim(0, at - 1))
+        found = [(w * cdf(part, x.unsqueeze(at), below)).sum(at) for part, x, w in parts]
+        limits.append(torch.cat(found).movedim(time, at))
     return limits

@@ -15,7 +15,7 @@ from .._precision import recomputing
 from .._sync import exceeds
 from .._transforms import gradients, transforming
 from ..ops.log_space import step_mask
-from ..ops.markov import CategoricalTable, refuse_nan, sample_path
+from ..ops.markov import refuse_nan
 from ..ops.recursions import ExpectedCounts
 
 Core = tuple[str, ...]
@@ -308,12 +308,3 @@ def entry(table: Tensor, *places: Tensor) -> Tensor:
         flat = flat * size + place
     table = table.flatten(-len(sizes)) if len(sizes) > 1 else table
     return table.expand(*flat.shape[:-1], table.size(-1)).gather(-1, flat)
-
-
-def sample_markov(
-    log_initial: Tensor, tables: list[CategoricalTable], shape: torch.Size, num_steps: int
-) -> Tensor:
-    """Sample paths ``(*shape, num_steps)`` of a Markov chain, with one transition table or many."""
-    start = CategoricalTable(log_initial.unsqueeze(-2)).sample(torch.zeros(shape, dtype=torch.long))
-    several = len(tables) > 1
-    return sample_path(start, num_steps, lambda t, z: tables[t if several else 0].sample(z))

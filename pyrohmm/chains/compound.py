@@ -13,7 +13,7 @@ from torch import Tensor
 from .._checks import broadcast_shapes
 from ..ops import forward
 from ..ops.log_space import logsumexp
-from ..ops.markov import CategoricalTable, sample_path
+from ..ops.markov import sample_chain
 from ..ops.tensor_cache import lazy
 from .base import Chain, Core, Expansion, entry
 from .markov import MarkovChain, MarkovRecursions
@@ -254,15 +254,8 @@ class SecondOrderChain(Chain):
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
         """Sample paths of the chain."""
-        size = self.num_states
-        initial = CategoricalTable(self.log_initial.unsqueeze(-2))
-        table = CategoricalTable(self._by_earlier.flatten(-3, -2))  # rows: pairs (earlier, j)
-
-        def after(_: int, pairs: Tensor) -> Tensor:
-            return (pairs % size + 1) * size + table.sample(pairs)
-
-        first = initial.sample(torch.zeros(shape, dtype=torch.long))
-        return sample_path(first, num_steps, after) % size
+        rows = self._by_earlier.flatten(-3, -2).unsqueeze(-3)  # of pairs (earlier, j)
+        return sample_chain(self.log_initial, rows, shape, num_steps)
 
     def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
         """A Markov chain of K (K + 1) states: j is a first state, (1 + i) K + j is j after i."""

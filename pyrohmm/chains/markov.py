@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from .._checks import broadcast_shapes, check_log_simplex
+from .._choices import CACHED, ON_DEVICE
 from .._precision import recomputing
 from ..ops import forward, recursions
 from ..ops import markov as markov_ops
 from ..ops.log_space import finite_or_zero, step_mask
-from ..ops.markov import CategoricalTable
 from ..ops.recursions import Posterior
-from .base import Chain, Core, Expansion, ExpectedCounts, entry, sample_markov
+from .base import Chain, Core, Expansion, ExpectedCounts, entry
 
 
 class MarkovRecursions(Chain):
@@ -81,8 +81,7 @@ class MarkovRecursions(Chain):
 
     def sample_prior(self, shape: torch.Size, num_steps: int) -> Tensor:
         """Sample paths of the chain."""
-        tables = [CategoricalTable(matrix) for matrix in self.matrices.unbind(-3)]
-        return sample_markov(self.log_initial, tables, shape, num_steps)
+        return markov_ops.sample_chain(self.log_initial, self.matrices, shape, num_steps)
 
     def expanded(self, lengths: Tensor, num_steps: int) -> Expansion:
         """The Markov chain of the matrices."""
@@ -204,10 +203,6 @@ class PathFactors(NamedTuple):
             torch.arange(initial.size(-1), device=initial.device) if state_of is None else state_of,
         )
 
-    def _matrix(self, t: int) -> Tensor:
-        """Log-probabilities ``(*b, K, K)`` of the transition to step ``t``, counted from 0."""
-        return self.transition[..., t - 1 if self.transition.size(-3) > 1 else 0, :, :]
-
     @recomputing
     def predicted(self) -> Tensor:
         r"""One-step predicted states :math:`\log p(z_t \mid x_{1:t-1})`, ``(*B, T, K)``."""
@@ -221,7 +216,8 @@ class PathFactors(NamedTuple):
         logs = logs.reshape(-1, *logs.shape[-3:])
         several = 1 if logs.shape[:2].numel() == 1 else int(steps) - 1  # steps a row, or each a row
         scores = filtered[..., :-1, :].reshape(-1, several, filtered.size(-1))
-        after = forward.sums(scores, logs)
+        rows = len(scores) if len(logs) > 1 else max(1, CACHED // logs[0].size(-1) // several)
+        after = torch.cat([forward.sums(part, logs) for part in scores.split(rows)])
         return torch.cat([first, after.reshape(filtered[..., 1:, :].shape)], -2)
 
     def backward(self) -> Tensor:
@@ -235,36 +231,17 @@ class PathFactors(NamedTuple):
             self._replace(initial=initial, transition=earlier, likelihood=seen).predicted().flip(-2)
         )
 
-    @recomputing
     def k_best(self, count: int) -> tuple[Tensor, Tensor]:
         """The most probable paths ``(*B, C, T)``, best first, and their log joint ``(*B, C)``.
 
-        The list Viterbi algorithm: the best paths into each state are kept at each step. Where
-        fewer than C paths are possible the rest have -inf, and hold 0.
+        Where fewer than C paths are possible the rest have -inf, and hold 0.
         """
-        num_steps, num_states = self.likelihood.shape[-2:]
-        first = self.initial + self.likelihood[..., 0, :]
-        scores = first.new_full((*first.shape, count), -torch.inf)  # of the C best into each state
-        scores[..., 0] = first
-        same = torch.arange(num_states * count, device=first.device)
-        pointers = []  # where each of the K C paths came from, among those of the step before
-        for t in range(1, num_steps):
-            extended = self._matrix(t).mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (*B, to, from, C)
-            ranked, order = extended.flatten(-2).sort(dim=-1, descending=True, stable=True)
-            here = self.exists[..., t, None, None]
-            arrived = ranked[..., :count] + self.likelihood[..., t, :, None]
-            scores = torch.where(here, arrived, scores)
-            origin = order[..., :count].flatten(-2)
-            pointers.append(torch.where(here.squeeze(-1), origin, same))
-        ranked, order = scores.flatten(-2).sort(dim=-1, descending=True, stable=True)
-        log_joint, place = ranked[..., :count], order[..., :count]
-        path = [self.state_of[place // count]]
-        for pointer in reversed(pointers):
-            place = pointer.gather(-1, place)
-            path.append(self.state_of[place // count])
-        paths = torch.stack(path[::-1], -1)
-        real = self.exists.unsqueeze(-2) & ~log_joint.isneginf().unsqueeze(-1)
-        return paths.masked_fill(~real, 0), log_joint.masked_fill(log_joint.isneginf(), -torch.inf)
+        initial, matrices, seen, lengths = *self[:3], self.exists.sum(-1)
+        paths, possible = recursions.best_paths(initial, matrices, seen, lengths, count)
+        chain = MarkovChain(initial.unsqueeze(-2), matrices.unsqueeze(-4), per_step=True)
+        joint = chain.log_joint(seen.unsqueeze(-3), lengths.unsqueeze(-1), paths)
+        real = self.exists.unsqueeze(-2) & possible.unsqueeze(-1)
+        return self.state_of[paths].masked_fill(~real, 0), joint.masked_fill(~possible, -torch.inf)
 
     @recomputing
     def entropy(self) -> tuple[Tensor, Tensor]:
@@ -274,6 +251,14 @@ class PathFactors(NamedTuple):
         all paths, ``(*B)``: -inf if there is none, else 0.
         """
         batch, lengths = self.initial.shape[:-1], self.exists.sum(-1)
+        size = max(1, ON_DEVICE // max(1, self.transition.numel()))
+        if self.transition.shape[:-3].numel() == 1 and batch.numel() > size:
+            shared = self._replace(transition=self.transition.reshape(self.transition.shape[-3:]))
+            each = (shared[0].flatten(0, -2), shared[2].flatten(0, -3), shared[3].flatten(0, -2))
+            rows = zip(*(part.split(size) for part in each))
+            parts = [shared._replace(initial=i, likelihood=x, exists=e) for i, x, e in rows]
+            found, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
+            return found.reshape(batch), left.reshape(batch)
         logs = self.initial, self.transition.expand(*batch, *self.transition.shape[-3:])
         found = recursions.expected_counts(*logs, self.likelihood, lengths)
         counts = *found.counts.values(), found.state_probs

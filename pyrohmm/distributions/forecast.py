@@ -21,7 +21,8 @@ from .._checks import (
     check_real,
     check_trailing,
 )
-from ..ops.markov import CategoricalTable, sample_path
+from .._choices import CACHED
+from ..ops.markov import CategoricalTable, sample_chain
 from .autoregressive import Autoregressive, AutoregressiveCategorical, AutoregressiveNormal
 from .hard_zeros import REACH, bounds, cdf_of_counts, first_reaching, log_probs, without_events
 from .observation import Streams, Tied, is_categorical, log_likelihood
@@ -197,9 +198,13 @@ def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
     time_major = states.movedim(-1, 0)
     if is_categorical(emission):
         return CategoricalTable(log_probs(emission)).sample(time_major).movedim(0, -1)
-    wide = emission.expand(time_major.shape[1:] + emission.batch_shape[-1:])
-    values = [_sample_all_states(wide, state) for state in time_major]
-    return torch.stack(values, states.dim() - 1)
+    shape = states.shape[:-1] + emission.batch_shape[-1:]
+    size = max(1, CACHED // max(1, (shape + emission.event_shape).numel()))
+    parts = [
+        _sample_all_states(emission.expand(part.shape[:1] + shape), part)
+        for part in time_major.split(size)
+    ]
+    return torch.cat(parts).movedim(0, states.dim() - 1)
 
 
 def sample_in_time(
@@ -218,14 +223,17 @@ def sample_in_time(
     """
     events, at = (1,) * len(emission.event_shape), states.dim() - 1
     past = torch.empty(*states.shape[:-1], 0, *emission.event_shape).to(emission.history)
+    found = []
     for t, state in enumerate(states.unbind(-1)):
         now = sample_emission(emission.next(past), state.unsqueeze(-1))
         if values is not None and known is not None:
             fixed = known[..., t].reshape(*known.shape[:-1], 1, *events)
             given = values.narrow(values.dim() - 1 - len(events), t, 1)
             now = torch.where(fixed, given.to(now), now)
+        found.append(now)
         past = torch.cat([past.to(now), now], at)
-    return past
+        past = past.narrow(at, int(past.size(at) > emission.lags), min(len(found), emission.lags))
+    return torch.cat(found, at)
 
 
 def sample_emission_per_step(emission: TorchDistribution, states: Tensor) -> Tensor:
@@ -489,13 +497,9 @@ class AutoregressiveForecast(Forecast):
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample sequences of observations, ``(*S, *B, H, *E)``."""
         with torch.no_grad():
-            first = torch.distributions.Categorical(probs=self.state_probs[..., 0, :])
-            start, table = (
-                first.sample(torch.Size(sample_shape)),
-                CategoricalTable(self.log_transition),
-            )
-            steps = self.state_probs.size(-2)
-            states = sample_path(start, steps, lambda _, state: table.sample(state))
+            shape, first = torch.Size(sample_shape) + self.batch_shape, self.state_probs[..., 0, :]
+            matrices = self.log_transition.unsqueeze(-3)
+            states = sample_chain(first.log(), matrices, shape[:-1], shape[-1])
             return sample_in_time(self.emission, states)
 
     def _refusal(self, what: str, cure: str) -> ValueError:

@@ -316,3 +316,26 @@ def sample_paths(
             for k in range(num_states - 1):  # no jump that cannot be foreseen
                 state += not sums[k] > bound
             states[g, b, t] = state
+
+
+@kernel
+def follow(first, last, sums, groups, uniform, states):
+    """Sample paths ``states`` ``(N, T)`` from their first states on, by inverting cumulative sums.
+
+    These are ``(G, S, M, K)``, those of path i at ``groups[i]``; of M > K rows the first K are of
+    a first state, the others of pairs, the later one fastest.
+    """
+    _, steps, rows, size = sums.shape
+    for i in range(first, last):
+        row = states[i, 0]
+        for t in range(1, states.shape[1]):
+            upto = sums[groups[i], min(t, steps) - 1, row]
+            bound, low, high = uniform[i, t] * upto[size - 1], 0, size - 1
+            while low < high:
+                middle = (low + high) // 2
+                if upto[middle] > bound:
+                    high = middle
+                else:
+                    low = middle + 1
+            states[i, t] = low
+            row = low if rows == size else (row % size + 1) * size + low

@@ -70,6 +70,40 @@ def sample_path(
     return torch.stack(states, -1)
 
 
+def sample_chain(
+    log_initial: Tensor, log_transition: Tensor, shape: torch.Size, num_steps: int
+) -> Tensor:
+    r"""Samples ``(*shape, T)`` of the paths of chains of the first or second order.
+
+    Args:
+        log_initial: ``(*b, K)``.
+        log_transition: ``(*b, 1|T-1, K, K)``; or ``(*b, 1, (K + 1) K, K)``: rows of each first
+            state, then of each pair of states, the later one fastest.
+        shape: Ends in dimensions to which b broadcasts.
+        num_steps: T.
+    """
+    refuse_nan(log_transition)
+    start = CategoricalTable(log_initial.unsqueeze(-2)).sample(torch.zeros(shape, dtype=torch.long))
+    rows, size = log_transition.shape[-2:]
+    if pick(log_initial.device) is NUMBA:
+        lead, core = log_transition.shape[:-3], log_transition.shape[-3:]
+        sums = log_transition.detach().double().exp().cumsum(-1).reshape(-1, *core)
+        groups = torch.arange(len(sums)).reshape(lead).expand(shape).reshape(-1)
+        states = torch.zeros(shape.numel(), num_steps, dtype=torch.long)
+        states[:, 0] = start.flatten()
+        uniform = torch.rand(states.shape, dtype=torch.float64)
+        kernels, work = imported("._numba_math", __package__), 8 * num_steps * size.bit_length()
+        kernels.run(kernels.follow, len(states), work, sums, groups, uniform, states)
+        return states.reshape(*shape, num_steps)
+    tables = [CategoricalTable(matrix) for matrix in log_transition.unbind(-3)]
+
+    def after(t: int, row: Tensor) -> Tensor:
+        found = tables[min(t, len(tables) - 1)].sample(row)
+        return found if rows == size else (row % size + 1) * size + found
+
+    return sample_path(start, num_steps, after) % size
+
+
 WIDEST = 64  # states; for more, matrix products of torch are faster
 
 

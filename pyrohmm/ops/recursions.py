@@ -221,14 +221,27 @@ def viterbi(
     Returns:
         ``(*B, T)`` integers; among equal paths the first; 0 at padded steps.
     """
+    return best_paths(log_initial, log_transition, log_likelihood, lengths, 1)[0].squeeze(-2)
+
+
+def best_paths(
+    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    r"""The C most probable paths, best first, and which of them are possible.
+
+    Returns:
+        ``(*B, C, T)`` integers, 0 at padded steps; and ``(*B, C)`` booleans.
+    """
     refuse_transforms("the most probable path")
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    batch = (*arguments.batch, count)
     with torch.no_grad():
         chain = arrange(arguments)
-        if (loops := engine(chain, WIDEST_PATHS)) is _torch:
-            return forward.viterbi(_by_steps(arguments))
-        best: Tensor = loops.viterbi(chain)
-        return best.reshape(*arguments.batch, best.size(-1))
+        if (loops := engine(chain, WIDEST_PATHS)) is _torch and count == 1:
+            path = forward.viterbi(_by_steps(arguments)).unsqueeze(-2)
+            return path, torch.ones_like(path[..., 0], dtype=torch.bool)
+        paths, possible = loops.best_paths(chain, count)
+        return paths.reshape(*batch, chain.num_steps), possible.reshape(batch)
 
 
 @flushing

@@ -1,6 +1,7 @@
 """Each picture shows the numbers that it was given, on the axes that it was given."""
 
 import matplotlib
+import numpy as np
 import pytest
 import torch
 from pyro import distributions as dist
@@ -182,11 +183,23 @@ def test_vectors_of_two_are_ellipses_of_one_and_two_deviations(axes):
 def test_a_timeline_has_a_bar_for_each_segment(axes):
     paths = torch.tensor([[0, 0, 2, 2], [2, 0, 0, 0]])
     plots.timeline(paths, ["a", "b", "c"], lengths=torch.tensor([4, 2]), axes=axes)
-    bars = {(b.get_y() + 0.45, b.get_x() + 0.5, b.get_width()) for b in axes.patches}
-    assert bars == {(0, 0, 2), (0, 2, 2), (1, 0, 1), (1, 1, 1)}
+    bars = {tuple(box.round(2).ravel()) for part in axes.collections for box in boxes(part)}
+    assert bars == {(-0.5, -0.45, 1.5, 0.45), (1.5, -0.45, 3.5, 0.45),
+                    (-0.5, 0.55, 0.5, 1.45), (0.5, 0.55, 1.5, 1.45)}  # fmt: skip
     assert texts(axes.get_legend().get_texts()) == ["a", "c"]  # those that occur
-    top = next(b.get_facecolor() for b in axes.patches if b.get_x() == 1.5)
-    assert top == matplotlib.colors.to_rgba("C2")
+    assert axes.collections[1].get_facecolor().tolist() == [list(matplotlib.colors.to_rgba("C2"))]
+
+
+def boxes(bars):
+    return [path.get_extents().get_points() for path in bars.get_paths()]
+
+
+def test_a_timeline_of_many_sequences_draws_some_and_says_so(axes):
+    states = torch.arange(2001).unsqueeze(-1).expand(-1, 3) % 2
+    plots.timeline(states, axes=axes)
+    assert axes.get_ylabel() == "sequence, one in 5 drawn"
+    places = sorted(box[0, 1] for part in axes.collections for box in boxes(part))
+    np.testing.assert_allclose(places, np.arange(0, 2001, 5) - 0.45)
 
 
 def test_a_track_has_the_colour_of_the_state_where_each_step_begins(axes):

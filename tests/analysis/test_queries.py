@@ -15,6 +15,7 @@ from pyrohmm import (
     HMM,
     HSMM,
     NeuralHMM,
+    SecondOrderHMM,
     Sequences,
     TabularHMM,
     blocks,
@@ -22,6 +23,7 @@ from pyrohmm import (
     queries,
 )
 from pyrohmm.distributions import AutoregressiveNormal, Streams, Truncated, ZeroInflated
+from pyrohmm.ops.backends import TORCH, use
 
 NEVER = -np.inf
 
@@ -293,6 +295,72 @@ def test_scores_of_the_best_paths_of_a_long_float32_sequence_are_those_of_the_pa
         transitions = transition[0, path[:-1], path[1:]].sum()
         seen = likelihood.gather(-1, path.unsqueeze(-1)).sum()
         torch.testing.assert_close(score, initial[path[0]] + transitions + seen, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("per_step", [False, True])
+@pytest.mark.parametrize("lengths", [[1], [400], [1, 9, 30] * 7])
+@pytest.mark.parametrize("num_states", [1, 2, 6])
+def test_the_best_paths_by_deviations_are_those_of_the_list_viterbi_algorithm(
+    num_states, lengths, per_step
+):
+    """The algorithms of the two engines; with hard zeros and missing steps, of 1 and of 21."""
+    torch.manual_seed(num_states)
+    steps, lengths = max(lengths), torch.tensor(lengths)
+    shape = (steps - 1, num_states, num_states) if per_step else (num_states, num_states)
+    scores = torch.randn(shape).masked_fill(torch.rand(shape) < 0.3, NEVER)
+    scores.diagonal(dim1=-2, dim2=-1).zero_()
+    emission = dist.Normal(torch.arange(num_states).double(), 1.0)
+    hmm = HMM(
+        torch.zeros(num_states).log_softmax(-1), scores.log_softmax(-1), emission, lengths,
+        torch.rand(len(lengths), steps) < 0.8, transition_per_step=per_step,
+    )  # fmt: skip
+    values = hmm.sample()
+    for count in (1, 5):
+        paths, found = queries.k_best(hmm, values, count)
+        with use(TORCH):
+            others, wanted = queries.k_best(hmm, values, count)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-9)
+        assert torch.equal(paths[:, 0], others[:, 0])
+        for rows, real in zip(paths, found.isfinite()):
+            assert len(rows[real].unique(dim=0)) == int(real.sum())
+            assert not rows[~real].any()
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_one_long_series_is_sampled_as_many_short_ones_are(second):
+    """Pairs of states, and observations given them, in 20,000 steps of one path."""
+    matrix = torch.tensor([[0.0, 0.5, 0.5], [0.2, 0.8, 0.0], [0.3, 0.3, 0.4]])
+    first, emission = torch.tensor([1.0, 0.0, 0.0]).log(), dist.Normal(10 * torch.arange(3.0), 1.0)
+    hmm = HMM(first, matrix.log(), emission, torch.tensor(20_000))
+    if second:  # the state before last does not matter
+        third = matrix.log().expand(3, 3, 3)
+        hmm = SecondOrderHMM(first, matrix.log(), third, emission, torch.tensor(20_000))
+    values, states = hmm.sample_with_states()
+    assert states[0] == 0
+    for before in range(3):
+        after = states[1:][states[:-1] == before]
+        assert oracle.looks_drawn_from(np.bincount(after, minlength=3), matrix[before].numpy())
+    noise = (values - 10 * states).double()
+    assert stats.kstest(noise.numpy(), "norm").pvalue > 1e-6
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_entropy_of_many_sequences_is_that_of_each(monkeypatch, shared):
+    """Of matrices for each step, in parts of three sequences."""
+    monkeypatch.setattr("pyrohmm.chains.markov.ON_DEVICE", 3 * 4 * 2 * 2)
+    matrix = torch.randn(4, 2, 2) if shared else torch.randn(7, 4, 2, 2)
+    emission = dist.Normal(torch.arange(2.0), 1.0)
+    first, matrix, lengths = torch.zeros(2), matrix.log_softmax(-1), [5, 1, 3, 5, 2, 4, 5]
+
+    def made(matrix, lengths):
+        return HMM(first - math.log(2), matrix, emission, lengths, transition_per_step=True)
+
+    hmm = made(matrix, torch.tensor(lengths))
+    values = hmm.sample()
+    found = queries.path_entropy(hmm, values)
+    for n, length in enumerate(lengths):
+        one = made(matrix if shared else matrix[n], torch.tensor(length))
+        torch.testing.assert_close(found[n], queries.path_entropy(one, values[n]))
 
 
 @pytest.mark.parametrize("far", [-6.0, -5.0, 5.0, 6.0])

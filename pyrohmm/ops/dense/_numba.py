@@ -312,11 +312,17 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
 
 
 @kernel
-def viterbi_rows(first, last, initial, transition, likelihood, lengths, best):
-    """Most probable paths of few sequences, one after the other."""
+def best_rows(first, last, initial, transition, likelihood, lengths, best, losses):
+    """Most probable paths ``best`` ``(N, C, T)`` of few sequences, one after the other, best first.
+
+    Each is one of those before it from the end back to a step where it takes another state, and
+    from there the best that leads to it. What such steps lose is kept in order in ``losses``
+    ``(N, C)``, before infinite but for the first (Soong and Huang, 1991).
+    """
     steps, groups, num_states, _ = transition.shape
-    size, longest = lengths.shape[0] // groups, likelihood.shape[1]
+    size, longest, count = lengths.shape[0] // groups, likelihood.shape[1], best.shape[1]
     scores = np.empty((longest, num_states), likelihood.dtype)
+    origin = np.zeros((3, count), np.int64)  # path that each leaves, the step, its state there
     for i in range(first, last):
         g, end = i // size, lengths[i] - 1
         for t in range(end + 1):
@@ -328,9 +334,9 @@ def viterbi_rows(first, last, initial, transition, likelihood, lengths, best):
                 row[:] = -np.inf
                 for j in range(num_states):
                     score = scores[t - 1, j]
-                    origin = matrix[j]
+                    leaving = matrix[j]
                     for k in range(num_states):
-                        reached = score + origin[k]
+                        reached = score + leaving[k]
                         row[k] = reached if reached > row[k] else row[k]
             for k in range(num_states):
                 row[k] += likelihood[i, t, k]
@@ -340,16 +346,35 @@ def viterbi_rows(first, last, initial, transition, likelihood, lengths, best):
             if peak > -np.inf:
                 for k in range(num_states):
                     row[k] -= peak
-        state = 0
-        for t in range(end, -1, -1):
-            row, matrix = scores[t], transition[0 if steps == 1 else min(t, steps - 1), g]
-            top, choice = row[0] + matrix[0, state] if t < end else row[0], 0
-            for k in range(1, num_states):
-                score = row[k] + matrix[k, state] if t < end else row[k]
-                if score > top:
-                    top, choice = score, k
-            state = choice
-            best[i, t] = state
+        for c in range(count):
+            if losses[i, c] == np.inf:
+                break
+            fixed, state = end + 1, 0
+            if c > 0:
+                fixed, state = origin[1, c], origin[2, c]
+                for t in range(fixed + 1, end + 1):
+                    best[i, c, t] = best[i, origin[0, c], t]
+                best[i, c, fixed] = state
+            for t in range(fixed - 1, -1, -1):
+                row, matrix = scores[t], transition[0 if steps == 1 else min(t, steps - 1), g]
+                top, choice = row[0] + matrix[0, state] if t < end else row[0], 0
+                for k in range(1, num_states):
+                    score = row[k] + matrix[k, state] if t < end else row[k]
+                    if score > top:
+                        top, choice = score, k
+                for k in range(num_states if c < count - 1 else 0):
+                    score = row[k] + matrix[k, state] if t < end else row[k]
+                    loss, place = losses[i, c] + (top - score), count - 1
+                    if k != choice and loss < losses[i, place]:
+                        while place > c + 1 and losses[i, place - 1] > loss:
+                            losses[i, place] = losses[i, place - 1]
+                            for part in range(3):
+                                origin[part, place] = origin[part, place - 1]
+                            place -= 1
+                        losses[i, place] = loss
+                        origin[0, place], origin[1, place], origin[2, place] = c, t, k
+                state = choice
+                best[i, c, t] = state
 
 
 @kernel
@@ -390,20 +415,22 @@ def sample_rows(first, last, messages, transition, lengths, low, uniform, states
                 states[s, i, t] = state
 
 
-def viterbi(chain: Chain) -> Tensor:
-    """Most probable paths ``(G, n, T)``; zeros at padded steps."""
-    groups, size = chain.lengths.shape
+def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
+    """Most probable paths ``(G, n, C, T)``, zeros at padded steps; which of them there are."""
+    (groups, size), num_states = chain.lengths.shape, chain.initial.size(-1)
     initial, transition, lengths = chain.initial.flatten(0, 1), chain.transition, chain.lengths
     likelihood = chain.likelihood.flatten(0, 1).contiguous()
-    best = torch.zeros(likelihood.shape[:2], dtype=torch.long)
-    work, many = likelihood[0].numel() * likelihood.size(-1), size >= SIDE_BY_SIDE
-    tiles = -(-size // LANES)
-    run(
-        viterbi_lanes if many else viterbi_rows,
-        groups * tiles if many else groups * size, work * size // tiles if many else work,
-        initial.contiguous(), transition.contiguous(), likelihood, lengths.reshape(-1), best,
-    )  # fmt: skip
-    return best.reshape(groups, size, -1)
+    best = torch.zeros(len(likelihood), count, likelihood.size(1), dtype=torch.long)
+    losses = torch.full((len(likelihood), count), torch.inf, dtype=torch.float64)
+    losses[:, 0] = 0.0
+    parts = initial.contiguous(), transition.contiguous(), likelihood, lengths.reshape(-1)
+    work = likelihood[0].numel() * num_states
+    if count == 1 and size >= SIDE_BY_SIDE:
+        tiles = -(-size // LANES)
+        run(viterbi_lanes, groups * tiles, work * size // tiles, *parts, best.squeeze(1))
+    else:
+        run(best_rows, groups * size, work, *parts, best, losses)
+    return best.reshape(groups, size, count, -1), losses.isfinite().reshape(groups, size, count)
 
 
 def sample_states(chain: Chain, messages: Tensor, num_samples: int) -> Tensor:

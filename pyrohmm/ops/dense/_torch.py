@@ -8,8 +8,36 @@ from torch import Tensor
 from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED
 from ..._sync import exceeds
 from .. import forward
+from ..log_space import step_mask
 from ..products import accumulated
 from .chain import Chain, Gradient
+
+
+def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
+    """Most probable paths ``(G, n, C, T)``, zeros at padded steps; which of them there are.
+
+    By the list Viterbi algorithm: the best paths into each state are kept at each step.
+    """
+    likelihood, num_states = chain.likelihood, chain.initial.size(-1)
+    exists = step_mask(chain.lengths, chain.num_steps, likelihood.device)
+    scores = likelihood.new_full((*chain.initial.shape, count), -torch.inf)
+    scores[..., 0] = chain.initial + likelihood[..., 0, :]
+    same = torch.arange(num_states * count, device=likelihood.device)
+    pointers = []  # where each of the K C paths came from, among those of the step before
+    for t in range(1, chain.num_steps):
+        matrix = chain.transition[min(t, len(chain.transition)) - 1].unsqueeze(1)
+        extended = matrix.mT.unsqueeze(-1) + scores.unsqueeze(-3)  # (G, n, to, from, C)
+        ranked, order = extended.flatten(-2).sort(descending=True, stable=True)
+        here = exists[..., t, None, None]
+        arrived = ranked[..., :count] + likelihood[..., t, :, None]
+        scores = torch.where(here, arrived, scores)
+        pointers.append(torch.where(here[..., 0], order[..., :count].flatten(-2), same))
+    ranked, order = scores.flatten(-2).sort(descending=True, stable=True)
+    path = [order[..., :count]]
+    for pointer in reversed(pointers):
+        path.append(pointer.gather(-1, path[-1]))
+    paths = torch.stack(path[::-1], -1) // count
+    return paths.masked_fill(~exists.unsqueeze(-2), 0), ~ranked[..., :count].isneginf()
 
 
 def scaled(
