@@ -205,8 +205,9 @@ def windows(data: Sequences, num_steps: int) -> Sequences:
 
 def seen_by(start: Start | Values, data: Sequences) -> Sequences:
     """What a start looks at: windows of the data; all, if it may know the states of all steps."""
-    own = isinstance(start, dict) or start in (from_prior, by_kmeans, by_blocks)
-    return windows(data, MOST_ROWS) if own else data
+    if isinstance(start, dict) or start is from_prior:
+        return data[:1].truncate(MOST_ROWS)
+    return windows(data, MOST_ROWS) if start in (by_kmeans, by_blocks) else data
 
 
 def possible(parameters: Parameters, values: Values) -> Values:
