@@ -87,7 +87,7 @@ def sample_chain(
     rows, size = log_transition.shape[-2:]
     if pick(log_initial.device) is NUMBA:
         lead, core = log_transition.shape[:-3], log_transition.shape[-3:]
-        sums = log_transition.detach().double().exp().cumsum(-1).reshape(-1, *core)
+        sums = log_transition.detach().double().exp().cumsum(-1).reshape(lead.numel(), *core)
         groups = torch.arange(len(sums)).reshape(lead).expand(shape).reshape(-1)
         states = torch.zeros(shape.numel(), num_steps, dtype=torch.long)
         states[:, 0] = start.flatten()
