@@ -257,8 +257,8 @@ class PathFactors(NamedTuple):
             each = (shared[0].flatten(0, -2), shared[2].flatten(0, -3), shared[3].flatten(0, -2))
             rows = zip(*(part.split(size) for part in each))
             parts = [shared._replace(initial=i, likelihood=x, exists=e) for i, x, e in rows]
-            found, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
-            return found.reshape(batch), left.reshape(batch)
+            nats, left = map(torch.cat, zip(*(part.entropy() for part in parts)))
+            return nats.reshape(batch), left.reshape(batch)
         logs = self.initial, self.transition.expand(*batch, *self.transition.shape[-3:])
         found = recursions.expected_counts(*logs, self.likelihood, lengths)
         counts = *found.counts.values(), found.state_probs

@@ -193,8 +193,8 @@ def sample_emission(emission: TorchDistribution, states: Tensor) -> Tensor:
     if isinstance(emission, Autoregressive):
         return sample_in_time(emission, states)
     if isinstance(emission, Streams):
-        parts = (part.expand(emission.batch_shape) for part in emission.parts)
-        return emission.join([sample_emission(part, states) for part in parts])
+        streams = (part.expand(emission.batch_shape) for part in emission.parts)
+        return emission.join([sample_emission(part, states) for part in streams])
     time_major = states.movedim(-1, 0)
     if is_categorical(emission):
         return CategoricalTable(log_probs(emission)).sample(time_major).movedim(0, -1)
