@@ -381,7 +381,6 @@ MOST_ROWS = 200  # of the table of parameters
 MOST_DRAWS = 4000  # samples of a posterior whose states are put in one order
 SIMULATED = 200  # of these, from each of which a data set is simulated
 MOST_STEPS = 10_000  # of the data, that are simulated and drawn
-FEW_STEPS = 2_000  # of one sequence, that are drawn
 
 
 def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
@@ -409,7 +408,7 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     parts = {
         "Fit": lambda: _preformatted(_summary(fit)),
         "Data and criteria": lambda: _criteria(fit, data, some),
-        "Parameters": lambda: _parameters(fit, data, some, draws),
+        "Parameters": lambda: _parameters(fit, some if draws else data, draws),
         "Loss": lambda: _picture(plots.losses(fit)),
         "Transitions": lambda: _transitions(hmm, some),
         "Emissions": lambda: _picture(plots.emission(hmm, values=some.values)),
@@ -432,13 +431,8 @@ def _some(data: Sequences) -> Sequences:
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
     steps = data.lengths.clamp(max=MOST_STEPS)[order].cumsum(0)
     count = max(1, int((steps <= MOST_STEPS).sum()))
-    return _first_steps(data.batch(order[:count].sort().values), MOST_STEPS)
-
-
-def _first_steps(data: Sequences, count: int) -> Sequences:
-    """The first steps of each sequence, of which one may have variables of its own."""
-    part = data.truncate(count)
-    part.numbered = True
+    part = data.batch(order[:count].sort().values).truncate(MOST_STEPS)
+    part.numbered = True  # other steps of the same sequences
     return part
 
 
@@ -471,11 +465,11 @@ def _criteria(fit: Fit, data: Sequences, some: Sequences) -> str:
     return _table(["", ""], rows + [[name, f"{value:.2f}"] for name, value in nats.items()])
 
 
-def _parameters(fit: Fit, data: Sequences, some: Sequences, draws: PosteriorDraws | None) -> str:
+def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
     """HTML table of estimates with standard errors or intervals where there are any."""
     text = ""
     try:
-        columns, text = (fit.table(data), "") if draws is None else _posterior(draws, some)
+        columns, text = (fit.table(data), "") if draws is None else _posterior(draws, data)
     except (ValueError, TypeError, NotImplementedError) as error:
         text = f"<p>Without intervals: {escape(str(error))}</p>"
         columns = _columns({name: {"estimate": v} for name, v in fit.parameters.items()})
@@ -534,10 +528,10 @@ def _simulated_data(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> 
 
 def _states(fit: Fit, data: Sequences) -> str:
     """HTML picture of the smoothed state probabilities of the longest sequence."""
-    longest, steps = int(data.lengths.argmax()), int(data.lengths.max())
-    part = _first_steps(data.batch(torch.tensor([longest])), FEW_STEPS)
-    probs = fit.hmm(part).posterior(part.values).state_probs[0]
-    first = f", the first {FEW_STEPS:,} of {steps:,} steps" if steps > FEW_STEPS else ""
+    longest = int(data.lengths.argmax())
+    part = _some(data.batch(torch.tensor([longest])))
+    probs, of = fit.hmm(part).posterior(part.values).state_probs[0], int(data.lengths.max())
+    first = f", the first {len(probs):,} of {of:,} steps" if len(probs) < of else ""
     return f"<p>Sequence {longest}{first}.</p>" + _picture(plots.state_probs(probs))
 
 

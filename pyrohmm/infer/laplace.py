@@ -48,7 +48,7 @@ from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
 from .models import exclusive
-from .objective import APART, check_copies, each_alone, latent_sites
+from .objective import APART, check_copies, latent_sites
 from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
 from .results import Fit
@@ -283,7 +283,10 @@ class _Search:
             return marginal.joint(self.wide(u), b[: len(u)])
 
         values = {**self.wide(places), **marginal.packing.values(b)}
-        check_copies(lambda: each_alone(joint, places), values)
+        check_copies(
+            lambda: (torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)),
+            values,
+        )
         marginal.check_independent(self.wide(self.place))
 
     def climb(self, num_steps: int, tolerance: float) -> tuple[Tensor, Peak]:

@@ -282,11 +282,6 @@ def log_joint(
             return joint, model(data)
 
 
-def each_alone(joint: Callable[[Tensor], Tensor], places: Tensor) -> tuple[Tensor, Tensor]:
-    """Log joint densities of copies at ``places`` ``(R, *)``: one by one, and as a batch."""
-    return torch.cat([joint(place.unsqueeze(0)) for place in places]), joint(places)
-
-
 def check_copies(pair: Callable[[], tuple[Tensor, Tensor]], values: Mapping[str, Tensor]) -> None:
     """Raise if a batch of model copies gives another log joint density than the model alone.
 

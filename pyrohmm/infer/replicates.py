@@ -17,7 +17,6 @@ from torch import Tensor
 from .._checks import check_size
 from ..distributions.hmm import HMM
 from ..ops.newton import Peak, climb
-from .coordinates import names_of
 from .uncertainty import Information, graded, normal_quantile
 
 FAR = 4.0  # standard errors over which a profile is first looked at, on either side
@@ -63,10 +62,7 @@ class Copies:
 
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities ``(B',)`` of the copies ``rows``, and their gradients."""
-
-        def score(leaf: Tensor, chosen: Tensor) -> Tensor:
-            return self.score(self.at(leaf), chosen)
-
+        score = lambda u, chosen: self.score(self.at(u), chosen)  # noqa: E731
         return graded(score, place, self.information.room, rows)
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
@@ -209,12 +205,10 @@ class _Held(Copies):
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)
-        entries = {n: (part, i) for part in information.coordinates
-                   for i, n in enumerate(names_of(part.name, part.estimate))}  # fmt: skip
-        if label not in entries:
+        if label not in information.entries:
             some = ", ".join(information.labels[:4])
             raise ValueError(f"of must name an entry of a parameter, such as {some}; got {label}.")
-        self.part, self.entry = entries[label]
+        self.part, self.entry = information.entries[label]
         errors = information.std_errors()[self.part.name]
         if errors.flatten()[self.entry].isnan():
             raise ValueError(f"{label} is held at the boundary, and has no profile.")

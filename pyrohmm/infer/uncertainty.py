@@ -123,14 +123,11 @@ class Information:
                              f"{_listed(self.held)}. A prior keeps them inside.")  # fmt: skip
         if not 0 < (count := len(self.labels)) <= MOST_PARAMETERS:
             raise ValueError(f"{count:,} free parameters; at most {MOST_PARAMETERS:,} are.")
-        entries = {
-            label: x
-            for part in self.coordinates
-            for label, x in zip(
-                names_of(part.name, part.estimate), part.estimate.flatten().tolist()
-            )
-        }
-        sizes = torch.tensor([entries.get(label, math.nan) for label in self.labels]).double()
+        self.entries = {label: (part, i) for part in self.coordinates
+                        for i, label in enumerate(names_of(part.name, part.estimate))}  # fmt: skip
+        found = [self.entries.get(label) for label in self.labels]
+        each = [math.nan if at is None else at[0].estimate.flatten()[at[1]].item() for at in found]
+        sizes = torch.tensor(each, dtype=torch.double)
         owners = [part for part in self.coordinates for _ in part.labels]
         largest = [float(p.estimate.max()) if p.scale is LOG else -math.inf for p in owners]
         self.small = sizes < SMALL * torch.tensor(largest).double()
@@ -177,9 +174,9 @@ class Information:
 
     def gradients(self, places: Tensor) -> Tensor:
         """Gradients of the log joint density at coordinates ``(B, P)``, by batches of copies."""
-        if self.room < FEWEST:
-            return graded(lambda u, _: self.run(u[0])[0].reshape(1), places, 1)[1]
-        return graded(lambda u, _: self.run(u)[0], places, self.room)[1]
+        room = self.room if self.room >= FEWEST else 1
+        one = (lambda u, _: self.run(u)[0]) if room > 1 else lambda u, _: self.run(u[0])[0][None]
+        return graded(one, places, room)[1]
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
@@ -201,27 +198,30 @@ class Information:
         Args:
             gradients: From places ``(B, P)`` to ``(B, *)``, of which the first P are gradients.
         """
-        count, size = self.data.num_observed, len(self.labels)
-        scale, todo = torch.ones(size, dtype=torch.double), self.real.nonzero()[:, 0]
-        for probe in PROBES if len(todo) else ():
-            place = probe * torch.eye(size, dtype=torch.double)[todo]
+        count, every = self.data.num_observed, torch.eye(len(self.labels), dtype=torch.double)
+
+        def along(todo: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+            """Differences over steps along some coordinates, and the curvatures among them."""
+            place = step.unsqueeze(1) * every[todo]
             ahead, back = gradients(torch.cat([place, -place])).chunk(2)
-            bend = (ahead - back).gather(1, todo.unsqueeze(1))[:, 0].abs() / (2 * probe)
-            curved = bend > self.least[todo]
-            scale[todo] = torch.where(curved, (count / bend).sqrt() / 10, 1.0)
-            todo = todo[~curved]
-            if not len(todo):
-                break
-        todo, rows = torch.arange(size), torch.zeros(0)
+            found = (ahead - back) / (2 * step.unsqueeze(1))
+            return found, found.gather(1, todo.unsqueeze(1))[:, 0]
+
+        scale, todo = every.new_ones(len(every)), self.real.nonzero()[:, 0]
+        for probe in PROBES:
+            if len(todo):
+                bend = along(todo, probe * scale[todo])[1].abs()
+                curved = bend > self.least[todo]
+                scale[todo] = torch.where(curved, (count / bend).sqrt() / 10, 1.0)
+                todo = todo[~curved]
+        todo, rows = torch.arange(len(every)), torch.zeros(0)
         for _ in range(ROUNDS):
-            step, place = REACH * scale[todo].unsqueeze(-1), (REACH * scale).diag()[todo]
-            ends = gradients(torch.cat([place, -place, 2 * place, -2 * place])).chunk(4)
-            near, far = (ends[0] - ends[1]) / (2 * step), (ends[2] - ends[3]) / (4 * step)
+            step = REACH * scale[todo]
+            (near, bend), (far, other) = along(todo, step), along(todo, 2 * step)
             found = (4 * near - far) / 3
             rows = rows.index_copy(0, todo, found) if len(rows) else found
-            near, far, own = (part.gather(1, todo.unsqueeze(1)) for part in (near, far, found))
-            apart = (near - far).abs() / (ALIKE * own.abs() + 4 * EPS * count / step)
-            apart = apart.nan_to_num(torch.inf)[:, 0]
+            apart = (bend - other).abs() / (ALIKE * bend.abs() + 4 * EPS * count / step)
+            apart = apart.nan_to_num(torch.inf)
             scale[todo] *= torch.where(apart > 1, (0.01 / apart).sqrt().clamp(min=1e-4), 1.0)
             todo = todo[apart > 1]
             if not len(todo):
