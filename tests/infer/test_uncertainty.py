@@ -246,7 +246,7 @@ def test_what_falls_to_zero_is_held(family):
 
 def test_a_rate_on_its_way_to_zero_is_held():
     """Errors of the others are those of a model without this transition."""
-    pyro.set_rng_seed(0)
+    pyro.set_rng_seed(2)
     rates = torch.tensor([[-0.5, 0.5, 0.0], [0.0, -0.3, 0.3], [0.2, 0.0, -0.2]])
     lengths, times = torch.full((60,), 8), torch.rand(60, 8).cumsum(-1) * 2
     names = Categorical(torch.eye(3))
