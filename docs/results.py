@@ -678,6 +678,23 @@ def large_data_table() -> str:
     return table(["steps", "parts", "seconds an iteration", "memory added, MB"], body)
 
 
+def growth_table() -> str:
+    """Nanoseconds and memory of a row at a million of them, by the shape of the data."""
+    found = [row for row in rows("growth") if 0.5e6 < row["rows"] < 2e6]
+    shapes = list(dict.fromkeys(row["shape"] for row in found))
+    steps = [("normal", row["step"]) for row in found if row["family"] == "normal"]
+    steps += [(row["family"], row["step"]) for row in found if row["step"].startswith("an iter")]
+    body = []
+    for family, step in dict.fromkeys(steps):
+        cells = [step if family == "normal" else f"{step}: {family}"]
+        for shape in shapes:
+            of = [r for r in found if (r["family"], r["step"], r["shape"]) == (family, step, shape)]
+            cells += [f"{of[0]['nanoseconds_a_row']:,.0f}" if of else DASH]
+        memory = [r["memory_gb"] for r in found if (r["family"], r["step"]) == (family, step)]
+        body.append([*cells, plain(max(memory), 2)])
+    return table(["", *shapes, "most memory, GB"], body)
+
+
 def intervals_table() -> str:
     """Estimates and 95 % limits of panel data, beside those of R's msm."""
     ours, theirs = (one("intervals", part="panel", by=who) for who in ("pyrohmm", "msm"))
@@ -964,6 +981,7 @@ TABLES = {
     "clusters": clusters_table,
     "durations": durations_table,
     "large_data": large_data_table,
+    "growth": growth_table,
     "steering": steering_table,
     "ngram": ngram_table,
     "music": music_table,

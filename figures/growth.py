@@ -1,0 +1,237 @@
+"""Cost of each step of the way, a row of data, by their number and by the lengths of the sequences.
+
+Three shapes: one long series, sequences of a hundred steps, and groups whose sizes have a heavy
+tail, as sessions, documents and animals have. Each shape and size is measured in a process of its
+own, with one thread, by processor time; memory is the growth of that process. What would take
+longer than ``MOST`` seconds, judged by fewer rows, is left out. A step that costs more a row of one
+long series than of many short ones runs a loop of Python over time. Writes ``growth.json`` and
+``growth.png``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from common import FOLDER, Peak, arguments, earlier, own_memory, pyplot, write
+from pyro.distributions import Poisson
+
+import pyrohmm
+from pyrohmm import Sequences, TabularHMM, fit_em, fit_gibbs, metrics, queries
+
+SIZES, QUICK = (10_000, 100_000, 1_000_000, 5_000_000), (1_000,)
+SHAPES = "one series", "hundreds", "heavy tail"
+MOST = 60.0
+ITERATIONS = 4
+FAMILIES: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "normal": (["x", "y"], lambda: TabularHMM(3, pyrohmm.normal(2))),
+    "categorical": ("symbol", lambda: TabularHMM(3, pyrohmm.categorical(20))),
+    "full covariance": (["x", "y"], lambda: TabularHMM(3, pyrohmm.normal_full(2))),
+    "full covariance, a tenth missing": (
+        ["x", "y_in_part"], lambda: TabularHMM(3, pyrohmm.normal_full(2))
+    ),
+    "Poisson": ("count", lambda: TabularHMM(3, pyrohmm.poisson())),
+    "negative binomial": ("count", lambda: TabularHMM(3, pyrohmm.negative_binomial())),
+    "zero-inflated Poisson": (
+        "count", lambda: TabularHMM(3, pyrohmm.zero_inflated(pyrohmm.poisson()))
+    ),
+    "covariates": (
+        "count",
+        lambda: pyrohmm.RegressionHMM(
+            3, pyrohmm.regression(Poisson, rate=[0, 1]), transition=[0, 1]
+        ),
+    ),
+    "explicit durations": (
+        "symbol",
+        lambda: pyrohmm.TabularHSMM(3, pyrohmm.categorical(20), pyrohmm.free_durations(20)),
+    ),
+    "second order": ("symbol", lambda: pyrohmm.TabularSecondOrderHMM(3, pyrohmm.categorical(20))),
+    "factorial": (
+        "symbol", lambda: pyrohmm.TabularFactorialHMM([2, 3], pyrohmm.categorical(20))
+    ),
+}  # fmt: skip
+
+
+def lengths_of(shape: str, rows: int) -> np.ndarray:
+    """Lengths of sequences of about so many rows in all."""
+    if shape == "one series":
+        return np.array([rows])
+    if shape == "hundreds":
+        return np.full(rows // 100, 100)
+    lengths = np.minimum(np.random.default_rng(1).zipf(1.5, rows) * 5, rows // 2)
+    return lengths[: max(np.searchsorted(lengths.cumsum(), rows), 1)]
+
+
+def table_of(lengths: np.ndarray) -> Any:
+    """A DataFrame of three states that last seven rows each."""
+    import pandas
+
+    random, rows = np.random.default_rng(0), int(lengths.sum())
+    level = np.arange(rows) // 7 % 3
+    y = random.normal(size=rows).astype(np.float32)
+    columns = {
+        "who": np.repeat(np.arange(len(lengths)), lengths), "time": np.arange(rows),
+        "x": (random.normal(size=rows) + 3 * level).astype(np.float32), "y": y,
+        "y_in_part": np.where(random.random(rows) < 0.1, np.nan, y).astype(np.float32),
+        "count": random.poisson(1 + 5 * level), "one": 1.0, "covariate": random.normal(size=rows),
+        "symbol": (random.integers(0, 8, rows) + 5 * level) % 20,
+    }  # fmt: skip
+    return pandas.DataFrame(columns)
+
+
+def measured(function: Callable[[], Any]) -> tuple[float, float, Any]:
+    """Processor time in seconds, growth of memory in GB, and the result."""
+    before = own_memory()
+    with Peak() as peak:
+        start = time.process_time()
+        result = function()
+        seconds = time.process_time() - start
+    return seconds, (peak.largest - before) * 2**20 / 1e9, result
+
+
+def read(frame: Any, family: str) -> Sequences:
+    """The sequences of a family's columns."""
+    covariates = ["one", "covariate"] if family == "covariates" else None
+    return Sequences.from_dataframe(
+        frame, columns=FAMILIES[family][0], by="who", time="time", gaps="ignore",
+        covariates=covariates,
+    )  # fmt: skip
+
+
+def fit_of(family: str, data: Sequences, iterations: int) -> Any:
+    """A fit of so many iterations."""
+    options: dict[str, Any] = {"tolerance": 0.0, "progress": False}
+    return fit_em(FAMILIES[family][1](), data, num_iterations=iterations, **options)
+
+
+def after_a_fit(fit: Any, data: Sequences) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is asked of a fitted model, by name."""
+
+    def by_part(query: Callable[[Any, Any], Any]) -> Callable[[], Any]:
+        return lambda: data.map_steps(lambda part: query(fit.hmm(part), part.values))
+
+    yield "Viterbi", by_part(lambda hmm, values: hmm.viterbi(values))
+    yield "posterior", by_part(lambda hmm, values: hmm.posterior(values).state_probs)
+    yield "filter", by_part(lambda hmm, values: hmm.filtered(values))
+    yield "sample of states", by_part(lambda hmm, values: hmm.sample_states(values))
+    yield "sample of data", by_part(lambda hmm, _: hmm.sample())
+    yield (
+        "pseudo-residuals",
+        by_part(lambda hmm, values: queries.pseudo_residuals(hmm, values).middle),
+    )
+    yield "3 best paths", by_part(lambda hmm, values: queries.k_best(hmm, values, 3)[0])
+    yield (
+        "entropy of paths",
+        lambda: [queries.path_entropy(fit.hmm(part), part.values) for part in data.buckets],
+    )
+    yield "BIC", lambda: metrics.bic(fit, data)
+    yield "standard errors", lambda: fit.std_errors(data)
+    yield (
+        "Gibbs, 4 chains of 3 sweeps",
+        lambda: fit_gibbs(fit.model.module, data, num_samples=2, warmup=1, progress=False),
+    )
+
+
+def measure(shape: str, rows: int, left_out: set[tuple[str, str]]) -> list[dict[str, Any]]:
+    """One row for each step of the way with data of a shape and size."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    small = table_of(lengths_of(shape, 1000))
+    frame = table_of(lengths_of(shape, rows))
+    found: list[dict[str, Any]] = []
+
+    def note(family: str, step: str, seconds: float, memory: float) -> None:
+        of_data = {"shape": shape, "rows": len(frame), "sequences": int(frame.who.nunique())}
+        row = of_data | {"family": family, "step": step, "seconds": seconds, "memory_gb": memory}
+        found.append(row | {"nanoseconds_a_row": 1e9 * seconds / len(frame)})
+        print(found[-1], flush=True)
+
+    for family in FAMILIES:
+        few = read(small, family)
+        pyro.set_rng_seed(0)
+        fit_of(family, few, 4)  # compiles
+        if (family, "an iteration of EM") in left_out:
+            continue
+        seconds, memory, data = measured(partial(read, frame, family))
+        note(family, "table", seconds, memory)
+        first, _, _ = measured(partial(fit_of, family, data, 1))
+        whole, memory, fit = measured(partial(fit_of, family, data, 1 + ITERATIONS))
+        each = (whole - first) / ITERATIONS
+        note(family, "an iteration of EM", each, memory)
+        note(family, "start of EM", max(first - 2 * each, 0.0), memory)  # and the loss at its end
+        if family != "normal":
+            continue
+        for (step, of_few), (_, of_all) in zip(after_a_fit(fit, few), after_a_fit(fit, data)):
+            of_few()
+            if (family, step) not in left_out:
+                seconds, memory, _ = measured(of_all)
+                note(family, step, seconds, memory)
+    return found
+
+
+def too_slow(rows: list[dict[str, Any]], size: int) -> set[tuple[str, str]]:
+    """Families and steps that would take longer than ``MOST`` seconds with ``size`` rows."""
+    return {
+        (row["family"], row["step"])
+        for row in rows
+        if row["seconds"] * size / row["rows"] > MOST / (5 if "EM" in row["step"] else 1)
+    }
+
+
+def draw(rows: list[dict[str, Any]]) -> None:
+    """Nanoseconds a row against rows, a panel for each step of the way."""
+    plt = pyplot()
+    panels = [("normal", row["step"]) for row in rows if row["family"] == "normal"]
+    panels += [(row["family"], row["step"]) for row in rows if row["step"] == "an iteration of EM"]
+    panels = list(dict.fromkeys(panels))
+    figure, axes = plt.subplots(-(-len(panels) // 5), 5, figsize=(11, 11), sharex=True)
+    for place, (family, step) in zip(axes.flat, panels):
+        for shape, marker in zip(SHAPES, "osD"):
+            of_shape = [
+                r for r in rows if (r["shape"], r["family"], r["step"]) == (shape, family, step)
+            ]
+            place.plot(
+                [row["rows"] for row in of_shape],
+                [max(row["nanoseconds_a_row"], 1.0) for row in of_shape],
+                marker=marker, markersize=4, label=shape,
+            )  # fmt: skip
+        title = step if family == "normal" and "EM" not in step else f"{step},\n{family}"
+        place.set(xscale="log", yscale="log", ylim=(10, 2e5))
+        place.set_title(title.replace(", a tenth", ",\na tenth"), fontsize=9)
+    for place in axes.flat[len(panels) :]:
+        place.set_visible(False)
+    for row in axes:
+        row[0].set_ylabel("ns a row")
+    for place in axes[-1]:
+        place.set_xlabel("rows")
+    axes.flat[0].legend()
+    figure.tight_layout()
+    figure.savefig(FOLDER / "growth.png", dpi=150)
+    plt.close(figure)
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    rows: list[dict[str, Any]] = [] if not options.draw else earlier("growth")
+    if not options.draw:
+        for shape in SHAPES:
+            of_shape: list[dict[str, Any]] = []
+            for size in QUICK if options.quick else SIZES:
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    of_shape += pool.apply(measure, (shape, size, too_slow(of_shape, size)))
+            rows += of_shape
+            if not options.quick:
+                write("growth", rows)
+    if not options.quick:
+        draw(rows)
+
+
+if __name__ == "__main__":
+    main()
