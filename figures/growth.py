@@ -174,7 +174,7 @@ def measure(shape: str, rows: int, left_out: set[tuple[str, str]]) -> list[dict[
         note(family, "start of EM", max(whole - 3 * each, 0.0), memory_of_start)
         if family != "normal":
             continue
-        seconds, memory, fit = measured(lambda: fit_em(FAMILIES["normal"][1](), data))
+        seconds, memory, fit = measured(partial(fit_em, FAMILIES["normal"][1](), data))
         note(family, "a fit", seconds, memory, iterations=fit.num_steps)
         for (step, of_few), (_, of_all) in zip(after_a_fit(fit, few), after_a_fit(fit, data)):
             of_few()

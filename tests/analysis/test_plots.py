@@ -136,7 +136,7 @@ NUMBERS = {
 def test_densities_over_the_histogram_are_weighted_by_the_states(axes, name):
     """The chain of ``of`` forgets, so that posteriors are those of single steps."""
     torch.manual_seed(0)
-    hmm = of(NUMBERS[name](), 200)
+    hmm = of(NUMBERS[name](), 400)
     values = hmm.sample()
     shares = hmm.emission.log_prob(values[0, :, None]).softmax(-1).mean(0)  # independent steps
     plots.emission(hmm, values=values, axes=axes)

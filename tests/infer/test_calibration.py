@@ -100,7 +100,7 @@ def test_a_pyro_model_with_covariates_whose_joint_density_finds_samples_of_the_p
     found = calibrate(model, exact, like, 60).p_values()
     assert found.keys() == {"slope", "lp"}
     assert min(found.values()) > 1e-3
-    of_prior = calibrate(model, lambda *_: {"slope": torch.randn(15)}, like, 40).p_values()
+    of_prior = calibrate(model, lambda *_: {"slope": torch.randn(15)}, like, 80).p_values()
     assert of_prior["slope"] > 1e-3
     assert of_prior["lp"] < 1e-6
 

@@ -35,7 +35,7 @@ from pyrohmm import (
     starts,
     to_hmmlearn,
 )
-from pyrohmm.infer import iterations
+from pyrohmm.data import packed
 
 NAN = math.nan
 INITIAL, TRANSITION = np.array([1.5, 2.0, 1.2]), 1.3 + 2 * np.eye(3)  # concentrations
@@ -170,10 +170,12 @@ def test_it_ends_at_a_local_maximum(name):
 def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     case = CASES[name]
     module, data = module_of(case), data_of(case, lengths=[9, 1, 2, 8, 3, 1, 1, 2])
-    data = Sequences(data.values, data.lengths, data.observed, total=10)
     begin, fits = start_at(sample_start(module, data, restarts)), []
     for least in (1 << 16, 0):
-        monkeypatch.setattr(iterations, "PADDED", least)
+        monkeypatch.setattr(packed, "LITTLE", least)
+        monkeypatch.setattr(packed, "SHORT", least)
+        data = Sequences(data.values, data.lengths, data.observed, total=10)
+        assert (len(data.buckets) > 1) == (least == 0)
         pyro.set_rng_seed(0)
         fits.append(
             fit_em(module, data, num_iterations=3, tolerance=None, start=begin, restarts=restarts)
@@ -185,7 +187,8 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
 
 
 def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):
-    monkeypatch.setattr(iterations, "PADDED", 0)
+    monkeypatch.setattr(packed, "LITTLE", 0)
+    monkeypatch.setattr(packed, "SHORT", 0)
     sequences = [[0] * 9, [0], [0], [0, 1], [0, 0], [0]]
     module = TabularHMM(2, categorical(2))
     begin = {

@@ -119,7 +119,7 @@ def test_the_spread_of_replicates_is_that_of_the_textbook(parametric):
 
 
 def test_functions_and_parameters_without_priors():
-    data, fit = coins()
+    data, fit = coins(1)
     pyro.set_rng_seed(0)
     point = fit_em(TabularHMM.from_hmm(fit.hmm(data)), data, **TIGHT)
     limits = point.intervals(data, method="bootstrap")

@@ -110,7 +110,7 @@ def answers(hmm, values):
     """Evidence, states and forecasts."""
     ahead = hmm.forecast(values, 2)
     states = hmm.posterior(values).state_probs
-    density = ahead.log_prob(values[:, :2])
+    density = ahead.log_prob(values[:1, :2])  # padding is in no support
     return hmm.log_prob(values), hmm.filtered(values), states, ahead.state_probs, density
 
 
