@@ -63,7 +63,7 @@ class Copies:
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities ``(B',)`` of the copies ``rows``, and their gradients."""
         score = lambda u, chosen: self.score(self.at(u), chosen)  # noqa: E731
-        return graded(score, place, self.information.room, rows)
+        return graded(score, place, self.information.room(self.information.data), rows)
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)`` at free coordinates ``(B', P)``."""
@@ -80,7 +80,7 @@ class Copies:
         data, same = self.information.data, []
         own = torch.arange(self.information.hmm.num_states)
         reference = self.information.hmm.posterior(data.values).state_probs
-        for some in u.split(self.information.room):
+        for some in u.split(self.information.room(data)):
             hmm = self.information.at(some).expand(torch.Size([len(some), len(data)]))
             states = hmm.posterior(data.values)
             same.append((match_states(states.state_probs, reference) == own).all(-1))

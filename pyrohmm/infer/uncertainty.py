@@ -103,7 +103,13 @@ class Information:
         module: Any = getattr(model, "module", None)
         known = module.entry_names() if hasattr(module, "entry_names") else {}
         self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
-        points, spaces, nodes = points_of(self.model, self.data)
+        own = (
+            isinstance(model, MarginalModel) and type(model).__module__ == MarginalModel.__module__
+        )
+        self.parts = [self.data]  # whose log-likelihoods are added
+        if own and len(self.data.bucket_members) > 1:
+            self.parts = [self.data[chosen] for chosen in self.data.bucket_members]
+        points, spaces, nodes = points_of(self.model, self.parts[0])
         spaces = {**spaces, **supports}
         unit = 1.0
         if (seen := data.known_values).dtype.is_floating_point:
@@ -137,8 +143,8 @@ class Information:
         # inside a plate values have the dimension of a batch already
         names = {part.name for part in self.coordinates} & nodes.keys()
         self.plated = {name for name in names if in_plate(nodes[name])}
-        cells = len(data) * data.num_steps * nodes["_RETURN"]["value"].num_states
-        self.room = max(1, CELLS // cells)
+        self.parts = [self.data] if self.plated else self.parts
+        self.num_states, self.copied = nodes["_RETURN"]["value"].num_states, True
         self._compute()
         self.hmm: HMM = self.at(torch.zeros(len(self.labels), dtype=torch.double))
 
@@ -153,7 +159,12 @@ class Information:
         """Log joint densities at coordinates ``(P,)``, or of copies ``(B, P)``, and the HMM."""
         data, copies = self.data if data is None else data, None if u.dim() == 1 else len(u)
         joint, hmm = log_joint(self.model, data, self.values_at(u), copies, weights)
-        return joint.likelihood + joint.prior, hmm
+        further = any(data is part for part in self.parts[1:])
+        return joint.likelihood + (0.0 if further else joint.prior), hmm
+
+    def room(self, data: Sequences) -> int:
+        """How many copies of the model make a batch."""
+        return max(1, CELLS // (len(data) * data.num_steps * self.num_states))
 
     def at(self, u: Tensor, data: Sequences | None = None) -> HMM:
         """The HMM at coordinates ``u`` ``(P,)``."""
@@ -168,23 +179,32 @@ class Information:
         """Raise unless copies of the model have the density of one."""
         u = APART * torch.ones(len(self.labels), dtype=torch.double)
         check_copies(
-            lambda: (torch.stack([self.run(each)[0] for each in u]), self.run(u)[0]),
+            lambda: (
+                torch.stack([self.run(each, self.parts[0])[0] for each in u]),
+                self.run(u, self.parts[0])[0],
+            ),
             self.values_at(u),
         )
 
     def gradients(self, places: Tensor) -> Tensor:
         """Gradients of the log joint density at coordinates ``(B, P)``, by batches of copies."""
-        room = self.room if self.room >= FEWEST else 1
-        one = (lambda u, _: self.run(u)[0]) if room > 1 else lambda u, _: self.run(u[0])[0][None]
-        return graded(one, places, room)[1]
+        total = torch.zeros_like(places)
+        for part in self.parts:
+            room = self.room(part) if self.copied else 1
+            if room < FEWEST:
+                one = lambda u, _: self.run(u[0], part)[0][None]  # noqa: B023, E731
+                total = total + graded(one, places, 1)[1]
+            else:
+                total = total + graded(lambda u, _: self.run(u, part)[0], places, room)[1]  # noqa: B023
+        return total
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
-        if self.room >= FEWEST:
-            try:
+        try:
+            if self.room(self.parts[0]) >= FEWEST:
                 self.check_copies()
-            except (TypeError, ValueError):
-                self.room = 1
+        except (TypeError, ValueError):
+            self.copied = False
         here = torch.zeros(1, len(self.labels), dtype=torch.double)
         return self.gradients(here)[0], self.derivatives(self.gradients)
 

@@ -411,6 +411,23 @@ def test_one_long_series():
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
 
 
+def test_groups_of_any_size_are_computed_in_buckets():
+    """Their log joint densities, with the prior once, add up to that of all as one padded batch."""
+    pyro.set_rng_seed(0)
+    values = [torch.poisson(torch.tensor([1.0, 6.0])[torch.arange(n) // 9 % 2])
+              for n in [5_000, *[5] * 60, 1]]  # fmt: skip
+    data = Sequences.from_list(values)
+    fit = fit_em(TabularHMM(2, poisson(concentration=3.0)), data, tolerance=1e-9)
+    information = fit.information(data)
+    assert len(information.parts) > 1
+    u = 0.1 * torch.randn(len(information.labels))
+    found = sum(information.run(u, part)[0] for part in information.parts)
+    torch.testing.assert_close(found, information.run(u)[0])
+    found = information.gradients(u.unsqueeze(0))[0]
+    information.parts = [information.data]
+    torch.testing.assert_close(found, information.gradients(u.unsqueeze(0))[0])
+
+
 def test_components_of_a_covariance_are_missing():
     """Also with parameters in single precision, whose gradients are those in double."""
     generator = torch.Generator().manual_seed(0)
