@@ -332,7 +332,8 @@ class Gibbs(Chains):
         if not bool((seen := data.observed.flatten()).all()):
             where = seen.nonzero().squeeze(-1)
             values, flat = values.index_select(1, where), flat.index_select(1, where)
-        size = CHUNK // (len(flat) * hmm.num_states) + 1 if self.emission.summed else flat.size(1)
+        summed = getattr(self.emission, "summed", True)
+        size = CHUNK // (len(flat) * hmm.num_states) + 1 if summed else flat.size(1)
         total: Statistics = {}
         for value, state in zip(values.split(size, 1), flat.split(size, 1)):
             weights = hmm.log_initial.new_zeros(*state.shape, hmm.num_states)
