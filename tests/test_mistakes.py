@@ -153,7 +153,7 @@ def test_distributions(mistake, error, words):
         torch.zeros(3, 2), A, validate_args=True).log_prob(X[0]), ValueError, "labels must lie"),
     ("what is stored", lambda: hmm().viterbi(STORED), TypeError, "StoredSequences. Ask part by pa"),
     ("probabilities for states", lambda: data().to_dataframe(probs=X), ValueError,
-     r"probs must have shape \(N, T, K\)"),
+     r"probs must have shape \(M, K\) = \(5, 3\)"),
 ])  # fmt: skip
 def test_queries(mistake, error, words):
     with pytest.raises(error, match=words):

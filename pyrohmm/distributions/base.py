@@ -405,7 +405,7 @@ class ChainDistribution(OwnChecks):
 def _batch_of(shapes: dict[str, torch.Size]) -> torch.Size:
     """What batch shapes broadcast to; raises if those are very many sequences."""
     batch = check_broadcast(shapes)
-    if (count := batch.numel()) > MOST_SEQUENCES:
+    if (count := math.prod(batch)) > MOST_SEQUENCES:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
         raise ValueError(
             f"batch shapes must broadcast to at most {MOST_SEQUENCES:,} sequences; got "

@@ -238,8 +238,8 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
         for weight, value in zip(weights.split(size, 1), values.split(size)):
             columns = (value.double() - about).mT.contiguous()
             columns = torch.nn.functional.pad(columns, (0, 0, 1, 0), value=1.0)
-            for out, share in zip(total, weight.double().mT.flatten(0, 1).contiguous()):
-                weighted = columns * share
+            for row, share in enumerate(weight.double().mT.flatten(0, 1).contiguous()):
+                weighted, out = columns * share, total[row]
                 for first in range(0, width, STRIP):  # the upper half is the same
                     own, end = slice(first, first + STRIP), first + STRIP
                     out[own, :end].addmm_(weighted[own], columns[:end].mT)

@@ -42,6 +42,10 @@ class AsTheyAsk:
         given = {name: getattr(self, name) for name in names if hasattr(self, name)}
         self._initialise(np.asarray(X), given, self.random_state)
 
+    def sample(self, *args, **options):
+        self._seed()  # of one sample in twelve a step is not decoded, as of their generator's first
+        return super().sample(*args, **options)
+
     def _check(self):
         self._hmm(torch.tensor([1]))
 
