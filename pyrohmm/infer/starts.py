@@ -62,7 +62,7 @@ class Start(Protocol):
 def from_prior(module: HMMModule, data: Sequences, restarts: int) -> Values:
     """Start from samples of the prior, one for each restart."""
     with PYRO, torch.no_grad(), poutine.block(), pyro.plate("restarts", restarts, dim=-2):
-        trace = poutine.trace(lambda: build(module, data)).get_trace()
+        trace = poutine.trace(lambda: build(module, data[:1])).get_trace()
     return {name: trace.nodes[name]["value"] for name in trace.stochastic_nodes}
 
 
