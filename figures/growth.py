@@ -176,10 +176,11 @@ def measure(shape: str, rows: int, left_out: set[tuple[str, str]]) -> list[dict[
             continue
         seconds, memory, fit = measured(partial(fit_em, FAMILIES["normal"][1](), data))
         note(family, "a fit", seconds, memory, iterations=fit.num_steps)
-        for (step, of_few), (_, of_all) in zip(after_a_fit(fit, few), after_a_fit(fit, data)):
-            of_few()
+        of_few = after_a_fit(fit_em(FAMILIES["normal"][1](), few), few)
+        for (_, warm), (step, run) in zip(of_few, after_a_fit(fit, data)):
+            warm()
             if (family, step) not in left_out:
-                seconds, memory, _ = measured(of_all)
+                seconds, memory, _ = measured(run)
                 note(family, step, seconds, memory)
     return found
 

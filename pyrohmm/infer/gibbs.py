@@ -179,11 +179,12 @@ class Gibbs(Chains):
             categorical = is_categorical(parameters.example.emission)
             start = from_prior if categorical or self.emission is None else by_kmeans
         some = seen_by(start, self.data) if self.num_sets == 1 else self.data
-        begin = start if isinstance(start, dict) else start(module, some, parameters.restarts)
+        given = parameters.probe if start is from_prior else some  # of many sets of values, too
+        begin = start if isinstance(start, dict) else start(module, given, parameters.restarts)
         if isinstance(start, dict) and self.ladder.size > 1:  # one for each ladder, or for all
             begin = {name: self._for_ladders(name, value) for name, value in start.items()}
         known = begin if isinstance(begin, dict) else None
-        parameters.set_values(known or from_prior(module, some, parameters.restarts))
+        parameters.set_values(known or from_prior(module, parameters.probe, parameters.restarts))
         hmm, _ = parameters.build(some)
         if isinstance(begin, dict):
             states = hmm.sample_states(some.values)
