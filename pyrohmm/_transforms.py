@@ -53,11 +53,7 @@ def opaque(function: Function) -> Function:
         for part in given:
             if type(part) is ProvenanceTensor:
                 tracked |= part._provenance
-        return (
-            with_provenance(tracked, function, *args, **kwargs)
-            if tracked
-            else function(*args, **kwargs)
-        )
+        return with_provenance(tracked, function, *args, **kwargs)
 
     return cast(Function, call)
 

@@ -16,12 +16,7 @@ from .._imports import imported
 from ..distributions.forecast import Forecast
 from ..distributions.hmm import HMM
 from ..infer.results import Fit
-from .dwell_times import (
-    dwell_time_hazard,
-    dwell_time_log_prob,
-    dwell_time_log_survival,
-    segments,
-)
+from .dwell_times import dwell_time_hazard, dwell_time_log_prob, dwell_time_log_survival, segments
 from .plot_axes import (
     MOST_TICKS,
     axes_or_new,

@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -395,10 +396,15 @@ class Batches:
         if self.windows is not None:
             self.ends = self.data.lengths[self.order].cumsum(0)
 
-    def explain(self, error: Exception) -> None:
-        """Add the numbers of the minibatch's sequences to an error, which counts within it."""
-        if self.whole is None:
-            error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add the numbers of the minibatch's sequences to errors, which count within it."""
+        try:
+            yield
+        except ValueError as error:
+            if self.whole is None:
+                error.add_note(f"The minibatch holds the sequences {self.chosen.tolist()}.")
+            raise
 
 
 def batches_in_round(lengths: Tensor, batch_tokens: int) -> int:

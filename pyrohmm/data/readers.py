@@ -70,9 +70,7 @@ def read_lines(path: FilePath) -> list[str]:
 
 
 def read_sentences(
-    path: FilePath,
-    vocabulary: Vocabulary | Counting | None = None,
-    eos: str | None = "<eos>",
+    path: FilePath, vocabulary: Vocabulary | Counting | None = None, eos: str | None = "<eos>"
 ) -> Corpus:
     """Read one sentence per line, its tokens separated by white space.
 

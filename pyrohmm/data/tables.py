@@ -14,16 +14,7 @@ from torch import Tensor
 from .._arrays import is_missing, to_numpy
 from .._checks import check_shape
 from .._imports import imported
-from .steps import (
-    NO_CODE,
-    check_order,
-    encoded,
-    firsts,
-    packed,
-    read_part,
-    read_steps,
-    read_times,
-)
+from .steps import NO_CODE, check_order, encoded, firsts, packed, read_part, read_steps, read_times
 from .vocabulary import Vocabulary
 
 Gaps = Literal["missing", "ignore", "error"]

@@ -88,11 +88,7 @@ class BlockSymbols:
             )
 
     def likelihood(
-        self,
-        values: Tensor,
-        lengths: Tensor,
-        observed: Tensor | None = None,
-        check: bool = True,
+        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of symbols in the states of their blocks.
 

@@ -9,12 +9,7 @@ import torch
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._checks import (
-    INTEGERS,
-    broadcast_shapes,
-    check_broadcast,
-    check_real,
-)
+from .._checks import INTEGERS, broadcast_shapes, check_broadcast, check_real
 from .._transforms import beside, transforming, uncompiled
 from ..chains.rates import Gaps, RateChain, diagonal, log_transitions, over_gaps
 from .autoregressive import Autoregressive

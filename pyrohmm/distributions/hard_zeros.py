@@ -235,10 +235,7 @@ def first_reaching(reached: Callable[[Tensor], Tensor], low: Tensor, high: Tenso
 # Arguments ----------------------------------------------------------------------------------------
 
 # alternative arguments of one distribution, of which the first is taken
-ALTERNATIVES = (
-    ("scale_tril", "covariance_matrix", "precision_matrix"),
-    ("gate", "gate_logits"),
-)
+ALTERNATIVES = (("scale_tril", "covariance_matrix", "precision_matrix"), ("gate", "gate_logits"))
 ATTRIBUTES = {"base_distribution": "base_dist"}  # where they differ from arguments
 
 

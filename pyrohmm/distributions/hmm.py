@@ -27,12 +27,7 @@ from ..ops import recursions
 from .autoregressive import Autoregressive
 from .base import ChainDistribution, SequenceOptions, check_likelihood, check_possible
 from .crf import LinearChainCRF
-from .forecast import (
-    AutoregressiveForecast,
-    Forecast,
-    sample_emission,
-    sample_emission_per_step,
-)
+from .forecast import AutoregressiveForecast, Forecast, sample_emission, sample_emission_per_step
 from .observation import Tied, permuted
 from .values import allowed_states
 

@@ -21,13 +21,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from .._checks import (
-    check_floats,
-    check_integers,
-    check_log_simplex,
-    check_shape,
-    check_trailing,
-)
+from .._checks import check_floats, check_integers, check_log_simplex, check_shape, check_trailing
 from .._precision import full_precision
 from .._transforms import refuse_transforms
 from ..ops.log_space import step_mask
@@ -144,11 +138,7 @@ class TaggedSymbols(BlockSymbols):
         return words, tags
 
     def likelihood(
-        self,
-        values: Tensor,
-        lengths: Tensor,
-        observed: Tensor | None = None,
-        check: bool = True,
+        self, values: Tensor, lengths: Tensor, observed: Tensor | None = None, check: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of words and tags ``(N, T, 2)`` in the states of each word's block."""
         known = step_mask(lengths, values.size(1), values.device)

@@ -199,7 +199,8 @@ class Loop(FitLoop):
     def run(self) -> None:
         """Iterate until the fit has converged or has taken all steps."""
         data, parameters = self.batches.data, self.parameters
-        with threads_for(parameters.cost * self.batches.steps_at_once):
+        threads = threads_for(parameters.cost * self.batches.steps_at_once)
+        with threads, self.batches.explained():
             if self.decay is not None and not self.average:
                 _, self.average = self._whole_set()
             values = [*parameters.values.values(), *parameters.points]
@@ -208,12 +209,12 @@ class Loop(FitLoop):
             if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
                 self.losses[-1], self.last = self._whole_set()
             elif not self.last:  # the checkpoint is that of a fit which has ended
-                _, self.last = self._expect(self.batches.take())
+                _, self.last = self.expect(self.batches.take())
 
     def step(self) -> None:
         """One EM iteration: E-step, convergence check, M-step."""
         batch = self.batches.take()
-        loss, sums = self._judge(batch) if self.squarem.proposed else self._expect(batch)
+        loss, sums = self._judge(batch) if self.squarem.proposed else self.expect(batch)
         self._append(self.losses, loss)
         self._append(self.log_priors, self.expect.log_prior)
         if not self.bar.disable:
@@ -225,7 +226,7 @@ class Loop(FitLoop):
             return
         if len(self.alive) > 1 and len(chosen := self._promising()) < len(self.alive):
             self._keep(chosen)
-            loss, sums = self._expect(batch)
+            loss, sums = self.expect(batch)
         if self.decay is not None:
             rate = (len(self.losses) + 1) ** -self.decay
             sums = self.average = _mixed(self.average, sums, rate)
@@ -304,12 +305,12 @@ class Loop(FitLoop):
         """The loss and the statistics of all the data, in minibatches."""
         data, seen, total = self.batches.data, 0, torch.zeros(())
         if isinstance(data, Parts):
-            return self._expect(self.batches.shard(data))
+            return self.expect(self.batches.shard(data))
         average: Sums = {}
         for chosen in torch.arange(len(data)).split(self.batches.batch_size):
             self.batches.chosen = chosen
             seen += len(chosen)
-            loss, statistics = self._expect(self.batches.shard(data.batch(chosen)))
+            loss, statistics = self.expect(self.batches.shard(data.batch(chosen)))
             total = total + loss * len(chosen) / len(data)
             average = _mixed(average, statistics, len(chosen) / seen)
         return total, average
@@ -322,14 +323,7 @@ class Loop(FitLoop):
             worse = ~(loss <= past)
         except (ArithmeticError, RuntimeError, ValueError):  # they are impossible
             worse = torch.ones_like(past, dtype=torch.bool)
-        return self._expect(batch) if self.squarem.undo(worse) else (loss, statistics)
-
-    def _expect(self, batch: Sequences) -> tuple[Tensor, Sums]:
-        try:
-            return self.expect(batch)
-        except ValueError as error:
-            self.batches.explain(error)
-            raise
+        return self.expect(batch) if self.squarem.undo(worse) else (loss, statistics)
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state: parameters, M-step, running restarts, statistics, extrapolation."""

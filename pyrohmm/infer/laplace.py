@@ -53,15 +53,7 @@ from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
 from .results import Fit
 from .training import check_model_and_data
-from .uncertainty import (
-    FAR,
-    VANISHING,
-    Information,
-    differences,
-    double_of,
-    doubled,
-    points_of,
-)
+from .uncertainty import FAR, VANISHING, Information, differences, doubled, points_of
 
 ROUNDS = 10  # of climbs, each with nodes where the last one ended
 ZERO = 3.0  # of a logarithm, below which a number is of no account
@@ -116,7 +108,7 @@ class LaplaceInformation(Information):
     ) -> tuple[Tensor, Tensor]:
         """Value and standard error of a function of the HMM, that of the effects included."""
         value, error = super().of(function, data)
-        data = None if data is None else double_of(data)
+        data = None if data is None else data.to(torch.float64)
         here, b = torch.zeros(len(self.labels), dtype=torch.double), self.marginal.modes[0]
         scale = self.blocks.diagonal(dim1=-2, dim2=-1).rsqrt().flatten()
 
@@ -204,7 +196,7 @@ class LaplaceFit(Fit):
             data: The sequences that were fitted.
         """
         with self.at_rest():
-            marginal = Marginal(doubled(self.model), double_of(data), self.random)
+            marginal = Marginal(doubled(self.model), data.to(torch.float64), self.random)
             fixed = {name: value.double() for name, value in self.parameters.items()}
             effects = {name: fixed.pop(name) for name in self.random}
             plated = self.random if marginal.plated else ()
@@ -385,7 +377,7 @@ def fit_laplace(
     check_size("restarts", restarts)
     check_size("num_steps", num_steps)
     random = [random] if isinstance(random, str) else list(random)
-    marginal = Marginal(doubled(model), double_of(data), random)
+    marginal = Marginal(doubled(model), data.to(torch.float64), random)
     search = _Search(marginal, dict(start or {}), restarts)
     search.check()
     first, peak = search.climb(num_steps, tolerance)

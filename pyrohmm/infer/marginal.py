@@ -51,12 +51,7 @@ class Marginal:
         resolved: Whether nodes were as many and as wide as the last :meth:`settle` asked for.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        data: Sequences,
-        random: Sequence[str],
-    ) -> None:
+    def __init__(self, model: Callable[..., Any], data: Sequences, random: Sequence[str]) -> None:
         self.model, self.data = model, data
         with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
             nodes = poutine.trace(model).get_trace(data).nodes

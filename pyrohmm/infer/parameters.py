@@ -50,11 +50,7 @@ class Parameters:
     """
 
     def __init__(
-        self,
-        module: HMMModule,
-        data: Sequences | Parts,
-        restarts: int,
-        log_prior: LogPrior | None,
+        self, module: HMMModule, data: Sequences | Parts, restarts: int, log_prior: LogPrior | None
     ) -> None:
         for part in module.modules():  # which may have run by itself
             if isinstance(part, PyroModule):

@@ -222,11 +222,8 @@ class Training(FitLoop):
     def _descend(self, step: int) -> None:
         """Step along the gradient of the loss of a batch."""
         self.descent.optimizer.zero_grad()
-        try:
+        with self.batches.explained():
             loss, batch = self._backward(self.batches.take())
-        except ValueError as error:
-            self.batches.explain(error)
-            raise
         self.losses.append(self.group.mean(loss))
         if loss.device.type == "cpu" or step % WINDOW == 0:  # or the host would wait
             self.objective.check_finite(self.losses[-1], step, batch)

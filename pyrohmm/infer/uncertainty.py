@@ -99,7 +99,7 @@ class Information:
     ) -> None:
         if isinstance(model, EnumeratedModel):
             model = MarginalModel(model.module, model.log_prior)  # the same density
-        self.model, self.data = doubled(model), double_of(data)
+        self.model, self.data = doubled(model), data.to(torch.float64)
         module: Any = getattr(model, "module", None)
         known = module.entry_names() if hasattr(module, "entry_names") else {}
         self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
@@ -358,7 +358,7 @@ class Information:
         Raises:
             ValueError: If the function does not change with any parameter.
         """
-        data = None if data is None else double_of(data)
+        data = None if data is None else data.to(torch.float64)
 
         def at(u: Tensor) -> Tensor:
             return function(self.at(u, data))
@@ -475,8 +475,3 @@ def points_of(model: Any, data: Sequences) -> tuple[dict[str, Tensor], dict[str,
 def doubled(model: Any) -> Any:
     """A copy of a module in double precision; functions as they are."""
     return copy.deepcopy(model).double() if isinstance(model, torch.nn.Module) else model
-
-
-def double_of(data: Sequences) -> Sequences:
-    """The sequences in double precision."""
-    return data.to(torch.float64)

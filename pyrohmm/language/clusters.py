@@ -16,9 +16,7 @@ whether loops are compiled, changes no bit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +24,6 @@ import torch
 from torch import Tensor
 
 from .._checks import check_range, check_shape, check_size
-from ..data.readers import FilePath
 from ..data.sequences import Sequences
 from ..data.vocabulary import Vocabulary
 from ..infer.cooccurrence import count_pairs
@@ -252,56 +249,6 @@ def allocate(num_states: int, assignment: Tensor) -> Tensor:
     count = int(assignment.max()) + 1
     check_size("num_states", num_states, count)
     return num_states // count + (torch.arange(count) < num_states % count).long()
-
-
-# Files -------------------------------------------------------------------------------------------
-
-
-def read_paths(path: FilePath, vocabulary: Sequence[str], unlisted: int | None = None) -> Clusters:
-    """Read clusters as Liang's ``wcluster`` writes them: lines of path, word and count.
-
-    Words that are not in the vocabulary are passed over, and so are clusters of which no word is.
-
-    Args:
-        path: The file.
-        vocabulary: The V words to be clustered, such as a :class:`pyrohmm.readers.Vocabulary`.
-        unlisted: Which cluster takes words that the file does not list: its place among the sorted
-            paths, from the end if negative. (They may be given another by :func:`isolate`.)
-
-    Raises:
-        ValueError: If a line is malformed, or some words are not listed and ``unlisted`` does not
-            say where they go.
-
-    Example:
-        >>> path = getfixture("tmp_path") / "paths"
-        >>> _ = path.write_text("0" + chr(9) + "the" + chr(9) + "7" + chr(10)
-        ...                     + "10" + chr(9) + "cat" + chr(9) + "2" + chr(10))
-        >>> clusters.read_paths(path, ["the", "cat", "<eos>"], unlisted=-1)
-        Clusters(assignment=tensor([0, 1, 1]), paths=('0', '10'), counts=tensor([7, 2, 0]))
-    """
-    listed: dict[str, tuple[str, int]] = {}
-    for number, line in enumerate(Path(path).read_bytes().decode().splitlines(), 1):
-        match = re.fullmatch(r"([01]*)\t([^\t]+)\t([0-9]+)", line)
-        if match is None:
-            raise ValueError(
-                f"{path}, line {number}: wanted a path of 0 and 1, a word and its count, with tabs "
-                f"between; got {line[:60]!r}."
-            )
-        listed[match[2]] = match[1], int(match[3])
-    paths = sorted({bits for bits, _ in listed.values()})
-    number_of = {bits: number for number, bits in enumerate(paths)}
-    missing = [word for word in vocabulary if word not in listed]
-    if missing and unlisted is None:
-        raise ValueError(
-            f"{path} does not list {len(missing)} of the {len(vocabulary)} words of the "
-            f"vocabulary, such as {missing[0]!r}. Say which cluster takes them by unlisted."
-        )
-    other = paths[unlisted or 0], 0
-    found = [listed.get(word, other) for word in vocabulary]
-    assignment = torch.tensor([number_of[bits] for bits, _ in found])
-    counts = torch.tensor([count for _, count in found])
-    used, assignment = assignment.unique(return_inverse=True)
-    return Clusters(assignment, tuple(paths[number] for number in used), counts)
 
 
 def _columns(pairs: Pairs) -> tuple[np.ndarray, ...]:

@@ -208,11 +208,7 @@ class LanguageModel:
         )  # fmt: skip
 
     def num_iterations(
-        self,
-        data: Sequences,
-        num_epochs: int = 10,
-        batch_tokens: int = 2048,
-        num_streams: int = 16,
+        self, data: Sequences, num_epochs: int = 10, batch_tokens: int = 2048, num_streams: int = 16
     ) -> int:
         """The number of gradient steps of :meth:`fit` with these arguments."""
         if not self.contiguous:

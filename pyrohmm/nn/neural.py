@@ -75,11 +75,7 @@ class StateEmbedding(PyroModule):
     """
 
     def __init__(
-        self,
-        num_states: int,
-        dim: int,
-        blocks: Blocks | None = None,
-        scale: float | None = None,
+        self, num_states: int, dim: int, blocks: Blocks | None = None, scale: float | None = None
     ) -> None:
         super().__init__()
         scale = dim**-0.5 if scale is None else scale

@@ -220,7 +220,7 @@ class Linear(Family):
 
 def mode_of(
     parts: dict[str, Linear], current: Statistics, rows: int, covariates: Tensor,
-    value: newton.Terms, slopes: newton.Slopes | None = None,
+    value: newton.Terms,
 ) -> Statistics:  # fmt: skip
     """Coefficients by name that raise a function of their predictors, priors included.
 
@@ -234,7 +234,6 @@ def mode_of(
             these are separate problems: B = R, times their sizes.
         covariates: ``(M, C)``.
         value: Terms of the function: see :func:`pyrohmm.ops.newton.of_predictors`.
-        slopes: Their derivatives.
     """
     tables: list[Tensor] = []
     free: list[Tensor] = []
@@ -250,7 +249,7 @@ def mode_of(
             rest = rest.flatten(0, rows - 1) if rows else rest.unsqueeze(0)
             found.append(rest.flatten(1).repeat(len(table) // len(rest), 1))
         designs += [part.design(covariates)] * (tables[-1].size(1) // table.size(-1))
-    functions = newton.of_predictors(value, designs, torch.cat(precision, 1), slopes)
+    functions = newton.of_predictors(value, designs, torch.cat(precision, 1))
     start, opened = torch.cat(tables, 1), torch.cat(free, 1)
     best = newton.maximized(*functions, start, opened, share=NEAR)
     modes = {}

@@ -247,11 +247,7 @@ class RegressionHMM(HMMModule):
         if size > 1:
             initial = counts["log_initial"].reshape(restarts, -1, size).double().mT
             start = {"initial.coefficients": self.initial}
-            value, slopes = (
-                partial(_of_rows, counts=initial),
-                partial(_slopes_of_rows, counts=initial),
-            )
-            found |= mode_of(start, current, 0, first, value, slopes)
+            found |= mode_of(start, current, 0, first, partial(_of_rows, counts=initial))
         if size > 1 and (data.num_steps > 1 or self.duration is not None):
             found |= self._moves(data, counts, current, restarts)
         if self.duration is not None:
@@ -289,11 +285,9 @@ class RegressionHMM(HMMModule):
         barred = self.barred
         if barred is not None:
             barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(-1)
-        known: dict[str, Any] = {"counts": rows, "barred": barred}
-        value = partial(_of_rates if by_rates else _of_rows, **known)
-        slopes = None if by_rates else partial(_slopes_of_rows, **known)
+        value = partial(_of_rates if by_rates else _of_rows, counts=rows, barred=barred)
         parts = {f"{self.moved_by}.coefficients": self.moves}
-        return mode_of(parts, current, 1, covariates.double(), value, slopes)
+        return mode_of(parts, current, 1, covariates.double(), value)
 
     def begin_at(self, hmm: HMM) -> RegressionHMM:
         """Set the intercepts to the parameters of an HMM without covariates, and the rest to zero.
@@ -357,30 +351,10 @@ def _of_rows(
         counts: ``(B, K, M)``.
         barred: ``(B, K, 1)`` booleans, outcomes that are impossible.
     """
-    return (counts[..., rows] * _multinomial(predictors, barred)[0]).sum(1)
-
-
-def _slopes_of_rows(
-    predictors: Tensor, rows: slice, counts: Tensor, barred: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Terms of :func:`_of_rows`, slopes ``(B, m, K - 1)`` and curvatures by the predictors."""
-    logs, probs = _multinomial(predictors, barred)
-    counts, probs = counts[..., rows], probs[:, 1:]
-    expected = counts.sum(1, keepdim=True) * probs
-    bend = expected.unsqueeze(2) * probs.unsqueeze(1)
-    bend.diagonal(dim1=1, dim2=2).sub_(expected.mT)
-    return (counts * logs).sum(1), (counts[:, 1:] - expected).mT, bend.movedim(-1, 1)
-
-
-def _multinomial(predictors: Tensor, barred: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and probabilities ``(B, K, m)``, finite also of what is impossible."""
     logits = torch.nn.functional.pad(predictors.mT, (0, 0, 1, 0))
     if barred is not None:
         logits = logits.masked_fill(barred, NEVER)
-    logits = logits - logits.amax(1, keepdim=True)
-    probs = logits.exp()
-    total = probs.sum(1, keepdim=True)
-    return logits - total.log(), probs / total
+    return (counts[..., rows] * logits.log_softmax(1)).sum(1)
 
 
 def _of_rates(

@@ -100,8 +100,7 @@ def _loops() -> Any:
         return imported("._numba_clusters", __package__)
     except ImportError as error:
         raise ImportError(
-            "Brown clusters need Numba. Install it with pip install 'pyrohmm[compiled]'; "
-            "clusters.read_paths reads clusters that were made elsewhere."
+            "Brown clusters need Numba. Install it with pip install 'pyrohmm[compiled]'."
         ) from error
 
 

@@ -108,11 +108,7 @@ WIDEST = 64  # states; for more, matrix products of torch are faster
 
 
 def sample_paths(
-    log_initial: Tensor,
-    log_transition: Tensor,
-    table: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
+    log_initial: Tensor, log_transition: Tensor, table: Tensor, rows: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor] | None:
     r"""Samples of :math:`p(z_{1:T} \mid x_{1:T}, \theta_g)` and :math:`\log p(x_{1:T} | \theta_g)`.
 

@@ -7,6 +7,7 @@ that of linear predictors.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,8 +17,7 @@ from .._choices import CACHED, ON_DEVICE
 
 Value = Callable[[Tensor], Tensor]  # (B, P) to (B,)
 Derivatives = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # and slopes, Hessians (B, P, P)
-Terms = Callable[[Tensor, slice], Tensor]  # of predictors (B, m, Q) of some observations, (B, m)
-Slopes = Callable[[Tensor, slice], tuple[Tensor, Tensor, Tensor]]  # (B, m, Q), (B, m, Q, Q) too
+Terms = Callable[..., Tensor]  # of predictors (B, m, Q), and which ``rows`` these are of, (B, m)
 
 FLAT = 1e-10  # share of the largest curvature, below which a direction has that share
 HALVINGS = 40
@@ -134,7 +134,7 @@ def of_differences(value: Value) -> Derivatives:
 
 
 def of_predictors(
-    value: Terms, designs: list[Tensor], precision: Tensor, slopes: Slopes | None = None
+    value: Terms, designs: list[Tensor], precision: Tensor
 ) -> tuple[Value, Derivatives]:
     r"""Functions of linear predictors :math:`\eta_q = X_q x_q`, and their derivatives.
 
@@ -142,12 +142,10 @@ def of_predictors(
     computed in pieces of observations, which stay in the cache of a core.
 
     Args:
-        value: From predictors ``(B, m, Q)`` and the slice of the observations that they are of to
+        value: From predictors ``(B, m, Q)`` and ``rows``, of which observations they are, to
             terms ``(B, m)``, of each observation its own.
         designs: Q matrices ``(M, P_q)``; x is the vector of all coefficients, in this order.
         precision: ``(P,)`` or ``(B, P)``, w of a further term :math:`-\sum_i w_i x_i^2 / 2`.
-        slopes: The same to terms, slopes ``(B, m, Q)`` and curvatures ``(B, m, Q, Q)``; by
-            default by automatic differentiation of ``value``.
     """
     sizes = [design.size(1) for design in designs]
     columns = [design.mT.contiguous() for design in designs]
@@ -165,17 +163,11 @@ def of_predictors(
         terms = sum(value(predictors, rows).sum(-1) for rows, predictors in pieces(point))
         return terms - (precision * point.square()).sum(-1) / 2
 
-    def by_gradients(predictors: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        leaf = predictors.detach().requires_grad_()
-        terms = value(leaf, rows)
-        (slope,) = torch.autograd.grad(terms.sum(), leaf, create_graph=True)
-        return terms.detach(), slope.detach(), _rows_of_hessian(slope, leaf)
-
     def derivatives(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         height = -(precision * point.square()).sum(-1) / 2
         total, bend = -precision * point, -precision.diag_embed()
         for rows, predictors in pieces(point):
-            terms, slope, weights = (slopes or by_gradients)(predictors, rows)
+            terms, slope, weights = of_function(partial(value, rows=rows))(predictors)
             weights = weights.movedim(1, -1)  # (B, Q, Q, m)
             height = height + terms.sum(-1)
             own = zip(slope.unbind(-1), columns)

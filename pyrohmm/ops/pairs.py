@@ -59,12 +59,7 @@ class Pairs:
     """
 
     def __init__(
-        self,
-        first: Tensor,
-        second: Tensor,
-        counts: Tensor,
-        num_symbols: int,
-        lag: int = 1,
+        self, first: Tensor, second: Tensor, counts: Tensor, num_symbols: int, lag: int = 1
     ) -> None:
         check_size("num_symbols", num_symbols)
         check_size("lag", lag)

@@ -84,10 +84,7 @@ def log_mean_duration(log_duration: Tensor) -> Tensor:
 
 
 def segment_weights(
-    log_duration: Tensor,
-    censored_end: bool,
-    censored_start: bool,
-    log_mean: Tensor | None = None,
+    log_duration: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None
 ) -> Tensor:
     """Log weights of segments by censoring at either end, ``(2, 2, *B, K, D)`` in float64.
 

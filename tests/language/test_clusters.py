@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyrohmm import Sequences, clusters, datasets
+from pyrohmm import Sequences, datasets
 from pyrohmm.infer.cooccurrence import count_pairs
 from pyrohmm.language.clusters import (
-    Clusters,
     average_mutual_information,
     brown,
     isolate,
@@ -201,18 +200,3 @@ def test_words_with_a_cluster_of_their_own():
     assert isolate(assignment, range(5)).tolist() == [0] * 5
     assert isolate(isolate(assignment, [4]), [1]).tolist() == [0, 4, 1, 2, 3]
     assert assignment.equal(kept)
-
-
-# Files -------------------------------------------------------------------------------------------
-
-LINES = "00\t<eos>\t5\n01\tthe\t7\n1\tN\t3\n1\tZürich\t1\n1\tdon't\t1\n"
-
-
-def read(tmp_path, text, words, **options):
-    (tmp_path / "paths").write_bytes(text.encode())
-    return clusters.read_paths(tmp_path / "paths", words, **options)
-
-
-def test_words_and_clusters_that_the_vocabulary_lacks_are_passed_over(tmp_path):
-    found = read(tmp_path, LINES, ["don't", "the"])
-    assert same(found, Clusters(torch.tensor([1, 0]), ("01", "1"), torch.tensor([1, 7])))
