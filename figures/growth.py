@@ -3,7 +3,8 @@
 Three shapes: one long series, sequences of a hundred steps, and groups whose sizes have a heavy
 tail, as sessions, documents and animals have. Each shape and size is measured in a process of its
 own, with one thread, by processor time; memory is the growth of that process. What would take
-longer than ``MOST`` seconds, judged by fewer rows, is left out. A step that costs more a row of one
+longer than ``MOST`` seconds, judged by fewer rows, is left out, and so is what needs all sequences
+padded together where that is refused. A step that costs more a row of one
 long series than of many short ones runs a loop of Python over time. Writes ``growth.json`` and
 ``growth.png``.
 """
@@ -26,7 +27,7 @@ from pyro.distributions import Poisson
 import pyrohmm
 from pyrohmm import Sequences, TabularHMM, fit_em, fit_gibbs, metrics, queries
 
-SIZES, QUICK = (10_000, 100_000, 1_000_000, 5_000_000), (1_000,)
+SIZES, QUICK = (10_000, 100_000, 1_000_000), (1_000,)
 SHAPES = "one series", "hundreds", "heavy tail"
 MOST = 60.0
 ITERATIONS = 4
@@ -166,6 +167,8 @@ def measure(shape: str, rows: int, left_out: set[tuple[str, str]]) -> list[dict[
             continue
         seconds, memory, data = measured(partial(read, frame, family))
         note(family, "table", seconds, memory)
+        if family == "covariates" and data.is_ragged:
+            continue
         whole, memory_of_start, fit = measured(partial(fit_of, family, data, 2))
         one, _, _ = measured(partial(fit_of, family, data, 1, fit))
         more, memory, fit = measured(partial(fit_of, family, data, 1 + ITERATIONS, fit))
@@ -179,7 +182,7 @@ def measure(shape: str, rows: int, left_out: set[tuple[str, str]]) -> list[dict[
         of_few = after_a_fit(fit_em(FAMILIES["normal"][1](), few), few)
         for (_, warm), (step, run) in zip(of_few, after_a_fit(fit, data)):
             warm()
-            if (family, step) not in left_out:
+            if (family, step) not in left_out and not (data.is_ragged and "Gibbs" in step):
                 seconds, memory, _ = measured(run)
                 note(family, step, seconds, memory)
     return found

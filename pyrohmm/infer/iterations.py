@@ -16,7 +16,7 @@ from ..data.batches import Batches, Parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from .loop import FitLoop
-from .maximization import Maximization, Sums, combined
+from .maximization import Maximization, Sums, combined, joined
 from .parameters import Extrapolation, Parameters, Values
 from .process_group import ProcessGroup
 
@@ -79,7 +79,7 @@ class Expectation:
             evidences.append((chosen, expected.log_evidence.double().reshape(-1, len(part))))
             total = total + scale * evidences[-1][1].sum(-1)
             more = self.maximize.gather(expected, None if by_symbol else part, hmm, scale)
-            sums = combined(torch.add, sums, more) if sums else more
+            sums = joined(sums, more) if sums else more
         if self.group.size > 1:
             total = self.group.mean(total)
             sums = combined(lambda value: self.group.mean(value.contiguous()), sums)
@@ -101,7 +101,7 @@ class Expectation:
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
         for part in parts_of(batch):
-            if not self.maximize.summed:
+            if not self.maximize.in_parts:
                 yield torch.arange(len(part)), part, part.total / len(part)
                 continue
             for chosen, piece in zip(part.bucket_members, part.buckets):

@@ -96,6 +96,27 @@ def combined(function: Callable[..., Tensor], *sums: Sums) -> Sums:
     }
 
 
+def joined(one: Sums, other: Sums) -> Sums:
+    """Add statistics of two parts of the data; observations and their weights are put together."""
+
+    def join(name: str, a: Tensor, b: Tensor) -> Tensor:
+        if (
+            name.endswith("each.weights") and a.dim() != b.dim()
+        ):  # of components, where one has them
+            a, b = (x if x.dim() > 3 else x.unsqueeze(-1) for x in (a, b))
+        if name.endswith(("each.values", "each.weights")):
+            dim = int(name.endswith("weights"))
+            shape = [max(sizes) for sizes in zip(a.shape, b.shape)]
+            shape[dim] = -1
+            return torch.cat([a.expand(shape), b.expand(shape)], dim)
+        return a if "start." in name else a + b
+
+    return {
+        kind: {name: join(name, part, other[kind][name]) for name, part in named.items()}
+        for kind, named in one.items()
+    }
+
+
 class GradientSteps:
     """Gradient steps on the expected log joint density, in what has no closed form.
 
@@ -182,6 +203,7 @@ class Maximization:
         steps: The module, if it defines an M-step that reads every step.
         emission: Its emission module, if that defines one.
         numbers: Whether its emission, not of symbols, has an M-step, whatever its priors.
+        in_parts: Whether statistics of parts of the data can be put together.
         summed: Whether it needs sums over observations alone, not each step of them.
         by_symbol: Whether expected counts of symbols are such sums.
         allowed: Transitions that are possible, ``(K, K)``; None if all are.
@@ -231,7 +253,8 @@ class Maximization:
         cores, batches = hmm.chain.cores, hmm.chain.batches
         single = not any(batches.values()) and not any("T" in core for core in cores.values())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
-        self.summed = single and ((own and getattr(emission, "summed", True)) or countable)
+        self.in_parts = single and (own or countable)
+        self.summed = self.in_parts and (countable or getattr(emission, "summed", True))
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain
         self.by_symbol = self.summed and countable and plain
         self.notes: dict[str, int] = {}
@@ -324,7 +347,7 @@ class Maximization:
         if self.summed:
             visits = sums["visits"]["states"]
             self.idle = visits < DEAD * visits.sum(-1, keepdim=True)
-            batch = parameters.probe
+        batch = parameters.probe if self.in_parts else batch
         with torch.no_grad():
             values, notes = with_one_wait(partial(self.modes, sums), parameters.data.device)
             parameters.update(values)

@@ -119,11 +119,11 @@ class NewtonComponents(Components):
         start = {f"start.{n}": v.double().reshape(-1, *self.shape).expand(shape)
                  for n, v in found.items()}  # fmt: skip
         values, weights = _by_value(values, weights)
-        return {"values": values.double(), "weights": weights.double()} | start
+        return {"each.values": values.double(), "each.weights": weights.double()} | start
 
     def m_step(self, statistics: Statistics) -> Maximum:
         """M-step: mode of each state and component, by Newton's method in unconstrained space."""
-        values, weights = self._known(statistics["values"], statistics["weights"])
+        values, weights = self._known(statistics["each.values"], statistics["each.weights"])
         links = {name: transform_to(space) for name, space in self.spaces().items()}
         owners = {name: self._owner(name) for name in links}
         start = {name: statistics[f"start.{name}"] for name in links}

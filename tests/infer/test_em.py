@@ -25,8 +25,10 @@ from pyrohmm import (
     categorical,
     fit_em,
     freeze,
+    gamma,
     left_to_right,
     load_hmm,
+    negative_binomial,
     normal,
     normal_spherical,
     normal_tied,
@@ -184,6 +186,29 @@ def test_batching_by_length_changes_nothing(name, restarts, monkeypatch):
     torch.testing.assert_close(parted.losses, together.losses, rtol=1e-7, atol=1e-7)
     for each, value in together.parameters.items():
         torch.testing.assert_close(parted.parameters[each], value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, 2])
+@pytest.mark.parametrize("family", [gamma, negative_binomial])
+def test_observations_of_several_buckets_are_put_together(family, dim, monkeypatch):
+    """Of families without sufficient statistics: as they are, and counted by value; with gaps."""
+    pyro.set_rng_seed(0)
+    lengths = torch.tensor([1500, 30, 2, 31, 1, 2])
+    means = 2 + 4.0 * (torch.arange(1566) // 7 % 2)
+    values = dist.Gamma(4.0, 4.0 / means).sample((dim or 1,)).mT.double()
+    values = values if family is gamma else torch.poisson(values)
+    values = values if dim else values[:, 0]
+    fits = []
+    for least in (1 << 16, 0):
+        monkeypatch.setattr(packed, "LITTLE", least)
+        monkeypatch.setattr(packed, "SHORT", least)
+        data = Sequences.from_concatenated(values, lengths, observed=torch.arange(1566) % 9 > 0)
+        assert (len(data.buckets) > 1) == (least == 0)
+        pyro.set_rng_seed(1)
+        fits.append(fit_em(TabularHMM(2, family(dim)).double(), data, num_iterations=5,
+                           tolerance=None, start=starts.by_blocks))  # fmt: skip
+    together, parted = fits
+    torch.testing.assert_close(parted.losses, together.losses, rtol=1e-7, atol=0)
 
 
 def test_a_sequence_that_is_impossible_is_named_in_every_batch(monkeypatch):

@@ -344,7 +344,7 @@ def test_a_step_on_sums_by_value_is_that_on_all_values(dim, monkeypatch):
     for few in (0, 10**9):
         monkeypatch.setattr(products, "ADDED", few)
         found = module.statistics(values, weights, None)
-        assert (len(found["values"]) < 100) == (few == 0)
+        assert (len(found["each.values"]) < 100) == (few == 0)
         ends.append(module.m_step(found)[0])
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-8)
 
