@@ -44,8 +44,6 @@ def opaque(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and not exporting():
-            return torch.compiler.disable(function)(*args, **kwargs)
         owner, *given = args
         if "provenance" not in owner.__dict__:
             owner.provenance = provenance_of(tensors_of(owner.__dict__))
@@ -55,7 +53,7 @@ def opaque(function: Function) -> Function:
                 tracked |= part._provenance
         return with_provenance(tracked, function, *args, **kwargs)
 
-    return cast(Function, call)
+    return cast(Function, uncompiled(call))
 
 
 def with_provenance(

@@ -106,7 +106,11 @@ def to_arviz(
         names = (*SAMPLE, "sequence", "step", *event)
         groups["posterior_predictive"] = {"x": (names, _blank(values, data))}
     groups["observed_data"] = {"x": (("sequence", "step", *event), _blank(data.values, data))}
-    return _container({name: _dataset(group) for name, group in groups.items()})
+    datasets = {name: _dataset(group) for name, group in groups.items()}
+    arviz: Any = imported("arviz")
+    if int(arviz.__version__.split(".")[0]) >= 1:
+        return imported("xarray").DataTree.from_dict(datasets)
+    return arviz.InferenceData(**datasets)
 
 
 def _fitted_groups(
@@ -168,11 +172,3 @@ def _dataset(group: Variables) -> xr.Dataset:
     variables = {name: (dims, value.cpu().numpy()) for name, (dims, value) in group.items()}
     sizes = {name: size for dims, value in group.values() for name, size in zip(dims, value.shape)}
     return xarray.Dataset(variables, {name: range(size) for name, size in sizes.items()})
-
-
-def _container(groups: dict[str, xr.Dataset]) -> Any:
-    arviz, xarray = imported("arviz"), imported("xarray")
-    if int(arviz.__version__.split(".")[0]) >= 1:
-        return xarray.DataTree.from_dict(groups)
-    container: Any = arviz.InferenceData
-    return container(**groups)

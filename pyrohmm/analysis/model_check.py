@@ -402,18 +402,25 @@ def report(fit: Fit, data: Sequences, path: str | Path) -> Path:
     """
     some, draws = _some(data), None
     hmm = fit.hmm(some)
-    if isinstance(fit, SampledFit) or fit.method == "SVI":
+    sampled = isinstance(fit, SampledFit)
+    source: Fit | PosteriorDraws = fit
+    if sampled or fit.method == "SVI":
         draws = PosteriorDraws.of(fit, data=data)
         draws = draws.thin(-(-MOST_DRAWS // draws.shape[0]))
+        source = draws.thin(-(-SIMULATED // draws.shape[0]))
+    # of a sampler without the agreement of its chains
+    summary = "\n".join([repr(fit), *fit.notes]) if sampled else fit.summary()
     parts = {
-        "Fit": lambda: _preformatted(_summary(fit)),
+        "Fit": lambda: _preformatted(summary),
         "Data and criteria": lambda: _criteria(fit, data, some),
         "Parameters": lambda: _parameters(fit, some if draws else data, draws),
         "Loss": lambda: _picture(plots.losses(fit)),
         "Transitions": lambda: _transitions(hmm, some),
         "Emissions": lambda: _picture(plots.emission(hmm, values=some.values)),
         "States of the longest sequence": lambda: _states(fit, data),
-        "Simulated data beside the data": lambda: _simulated_data(fit, some, draws),
+        "Simulated data beside the data": lambda: (
+            SIMULATIONS + _preformatted(str(check_model(source, some)))
+        ),
         "Residuals": lambda: RESIDUALS + _picture(residual_plots(hmm, some.values)[0]),
     }
     body = "\n".join(f"<h2>{title}</h2>\n{_or_reason(make)}" for title, make in parts.items())
@@ -442,11 +449,6 @@ def _or_reason(make: Callable[[], str]) -> str:
         return make()
     except (ValueError, TypeError, NotImplementedError) as error:
         return f"<p>Not shown: {escape(str(error))}</p>"
-
-
-def _summary(fit: Fit) -> str:
-    """Summary of the fit in words; of a sampler without the agreement of its chains."""
-    return "\n".join([repr(fit), *fit.notes]) if isinstance(fit, SampledFit) else fit.summary()
 
 
 def _criteria(fit: Fit, data: Sequences, some: Sequences) -> str:
@@ -518,12 +520,6 @@ def _transitions(hmm: HMM, data: Sequences) -> str:
         matrix = counts / counts.sum(-1, keepdim=True).clamp(min=1e-30)
         text = "<p>Expected shares in the data, for no one matrix holds at every step.</p>"
     return text + _picture(square(matrix.detach().cpu()))
-
-
-def _simulated_data(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
-    """HTML of simulation-based checks, at the estimates or over posterior samples."""
-    some = draws and draws.thin(-(-SIMULATED // draws.shape[0]))
-    return SIMULATIONS + _preformatted(str(check_model(some or fit, data)))
 
 
 def _states(fit: Fit, data: Sequences) -> str:

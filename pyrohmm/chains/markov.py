@@ -226,10 +226,8 @@ class PathFactors(NamedTuple):
         Those of a chain whose rows sum to one: predictions of the chain reversed in time.
         """
         earlier, seen = self.transition.flip(-3).mT, self.likelihood.flip(-2)
-        initial = torch.zeros_like(self.initial)
-        return (
-            self._replace(initial=initial, transition=earlier, likelihood=seen).predicted().flip(-2)
-        )
+        parts = torch.zeros_like(self.initial), earlier, seen, self.exists, self.state_of
+        return PathFactors(*parts).predicted().flip(-2)
 
     def k_best(self, count: int) -> tuple[Tensor, Tensor]:
         """The most probable paths ``(*B, C, T)``, best first, and their log joint ``(*B, C)``.

@@ -240,10 +240,6 @@ class PackedSequences:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def _select(self, chosen: Tensor, total: float, indices: Tensor) -> Self:
-        """Copy of the sequences ``chosen``."""
-        return self.runs(self.firsts[chosen], self.lengths[chosen], total, indices)
-
     @staticmethod
     def _places(begins: Tensor, lengths: Tensor) -> Tensor:
         """Numbers of the rows of runs of ``lengths`` rows, from the rows ``begins`` on."""
@@ -300,4 +296,5 @@ class PackedSequences:
             >>> part.total, part.indices
             (4, tensor([3, 1]))
         """
-        return self._select(chosen, self.total if total is None else total, self.indices[chosen])
+        total, indices = self.total if total is None else total, self.indices[chosen]
+        return self.runs(self.firsts[chosen], self.lengths[chosen], total, indices)

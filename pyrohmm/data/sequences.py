@@ -327,7 +327,8 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         Their ``total`` is their number, and ``indices`` number them anew; see :meth:`batch`.
         """
         chosen = torch.arange(len(self))[index].reshape(-1)
-        new = self._select(chosen, len(chosen), torch.arange(len(chosen)))
+        own = self.firsts[chosen], self.lengths[chosen]
+        new: Sequences = self.runs(*own, len(chosen), torch.arange(len(chosen)))
         new.numbered = False
         return new
 

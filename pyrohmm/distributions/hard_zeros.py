@@ -109,19 +109,6 @@ def _in_double(part: Any, dtypes: set[torch.dtype]) -> Any:
     return wide
 
 
-def _poisson_log_prob(distribution: Any, values: Tensor) -> Tensor:
-    """Poisson log-probabilities of counts, with gradients also where a rate is zero."""
-    rate = distribution.rate
-    return _weighted(values, log(rate)) - rate - (values + 1).lgamma()
-
-
-def _weibull_log_prob(distribution: Any, values: Tensor) -> Tensor:
-    """Weibull log-density, without powers that leave the range of numbers."""
-    shape, logs = distribution.concentration, values.log()
-    power = shape * (logs - distribution.scale.log())
-    return shape.log() + power - logs - power.exp()
-
-
 def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
     """Log-density of ``values``, -inf where a probability is exactly zero.
 
@@ -154,8 +141,12 @@ def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
     if isinstance(distribution, Poisson | Weibull):
         if distribution._validate_args:
             distribution._validate_sample(values)
-        known = isinstance(distribution, Weibull)
-        return (_weibull_log_prob if known else _poisson_log_prob)(distribution, values)
+        if isinstance(distribution, Weibull):  # without powers that leave the range of numbers
+            shape, logs = distribution.concentration, values.log()
+            power = shape * (logs - distribution.scale.log())
+            return shape.log() + power - logs - power.exp()
+        rate = distribution.rate  # with gradients also where it is zero
+        return _weighted(values, log(rate)) - rate - (values + 1).lgamma()
     scores = distribution.log_prob(values)
     if isinstance(distribution, OneHotCategorical | Multinomial):
         never = (log_probs(distribution._categorical).isneginf() & (values > 0)).any(-1)

@@ -71,10 +71,17 @@ def check_support(
         size = emission.logits.size(-1)
         low, high = (int(end) for end in torch.aminmax(values)) if values.numel() else (0, 0)
         if low < 0 or high >= size:
-            _refuse_symbols(values, known, size)
+            seen = values if known is None else values.masked_select(known)
+            cure = "Build the emission with more symbols, or mark unknown ones as not observed."
+            if int(seen.min()) == 1 and int(seen.max()) == size:
+                cure = "Are they one-based? Subtract 1."
+            check_range("values", seen, size, "V - 1", cure)
         return
-    event = emission.event_shape
-    if _is_real(emission.support) and (len(event) or not bool(values.isnan().any())):
+    event, support = emission.event_shape, emission.support
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    real = isinstance(support, type(constraints.real))
+    if real and (len(event) or not bool(values.isnan().any())):
         return  # NaN is a missing component of a vector
     inside = _emitted(values, known, emission, emission_per_step)
     if not bool(inside.all()):
@@ -144,22 +151,6 @@ def _refuse_outside(wrong: Tensor, emission: Any) -> None:
         f"values must lie in the support of the emission, {emission.support!s:.80}{end}, in a "
         f"state at least; {len(wrong)} do not, such as {wrong[0].tolist()}. {cure}"
     )
-
-
-def _refuse_symbols(values: Tensor, known: Tensor | None, size: int) -> None:
-    """Raise if observed symbols are not in 0 to V - 1."""
-    seen = values if known is None else values.masked_select(known)
-    cure = "Build the emission with more symbols, or mark unknown ones as not observed."
-    if int(seen.min()) == 1 and int(seen.max()) == size:
-        cure = "Are they one-based? Subtract 1."
-    check_range("values", seen, size, "V - 1", cure)
-
-
-def _is_real(support: Any) -> bool:
-    """Whether the support of each component is the real line."""
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    return isinstance(support, type(constraints.real))
 
 
 def _first_value(emission: Any, dtype: torch.dtype) -> Tensor:

@@ -126,18 +126,24 @@ class Coordinates:
     @classmethod
     def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
         """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
-        estimate, base = estimate.detach().double(), _base(support)
+        estimate, base, named = estimate.detach().double(), _base(support), type(support).__name__
         scale: Transform = IDENTITY
         forward: Any = torch.exp  # of coordinates, which are ``origin`` at the estimate
         edge = estimate  # what entries outside are held at
-        if _is_simplex(estimate, support):
+        whole = estimate.dim() > 0 and bool(((estimate.sum(-1) - 1).abs() < 1e-4).all())
+        positive = isinstance(base, constraints.greater_than | AT_LEAST) and base.lower_bound == 0
+        if whole and (base is constraints.simplex or "Simplex" in named):
             scale, inside, unit = LOGIT, estimate > BOUNDARY, 1.0
             largest = torch.zeros_like(inside).scatter(-1, estimate.argmax(-1, keepdim=True), True)
             free, forward = inside & ~largest, partial(torch.softmax, dim=-1)
             edge, origin = torch.zeros_like(estimate), estimate.log()
             origin = origin.masked_fill(~inside, -torch.inf)
-        elif _is_positive(support):
-            scale, inside, unit = LOG, estimate > _least(estimate, support), 1.0
+        elif positive or "Positive" in named:
+            least = BOUNDARY  # below which an entry counts as zero; none where the unit is small
+            if not isinstance(base, AT_LEAST):
+                rates = "Positive" in named and estimate.numel()
+                least = BOUNDARY * float(estimate.max()) if rates else 0.0
+            scale, inside, unit = LOG, estimate > least, 1.0
             free, origin = inside, estimate.log().masked_fill(~inside, 0.0)
             # of zeros: a density of a rate of zero has no second derivative
             edge = estimate.clamp(min=1e-100 if isinstance(base, AT_LEAST) else 0.0)
@@ -170,26 +176,6 @@ class Coordinates:
         at = self.scale(self.estimate)
         width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
         return self.scale.inv(at - width), self.scale.inv(at + width)
-
-
-def _least(estimate: Tensor, support: Any) -> float:
-    """Threshold below which an entry counts as zero; none where only the unit is small."""
-    if isinstance(_base(support), AT_LEAST):
-        return BOUNDARY
-    rates = "Positive" in type(support).__name__ and estimate.numel()
-    return BOUNDARY * float(estimate.max()) if rates else 0.0
-
-
-def _is_simplex(estimate: Tensor, support: Any) -> bool:
-    rows = estimate.dim() > 0 and bool(((estimate.sum(-1) - 1).abs() < 1e-4).all())
-    return rows and (_base(support) is constraints.simplex or "Simplex" in type(support).__name__)
-
-
-def _is_positive(support: Any) -> bool:
-    base = _base(support)
-    bound = getattr(base, "lower_bound", None)
-    positive = isinstance(base, constraints.greater_than | AT_LEAST)
-    return (positive and bound == 0) or "Positive" in type(support).__name__
 
 
 def _base(support: Any) -> Any:

@@ -302,9 +302,10 @@ class Gibbs(Chains):
         states = states.reshape(restarts, len(data), -1)
         values: Values = {}
         if self.chain is not None:
-            found = whole_counts(hmm, states if restarts > 1 else states[0])
-            counts = {}
-            for name, count in found.items():
+            paths, counts = states if restarts > 1 else states[0], {}
+            for name, count in hmm.chain.path_counts(paths, hmm.exists).items():
+                if bool(((count - count.round()).abs() > WHOLE).any()):  # paths do not say it
+                    raise ValueError(f"{name} cannot be sampled given paths: use fit_mcmc.")
                 core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
                 counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
             no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)
@@ -409,16 +410,3 @@ def tempered(log_likelihood: Tensor, inverse: Tensor) -> Tensor:
     if log_likelihood.dim() < 4:
         power = power.squeeze(-1)
     return (power * log_likelihood).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
-
-
-def whole_counts(hmm: HMM, states: Tensor) -> dict[str, Tensor]:
-    """Whole-number counts of how often paths use each entry of the chain's parameters.
-
-    Raises:
-        ValueError: If the paths do not say it.
-    """
-    counts = hmm.chain.path_counts(states, hmm.exists)
-    for name, count in counts.items():
-        if bool(((count - count.round()).abs() > WHOLE).any()):
-            raise ValueError(f"{name} cannot be sampled given paths: use fit_mcmc.")
-    return counts

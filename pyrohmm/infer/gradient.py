@@ -214,12 +214,6 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
     return under("module.emission.", known)
 
 
-def init_near(found: Values, restarts: int) -> Callable[..., Any]:
-    """Initialisation function of autoguides at values ``(R, ...)``; at samples elsewhere."""
-    wide = {n: x.unsqueeze(1) if restarts > 1 else x[0] for n, x in found.items()}
-    return init_to_value(values=wide, fallback=init_to_sample)
-
-
 def _begin_points(
     model: Callable[..., Any], values: Callable[..., Any] | Values, data: Sequences | Parts
 ) -> dict[str, Any] | None:
@@ -247,7 +241,9 @@ def _init_function(
 ) -> Callable[..., Any]:
     """Initialisation function of autoguides at ``start``."""
     if start is init_to_sample and isinstance(model, MarginalModel | EnumeratedModel):
-        return init_near(near_data(model.module, data, restarts), restarts)
+        found = near_data(model.module, data, restarts)
+        wide = {n: x.unsqueeze(1) if restarts > 1 else x[0] for n, x in found.items()}
+        return init_to_value(values=wide, fallback=init_to_sample)
     if callable(start):
         return start
     if not isinstance(start, Mapping):

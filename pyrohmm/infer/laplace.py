@@ -140,10 +140,8 @@ class LaplaceInformation(Information):
 
         def profile(values: Tensor) -> tuple[Tensor, Tensor]:
             """Profile log marginal likelihood at values of the parameter."""
-            place, rows = (
-                torch.zeros(len(values), len(self.labels)).double(),
-                torch.arange(len(values)),
-            )
+            rows = torch.arange(len(values))
+            place = torch.zeros(len(values), len(self.labels)).double()
             place[:, own] = (values / part.estimate).log()
             marginal.widen(len(values))
             marginal.settle(self.values_at(place), rows)

@@ -250,10 +250,6 @@ class Ladder:
             self.inverse = even**POWER
         self.swaps = torch.zeros_like(self.swaps)
 
-    def least_swaps(self) -> float:
-        """Lowest swap acceptance among neighbouring temperatures, since the warmup."""
-        return (self.swaps[0] / self.swaps[1].clamp(min=1)).min().item()
-
 
 def marginal_likelihood(works: Tensor) -> MarginalLikelihood:
     """Log marginal likelihood from works ``(C, S, 2, R - 1)`` of :meth:`Ladder.swap`."""
@@ -449,7 +445,8 @@ class Chains(FitLoop):
         if works is not None:
             fields["inverse_temperatures"] = self.ladder.inverse
             trips = self.ladder.trips.mean().item()
-            tuning = {"swaps": self.ladder.least_swaps(), "round trips": trips}
+            taken, tried = self.ladder.swaps  # since the warmup
+            tuning = {"swaps": (taken / tried.clamp(min=1)).min().item(), "round trips": trips}
             fields["tuning"] = fields.get("tuning", {}) | tuning
             if tuning["swaps"] < RARE or trips < 1:
                 notes.append(

@@ -59,8 +59,12 @@ def train(
         params: State of the parameter store at the start.
     """
     check_model_and_data(model, data)
-    if isinstance(guide, AutoGuide):
-        _rename(guide)
+    if isinstance(guide, AutoGuide) and "_of_fit_" not in guide._pyro_name:
+        # a name of its own, so that Pyro does not share its parameters with another
+        unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
+        for name, part in guide.named_modules():
+            if isinstance(part, PyroModule):
+                part._pyro_name = f"{unique}.{name}" if name else unique
     module = getattr(inspect.unwrap(model), "module", None)
     with (
         pyro.get_param_store().scope(params) as store,
@@ -358,12 +362,3 @@ def check_model_and_data(model: Any, data: Any) -> None:
         )
     if not isinstance(data, Parts):
         check_sequences("data", data)
-
-
-def _rename(guide: AutoGuide) -> None:
-    """Give an autoguide a unique name, so that Pyro does not share its parameters with another."""
-    if "_of_fit_" not in guide._pyro_name:
-        unique = f"{guide._pyro_name}_of_fit_{next(_guides)}"
-        for name, part in guide.named_modules():
-            if isinstance(part, PyroModule):
-                part._pyro_name = f"{unique}.{name}" if name else unique

@@ -108,7 +108,8 @@ def distil(
     texts = in_parts(source)
     batch_size = len(texts) if batch_size is None else batch_size
     check_size("batch_size", batch_size)
-    num_epochs *= _batches_in_round(texts, batch_size)
+    sizes = texts.sizes if isinstance(texts, Parts) and batch_size < len(texts) else [len(texts)]
+    num_epochs *= sum(math.ceil(size / batch_size) for size in sizes)
     options["batch_size"] = batch_size
     module = TabularHMM(num_states, categorical(num_tokens, concentration=1.01))
     module.to(held_out.values.device)
@@ -121,12 +122,6 @@ def distil(
         excess = _log_probs(model, held_out, start) - logs
         divergence = excess.where(held_out.exists, 0.0).sum(0) / held_out.exists.sum(0)
     return Distilled(hmm.with_lengths(torch.tensor(1)), fit, perplexity, divergence)
-
-
-def _batches_in_round(texts: Sequences | Parts, batch_size: int) -> int:
-    """Number of minibatches of ``batch_size`` texts in a round over all texts."""
-    sizes = texts.sizes if isinstance(texts, Parts) and batch_size < len(texts) else [len(texts)]
-    return sum(math.ceil(size / batch_size) for size in sizes)
 
 
 @torch.no_grad()

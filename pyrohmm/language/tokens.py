@@ -92,7 +92,12 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     """
     texts = token_texts(tokenizer)
     words = {symbol: str(symbol).encode() for symbol in constraint.classes}
-    _check_words(words)
+    for symbol, word in words.items():
+        if isinstance(symbol, int) or not word or word.translate(None, IN_WORDS):
+            raise ValueError(
+                "constraint must be over words, which are letters, digits, _ and '; got "
+                f"{symbol!r}. Codes of tokens combine with what over_tokens returns."
+            )
     places, ends = _places(words, ignore_case)
     table = constraint.table
     ended = table[
@@ -106,16 +111,6 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     each = {byte: byte for byte in range(256)}
     of_bytes = constraint._alike(after, each, accepting, constraint.name)
     return joined(of_bytes, texts)
-
-
-def _check_words(words: dict[str | int, bytes]) -> None:
-    """Raise unless each symbol of the constraint is one word."""
-    for symbol, word in words.items():
-        if isinstance(symbol, int) or not word or word.translate(None, IN_WORDS):
-            raise ValueError(
-                "constraint must be over words, which are letters, digits, _ and '; got "
-                f"{symbol!r}. Codes of tokens combine with what over_tokens returns."
-            )
 
 
 def _places(

@@ -14,7 +14,7 @@ from ..infer.gradient import fit_map
 from ..infer.models import MarginalModel, StatefulModel
 from ..infer.objective import LEFT
 from ..infer.results import Fit
-from ..nn.neural import LinearDropout, NeuralHMM
+from ..nn.neural import LinearDropout
 from .text import as_text, check_ends
 
 FEW_EPOCHS = 16.0  # of a text with as many tokens as there are parameters (figures/dropout.json)
@@ -79,18 +79,6 @@ def default_dropout(num_epochs: int, num_steps: int, tokens_per_parameter: float
     return DefaultDropout(begin, end, num_steps)
 
 
-def set_default(module: NeuralHMM, num_tokens: int, num_epochs: int, num_steps: int) -> None:
-    """Set the default state dropout for a fit, if the module was made with a default.
-
-    A fit that goes on from a checkpoint for more epochs takes that of the longer fit from there.
-    """
-    if not isinstance(module.dropout, DefaultDropout):
-        return
-    size = sum(parameter.numel() for parameter in module.parameters())
-    module.dropout = default_dropout(num_epochs, num_steps, num_tokens / size)
-    module.num_drawn.zero_()
-
-
 def in_words(dropout: float | LinearDropout) -> str:
     """Dropout in words, such as ``dropout 0.5 to 0.25``; empty where it is zero."""
     if not isinstance(dropout, LinearDropout):
@@ -117,7 +105,11 @@ def fit_sentences(
     batching: dict[str, Any] = {"batch_tokens": batch_tokens}
     read, first = data, copy.deepcopy(module.state_dict())
     num_iterations = model.num_iterations(data, *sizes)
-    set_default(module, data.num_observed, num_epochs, num_iterations)
+    if isinstance(module.dropout, DefaultDropout):  # also if more epochs follow a checkpoint
+        size = sum(parameter.numel() for parameter in module.parameters())
+        share = data.num_observed / size
+        module.dropout = default_dropout(num_epochs, num_iterations, share)
+        module.num_drawn.zero_()
     if model.contiguous:
         steps = max(1, batch_tokens // num_streams)
         pyro_model = StatefulModel(module, num_streams)

@@ -313,10 +313,6 @@ def _threads_for(rows: Tensor, columns: Tensor) -> AbstractContextManager[None]:
 Computed = tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor]]]
 
 
-def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    return rows @ columns.to(rows.dtype).mT
-
-
 def _summed_in_double(rows: Tensor, columns: Tensor) -> Tensor:
     """Matrix product in float64, so that autograd accumulates gradients in float64 too."""
     return (rows.double() @ columns.double().mT).to(rows.dtype)
@@ -329,7 +325,7 @@ def _product_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compu
         by_columns = accumulated(weights, rows).to(columns.dtype)
         return weights @ columns.to(rows.dtype) if by_rows else None, by_columns
 
-    return _product(rows, columns), gradient
+    return rows @ columns.to(rows.dtype).mT, gradient
 
 
 def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Computed:
@@ -353,13 +349,6 @@ def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compute
     return out, gradient
 
 
-def _chunks(rows: Tensor, width: int) -> Iterator[slice]:
-    """Slices of rows, in chunks limited by ``width`` numbers per row."""
-    size = max(1, CHUNK // max(1, width * math.prod(rows.shape[:-2])))
-    for start in range(0, rows.size(-2), size):
-        yield slice(start, start + size)
-
-
 def _flat(columns: Tensor) -> Tensor:
     """Reshape ``(.., K, D, F)`` to ``(.., D K, F)``: sums over D are then contiguous."""
     return columns.transpose(-3, -2).flatten(-3, -2)
@@ -369,7 +358,9 @@ def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tens
     """Chunks of rows, and their inner products ``(.., l, D, K)``."""
     states, dim = columns.shape[-3:-1]
     flat = _flat(columns).mT.to(rows.dtype)
-    for chunk in _chunks(rows, flat.size(-1)):
+    size = max(1, CHUNK // max(1, flat.size(-1) * math.prod(rows.shape[:-2])))
+    for start in range(0, rows.size(-2), size):
+        chunk = slice(start, start + size)
         yield chunk, (rows[..., chunk, :] @ flat).unflatten(-1, (dim, states))
 
 

@@ -157,7 +157,8 @@ def _by_torch(
     ) -> Tensor:
         matrices = gathered(Transitions(transitions.blocks, *scores), blocks, lengths)
         lasts = step_mask(lengths, blocks.size(1), seen.device)
-        return with_gradient(_in_logs, _evidence_in_logs, first, matrices.to(seen), seen, lasts)
+        parts = first, matrices.to(seen), seen, lasts
+        return with_gradient(_in_logs, lambda *x: _messages(*x)[0].to(seen.dtype), *parts)
 
     parts = parts_of(transitions, blocks)
     if len(parts) == 1:
@@ -185,10 +186,6 @@ def _messages(
         message, total = message - peak.unsqueeze(-1), total + peak
         messages.append(message)
     return total + logsumexp(message, -1), messages
-
-
-def _evidence_in_logs(first: Tensor, matrices: Tensor, seen: Tensor, real: Tensor) -> Tensor:
-    return _messages(first, matrices, seen, real)[0].to(seen.dtype)
 
 
 def _in_logs(

@@ -249,10 +249,8 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
     size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
     count, real = lengths.shape[0] // groups, likelihood.dtype
     packed = np.full(height * height, -np.inf, real)
-    score, reached = (
-        np.full(height * _LANES, -np.inf, real),
-        np.full(height * _LANES, -np.inf, real),
-    )
+    score = np.full(height * _LANES, -np.inf, real)
+    reached = np.full(height * _LANES, -np.inf, real)
     origin, seen = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
     back = np.zeros(u64(best.shape[1]) * size * _LANES, np.uint16)
     zero, peak = real.type(0), np.zeros(LANES, real)
