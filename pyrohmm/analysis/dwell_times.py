@@ -312,7 +312,7 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
 
 
 def _cut(table: Tensor, num_steps: int) -> Tensor:
-    """Columns of ``table`` ``(*B, K, D)`` up to ``num_steps``, -inf beyond D."""
+    """Cut or pad ``table`` ``(*B, K, D)`` to ``num_steps`` columns, with -inf beyond D."""
     more = max(num_steps - table.size(-1), 0)
     return torch.nn.functional.pad(table[..., :num_steps], (0, more), value=-torch.inf)
 

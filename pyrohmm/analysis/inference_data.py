@@ -97,7 +97,7 @@ def to_arviz(
     """
     samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims, data=data)
     if samples.shape.numel() == 1:
-        raise ValueError("posterior must be samples; of a point there is metrics.cross_validate.")
+        raise ValueError("posterior must hold samples; it is a point: use fit_mcmc or fit_svi.")
     samples = samples.aligned(data) if align else samples
     groups = _fitted_groups(samples, data, per_step, batch_size)
     event = tuple(f"x_dim_{i}" for i in range(data.values.dim() - 2))

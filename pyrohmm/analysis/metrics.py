@@ -204,7 +204,7 @@ def _dimension(constraint: Any, value: Tensor) -> int:
 def _rank(
     module: torch.nn.Module, data: Sequences, names: list[str], values: Any, latent: list[str]
 ) -> int:
-    """Rank of the Jacobian of the HMM by its parameters; of an HMM in blocks the number of these.
+    """Number of identifiable parameters, by a Jacobian rank; of a BlockHMM, of all parameters.
 
     The rank of random combinations of the rows of the Jacobian of all probabilities of the chain
     and of observations, in float64.

@@ -171,7 +171,7 @@ class Filter:
         observed: Tensor | None = None,
         times: Tensor | None = None,
     ) -> Tensor:
-        r"""Take one step in every stream, or several, and return :math:`p(z_t \mid x_{1:t})`.
+        r"""Filter the next step, or several, of every stream: :math:`p(z_t \mid x_{1:t})`.
 
         Args:
             observation: ``(*B, *E)``, one observation for each stream; or ``(*B, L, *E)``, the next

@@ -185,7 +185,7 @@ class BlockChain(MarkovChain):
     # In blocks
 
     def scores(self, mixed: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Vectors and shares of the transition, or its matrix where that takes less time.
+        """State vectors and block probabilities of transitions, or the matrix where it is faster.
 
         With ``mixed``, shares that are all one: those of the :class:`BlockLikelihood` count.
         """
@@ -202,7 +202,7 @@ class BlockChain(MarkovChain):
         return leave, transition.enter, shares
 
     def transitions(self) -> Transitions:
-        """Sums over transitions from and to blocks or all states, without their matrix."""
+        """The transitions as sums over states that need no matrix: :class:`Transitions`."""
         return Transitions(self.blocks, *self.scores())
 
     def in_blocks(self, logs: Any, lengths: Tensor) -> BlockLikelihood:
@@ -254,7 +254,7 @@ class BlockChain(MarkovChain):
         clock = seen.lengths.to(device).unsqueeze(-1)
 
         def at(logs: Tensor, others: Tensor, t: int) -> Tensor:
-            """Vectors of all states, from those in blocks; ``others`` where the step is missing."""
+            """Scatter step t from blocks to all states; ``others`` where the step is missing."""
             missing = (blocks[:, t] == transitions.all).to(device).unsqueeze(-1)
             others = pad(others.to(logs), (0, 1), value=-torch.inf)
             return torch.where(missing, others, transitions.widened(logs, blocks[:, t]))
@@ -323,7 +323,7 @@ class BlockChain(MarkovChain):
     def arguments(
         self, seen: BlockLikelihood
     ) -> tuple[Transitions, Tensor, Tensor, Tensor, Tensor]:
-        """The arguments of ``recursions.log_evidence``, ``leaving`` as part of ``logs``."""
+        """Arguments of block ``log_evidence``; ``leaving`` is added to the log-likelihoods."""
         logs = seen.logs if seen.leaving is None else seen.logs + seen.leaving
         transitions = Transitions(self.blocks, *self.scores(seen.leaving is not None))
         return transitions, seen.blocks, seen.lengths, self.log_first(seen), logs

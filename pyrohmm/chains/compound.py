@@ -200,7 +200,7 @@ class SecondOrderChain(Chain):
 
     @property
     def _by_earlier(self) -> Tensor:
-        """``(*b, K + 1, K, K)``: the second state, then the next one by the state two before."""
+        """Log transitions by the state two before, ``(*b, K + 1, K, K)``; at 0 if there is none."""
         second, after = self.log_second.unsqueeze(-3), self.log_transition
         batch = broadcast_shapes(second.shape[:-3], after.shape[:-3])
         return torch.cat([part.expand(*batch, *part.shape[-3:]) for part in (second, after)], -3)
@@ -223,7 +223,7 @@ class SecondOrderChain(Chain):
         return self._ask("sample_states", log_likelihood, lengths, num_samples) % self.num_states
 
     def _ask(self, query: str, log_likelihood: Tensor, lengths: Tensor, *options: int) -> Tensor:
-        """Answer a query; with few states by the Markov chain of pairs of states."""
+        """Run the recursion ``query``; with few states, on the Markov chain of pairs of states."""
         found: Tensor
         if self.num_states > FEW:
             found = getattr(forward, query)(self._by_steps(log_likelihood, lengths), *options)
@@ -233,7 +233,7 @@ class SecondOrderChain(Chain):
         return found
 
     def _by_steps(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
-        """Messages of pairs of states, the first after a state 0; tables ``[j, i, k]``."""
+        """Convert to :mod:`.forward`'s form: messages of state pairs, tables ``[j, i, k]``."""
         before = self.log_initial.unsqueeze(-2)
         pairs = torch.nn.functional.pad(before, (0, 0, 0, self.num_states - 1), value=-torch.inf)
         by_middle = self.log_second.unsqueeze(-2), self.log_transition.transpose(-3, -2)

@@ -57,7 +57,7 @@ class Gaps(NamedTuple):
 
     @classmethod
     def of(cls, gaps: Tensor) -> Gaps:
-        """Gaps of these lengths ``(*B, T-1)``; where they have gradients, equal ones stay apart."""
+        """Gaps from lengths ``(*B, T-1)``; equal ones are merged, unless they have gradients."""
         if gaps.requires_grad:
             return cls(gaps.flatten(), torch.arange(gaps.numel(), device=gaps.device).view_as(gaps))
         return cls(*gaps.unique(return_inverse=True))
@@ -269,7 +269,7 @@ def diagonal(matrix: Tensor) -> Tensor:
 
 
 def over_gaps(rates: Tensor, gaps: Gaps) -> Tensor:
-    """Log-probabilities of transitions ``(*b, *p, K, K)``, with ``(*p)`` the shape of places."""
+    """Log transition matrices ``(*b, *p, K, K)`` of the gaps, with ``(*p)`` of ``gaps.place``."""
     inner = gaps.place.dim() - 1
     lead, matrix = rates.shape[:-2], rates.shape[-2:]
     outer = max(len(lead) - inner, 0)

@@ -54,7 +54,7 @@ class SemiMarkovChain(Chain):
 
     @property
     def samples_alone(self) -> bool:  # type: ignore[override]
-        """Whether one chain, whose last segment may go on, can be sampled many times."""
+        """Whether :meth:`sample_prior` may be used: one chain, whose last segment may go on."""
         return self.censored_end and self.batch_shape.numel() == 1
 
     def check_shapes(self) -> None:
@@ -108,7 +108,7 @@ class SemiMarkovChain(Chain):
         return total
 
     def path_counts(self, states: Tensor, exists: Tensor) -> dict[str, Tensor]:
-        """Segments and transitions, counted; a cut one has a sample of its whole durations."""
+        """Counts of segments and transitions of paths; durations of cut segments are sampled."""
         counts = super().path_counts(states, exists)
         if not self.censored_end or self.censored_start:
             return counts

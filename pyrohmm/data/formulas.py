@@ -226,8 +226,8 @@ def _check_rank(part: str, columns: dict[str, np.ndarray]) -> None:
     for name, column in columns.items():
         if not column.any():
             raise ValueError(
-                f"column {name!r} of {part} is zero in all rows. Leave it out; of a level that "
-                "does not occur, by frame[name].cat.remove_unused_categories()."
+                f"column {name!r} of {part} is zero in all rows. Leave it out; drop a level that "
+                "does not occur with frame[name].cat.remove_unused_categories()."
             )
     values = np.stack(list(columns.values()) or [np.ones(1)], -1)
     scaled = values / np.maximum(np.abs(values).max(0), 1e-300)

@@ -309,7 +309,7 @@ class Forecast(OwnChecks):
         return within + (weights * apart).sum(-1 - events)
 
     def quantiles(self, probs: Sequence[float] | Tensor = (0.05, 0.5, 0.95)) -> Tensor:
-        """Quantiles of the observation, ``(Q, *B, H, *E)``, component by component of vectors.
+        """Predictive quantiles, ``(Q, *B, H, *E)``, separately for each component of a vector.
 
         They are those of the mixture: exact to rounding for symbols, counts and components whose
         distribution function is known, such as those of normal distributions; for others from
@@ -405,7 +405,7 @@ class Forecast(OwnChecks):
         return (likelihood + self.state_probs.log()).logsumexp(-1)
 
     def _check_whole(self, values: Tensor) -> None:
-        """Raise if discrete values are not whole numbers; NaN is a missing one."""
+        """Raise if discrete values are not whole numbers; NaN counts as missing."""
         single = self.support.is_discrete and not self.event_shape
         if single and values.is_floating_point() and bool((values.nan_to_num().frac() != 0).any()):
             raise ValueError("values must be whole numbers, being discrete: call .round().")

@@ -121,7 +121,7 @@ def counted(data: Sequences | Iterable[Sequences], num_symbols: int, lag: int = 
 
 
 class CooccurrenceModel(OwnParameters):
-    r"""Joint distribution of symbols d steps apart, counted and predicted; their loss is a factor.
+    r"""Pyro model of pairs of symbols d steps apart: minus a loss on their counts is a factor.
 
     .. math:: -\sum_d w_d \, \mathrm{loss}(\Theta_d, B, W_d), \quad
               \Theta_d = \mathrm{diag}(\pi) A^d
@@ -290,7 +290,7 @@ def _symbol_probs(emission: Any) -> Tensor:
 
 
 def _weight(target: Target, loss: Loss) -> float:
-    """Weight that brings a loss, nearly or exactly, to nats for all the data."""
+    """Default weight of a loss, which makes it (nearly) minus a log-likelihood of all pairs."""
     if not isinstance(target, Pairs):
         raise ValueError("weight must be given for dense shares as data, which are not counts.")
     if loss is squared_distance:

@@ -61,7 +61,7 @@ def coordinates(support: constraints.Constraint) -> Any:
 
 
 class Packing:
-    """Variables by name as one vector ``(*, D)`` of unconstrained coordinates.
+    """Map between variables by name and one vector ``(*, D)`` of unconstrained coordinates.
 
     Args:
         transforms: From coordinates to the space of each variable, by name.
@@ -102,7 +102,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Coordinates:
-    r"""Free coordinates :math:`u \in R^P` of one parameter, zero at its estimate.
+    r"""Unconstrained coordinates :math:`u \in R^P` of one parameter, zero at its estimate.
 
     Rows of probabilities are a softmax over their positive entries, positive numbers an
     exponential, anything else the bijection of its support. Entries on the boundary are held.
@@ -172,7 +172,7 @@ class Coordinates:
         return cls(name, estimate, labels, held, value, scale)
 
     def interval(self, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
-        """Estimates less and plus ``z`` standard errors on ``scale``."""
+        """Limits ``z`` standard errors below and above the estimates, computed on ``scale``."""
         at = self.scale(self.estimate)
         width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
         return self.scale.inv(at - width), self.scale.inv(at + width)

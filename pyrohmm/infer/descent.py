@@ -233,7 +233,7 @@ class Descent:
 
 
 class Average:
-    """A moving average of the parameters, which starts with those after the first step."""
+    """Exponential moving average of the parameters, starting with those after the first step."""
 
     def __init__(self, parameters: list[nn.Parameter], decay: float) -> None:
         self.parameters, self.decay = parameters, decay

@@ -233,7 +233,7 @@ class Gibbs(Chains):
             self._keep(joint, index, self.ladder.coldest)
 
     def _swap(self, hmm: HMM, states: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
-        """Swap temperatures; returns the paths at the new temperatures, and the works."""
+        """Swap temperatures; return paths at the new ones, and log density ratios (works)."""
         elsewhere, other = self._sample_paths(hmm, self.ladder.others)
         work = (other.double() - evidence.double()).reshape(self.copies, -1).sum(-1)
         swapped, works = self.ladder.swap(work)

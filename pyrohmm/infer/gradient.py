@@ -172,7 +172,7 @@ def fit_map(
     for name in ("validation", "elbo"):
         if settings[name] is not None:
             raise ValueError(
-                f"{name} is that of one fit: give restarts=1, and start=fit of several."
+                f"{name} needs restarts=1: fit the restarts without it, and give start=fit."
             )
     check_model_and_data(model, data)
     at_once = all(settings[name] is None for name in MINIBATCHES)  # type: ignore[literal-required]
@@ -192,7 +192,7 @@ def fit_map(
 
 
 def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
-    """Parameters ``(count, ...)`` of emissions whose priors are flat, by name, for starts.
+    """K-means starting values ``(count, ...)`` of emission parameters with flat priors, by name.
 
     They are the modes given clusters of the observations; none of other emissions.
     """
@@ -217,7 +217,7 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
 def _begin_points(
     model: Callable[..., Any], values: Callable[..., Any] | Values, data: Sequences | Parts
 ) -> dict[str, Any] | None:
-    """Set parameters without a prior to ``values``; a parameter-store state for functions."""
+    """Start parameters without a prior at ``values``; of a function, as a param-store state."""
     if not isinstance(values, Mapping):
         return None
     if isinstance(model, nn.Module):

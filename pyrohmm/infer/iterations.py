@@ -66,7 +66,7 @@ class Expectation:
     def _compute(
         self, batch: Sequences | Parts
     ) -> tuple[Tensor, Sums, list[tuple[Tensor, Tensor]]]:
-        """Loss and statistics, and which sequences have which log evidences ``(R, N)``."""
+        """Loss ``(R,)``, statistics, and log evidences ``(R, N)`` with indices of sequences."""
         total: Any = 0.0
         sums: Sums = {}
         evidences = []

@@ -164,7 +164,7 @@ class LaplaceInformation(Information):
         return end[:size], rows[:, :size]
 
     def _ends(self, places: Tensor) -> Tensor:
-        """Gradients of the log marginal, and centres of the effects, ``(B, P + G d)``."""
+        """Gradient of the log marginal and centres of the effects, joined: ``(B, P + G d)``."""
         self.marginal.widen(len(places))
         rows = torch.arange(len(places))
         _, slopes, centres, blocks = self.marginal.at(self.values_at, places, rows)
@@ -221,7 +221,7 @@ class LaplaceFit(Fit):
         return found
 
     def aic(self, data: Sequences) -> float:
-        """Akaike information criterion of the marginal likelihood; effects are not counted.
+        """Akaike information criterion of the marginal likelihood, not counting random effects.
 
         Args:
             data: The sequences that were fitted.
@@ -230,7 +230,7 @@ class LaplaceFit(Fit):
 
 
 class _Search:
-    """The parameters without random effects, in unconstrained coordinates of R starts."""
+    """Search over all but the random effects: R starts in unconstrained coordinates."""
 
     def __init__(self, marginal: Marginal, start: Mapping[str, Tensor], restarts: int) -> None:
         self.marginal = marginal
@@ -295,7 +295,7 @@ class _Search:
         return first, peak
 
     def raised(self, place: Tensor, row: Tensor) -> tuple[Tensor, list[str]]:
-        """Increase vanishing standard deviations where the log marginal stays; ``(1, P)``, notes.
+        """Increase vanishing standard deviations while the log marginal hardly changes; ``(1, P)``.
 
         Much smaller ones are lost in the rounding of the effects. Also notes that name them.
         """
@@ -487,7 +487,7 @@ def fit_smooth(
 
 
 def _update(part: Linear, name: str, fit: Fit, information: Information) -> Tensor:
-    """Set the weights of the terms of a part to those of its coefficients; returns their e."""
+    """Update a part's smoothing weights from its coefficients; return degrees of freedom."""
     own = information.labels.index(f"{name}[{', '.join('0' * (len(part.shape) + 1))}]")
     b = fit.parameters[name].double()
     variance = information.covariance.diagonal()[own : own + b.numel()].reshape(b.shape)

@@ -35,7 +35,7 @@ Values = dict[str, Tensor]
 
 
 class Marginal:
-    """Log marginal likelihoods of B copies of a model.
+    """Log marginal likelihoods of B copies of a model, random effects integrated out.
 
     Args:
         model: In double precision.
@@ -117,7 +117,7 @@ class Marginal:
         return total, slope, (blocks + blocks.mT) / 2
 
     def check_independent(self, values: Values) -> None:
-        """Raise unless the effects of one member do not change those of another."""
+        """Raise unless random effects of different members are independent given all else."""
         b = self.modes[:1].clone().requires_grad_()
         one = {name: value[:1].detach() for name, value in values.items()}
         with torch.enable_grad():
@@ -254,7 +254,7 @@ class Marginal:
         return not bool(outside.any())
 
     def widen(self, copies: int) -> None:
-        """Make ``copies`` of the first centres."""
+        """Repeat the centres and widths of the first copy for ``copies`` copies."""
         self.modes = self.modes[:1].repeat(copies, 1, 1)
         if self.widths is not None:
             self.widths = self.widths[:1].repeat(copies, 1, 1)

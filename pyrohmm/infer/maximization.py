@@ -376,7 +376,7 @@ class Maximization:
         return values, notes
 
     def remarks(self, restart: int) -> list[str]:
-        """All remarks on the fit that ends in a restart."""
+        """Remarks of all M-steps, and on the states of a restart that no observation supports."""
         remarks = [f"{note} ({count} iterations)" if count > 1 else note
                    for note, count in self.notes.items()]  # fmt: skip
         idle = [] if self.idle is None else self.idle[restart].nonzero().flatten().tolist()
@@ -434,7 +434,7 @@ class Maximization:
         return {"notes": self.notes, "idle": idle, "searched": searched} | self.gradient.state()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore remarks, searched matrices and gradient steps from a checkpoint."""
+        """Restore remarks, unvisited states, searches and gradient steps from a checkpoint."""
         self.notes = state["notes"]
         self.idle = torch.tensor(state["idle"]) if state["idle"] else None
         if state["searched"]:

@@ -50,7 +50,7 @@ CLIMB = 200  # steps of gradient ascent before the first trajectory
 
 @dataclass
 class State:
-    """Coordinates ``(C, D)`` of the chains, log-density ``(C,)``, gradient ``(C, D)``."""
+    """State of the chains: position ``(C, D)``, log-density ``(C,)``, gradient ``(C, D)``."""
 
     place: Tensor
     log_density: Tensor
@@ -379,7 +379,7 @@ def fit_mcmc(
 
 
 class HMC(Chains):
-    """Trajectories of all chains, and what is kept of them.
+    """Hamiltonian Monte Carlo sampler: trajectories of all chains, and the samples kept.
 
     Args:
         model: The Pyro model.
@@ -400,7 +400,7 @@ class HMC(Chains):
         nodes = self._simulated().nodes
         self.supports, _ = latent_sites(trace)
         if not self.supports:
-            raise ValueError("model has no latent variables to sample: all of it is frozen.")
+            raise ValueError("model has no latent variables to sample: give a parameter a prior.")
         self.prior = {name: nodes[name]["value"] for name in self.supports}
         self.deep = {name for name in self.supports if trace.nodes[name]["fn"].batch_shape}
         spaces = {name: nodes[name]["fn"].support for name in self.supports}

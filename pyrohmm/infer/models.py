@@ -82,7 +82,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
 
 
 def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
-    """Give default priors the location and scale of ``data``, and the unit of times; in place.
+    """Set location and scale of default priors from ``data``, and the unit of times; in place.
 
     Fits do so themselves. Priors with hyperparameters of their own stay: see :func:`normal`.
 
@@ -150,7 +150,7 @@ def in_units(module: Any, data: Sequences | Parts | None) -> None:
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
-    """Return the result of a model; raise unless it is an HMM."""
+    """Return ``hmm``; raise unless the model has returned an HMM."""
     if not isinstance(hmm, HMM):
         raise TypeError(f"the model must `return` the HMM it built; got {type(hmm).__name__}.")
     return hmm

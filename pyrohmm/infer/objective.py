@@ -193,8 +193,8 @@ def site_losses(
                 continue
             if is_enumerated(site):
                 raise ValueError(
-                    f"the model enumerates {name!r}, so that the likelihood has no site. Ask "
-                    "with MarginalModel, which has the same density."
+                    f"the model enumerates {name!r}, so the likelihood is not one site. Fit "
+                    "a MarginalModel, which has the same density."
                 )
             losses[prefix + name] = sign * site["log_prob"].sum()
     return losses

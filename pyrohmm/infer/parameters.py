@@ -173,7 +173,7 @@ class Parameters:
         return total
 
     def prior_slopes(self, names: Iterable[str]) -> Values:
-        """Gradients of log priors at attributes of the module of these names, ``(R, ...)``."""
+        """Gradients ``(R, ...)`` of the log prior by the parameters ``names``, by name."""
         with torch.enable_grad():
             leaves = {n: self.values[n].detach().clone().requires_grad_() for n in names}
             with LogJoint(leaves) as joint, self.module._pyro_context:

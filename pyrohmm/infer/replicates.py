@@ -76,7 +76,7 @@ class Copies:
         return self.information.run(u, data, weights)[0]
 
     def matched(self, u: Tensor) -> Tensor:
-        """Whether each state of each copy is most like that of the fit, ``(B,)``."""
+        """Mask ``(B,)`` of the copies whose states have not changed places with the fit's."""
         data, same = self.information.data, []
         own = torch.arange(self.information.hmm.num_states)
         reference = self.information.hmm.posterior(data.values).state_probs
@@ -182,7 +182,7 @@ def bootstrap(
         copies = Copies(information, weights=weights)
     else:
         if data.labels is not None and data.labels.dtype == torch.bool:
-            raise ValueError("sets of possible states cannot be simulated: take parametric=False.")
+            raise ValueError("labels that are booleans cannot be simulated: take parametric=False.")
         values, states = hmm.sample_with_states(torch.Size([num_samples]))
         values = values.to(data.values.dtype)
         if values.dtype.is_floating_point:
@@ -201,7 +201,7 @@ def bootstrap(
 
 
 class _Held(Copies):
-    """Copies with a penalty that holds one number at ``(B,)`` values, on its interval scale."""
+    """Copies with a penalty that holds one parameter entry near ``(B,)`` values, for profiles."""
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)
@@ -218,7 +218,7 @@ class _Held(Copies):
         self.wanted = torch.zeros(1, dtype=torch.double)
 
     def number(self, u: Tensor) -> Tensor:
-        """The number ``(B,)``, in standard errors from its estimate."""
+        """The held entry ``(B,)`` on its interval scale, in standard errors from its estimate."""
         own = self.information.packing.split(u)[self.part.name]
         value = self.part.value(own).reshape(len(u), -1)[:, self.entry]
         return (self.part.scale(value) - self.centre) / self.error
@@ -229,7 +229,7 @@ class _Held(Copies):
         return super().score(u, rows) - HOLD / 2 * away.square()
 
     def profile(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers reached near the ``wanted`` ones, and the profile log joint densities there.
+        """Values of the held entry near ``wanted``, and the profile log joint densities there.
 
         At the maximum the slope of the log joint is along that of the number: it is the greatest
         for the number that is reached, whatever the square.
@@ -242,7 +242,7 @@ class _Held(Copies):
 
 
 def crossing(profile: Callable[[Tensor], tuple[Tensor, Tensor]], grid: Tensor, z: float) -> Tensor:
-    """Where the root of twice the fall of a profile reaches ``z``, from zero on; else infinity.
+    """Distance from the top at which a profile's likelihood-ratio root is ``z``; else infinity.
 
     Args:
         profile: From places to those near them, and the greatest log joint densities there.

@@ -157,7 +157,7 @@ def _check_plain(hmm: HMM, *states: int) -> None:
 
 
 def _resized(part: Any, num_states: int, change: Change) -> Any:
-    """A distribution of other states: ``change(part, rows)`` are those of its arguments.
+    """Rebuild a distribution for another number of states, with parameters from ``change``.
 
     ``rows`` are its tensors that have a row for each of the K states.
     """
@@ -178,7 +178,7 @@ def _resized(part: Any, num_states: int, change: Change) -> Any:
 
 
 def _merged(part: Any, both: dict[str, Tensor], weights: Tensor) -> dict[str, Tensor]:
-    """Arguments of the distribution that stands for a mixture of two, by its moments.
+    """Parameters, by name, of one distribution with the moments of a mixture of two.
 
     Args:
         part: A distribution.

@@ -545,7 +545,7 @@ def predicted(
     hmm = information.hmm
     if isinstance(of, str) and not (of in PARTS and hasattr(hmm, PARTS[of][0])):
         known = [name for name, (attribute, _) in PARTS.items() if hasattr(hmm, attribute)]
-        raise ValueError(f"of must be a function of an HMM, or what this model has, "
+        raise ValueError(f"of must be a function of an HMM, or the name of a part it has: "
                          f"{' or '.join(known)}; got {of!r}.")  # fmt: skip
     function = partial(_part, name=of) if isinstance(of, str) else of
     some = example.known_values[:1].unsqueeze(0)

@@ -201,7 +201,7 @@ class Ladder:
         return self.inverse[torch.where(inside, other, self.rungs)].flatten()
 
     def swap(self, work: Tensor) -> tuple[Tensor, Tensor]:
-        """Metropolis swaps of neighbouring temperatures, by the work ``(C R,)`` of each chain.
+        """Metropolis swaps of neighbouring temperatures; ``work`` ``(C R,)``: log density ratios.
 
         Returns:
             Which chains have a new temperature, ``(C R,)``; works of each lower and upper
@@ -252,7 +252,7 @@ class Ladder:
 
 
 def marginal_likelihood(works: Tensor) -> MarginalLikelihood:
-    """Log marginal likelihood from works ``(C, S, 2, R - 1)`` of :meth:`Ladder.swap`."""
+    """Log marginal likelihood by Bennett's acceptance ratio, from works ``(C, S, 2, R - 1)``."""
     ahead, back = works.double().unbind(-2)  # (C, S, R - 1)
     low = torch.full_like(ahead[0, 0], -1e9)
     high = -low

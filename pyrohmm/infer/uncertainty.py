@@ -367,7 +367,7 @@ class Information:
         slopes = differences(at, steps).movedim(0, -1)
         slopes = slopes.masked_fill(self.covariance.diagonal() == 0, 0.0)
         if not bool((slopes != 0).any()):
-            raise ValueError("of must be a function that changes with the parameters of the fit.")
+            raise ValueError("of must depend on the fitted parameters; its derivative is zero.")
         with torch.no_grad():
             value = at(torch.zeros(len(self.labels)).double())
         return torch.as_tensor(value), self._errors(slopes)

@@ -480,7 +480,7 @@ class Steering:
     def _sample(
         self, first: Tensor, state: int, begin: int, count: int, generator: torch.Generator | None
     ) -> list[Tensor]:
-        """Sample codes of words after a prompt given the constraint, without ``<eos>``."""
+        """Sample codes of words that follow a prompt, given the constraint; without ``<eos>``."""
         words = torch.full((count, self.max_words - begin + 1), self._end)
         unfinished = torch.arange(count)
         automaton = torch.full((count,), state)

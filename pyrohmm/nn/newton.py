@@ -438,7 +438,7 @@ class GammaEmission(Components, emits=torch_dist.Gamma):
         return Gamma(*getattr(self, f"{name}_gamma")).expand(self.shape)
 
     def features(self, values: Tensor) -> dict[str, Tensor]:
-        """The values and their logarithms."""
+        """Sufficient statistics of each value, by name: the value and its logarithm."""
         return {"sums": values, "logs": values.log()}
 
     def m_step(self, statistics: Statistics) -> Maximum:

@@ -290,7 +290,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return self._wide(MEANS / UPPER * self.constants["upper"])
 
     def _about_means(self, statistics: Statistics, weight: Any) -> tuple[Tensor, Tensor]:
-        """Posterior means about the centre; squares about the means, conjugate prior included."""
+        """Posterior means less the centre; sums of squares about them, conjugate prior included."""
         known, sums, squares = _sums(statistics)
         centre, prior_loc = itemgetter("centre", "prior_loc")(self.constants)
         prior_loc = prior_loc - centre

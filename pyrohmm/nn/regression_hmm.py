@@ -165,7 +165,7 @@ class RegressionHMM(HMMModule):
         covariates: Tensor | None = None,
         times: Tensor | None = None,
     ) -> HMM:
-        """Build the HMM for ``covariates`` ``(*B, T, C)``, and ``times`` ``(*B, T)`` of rates."""
+        """Build the HMM for ``covariates`` ``(*B, T, C)``; of rates also ``times`` ``(*B, T)``."""
         if covariates is None:
             raise ValueError(
                 "data has no covariates, which this module needs: Sequences(..., covariates=)."

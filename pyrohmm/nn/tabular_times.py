@@ -108,7 +108,7 @@ class TabularHSMM(TabularHMM, builds=HSMM):
         self.duration.set_points(probs=hmm.chain.log_duration.exp())
 
     def tables(self) -> dict[str, Any]:
-        """Log-probabilities of the tables and of durations, and what is censored."""
+        """Arguments of the HSMM: log-probability tables, log durations and censoring flags."""
         ends = {"censored_end": self.censored_end, "censored_start": self.censored_start}
         return super().tables() | {"log_duration": self.duration()} | ends
 

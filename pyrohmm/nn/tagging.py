@@ -102,7 +102,7 @@ def tagged(data: Sequences) -> Sequences:
         raise ValueError(f"values must have shape (N, T); got {tuple(data.values.shape)}.")
     tags = torch.full_like(data.values, -1) if data.labels is None else data.labels
     if tags.dtype == torch.bool:
-        raise ValueError("labels must be tags; got sets of them. Use -1 where a tag is not known.")
+        raise ValueError("labels must be integer tags, -1 where one is not known; got booleans.")
     pairs = torch.stack([data.values, tags.to(data.values.dtype)], -1)
     new = data.without_labels()
     new.values = pairs

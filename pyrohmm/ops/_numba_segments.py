@@ -121,7 +121,10 @@ def _log_sum(t, k, span, enter, seen, others, first, scores):
 
 @kernel
 def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs, scores):
-    """Log scale; log of the sum over durations; number of ``scores`` used by log-sum-exp, or -1."""
+    """Log of a sum over durations: by the scaled window, or by log-sum-exp if it underflows.
+
+    Returned after the log scale; then the number of ``scores`` that log-sum-exp has used, or -1.
+    """
     total = _dot(t, k, span, window, others, first)
     if not total > LEAST and frame > -np.inf:
         frame = _reframe(t, k, span, enter, seen, window)
@@ -200,7 +203,7 @@ def _forward(
     first, last, initial, transition, weights, likelihood, lengths, filtering, arrive, ends,
     evidence, filtered,
 ):  # fmt: skip
-    """Forward messages.
+    """Semi-Markov forward pass: messages, log evidences, and filtered states if asked for.
 
     Of segments that begin at each step (``arrive``) and of those that end there (``ends``), both
     together with the observations before and in them, ``(N, T, K)``; the log evidence ``(N,)``; and

@@ -67,7 +67,7 @@ def log_diversity(probs: Tensor, rho: float = 0.5) -> Tensor:
 
 
 class RootAscent:
-    r"""Projected Newton steps in the roots U of probabilities, of R matrices at once.
+    r"""Projected Newton ascent in the square roots U of probabilities, of R matrices at once.
 
     Rows of U have length one. The objective is
     :math:`2 \sum_{ij} c_{ij} \log U_{ij} + 2 \alpha \log|\det U| - w |U \circ U - A_0|^2`; its
@@ -142,7 +142,7 @@ class RootAscent:
         return new, ended | waiting
 
     def _newton(self, roots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Roots without those that go to zero, the slope along the spheres, and a Newton step."""
+        """Newton step along the spheres: roots less those that become zero, gradient, direction."""
         counted = self.counts > 0
         inverse = torch.linalg.inv_ex(roots).inverse if self.alpha > 0 else torch.zeros_like(roots)
         ratio = torch.where(counted, self.counts / roots, 0.0)

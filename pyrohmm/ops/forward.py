@@ -235,7 +235,7 @@ def _before(
     algebra: Algebra, choose: Callable[[Tensor], Tensor], t: int, place: Tensor, message: Tensor,
     logs: Tensor, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Indices ``(*s, n)`` of the messages of step t - 1 that transitions to ``place`` leave."""
+    """Choose the predecessors ``(*s, n)`` of ``place``: indices of messages of step t - 1."""
     size, row = logs.size(-1), torch.arange(place.size(-1), device=place.device)
     outer, state = place // size, place % size
     into = logs[row % len(logs), outer % logs.size(1), :, state]
@@ -310,7 +310,7 @@ def _evidence(chain: Chain, messages: list[Tensor]) -> Tensor:
 
 
 def solve(chain: Chain) -> tuple[Tensor, Gradient]:
-    """Log evidence ``(N,)``; and the derivatives of its sum with weights, by all tensors."""
+    """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
     algebra, probs, messages = _summed(chain)
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:

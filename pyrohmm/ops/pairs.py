@@ -266,7 +266,7 @@ def relative_distance(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> T
 
 
 def _expanded(joint: Tensor, table: Tensor, weighted: Tensor, pairs: Pairs) -> Tensor:
-    """The terms of a squared distance that depend on the model; ``weighted`` is w times a table."""
+    """Squared distance less a constant, from K x K products; ``weighted`` is w times a table."""
     joint = joint.double()
     gram = table.mT @ weighted  # G, (*B, K, K)
     cross = weighted.mT @ _Product.apply(None, weighted, pairs, False)  # B W B^T, (*B, K, K)
@@ -307,7 +307,7 @@ def cross_entropy(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tenso
 
 
 def _pair_probs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
-    """Predicted probabilities of the pairs ``(*B, M)``, or of all ``(*B, V, V)``, one elsewhere."""
+    """Predicted probabilities of the counted pairs, ``(*B, M)``; if dense, one elsewhere."""
     if isinstance(target, Tensor):
         return (probs.mT @ joint @ probs).masked_fill(target <= 0, 1.0)
     table = _table(probs, probs.dtype)

@@ -198,7 +198,7 @@ def _batched(
     compute: Callable[..., tuple[Tensor, Callable[[Tensor], tuple[Tensor | None, Tensor]]]],
     twin: Callable[[Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor, own: int,
 ) -> Tensor:  # fmt: skip
-    """A product over all batch dimensions: ``own`` are the dimensions of columns behind them."""
+    """Apply a product of rows and columns, with its gradient, over broadcast batch dimensions."""
     batch = Batch(rows.shape[:-1], columns.shape[: columns.dim() - own])
     parts = batch.of_rows(rows), batch.of_columns(columns, own)
     by_rows = rows.requires_grad

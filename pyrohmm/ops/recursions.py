@@ -284,7 +284,7 @@ def _solved(
 
 
 def _twin(arguments: Arguments) -> Callable[..., Tensor]:
-    """Log evidence ``(*B)`` by autograd, at tensors in place of those of ``arguments``."""
+    """Log evidence ``(*B)`` as a differentiable function of the tensors of ``arguments``."""
 
     def evidence(initial: Tensor, transition: Tensor, logs: Tensor) -> Tensor:
         parts = arguments._replace(initial=initial, transition=transition, logs=logs)

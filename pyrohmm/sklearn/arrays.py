@@ -40,7 +40,7 @@ COVARIANCE_TYPES = ("spherical", "diag", "full", "tied")
 
 @dataclass(eq=False, repr=False)
 class TabularEstimator(SequenceEstimator):
-    """HMM whose parameters are arrays, set by hand or by ``fit``, which is EM.
+    """Estimator of an HMM whose parameters are arrays, set by hand or by ``fit`` (EM).
 
     Subclasses name the parameters of their emission by the letters of ``params`` and
     ``init_params``, and turn their arrays into a distribution and back.

@@ -92,7 +92,7 @@ def log_evidence(
 
 
 def _by_length(blocks: Tensor, lengths: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Sequences of more than half the largest length, and the others: indices, blocks, lengths."""
+    """Split sequences at half the largest length: indices, blocks and lengths of each group."""
     long = 2 * lengths > lengths.max()
     rows = [mask.nonzero().squeeze(-1) for mask in (long, ~long) if bool(mask.any())]
     return [(part, blocks[part, : int(lengths[part].max())], lengths[part]) for part in rows]
@@ -133,7 +133,7 @@ def gathered(transitions: Transitions, blocks: Tensor, lengths: Tensor) -> Tenso
 
 
 def pairs_of(blocks: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The distinct pairs of blocks that follow each other, ``(P,)``; which each step ends."""
+    """Distinct pairs (from, to) of successive blocks, ``(P,)`` each; the pair of each move."""
     keys = blocks[:, :-1] * count + blocks[:, 1:]
     real = step_mask(lengths, blocks.size(1))[:, 1:]
     keys, index = keys.masked_fill(~real, 0).unique(return_inverse=True)
@@ -141,7 +141,7 @@ def pairs_of(blocks: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tenso
 
 
 def parts_of(transitions: Transitions, blocks: Tensor) -> tuple[Tensor, ...]:
-    """Chunks of sequences ``(n,)`` whose transition matrices fit into memory."""
+    """Split sequences into chunks, indices ``(n,)``, whose transition matrices fit into memory."""
     numbers = blocks.size(1) * transitions.blocks.width**2
     limit = at_once(transitions.scores[0].device)
     return torch.arange(len(blocks)).split(max(1, limit // max(1, numbers)))

@@ -40,7 +40,7 @@ Part = Callable[..., Tensor]  # from the scores to log transition probabilities
 
 
 class Transitions:
-    """Transitions from blocks, or all states, to blocks, or all states.
+    """Transition probabilities between blocks of states, or all states, computed as needed.
 
     Args:
         blocks: Of states; B of them.
@@ -145,7 +145,7 @@ class Transitions:
     def _sums(
         self, logs: Tensor, source: int, target: int, back: bool, best: bool = False
     ) -> Tensor:
-        """Sums ``(n, c)`` over the states of a block, of their vectors ``(n, r)``."""
+        """Log-sum-exp ``(n, c)`` of ``logs`` ``(n, r)`` over transitions from block to block."""
         here, there = self.states_of(source), self.states_of(target)
         rows = max(1, CHUNK // (there.stop - there.start))
         some = range(here.start, here.stop, rows)
@@ -155,7 +155,7 @@ class Transitions:
         return torch.cat([_sums([logs], [_transposed(part)], self.scores) for part in parts], -1)
 
     def _part(self, rows: slice | Tensor, target: int) -> Part:
-        """Log-probabilities of transitions from some states to a block, as function of scores."""
+        """Function from scores to log-probabilities from states ``rows`` to block ``target``."""
 
         def logs(leave: Tensor, enter: Tensor | None, log_block_probs: Tensor | None) -> Tensor:
             before, entered = leave[rows], self.states_of(target)
@@ -224,7 +224,7 @@ class Transitions:
 
 
 def _sums(logs: Any, parts: list[Part], scores: tuple[Any, ...], best: bool = False) -> Tensor:
-    """Log-sum-exp ``(n, C)`` over states, part by part: each with its transitions to C states.
+    """Log-sum-exp ``(n, C)`` over previous states, in parts, each with its transitions to C.
 
     Transition probabilities are computed again for the gradient.
     """

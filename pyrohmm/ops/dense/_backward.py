@@ -102,7 +102,7 @@ def begin_back(data: Data, exact: np.ndarray, weights: np.ndarray) -> Back:
 
 @kernel
 def finish(counts, emitted, matrices, pairs, symbols):
-    """Write expected transitions, from those over their probabilities, and counts of symbols.
+    """Write expected transitions, ``counts`` times probabilities, and counts of symbols.
 
     Transitions to what cannot be reached are none: messages to it may be huge.
 
@@ -238,7 +238,7 @@ def _begin_back(beta, lengths, t, start, width, size):
 
 @inner
 def _note_step(before, after, earlier, later, weight, row, size):
-    """Write forward messages, and backward ones times weights, beside those of other steps."""
+    """Copy a step's forward and weighted backward messages into the buffers of several steps."""
     for k in range(size):
         p, q = k * _LANES, k * _ALL + row
         for i in range(_LANES):

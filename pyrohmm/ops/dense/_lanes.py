@@ -253,7 +253,7 @@ def _exponentials(out, logs, low, high, least, most, zeros):
 
 @inner
 def _scale_tables(logs, low, tables, peaks):
-    """Write probabilities ``(G, V + 1, height)`` of symbols over their largest; its logarithms."""
+    """Write symbol probabilities ``(G, V + 1, height)`` over their largest, and its logarithm."""
     groups, size, count = logs.shape
     for g in range(groups):
         peak = peaks[g]

@@ -135,7 +135,7 @@ class _Passes:
         self.bounds = [*pairwise(ends)]
 
     def forward(self, kept: bool) -> Messages:
-        """The pass; messages are written if ``kept``."""
+        """Run the forward pass; messages are stored if ``kept``."""
         real, length = self.data.initial.dtype, self.tiles * self.data.steps * self.lanes * kept
         found = Messages(
             np.zeros(self.count), np.ones(self.count, np.bool_), np.ones(self.count, np.bool_),
@@ -162,7 +162,7 @@ class _Passes:
         return exact
 
     def _run_back(self, found: Messages, back: Back) -> tuple[np.ndarray, np.ndarray, int]:
-        """Expected transitions over their probabilities, symbol counts, number of underflows."""
+        """Run the backward pass: transition sums, symbol counts, number of underflows."""
         height = self.data.matrices.shape[2]
         sums = 1 if self.owners > 1 else len(self.bounds)  # several threads add to places apart
         counts = np.zeros((sums, len(self.data.matrices), self.owners, height, height))
@@ -199,7 +199,7 @@ class _Passes:
 
 
 def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
-    """Log evidence ``(G, n)``, and the gradient, in logarithms and float64."""
+    """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
     loops, (parts, shift) = compiled("_numba_segments"), _segments(chain, each)
     messages, shape = loops.forward(parts, False)[:3], chain.lengths.shape
 
@@ -219,7 +219,7 @@ def filtered_in_log_space(chain: Chain) -> Tensor:
 
 
 def _segments(chain: Chain, each: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The chain as one of segments of one step, in float64; and what the log evidence lacks.
+    """Semi-Markov form of the chain, with D = 1, in float64; and the log scale taken out.
 
     The largest logarithm of each step and matrix is subtracted, lest sums over steps grow so large
     that none of their digits are left for the differences. ``each`` sequence may have a matrix.

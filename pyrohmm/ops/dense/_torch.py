@@ -192,7 +192,7 @@ def _by_chunks(
 
 
 def _agree(messages: Tensor, scanned: Tensor) -> bool:
-    """Whether the messages equal those of the scan, where small entries may have underflowed.
+    """Whether messages by chunks agree with those of the scan, relative to each entry.
 
     Relative to the entry: what is all but impossible may turn out to be what matters.
     """
@@ -352,7 +352,7 @@ def _arranged(chain: Chain, each: bool = False) -> forward.Arranged:
 
 
 def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
-    """Log evidence ``(G, n)``, and the gradient, in logarithms and float64."""
+    """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
     arranged, shape = _arranged(chain, each), chain.lengths.shape
     value, gradient = forward.solve(arranged.chain)
 

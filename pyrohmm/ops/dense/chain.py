@@ -44,7 +44,7 @@ class Chain(NamedTuple):
         return symbol_scores(self.logs.unsqueeze(1), self.symbols, self.known)
 
     def by_logs(self, states: Tensor) -> Tensor:
-        """Gradient by ``logs``, from that by the log-likelihoods, ``(G, n, T, K)``."""
+        """Gradient by ``logs``: that by log-likelihoods ``(G, n, T, K)``, summed per symbol."""
         if self.symbols is None:
             return states
         if self.known is not None:
@@ -152,7 +152,7 @@ def check_arguments(
 
 
 def split_of(batch: torch.Size, shared: Sequence[torch.Size]) -> int:
-    """Number of dimensions of ``batch`` up to the last in which one of ``shared`` differs."""
+    """Number of leading dimensions of ``batch`` over which tensors of ``shared`` shapes vary."""
     if not any(shared):
         return 0
     return max(
