@@ -80,7 +80,11 @@ def movement(
         frame, columns=[longitude, latitude], by=animal, time=time, covariates=covariates, gaps=gaps
     )
     known, places = data.known, cast(Tensor, data.packed("values")).double()
-    _check_degrees(places[known], plane)
+    columns = () if plane else zip(("longitude", "latitude"), places[known].mT, (360, 90))
+    for name, column, most in columns:
+        if len(wrong := column[column.abs() > most]):
+            text = f"{name} must be degrees from -{most} to {most}; got {wrong[0].item():g}. The"
+            raise ValueError(f"{text} longitude comes first; in a plane give plane=True.")
     places = places.masked_fill(~known.unsqueeze(-1), torch.nan)
     lengths, turns = (part[0] for part in _steps(places.unsqueeze(0), plane))
     apart = begins(data.lengths)[1:]  # from the last location of an animal to the first of another
@@ -91,14 +95,6 @@ def movement(
     # the last location at least is missing
     data._rows |= {"values": values, "observed": ~values.isnan().all(-1), "locations": places}
     return data
-
-
-def _check_degrees(places: Tensor, plane: bool) -> None:
-    for name, column, most in zip(("longitude", "latitude"), places.unbind(-1), (360, 90)):
-        wrong = column[column.abs() > most]
-        if len(wrong) and not plane:
-            text = f"{name} must be degrees from -{most} to {most}; got {wrong[0].item():g}. The"
-            raise ValueError(f"{text} longitude comes first; in a plane give plane=True.")
 
 
 def _steps(places: Tensor, plane: bool) -> tuple[Tensor, Tensor]:

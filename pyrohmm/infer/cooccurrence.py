@@ -33,7 +33,7 @@ from ..ops.pairs import relative_distance as relative_distance
 from ..ops.pairs import squared_distance as squared_distance
 from .descent import MINIBATCHES
 from .gradient import fit_map
-from .models import LogPrior, build, exclusive, factor_log_prior
+from .models import LogPrior, build, exclusive
 from .results import Fit
 
 CHUNK = 1 << 20  # pairs that are sorted at a time
@@ -182,7 +182,7 @@ class CooccurrenceModel(OwnParameters):
         hmm.check_constant("fit_cooccurrence")
         probs = _symbol_probs(hmm.emission)
         if self.log_prior is not None:
-            factor_log_prior(self.log_prior, hmm)
+            pyro.factor("log_prior", self.log_prior(hmm))
         marginal = self.stationary(hmm.log_transition)
         self.targets = [target.to(probs.device) for target in self.targets]
         total: Any = 0.0

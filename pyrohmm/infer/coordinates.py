@@ -126,7 +126,9 @@ class Coordinates:
     @classmethod
     def of(cls, name: str, estimate: Tensor, support: Any, unit: float = 1.0) -> Coordinates:
         """Coordinates of a parameter with the support ``support``; ``unit`` is that of the data."""
-        estimate, base, named = estimate.detach().double(), _base(support), type(support).__name__
+        estimate, base, named = estimate.detach().double(), support, type(support).__name__
+        while isinstance(base, constraints.independent):
+            base = base.base_constraint
         scale: Transform = IDENTITY
         forward: Any = torch.exp  # of coordinates, which are ``origin`` at the estimate
         edge = estimate  # what entries outside are held at
@@ -176,12 +178,6 @@ class Coordinates:
         at = self.scale(self.estimate)
         width = z * error * self.scale.log_abs_det_jacobian(self.estimate, at).exp()
         return self.scale.inv(at - width), self.scale.inv(at + width)
-
-
-def _base(support: Any) -> Any:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support
 
 
 def names_of(name: str, value: Tensor) -> list[str]:

@@ -275,7 +275,9 @@ def _finish(loop: Loop) -> Fit:
     losses, priors = torch.stack(loop.losses, 1), torch.stack(loop.log_priors, 1)  # (R, steps)
     loop.keep_values()
     if is_validation_enabled():
-        parameters.check_supports()
+        for name, support in parameters.supports.items():
+            if not bool(support.check(parameters.values[name]).all()):
+                raise ValueError(f"{name} must be in {support}; an m_step must return such.")
     place = int(losses[loop.alive, -1].argmin())
     best = int(loop.alive[place])
     going = losses[loop.alive]

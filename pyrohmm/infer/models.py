@@ -48,11 +48,6 @@ Data = TypeVar("Data", bound=Sequences | Parts)
 _checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
 
-def factor_log_prior(log_prior: LogPrior, hmm: HMM) -> None:
-    """Add the HMM's further log-prior to the model, as a Pyro factor."""
-    pyro.factor("log_prior", log_prior(hmm))
-
-
 def build(module: HMMModule, data: Sequences) -> HMM:
     """The HMM that ``module`` builds for ``data``, with covariates and times if it takes them."""
     check_sequences("data", data)
@@ -200,7 +195,7 @@ class MarginalModel(OwnParameters):
     def _condition(self, hmm: HMM, data: Sequences) -> HMM:
         """Add the further prior of ``hmm``, and observe the sequences."""
         if self.log_prior is not None:
-            factor_log_prior(self.log_prior, hmm)
+            pyro.factor("log_prior", self.log_prior(hmm))
         with pyro.plate("sequences", data.total, subsample=data.indices):
             known = hmm if data.labels is None else hmm.restrict(data.labels)
             self.observe("x", known, obs=data.values)

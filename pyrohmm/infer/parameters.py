@@ -224,12 +224,6 @@ class Parameters:
                 continue
             set_point(self.module, name, value[0])
 
-    def check_supports(self) -> None:
-        """Raise unless the latent variables lie in their supports."""
-        for name, support in self.supports.items():
-            if not bool(support.check(self.values[name]).all()):
-                raise ValueError(f"{name} must be in {support}; an m_step must return such.")
-
     def state(self) -> dict[str, Any]:
         """Checkpoint state: latent variables and parameters without a prior."""
         return {"values": self.values, "points": list(self.points)}

@@ -34,8 +34,8 @@ from .parameters import Parameters, Values
 from .process_group import ProcessGroup
 
 FEW = 4  # restarts by default
-SHORT = (24, 10), (6, 20)  # starts that are ranked, after so many iterations
-SHORT_DURATIONS = (8, 10), (3, 10)  # the same where a step is over durations, and takes longer
+# starts that are ranked, after so many iterations; fewer where steps over durations take longer
+ROUNDS = {False: ((24, 10), (6, 20)), True: ((8, 10), (3, 10))}
 MOST_STEPS = 2_000  # of the data by which they are
 MOST_NUMBERS = 4_000_000  # parameters, or transitions, of all of these
 MOST_ROWS = 10_000  # of the data that a start looks at
@@ -243,11 +243,6 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
         return build(module, data)
 
 
-def _rounds(parameters: Parameters) -> tuple[tuple[int, int], ...]:
-    """Rounds of the start search: (number of starts, EM iterations) of each."""
-    return SHORT_DURATIONS if isinstance(parameters.example, HSMM) else SHORT
-
-
 class Plan:
     """Where EM begins, and how many restarts it has.
 
@@ -292,7 +287,7 @@ class Plan:
 
 def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
     """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
-    most = _rounds(parameters)[0][0]
+    (most, _), _ = ROUNDS[isinstance(parameters.example, HSMM)]
     optimizer = maximize.gradient.step.optimizer  # goes its own way
     alike = parameters.example.num_states == 1 or share_labelled(parameters.data) == 1
     if optimizer is not None or parameters.points or alike:
@@ -326,7 +321,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
         first = _in_turn(parameters, maximize, 1)
     data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
     best: Any = None
-    for most, each in _rounds(parameters):
+    for most, each in ROUNDS[isinstance(parameters.example, HSMM)]:
         count = min(max(most, parameters.restarts), ranked)
         module = copy.deepcopy(parameters.module)
         some = Parameters(module, data, count, parameters.log_prior)

@@ -81,7 +81,9 @@ class PointEmission(PyroModule):
         distribution, self.family = base, type(base)
         cause, same = None, False
         try:
-            if not _has_fitted_bounds(distribution.support):
+            support = distribution.support  # its ends would be fitted, if they are parameters
+            ends = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
+            if support.is_discrete or not any(isinstance(end, Tensor) for end in ends):
                 self._take(distribution)
                 same = bool(self._pyro_params) and _agree(distribution, self._build())
         except Exception as error:
@@ -120,12 +122,6 @@ class PointEmission(PyroModule):
 
 
 _CATEGORICAL = (Categorical, torch.distributions.Categorical)
-
-
-def _has_fitted_bounds(support: Any) -> bool:
-    """Whether the ends of a continuous support are parameters, which would be fitted."""
-    bounds = [getattr(support, name, None) for name in ("lower_bound", "upper_bound")]
-    return not support.is_discrete and any(isinstance(bound, Tensor) for bound in bounds)
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -279,7 +279,8 @@ def of_all_kinds(dtype):
 @pytest.mark.parametrize("kind", KINDS)
 def test_starts_are_ranked_whatever_is_frozen(kind, monkeypatch):
     """Restarts are what they are one by one, and the default has several."""
-    monkeypatch.setattr(starts, "SHORT", ((6, 2), (4, 2)))  # one of each kind, for few iterations
+    # one of each kind, for few iterations
+    monkeypatch.setitem(starts.ROUNDS, False, ((6, 2), (4, 2)))
     given, options, parts = KINDS[kind]
     data = of_all_kinds(torch.long if kind == "symbols" else torch.double)
     for frozen in ([], ["initial"], parts):
