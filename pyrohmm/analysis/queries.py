@@ -470,13 +470,7 @@ def pseudo_residuals(hmm: HMM, values: Tensor, *, forecast: bool = False) -> Pse
 
 
 def _conditional_cdf(hmm: HMM, values: Tensor, weights: Tensor) -> list[Tensor]:
-    """CDF of each value, P(X < x) and P(X <= x), each ``(*B, T, *E)``.
-
-    Args:
-        hmm: The model.
-        values: ``(*B, T, *E)``.
-        weights: ``(*B, T, K, *1)``, probabilities of the states, with the dimensions of events.
-    """
+    """P(X < x) and P(X <= x) of values ``(*B, T, *E)``, given ``weights`` ``(*B, T, K, *1)``."""
     emission, at = hmm.emission, -len(hmm.event_shape)
     parts, time = [(emission, values, weights)], at
     if not hmm.emission_per_step:  # time first: the batch of the emission is last

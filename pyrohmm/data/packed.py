@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import Tensor
 
+from .._checks import check_shape, check_tensor
 from ..ops.log_space import step_mask
 from .steps import PADDING, begins, check_total, firsts, packed, padded
 
@@ -27,6 +28,11 @@ RAGGED = 1.5  # of the steps, padding included, over the rows: below that they a
 MOST, TIMES = 1 << 24, 20  # steps that padding may make, and how many times the rows
 
 
+def _version(part: Tensor) -> int | None:
+    """Number of changes in place; None in inference mode, which does not count them."""
+    return None if part.is_inference() else part._version
+
+
 class _Padded:
     """An attribute ``(N, T, *)``: packed rows, padded when it is asked for, and kept."""
 
@@ -38,16 +44,19 @@ class _Padded:
             return self
         if self.name not in data._padded:
             rows = data._rows.get(self.name)
-            if rows is None:
-                return data.exists if self.name == "observed" else None
+            if rows is None and self.name != "observed":
+                return None
             data._check_padding(self.name)
-            whole = padded(rows, data.lengths, PADDING.get(self.name, 0.0))
-            data._padded[self.name] = whole
+            whole = data.exists.clone() if rows is None else padded(
+                rows, data.lengths, PADDING.get(self.name, 0.0)
+            )  # fmt: skip
+            data._padded[self.name], data._read[self.name] = whole, _version(whole)
         return data._padded[self.name]
 
     def __set__(self, data: PackedSequences, value: Any) -> None:
         data._rows = {name: rows for name, rows in data._rows.items() if name != self.name}
         data._padded = data._padded | {self.name: value}
+        data._read = {name: number for name, number in data._read.items() if name != self.name}
         data._forget()
 
 
@@ -60,6 +69,10 @@ class PackedSequences:
     numbered: bool  # indices say which sequences of the whole set these are
     _rows: dict[str, Tensor]  # (M, *) by name; those that are None or all observed are left out
     _padded: dict[str, Any]  # (N, T, *)
+    _several: Any = None  # buckets, and of which state
+    _read: dict[
+        str, int | None
+    ]  # versions of these that are packed: others were set, or changed in place
     table: Table | None
 
     values = cast(Tensor, _Padded())
@@ -79,8 +92,10 @@ class PackedSequences:
             >>> Sequences.from_list([[3, 1, 4], [1]]).packed("values")
             tensor([3, 1, 4, 1])
         """
-        if name not in self._rows and self._padded.get(name) is not None:  # it was set
-            self._rows[name] = packed(self._padded[name], self.lengths)
+        whole = self._padded.get(name)
+        if whole is not None and self._read.get(name, -1) != _version(whole):
+            self._rows[name] = packed(whole, self.lengths)
+            self._read[name] = _version(whole)
         return self._rows.get(name)
 
     @property
@@ -110,8 +125,8 @@ class PackedSequences:
 
     def _forget(self) -> None:
         """Forget what was computed from the rows."""
-        for name in ("_several", "num_observed"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("num_observed", None)
+        self._several = None
 
     @property
     def is_ragged(self) -> bool:
@@ -121,10 +136,10 @@ class PackedSequences:
     def _check_padding(self, name: str) -> None:
         """Raise if padding would make far more steps than there are."""
         if self.is_ragged:
-            steps, times = len(self) * self.num_steps, len(self) * self.num_steps / self.num_rows
-            text = f"{name} of {len(self)} sequences, padded to the longest of {self.num_steps:,}"
+            steps, text = len(self) * self.num_steps, f"{name} of {len(self)} sequences, padded to"
             raise ValueError(
-                f"{text} steps, would have {steps:,} steps, {times:.0f} times the {self.num_rows:,}"
+                f"{text} the longest of {self.num_steps:,} steps, would have {steps:,} steps, "
+                f"{steps / self.num_rows:.0f} times the {self.num_rows:,}"
                 " there are. Compute on sequences of similar length, by data.map_steps(lambda part:"
                 " fit.hmm(part).viterbi(part.values)), or on each of data.buckets."
             )
@@ -191,23 +206,23 @@ class PackedSequences:
         Padding is at most a quarter of a bucket's steps but in small ones, and a long series is
         alone. Each is a minibatch, as of :meth:`batch`.
         """
-        return [self] if len(self.bucket_members) == 1 else self._several
-
-    @cached_property
-    def _several(self) -> list[Self]:
-        return [self.batch(chosen) for chosen in self.bucket_members]
+        if len(self.bucket_members) == 1:
+            return [self]
+        self._all_rows()  # are read again where they were changed
+        state = self.total, id(self.indices), {**self._read}
+        if self._several is None or self._several[0] != state:
+            parts = [self.batch(chosen) for chosen in self.bucket_members]
+            self._several = state, parts
+        return self._several[1]
 
     def map_steps(self, function: Callable[[Self], Tensor]) -> Tensor:
         """What a function of sequences returns for each step, packed ``(M, *)``.
 
         It is computed on ``buckets`` of similar length: where lengths differ much, memory and time
-        are those of the steps alone, not of padding.
+        are those of the steps alone, not of padding. :meth:`to_dataframe` takes the result.
 
         Args:
             function: Takes ``Sequences``, and returns ``(N, T, *)``, of their steps.
-
-        Returns:
-            Rows in the order of the steps, which :meth:`to_dataframe` takes.
 
         Example:
             >>> data = Sequences.from_list([[0, 0, 1], [1]])
@@ -217,7 +232,10 @@ class PackedSequences:
         """
         found: Any = None
         for chosen, part in zip(self.bucket_members, self.buckets):
-            rows = packed(function(part), part.lengths)
+            result = function(part)
+            check_tensor("function(part)", result)
+            check_shape("function(part)", result, (*part.shape[:2], *result.shape[2:]), "(N, T, *)")
+            rows = packed(result, part.lengths)
             if part is self:
                 return rows
             found = rows.new_empty(self.num_rows, *rows.shape[1:]) if found is None else found
@@ -268,7 +286,8 @@ class PackedSequences:
         if "observed" in rows and bool(rows["observed"].all()):
             del rows["observed"]
         new = object.__new__(kind or type(self))  # what has been checked is not read again
-        new._rows, new._padded, new.table, new.numbered = rows, {}, self.table, self.numbered
+        new._rows, new._padded, new._read, new.table = rows, {}, {}, self.table
+        new.numbered = self.numbered
         new.lengths, new.total, new.indices = lengths, check_total(total, len(lengths)), indices
         return new
 

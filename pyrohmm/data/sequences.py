@@ -111,7 +111,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         self, rows: dict[str, Tensor], lengths: Tensor, total: Any = None, indices: Any = None
     ) -> None:
         """Set all attributes from packed rows ``(M, *)``, which are checked."""
-        self._rows, self._padded = checked_rows(rows, lengths), {}
+        self._rows, self._padded, self._read = checked_rows(rows, lengths), {}, {}
         self.lengths, self.total = lengths, check_total(total, len(lengths))
         self.table = None
         self.indices = torch.arange(len(lengths))
@@ -387,7 +387,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             raise TypeError(f"device must be one, or a floating-point dtype; got {device}.")
 
         new = self.with_total(self.total)
-        new._rows, new._padded = {}, {}
+        new._rows, new._padded, new._read = {}, {}, {}
         for name, part in self._all_rows():
             stays = not part.is_floating_point() or name == "times"
             new._rows[name] = part if stays and isinstance(device, torch.dtype) else part.to(device)

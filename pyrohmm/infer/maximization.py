@@ -100,16 +100,14 @@ def joined(one: Sums, other: Sums) -> Sums:
     """Add statistics of two parts of the data; observations and their weights are put together."""
 
     def join(name: str, a: Tensor, b: Tensor) -> Tensor:
-        if (
-            name.endswith("each.weights") and a.dim() != b.dim()
-        ):  # of components, where one has them
-            a, b = (x if x.dim() > 3 else x.unsqueeze(-1) for x in (a, b))
-        if name.endswith(("each.values", "each.weights")):
-            dim = int(name.endswith("weights"))
-            shape = [max(sizes) for sizes in zip(a.shape, b.shape)]
-            shape[dim] = -1
-            return torch.cat([a.expand(shape), b.expand(shape)], dim)
-        return a if "start." in name else a + b
+        if not name.endswith(("each.values", "each.weights")):
+            return a if "start." in name else a + b
+        dim = int(name.endswith("weights"))
+        if a.dim() != b.dim():  # one has weights of components
+            a, b = (x if x.dim() == 3 + dim else x.unsqueeze(-1) for x in (a, b))
+        shape = [max(sizes) for sizes in zip(a.shape, b.shape)]
+        shape[dim] = -1
+        return torch.cat([a.expand(shape), b.expand(shape)], dim)
 
     return {
         kind: {name: join(name, part, other[kind][name]) for name, part in named.items()}

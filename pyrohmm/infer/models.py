@@ -71,7 +71,7 @@ def build(module: HMMModule, data: Sequences) -> HMM:
         hmm = module(data.lengths, data.observed if data.has_gaps else None, **further)
     finally:
         CHECKED.reset(token)
-    if isinstance(hmm, HMM) and "ids" not in hmm.__dict__:
+    if isinstance(hmm, HMM) and "ids" not in hmm.__dict__ and not data.is_ragged:
         _checked[data] = ref(module), hmm.checked(data.values)
     return hmm
 

@@ -246,13 +246,8 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
 class Plan:
     """Where EM begins, and how many restarts it has.
 
-    Args:
-        parameters: They are set; by default some restarts go on, of which they are told.
-        maximize: Their M-step.
-        start: Where they begin; None for the kinds of start in turn.
-        restarts: Their number; None by default.
-        several: Whether more starts may be tried than go on.
-        few: Whether by default more than one may go on.
+    ``several`` says whether more starts may be tried than go on, ``few`` whether by default more
+    than one may go on.
 
     Attributes:
         ranked: Number of starts, the best of which go on; 0 or 1 if none are ranked.

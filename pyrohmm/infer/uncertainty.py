@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import pyro
@@ -108,7 +109,8 @@ class Information:
         )
         self.parts = [self.data]  # whose log-likelihoods are added
         if own and len(self.data.bucket_members) > 1:
-            self.parts = [self.data[chosen] for chosen in self.data.bucket_members]
+            share, members = self.data.total / len(self.data), self.data.bucket_members
+            self.parts = [self.data[chosen].with_total(share * len(chosen)) for chosen in members]
         points, spaces, nodes = points_of(self.model, self.parts[0])
         spaces = {**spaces, **supports}
         unit = 1.0
@@ -146,7 +148,11 @@ class Information:
         self.parts = [self.data] if self.plated else self.parts
         self.num_states, self.copied = nodes["_RETURN"]["value"].num_states, True
         self._compute()
-        self.hmm: HMM = self.at(torch.zeros(len(self.labels), dtype=torch.double))
+
+    @cached_property
+    def hmm(self) -> HMM:
+        """The HMM at the estimates."""
+        return self.at(torch.zeros(len(self.labels), dtype=torch.double))
 
     def values_at(self, u: Tensor) -> dict[str, Tensor]:
         """Parameters by name at coordinates ``(P,)``, or of B copies of the model, ``(B, P)``."""

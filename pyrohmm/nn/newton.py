@@ -171,10 +171,7 @@ class NewtonComponents(Components):
 
 
 def _by_value(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers in the range of ``values`` and sums ``(R, U, K, [D])`` of weights, if these are few.
-
-    Else values and weights as they are.
-    """
+    """Sums ``(R, U, K, [D])`` of weights by integers; values and weights as they are if many."""
     counted = integers_of(values)
     if counted is None:
         return values, weights

@@ -83,10 +83,11 @@ def integers_of(values: Tensor) -> tuple[Tensor, Tensor] | None:
     size = high.item() - low.item() + 1
     if not 0 < size <= values.numel() / FEWER:
         return None
-    known = known if missing is None else torch.where(missing, high + 1, known)
+    known = known if missing is None else torch.where(missing, high, known)
     index = (known - low).long()
     if floating and not torch.equal(index.to(known.dtype), known - low):
         return None
+    index = index if missing is None else index.masked_fill(missing, int(size))
     return low + torch.arange(int(size)).to(values.dtype), index
 
 
@@ -220,15 +221,8 @@ def _batched(
 def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Tensor:
     r"""Sums :math:`\sum_m w_{rmk} y_m y_m^\top` with :math:`y_m = (1, x_m - o)`, in float64.
 
-    One product of matrices for each state, in chunks of observations.
-
-    Args:
-        weights: ``(R, M, K)``.
-        values: ``(M, D)``.
-        about: o, the origin.
-
-    Returns:
-        ``(R, K, 1 + D, 1 + D)``.
+    Of weights ``(R, M, K)`` and values ``(M, D)`` about an origin o: ``(R, K, 1 + D, 1 + D)``. One
+    product of matrices for each state, in chunks of observations.
     """
     restarts, _, states = weights.shape
     width = values.size(-1) + 1

@@ -227,11 +227,7 @@ def viterbi(
 def best_paths(
     log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    r"""The C most probable paths, best first, and which of them are possible.
-
-    Returns:
-        ``(*B, C, T)`` integers, 0 at padded steps; and ``(*B, C)`` booleans.
-    """
+    """The C most probable paths ``(*B, C, T)``, best first; which of the others there are."""
     refuse_transforms("the most probable path")
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     batch = (*arguments.batch, count)

@@ -1,9 +1,22 @@
 """Packed rows: selections and buckets are those of padded tensors; too much padding is refused."""
 
+import pyro
 import pytest
 import torch
+from pyro.distributions import Normal
 
-from pyrohmm import MarginalModel, Sequences, TabularHMM, categorical, fit_em, fit_map
+from pyrohmm import (
+    HMM,
+    MarginalModel,
+    Sequences,
+    TabularHMM,
+    categorical,
+    fit_em,
+    fit_map,
+    normal,
+    starts,
+)
+from pyrohmm.data import packed
 
 NAMES = "values", "observed", "labels", "times"
 
@@ -67,3 +80,53 @@ def test_too_much_padding_is_refused_with_its_size():
         _ = data.values
     assert data.map_steps(lambda part: part.values + 1).equal(torch.ones(200_100))
     assert len(data[1:].values) == 100
+
+
+def test_what_is_changed_in_place_is_changed_in_all_forms(monkeypatch):
+    monkeypatch.setattr(packed, "LITTLE", 0)
+    monkeypatch.setattr(packed, "SHORT", 0)
+    data = Sequences.from_list([[0.0, 1, 2], [3.0]], labels=[[0, 1, 0], [1]])
+    assert len(data.buckets) == 2
+    data.values[0, 1], data.labels[1, 0], data.observed[0, 2] = 7.0, 0, False
+    assert data.packed("values").tolist() == [0, 7, 2, 3]
+    assert data.packed("labels").tolist() == [0, 1, 0, 0]
+    assert data.has_gaps and data.exists.sum() == 4  # noqa: PT018
+    assert data[:1].values.tolist() == [[0, 7, 2]]
+    (single,) = (part for part in data.buckets if part.num_steps == 3)
+    assert single.observed.tolist() == [[True, True, False]]
+    data.total = 10
+    assert [part.total for part in data.buckets] == [10, 10]
+
+
+def test_a_function_of_steps_must_return_one_row_for_each():
+    data = Sequences.from_list([[0, 1, 2], [3, 1, 1]])
+    with pytest.raises(
+        ValueError, match=r"must have shape \(N, T, \*\) = \(2, 3\); got shape \(2, 2\)"
+    ):
+        data.map_steps(lambda part: part.values[:, 1:])
+    with pytest.raises(TypeError, match="got list"):
+        data.map_steps(lambda part: part.values.tolist())
+
+
+def test_standard_errors_of_a_sample_count_it_as_the_whole(monkeypatch):
+    """Sequences with a ``total``, in buckets and as one."""
+    pyro.set_rng_seed(0)
+    lengths = torch.tensor([60, 3, 4, 30, 2, 5, 41])
+    values = torch.randn(int(lengths.sum())).double() + 4 * (torch.arange(145) // 10 % 2)
+    found = []
+    for least in (1 << 16, 0):
+        monkeypatch.setattr(packed, "LITTLE", least)
+        monkeypatch.setattr(packed, "SHORT", least)
+        data = Sequences.from_concatenated(values, lengths).with_total(70)
+        assert (len(data.buckets) > 1) == (least == 0)
+        start = starts.from_hmm(
+            HMM(
+                torch.full((2,), 0.5).log(),
+                torch.full((2, 2), 0.5).log(),
+                Normal(torch.tensor([0.0, 4.0]), 1.0),
+                lengths,
+            )
+        )
+        fit = fit_em(TabularHMM(2, normal(0)).double(), data, start=start, tolerance=1e-12)
+        found.append(fit.std_errors(data)["module.emission.loc"])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=0)

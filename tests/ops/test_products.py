@@ -124,3 +124,12 @@ def test_integers_in_a_small_range_are_numbered(dtype):
         assert integers_of(torch.full_like(values, torch.nan)) is None
         assert integers_of(values.masked_fill(missing, torch.inf)) is None
         assert integers_of(values.clone().requires_grad_()) is None
+
+
+def test_a_missing_number_is_none_of_large_integers():
+    """Above 2^24, where the next float32 is two further, the index of NaN is still that of none."""
+    values = 2.0**24 - torch.arange(2000.0) % 5
+    values[::3] = torch.nan
+    numbers, index = products.integers_of(values)
+    assert (index[::3] == len(numbers)).all()
+    assert torch.equal(numbers[index[1::3]], values[1::3])
