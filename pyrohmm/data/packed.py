@@ -106,10 +106,8 @@ class PackedSequences:
     @property
     def known(self) -> Tensor:
         """Mask ``(M,)`` of the packed steps that are observed."""
-        known = self.packed("observed")
-        return known if known is not None else torch.ones(
-            self.num_rows, dtype=torch.bool, device=self.device
-        )  # fmt: skip
+        known, size = self.packed("observed"), self.num_rows
+        return torch.ones(size, device=self.device).bool() if known is None else known
 
     @property
     def known_values(self) -> Tensor:

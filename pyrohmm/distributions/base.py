@@ -326,7 +326,8 @@ class ChainDistribution(OwnChecks):
                 or (with ``validate_args``) an observation is not in the support.
         """
         kept = self._prepared if values is self._prepared.get("values", self) else {}
-        masked = None if self.observed is None else self.observed._version
+        kept = {} if self.observed is not None and self.observed.is_inference() else kept
+        masked = self.observed._version if kept and self.observed is not None else None
         if kept and kept["version"] == (version := (values._version, masked)):
             return cast("tuple[Tensor, Tensor | None]", kept["found"])
         values = from_numpy("values", self.values_of(values))
