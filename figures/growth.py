@@ -4,9 +4,8 @@ Three shapes: one long series, sequences of a hundred steps, and groups whose si
 tail, as sessions, documents and animals have. Each shape and size is measured in a process of its
 own, with one thread, by processor time; memory is the growth of that process. What would take
 longer than ``MOST`` seconds, judged by fewer rows, is left out, and so is what needs all sequences
-padded together where that is refused. A step that costs more a row of one
-long series than of many short ones runs a loop of Python over time. Writes ``growth.json`` and
-``growth.png``.
+padded together where that is refused. A step that costs far more a row of one long series than of
+many short ones runs a loop of Python over time. Writes ``growth.json`` and ``growth.png``.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def k_best(hmm: HMM, values: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ValueError: If ``count`` is less than one, or a sequence has probability zero.
 
     References:
-        List Viterbi decoding algorithms with applications (Seshadri and Sundberg, 1994).
+        A tree-trellis based fast search for the N best sentences (Soong and Huang, 1991).
 
     Example:
         >>> coins = Categorical(probs=torch.tensor([[0.5, 0.5], [0.1, 0.9]]))

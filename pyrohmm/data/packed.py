@@ -107,7 +107,7 @@ class PackedSequences:
     def known(self) -> Tensor:
         """Mask ``(M,)`` of the packed steps that are observed."""
         known, size = self.packed("observed"), self.num_rows
-        return torch.ones(size, device=self.device).bool() if known is None else known
+        return torch.full((size,), True, device=self.device) if known is None else known
 
     @property
     def known_values(self) -> Tensor:

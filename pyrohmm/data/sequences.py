@@ -45,7 +45,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
     They are kept one after another, in the memory of their steps alone. ``values`` and the other
     attributes ``(N, T, *)`` are padded when they are asked for, and kept; where that would make
     more than 20 times the steps, and many, it is refused, and :meth:`map_steps` computes on
-    ``buckets`` of similar length, as fits do.
+    ``buckets`` of similar length, as EM, MAP and SVI do.
 
     They are a torch ``Dataset`` of single sequences, of which
     ``DataLoader(data, batch_size=8, shuffle=True, collate_fn=data.collate)`` makes minibatches.
