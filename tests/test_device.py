@@ -458,7 +458,7 @@ def test_what_leaves_the_range_of_both_ways_is_computed_in_a_wider_one(apart):
         (gradient,) = torch.autograd.grad(evidence.sum(), parts[2])
     torch.testing.assert_close(gradient, torch.tensor([1.0, 0.0]).float().expand(2, 4, 2))
     arguments = chains.check_arguments(*(part.detach() for part in parts), lengths)
-    found = torch_engine.scaled(chains.arrange(arguments), torch.float32, True, False)
+    found = torch_engine.scaled(chains.grouped(arguments), torch.float32, True, False)
     assert found[1].tolist() == [[False, True]]
 
 

@@ -943,7 +943,7 @@ def test_offsets_of_log_likelihoods_cost_no_digits_in_log_space():
 
     def dense(matrix, seen):
         arguments = EVEN, matrix.unsqueeze(0), seen, torch.tensor([2000])
-        chain = chains.arrange(chains.check_arguments(*arguments))
+        chain = chains.grouped(chains.check_arguments(*arguments))
         value, gradient = recursions.solve(chain, None)
         return value.sum(), gradient(torch.ones_like(value))[1]
 

@@ -251,7 +251,7 @@ class PosteriorDraws:
             ``log_guide``, the log-density of the guide, of SVI.
         dims: Names of the dimensions of a variable, by its name, where they are not to be guessed.
             Those called ``state`` and ``next_state`` are permuted with the states.
-        fitted: Marks by which the sequences are recognised, if each has variables of its own.
+        marks: Marks by which the sequences are recognised, if each has variables of its own.
 
     Example:
         >>> _ = pyro.set_rng_seed(0)
@@ -267,7 +267,7 @@ class PosteriorDraws:
     parameters: dict[str, Tensor]
     stats: dict[str, Tensor] = field(default_factory=dict)
     dims: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    fitted: Tensor | None = field(default=None, repr=False)
+    marks: Tensor | None = field(default=None, repr=False)
 
     def __repr__(self) -> str:
         sizes = "{} chains of {} samples".format(*self.shape)
@@ -308,7 +308,7 @@ class PosteriorDraws:
             TypeError: If ``posterior`` is nothing of the above.
             ValueError: If there is no ``model``, or shapes disagree.
         """
-        fitted = getattr(posterior, "fitted", None)
+        marks = getattr(posterior, "marks", None)
         if isinstance(posterior, PosteriorDraws):
             model = model or posterior.model
             values, stats, dims = posterior.parameters, posterior.stats, dims or posterior.dims
@@ -317,7 +317,7 @@ class PosteriorDraws:
             values, stats = _of_fit(posterior, num_draws, data)
         elif isinstance(posterior, MCMC):
             model = model or posterior.kernel.model
-            values, stats, fitted = _of_sampler(posterior, model)
+            values, stats, marks = _of_sampler(posterior, model)
         elif isinstance(posterior, Mapping):
             values, stats = dict(posterior), {}
         else:
@@ -327,7 +327,7 @@ class PosteriorDraws:
             )
         if model is None:
             raise ValueError("model must be given: samples do not say what they are of.")
-        return cls(model, values, stats, dims or {}, fitted)
+        return cls(model, values, stats, dims or {}, marks)
 
     @property
     def shape(self) -> torch.Size:
@@ -401,7 +401,7 @@ class PosteriorDraws:
                 rows.append({name: nodes[name]["value"] for name in plates})
         for name in plates:
             known[name] = torch.stack([row[name] for row in rows]).unflatten(0, self.shape)
-        return replace(self, parameters=known, stats={}, fitted=marks_of(data))
+        return replace(self, parameters=known, stats={}, marks=marks_of(data))
 
     def map(
         self, data: Sequences, function: Callable[[HMM], Any], batch_size: int | None = None
@@ -467,7 +467,7 @@ class PosteriorDraws:
     def _check(self, data: Sequences) -> tuple[Sequences, Layout, HMM]:
         """Raise unless batched samples give the densities of single ones; data, layout, HMM."""
         data = to_model_device(self.model, None, data)
-        check_fitted(data, self.fitted)
+        check_fitted(data, self.marks)
         return data, *arranged(self.model, *next(self._split(3)), data)
 
     # The order of states
@@ -611,16 +611,16 @@ def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:
     """
     with torch.no_grad():
         posterior = hmm.posterior(values)
-        visits = posterior.state_probs.double().sum(-2)  # (*b, N, K)
-        visits = visits / visits.sum((-2, -1), keepdim=True)
-        shares = visits.sum(-2)
+        usage = posterior.state_probs.double().sum(-2)  # (*b, N, K)
+        usage = usage / usage.sum((-2, -1), keepdim=True)
+        shares = usage.sum(-2)
         quantities = {
             "log_evidence": posterior.log_evidence.double().sum(-1),
             "effective_states": torch.special.entr(shares).sum(-1).exp(),
         }
         if not hmm.transition_per_step:
             entropy = torch.special.entr(hmm.log_transition.double().exp()).sum(-1)
-            quantities["transition_entropy"] = (visits * entropy).sum((-2, -1))
+            quantities["transition_entropy"] = (usage * entropy).sum((-2, -1))
         return quantities | {"occupancy": shares.sort(-1, descending=True).values}
 
 

@@ -284,7 +284,7 @@ class BlockChain(MarkovChain):
         with torch.no_grad(), full_precision(self.log_initial):
             mixed, first = seen.leaving, self.log_first(seen)
             transitions = Transitions(self.blocks, *self.scores(mixed is not None))
-            for rows in recursions.parts_of(transitions, seen.blocks):
+            for rows in recursions.chunks_of(transitions, seen.blocks):
                 lengths = seen.lengths[rows]
                 matrices = recursions.gathered(transitions, seen.blocks[rows], lengths)
                 if mixed is not None:

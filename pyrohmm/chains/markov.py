@@ -217,7 +217,7 @@ class PathFactors(NamedTuple):
         several = 1 if logs.shape[:2].numel() == 1 else int(steps) - 1  # steps a row, or each a row
         scores = filtered[..., :-1, :].reshape(-1, several, filtered.size(-1))
         rows = len(scores) if len(logs) > 1 else max(1, CACHED // logs[0].size(-1) // several)
-        after = torch.cat([forward.sums(part, logs) for part in scores.split(rows)])
+        after = torch.cat([forward.log_sums(part, logs) for part in scores.split(rows)])
         return torch.cat([first, after.reshape(filtered[..., 1:, :].shape)], -2)
 
     def backward(self) -> Tensor:

@@ -31,7 +31,7 @@ from .._checks import OwnChecks, broadcast_shapes, check_broadcast, check_intege
 from .._sync import exceeds
 from .._transforms import transforming
 from ..ops.log_space import logsumexp
-from ..ops.products import FEWER, Batch, integers_of, look_up
+from ..ops.products import FEWER, BatchAxes, integers_of, look_up
 from .hard_zeros import (
     exact_log_prob,
     log_prob_of_bits,
@@ -437,7 +437,7 @@ def _marginal_normal(normal: MultivariateNormal, values: Tensor) -> Tensor:
     """Marginal log-density: for each pattern of missing components, of the rows that have it."""
     shape = broadcast_shapes(values.shape[:-1], normal.batch_shape)
     values = values[tuple(slice(None if step else 1) for step in values.stride()[:-1])]
-    batch = Batch(values.shape[:-1], normal.batch_shape)
+    batch = BatchAxes(values.shape[:-1], normal.batch_shape)
     rows = batch.of_rows(values)  # ([S,] L, D), where normals are of S times as many
     loc = batch.of_columns(normal.loc.unsqueeze(-2), 2)
     matrix = batch.of_columns(normal.covariance_matrix.unsqueeze(-3), 3)

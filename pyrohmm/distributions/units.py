@@ -99,7 +99,7 @@ class InverseGamma(dist.InverseGamma):
         return a * b.log() - a.lgamma() - (a + 1) * value.log() - b / value
 
 
-class Flat(OwnChecks):
+class FlatVariance(OwnChecks):
     r"""Distribution of positive numbers whose density is flat between two scales.
 
     .. math:: p(v) = \frac{\exp(-b/v - v/m)}{2 \sqrt{b m} K_1(2 \sqrt{b/m})}
@@ -111,8 +111,9 @@ class Flat(OwnChecks):
         upper: m, the large scale, of the same shape.
 
     Example:
-        >>> from pyrohmm.distributions.units import Flat
-        >>> Flat(torch.tensor(1e-4), torch.tensor(5.0)).log_prob(torch.tensor([0.1, 1.0])).exp()
+        >>> from pyrohmm.distributions.units import FlatVariance
+        >>> prior = FlatVariance(torch.tensor(1e-4), torch.tensor(5.0))
+        >>> prior.log_prob(torch.tensor([0.1, 1.0])).exp()
         tensor([0.1959, 0.1638])
     """
 
@@ -125,9 +126,9 @@ class Flat(OwnChecks):
         """Support: positive numbers, log coordinates in units of a fifth of the large scale."""
         return _measured(constraints.positive, torch.zeros_like(self.upper), self.upper / 5)
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> Flat:
+    def expand(self, batch_shape: Any, _instance: Any = None) -> FlatVariance:
         """Expand to a larger batch."""
-        return Flat(*(scale.expand(batch_shape) for scale in (self.lower, self.upper)))
+        return FlatVariance(*(scale.expand(batch_shape) for scale in (self.lower, self.upper)))
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Sample by rejection from an exponential distribution of the large scale."""
@@ -147,7 +148,7 @@ class Flat(OwnChecks):
         return -self.lower / value - value / self.upper - norm
 
 
-class Coordinates(constraints.Constraint):
+class Reparametrized(constraints.Constraint):
     """Constraint with its own bijection from unconstrained space, in place of torch's."""
 
     def __init__(self, space: constraints.Constraint, transform: Transform) -> None:
@@ -159,15 +160,17 @@ class Coordinates(constraints.Constraint):
         return self.space.check(value)
 
 
-@biject_to.register(Coordinates)
-@transform_to.register(Coordinates)
-def _transform_of(constraint: Coordinates) -> Transform:
+@biject_to.register(Reparametrized)
+@transform_to.register(Reparametrized)
+def _transform_of(constraint: Reparametrized) -> Transform:
     return constraint.transform
 
 
-def _measured(space: constraints.Constraint, origin: Tensor, unit: Tensor) -> Coordinates:
+def _measured(space: constraints.Constraint, origin: Tensor, unit: Tensor) -> Reparametrized:
     """Constraint whose unconstrained coordinates are shifted and scaled."""
-    return Coordinates(space, ComposeTransform([biject_to(space), AffineTransform(origin, unit)]))
+    return Reparametrized(
+        space, ComposeTransform([biject_to(space), AffineTransform(origin, unit)])
+    )
 
 
 # Covariances -------------------------------------------------------------------------------------
@@ -255,8 +258,8 @@ class FlatCovariance(OwnChecks):
 
     It is a Wishart distribution with D + 1 degrees (Chung and others, 2015, Weakly informative
     prior for point estimation of covariance matrices), tempered at small matrices; with D = 1 it
-    is :class:`Flat`. The constant is a product of those of its D variances: with B / M below 0.02 /
-    D its logarithm is known to 0.05.
+    is :class:`FlatVariance`. The constant is a product of those of its D variances: with B / M
+    below 0.02 / D its logarithm is known to 0.05.
 
     Args:
         lower: Diagonal of B, ``(*B, D)``.
@@ -437,9 +440,9 @@ class _VectorToCovariance(Transform):
         return torch.Size(shape[:-2]) + torch.Size([shape[-1] * (shape[-1] + 1) // 2])
 
 
-def _covariances(unit: Tensor) -> Coordinates:
+def _covariances(unit: Tensor) -> Reparametrized:
     """Constraint of covariance matrices: log-Cholesky coordinates, in deviations ``(*B, D)``."""
-    return Coordinates(constraints.positive_definite, _VectorToCovariance(unit))
+    return Reparametrized(constraints.positive_definite, _VectorToCovariance(unit))
 
 
 covariance_matrix = _covariances(torch.ones(1))

@@ -41,7 +41,7 @@ from .parameters import Parameters, Values
 from .plates import Point
 from .process_group import ProcessGroup
 from .results import Fit, Restarts, uses_labels
-from .starts import Plan, Start
+from .starts import Start, StartSearch
 
 
 @names_checked
@@ -155,7 +155,7 @@ def fit_em(
     maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
     one = start is not None or tolerance is None or (num_iterations == 1 and checkpoint is None)
     alone = batch_size is None and group.size == 1
-    plan = Plan(parameters, maximize, start, restarts, several=not one, few=alone)
+    plan = StartSearch(parameters, maximize, start, restarts, several=not one, few=alone)
     loop = Loop(
         parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
         batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,

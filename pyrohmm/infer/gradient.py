@@ -288,7 +288,7 @@ def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
         model=model,
         guide=Point({name: value[best] for name, value in values.items()}),
         losses=losses[best],
-        restarts=Restarts(model, losses, final, values, best, plated, fit.plates, fit.fitted),
+        restarts=Restarts(model, losses, final, values, best, plated, fit.plates, fit.marks),
         parameters={name: value[best] for name, value in values.items()},
         notes=fit.notes + notes,
         history={name: part[:, best] for name, part in fit.history.items()},

@@ -409,7 +409,7 @@ def _result(
         model, Point(values), -torch.cat([first.reshape(1), peak.value]), converged, reason,
         time.perf_counter() - begin, marginal.data.num_observed, list(values), method="Laplace",
         window=1, supports=supports, parameters=values, plates=plates,
-        fitted=marks_of(marginal.data) if plates else None, log_marginal=peak.value.item(),
+        marks=marks_of(marginal.data) if plates else None, log_marginal=peak.value.item(),
         random=random, notes=notes,
     )  # fmt: skip
 

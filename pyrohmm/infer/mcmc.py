@@ -141,11 +141,11 @@ class Tuning:
             return
         now = torch.stack([state.place[chains], state.gradient[chains]]).double()  # (2, C, R, D)
         self.sums, self.count = self.sums + now, self.count + 1
-        self.products = self.products + second_moments(now, self.root)
+        self.products = self.products + summed_products(now, self.root)
         if self.done not in bounds or self.count < 10:
             return
         freedom = len(chains) * (self.count - 1)
-        within = self.products - second_moments(self.sums, self.root) / self.count
+        within = self.products - summed_products(self.sums, self.root) / self.count
         places, gradients = within / freedom
         new = metric_root(places, gradients, freedom)
         self.root = torch.where(new.isfinite() & (new != 0), new, self.root.double()).to(self.root)
@@ -216,30 +216,30 @@ class Hamiltonian:
 
     def step(self) -> tuple[Moved, int]:
         """A trajectory of every chain, from which warmup learns; and its leapfrog steps."""
-        step, num_steps = self.tuning.steps()
+        step, leapfrogs = self.tuning.steps()
         before = self.state
-        self.state, moved = self.trajectory(step, num_steps)
+        self.state, moved = self.trajectory(step, leapfrogs)
         self.tuning.learn(before, self.state, moved, self.ladder.chains)
-        return moved, num_steps
+        return moved, leapfrogs
 
-    def trajectory(self, step: float, num_steps: int) -> tuple[State, Moved]:
+    def trajectory(self, step: float, leapfrogs: int) -> tuple[State, Moved]:
         """One Hamiltonian trajectory of every chain, with a Metropolis test at its end."""
         begin, root = self.state, self.tuning.root[self.ladder.rungs.flatten()]
         momentum = torch.randn_like(begin.place)
         energy = start = begin.log_density - 0.5 * momentum.square().sum(-1)
         now, lost = begin, torch.zeros_like(start, dtype=torch.bool)
         momentum = momentum + 0.5 * step * times(root, now.gradient)
-        for i in range(num_steps):
+        for i in range(leapfrogs):
             place = now.place + step * times(root, momentum)
             now = self.at(torch.where(lost.unsqueeze(-1), begin.place, place))
-            kick = step if i < num_steps - 1 else 0.5 * step
+            kick = step if i < leapfrogs - 1 else 0.5 * step
             momentum = momentum + kick * times(root, now.gradient)
             energy = now.log_density - 0.5 * momentum.square().sum(-1)
             lost = lost | ~(start - energy < ASTRAY)
             momentum = momentum.masked_fill(lost.unsqueeze(-1), 0.0)
         accepted = (energy - start).masked_fill(lost, -torch.inf).clamp(max=0.0).exp()
         end = begin.replaced(now, torch.rand_like(accepted) < accepted)
-        return end, Moved(now.place, momentum, accepted, lost, step * num_steps)
+        return end, Moved(now.place, momentum, accepted, lost, step * leapfrogs)
 
     def climb(self, place: Tensor, count: int) -> State:
         """Maximise the log-density by Adam; the best position of each chain."""
@@ -263,7 +263,7 @@ def times(root: Tensor, vectors: Tensor) -> Tensor:
     return (root @ vectors.unsqueeze(-1)).squeeze(-1)
 
 
-def second_moments(vectors: Tensor, like: Tensor) -> Tensor:
+def summed_products(vectors: Tensor, like: Tensor) -> Tensor:
     """Second moments summed over C of vectors ``(2, C, R, D)``; diagonal as the metric ``like``."""
     form = "pcri,pcri->pri" if like.dim() == 2 else "pcri,pcrj->prij"
     return torch.einsum(form, vectors, vectors)
@@ -374,7 +374,7 @@ def fit_mcmc(
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
     return sampler.fit(
         model, data, sampler.supports, method="HMC", plates=sampler.plates, tuning=sampler.tuned(),
-        fitted=marks_of(data) if sampler.plates else None,
+        marks=marks_of(data) if sampler.plates else None,
     )  # fmt: skip
 
 
@@ -467,7 +467,7 @@ class HMC(Chains):
     def step(self) -> None:
         """A trajectory of every chain; its end is kept after the warmup."""
         works = self._swap() if self.ladder.size > 1 else {}
-        moved, num_steps = self.hamiltonian.step()
+        moved, leapfrogs = self.hamiltonian.step()
         state, index = self.hamiltonian.state, self.index
         self.losses.append(-state.log_density.mean())
         if index < 0:
@@ -477,7 +477,7 @@ class HMC(Chains):
         slope = packing.log_volume(state.place, values)
         now = narrow(values, self.deep) | {
             "lp": (state.log_density - slope).double(), "diverging": moved.diverged,
-            "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, num_steps),
+            "acceptance": moved.accepted, "leapfrogs": torch.full_like(moved.accepted, leapfrogs),
         }  # fmt: skip
         now = {name: value[self.ladder.coldest] for name, value in now.items()} | works
         self.keep(index, now)

@@ -158,7 +158,7 @@ def marks_of(data: Sequences) -> Tensor:
     return values @ torch.arange(1.0, 1 + values.size(1)).double().cos()
 
 
-def check_fitted(data: Sequences, fitted: Tensor | None) -> None:
+def check_fitted(data: Sequences, marks: Tensor | None) -> None:
     """Raise unless ``data`` are sequences that were fitted, by their ``indices`` and values.
 
     Sequences of which ``indices`` were given may have other steps. (Sets of another size are
@@ -166,14 +166,14 @@ def check_fitted(data: Sequences, fitted: Tensor | None) -> None:
 
     Args:
         data: The sequences.
-        fitted: Marks of those that were fitted, if each has variables of its own.
+        marks: Marks of those that were fitted, if each has variables of its own.
     """
-    if fitted is None or data.numbered:
+    if marks is None or data.numbered:
         return
-    if data.total == len(fitted) and int(data.indices.max()) < len(fitted):
-        expected = fitted[data.indices]
-    elif len(data) == len(fitted):
-        expected = fitted
+    if data.total == len(marks) and int(data.indices.max()) < len(marks):
+        expected = marks[data.indices]
+    elif len(data) == len(marks):
+        expected = marks
     else:
         return
     other = (~marks_of(data).isclose(expected, 1e-9, 1e-9)).nonzero().flatten().tolist()

@@ -91,7 +91,7 @@ class Fit:
             and EM; the median of the guide of SVI, or one sample if the guide has no median.
             Variables of which each sequence has one have shape ``(N, ...)``. And points.
         plates: Of these variables, by name.
-        fitted: Marks by which the sequences are recognised, if there are such variables.
+        marks: Marks by which the sequences are recognised, if there are such variables.
         history: ``log_likelihood`` and ``log_prior`` at each step, ``(num_iterations,)``, in nats.
     """
 
@@ -113,7 +113,7 @@ class Fit:
     unit: str = "observed step"
     parameters: dict[str, Tensor] = field(default_factory=dict)
     plates: dict[str, SequencePlate] = field(default_factory=dict)
-    fitted: Tensor | None = None
+    marks: Tensor | None = None
     history: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -252,7 +252,7 @@ class Fit:
     def hmms(self, parts: list[Sequences]) -> list[HMM]:
         """Fitted HMMs, one for each part of some data."""
         for part in parts:
-            check_fitted(part, self.fitted)
+            check_fitted(part, self.marks)
         with self.at_rest():
             return [hmm_at(self.model, self.parameters, part, self.plates) for part in parts]
 
@@ -283,7 +283,7 @@ class Fit:
             >>> abs(sum(parts.values()) - fit.losses[-1]) < 1e-3
             tensor(True)
         """
-        check_fitted(data, self.fitted)
+        check_fitted(data, self.marks)
         with torch.no_grad(), self.at_rest():
             return site_losses(self.model, self.guide, data, with_guide=self.method == "SVI")
 
@@ -438,7 +438,7 @@ class Fit:
                 what the model has not.
         """
         with self.at_rest():
-            return predicted(self.information(data), at, of, level, data)
+            return predictions(self.information(data), at, of, level, data)
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -472,7 +472,7 @@ class Restarts:
         best: The restart of least final loss.
         plated: Those that are inside a plate of the model.
         plates: Those of which each sequence has one.
-        fitted: See :class:`Fit`.
+        marks: See :class:`Fit`.
     """
 
     model: Callable[..., Any]
@@ -482,7 +482,7 @@ class Restarts:
     best: int
     plated: frozenset[str] = frozenset()
     plates: dict[str, SequencePlate] = field(default_factory=dict)
-    fitted: Tensor | None = None
+    marks: Tensor | None = None
 
     def __repr__(self) -> str:
         losses, name = self.final, name_of(getattr(self.model, "module", self.model))
@@ -493,7 +493,7 @@ class Restarts:
 
     def hmm(self, data: Sequences) -> HMM:
         """The fitted HMMs of all restarts, as one HMM of batch shape ``(R, N)``."""
-        check_fitted(data, self.fitted)
+        check_fitted(data, self.marks)
         values = wide(self.parameters, self.plated)
         with PYRO, in_mode(False, self.model):
             hmm = hmm_at(self.model, values, data, self.plates)
@@ -530,7 +530,7 @@ def _part(hmm: HMM, name: str) -> Tensor:
     return function(getattr(hmm, attribute))
 
 
-def predicted(
+def predictions(
     information: Information, at: Any, of: Any, level: float, example: Sequences
 ) -> Bands:
     """Predictions at covariates ``at`` ``(M, C)``, with delta-method limits."""

@@ -243,7 +243,7 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
         return build(module, data)
 
 
-class Plan:
+class StartSearch:
     """Where EM begins, and how many restarts it has.
 
     ``several`` says whether more starts may be tried than go on, ``few`` whether by default more

@@ -81,7 +81,7 @@ def train(
         notes=uses_labels(data) if isinstance(module, HMMModule) else [],
         validation=training.held_out.history if training.held_out else [],
         supports=supports, parameters=values, plates=plates, history=training.history(losses),
-        fitted=torch.cat([*map(marks_of, parts_of(data))]) if plates else None,
+        marks=torch.cat([*map(marks_of, parts_of(data))]) if plates else None,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
 from .._checks import check_size
+from .._imports import imported
 from ..chains.markov import MarkovChain
 from ..distributions.hard_zeros import is_spherical, is_tied, log_probs
 from ..distributions.hmm import HMM
@@ -64,7 +64,7 @@ def from_hmmlearn(model: Any, lengths: Sequence[int] | Tensor) -> HMM:
         >>> math.isclose(hmm.log_prob(values).sum(), same, rel_tol=1e-6)
         True
     """
-    library = _library()
+    library = imported("hmmlearn.hmm")
     emissions = {
         library.CategoricalHMM: lambda m: Categorical(logits=_tensor(m, "emissionprob_").log()),
         library.GaussianHMM: _gaussian,
@@ -109,7 +109,7 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
         array([[0.5 , 0.5 ],
                [0.25, 0.75]])
     """
-    library = _library()
+    library = imported("hmmlearn.hmm")
     if not isinstance(hmm, HMM):
         raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
     refused = {
@@ -127,15 +127,6 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
         model.startprob_ = _probabilities(hmm.log_initial)
         model.transmat_ = _probabilities(hmm.log_transition)
     return model
-
-
-def _library() -> ModuleType:
-    """Import ``hmmlearn.hmm``; raise if it is not installed."""
-    try:
-        from hmmlearn import hmm  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise ImportError("This needs hmmlearn. Install it: pip install hmmlearn.") from error
-    return hmm
 
 
 # From hmmlearn -------------------------------------------------------------------------------
@@ -193,7 +184,7 @@ def _covariances(normals: Any) -> tuple[str, Tensor]:
 # To hmmlearn ---------------------------------------------------------------------------------
 
 
-def _model(library: ModuleType, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
+def _model(library: Any, num_states: int, emission: Any, options: dict[str, Any]) -> Any:
     """Model of hmmlearn with the parameters of ``emission``."""
     part: Any = _as_vectors(emission)
     is_mixture = isinstance(part, torch.distributions.MixtureSameFamily)

@@ -372,13 +372,13 @@ def identity_of(
     fit: str, tensors: Iterable[Tensor], arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fingerprint of a fit: its name, shapes of its parameters, all arguments not in ``FREE``."""
-    compared = {name: describe(each) for name, each in arguments.items() if name not in FREE}
+    compared = {name: comparable(each) for name, each in arguments.items() if name not in FREE}
     seed = compared.pop("generator", None)
     shapes = [list(tensor.shape) for tensor in tensors]
     return {"fit": fit, "shapes": shapes, "seed of the generator": seed} | compared
 
 
-def describe(item: Any, depth: int = 3) -> Any:
+def comparable(item: Any, depth: int = 3) -> Any:
     """Describe ``item`` in JSON for comparison; nested objects to a limited depth."""
     if isinstance(item, float) and math.isfinite(item):
         return float(item)
@@ -396,16 +396,16 @@ def describe(item: Any, depth: int = 3) -> Any:
     if isinstance(item, Sequences | Parts):
         return fingerprint(item)
     if isinstance(item, dict):
-        return {str(name): describe(value, depth) for name, value in item.items()}
+        return {str(name): comparable(value, depth) for name, value in item.items()}
     if isinstance(item, list | tuple):
-        return [describe(part, depth) for part in item]
+        return [comparable(part, depth) for part in item]
     if isinstance(item, partial):
-        return describe({"function": item.func, "arguments": item.args} | item.keywords)
+        return comparable({"function": item.func, "arguments": item.args} | item.keywords)
     name = getattr(item, "__qualname__", type(item).__qualname__)
     if not depth or hasattr(item, "__qualname__") or isinstance(item, Trace):
         return name
     below = depth - (not isinstance(item, nn.Module))
-    inner = {key: describe(value, below) for key, value in _attributes(item).items()}
+    inner = {key: comparable(value, below) for key, value in _attributes(item).items()}
     return {"class": name} | inner if inner else name
 
 

@@ -110,7 +110,7 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
     accepting = constraint.accepting[ended].flatten()
     each = {byte: byte for byte in range(256)}
     of_bytes = constraint._alike(after, each, accepting, constraint.name)
-    return joined(of_bytes, texts)
+    return bytes_to_tokens(of_bytes, texts)
 
 
 def _places(
@@ -131,7 +131,7 @@ def _places(
     return table, {prefixes[word]: symbol for symbol, word in words.items()}
 
 
-def joined(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
+def bytes_to_tokens(of_bytes: Automaton, texts: list[bytes | None]) -> Automaton:
     """Convert an automaton over bytes to one over tokens; special tokens end in a dead state."""
     table = of_bytes.table
     dead = len(table)
@@ -181,7 +181,7 @@ def matching(pattern: str, tokenizer: Any) -> Automaton:
         raise ValueError(f"pattern must be without flags such as (?i); got {pattern!r}.")
     last = machine.add(tree, 0)
     name = f"matching({pattern!r})"
-    return joined(determinised(machine.edges, last, name), token_texts(tokenizer))
+    return bytes_to_tokens(determinised(machine.edges, last, name), token_texts(tokenizer))
 
 
 class _Machine:

@@ -32,7 +32,7 @@ from ..distributions.units import (
 from ..ops.products import second_moments
 from .closed_form import EmissionMStep, Maximum, Statistics, mode_of_part, sample_of_part, under
 from .emissions import from_distribution
-from .family import Emission, EmissionFamily, Number, check_strengths, family, spread
+from .family import Emission, EmissionFamily, Number, check_strengths, family, filled
 from .normals import LOWER, MEANS, UPPER, CentredEmission, floor_note, floor_of, like
 
 HALF = 0.378  # deviation of the half of a normal sample that is nearest to its mean
@@ -108,11 +108,11 @@ class CovarianceEmission(CentredEmission, emits=torch_dist.MultivariateNormal):
         check_strengths(weight, 1.0)
         self.dim, self.weight, self.tied = dim, weight, tied
         self.degrees = dim + 2.0 if degrees is None else float(degrees)
-        means = spread("loc", 0.0 if loc is None else loc, (num_states, dim))
+        means = filled("loc", 0.0 if loc is None else loc, (num_states, dim))
         self.register_buffer("prior_loc", means)
         matrix = torch.as_tensor(1.0 if scale is None else scale, dtype=means.dtype)
         matrix = matrix if matrix.dim() else matrix * torch.eye(dim)
-        self.register_buffer("scale", spread("scale", matrix, (dim, dim)))
+        self.register_buffer("scale", filled("scale", matrix, (dim, dim)))
         InverseWishart(self.degrees, self.scale, validate_args=True)  # checks both
         self.register_buffer("upper", means.new_full((dim,), torch.inf))
         if self.flat:

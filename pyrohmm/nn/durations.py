@@ -59,7 +59,7 @@ class DurationMStep(Protocol):
         """M-step: mode of the parameters given sufficient statistics, priors included."""
 
 
-def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
+def truncated_log_probs(distribution: TorchDistribution, max_duration: int) -> Tensor:
     """Log-probabilities of durations d with ``d - 1`` from a distribution of counts, given d <= D.
 
     Args:
@@ -70,8 +70,8 @@ def truncated(distribution: TorchDistribution, max_duration: int) -> Tensor:
         ``(*B, K, D)``.
 
     Example:
-        >>> from pyrohmm.nn.durations import truncated
-        >>> truncated(Poisson(torch.tensor([1.0])), 3).exp()
+        >>> from pyrohmm.nn.durations import truncated_log_probs
+        >>> truncated_log_probs(Poisson(torch.tensor([1.0])), 3).exp()
         tensor([[0.4000, 0.4000, 0.2000]])
     """
     check_size("max_duration", max_duration)
@@ -296,7 +296,7 @@ class PoissonDurations(Durations):
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(*B, D)``."""
-        return truncated(Poisson(self.rate), self.max_duration)
+        return truncated_log_probs(Poisson(self.rate), self.max_duration)
 
     def starts(self, counts: Tensor) -> dict[str, Tensor]:
         """Newton start for ``rate``: the mean of d - 1."""
@@ -411,7 +411,7 @@ class ParametricDurations(PyroModule):
 
     def forward(self) -> Tensor:
         """Log-probabilities of durations, ``(K, D)``."""
-        return truncated(self.part(), self.max_duration)
+        return truncated_log_probs(self.part(), self.max_duration)
 
 
 def free_probs(counts: Tensor, first: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from ..chains.compound import check_product
 from ..distributions.structured_hmm import FactorialHMM
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics
-from .family import Emission, EmissionFamily, component_sums, family, positive, spread
+from .family import Emission, EmissionFamily, component_sums, family, filled, positive
 from .tabular import ChainTables
 
 SINGULAR = 1e-12  # relative size of what the observations do not determine
@@ -113,7 +113,7 @@ class _Additive(Emission):
         if math.prod(self.sizes) != num_products:
             raise ValueError("num_states of an additive emission must be those of the chains.")
         shape = (sum(self.sizes), dim)
-        self.register_buffer("effects_loc", spread("loc", loc, shape) / len(self.sizes))
+        self.register_buffer("effects_loc", filled("loc", loc, shape) / len(self.sizes))
         self.register_buffer("effects_scale", positive("scale", scale, shape))
         self.add_parameters(effects=shape)
 

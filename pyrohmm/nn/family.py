@@ -249,7 +249,7 @@ def component_sums(
     return {"known": wide, **dict(zip(names, sums))}
 
 
-def spread(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
+def filled(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """Broadcast ``value`` to a floating-point tensor of ``shape``."""
     floating = isinstance(value, Tensor) and value.dtype.is_floating_point
     tensor = torch.as_tensor(value, dtype=None if floating else torch.get_default_dtype())
@@ -264,7 +264,7 @@ def spread(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
 
 def positive(name: str, value: Number, shape: tuple[int, ...]) -> Tensor:
     """Broadcast ``value`` to a tensor of ``shape``, and raise unless it is positive."""
-    tensor = spread(name, value, shape)
+    tensor = filled(name, value, shape)
     if not bool((tensor > 0).all()):
         raise ValueError(f"{name} must be positive; got a smallest value of {tensor.min().item()}.")
     return tensor

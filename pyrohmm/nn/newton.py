@@ -23,7 +23,7 @@ from ..distributions.hard_zeros import arguments_of, exact_log_prob, without_eve
 from ..ops import newton
 from ..ops.products import add_rows, integers_of
 from .closed_form import Maximum, Statistics, check_mode
-from .family import Components, Number, check_strengths, family, positive, spread
+from .family import Components, Number, check_strengths, family, filled, positive
 
 DIRECTED = 0.9999  # largest mean resultant length of angles: they are known to 1e-4 radians
 LARGEST = 1e3  # df or total_count, by which t is normal and small counts Poisson to all digits
@@ -515,7 +515,7 @@ class VonMisesEmission(Components, emits=(torch_dist.VonMises, modified.Angle)):
         super().__init__(num_states, dim)
         check_strengths(weight, 1.0)
         self.weight = weight
-        self.register_buffer("prior_loc", spread("loc", loc, self.shape))
+        self.register_buffer("prior_loc", filled("loc", loc, self.shape))
         self.register_buffer("strength", positive("concentration", concentration, self.shape))
         self.register_buffer("rate", positive("rate", rate, self.shape))
 

@@ -24,7 +24,7 @@ from .._checks import check_size
 from .._sync import exceeds
 from ..distributions.hard_zeros import is_spherical, log_probs
 from ..distributions.observation import log_prob_per_component
-from ..distributions.units import Flat, InUnits, InverseGamma, flat_step
+from ..distributions.units import FlatVariance, InUnits, InverseGamma, flat_step
 from ..ops.log_space import log
 from .closed_form import Maximum, Statistics, row_mode, sample_rows
 from .family import (
@@ -34,8 +34,8 @@ from .family import (
     Number,
     check_strengths,
     family,
+    filled,
     positive,
-    spread,
 )
 
 ROUNDING = 1e-14  # share of its mean below which a standard deviation is rounding
@@ -195,7 +195,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         concentration = 2.0 if concentration is None else concentration
         check_strengths(weight, concentration)
         self.weight, self.spherical = weight, spherical
-        self.register_buffer("prior_loc", spread("loc", 0.0 if loc is None else loc, shape))
+        self.register_buffer("prior_loc", filled("loc", 0.0 if loc is None else loc, shape))
         each = shape[:-1] if spherical else shape
         self.register_buffer("rate", positive("rate", 1.0 if rate is None else rate, each))
         self.register_buffer("shape", torch.full_like(self.rate, concentration))
@@ -233,7 +233,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
     def variance_prior(self) -> TorchDistribution:
         """Prior of the variances: inverse gamma, or flat."""
         if self.flat:
-            return Flat(self.rate, self.upper)
+            return FlatVariance(self.rate, self.upper)
         return InverseGamma(self.shape, self.rate)
 
     def loc_prior(self) -> TorchDistribution:

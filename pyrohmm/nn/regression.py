@@ -25,7 +25,7 @@ from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.observation import Tied
-from ..distributions.units import Coordinates
+from ..distributions.units import Reparametrized
 from ..ops import newton
 from .base import OwnParameters
 from .closed_form import Family, Penalty, Prior, Statistics
@@ -145,7 +145,7 @@ class Linear(Family):
                 is_first = torch.equal(value, self.first[0].to(value))
                 if self.columns.indices:
                     units = self._units(columns)
-                    space = Coordinates(constraints.real_vector, units)
+                    space = Reparametrized(constraints.real_vector, units)
                     value = units(value) if is_first else value
                 if is_first and level:
                     value = value + self._level(columns, level)

@@ -25,7 +25,7 @@ from ..ops import newton
 from ..ops.log_space import log, step_mask
 from .base import HMMModule
 from .closed_form import Prior, Statistics, inside, under
-from .durations import truncated
+from .durations import truncated_log_probs
 from .family import EmissionFamily, build_emission
 from .regression import Linear, RegressionEmission, after_zero, mode_of
 from .tabular_times import given_times
@@ -178,7 +178,7 @@ class RegressionHMM(HMMModule):
                                 "emission_per_step": per_step}  # fmt: skip
         if self.duration is not None:
             self._check_constant(covariates, step_mask(lengths, covariates.size(-2), first.device))
-            lasts = truncated(self.duration(first), self.max_duration)
+            lasts = truncated_log_probs(self.duration(first), self.max_duration)
             return HSMM(start, self._logits(first).log_softmax(-1), lasts, **rest)
         logits = self._logits(covariates[..., :-1, :])
         if self.moved_by == "transition":
@@ -255,7 +255,7 @@ class RegressionHMM(HMMModule):
             lasted = counted.movedim(1, 2).flatten(0, 1).double()  # (R K, N, D)
 
             def terms(distribution: Any, rows: slice) -> Tensor:
-                logs, counts = truncated(distribution, self.max_duration), lasted[:, rows]
+                logs, counts = truncated_log_probs(distribution, self.max_duration), lasted[:, rows]
                 return torch.where(counts > 0, counts * logs, 0.0).sum(-1)
 
             own = self.duration.mode(first, terms, inside(current, "duration."))
@@ -325,7 +325,7 @@ class RegressionHMM(HMMModule):
         probs, names = probs.double(), self.duration.names
 
         def value(predictors: Tensor) -> Tensor:
-            logs = truncated(self.duration.of_predictors(predictors), probs.size(-1))
+            logs = truncated_log_probs(self.duration.of_predictors(predictors), probs.size(-1))
             return torch.where(probs > 0, probs * logs, 0.0).sum(-1)
 
         start = probs.new_zeros(len(probs), len(names))

@@ -104,7 +104,7 @@ def _loops() -> Any:
         ) from error
 
 
-class Window:
+class Candidates:
     """Candidate clusters, and the mutual information lost by each pairwise merge."""
 
     def __init__(self, size: int, terms: Terms) -> None:
@@ -139,7 +139,7 @@ class Window:
 def merge_words(words: Words, num_clusters: int, terms: Terms, disable: bool | None) -> np.ndarray:
     """Brown's clusters of words that enter by rank: ``(V,)`` labels, ordered by their ranks."""
     size = num_clusters + 1
-    window = Window(size, terms)
+    candidates = Candidates(size, terms)
     labels = np.full(len(words), -1)
     members: list[list[int]] = [[] for _ in range(size)]
     free = list(range(size))
@@ -147,10 +147,10 @@ def merge_words(words: Words, num_clusters: int, terms: Terms, disable: bool | N
         slot = free.pop()
         labels[word] = slot
         members[slot] = [word]
-        window.enter(slot, words.beside(word, labels, size), word)
+        candidates.enter(slot, words.beside(word, labels, size), word)
         if not free:
-            keep, gone = window.best()
-            window.merge(keep, gone)
+            keep, gone = candidates.best()
+            candidates.merge(keep, gone)
             labels[members[gone]] = keep
             members[keep] += members[gone]
             free = [gone]
@@ -183,20 +183,20 @@ def exchange(
 def tree(words: Words, labels: np.ndarray, num_clusters: int, terms: Terms) -> list[str]:
     """Merge the clusters to one; for each, its path from the root."""
     table = words.table(labels, num_clusters)
-    window = Window(num_clusters, terms)
+    candidates = Candidates(num_clusters, terms)
     ranks = np.full(num_clusters, len(labels))
     np.minimum.at(ranks, labels, np.arange(len(labels)))
     present = np.zeros(num_clusters, np.int64)
     for slot in range(num_clusters):
         present[slot] = 1
-        window.enter(slot, np.stack([table[slot], table[:, slot]]) * present, ranks[slot])
+        candidates.enter(slot, np.stack([table[slot], table[:, slot]]) * present, ranks[slot])
     members = [[slot] for slot in range(num_clusters)]
     paths = [""] * num_clusters
     for _ in range(num_clusters - 1):
-        keep, gone = window.best()
+        keep, gone = candidates.best()
         for bit, slot in zip("01", (keep, gone)):
             for label in members[slot]:
                 paths[label] = bit + paths[label]
-        window.merge(keep, gone)
+        candidates.merge(keep, gone)
         members[keep] += members[gone]
     return paths

@@ -25,14 +25,14 @@ from .log_space import finite_or_zero, largest, log, logsumexp, step_mask
 
 LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
 FLOOR = 1e-150  # what factors of products are at least where they are possible
-SURE = 1e-130  # what a sum of such products is above if it loses only rounding
+LOSSLESS = 1e-130  # what a sum of such products is above if it loses only rounding
 SMALL = 1 << 12  # pairs of states, up to which their sum takes less time than a product
 AT_ONCE = 1 << 17  # numbers made at once, of all pairs of states: they stay in the cache
 Gradient = Callable[[Tensor], tuple[Tensor, ...]]
 Algebra = Any  # what a sum over states is: one of the classes below
 
 
-class Chain(NamedTuple):
+class SortedChain(NamedTuple):
     """N sequences, the longest first, in float64."""
 
     initial: Tensor  # (N, H, W), log
@@ -49,9 +49,9 @@ class Chain(NamedTuple):
 
     def replaced(
         self, initial: Tensor, likelihood: Tensor, logs: Tensor, weights: Tensor | None = None
-    ) -> Chain:
+    ) -> SortedChain:
         """The chain with other tensors."""
-        return Chain(initial, likelihood, logs, weights, self.counts, self.last)
+        return SortedChain(initial, likelihood, logs, weights, self.counts, self.last)
 
     def place(self, t: int) -> int:
         """Index among the S transitions of the one that leads to step t."""
@@ -61,7 +61,7 @@ class Chain(NamedTuple):
 class Arranged(NamedTuple):
     """Sequences sorted by length, with what restores their order, shape and dtype."""
 
-    chain: Chain
+    chain: SortedChain
     order: Tensor  # (N,), the sequence that each row is
     batch: torch.Size
     dtype: torch.dtype
@@ -118,7 +118,7 @@ def arrange(
         counts = (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist()
     durations = None if weights is None else rows(weights, 4, True)
     tables = rows(logs, 4, True).movedim(1, 0)
-    chain = Chain(rows(initial, 2), seen, tables, durations, counts, last)
+    chain = SortedChain(rows(initial, 2), seen, tables, durations, counts, last)
     dtype = torch.promote_types(likelihood.dtype, initial.dtype)
     dtype = torch.promote_types(dtype, logs.dtype)
     return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
@@ -127,25 +127,25 @@ def arrange(
 # What a sum over states is -----------------------------------------------------------------------
 
 
-class Sums:
+class SumProduct:
     """Sum-product semiring in logarithms, by matrix products.
 
     A possible factor is at least ``FLOOR``, so that a product is zero only if it is impossible, and
-    ``SURE`` if nothing was lost. Of sequences where it is not, a second pass sums over all pairs.
+    ``LOSSLESS`` if nothing was lost. Where it is less, a second pass sums over all pairs.
     """
 
     along = staticmethod(logsumexp)
 
     def __init__(self, logs: Tensor, count: int) -> None:
         self.safe = bool((logs >= LEAST).all())
-        self.sure = SURE * logs.exp().amax().clamp(min=1.0) if logs.numel() else SURE
+        self.lossless = LOSSLESS * logs.exp().amax().clamp(min=1.0) if logs.numel() else LOSSLESS
         self.lost = torch.zeros(count, dtype=torch.bool, device=logs.device)
         self.again: Tensor | None = None  # the sequences of the second pass, once that is known
 
     def over(self, scores: Tensor, logs: Tensor, probs: Tensor) -> Tensor:
         """Log-sum-exp of ``scores`` over transitions, ``(n, R, k)``."""
         if scores.numel() * scores.size(-1) <= SMALL:
-            return PairSums.over(scores, logs)
+            return PairSumProduct.over(scores, logs)
         top = finite_or_zero(scores.detach().amax(-1, keepdim=True))
         factors = (scores - top).exp() if self.safe else _possible(scores - top)
         total = torch.einsum("nri,nrik->nrk", factors, probs)
@@ -153,13 +153,13 @@ class Sums:
         if self.safe:
             return found
         if self.again is None:
-            lost = (total > 0) & (total < self.sure)
+            lost = (total > 0) & (total < self.lossless)
             self.lost[: len(lost)] |= lost.flatten(1).any(-1)
             return found
         rows = self.again[self.again < len(scores)]
         for part in rows.split(max(1, AT_ONCE // (scores[0].numel() * scores.size(-1)))):
             table = logs if len(logs) == 1 else logs[part]
-            found = found.index_put((part,), PairSums.over(scores[part], table))
+            found = found.index_put((part,), PairSumProduct.over(scores[part], table))
         return found
 
     def twice(self, run: Callable[[Algebra], Any]) -> Any:
@@ -169,7 +169,7 @@ class Sums:
         return run(self) if len(self.again) else found
 
 
-class PairSums:
+class PairSumProduct:
     """Sum-product semiring over all pairs of states, differentiable any number of times."""
 
     along = staticmethod(logsumexp)
@@ -180,7 +180,7 @@ class PairSums:
         return logsumexp(scores.unsqueeze(-1) + logs, -2)
 
 
-class Maxima:
+class MaxProduct:
     """Max-product semiring."""
 
     @staticmethod
@@ -202,12 +202,12 @@ def _possible(logs: Tensor) -> Tensor:
     return torch.where(logs.isneginf(), 0.0, logs.exp().clamp(min=FLOOR))
 
 
-def sums(scores: Tensor, logs: Tensor) -> Tensor:
+def log_sums(scores: Tensor, logs: Tensor) -> Tensor:
     """Log-sum-exp of ``scores`` over transitions, ``(n, R, k)``."""
     if transforming():
-        return PairSums.over(scores, logs)
+        return PairSumProduct.over(scores, logs)
     probs = _possible(logs)
-    found: Tensor = Sums(logs, len(scores)).twice(lambda each: each.over(scores, logs, probs))
+    found: Tensor = SumProduct(logs, len(scores)).twice(lambda each: each.over(scores, logs, probs))
     return found
 
 
@@ -263,7 +263,7 @@ def _lasting(weights: Tensor, t: Any, is_last: bool) -> Tensor:
 # The passes --------------------------------------------------------------------------------------
 
 
-def forward(chain: Chain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
+def forward_messages(chain: SortedChain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
     """Forward messages in logarithms, ``(n_t, H, W)`` for each step t."""
     messages = [chain.initial + chain.likelihood[:, :1]]
     for t, count in enumerate(chain.counts[1:], 1):
@@ -275,22 +275,23 @@ def forward(chain: Chain, probs: Tensor, algebra: Algebra) -> list[Tensor]:
     return messages
 
 
-def _summed(chain: Chain) -> tuple[Algebra, Tensor, list[Tensor]]:
+def _summed(chain: SortedChain) -> tuple[Algebra, Tensor, list[Tensor]]:
     """Sum-product forward pass: semiring, transition factors, messages."""
     if transforming():
-        return PairSums, chain.logs, forward(chain, chain.logs, PairSums)
-    algebra, probs = Sums(chain.logs, len(chain.initial)), _possible(chain.logs)
-    return algebra, probs, algebra.twice(partial(forward, chain, probs))
+        messages = forward_messages(chain, chain.logs, PairSumProduct)
+        return PairSumProduct, chain.logs, messages
+    algebra, probs = SumProduct(chain.logs, len(chain.initial)), _possible(chain.logs)
+    return algebra, probs, algebra.twice(partial(forward_messages, chain, probs))
 
 
-def _at(chain: Chain, probs: Tensor, t: int) -> tuple[Tensor, ...]:
+def _at(chain: SortedChain, probs: Tensor, t: int) -> tuple[Tensor, ...]:
     """Transition tables and segment weights of step t, for sequences still running."""
     place, count = chain.place(t), chain.counts[t]
     tables = chain.logs[place][:count], probs[place][:count]
     return tables if chain.weights is None else (*tables, chain.weights[:count])
 
 
-def _ends(chain: Chain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tensor | None]]:
+def _ends(chain: SortedChain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tensor | None]]:
     """Last step, messages and weights of sequences grouped by length, the longest first."""
     found, weights = [], chain.weights
     if chain.last is not None:
@@ -303,13 +304,13 @@ def _ends(chain: Chain, messages: list[Tensor]) -> list[tuple[Any, Tensor, Tenso
     return found[::-1]
 
 
-def _evidence(chain: Chain, messages: list[Tensor]) -> Tensor:
+def _evidence(chain: SortedChain, messages: list[Tensor]) -> Tensor:
     """Log evidence ``(N,)`` from forward messages."""
     ends = [_end(*parts).flatten(1) for parts in _ends(chain, messages)]
     return logsumexp(torch.cat(ends), -1)
 
 
-def solve(chain: Chain) -> tuple[Tensor, Gradient]:
+def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
     algebra, probs, messages = _summed(chain)
 
@@ -320,7 +321,7 @@ def solve(chain: Chain) -> tuple[Tensor, Gradient]:
 
 
 def _gradient(
-    chain: Chain, algebra: Algebra, probs: Tensor, messages: list[Tensor], weight: Tensor
+    chain: SortedChain, algebra: Algebra, probs: Tensor, messages: list[Tensor], weight: Tensor
 ) -> tuple[Tensor, ...]:
     """Derivatives by the tensors of the evidences times weights ``(N,)``, a step at a time."""
     states, by_logs, by_probs = (torch.zeros_like(x) for x in (chain.likelihood, probs, probs))
@@ -386,9 +387,9 @@ def log_evidence_by_pairs(arranged: Arranged) -> Tensor:
     return arranged.restored(value + arranged.shift).to(arranged.dtype)
 
 
-def _by_pairs(chain: Chain) -> Tensor:
+def _by_pairs(chain: SortedChain) -> Tensor:
     """Log evidence ``(N,)``, by sums over all pairs of states."""
-    return _evidence(chain, forward(chain, chain.logs, PairSums))
+    return _evidence(chain, forward_messages(chain, chain.logs, PairSumProduct))
 
 
 @recomputing
@@ -416,8 +417,8 @@ def filtered(arranged: Arranged) -> Tensor:
 def viterbi(arranged: Arranged) -> Tensor:
     """Most probable path of the states, ``(*B, T)``; 0 at padded steps."""
     chain = arranged.chain
-    messages = forward(chain, chain.logs, Maxima)
-    path = _walk_back(chain, Maxima, messages, lambda logs: logs.argmax(-1), torch.Size())
+    messages = forward_messages(chain, chain.logs, MaxProduct)
+    path = _walk_back(chain, MaxProduct, messages, lambda logs: logs.argmax(-1), torch.Size())
     return arranged.restored(path)
 
 
@@ -431,8 +432,8 @@ def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
 
 
 def _walk_back(
-    chain: Chain, algebra: Algebra, messages: list[Tensor], choose: Callable[[Tensor], Tensor],
-    samples: torch.Size,
+    chain: SortedChain, algebra: Algebra, messages: list[Tensor],
+    choose: Callable[[Tensor], Tensor], samples: torch.Size,
 ) -> Tensor:  # fmt: skip
     """Backtrack paths ``(*S, N, T)`` of the states; 0 at padded steps.
 

@@ -200,7 +200,7 @@ def _batched(
     twin: Callable[[Tensor, Tensor], Tensor], rows: Tensor, columns: Tensor, own: int,
 ) -> Tensor:  # fmt: skip
     """Apply a product of rows and columns, with its gradient, over broadcast batch dimensions."""
-    batch = Batch(rows.shape[:-1], columns.shape[: columns.dim() - own])
+    batch = BatchAxes(rows.shape[:-1], columns.shape[: columns.dim() - own])
     parts = batch.of_rows(rows), batch.of_columns(columns, own)
     by_rows = rows.requires_grad
 
@@ -262,7 +262,7 @@ def weighted_sums(
     return total
 
 
-class Batch:
+class BatchAxes:
     """The batch dimensions of a product: those that both sides have, rows alone, columns alone."""
 
     def __init__(self, rows: torch.Size, columns: torch.Size) -> None:

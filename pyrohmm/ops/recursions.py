@@ -65,7 +65,7 @@ from .._transforms import evidence_and_gradient, refuse_transforms, transforming
 from . import forward
 from .backends import NUMBA, compiled, pick
 from .dense import _torch
-from .dense.chain import Arguments, Chain, Gradient, arrange, check_arguments, spread
+from .dense.chain import Arguments, Gradient, Groups, check_arguments, grouped, ungrouped
 from .log_space import finite_or_zero, logsumexp, step_mask
 
 
@@ -160,7 +160,7 @@ def posterior(
         evidence, states, counts = _counts(arguments._replace(transition=wide))
         return Posterior(evidence, states, counts["log_transition"].sum(-3))
     with torch.no_grad():
-        value, gradient = solve(arrange(arguments), dtype, each=True)
+        value, gradient = solve(grouped(arguments), dtype, each=True)
         found = gradient(torch.ones_like(value))
         assert found is not None
         parts = value, found[2], found[1].sum(0, dtype=torch.float64).unflatten(0, value.shape)
@@ -205,7 +205,7 @@ def filtered(
     if transforming():
         return forward.filtered(_by_steps(arguments)).to(arguments.dtype)
     with torch.no_grad():
-        scores = filtered_scaled(arrange(arguments), arguments.dtype)
+        scores = filtered_scaled(grouped(arguments), arguments.dtype)
     scores = scores.to(arguments.dtype).reshape(*arguments.batch, *scores.shape[-2:])
     if bool((arguments.lengths == scores.size(-2)).all()):
         return scores
@@ -232,7 +232,7 @@ def best_paths(
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     batch = (*arguments.batch, count)
     with torch.no_grad():
-        chain = arrange(arguments)
+        chain = grouped(arguments)
         if (loops := engine(chain, WIDEST_PATHS)) is _torch and count == 1:
             path = forward.viterbi(_by_steps(arguments)).unsqueeze(-2)
             return path, torch.ones_like(path[..., 0], dtype=torch.bool)
@@ -256,7 +256,7 @@ def sample_states(
     refuse_transforms("samples of paths")
     arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
     with torch.no_grad():
-        chain = arrange(arguments)
+        chain = grouped(arguments)
         if (loops := engine(chain)) is _torch:
             return forward.sample_states(_by_steps(arguments), num_samples)
         filters = filtered_scaled(chain, arguments.dtype)
@@ -268,13 +268,13 @@ def _solved(
     arguments: Arguments, differentiable: bool = True
 ) -> tuple[Tensor, Callable[[Tensor], list[Tensor]]]:
     """Log evidence ``(*B)``, and its gradient by weights ``(*B)``."""
-    chain = arrange(arguments)
+    chain = grouped(arguments)
     evidence, gradient = solve(chain, arguments.dtype, differentiable)
 
     def by_arguments(weights: Tensor) -> list[Tensor]:
         found = gradient(weights.reshape(evidence.shape))
         assert found is not None
-        return spread(arguments, found)
+        return ungrouped(arguments, found)
 
     return evidence.reshape(arguments.batch).to(arguments.dtype), by_arguments
 
@@ -316,7 +316,7 @@ def _by_steps(arguments: Arguments) -> forward.Arranged:
 # In the range of numbers that each sequence needs -----------------------------------------------
 
 
-def engine(chain: Chain, widest: int = WIDEST) -> ModuleType:
+def engine(chain: Groups, widest: int = WIDEST) -> ModuleType:
     """The module that computes: compiled loops, up to ``widest`` states, or torch."""
     narrow = chain.initial.size(-1) <= widest or chain.lengths.numel() <= FEW
     return compiled("dense._numba") if pick(chain.initial.device, narrow) is NUMBA else _torch
@@ -328,7 +328,7 @@ def wider(dtype: torch.dtype) -> torch.dtype | None:
 
 
 def solve(
-    chain: Chain, dtype: torch.dtype | None, differentiable: bool = True, each: bool = False
+    chain: Groups, dtype: torch.dtype | None, differentiable: bool = True, each: bool = False
 ) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)`` in float64, and its gradient.
 
@@ -363,7 +363,7 @@ def solve(
 
 
 def _merged(
-    chain: Chain, parts: tuple[Tensor, ...], rows: Tensor, more: tuple[Tensor, ...], each: bool
+    chain: Groups, parts: tuple[Tensor, ...], rows: Tensor, more: tuple[Tensor, ...], each: bool
 ) -> tuple[Tensor, ...]:
     """Merge gradients of all sequences with those of sequences computed again."""
     (initial, transition, logs), size = parts, chain.lengths.size(1)
@@ -381,7 +381,7 @@ def _merged(
     )
 
 
-def filtered_scaled(chain: Chain, dtype: torch.dtype | None) -> Tensor:
+def filtered_scaled(chain: Groups, dtype: torch.dtype | None) -> Tensor:
     """Filtered log-probabilities ``(G, n, T, K)``; arbitrary at padded steps."""
     if dtype is None:
         messages: Tensor = engine(chain).filtered_in_log_space(chain)

@@ -41,7 +41,7 @@ from .._precision import recomputing, with_gradient
 from .._transforms import gradients, refuse_transforms, transforming
 from . import forward
 from .backends import NUMBA, compiled, pick
-from .dense.chain import arrange, by_groups, check_arguments, split_of
+from .dense.chain import by_groups, check_arguments, grouped, split_of
 from .log_space import finite_or_zero, logsumexp, normalised, step_mask
 from .recursions import ExpectedCounts
 
@@ -160,7 +160,7 @@ def _arranged(
     batch = broadcast_shapes(shape[:-2], parts.batch)
     split = split_of(batch, [log_transition.shape[:-2], shape[:-2]])
     dtype = torch.promote_types(parts.dtype, log_duration.dtype)
-    chain = arrange(parts._replace(batch=batch, split=split, dtype=torch.float64))
+    chain = grouped(parts._replace(batch=batch, split=split, dtype=torch.float64))
     likelihood, lengths = chain.logs.flatten(0, 1), chain.lengths.flatten()
     if transforming() or bool((lengths < likelihood.size(1)).any()):
         padded = ~step_mask(lengths, likelihood.size(1), likelihood.device)

@@ -24,7 +24,7 @@ from pyrohmm import (
     student_t,
 )
 from pyrohmm.analysis.metrics import bic
-from pyrohmm.distributions.units import Flat, FlatCovariance
+from pyrohmm.distributions.units import FlatCovariance, FlatVariance
 from pyrohmm.nn.covariances import residuals_within
 from pyrohmm.nn.normals import moments_of
 
@@ -275,7 +275,7 @@ def test_a_prior_that_moves_an_estimate_is_noted():
 def test_a_flat_prior_is_a_generalised_inverse_gaussian_of_index_one():
     torch.manual_seed(0)
     lower, upper = 0.3, 2.0
-    prior = Flat(torch.tensor(lower), torch.tensor(upper))
+    prior = FlatVariance(torch.tensor(lower), torch.tensor(upper))
     known = stats.geninvgauss(1, 2 * np.sqrt(lower / upper), scale=np.sqrt(lower * upper))
     at = torch.tensor([0.01, 0.3, 1.0, 9.0])
     np.testing.assert_allclose(prior.log_prob(at), known.logpdf(at), rtol=1e-5)

@@ -28,7 +28,7 @@ from pyrohmm import (
     parametric_durations,
     poisson_durations,
 )
-from pyrohmm.nn.durations import truncated
+from pyrohmm.nn.durations import truncated_log_probs
 
 FAMILIES = {
     "free": free_durations(5, 1.5),
@@ -177,7 +177,7 @@ def test_an_m_step_keeps_what_is_held_and_says_what_nothing_determines():
     counts[0, 1] = 0.0
     rate = module.m_step(module.statistics(counts, None))[0]["rate"]
     assert rate.isnan().tolist() == [[False, True]]
-    logs = truncated(Poisson(rate[0, :1]), 6)
+    logs = truncated_log_probs(Poisson(rate[0, :1]), 6)
     steps = torch.arange(6.0)
     torch.testing.assert_close(
         (logs.exp() * steps).sum(), (counts[0, 0] * steps).sum() / counts[0, 0].sum()

@@ -70,9 +70,9 @@ def exp_of_pairs(first, last, schedule, source, target, sizes, base, stride, low
 @kernel
 def forward(
     first, last, schedule, lengths, block, sizes, offsets, pair, base, stride, probs,
-    block_probs, initial, seen, least, alpha, norm, evidence, sound,
+    block_probs, initial, seen, least, alpha, norm, evidence, exact,
 ):  # fmt: skip
-    """Forward pass; a sequence is ``sound`` if no message over- or underflowed."""
+    """Forward pass; a sequence is ``exact`` if no message over- or underflowed."""
     two_levels = block_probs.shape[0] > 0
     mass = np.empty(alpha.shape[2])
     for q in range(first, last):
@@ -105,7 +105,7 @@ def forward(
                 here[j] *= weight[j]
                 whole += here[j]
             if not (whole > 0 and whole < np.inf):
-                sound[r] = False
+                exact[r] = False
                 break
             scale = 1 / whole
             lowest = 1.0
@@ -113,7 +113,7 @@ def forward(
                 here[j] *= scale
                 lowest = here[j] if here[j] > 0 and here[j] < lowest else lowest
             if lowest < least:
-                sound[r] = False
+                exact[r] = False
                 break
             norm[r, t] = whole
             evidence[r] += np.log(whole)
@@ -122,7 +122,7 @@ def forward(
 @kernel
 def backward(
     first, last, schedule, lengths, block, sizes, offsets, pair, base, stride, probs,
-    block_probs, raised, seen, alpha, norm, sound, weights, gamma, message, uses,
+    block_probs, raised, seen, alpha, norm, exact, weights, gamma, message, uses,
 ):  # fmt: skip
     """Backward pass: smoothed marginals ``gamma`` and messages, times ``weights``.
 
@@ -133,7 +133,7 @@ def backward(
     beta, sent = np.empty(alpha.shape[2]), np.empty(alpha.shape[2])
     for q in range(first, last):
         r = schedule[q]
-        if not sound[r]:
+        if not exact[r]:
             continue
         weight = weights[r]
         beta[:] = 1

@@ -17,7 +17,7 @@ from ..._checks import check_floats, check_shape, check_tensor
 from ..._precision import at_least_single, full_precision, recomputed, with_gradient
 from ..log_space import log_softmax_of_parts
 from ..tensor_cache import cached, cached_on, lazy
-from .states import Blocks, bounds
+from .states import Blocks, offsets
 
 LOW = (torch.bfloat16, torch.float16)
 CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
@@ -140,7 +140,7 @@ def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor
     def made() -> tuple[Tensor, Tensor]:
         owner, order = blocks.symbol_block, blocks.symbol_block.argsort(stable=True)
         counts = owner.bincount(minlength=blocks.num_blocks)
-        rank = torch.arange(len(owner)) - bounds(counts)[owner[order]]
+        rank = torch.arange(len(owner)) - offsets(counts)[owner[order]]
         most = int(counts.max())
         members = torch.full((len(counts), most), len(owner))
         members[owner[order], rank] = order
@@ -186,6 +186,6 @@ def _by_blocks(
 def _ranges(blocks: Blocks) -> list[tuple[slice, slice]]:
     """For each block with symbols: its states, and the range of its symbols sorted by block."""
     counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
-    ends, starts = bounds(counts).tolist(), blocks.starts.tolist()
+    ends, starts = offsets(counts).tolist(), blocks.starts.tolist()
     parts = zip(pairwise(starts), pairwise(ends))
     return [(slice(*state), slice(*word)) for state, word in parts if word[0] < word[1]]

@@ -35,7 +35,7 @@ from ..backends import NUMBA, compiled, pick
 from ..log_space import finite_or_zero, logsumexp, step_mask
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
-from .states import Blocks, bounds
+from .states import Blocks, offsets
 from .transitions import Transitions, at_once
 
 LOW = {torch.float32: -75.0, torch.float64: -150.0}
@@ -77,16 +77,16 @@ def log_evidence(
             gamma = gamma.to(seen.dtype)
             return gamma[:, 0], gamma, *by_scores
 
-        return found.evidence.masked_fill(~found.sound, 0.0).to(seen.dtype), gradient
+        return found.evidence.masked_fill(~found.exact, 0.0).to(seen.dtype), gradient
 
     def twin(first: Tensor, seen: Tensor, *scores: Any) -> Tensor:
-        exact = _by_torch(Transitions(transitions.blocks, *scores), blocks, lengths, first, seen)
-        return exact.masked_fill(~passes[0].sound, 0.0) if passes else exact
+        found = _by_torch(Transitions(transitions.blocks, *scores), blocks, lengths, first, seen)
+        return found.masked_fill(~passes[0].exact, 0.0) if passes else found
 
     value = with_gradient(solved, twin, log_first, log_seen, *scores)
-    if not passes or bool(passes[0].sound.all()):
+    if not passes or bool(passes[0].exact.all()):
         return value
-    rows = (~passes[0].sound).nonzero().squeeze(-1)
+    rows = (~passes[0].exact).nonzero().squeeze(-1)
     parts = blocks[rows], lengths[rows], log_first[rows], log_seen[rows]
     return value.index_add(0, rows, _by_torch(transitions, *parts))
 
@@ -106,7 +106,7 @@ def final_state(transitions: Transitions, *chain: Tensor) -> Tensor | None:
     """
     if pick(chain[-1].device) is NUMBA:
         passes = Passes.of(transitions, *chain)
-        if bool(passes.sound.all()) and not bool(passes.raised.any()):
+        if bool(passes.exact.all()) and not bool(passes.raised.any()):
             last = passes.alpha[torch.arange(len(chain[1])), chain[1] - 1]
             return last.log().to(chain[-1].dtype)
     return None
@@ -140,7 +140,7 @@ def pairs_of(blocks: Tensor, lengths: Tensor, count: int) -> tuple[Tensor, Tenso
     return keys // count, keys % count, index
 
 
-def parts_of(transitions: Transitions, blocks: Tensor) -> tuple[Tensor, ...]:
+def chunks_of(transitions: Transitions, blocks: Tensor) -> tuple[Tensor, ...]:
     """Split sequences into chunks, indices ``(n,)``, whose transition matrices fit into memory."""
     numbers = blocks.size(1) * transitions.blocks.width**2
     limit = at_once(transitions.scores[0].device)
@@ -160,7 +160,7 @@ def _by_torch(
         parts = first, matrices.to(seen), seen, lasts
         return with_gradient(_in_logs, lambda *x: _messages(*x)[0].to(seen.dtype), *parts)
 
-    parts = parts_of(transitions, blocks)
+    parts = chunks_of(transitions, blocks)
     if len(parts) == 1:
         return evidence(log_first, log_seen, blocks, lengths, *transitions.scores)
     found = [
@@ -257,11 +257,11 @@ def make_plan(steps: Tensor, lengths: Tensor, blocks: Blocks) -> Plan:
     """Plan for sequences whose steps are in blocks ``(N, T)``, of ``lengths`` ``(N,)``."""
     source, target, pair = pairs_of(steps, lengths, blocks.num_blocks)
     first, unit, in_source = source.unique_consecutive(return_inverse=True, return_counts=True)
-    of_source, widths = bounds(in_source), blocks.sizes[target]
-    column = bounds(widths)
+    of_source, widths = offsets(in_source), blocks.sizes[target]
+    column = offsets(widths)
     columns_of = column[of_source]
     stride = columns_of.diff()  # (U,)
-    area = bounds(stride * blocks.sizes[first])
+    area = offsets(stride * blocks.sizes[first])
     base = area[unit] + column[:-1] - columns_of[unit]
     columns = (blocks.starts[target] - column[:-1]).repeat_interleave(widths)
     columns += torch.arange(len(columns))
@@ -271,7 +271,7 @@ def make_plan(steps: Tensor, lengths: Tensor, blocks: Blocks) -> Plan:
     places = later.flatten().nonzero().squeeze(-1)[own.argsort(stable=True)]
     return Plan(
         steps.contiguous(), pair, source, target, base, stride[unit], of_source, columns,
-        columns_of, places, bounds(own.bincount(minlength=len(source))), int(area[-1]),
+        columns_of, places, offsets(own.bincount(minlength=len(source))), int(area[-1]),
     )  # fmt: skip
 
 
@@ -280,7 +280,7 @@ class Passes:
 
     Attributes:
         evidence: ``(N,)`` float64, log.
-        sound: ``(N,)``, whether it is exact.
+        exact: ``(N,)``, cleared where numbers left their range.
         raised: ``(P,)``, whether a transition of a pair was raised.
         alpha: ``(N, T, w)``, filtered probabilities.
         probs: Transition probabilities of the pairs, within the blocks.
@@ -303,17 +303,17 @@ class Passes:
         peak = finite_or_zero(seen.amax(-1))
         self.seen, cut = _raised(seen - peak.unsqueeze(-1))
         first, cut_first = _raised(first)
-        self.sound = ~(cut_first.any(-1) | (cut.any(-1) & real).any(-1))
+        self.exact = ~(cut_first.any(-1) | (cut.any(-1) & real).any(-1))
         self.alpha, self.norm = torch.zeros_like(self.seen), torch.ones_like(peak).double()
         self.evidence = peak.double().masked_fill(~real, 0.0).sum(-1)
         self.probs: Tensor | None = self.probs_of_pairs()
         self._run(
             kernels.forward, self.probs, self.block_probs, first, self.seen, LEAST, self.alpha,
-            self.norm, self.evidence, self.sound,
+            self.norm, self.evidence, self.exact,
         )  # fmt: skip
         if bool(self.raised.any()):
             uses = self.backward(torch.ones_like(self.evidence))[2] * math.exp(LOW[self.dtype])
-            self.sound &= uses < torch.finfo(self.dtype).eps
+            self.exact &= uses < torch.finfo(self.dtype).eps
 
     @classmethod
     def of(
@@ -381,7 +381,7 @@ class Passes:
         uses = torch.zeros(len(weights), dtype=torch.float64)
         self._run(
             self.kernels.backward, self.probs, self.block_probs, self.raised, self.seen,
-            self.alpha, self.norm, self.sound, weights.double().contiguous(), gamma, message, uses,
+            self.alpha, self.norm, self.exact, weights.double().contiguous(), gamma, message, uses,
         )  # fmt: skip
         return gamma, message, uses
 

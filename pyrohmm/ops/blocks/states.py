@@ -18,7 +18,7 @@ from torch import Tensor
 from ..._checks import check_integers, check_shape, check_size
 
 
-def bounds(sizes: Tensor) -> Tensor:
+def offsets(sizes: Tensor) -> Tensor:
     """Offsets of parts of given sizes, with the end of the last."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
@@ -55,7 +55,7 @@ class Blocks:
         check_shape("sizes", self.sizes, (len(numbers),), "(B,)")
         if int(self.sizes.min()) < 1:
             raise ValueError(f"each block must have a state; got {self.sizes.tolist()[:10]}.")
-        self.starts = bounds(self.sizes)
+        self.starts = offsets(self.sizes)
         self.num_states, self.width = int(self.starts[-1]), int(self.sizes.max())
         self.are_equal = bool((self.sizes == self.width).all())
         self.owner = torch.arange(len(numbers)).repeat_interleave(self.sizes)

@@ -17,7 +17,7 @@ from . import _backward, _forward
 from ._backward import Back
 from ._forward import Messages
 from ._lanes import _LANES, LANES, Data, load, prepare, reach, starts_of
-from .chain import Chain, Gradient
+from .chain import Gradient, Groups
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
     np.dtype(number.dtype): (  # rounded up: its exponential must not be subnormal
@@ -29,7 +29,7 @@ _NO_SYMBOLS = np.zeros(0, np.int64)
 
 
 def scaled(
-    chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
+    chain: Groups, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
     """Scaled forward algorithm: log evidence, exactness mask, gradient.
 
@@ -52,7 +52,7 @@ def scaled(
     return evidence, exact, gradient
 
 
-def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def filtered(chain: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Filtered log-probabilities ``(G, n, T, K)``, and the mask of exact sequences, ``(G, n)``."""
     passes = _Passes(_data(chain, dtype), each=False)
     found = passes.forward(True)
@@ -60,7 +60,7 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return passes.view(found.alpha).log_(), exact
 
 
-def _data(chain: Chain, dtype: torch.dtype) -> Data:
+def _data(chain: Groups, dtype: torch.dtype) -> Data:
     """The arguments as arrays of probabilities."""
     initial, transition = chain.initial.detach().to(dtype), chain.transition.detach().to(dtype)
     logs = chain.logs.detach().to(dtype)
@@ -88,7 +88,7 @@ def _data(chain: Chain, dtype: torch.dtype) -> Data:
     )  # fmt: skip
 
 
-def _symbols(chain: Chain) -> tuple[np.ndarray, np.ndarray, int]:
+def _symbols(chain: Groups) -> tuple[np.ndarray, np.ndarray, int]:
     """Flat memory of the symbols with its strides; V where symbols are missing."""
     assert chain.symbols is not None
     codes, count = chain.symbols.to(torch.long), chain.logs.size(-1)
@@ -179,7 +179,7 @@ class _Passes:
         whole = (part[0] if len(part) == 1 else part.sum(0) for part in (counts, emitted))
         return *whole, lost
 
-    def gradient(self, chain: Chain, found: Messages, weight: Tensor) -> tuple[Tensor, ...] | None:
+    def gradient(self, chain: Groups, found: Messages, weight: Tensor) -> tuple[Tensor, ...] | None:
         """Derivatives by the tensors of the chain; None if numbers left their range."""
         weights = weight.to(torch.float64).reshape(-1).numpy()
         back = _backward.begin_back(self.data, found.exact, weights)
@@ -198,7 +198,7 @@ class _Passes:
 # In logarithms ----------------------------------------------------------------------------------
 
 
-def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
+def log_space(chain: Groups, each: bool) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
     loops, (parts, shift) = compiled("_numba_segments"), _segments(chain, each)
     messages, shape = loops.forward(parts, False)[:3], chain.lengths.shape
@@ -212,13 +212,13 @@ def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
     return (messages[2] + shift).reshape(shape), gradient
 
 
-def filtered_in_log_space(chain: Chain) -> Tensor:
+def filtered_in_log_space(chain: Groups) -> Tensor:
     """Filtered log-probabilities ``(G, n, T, K)``, unnormalised; arbitrary at padded steps."""
     found: Tensor = compiled("_numba_segments").forward(_segments(chain)[0], False)[1]
     return found.reshape(*chain.lengths.shape, *found.shape[1:])
 
 
-def _segments(chain: Chain, each: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
+def _segments(chain: Groups, each: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
     """Semi-Markov form of the chain, with D = 1, in float64; and the log scale taken out.
 
     The largest logarithm of each step and matrix is subtracted, lest sums over steps grow so large
@@ -376,7 +376,7 @@ def best_rows(first, last, initial, transition, likelihood, lengths, best, losse
 
 
 @kernel
-def sample_rows(first, last, messages, transition, lengths, low, uniform, states):
+def sample_by_rows(first, last, messages, transition, lengths, low, uniform, states):
     """Sample paths backwards from log filtered ``messages`` ``(N, T, K)``.
 
     A state less probable than the exponential of ``low``, relative to another, is not sampled.
@@ -413,7 +413,7 @@ def sample_rows(first, last, messages, transition, lengths, low, uniform, states
                 states[s, i, t] = state
 
 
-def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
+def best_paths(chain: Groups, count: int) -> tuple[Tensor, Tensor]:
     """Most probable paths ``(G, n, C, T)``, zeros at padded steps; which of them there are."""
     (groups, size), num_states = chain.lengths.shape, chain.initial.size(-1)
     initial, transition, lengths = chain.initial.flatten(0, 1), chain.transition, chain.lengths
@@ -431,14 +431,14 @@ def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
     return best.reshape(groups, size, count, -1), losses.isfinite().reshape(groups, size, count)
 
 
-def sample_states(chain: Chain, messages: Tensor, num_samples: int) -> Tensor:
+def sample_states(chain: Groups, messages: Tensor, num_samples: int) -> Tensor:
     """Paths ``(S, G, n, T)`` sampled backwards from log filtered ``messages`` ``(G, n, T, K)``."""
     messages, lengths = messages.flatten(0, 1).contiguous(), chain.lengths.reshape(-1)
     uniform = torch.rand(num_samples, *messages.shape[:2], dtype=messages.dtype)
     states = torch.zeros(uniform.shape, dtype=torch.long)
     low = math.log(torch.finfo(messages.dtype).tiny)
     run(
-        sample_rows, len(lengths), 10 * num_samples * messages[0].numel(), messages,
+        sample_by_rows, len(lengths), 10 * num_samples * messages[0].numel(), messages,
         chain.transition.to(messages.dtype).contiguous(), lengths, low, uniform, states,
     )  # fmt: skip
     return states.reshape(num_samples, *chain.lengths.shape, -1)

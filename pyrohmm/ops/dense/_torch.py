@@ -10,10 +10,10 @@ from ..._sync import exceeds
 from .. import forward
 from ..log_space import step_mask
 from ..products import accumulated
-from .chain import Chain, Gradient
+from .chain import Gradient, Groups
 
 
-def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
+def best_paths(chain: Groups, count: int) -> tuple[Tensor, Tensor]:
     """Most probable paths ``(G, n, C, T)``, zeros at padded steps; which of them there are.
 
     By the list Viterbi algorithm: the best paths into each state are kept at each step.
@@ -41,7 +41,7 @@ def best_paths(chain: Chain, count: int) -> tuple[Tensor, Tensor]:
 
 
 def scaled(
-    chain: Chain, dtype: torch.dtype, differentiable: bool, each: bool
+    chain: Groups, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
     """Scaled forward algorithm: log evidence, exactness mask, gradient.
 
@@ -94,7 +94,9 @@ def scaled(
     return evidence, exact, gradient
 
 
-def _weigh(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _weigh(
+    chain: Groups, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Likelihoods over their peak ``(T, G, n, K)``, and the logarithm of that ``(T, G, n, 1)``.
 
     Both are one and zero at padded steps. And booleans ``(T, G, n, 1)``, True from the last step of
@@ -120,7 +122,7 @@ def _normal(probs: Tensor) -> Tensor:
     return torch.threshold_(probs, torch.finfo(probs.dtype).tiny, 0.0) if on_cpu else probs
 
 
-def _is_safe(chain: Chain, dtype: torch.dtype) -> bool:
+def _is_safe(chain: Groups, dtype: torch.dtype) -> bool:
     """Whether underflow is negligible for any observations."""
     tables = [part.to(dtype) for part in (chain.initial, chain.transition) if part.numel()]
     least = torch.stack([part.amin() for part in tables]).amin().exp()
@@ -324,7 +326,7 @@ def _transitions(alpha: Tensor, message: Tensor, probs: Tensor, each: bool) -> T
     return accumulated(before, after, cancels=False).unsqueeze(0) * probs
 
 
-def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def filtered(chain: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Filtered log-probabilities ``(G, n, T, K)``, and the mask of exact sequences, ``(G, n)``."""
     weight, _, _, padded = _weigh(chain, dtype)
     exact = torch.zeros(chain.lengths.shape, dtype=torch.bool, device=weight.device)
@@ -341,7 +343,7 @@ def filtered(chain: Chain, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # In logarithms ----------------------------------------------------------------------------------
 
 
-def _arranged(chain: Chain, each: bool = False) -> forward.Arranged:
+def _arranged(chain: Groups, each: bool = False) -> forward.Arranged:
     """The chain in logarithms, with matrices of each sequence if need be."""
     size, matrices = chain.lengths.size(1), chain.transition.movedim(0, 1)  # (G, S, K, K)
     if each or len(matrices) > 1:
@@ -351,7 +353,7 @@ def _arranged(chain: Chain, each: bool = False) -> forward.Arranged:
     return forward.arrange(*parts, lengths, lengths.shape)
 
 
-def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
+def log_space(chain: Groups, each: bool) -> tuple[Tensor, Gradient]:
     """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
     arranged, shape = _arranged(chain, each), chain.lengths.shape
     value, gradient = forward.solve(arranged.chain)
@@ -372,7 +374,7 @@ def log_space(chain: Chain, each: bool) -> tuple[Tensor, Gradient]:
     return arranged.restored(value + arranged.shift).reshape(shape), restored
 
 
-def filtered_in_log_space(chain: Chain) -> Tensor:
+def filtered_in_log_space(chain: Groups) -> Tensor:
     """Filtered log-probabilities ``(G, n, T, K)``."""
     found = forward.filtered(_arranged(chain))
     return found.reshape(*chain.lengths.shape, *found.shape[1:])

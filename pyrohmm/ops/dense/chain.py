@@ -21,7 +21,7 @@ from ..products import add_rows, look_up
 Gradient = Callable[[Tensor], tuple[Tensor, ...] | None]  # of weights (G, n) of the evidences
 
 
-class Chain(NamedTuple):
+class Groups(NamedTuple):
     """N sequences in G groups of n, each of which shares matrices, and a table of symbols."""
 
     initial: Tensor  # (G, n, K), log
@@ -57,7 +57,7 @@ class Chain(NamedTuple):
         sums = add_rows(states.reshape(-1, num_states), rows.reshape(-1), groups * num_symbols)
         return sums.reshape(groups, num_symbols, num_states).mT
 
-    def subset(self, chosen: Tensor) -> Chain:
+    def subset(self, chosen: Tensor) -> Groups:
         """The sequences ``chosen``, indices into the ``G * n``: in one group, or one in each."""
         groups, size = self.lengths.shape
         where = chosen.to(self.initial.device)
@@ -69,7 +69,7 @@ class Chain(NamedTuple):
         shared = self.transition, self.logs
         if groups > 1:
             shared = self.transition[:, where // size], self.logs[where // size]
-        return Chain(
+        return Groups(
             rows(self.initial), shared[0],
             rows(self.logs) if self.symbols is None else shared[1],
             None if self.symbols is None else rows(self.symbols),
@@ -172,7 +172,7 @@ def by_groups(table: Tensor, core: int, batch: torch.Size, split: int) -> Tensor
     return table.reshape(math.prod(batch[:split]), *tail)
 
 
-def arrange(arguments: Arguments) -> Chain:
+def grouped(arguments: Arguments) -> Groups:
     """The arguments in groups that share a matrix, of one dtype."""
     initial, transition, logs, symbols, known, lengths, batch, split, dtype = arguments
     shape = math.prod(batch[:split]), math.prod(batch[split:])
@@ -183,7 +183,7 @@ def arrange(arguments: Arguments) -> Chain:
             return part.expand(*shape, *tail)
         return (part if lead == batch else part.expand(*batch, *tail)).reshape(*shape, *tail)
 
-    return Chain(
+    return Groups(
         each(initial.to(dtype), 1),
         by_groups(transition.to(dtype), 3, batch, split).transpose(0, 1),
         by_groups(logs.to(dtype), 2, batch, split) if symbols is not None
@@ -194,7 +194,7 @@ def arrange(arguments: Arguments) -> Chain:
     )  # fmt: skip
 
 
-def spread(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
+def ungrouped(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
     """Gradients by the tensors of a chain as gradients by the arguments, of their shapes."""
     initial, transition, logs = found
     batch, split = arguments.batch, arguments.split
