@@ -24,7 +24,7 @@ _NOT_NUMBERS = {
 
 
 def to_tensor(name: str, value: Any) -> Tensor:
-    """A tensor of the numbers of an array, a list or a tensor, which shares memory where it can.
+    """Convert an array, a list or a tensor to a tensor, sharing memory where possible.
 
     Raises:
         TypeError: If they are no real numbers, or of a dtype or layout without arithmetic.
@@ -97,7 +97,7 @@ def _stacked(value: list[Any] | tuple[Any, ...]) -> Any:
 
 
 def _from_numpy(name: str, array: np.ndarray) -> Tensor:
-    """A tensor of an array, which it shares if the dtype allows."""
+    """Convert an array to a tensor, sharing memory if the dtype allows."""
     kind = array.dtype.kind
     if isinstance(array, np.ma.MaskedArray):
         if kind != "f" and array.mask.any():

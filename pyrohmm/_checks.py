@@ -186,7 +186,7 @@ def check_times(times: Tensor, exists: Tensor) -> None:
 
 
 def refuse_times(row: Tensor, place: str, step: int) -> NoReturn:
-    """Raise for the time at a step of a row of times, which is known as ``place``."""
+    """Raise ValueError: the time at ``step`` of the row ``place`` is not finite or not later."""
     after = f" after {row[step - 1].item()}" if step else ""
     place = f"at {place}, step {step}, there is {row[step].item()}{after}"
     text = f"times must be finite and increase along each sequence; {place}. Sort the steps by"
@@ -219,7 +219,7 @@ def check_size(name: str, value: int, least: int = 1) -> None:
 
 
 def check_tolerance(value: float | None) -> None:
-    """Raise unless ``value``, a share of a loss, is at least 0 and finite; None is no tolerance."""
+    """Raise unless a relative tolerance is None, or finite and at least 0."""
     if value is not None:
         check_number("tolerance", value)
         if not 0 <= value < math.inf:

@@ -46,7 +46,7 @@ def in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
 def differentiable_gradient(
     value: Callable[..., Tensor], inputs: Sequence[Tensor | None], weights: Tensor
 ) -> list[Tensor | None]:
-    """The gradient of ``value(*inputs)`` times ``weights``, itself differentiable.
+    """Differentiable gradient of ``value(*inputs)``, weighted by ``weights``.
 
     ``value`` is made of operations of torch; second derivatives are for small problems, such as
     the Laplace approximation of a posterior. None for inputs that need no gradient.
@@ -135,7 +135,7 @@ def with_gradient(
     also: Sequence[Tensor | None] = (),
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The value of ``forward(*inputs)``, with the gradient that it returns.
+    """Evaluate ``forward(*inputs)`` with the hand-written gradient that it returns.
 
     Args:
         forward: Returns the value, and a function of weights of the value's shape that returns the

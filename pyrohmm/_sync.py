@@ -21,19 +21,19 @@ Result = TypeVar("Result")
 
 
 class Guesses:
-    """Scalars that were guessed to exceed their bounds."""
+    """Comparisons of device scalars answered by a guess, all checked later in one wait."""
 
     def __init__(self) -> None:
         self._values: list[Tensor] = []
         self._bounds: list[float] = []
 
     def add(self, value: Tensor, bound: float) -> None:
-        """Guess that ``value`` exceeds ``bound``."""
+        """Record the guess that ``value`` exceeds ``bound``."""
         self._values.append(value)
         self._bounds.append(bound)
 
     def read(self, *others: Tensor) -> tuple[bool, list[Tensor]]:
-        """Whether all guesses were right, and the values of ``others`` on the CPU; waits once."""
+        """Check all guesses and copy ``others`` to the CPU, in one wait for the device."""
         values = [*self._values, *others]
         if len(values) == 1 and not others:
             return values[0].item() > self._bounds[0], []
@@ -52,7 +52,7 @@ _guesses: ContextVar[Guesses | None] = ContextVar("pyrohmm_guesses", default=Non
 
 @contextmanager
 def guessing() -> Iterator[Guesses]:
-    """A context in which :func:`exceeds` guesses."""
+    """Context in which :func:`exceeds` guesses, and does not wait for the device."""
     guesses = Guesses()
     token = _guesses.set(guesses)
     try:

@@ -59,7 +59,7 @@ def opaque(function: Function) -> Function:
 def with_provenance(
     tracked: frozenset[Any], function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``function`` on plain tensors, and mark its result with this provenance."""
+    """Call ``function`` on plain tensors, and attach this provenance to the result."""
     if not tracked:
         return function(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():

@@ -100,7 +100,7 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
 
 
 def arranged(model: Model, values: Values, count: int, data: Sequences) -> tuple[Layout, HMM]:
-    """Layout in which batched samples give the densities of single ones, and the first HMM.
+    """Layout for which batched samples have the densities of single ones; HMM of the first sample.
 
     Args:
         model: The Pyro model.
@@ -159,7 +159,7 @@ def log_prior(model: Model, values: Values, data: Sequences, layout: Layout, cou
 def _of_fit(
     fit: Fit, num_draws: int, data: Sequences | None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Samples ``(C, S, ...)`` from a fit, and statistics of each sample; of a sampler its chains.
+    """Samples ``(C, S, ...)`` and per-sample statistics of a fit; its own chains if it was sampled.
 
     Of SVI one chain of samples of the guide, with their log-density; of MAP and EM the point.
     """
@@ -175,7 +175,7 @@ def _of_fit(
 def _of_sampler(
     mcmc: MCMC, model: Model
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
-    """Chains of a sampler, which samples diverged, and marks of sequences with own variables."""
+    """Chains of Pyro's ``MCMC``, divergent samples, and fingerprints of the sequences."""
     values = mcmc.get_samples(group_by_chain=True)
     shape = next(iter(values.values())).shape[:2]
     reports = mcmc.diagnostics() if shape[1] >= 4 else {}  # fewer have no diagnostics

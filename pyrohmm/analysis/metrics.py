@@ -232,7 +232,7 @@ def _rank(
 
 
 def _likelihoods(hmm: HMM, data: Sequences) -> Tensor:
-    """Log-likelihoods in each state of all symbols, or of some observations of each state."""
+    """Log-likelihoods, per state, of all symbols, or of observations sampled from all states."""
     emission = hmm.emission
     if hmm.emission_per_step or isinstance(emission, Autoregressive):
         return hmm.log_likelihood(data.values)
@@ -379,7 +379,7 @@ def cross_validate(
     num_folds: int = 5,
     generator: torch.Generator | None = None,
 ) -> CrossValidation:
-    """Cross-validate: fit all folds but one, and evaluate the log evidence of that one, for each.
+    """K-fold cross-validation: log evidence of each fold under a fit to all others.
 
     Calls with as many sequences and folds have the same folds, so that fits of several numbers of
     states can be compared.
@@ -472,7 +472,7 @@ def batches_of(data: Sequences, batch_size: int) -> list[Sequences]:
 
 
 def in_order(data: Sequences, found: list[Tensor]) -> Tensor:
-    """Join numbers ``(n,)`` of the sequences of :func:`batches_of`, or of all, in their order."""
+    """Concatenate per-sequence results of :func:`batches_of`, in the order of the data."""
     whole = torch.cat(found)
     return whole if len(found) == 1 else whole[torch.cat(data.bucket_members).argsort()]
 

@@ -486,7 +486,7 @@ def _parameters(fit: Fit, data: Sequences, draws: PosteriorDraws | None) -> str:
 
 
 def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[Any]], str]:
-    """Columns of a table of a posterior, and whether its chains agree once states are in order."""
+    """Posterior summary as table columns, and as HTML whether chains agree on aligned states."""
     try:
         draws, text = draws.aligned(data), ""
     except (ValueError, TypeError) as error:
@@ -503,7 +503,7 @@ def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[A
 
 
 def _columns(parts: dict[str, dict[str, Tensor]]) -> dict[str, list[Any]]:
-    """Columns of a table with a row for each entry of each parameter."""
+    """Table columns of estimates, with one row per parameter entry."""
     columns: dict[str, list[Any]] = {"parameter": []}
     for name, values in parts.items():
         columns["parameter"] += names_of(name, next(iter(values.values())))

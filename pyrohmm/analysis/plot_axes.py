@@ -28,7 +28,7 @@ def axes_or_new(axes: Axes | None) -> Axes:
 def names_or_numbers(
     names: Sequence[str] | None, size: int, default: str = "", wanted: str = "names must have K"
 ) -> list[str]:
-    """Names of the K states."""
+    """Names of the K states, by default their numbers."""
     if names is None:
         return [f"{default}{k}" for k in range(size)]
     if len(names) != size:

@@ -180,7 +180,7 @@ def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> A
 
 
 def _ends(distribution: Any) -> tuple[float, float]:
-    """Range of nearly all observations: means and four deviations, or sample quantiles."""
+    """Plot range of the observations: means and four deviations, or sample quantiles."""
     try:
         width = WIDTH * distribution.variance.sqrt()
         low, high = (distribution.mean - width).min(), (distribution.mean + width).max()

@@ -41,12 +41,12 @@ def chain_factors(hmm: HMM, values: Tensor) -> PathFactors:
 
 
 def in_blocks(hmm: HMM) -> TypeGuard[BlockHMM]:
-    """Whether queries go from block to block, without the full transition matrix."""
+    """Whether queries compute within blocks of states, without the full transition matrix."""
     return isinstance(hmm, BlockHMM) and hmm.carried is None
 
 
 def path_factors(hmm: HMM, values: Tensor) -> tuple[list[PathFactors], BlockLikelihood | None]:
-    """Path factors of all sequences; in blocks of some at a time, over places in their blocks.
+    """Path factors of all sequences; with blocks, of chunks of sequences, over positions in blocks.
 
     In blocks also the log-likelihoods, unless steps are missing, where the state may be any.
     """

@@ -243,7 +243,7 @@ class Filter:
         return self._message.copied()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where another filter of the same model stopped, to the last bit.
+        """Restore the state saved by ``state_dict()`` of a filter of the same model, bit for bit.
 
         Args:
             state_dict: What :meth:`state_dict` returned.
@@ -377,7 +377,7 @@ class Filter:
         return lambda t: (found[..., t, :], None), past
 
     def _read(self, observation: Any, observed: Any) -> tuple[Tensor | None, Tensor, bool]:
-        """Observations ``(*B, L, *E)``, which are observed ``(*B, L)``, and whether L was given."""
+        """Check new observations: values ``(*B, L, *E)``, mask ``(*B, L)``, whether L was given."""
         batch, event, like = self.batch_shape, tuple(self.hmm.event_shape[1:]), self._surprise
         if observation is None:
             return None, torch.zeros(*batch, 1, dtype=torch.bool, device=like.device), False
@@ -402,7 +402,7 @@ class Filter:
 
 
 def _nothing(_: int) -> tuple[float, None]:
-    """Log-likelihood zero, of a missing step."""
+    """Log-likelihood of a missing step: zero in all states."""
     return 0.0, None
 
 

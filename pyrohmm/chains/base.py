@@ -239,7 +239,7 @@ class Chain:
         return self.counts_of_each(log_likelihood, lengths)
 
     def counts_of_each(self, log_likelihood: Tensor, lengths: Tensor) -> ExpectedCounts:
-        """Expected counts of each sequence by itself, with the batch dimensions of the data."""
+        """Expected counts per sequence, not summed over the batch."""
         batch = broadcast_shapes(self.batch_shape, log_likelihood.shape[:-2], lengths.shape)
         return self.expand(batch).expected_counts(log_likelihood, lengths)
 
@@ -259,7 +259,7 @@ class Chain:
             refuse_steps(purpose)
 
     def check_shapes(self) -> None:
-        """Raise unless all parameters are floats with the core dimensions they should have."""
+        """Raise unless parameters are floating-point tensors of matching core dimensions."""
         sizes: dict[str, int] = {}
         cores = self.cores
         for name, tensor in self.parameters.items():

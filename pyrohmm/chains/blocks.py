@@ -152,7 +152,7 @@ class BlockChain(MarkovChain):
 
     @property
     def batches(self) -> dict[str, torch.Size]:
-        """The parameters have no batch dimensions."""
+        """Batch dimensions by parameter, none of which has any."""
         return {"log_initial": torch.Size()}
 
     def check_values(self) -> None:
@@ -162,7 +162,7 @@ class BlockChain(MarkovChain):
             check_log_simplex("transition", self.transition)
 
     def check_shapes(self) -> None:
-        """Raise unless the parameters are of the states of the blocks."""
+        """Raise unless parameters have the shapes that the blocks prescribe."""
         blocks, transition, size = self.blocks, self.transition, self.blocks.num_states
         check_floats("log_initial", self.log_initial)
         check_shape("log_initial", self.log_initial, (size,), "(K,)")
@@ -293,7 +293,7 @@ class BlockChain(MarkovChain):
                 yield rows, (*(part.to(dtype or part.dtype) for part in parts), lengths)
 
     def states(self, seen: BlockLikelihood) -> Tensor:
-        """The states at the places of each step, ``(N, T, w)``; K beyond those of a block."""
+        """States in the block of each step, ``(N, T, w)``; K as padding."""
         states = self.blocks.states[seen.blocks.clamp(max=self.blocks.num_blocks - 1)]
         return states.masked_fill(states < 0, self.num_states).to(seen.logs.device)
 
@@ -428,7 +428,7 @@ class BlockChain(MarkovChain):
         return self.at_places(torch.cat(found, -2), seen)
 
     def at_places(self, places: Tensor, seen: BlockLikelihood) -> Tensor:
-        """States ``(*S, *B, T)`` at places ``(*S, N, T)``; 0 at padded steps."""
+        """Convert positions in blocks ``(*S, N, T)`` to states ``(*S, *B, T)``; 0 where padded."""
         states = self.states(seen).expand(*places.shape, -1)
         found = states.gather(-1, places.unsqueeze(-1)).squeeze(-1)
         found = found.masked_fill(~step_mask(seen.lengths, found.size(-1), found.device), 0)

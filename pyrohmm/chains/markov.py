@@ -18,7 +18,7 @@ from .base import Chain, Core, Expansion, ExpectedCounts, entry
 
 
 class MarkovRecursions(Chain):
-    """A Markov chain under any parameters: a subclass says which matrices they make.
+    """Base of chains that are Markov, whose parameters determine the transition matrices.
 
     Besides ``cores`` it defines ``log_initial`` and :attr:`matrices`; expected counts of its
     parameters are gradients.
@@ -190,7 +190,7 @@ class PathFactors(NamedTuple):
         lengths: Tensor,
         state_of: Tensor | None = None,
     ) -> PathFactors:
-        """Factors of a Markov chain, with the batch dimensions of all of them."""
+        """Path factors of a Markov chain, broadcast to common batch dimensions."""
         batch = broadcast_shapes(
             initial.shape[:-1], transition.shape[:-3], likelihood.shape[:-2], lengths.shape
         )

@@ -143,7 +143,7 @@ class RateChain(MarkovRecursions):
         return {"times": self.times.size(-1)} | of_rates
 
     def check_shapes(self) -> None:
-        """Raise unless parameters and times have the shapes they should have."""
+        """Raise unless parameters and times have matching shapes."""
         super().check_shapes()
         check_real("times", self.times)
         if self.times.dim() == 0:

@@ -360,7 +360,7 @@ class Batches:
         self.number = len(self.sizes)
 
     def _pieces(self, number: int) -> Iterator[tuple[int, int, int, int, bool]]:
-        """Pieces of window ``number``: stream, sequence, first step, steps, whether it begins."""
+        """Pieces of window ``number``: stream, sequence, first step, length, whether it is new."""
         assert self.windows is not None
         streams, steps = self.windows
         total = int(self.ends[-1])
@@ -398,7 +398,7 @@ class Batches:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Add the numbers of the minibatch's sequences to errors, which count within it."""
+        """Context: errors name the sequences of the minibatch by their numbers in the whole set."""
         try:
             yield
         except ValueError as error:

@@ -34,7 +34,7 @@ def _version(part: Tensor) -> int | None:
 
 
 class _Padded:
-    """An attribute ``(N, T, *)``: packed rows, padded when it is asked for, and kept."""
+    """Descriptor of an attribute ``(N, T, *)``: stored packed, padded on access, then cached."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -122,7 +122,7 @@ class PackedSequences:
         return None if times is None else times.diff()[~begins(self.lengths)[1:].to(self.device)]
 
     def _forget(self) -> None:
-        """Forget what was computed from the rows."""
+        """Drop cached values that were computed from the rows."""
         self.__dict__.pop("num_observed", None)
         self._several = None
 
@@ -149,7 +149,7 @@ class PackedSequences:
 
     @cached_property
     def firsts(self) -> Tensor:
-        """Number of the first packed row of each sequence, ``(N,)``."""
+        """Index of the first packed row of each sequence, ``(N,)``."""
         return firsts(self.lengths)
 
     @cached_property
@@ -171,7 +171,7 @@ class PackedSequences:
 
     @property
     def _held(self) -> Tensor:
-        """The values, packed or as they were set."""
+        """Values in packed form, or padded if they were set so."""
         return cast(Tensor, self._rows.get("values", self._padded.get("values")))
 
     @cached_property
@@ -214,7 +214,7 @@ class PackedSequences:
         return self._several[1]
 
     def map_steps(self, function: Callable[[Self], Tensor]) -> Tensor:
-        """What a function of sequences returns for each step, packed ``(M, *)``.
+        """Apply a function of sequences bucket by bucket; its results per step, packed ``(M, *)``.
 
         It is computed on ``buckets`` of similar length: where lengths differ much, memory and time
         are those of the steps alone, not of padding. :meth:`to_dataframe` takes the result.
@@ -258,14 +258,14 @@ class PackedSequences:
 
     @staticmethod
     def _places(begins: Tensor, lengths: Tensor) -> Tensor:
-        """Numbers of the rows of runs of ``lengths`` rows, from the rows ``begins`` on."""
+        """Indices of the packed rows of runs of ``lengths`` rows that start at ``begins``."""
         shift = begins - firsts(lengths)
         return torch.arange(int(lengths.sum())) + shift.repeat_interleave(lengths)
 
     def runs(
         self, begins: Tensor, lengths: Tensor, total: float, indices: Tensor, kind: Any = None
     ) -> Any:
-        """Copy of runs of ``lengths`` rows, from the rows ``begins`` on, as sequences."""
+        """Sequences made of runs of ``lengths`` packed rows that start at ``begins``."""
         if not len(lengths):
             raise ValueError("lengths is empty; wanted at least one sequence.")
         size = int(lengths[0])
@@ -290,7 +290,7 @@ class PackedSequences:
         return new
 
     def _all_rows(self) -> list[tuple[str, Tensor]]:
-        """Packed rows by name, of all that there are."""
+        """Packed values, labels, covariates and times that are set, by name."""
         return [(n, cast(Tensor, self.packed(n))) for n in {**self._rows, **self._padded}
                 if self.packed(n) is not None]  # fmt: skip
 

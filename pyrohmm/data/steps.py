@@ -140,7 +140,7 @@ def read_times(values: Any, name: str = "times") -> Tensor:
 
 
 def check_order(values: Any, lengths: Tensor, order: Any = slice(None)) -> None:
-    """Raise if dates of an index of values do not increase along sequences of rows in an order."""
+    """Raise unless the dates of a table's index increase along each sequence."""
     index = getattr(values, "index", None)
     if not hasattr(index, "to_period") and not hasattr(index, "start_time"):
         return
@@ -172,7 +172,7 @@ def check_num_rows(name: str, shape: tuple[int, ...], num_rows: int) -> None:
 
 
 def firsts(lengths: Tensor) -> Tensor:
-    """Number of the first row of each sequence, ``(N,)``."""
+    """Index of the first packed row of each sequence, ``(N,)``."""
     return lengths.cumsum(0) - lengths
 
 

@@ -153,7 +153,7 @@ def _sizes(number: np.ndarray) -> Tensor:
 
 
 def calendars(column: Any) -> list[np.ndarray]:
-    """Numbers of local days, and of months where dates are monthly, of a ``pandas.Series``.
+    """Day numbers of a ``pandas.Series`` of dates in local time; month numbers if all are monthly.
 
     Months are among them if all dates are of one day of the month and time, or the last of it.
     """

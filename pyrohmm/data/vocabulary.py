@@ -111,7 +111,7 @@ class Vocabulary(tuple[str, ...]):
         return torch.tensor(codes, dtype=torch.long)
 
     def _code(self, symbol: str) -> int | None:
-        """Code of a symbol, or of the first that may stand for it."""
+        """Code of a symbol, or of the first known one that may replace it; None without one."""
         if symbol not in self._codes and self.unknown is not None:
             others = self.unknown(symbol) if callable(self.unknown) else (self.unknown,)
             symbol = next((other for other in others if other in self._codes), symbol)

@@ -92,13 +92,13 @@ class ChainDistribution(OwnChecks):
             chain.check_values()
 
     def _form(self) -> tuple[Any, ...]:
-        """Types and shapes of chain and emission."""
+        """Types and shapes of chain and emission, by which checks of an equal HMM are reused."""
         chain, emission = self.chain, self._emission
         of_emission = type(emission), emission.batch_shape, emission.event_shape
         return type(chain), chain.num_states, chain.batches, of_emission
 
     def checked(self, values: Tensor) -> dict[str, Any]:
-        """What the checks of this HMM have found, for ``CHECKED``; those of ``values`` will be."""
+        """Results of argument checks, for reuse through ``CHECKED``; those of ``values`` follow."""
         if not values.is_inference():
             self._prepared = {"values": values, "version": None}
         found = self.__dict__ | {"ids": [*map(id, self._given)], "form": self._form()}
@@ -405,7 +405,7 @@ class ChainDistribution(OwnChecks):
 
 
 def _batch_of(shapes: dict[str, torch.Size]) -> torch.Size:
-    """What batch shapes broadcast to; raises if those are very many sequences."""
+    """Broadcast batch shape; raise if it has more sequences than can be meant."""
     batch = check_broadcast(shapes)
     if (count := math.prod(batch)) > MOST_SEQUENCES:
         listing = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())

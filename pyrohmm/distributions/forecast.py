@@ -354,7 +354,7 @@ class Forecast(OwnChecks):
         return mixture_quantiles(self.state_probs, self.emission, probs)
 
     def interval(self, level: float = 0.9) -> tuple[Tensor, Tensor]:
-        """Ends ``(*B, H, *E)`` of the central interval of this probability: two quantiles.
+        """Limits ``(*B, H, *E)`` of the central predictive interval of this probability.
 
         Args:
             level: Between 0 and 1.

@@ -127,7 +127,7 @@ class _Components:
         self.parameters = parameters
 
     def formula(self, values: Tensor) -> Tensor:
-        """Log-densities ``(*A, K, D)`` of values ``(*A, 1, D)`` without NaN."""
+        """Log-densities ``(*A, K, D)`` of values ``(*A, 1, D)``, by the plain formula; no NaN."""
         raise NotImplementedError
 
     def condition(self, largest: Tensor) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ def as_numbers(integers: Tensor, dtype: torch.dtype) -> Tensor:
 def check_support(
     values: Tensor, known: Tensor | None, emission: Any, emission_per_step: bool
 ) -> None:
-    """Raise unless values ``(*B, T, *E)`` lie in the support of the emission; this reads them.
+    """Raise unless values ``(*B, T, *E)`` lie in the support of the emission; waits for a device.
 
     Args:
         values: Observations, of as many batch dimensions as the parameters.

@@ -177,7 +177,7 @@ class CooccurrenceModel(OwnParameters):
         self.loss, self.stationary = loss, stationary
 
     def forward(self, data: Sequences) -> HMM:
-        """Return the HMM built for ``data``, of which nothing but the sizes is used."""
+        """Run the model: build the HMM, with minus the loss on the pair counts as a factor."""
         hmm = build(self.module, data)
         hmm.check_constant("fit_cooccurrence")
         probs = _symbol_probs(hmm.emission)
@@ -268,7 +268,7 @@ def _targets(
     num_symbols: int | None,
     lags: Iterable[int] | None,
 ) -> tuple[list[Target], list[str]]:
-    """The pairs of ``data`` at each lag, and remarks on what of the data is not used."""
+    """Pair counts of ``data`` at each lag, and notes on data that are not used."""
     if not isinstance(data, Sequences):
         if lags is not None:
             raise ValueError("lags are of sequences; pairs have theirs already, of count_pairs.")

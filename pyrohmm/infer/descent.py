@@ -358,5 +358,5 @@ class HeldOut:
         return total
 
     def _placed(self, data: Sequences) -> Sequences:
-        """``data`` on the device of the fit."""
+        """Move held-out data to the device of the fit."""
         return to_model_device(self.model, self.guide, data)

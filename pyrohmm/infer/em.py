@@ -259,7 +259,7 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
 
 
 def _alone(loop: Loop, final: Tensor) -> list[str]:
-    """Note if only one restart came within a nat of the best."""
+    """Note if no other restart came within a nat of the best."""
     near = int((final < final.min() + 1.0).sum())
     if loop.large or loop.reason is None or len(final) == 1 or near > 1:
         return []
@@ -270,7 +270,7 @@ def _alone(loop: Loop, final: Tensor) -> list[str]:
 
 
 def _finish(loop: Loop) -> Fit:
-    """The best restart as a fit, with all of them beside it."""
+    """Fit of the best restart, with all restarts in ``Fit.restarts``."""
     parameters, data = loop.parameters, loop.parameters.data
     losses, priors = torch.stack(loop.losses, 1), torch.stack(loop.log_priors, 1)  # (R, steps)
     loop.keep_values()

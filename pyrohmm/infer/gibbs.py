@@ -116,7 +116,7 @@ def fit_gibbs(
 
 
 def _check_sets(values: Tensor, data: Sequences, num_chains: int, units: float) -> None:
-    """Raise unless observations of several data sets go with data, chains and priors."""
+    """Raise unless replicate values match ``data``, the number of chains, and fixed-unit priors."""
     same = values.shape[1:] == data.values.shape and not num_chains % len(values)
     if not same or bool((values.isnan() != data.values.isnan()).any()):
         raise ValueError(f"values must be (D, N, T, *E), D a divisor of {num_chains}, with NaN.")
@@ -205,7 +205,7 @@ class Gibbs(Chains):
         self.others = Others(parameters, others, self) if others else None
 
     def _for_ladders(self, name: str, value: Tensor) -> Tensor:
-        """Start values ``(C, ...)`` repeated for all chains; a single one is left as it is."""
+        """Repeat starting values ``(C, ...)`` over the ladder of each chain; leave a single one."""
         site = self.parameters.sites.get(name.removeprefix("module."))
         one = site is None or value.dim() == len(site.event_shape)
         return value if one else value.repeat_interleave(self.ladder.size, 0)
@@ -319,7 +319,7 @@ class Gibbs(Chains):
         return values
 
     def _own(self, prefix: str) -> Values:
-        """Parameters whose names begin with ``prefix``, by name without it."""
+        """Parameters whose names begin with ``prefix``, under their names without it."""
         names = [name for name in self.parameters.sites if name.startswith(prefix)]
         return {name.removeprefix(prefix): self.parameters.get(name) for name in names}
 

@@ -273,7 +273,7 @@ def _interior_value(init: Callable[..., Any], site: dict[str, Any]) -> Any:
 
 
 def _best(fit: Fit, model: Callable[..., Any]) -> Fit:
-    """The best of batched restarts, with all of them in ``Fit.restarts``."""
+    """Fit of the best of batched restarts, with all restarts in ``Fit.restarts``."""
     losses = fit.losses.T  # (R, steps)
     losses = losses.masked_fill(~losses.isfinite(), torch.inf)
     final = losses[:, -1] if losses.size(1) < WINDOW else losses[:, -WINDOW:].mean(-1)

@@ -427,7 +427,7 @@ class _Curvature(Information):
 
 
 def unweighted(module: Any) -> dict[str, Linear]:
-    """Parts of a module with smooth terms of unknown weight, by name."""
+    """Submodules that have smooth terms of unknown weight, by name."""
     parts = module.named_modules() if isinstance(module, HMMModule) else ()
     return {
         name: part

@@ -92,7 +92,7 @@ class FitLoop:
         generator: torch.Generator | None,
         tensors: Iterable[Tensor],
     ) -> bool:
-        """Set the checkpoint file and restore the fit from it; whether there was one to restore.
+        """Restore the fit from its checkpoint, if there is one; return whether there was.
 
         Args:
             path: The file.

@@ -189,7 +189,7 @@ class Marginal:
     def at(
         self, values_of: Callable[[Tensor], Values], places: Tensor, rows: Tensor
     ) -> tuple[Tensor, ...]:
-        """Log marginals, gradients, centres and precisions at ``places`` ``(B', P)``, in chunks."""
+        """Log marginals, gradients, centres and precisions at points ``(B', P)``, in chunks."""
         found = []
         for some, chosen in zip(places.split(self.room), rows.split(self.room)):
             with torch.enable_grad():

@@ -89,7 +89,7 @@ def expectation_of_logs(hmm: HMM, values: Tensor, counts: Statistics, restarts: 
 
 
 def combined(function: Callable[..., Tensor], *sums: Sums) -> Sums:
-    """Apply ``function`` to statistics, by name."""
+    """Apply ``function`` to entries of equal name of several sets of statistics."""
     return {
         kind: {name: function(*(each[kind][name] for each in sums)) for name in named}
         for kind, named in sums[0].items()

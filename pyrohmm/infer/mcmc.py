@@ -264,7 +264,7 @@ def times(root: Tensor, vectors: Tensor) -> Tensor:
 
 
 def summed_products(vectors: Tensor, like: Tensor) -> Tensor:
-    """Second moments summed over C of vectors ``(2, C, R, D)``; diagonal as the metric ``like``."""
+    """Outer products of vectors ``(2, C, R, D)`` summed over C; squares if ``like`` is diagonal."""
     form = "pcri,pcri->pri" if like.dim() == 2 else "pcri,pcrj->prij"
     return torch.einsum(form, vectors, vectors)
 
@@ -410,7 +410,7 @@ class HMC(Chains):
         self.hamiltonian = Hamiltonian(spaces, self.prior, self.log_density, self.ladder, target)
 
     def _simulated(self) -> poutine.Trace:
-        """A sample of the prior for each chain."""
+        """Sample starting values from the prior, one for each chain."""
         with torch.no_grad(), poutine.block(), pyro.plate("chains", self.copies, dim=-2):
             return poutine.trace(self.model).get_trace(self.data)
 
@@ -451,7 +451,7 @@ class HMC(Chains):
             raise FloatingPointError("a chain begins where the density is not finite: give start=.")
 
     def _widened(self, values: Values) -> Values:
-        """Start values expanded over the chains."""
+        """Expand starting values to all chains."""
         found = {}
         for name, like in self.prior.items():
             if name not in values:

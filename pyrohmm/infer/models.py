@@ -125,7 +125,7 @@ def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
 
 
 def in_units(module: Any, data: Sequences | Parts | None) -> None:
-    """Standardise the covariates of linear predictors by ``data``; undo that with None.
+    """Standardise the covariates of linear predictors by ``data``; with None undo it.
 
     Of log rates that have not been set, intercepts start at a transition per mean time between
     steps.
@@ -138,21 +138,22 @@ def in_units(module: Any, data: Sequences | Parts | None) -> None:
             return
         if (gaps := part.gaps) is not None and len(gaps):
             log_rate = -float(gaps.mean().log())
-    rates = module.moves if getattr(module, "moved_by", "") == "rates" else None
+    is_rates = getattr(module, "moved_by", "") == "rates"
+    rates = module.transition_predictors if is_rates else None
     for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
         if isinstance(linear, Linear):
             linear.in_units(rows, log_rate if linear is rates else 0.0)
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
-    """Return ``hmm``; raise unless the model has returned an HMM."""
+    """Raise unless the value that a model returned is an HMM; return it."""
     if not isinstance(hmm, HMM):
         raise TypeError(f"the model must `return` the HMM it built; got {type(hmm).__name__}.")
     return hmm
 
 
 def to_model_device(model: Any, guide: Any, data: Data) -> Data:
-    """``data`` on the device of the parameters of ``model`` or ``guide``."""
+    """Move ``data`` to the device of the parameters of ``model`` or ``guide``."""
     for part in (model, guide):
         if isinstance(part, nn.Module):
             for tensor in chain(part.parameters(), part.buffers()):

@@ -327,7 +327,7 @@ class RestartLosses(nn.Module):
 
 
 def parameters_read(function: Any, read: Any) -> list[nn.Parameter]:
-    """The parameters that a function has read, also those of modules that it calls.
+    """Parameters read by a function, those of modules that it calls included.
 
     Of a module ``parameters()`` are known, and some that it read may have been replaced since.
 

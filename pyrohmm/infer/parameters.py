@@ -238,7 +238,7 @@ class Parameters:
 
 
 def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:
-    """``tensor`` with dimensions ``(R, 1)`` or ``(R, N)`` before its ``core`` last ones."""
+    """Reshape to batch dimensions ``(R, 1)`` or ``(R, N)`` before the ``core`` last ones."""
     lead = tensor.shape[: tensor.dim() - core]
     if len(lead) > 1:
         return tensor

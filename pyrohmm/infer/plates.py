@@ -54,7 +54,7 @@ Plates = Mapping[str, SequencePlate]
 def sequence_plates(
     model: Callable[..., Any], data: Sequences, trace: poutine.Trace | None = None
 ) -> dict[str, SequencePlate]:
-    """The variables of which each sequence has one, by name, with their plates.
+    """Latent variables inside the plate of sequences, by name, with their plates.
 
     Args:
         model: The Pyro model.
@@ -128,7 +128,7 @@ class AtValues(Messenger):
 
 
 def values_for(values: Mapping[str, Tensor], data: Sequences, plates: Plates) -> dict[str, Tensor]:
-    """Values by name; where each sequence has one, those of the sequences of ``data``."""
+    """Parameter values by name; per-sequence ones restricted to the sequences of ``data``."""
     return {
         name: _of_sequences(name, value, data, plates[name]) if name in plates else value
         for name, value in values.items()
@@ -136,7 +136,7 @@ def values_for(values: Mapping[str, Tensor], data: Sequences, plates: Plates) ->
 
 
 def _of_sequences(name: str, value: Tensor, data: Sequences, plate: SequencePlate) -> Tensor:
-    """The part of ``value`` that belongs to the sequences of ``data``."""
+    """Restrict a per-sequence ``value`` to the sequences of ``data``."""
     count = value.size(plate.value_dim)
     if plate.full_size == len(data) != data.total:  # the plate is of these alone
         return value
@@ -194,7 +194,7 @@ def hmm_at(
 
 
 def shared(values: Mapping[str, Tensor], plates: Plates) -> dict[str, Tensor]:
-    """The variables that all sequences share."""
+    """Values of the variables that all sequences share, by name."""
     return {name: value for name, value in values.items() if name not in plates}
 
 

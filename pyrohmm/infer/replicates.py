@@ -123,7 +123,7 @@ class Bootstrap:
         return limit.masked_fill(held, torch.nan)
 
     def of(self, function: Callable[[HMM], Tensor]) -> Tensor:
-        """A function of the HMM of each replicate, ``(B, ...)``."""
+        """Evaluate a function of the HMM of each replicate, ``(B, ...)``."""
         with torch.no_grad():
             return torch.stack([function(self.information.at(u)) for u in self.coordinates])
 

@@ -211,7 +211,7 @@ def _merged(part: Any, both: dict[str, Tensor], weights: Tensor) -> dict[str, Te
 
 
 def _unit(tables: dict[str, Tensor]) -> Tensor:
-    """Unit in which locations are measured, of each state."""
+    """Unit of the locations of each state: its scale, by which noise is measured."""
     if "scale_tril" in tables:
         return tables["scale_tril"].diagonal(dim1=-2, dim2=-1)
     return tables.get("scale", torch.ones_like(next(iter(tables.values()))))

@@ -257,7 +257,7 @@ class Fit:
             return [hmm_at(self.model, self.parameters, part, self.plates) for part in parts]
 
     def parts(self, data: Sequences) -> dict[str, Tensor]:
-        """The parts of the loss where the fit ended, each in nats for the whole set.
+        """Terms of the final loss by name, in nats for the whole data set.
 
         Those of the model are minus log-densities by the name of their site: of the sequences
         (``x`` in the models of this package), of each latent variable, and of further factors, such
@@ -448,7 +448,7 @@ class Fit:
                 yield
 
     def summary(self, data: Sequences | None = None) -> str:
-        """A few lines of text: the model, its loss, and why the fit ended.
+        """Summary as text: the model, its loss, and why the fit ended.
 
         Args:
             data: The sequences that were fitted, for a table of the estimates with standard errors
@@ -571,7 +571,7 @@ def predictions(
 
 
 def lines(columns: Mapping[str, list]) -> list[str]:
-    """The rows of a table as text."""
+    """Format the rows of a table as lines of text."""
     wide = max(len(name) for name in columns["parameter"])
     head = f"{'':{wide}}" + "".join(f"{name:>11}" for name in list(columns)[1:])
     rows = zip(*columns.values())
@@ -599,7 +599,7 @@ def lines(columns: Mapping[str, list]) -> list[str]:
 
 
 def described(fit: Any) -> list[str]:
-    """Lines of text: the model, its loss, and why the fit ended."""
+    """Summary as lines of text: the model, its loss, and why the fit ended."""
     count, tokens = min(fit.window, len(fit.losses)), fit.num_observed
     first, last = fit.losses[0].item(), fit.losses[-count:].mean().item()
     over = f", mean of the last {count} steps" if fit.window > 1 else ""
@@ -629,5 +629,5 @@ def described(fit: Any) -> list[str]:
 
 
 def name_of(part: Any) -> str:
-    """The name of a function or of the class of an object."""
+    """Name of a function, or of an object's class."""
     return getattr(part, "__name__", type(part).__name__)

@@ -98,7 +98,7 @@ def _dataset(samples: Tensor) -> Any:
 
 
 def summary_of(samples: Mapping[str, Tensor]) -> list[str]:
-    """Lines of text: first whether the chains agree, then the worst component of each variable."""
+    """Summary as lines of text: whether chains agree, and the worst component of each variable."""
     found = {name: agreement(value) for name, value in samples.items()}
     worst = {name: part.rhat.nan_to_num(1.0).max().item() for name, part in found.items()}
     sizes = {
@@ -347,7 +347,7 @@ class SampledFit(Fit):
         return {name: agreement(value) for name, value in self._judged().items()}
 
     def summary(self, data: Sequences | None = None) -> str:
-        """A few lines of text: first whether the chains agree."""
+        """Summary as text: first whether the chains agree."""
         if data is not None:
             self.information(data)  # raises
         lines = summary_of(self._judged())

@@ -204,14 +204,14 @@ def windows(data: Sequences, num_steps: int) -> Sequences:
 
 
 def seen_by(start: Start | Values, data: Sequences) -> Sequences:
-    """What a start looks at: windows of the data; all, if it may know the states of all steps."""
+    """Data that a start reads: one sequence for the prior, windows for clusters, else all."""
     if isinstance(start, dict) or start is from_prior:
         return data[:1].truncate(MOST_ROWS)
     return windows(data, MOST_ROWS) if start in (by_kmeans, by_blocks) else data
 
 
 def possible(parameters: Parameters, values: Values) -> Values:
-    """Values found in a part of the data, off zero: a symbol that it lacks may be in the others."""
+    """Shift values found in a part of the data off zero: other parts may have further symbols."""
     return {name: interior(space, values[name]) for name, space in parameters.supports.items()}
 
 
@@ -244,7 +244,7 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
 
 
 class StartSearch:
-    """Where EM begins, and how many restarts it has.
+    """Search for initial parameters of EM: how many starts are ranked, and how many go on.
 
     ``several`` says whether more starts may be tried than go on, ``few`` whether by default more
     than one may go on.
@@ -334,7 +334,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
 
 
 def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
-    """Values at several starts, each of the next kind; the first does not depend on the others."""
+    """Initial values of several starts, whose kinds take turns."""
     kinds = rotation(parameters.sites, maximize.numbers)
     kind_of, found = [kinds[r % len(kinds)] for r in range(restarts)], []
     others = [

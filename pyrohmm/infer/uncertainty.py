@@ -169,7 +169,7 @@ class Information:
         return joint.likelihood + (0.0 if further else joint.prior), hmm
 
     def room(self, data: Sequences) -> int:
-        """How many copies of the model make a batch."""
+        """Number of model copies evaluated in one batch."""
         return max(1, CELLS // (len(data) * data.num_steps * self.num_states))
 
     def at(self, u: Tensor, data: Sequences | None = None) -> HMM:
@@ -177,7 +177,7 @@ class Information:
         return self.built(self.values_at(u), data)
 
     def built(self, values: Mapping[str, Tensor], data: Sequences | None) -> HMM:
-        """The HMM at values of the parameters, for ``data``, or those that were fitted."""
+        """Build the HMM at parameter values, for ``data``, by default the fitted sequences."""
         with pyro.get_param_store().scope(), pyro.validation_enabled(False):
             return hmm_at(self.model, values, self.data if data is None else data, {})
 
@@ -405,7 +405,7 @@ class Information:
 def graded(
     score: Callable[[Tensor, Tensor], Tensor], places: Tensor, room: int, rows: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values ``(B,)`` and gradients of a function of places ``(B', P)`` and their numbers.
+    """Values ``(B,)`` and gradients of a batched function of points ``(B', P)`` and their indices.
 
     Args:
         score: The function.
@@ -443,12 +443,12 @@ def differences(function: Callable[[Tensor], Any], steps: Tensor) -> Tensor:
 
 
 def shown(items: Any) -> Any:
-    """Items with a progress bar, on a terminal and where they take more than two seconds."""
+    """Iterate with a progress bar, shown on a terminal after two seconds."""
     return tqdm(items, leave=False, disable=None, delay=2)
 
 
 def _listed(names: list[str]) -> str:
-    """The first six names."""
+    """List of names as text, cut after six."""
     return ", ".join(names[:6]) + (" and others" if len(names) > 6 else "")
 
 

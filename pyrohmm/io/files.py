@@ -441,7 +441,7 @@ def digits(tensors: Iterable[Tensor | None]) -> str:
 
 
 def _attributes(item: Any) -> dict[str, Any]:
-    """Attributes of an object, without caches and private objects."""
+    """Public attributes of an object by name, without caches."""
     kept = dict(getattr(item, "__dict__", {}))
     if isinstance(item, nn.Module):
         inner = [kept.get(name, {}) for name in _OF_MODULES]

@@ -155,7 +155,7 @@ def describe(thing: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restored(tensors: dict[str, Tensor], meta: dict[str, Any]) -> HMM:
-    """Rebuild an HMM from its tensors and metadata."""
+    """Rebuild an HMM from tensors and metadata, and raise if a tensor is left over."""
     tensors = dict(tensors)
     build = _build_block_hmm if meta.get("class") == "BlockHMM" else _build_hmm
     hmm = build(tensors, meta)

@@ -49,7 +49,7 @@ class Clusters(NamedTuple):
 
     @property
     def num_clusters(self) -> int:
-        """Number of clusters, C."""
+        """C, the number of clusters."""
         return len(self.paths)
 
 

@@ -285,7 +285,7 @@ def _process_group(device: str) -> Iterator[None]:
 
 
 def _given(options: argparse.Namespace, flags: dict[str, str]) -> dict[str, Any]:
-    """Arguments of a function that were given as options, by name."""
+    """Command-line options that are arguments of a function, by name."""
     return {name: vars(options)[name] for name in flags.values() if name in options}
 
 

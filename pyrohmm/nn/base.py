@@ -32,7 +32,7 @@ def is_placed(parameter: Tensor) -> bool:
 
 
 class OwnParameters(PyroModule):
-    """A ``PyroModule`` whose parameters are its own, whatever Pyro's store holds of their names.
+    """``PyroModule`` whose parameters are isolated from equal names in Pyro's parameter store.
 
     Pyro names the parameters of a module after its attributes, puts them into a global store, and
     where it meets a name again it replaces the parameter of the module by that in the store: of

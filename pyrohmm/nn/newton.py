@@ -171,7 +171,7 @@ class NewtonComponents(Components):
 
 
 def _by_value(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums ``(R, U, K, [D])`` of weights by integers; values and weights as they are if many."""
+    """Sum weights by distinct integer value, ``(R, U, K, [D])``; unchanged if these are many."""
     counted = integers_of(values)
     if counted is None:
         return values, weights

@@ -67,7 +67,7 @@ class CentredEmission(Emission):
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """The buffers in float64, and ``centre``; made when a buffer is another one."""
+        """Hyperparameter buffers in float64, and ``centre``; cached until a buffer is replaced."""
         buffers, (made_of, wide) = self._buffers, self.__dict__.get("_of_buffers", ({}, {}))
         if [*map(id, buffers.values())] != [*map(id, made_of.values())]:
             wide = {name: part.double() for name, part in buffers.items() if part is not None}
@@ -332,7 +332,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         return flat_step(old, self.upper.unsqueeze(-1), self._summed(known), about)[..., 0, 0]
 
     def _summed(self, sums: Tensor) -> Tensor:
-        """Sums over components that share a variance."""
+        """Sum over the components that share a variance."""
         return sums.sum(-1) if self.spherical else sums
 
     def _floor(self, statistics: Statistics) -> Tensor:

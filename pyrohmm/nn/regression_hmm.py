@@ -153,8 +153,8 @@ class RegressionHMM(HMMModule):
         self.emission = build_emission(emission, num_states)
 
     @property
-    def moves(self) -> Linear:
-        """Linear predictors of transitions, or of rates."""
+    def transition_predictors(self) -> Linear:
+        """Linear predictors of the transition logits, or of the log rates."""
         part: Linear = getattr(self, self.moved_by)
         return part
 
@@ -190,7 +190,7 @@ class RegressionHMM(HMMModule):
 
     def _logits(self, covariates: Tensor) -> Tensor:
         """Transition logits or log rates ``(*, K, K)``; a possible diagonal is the reference."""
-        logits = after_zero(self.moves(covariates))
+        logits = after_zero(self.transition_predictors(covariates))
         logits = logits.gather(-1, self.place.expand(logits.shape))
         return logits if self.barred is None else logits.masked_fill(self.barred, -torch.inf)
 
@@ -231,7 +231,7 @@ class RegressionHMM(HMMModule):
             own = {column: f"{name}.coefficients" for column in range(part.width)}
             for *place, column in free.nonzero().tolist():
                 key = own.get(column, f"{name}.smooth")
-                if part is self.moves:  # by the states entered, not their order
+                if part is self.transition_predictors:  # by the states entered, not their order
                     place[1] += place[1] >= place[0]
                 elif part is self.initial:
                     place[0] += 1
@@ -249,7 +249,7 @@ class RegressionHMM(HMMModule):
             start = {"initial.coefficients": self.initial}
             found |= mode_of(start, current, 0, first, partial(_of_rows, counts=initial))
         if size > 1 and (data.num_steps > 1 or self.duration is not None):
-            found |= self._moves(data, counts, current, restarts)
+            found |= self._transition_mode(data, counts, current, restarts)
         if self.duration is not None:
             counted = counts["log_duration"].reshape(restarts, -1, size, self.max_duration)
             lasted = counted.movedim(1, 2).flatten(0, 1).double()  # (R K, N, D)
@@ -266,7 +266,7 @@ class RegressionHMM(HMMModule):
             found |= under("emission.", own)
         return found
 
-    def _moves(
+    def _transition_mode(
         self, data: Sequences, counts: Statistics, current: Statistics, restarts: int
     ) -> Statistics:
         """M-step: mode of the coefficients of transitions or of rates."""
@@ -286,7 +286,7 @@ class RegressionHMM(HMMModule):
         if barred is not None:
             barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(-1)
         value = partial(_of_rates if by_rates else _of_rows, counts=rows, barred=barred)
-        parts = {f"{self.moved_by}.coefficients": self.moves}
+        parts = {f"{self.moved_by}.coefficients": self.transition_predictors}
         return mode_of(parts, current, 1, covariates.double(), value)
 
     def begin_at(self, hmm: HMM) -> RegressionHMM:
@@ -309,7 +309,7 @@ class RegressionHMM(HMMModule):
                 logs = hmm.log_transition.clamp(min=-20.0)
                 base = diagonal(logs) if self.duration is None else ~self.barred
                 logs = logs - logs.gather(-1, base.byte().argmax(-1, keepdim=True))
-            self._set(self.moves, logs[self.place > 0].reshape(self.num_states, -1))
+            self._set(self.transition_predictors, logs[self.place > 0].reshape(self.num_states, -1))
             start = hmm.log_initial.clamp(min=-20.0)
             self._set(self.initial, start[1:] - start[0])
             if self.duration is not None:

@@ -1,4 +1,4 @@
-"""Parts of all compiled loops: the compiler's options, threads, exponentials; and small loops.
+"""Shared parts of compiled loops: compiler options, threads, exponentials; and small loops.
 
 A kernel works on the items ``first`` to ``last`` of its data, so that threads can share it, and
 releases Python's lock.

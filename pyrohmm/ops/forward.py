@@ -50,7 +50,7 @@ class SortedChain(NamedTuple):
     def replaced(
         self, initial: Tensor, likelihood: Tensor, logs: Tensor, weights: Tensor | None = None
     ) -> SortedChain:
-        """The chain with other tensors."""
+        """Copy of the chain with other tensors."""
         return SortedChain(initial, likelihood, logs, weights, self.counts, self.last)
 
     def place(self, t: int) -> int:
@@ -227,7 +227,7 @@ def _step(
 
 
 def _end(t: Any, message: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Messages of sequences that end with step t."""
+    """Final messages of sequences that end with step t, segment survival included."""
     return message if weights is None else message + _lasting(weights, t, True)
 
 
@@ -249,12 +249,12 @@ def _before(
 
 
 def _fibres(message: Tensor, logs: Tensor) -> Tensor:
-    """Messages as ``(n, R, k)``, by the states that a transition leaves."""
+    """Reshape messages to ``(n, R, k)``, the states that a transition leaves last."""
     return message.reshape(len(message), logs.size(-1), -1).mT
 
 
 def _lasting(weights: Tensor, t: Any, is_last: bool) -> Tensor:
-    """Weights ``(n|1, D, W)`` of segments that end with step t: one of t + 1 steps is the first."""
+    """Log weights ``(n|1, D, W)`` of segments that end with step t, by duration."""
     steps = torch.arange(weights.size(-2), device=weights.device)
     others, first = weights[:, :, int(is_last)].unbind(1)
     return torch.where((steps == t).unsqueeze(-1), first, others)

@@ -316,7 +316,7 @@ def _pair_probs(joint: Tensor, probs: Tensor, target: Pairs | Tensor) -> Tensor:
 
 
 def _table(probs: Tensor, dtype: torch.dtype) -> Tensor:
-    """A row for each symbol, ``(*B, V, K)`` in one piece."""
+    """Transpose emission probabilities to one contiguous row per symbol, ``(*B, V, K)``."""
     return probs.mT.to(dtype).contiguous()
 
 

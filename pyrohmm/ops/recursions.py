@@ -99,7 +99,7 @@ class ExpectedCounts(NamedTuple):
     counts: dict[str, Tensor]
 
     def of_one_matrix(self) -> ExpectedCounts:
-        """With ``log_transition`` ``(*b, K, K)``, not ``(*b, 1, K, K)``."""
+        """Copy with transition counts of shape ``(*b, K, K)`` in place of ``(*b, 1, K, K)``."""
         pairs = self.counts["log_transition"].squeeze(-3)
         return self._replace(counts=self.counts | {"log_transition": pairs})
 
@@ -317,7 +317,7 @@ def _by_steps(arguments: Arguments) -> forward.Arranged:
 
 
 def engine(chain: Groups, widest: int = WIDEST) -> ModuleType:
-    """The module that computes: compiled loops, up to ``widest`` states, or torch."""
+    """Choose the engine: compiled loops, up to ``widest`` states, or torch."""
     narrow = chain.initial.size(-1) <= widest or chain.lengths.numel() <= FEW
     return compiled("dense._numba") if pick(chain.initial.device, narrow) is NUMBA else _torch
 

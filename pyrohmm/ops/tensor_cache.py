@@ -20,7 +20,7 @@ _entries: Any = WeakTensorKeyDictionary()
 
 
 def cached(source: Tensor, make: Callable[[], Made], *others: Any) -> Made:
-    """Return ``make()``, cached for the same tensor and the same ``others``.
+    """Return ``make()``, cached by ``tensor`` and ``others`` while the tensor is unchanged.
 
     The others are the same objects, or equal bytes.
     """

@@ -565,7 +565,7 @@ class CovarianceMixture(CovarianceEmission):
 
 
 def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
-    """Centres of k-means clusters, ``(count, D)``."""
+    """K-means cluster centres, ``(count, D)``."""
     return KMeans(count, n_init=10, random_state=random_state).fit(table).cluster_centers_
 
 

@@ -19,7 +19,7 @@ from ..._checks import check_integers, check_shape, check_size
 
 
 def offsets(sizes: Tensor) -> Tensor:
-    """Offsets of parts of given sizes, with the end of the last."""
+    """Offsets of parts of given sizes, followed by the total size."""
     return torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
 
 

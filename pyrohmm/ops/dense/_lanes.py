@@ -297,7 +297,7 @@ def accumulate(logs, product, norm):
 
 @inner
 def tile_of(data, tile):
-    """Group of a tile, its first sequence, and how many there are."""
+    """Group, first sequence and number of sequences of a tile."""
     count, groups = data.lengths.shape[0], data.matrices.shape[1]
     size = count // groups
     tiles = (size + LANES - 1) // LANES

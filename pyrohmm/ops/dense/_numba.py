@@ -61,7 +61,7 @@ def filtered(chain: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _data(chain: Groups, dtype: torch.dtype) -> Data:
-    """The arguments as arrays of probabilities."""
+    """Convert a chain to arrays of probabilities for the compiled loops."""
     initial, transition = chain.initial.detach().to(dtype), chain.transition.detach().to(dtype)
     logs = chain.logs.detach().to(dtype)
     groups, num_states = len(initial), initial.shape[-1]

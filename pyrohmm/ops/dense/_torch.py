@@ -97,7 +97,7 @@ def scaled(
 def _weigh(
     chain: Groups, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Likelihoods over their peak ``(T, G, n, K)``, and the logarithm of that ``(T, G, n, 1)``.
+    """Peak-normalised likelihoods ``(T, G, n, K)``, and log peaks ``(T, G, n, 1)``.
 
     Both are one and zero at padded steps. And booleans ``(T, G, n, 1)``, True from the last step of
     each sequence on, and after it; None if all sequences have T steps.
@@ -114,7 +114,7 @@ def _weigh(
 
 
 def _normal(probs: Tensor) -> Tensor:
-    """Probabilities with subnormal numbers set to zero in place, on the CPU.
+    """Flush subnormal probabilities to zero in place, on the CPU.
 
     Exponentials of torch, and its other threads, do not do what :func:`.flushed` asks for.
     """

@@ -79,7 +79,7 @@ class Groups(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """The arguments of a recursion, checked; dimensions as they came."""
+    """Checked arguments of a recursion, with the dimensions they came with."""
 
     initial: Tensor  # (*b, K), log
     transition: Tensor  # (*b, 1|T-1, K, K), log
@@ -114,7 +114,7 @@ def check_arguments(
     log_initial: Tensor, log_transition: Tensor, logs: Tensor, lengths: Tensor,
     symbols: Tensor | None = None, known: Tensor | None = None,
 ) -> Arguments:  # fmt: skip
-    """The arguments of a recursion, if their dtypes and sizes agree."""
+    """Check dtypes and shapes of the arguments of a recursion."""
     tensors = log_initial, log_transition, logs
     for part in tensors:
         if not isinstance(part, Tensor) or not part.dtype.is_floating_point:
@@ -163,7 +163,7 @@ def split_of(batch: torch.Size, shared: Sequence[torch.Size]) -> int:
 
 
 def by_groups(table: Tensor, core: int, batch: torch.Size, split: int) -> Tensor:
-    """A table ``(*b, *core)`` of each of G groups of the batch, ``(G, *core)``."""
+    """Broadcast a table ``(*b, *core)`` to one per group, ``(G, *core)``."""
     lead, tail = table.shape[:-core], table.shape[-core:]
     if split == 0:
         return table.reshape(1, *tail)
@@ -173,7 +173,7 @@ def by_groups(table: Tensor, core: int, batch: torch.Size, split: int) -> Tensor
 
 
 def grouped(arguments: Arguments) -> Groups:
-    """The arguments in groups that share a matrix, of one dtype."""
+    """Arrange sequences in groups that share a transition matrix, with one dtype."""
     initial, transition, logs, symbols, known, lengths, batch, split, dtype = arguments
     shape = math.prod(batch[:split]), math.prod(batch[split:])
 
@@ -195,7 +195,7 @@ def grouped(arguments: Arguments) -> Groups:
 
 
 def ungrouped(arguments: Arguments, found: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gradients by the tensors of a chain as gradients by the arguments, of their shapes."""
+    """Convert gradients by grouped tensors to gradients by the arguments, of their shapes."""
     initial, transition, logs = found
     batch, split = arguments.batch, arguments.split
     lead = (*batch[:split], *(1,) * (len(batch) - split))
