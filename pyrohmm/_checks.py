@@ -213,7 +213,7 @@ def check_positive(name: str, tensor: Tensor) -> None:
 def check_size(name: str, value: int, least: int = 1) -> None:
     """Raise unless ``value`` is a whole number of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an int; got {type(value).__name__}.")
+        raise TypeError(f"{name} must be an int; got {type(value).__name__}. Call int() on it.")
     if value < least:
         raise ValueError(f"{name} must be at least {least}; got {value}.")
 

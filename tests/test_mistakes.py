@@ -211,7 +211,7 @@ def test_data(mistake, error, words):
     ("a fit of what is stored", lambda: fit_em(module(), data()).hmm(STORED), TypeError,
      "got StoredSequences. Ask part by part"),
     ("a prior of no parameter", lambda: parametric(POISSONS, scale=dist.Gamma(1.0, 1.0))(2),
-     TypeError, "entries of the parameters rate; got scale=Gamma"),
+     TypeError, "priors of the parameters, rate, .*got scale=Gamma"),
     ("restarts of a point", lambda: fit_em(TabularHMM(2, parametric(POISSONS)), data(), restarts=2),
      ValueError, "emission.rate_unconstrained. Give them one, as parametric"),
     ("EM of no step", lambda: fit_em(module(), data(), num_iterations=0), ValueError,

@@ -81,7 +81,8 @@ def layout_of(model: Model, one: Values, data: Sequences) -> Layout:
     check_returns_hmm(trace.nodes["_RETURN"]["value"])
     if one.keys() != (names := latent_sites(trace)[0].keys()):
         wrong = ", ".join(one.keys() ^ names)
-        raise ValueError(f"samples are not those of {', '.join(names)}: {wrong}.")
+        text = f"samples must be of the latent variables, {', '.join(names)}"
+        raise ValueError(f"{text}; {wrong} are lacking, or unknown to the model.")
     plates = sequence_plates(model, data, trace)
     for name in one.keys() - plates.keys():
         found, wanted = tuple(one[name].shape), tuple(trace.nodes[name]["fn"].shape())
@@ -326,7 +327,7 @@ class PosteriorDraws:
                 f"{type(posterior).__name__}. The data come after it."
             )
         if model is None:
-            raise ValueError("model must be given: samples do not say what they are of.")
+            raise ValueError("model must be given beside samples: of(samples, model); got None.")
         return cls(model, values, stats, dims or {}, marks)
 
     @property
@@ -392,7 +393,8 @@ class PosteriorDraws:
         data = to_model_device(self.model, None, data)
         plates = layout_of(self.model, self._one(), data).plates
         if not plates:
-            raise ValueError("no variable of the model belongs to single sequences; use the draws.")
+            text = "for_new needs a model with variables inside the plate of sequences"
+            raise ValueError(f"{text}; this one has none, and its draws are those of any data.")
         known, rows = shared(self.parameters, plates), []
         with PYRO, torch.no_grad(), poutine.block(), in_mode(False, self.model):
             for i in range(self.shape.numel()):
@@ -564,7 +566,8 @@ class PosteriorDraws:
         data, layout, hmm = self._check(data)
         first = {name: value[:1, :1] for name, value in self.parameters.items()}
         if isinstance(hmm, FactorialHMM):
-            raise ValueError("states of several chains have no order. Compare what depends on none")
+            text = "states must be of one chain to be permuted; a FactorialHMM has several"
+            raise ValueError(f"{text}. Compare what depends on no order: invariants(hmm, values).")
         order = torch.arange(hmm.num_states).roll(1)  # which moves them all
         permuted = {n: permute_dims(v, dims[n], order[None, None]) for n, v in first.items()}
         try:
@@ -583,7 +586,8 @@ class PosteriorDraws:
         both = (replace(self, parameters=values, stats={}) for values in (first, permuted))
         before, after = (one.log_prior(data) for one in both)
         if not torch.allclose(before, after, rtol=1e-4, atol=1e-3):
-            raise ValueError("priors tell states apart: their log-density changes with the order.")
+            text = "priors must be alike for all states, to permute them; their log-density changes"
+            raise ValueError(f"{text}. Compare samples as they are: the order has a meaning.")
 
 
 def invariants(hmm: HMM, values: Tensor) -> dict[str, Tensor]:

@@ -77,7 +77,8 @@ def _runs(states: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
     states = states.detach().long().expand(*batch, num_steps).reshape(-1, num_steps)
     exists = step_mask(lengths.to(states.device).expand(batch).reshape(-1), num_steps)
     if bool((states[exists] < 0).any()):
-        raise ValueError("states must not be negative. Where sequences are padded, give lengths.")
+        text = f"states must not be negative; got {int(states[exists].min())}"
+        raise ValueError(f"{text}. Where sequences are padded, give lengths.")
     starts = exists.clone()
     starts[:, 1:] &= states[:, 1:] != states[:, :-1]
     sequence, first = starts.nonzero().unbind(-1)
@@ -289,7 +290,8 @@ def prevalence(hmm: ContinuousTimeHMM, states: Tensor, times: Tensor) -> Prevale
                 [0.0498, 0.9502]]))
     """
     if not isinstance(hmm, ContinuousTimeHMM) or states.dim() != 2:
-        raise ValueError("hmm must be a ContinuousTimeHMM, and states (N, T).")
+        text = "hmm must be a ContinuousTimeHMM, and states of shape (N, T)"
+        raise ValueError(f"{text}; got {type(hmm).__name__} and {tuple(states.shape)}.")
     check_shape("states", states, tuple(hmm.times.shape), "that of times")
     hmm.chain.check_rates("prevalence")
     check_shape("rates", hmm.rates, (hmm.num_states,) * 2, "(K, K)", "Take those of equal rates.")

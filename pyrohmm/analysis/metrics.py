@@ -276,9 +276,11 @@ def bic(fit: Fit, data: Data, num_parameters: float | None = None) -> float:
 def _evidence_and_size(fit: Fit, data: Data, count: float | None = None) -> tuple[float, float]:
     """Log evidence, in nats, and the number of free parameters, if it is not given."""
     if not isinstance(fit, Fit):
-        raise TypeError(f"fit must be a Fit, and data follow; got {type(fit).__name__}.")
+        text = f"fit must be a Fit, such as fit_em returns; got {type(fit).__name__}"
+        raise TypeError(f"{text}. The data come after it.")
     if fit.method not in ("EM", "MAP"):
-        raise ValueError("fit must be one of EM or MAP, a point; this has a distribution of them.")
+        text = f"fit must be one of EM or MAP, a point; got one of {fit.method}"
+        raise ValueError(f"{text}. Compare distributions by arviz.loo(to_arviz(fit, data)).")
     data = in_parts(data)
     evidence = log_evidence(fit, data).double().sum().item()
     if count is None:
@@ -342,7 +344,8 @@ def likelihood_ratio_test(smaller: Fit, larger: Fit, data: Sequences) -> Likelih
         )
     if more <= count:
         raise ValueError(
-            f"larger must have more free parameters than smaller; got {more} and {count}."
+            f"larger must have more free parameters than smaller; got {more} and {count}. "
+            "Are they the other way round?"
         )
     statistic = 2.0 * (from_large - from_small)
     if statistic < -1e-6 * abs(from_small):
@@ -642,7 +645,9 @@ def bhattacharyya(probs: Tensor) -> Tensor:
                 [0.3466, 0.0000]])
     """
     if not bool((probs >= 0).all() & ((probs.sum(-1) - 1).abs() <= 1e-4).all()):
-        raise ValueError("probs must be probabilities that sum to one in each row.")
+        low, high = probs.sum(-1).aminmax()
+        text = f"probs must not be negative, and sum to one; got sums {low:.4g} to {high:.4g}"
+        raise ValueError(f"{text}. Divide counts by counts.sum(-1, keepdim=True).")
     root = probs.sqrt()
     overlap = root @ root.mT
     overlap = (overlap + overlap.mT) / 2  # a product may round its two halves differently

@@ -116,14 +116,19 @@ def _single(
         raise ValueError(f"hmm has emissions that depend on earlier observations: draw {cure}.")
     if is_categorical(distribution):
         probs = distribution.probs.cpu()
-        return _bars(probs, _per_column("V", symbols, probs), labels, axes)
+        names = names_or_numbers(symbols, probs.size(-1), "", "symbols must have V")
+        return _bars(probs, names, labels, axes)
     if distribution.event_shape.numel() == 1:
         _curves(distribution, labels, axes, shares, values)
         return axes
     mean, deviation = _moments(distribution)
-    columns = _per_column("D", symbols, mean)
+    columns = names_or_numbers(symbols, mean.size(-1), "", "symbols must have D")
     if distribution.support.is_discrete:
-        _means(mean, columns, labels, axes)
+        texts = [[f"{x:.2f}" if x < 10 else f"{x:.0f}" for x in row] for row in mean]
+        table(axes, mean, texts, max(mean.max().item(), 1e-30))
+        name_ticks(axes.xaxis, columns)
+        name_ticks(axes.yaxis, labels)
+        axes.set_xlabel("mean of each component")
     elif mean.size(1) == 2:
         columns = columns if symbols is not None else [f"component {name}" for name in columns]
         axes.set(xlabel=columns[0], ylabel=columns[1])
@@ -136,7 +141,8 @@ def _single(
 def _contexts(distribution: Any, symbols: Any, labels: list[str], axes: Axes) -> Axes:
     """Heat map of symbol probabilities by state and context."""
     probs = distribution.tables.probs.cpu()  # (K, V ** L, V)
-    names, size = _per_column("V", symbols, probs), probs.size(1)
+    names = names_or_numbers(symbols, probs.size(-1), "", "symbols must have V")
+    size = probs.size(1)
     rows = probs.flatten(0, 1)
     table(axes, rows, [[f"{p:.2f}" for p in row] for row in rows])
     for edge in range(size, len(rows), size):
@@ -158,11 +164,6 @@ def _moments(distribution: Any) -> tuple[Tensor, Tensor]:
         text = "hmm must have an emission with mean and variance in each state"
         raise ValueError(f"{text}; {type(distribution).__name__} has none.")
     return mean, deviation
-
-
-def _per_column(letter: str, symbols: Sequence[str] | None, matrix: Tensor) -> list[str]:
-    """Names of the columns of a matrix: of symbols, or of components."""
-    return names_or_numbers(symbols, matrix.size(-1), "", f"symbols must have {letter}")
 
 
 def _bars(probs: Tensor, symbols: list[str], labels: list[str], axes: Axes) -> Axes:
@@ -231,14 +232,6 @@ def _curves(distribution: Any, labels: list[str], axes: Axes, shares: Any, value
     axes.set(xlabel=names[0], ylabel=names[1], ylim=(0, None))
     axes.locator_params(axis="x", integer=discrete)
     legend_above(axes, labels)
-
-
-def _means(mean: Tensor, columns: list[str], labels: list[str], axes: Axes) -> None:
-    texts = [[f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in row] for row in mean]
-    table(axes, mean, texts, max(mean.max().item(), 1e-30))
-    name_ticks(axes.xaxis, columns)
-    name_ticks(axes.yaxis, labels)
-    axes.set_xlabel("mean of each component")
 
 
 def _ellipses(distribution: Any, mean: Tensor, labels: list[str], axes: Axes) -> None:

@@ -222,12 +222,6 @@ def forecast(
     return axes
 
 
-def _longest(hmm: HMM) -> int:
-    """99% quantile of the duration of visits, the largest over the states."""
-    exceeds = dwell_time_log_survival(hmm, LONGEST).exp() > 0.01
-    return max(1, int(exceeds.reshape(-1, LONGEST).any(0).sum()))
-
-
 def durations(
     hmm: HMM,
     *,
@@ -253,7 +247,9 @@ def durations(
         names: Of the K states; numbers by default.
         axes: Where to draw; new ones by default.
     """
-    num_steps = num_steps or _longest(hmm)
+    if num_steps is None:
+        exceeds = dwell_time_log_survival(hmm, LONGEST).exp() > 0.01
+        num_steps = max(1, int(exceeds.reshape(-1, LONGEST).any(0).sum()))
     ends = dwell_time_log_prob(hmm, num_steps)
     lasts = dwell_time_log_survival(hmm, num_steps)
     hazards, lasted = _decoded(states, lengths, hmm.num_states)
@@ -470,5 +466,6 @@ def _names_of(states: Tensor, names: Sequence[str] | None) -> list[str]:
     """Names of the states of paths, at least one for each that occurs."""
     most = int(states.max())
     if names is not None and most >= len(names):
-        raise ValueError(f"names must have one for state {most}; got {len(names)}.")
+        text = f"names must have one for each state, 0 to {most}"
+        raise ValueError(f"{text}; got {len(names)}: {list(names)}.")
     return names_or_numbers(names, most + 1 if names is None else len(names), "state ")

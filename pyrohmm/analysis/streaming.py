@@ -105,7 +105,8 @@ class Filter:
         if not isinstance(hmm, HMM):
             raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}. Call a module first.")
         if hmm.allowed is not None:
-            raise ValueError("hmm is restricted to labels, which belong to some steps.")
+            text = "hmm must have no labels, which belong to steps that have been"
+            raise ValueError(f"{text}. Give hmm.replace(allowed=None).")
         if isinstance(hmm, BlockHMM):
             hmm.check_constant("Filter")
         if isinstance(hmm.chain, RateChain):
@@ -322,7 +323,7 @@ class Filter:
             found = found.to(self._message.log_states.dtype)
             return [*([None] if last is None else []), *found.unbind(-3)], at[..., -1]
         if times is not None:
-            raise ValueError("times are those of a ContinuousTimeHMM; this hmm has none.")
+            raise ValueError("times must be None, for hmm is no ContinuousTimeHMM. Leave them out.")
         steps = range(self.num_steps, self.num_steps + num_steps)
         if self._blocks is not None:
             return [self._blocks if t else None for t in steps], None
@@ -331,7 +332,8 @@ class Filter:
             tables = tables.expand(*tables.shape[:-3], steps.stop, -1, -1)
         if steps.stop > tables.size(-3) + 1:
             raise ValueError(
-                f"hmm has parameters for {tables.size(-3) + 1} steps, not {steps.stop}."
+                f"hmm must have transitions of as many steps as are filtered, {steps.stop}; it has "
+                f"{tables.size(-3) + 1}. Give it more, or those of every step."
             )
         return [tables[..., t - 1, :, :] if t else None for t in steps], None
 
@@ -362,7 +364,8 @@ class Filter:
             after = hmm.num_steps - before - num_steps
             if after < 0:
                 raise ValueError(
-                    f"hmm has parameters for {hmm.num_steps} steps, not {-after} more."
+                    f"hmm must have emissions of as many steps as are filtered; it has "
+                    f"{hmm.num_steps}, {-after} too few. Give it more, or those of every step."
                 )
             values = pad(values, (0, 0) * (events - 1) + (before, after))
             seen = pad(known, (before, after))

@@ -292,9 +292,11 @@ class Batches:
         agree: Callable[[Tensor], Tensor] = lambda order: order,
     ) -> None:
         if isinstance(data, Parts) and (batch_tokens or windows):
-            raise ValueError("an iterable of Sequences has no batch_tokens and no windows.")
+            text = "batch_tokens and windows are for one Sequences, not for an iterable of them"
+            raise ValueError(f"{text}. Give batch_size.")
         if windows is not None and (data.has_gaps or data.labels is not None):
-            raise ValueError("windows are of sequences without gaps or labels; give batch_size.")
+            text = "windows need data without missing steps and labels, and some are there"
+            raise ValueError(f"{text}. Give batch_size in their place.")
         self.data, self.batch_size, self.batch_tokens = data, batch_size, batch_tokens
         self.windows, self.generator, self.shard, self.agree = windows, generator, shard, agree
         some = batch_size or batch_tokens or windows

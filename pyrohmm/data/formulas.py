@@ -165,7 +165,8 @@ def smooth(
         raise ValueError(f"period must be positive; got {period}.")
     x = np.asarray(values, dtype=float)
     if not np.isfinite(x).all():
-        raise ValueError("smooth is of values that are all known; here are missing values.")
+        text = f"smooth needs finite values; {int((~np.isfinite(x)).sum())} are missing or infinite"
+        raise ValueError(f"{text}. Drop these rows, or fill them.")
     state = {} if _state is None else _state
     low, high = (0.0, period) if period else state.setdefault("bounds", (x.min(), x.max()))
     if period:
@@ -212,7 +213,8 @@ def _columns_of(part: str, spec: Any, frame: Any) -> dict[str, np.ndarray]:
     values = {name: np.asarray(matrix[name], dtype=float) for name in matrix.columns}
     lost = [name for name, column in values.items() if not np.isfinite(column).all()]
     if lost or len(matrix) != len(frame):
-        raise ValueError(f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}.")
+        text = f"covariates of {part} have missing values: {', '.join(lost) or 'rows'}"
+        raise ValueError(f"{text}. Drop these rows, or fill them.")
     return values
 
 

@@ -75,7 +75,8 @@ def movement(
         longitude, latitude, time, animal = (name if name in frame else None for name in parts)
         sizes = {name: len(part) for name, part in frame.items()}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"all must have an entry for each location; got lengths {sizes}.")
+            text = f"{', '.join(sizes)} must have an entry for each location"
+            raise ValueError(f"{text}; got lengths {[*sizes.values()]}. NaN is a missing one.")
     data = Sequences.from_dataframe(
         frame, columns=[longitude, latitude], by=animal, time=time, covariates=covariates, gaps=gaps
     )

@@ -347,7 +347,6 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         """
         if isinstance(parts, Sequences):
             return parts
-
         rows = {"observed": torch.cat([part.known for part in parts])}
         for name in ("values", "labels", "covariates", "times"):
             columns = [column for part in parts if (column := part.packed(name)) is not None]
@@ -384,8 +383,8 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         Or to a dtype of floating point, as ``torch.nn.Module.to``: values and covariates that are.
         """
         if isinstance(device, torch.dtype) and not device.is_floating_point:
-            raise TypeError(f"device must be one, or a floating-point dtype; got {device}.")
-
+            text = f"device must be a device, or a floating-point dtype; got {device}"
+            raise TypeError(f"{text}. Convert integers before: Sequences(values.to(dtype), ...).")
         new = self.with_total(self.total)
         new._rows, new._padded, new._read = {}, {}, {}
         for name, part in self._all_rows():

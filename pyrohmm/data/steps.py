@@ -236,7 +236,8 @@ def joined_part(name: str, items: Iterable[Any], lengths: Tensor) -> Tensor:
     """Concatenate labels, covariates or times of single sequences of ``lengths``."""
     rows = [read_part(name, item) for item in items]
     if [len(row) for row in rows] != lengths.tolist():
-        raise ValueError(f"{name} must have one item per sequence, of one row per step.")
+        text = f"{name} must have an item for each sequence, with a row for each of its steps"
+        raise ValueError(f"{text}, {lengths.tolist()!s:.60}; got {[*map(len, rows)]!s:.60}.")
     return torch.cat(rows)
 
 

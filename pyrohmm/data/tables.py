@@ -123,7 +123,7 @@ class Table(NamedTuple):
             number = keys.groupby(names, sort=False, observed=True).ngroup().to_numpy()
         if time is None:
             order = number.argsort(kind="stable")
-            lengths = _sizes(number)
+            lengths = torch.from_numpy(np.bincount(number))
             check_order(frame, lengths, order)
             return cls(keys, names, torch.from_numpy(order), lengths, None)
         times = read_times(columns[time], f"time {time!r}").numpy()
@@ -142,14 +142,9 @@ class Table(NamedTuple):
         steps = np.arange(place[-1] + 1)
         filled = np.full(len(steps), -1)
         filled[place] = order
-        return cls(
-            keys, names, torch.from_numpy(filled), _sizes(number[np.searchsorted(place, steps)]),
-            torch.from_numpy(np.interp(steps, place, times)),
-        )  # fmt: skip
-
-
-def _sizes(number: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.bincount(number))
+        lengths = torch.from_numpy(np.bincount(number[np.searchsorted(place, steps)]))
+        sorted_times = torch.from_numpy(np.interp(steps, place, times))
+        return cls(keys, names, torch.from_numpy(filled), lengths, sorted_times)
 
 
 def calendars(column: Any) -> list[np.ndarray]:

@@ -89,7 +89,8 @@ class Vocabulary(tuple[str, ...]):
         kept.sort(key=lambda symbol: (-counts[symbol], symbol))
         if callable(unknown):
             if max_size is not None:
-                raise ValueError("max_size cannot be given if unknown is a function.")
+                text = f"max_size must be None where unknown is a function; got {max_size}"
+                raise ValueError(f"{text}. Give min_count.")
             rare = {s: unknown(s) for s, count in counts.items() if count < min_count}
             return cls(_classes(rare, counts) + kept, unknown)
         first = [] if unknown is None else [unknown]
@@ -104,10 +105,8 @@ class Vocabulary(tuple[str, ...]):
         symbols = list(symbols)
         codes = [self._code(symbol) for symbol in symbols]
         if None in codes:
-            text = (
-                f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols of the"
-            )
-            raise ValueError(f"{text} vocabulary. Build it with unknown=, for all others.")
+            text = f"symbol {symbols[codes.index(None)]!r} is none of the {len(self)} symbols"
+            raise ValueError(f"{text} of the vocabulary. Build it with unknown=, for all others.")
         return torch.tensor(codes, dtype=torch.long)
 
     def _code(self, symbol: str) -> int | None:

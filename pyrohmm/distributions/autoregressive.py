@@ -169,7 +169,8 @@ class Autoregressive(OwnChecks):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Raise: a single observation has no log-density without those before it."""
-        raise ValueError(f"{type(self).__name__} gives densities to sequences, by log_likelihood.")
+        text = f"{type(self).__name__} has no log_prob of one observation, which depends on others"
+        raise ValueError(f"{text}. Call log_likelihood(values) of a sequence.")
 
     # One step after the other
 
@@ -283,14 +284,16 @@ class AutoregressiveCategorical(Autoregressive):
         validate_args: bool | None = None,
     ) -> None:
         if not (is_categorical(initial) and is_categorical(tables)):
-            raise TypeError("initial and tables must be Categorical.")
+            kinds = [type(part).__name__ for part in (initial, tables)]
+            raise TypeError(f"initial and tables must be Categorical; got {' and '.join(kinds)}.")
         self.num_symbols = tables.param_shape[-1]
         lags = _num_lags(self.num_symbols, tables.batch_shape[-1] if tables.batch_shape else 0)
         shapes = initial.batch_shape[-1:], tables.batch_shape[-2:-1]
         symbols = initial.param_shape[-1]
         if not lags or shapes[0] != shapes[1] or symbols != self.num_symbols:
             raise ValueError(
-                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V symbols."
+                "initial must have batch shape (*b, K) and tables (*b, K, V**L), both of V "
+                f"symbols; got {shapes} of {symbols} and {self.num_symbols} symbols."
             )
         self.tables = tables
         super().__init__(initial, lags, tables.batch_shape[:-1], history, validate_args)
@@ -422,7 +425,8 @@ class AutoregressiveNormal(Autoregressive):
         check_trailing("weights", weights, (dim, dim), "(K, L, D, D)", "D is that of base.")
         states = {base.batch_shape[-1:], initial.batch_shape[-1:], weights.shape[-4:-3]}
         if weights.dim() < 4 or len(states) > 1 or initial.event_shape != base.event_shape:
-            raise ValueError("initial, base and weights must be of the same K states and D parts.")
+            text = "initial and base must be of K states and D parts, and weights (K, L, D, D)"
+            raise ValueError(f"{text}; got {initial.shape()}, {base.loc.shape}, {weights.shape}.")
         origin = weights.new_zeros(dim) if origin is None else origin
         check_trailing("origin", origin, (dim,), "(D,)", "D is that of base.")
         self.base, self.weights, self.origin = base, weights, origin

@@ -318,7 +318,8 @@ class LinearChainCRF(TorchDistribution):
         with torch.no_grad():
             if bool(self.log_partition().isneginf().any()):
                 raise ValueError(
-                    "scores must leave a path for samples; those of a sequence are all -inf."
+                    "scores must leave a path for samples; all of a sequence are -inf. "
+                    "Allow a label at each step, and a transition between them."
                 )
             paths = self.chain.sample_states(self.emission_scores, self.lengths, shape.numel())
             return paths.reshape(shape + self.batch_shape + self.event_shape)

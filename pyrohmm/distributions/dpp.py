@@ -75,7 +75,9 @@ class DiversityPrior(nn.Module):
         check_number("rho", rho)
         _check_rho(rho)
         if (anchor is None) != (anchor_weight == 0):
-            raise ValueError("anchor, a matrix, and a positive anchor_weight belong together.")
+            there = "no anchor" if anchor is None else "an anchor"
+            text = f"anchor and a positive anchor_weight must be given together; got {there}"
+            raise ValueError(f"{text} and anchor_weight={anchor_weight}.")
         if anchor is not None:
             check_floats("anchor", anchor)
             if bool((anchor < 0).any()) or not bool(((anchor.sum(-1) - 1).abs() < 1e-3).all()):

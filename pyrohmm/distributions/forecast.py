@@ -408,7 +408,9 @@ class Forecast(OwnChecks):
         """Raise if discrete values are not whole numbers; NaN counts as missing."""
         single = self.support.is_discrete and not self.event_shape
         if single and values.is_floating_point() and bool((values.nan_to_num().frac() != 0).any()):
-            raise ValueError("values must be whole numbers, being discrete: call .round().")
+            wrong = values[values.nan_to_num().frac() != 0][0]
+            text = f"values must be whole numbers, as the emission is discrete; got {wrong:g}"
+            raise ValueError(f"{text}. Call .round().")
 
     def sample(self, sample_shape: Sequence[int] = ()) -> Tensor:
         """Sample each observation, ``(*S, *B, H, *E)``."""

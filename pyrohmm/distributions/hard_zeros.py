@@ -120,15 +120,14 @@ def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
         >>> exact_log_prob(never, torch.tensor([0, 1]))
         tensor([-inf, 0.])
     """
+    own = isinstance(distribution, Categorical | Bernoulli | Poisson | Weibull)
+    if own and distribution._validate_args:
+        distribution._validate_sample(values)
     if isinstance(distribution, Categorical):
-        if distribution._validate_args:
-            distribution._validate_sample(values)
         logs = log_probs(distribution)
         index, logs = torch.broadcast_tensors(values.long().unsqueeze(-1), logs)
         return logs.gather(-1, index[..., :1]).squeeze(-1)
     if isinstance(distribution, Bernoulli):
-        if distribution._validate_args:
-            distribution._validate_sample(values)
         ones, zeros = log_probs_of_bits(distribution)
         values = values.to(torch.promote_types(values.dtype, ones.dtype))
         return _weighted(values, ones) + _weighted(1 - values, zeros)
@@ -136,15 +135,14 @@ def exact_log_prob(distribution: Any, values: Tensor) -> Tensor:
         dtypes = {values.dtype}
         wide = _in_double(distribution, dtypes)
         if dtypes != {torch.float64}:
+            wide._validate_args = distribution._validate_args and not own
             scores = exact_log_prob(wide, values.double())
             return scores.to(reduce(torch.promote_types, dtypes))
-    if isinstance(distribution, Poisson | Weibull):
-        if distribution._validate_args:
-            distribution._validate_sample(values)
-        if isinstance(distribution, Weibull):  # without powers that leave the range of numbers
-            shape, logs = distribution.concentration, values.log()
-            power = shape * (logs - distribution.scale.log())
-            return shape.log() + power - logs - power.exp()
+    if isinstance(distribution, Weibull):  # without powers that leave the range of numbers
+        shape, logs = distribution.concentration, values.log()
+        power = shape * (logs - distribution.scale.log())
+        return shape.log() + power - logs - power.exp()
+    if isinstance(distribution, Poisson):
         rate = distribution.rate  # with gradients also where it is zero
         return _weighted(values, log(rate)) - rate - (values + 1).lgamma()
     scores = distribution.log_prob(values)

@@ -242,7 +242,8 @@ class _Vectors:
         shape = broadcast_shapes(values.unsqueeze(-2).shape, self.loc.shape)
         if shape.numel() <= SMALL or transforming():
             return None
-        inverse = _inverse(self.root.double())
+        eye = torch.eye(self.root.size(-1), dtype=torch.double, device=self.root.device)
+        inverse = torch.linalg.solve_triangular(self.root.double(), eye, upper=False)
         with torch.no_grad(), threads_for(PASSES * values.numel()):
             largest = _largest(values)
             centre = _Normal(self.loc, self.root.norm(dim=-1).expand_as(self.loc)).centre
@@ -279,11 +280,6 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
 def _at_all(values: Tensor, constant: Tensor) -> Tensor:
     """Broadcast ``constant`` ``(*b, K)`` to all values; its gradient is summed in float64."""
     return product(values.new_ones(1).expand(*values.shape[:-1], 1), constant.unsqueeze(-1))
-
-
-def _inverse(root: Tensor) -> Tensor:
-    eye = torch.eye(root.size(-1), dtype=root.dtype, device=root.device)
-    return torch.linalg.solve_triangular(root, eye, upper=False)
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -160,9 +160,6 @@ class ZeroInflated(dist.ZeroInflatedDistribution):
         tensor([0.3000, 0.2575])
     """
 
-    def __init__(self, base_dist: Any, *, gate: Tensor, validate_args: Any = None) -> None:
-        super().__init__(base_dist, gate=gate, validate_args=validate_args)
-
     @constraints.dependent_property
     def support(self) -> Any:
         """Support of the base distribution, and zero."""

@@ -64,7 +64,8 @@ class Streams(OwnChecks):
         self, parts: Sequence[TorchDistribution], validate_args: bool | None = None
     ) -> None:
         if any(len(part.event_shape) > 1 for part in parts):
-            raise ValueError("parts must emit scalars or vectors; one has larger events.")
+            shapes = [tuple(part.event_shape) for part in parts]
+            raise ValueError(f"parts must emit scalars or vectors; got event shapes {shapes}.")
         self.parts = list(parts)
         self.widths = [part.event_shape.numel() for part in parts]
         batch = check_broadcast({f"parts[{i}]": part.batch_shape for i, part in enumerate(parts)})
@@ -141,7 +142,8 @@ class Tied(OwnChecks):
     ) -> None:
         check_integers("index", index)
         if index.dim() != 1 or not base.batch_shape:
-            raise ValueError("index must be (K,), and base be batched over emissions (*B, J).")
+            text = "index must have shape (K,), and base a batch shape (*B, J)"
+            raise ValueError(f"{text}; got {tuple(index.shape)} and {tuple(base.batch_shape)}.")
         self.base, self.index = base, index.long()
         check_range("index", index, base.batch_shape[-1], "J - 1")
         super().__init__(

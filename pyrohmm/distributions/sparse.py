@@ -112,7 +112,8 @@ class SparseDirichlet(_Sparse):
     ) -> None:
         super().__init__(allowed, validate_args, concentration=concentration)
         if not bool(allowed.any(-1).all()):
-            raise ValueError("allowed must have at least one True in each row.")
+            row = (~allowed.any(-1)).nonzero()[0].tolist()
+            raise ValueError(f"allowed must have a True in each row; row {row} has none.")
 
     @property
     def support(self) -> constraints.Constraint:
@@ -235,14 +236,8 @@ class _SparseStickBreaking(_FromVector):
         return (slope + left[..., :-1][..., self.free]).sum(-1)
 
 
-@biject_to.register(_SparseSimplex)
-def _bijection_to_rows(constraint: _SparseSimplex) -> Transform:
-    return _SparseStickBreaking(constraint)
-
-
-@transform_to.register(_SparseSimplex)
-def _map_to_rows(constraint: _SparseSimplex) -> Transform:
-    return _SparseSoftmax(constraint)
+biject_to.register(_SparseSimplex, _SparseStickBreaking)
+transform_to.register(_SparseSimplex, _SparseSoftmax)
 
 
 class SparseGamma(_Sparse):
@@ -338,10 +333,8 @@ class _Scattered(_FromVector):
         return x.sum(-1)
 
 
-@biject_to.register(SparsePositive)
-@transform_to.register(SparsePositive)
-def _map_to_table(constraint: SparsePositive) -> Transform:
-    return _Scattered(constraint)
+for _registry in (biject_to, transform_to):
+    _registry.register(SparsePositive, _Scattered)
 
 
 def interior(support: constraints.Constraint, value: Tensor) -> Tensor:

@@ -118,24 +118,6 @@ class HSMM(HMM):
         """Whether the first segment is left-censored: it was there before the data."""
         return self.chain.censored_start
 
-    def check_labels(self, values: Tensor) -> None:
-        """Raise if labels exclude every path, as a run longer than any duration does."""
-        try:
-            super().check_labels(values)
-        except ValueError:
-            allowed: Tensor = self.allowed
-            known = torch.where(allowed.sum(-1) == 1, allowed.byte().argmax(-1), -1)
-            longest = 0
-            for row in known.reshape(-1, known.size(-1)):
-                states, steps = row.unique_consecutive(return_counts=True)
-                longest = max(longest, *steps[states >= 0].tolist(), 0)
-            if longest <= self.max_duration:
-                raise
-            raise ValueError(
-                f"labels must not stay in a state for longer than its durations, of up to "
-                f"{self.max_duration} steps; the longest run has {longest}. Allow longer ones."
-            ) from None
-
     def duration_counts(self, values: Tensor) -> Tensor:
         """Expected number of segments of each state and duration given ``values``, ``(*B, K, D)``.
 
@@ -242,11 +224,8 @@ class FactorialHMM(HMM):
         return self.chain.sizes
 
     def __repr__(self) -> str:
-        return (
-            super()
-            .__repr__()
-            .replace(f"({self.num_states} states", f"({' x '.join(map(str, self.sizes))} states", 1)
-        )
+        sizes = " x ".join(map(str, self.sizes))
+        return super().__repr__().replace(f"({self.num_states} states", f"({sizes} states", 1)
 
     # Product states and those of each chain
 

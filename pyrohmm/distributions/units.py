@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import pyro.distributions as dist
@@ -160,10 +161,8 @@ class Reparametrized(constraints.Constraint):
         return self.space.check(value)
 
 
-@biject_to.register(Reparametrized)
-@transform_to.register(Reparametrized)
-def _transform_of(constraint: Reparametrized) -> Transform:
-    return constraint.transform
+for _registry in (biject_to, transform_to):
+    _registry.register(Reparametrized, attrgetter("transform"))
 
 
 def _measured(space: constraints.Constraint, origin: Tensor, unit: Tensor) -> Reparametrized:
@@ -212,7 +211,8 @@ class InverseWishart(OwnChecks):
         self.degrees, self.scale = float(degrees), scale
         super().__init__(scale.shape[:-2], scale.shape[-2:], validate_args=validate_args)
         if self._validate_args and not bool(constraints.positive_definite.check(scale).all()):
-            raise ValueError("scale must hold symmetric positive definite matrices.")
+            text = "scale must hold symmetric positive definite matrices, and one is not"
+            raise ValueError(f"{text}. Add a little to its diagonal.")
 
     @property
     def support(self) -> constraints.Constraint:

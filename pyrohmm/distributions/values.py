@@ -215,7 +215,7 @@ def refuse_dead_ends(reached: Tensor, wrong: Tensor) -> None:
         step = int((~reached[sequence]).byte().argmax())
         raise ValueError(
             "labels must leave a path of positive probability; none does in "
-            f"{_place([*sequence, step])}. Correct it, or allow the transition or the symbol."
+            f"{_place([*sequence, step])}. Correct it, or allow the transition, symbol or duration."
         )
 
 

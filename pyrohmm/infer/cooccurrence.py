@@ -168,7 +168,8 @@ class CooccurrenceModel(OwnParameters):
         super().__init__()
         self.targets = [target] if isinstance(target, Pairs | Tensor) else list(target)
         if len(self.targets) > 1 and any(isinstance(each, Tensor) for each in self.targets):
-            raise ValueError("several targets must be Pairs, which know their lag: count_pairs.")
+            text = "data must be Pairs, which know their lags, if they are several; got a tensor"
+            raise ValueError(f"{text}. Make them by count_pairs(data, V, lag).")
         weights: Any = weight if isinstance(weight, Sequence) else [weight] * len(self.targets)
         self.weights = list(weights)
         if not all(0 < each < math.inf for each in self.weights):
@@ -250,7 +251,8 @@ def fit_cooccurrence(
     """
     for name in MINIBATCHES:
         if options.get(name) is not None:
-            raise ValueError(f"{name} is of sequences, and a step reads the counts of all pairs.")
+            text = f"{name} must be left out; got {options[name]}"
+            raise ValueError(f"{text}. A step reads the counts of all pairs.")
     targets, notes = _targets(module, data, num_symbols, lags)
     model = CooccurrenceModel(
         module, targets, [_weight(each, loss) for each in targets] if weight is None else weight,
@@ -271,7 +273,8 @@ def _targets(
     """Pair counts of ``data`` at each lag, and notes on data that are not used."""
     if not isinstance(data, Sequences):
         if lags is not None:
-            raise ValueError("lags are of sequences; pairs have theirs already, of count_pairs.")
+            text = f"lags must be left out where data are pairs, which have theirs; got {lags}"
+            raise ValueError(f"{text}. Give them to count_pairs.")
         return [data] if isinstance(data, Pairs | Tensor) else list(data), []
     if data.covariates is not None:
         raise ValueError("data has covariates, and pairs need one distribution for all steps.")
@@ -285,7 +288,8 @@ def _targets(
 def _symbol_probs(emission: Any) -> Tensor:
     """Probabilities of symbols, ``(*B, K, V)``."""
     if not is_categorical(emission):
-        raise TypeError(f"co-occurrences are of symbols; got {type(emission).__name__}.")
+        text = f"emission must be of symbols, Categorical; got {type(emission).__name__}"
+        raise TypeError(f"{text}. Fit others by fit_em or fit_map.")
     return emission.probs
 
 

@@ -277,7 +277,8 @@ def _finish(loop: Loop) -> Fit:
     if is_validation_enabled():
         for name, support in parameters.supports.items():
             if not bool(support.check(parameters.values[name]).all()):
-                raise ValueError(f"{name} must be in {support}; an m_step must return such.")
+                text = f"m_step must return {name} in its support, {support}; some values are not"
+                raise ValueError(f"{text}. Clamp them there.")
     place = int(losses[loop.alive, -1].argmin())
     best = int(loop.alive[place])
     going = losses[loop.alive]

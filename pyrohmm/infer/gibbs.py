@@ -119,9 +119,11 @@ def _check_sets(values: Tensor, data: Sequences, num_chains: int, units: float) 
     """Raise unless replicate values match ``data``, the number of chains, and fixed-unit priors."""
     same = values.shape[1:] == data.values.shape and not num_chains % len(values)
     if not same or bool((values.isnan() != data.values.isnan()).any()):
-        raise ValueError(f"values must be (D, N, T, *E), D a divisor of {num_chains}, with NaN.")
+        text = f"values must be (D, N, T, *E), D a divisor of {num_chains}, NaN where data are"
+        raise ValueError(f"{text}; got shape {tuple(values.shape)} for {tuple(data.values.shape)}.")
     if units:
-        raise ValueError("priors of module are in the unit of data, which differ: give numbers.")
+        text = "priors of module must not be in the unit of data where values differ between chains"
+        raise ValueError(f"{text}. Give numbers, such as normal(2, loc=0.0, scale=1.0).")
 
 
 class Gibbs(Chains):
@@ -305,7 +307,8 @@ class Gibbs(Chains):
             paths, counts = states if restarts > 1 else states[0], {}
             for name, count in hmm.chain.path_counts(paths, hmm.exists).items():
                 if bool(((count - count.round()).abs() > WHOLE).any()):  # paths do not say it
-                    raise ValueError(f"{name} cannot be sampled given paths: use fit_mcmc.")
+                    text = f"{name} must have whole counts given a path, to be sampled"
+                    raise ValueError(f"{text}. Use fit_mcmc.")
                 core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
                 counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
             no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)

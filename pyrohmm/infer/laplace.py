@@ -456,7 +456,8 @@ def fit_smooth(
         **options: Of all fits.
     """
     if options["checkpoint"] is not None or not isinstance(data, Sequences):
-        raise ValueError("smooth terms need data in memory, and have no checkpoint.")
+        text = "smooth terms of unknown weight need data as one Sequences, and checkpoint=None"
+        raise ValueError(f"{text}; got {type(data).__name__}, {options['checkpoint']!r}.")
     module = copy.deepcopy(module)
     parts = unweighted(module)
     for part in parts.values():

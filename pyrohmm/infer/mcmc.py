@@ -444,11 +444,13 @@ class HMC(Chains):
             values = start.parameters if isinstance(start, Fit) else start
             values = self.prior if start is from_prior else values
             if not isinstance(values, Mapping):
-                raise TypeError(f"start must be a Fit, or values by name; got {type(start)}.")
+                got = type(start).__name__
+                raise TypeError(f"start must be a Fit, or a dict of values by name; got {got}.")
             place = hamiltonian.free(self._widened(values))
         hamiltonian.state = hamiltonian.at(place + JITTER * torch.randn_like(place))
         if not bool(hamiltonian.state.log_density.isfinite().all()):
-            raise FloatingPointError("a chain begins where the density is not finite: give start=.")
+            text = "start must be where the density is finite, and a chain begins elsewhere"
+            raise FloatingPointError(f"{text}. Give start=fit, of fit_map or fit_em.")
 
     def _widened(self, values: Values) -> Values:
         """Expand starting values to all chains."""

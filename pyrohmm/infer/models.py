@@ -232,7 +232,8 @@ class StatefulModel(MarginalModel):
         super().__init__(module, log_prior)
         blocks = module.blocks if isinstance(module, NeuralHMM) else None
         if blocks is None:
-            raise ValueError("module must be a NeuralHMM with blocks of states.")
+            text = f"module must be a NeuralHMM with blocks of states; got {type(module).__name__}"
+            raise ValueError(f"{text}. Give it blocks=.")
         shape = num_streams, blocks.width
         self.register_buffer("states", torch.full(shape, -1))
         self.register_buffer("log_probs", torch.zeros(shape))
@@ -242,7 +243,8 @@ class StatefulModel(MarginalModel):
         if not isinstance(data, Window):
             return super().forward(data)
         if int(data.streams.max()) >= len(self.states):
-            raise ValueError(f"num_streams must be that of the windows; got {len(self.states)}.")
+            text = f"num_streams must be that of windows, at least {int(data.streams.max()) + 1}"
+            raise ValueError(f"{text}; got {len(self.states)}.")
         continues = data.streams.masked_fill(data.begins, -1)
         # copies: the buffers are replaced before a gradient is taken
         carried = FinalState(self.states.clone(), self.log_probs.clone())

@@ -45,7 +45,8 @@ class Copies:
         weights: Tensor | None = None,
     ) -> None:
         if type(information) is not Information:
-            raise ValueError('random effects are integrated out by method="delta" alone.')
+            text = "method must be 'delta' where random effects are integrated out"
+            raise ValueError(f"{text}; got 'bootstrap' or 'profile'.")
         self.information = information
         self.values, self.labels, self.weights = values, labels, weights
         # coordinates in which the information is the identity
@@ -211,7 +212,8 @@ class _Held(Copies):
         self.part, self.entry = information.entries[label]
         errors = information.std_errors()[self.part.name]
         if errors.flatten()[self.entry].isnan():
-            raise ValueError(f"{label} is held at the boundary, and has no profile.")
+            text = f"of must name an entry inside its space; {label} is held at the boundary"
+            raise ValueError(f"{text}, and has no profile.")
         ends = (self.part.estimate, *self.part.interval(errors, 1.0))
         self.centre, low, high = (self.part.scale(end).flatten()[self.entry] for end in ends)
         self.error = (high - low) / 2

@@ -162,7 +162,8 @@ def _resized(part: Any, num_states: int, change: Change) -> Any:
     ``rows`` are its tensors that have a row for each of the K states.
     """
     if isinstance(part, Tied | Autoregressive):
-        raise TypeError(f"states of {type(part).__name__} share parameters, or depend on the past.")
+        text = "emission must have parameters for each state alone, and not depend on the past"
+        raise TypeError(f"{text}; got {type(part).__name__}.")
     arguments = arguments_of(part)
     if not isinstance(part, Independent | Streams):
         tensors = {n: value.detach() for n, value in arguments.items() if isinstance(value, Tensor)}
@@ -196,7 +197,8 @@ def _merged(part: Any, both: dict[str, Tensor], weights: Tensor) -> dict[str, Te
     if isinstance(part, Categorical | Bernoulli | Poisson):
         return {name: mean(table) for name, table in both.items()}
     if not isinstance(part, Normal | MultivariateNormal):
-        raise TypeError(f"states that emit {type(part).__name__} cannot be merged.")
+        text = "emission must be of symbols, counts or normal numbers, to merge two states"
+        raise TypeError(f"{text}; got {type(part).__name__}. Fit anew with one state fewer.")
     loc = mean(both["loc"])
     away = both["loc"] - loc
     if isinstance(part, MultivariateNormal):

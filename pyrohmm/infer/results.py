@@ -171,7 +171,8 @@ class Fit:
         check_size("num_samples", num_samples)
         if self.method != "SVI":
             raise ValueError(
-                f"{self.method} gives a single point, `parameters`; use fit_svi or NUTS."
+                f"samples and quantiles are of fit_svi, fit_mcmc and fit_gibbs; a fit by "
+                f"{self.method} has a single point, fit.parameters."
             )
         with torch.no_grad(), self.at_rest():
             return samples_of(self.guide, self.names, num_samples, data)[0]

@@ -130,7 +130,8 @@ class Training(FitLoop):
         group, self.units = ProcessGroup.all(), units
         self.num_observed = max(data.num_observed, 1)
         if settings["windows"] is not None and group.size > 1:
-            raise ValueError("windows continue each other, and cannot be shared by processes.")
+            text = f"windows must be None in several processes; here are {group.size}"
+            raise ValueError(f"{text}. They continue each other: give batch_tokens.")
         if isinstance(data, Parts) and settings["batch_size"] is not None:
             raise ValueError("batch_size must be None where all parts of data make each step.")
         batches = Batches(

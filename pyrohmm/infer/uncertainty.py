@@ -130,7 +130,8 @@ class Information:
             raise ValueError("all parameters are at the boundary of their space, no errors exist: "
                              f"{_listed(self.held)}. A prior keeps them inside.")  # fmt: skip
         if not 0 < (count := len(self.labels)) <= MOST_PARAMETERS:
-            raise ValueError(f"{count:,} free parameters; at most {MOST_PARAMETERS:,} are.")
+            text = f"standard errors need 1 to {MOST_PARAMETERS:,} free parameters; got {count:,}"
+            raise ValueError(f"{text}. Freeze some, or take fit.bootstrap(data).")
         self.entries = {label: (part, i) for part in self.coordinates
                         for i, label in enumerate(names_of(part.name, part.estimate))}  # fmt: skip
         found = [self.entries.get(label) for label in self.labels]

@@ -177,7 +177,10 @@ def write_directory(directory: FilePath, tensors: dict[str, Tensor], meta: dict[
         TypeError, ValueError, OSError: As :func:`write_tensors`; or if the directory holds
             something else.
     """
-    files = {TENSORS: _to_bytes(tensors, meta), READABLE: _readable(tensors, meta)}
+    about = f"A copy, to be read by people, of what {TENSORS} says of itself. Nothing reads it."
+    head = {"about": about, "format": FORMAT, "version": VERSION}
+    text = json.dumps({**head, **meta, "tensors": kinds(tensors)}, indent=2) + "\n"
+    files = {TENSORS: _to_bytes(tensors, meta), READABLE: text.encode()}
     target = Path(os.path.realpath(directory))
     target.mkdir(exist_ok=True)
     _check_replaceable(target)
@@ -216,13 +219,6 @@ def read_directory(directory: FilePath, kind: str) -> tuple[dict[str, Tensor], d
         cure = f"Load it with {KINDS.get(found, 'read_tensors')}."
         raise ValueError(f"{path} must hold one of kind {kind}; it is of kind {found}. {cure}")
     return tensors, meta
-
-
-def _readable(tensors: dict[str, Tensor], meta: dict[str, Any]) -> bytes:
-    """Serialise the metadata as indented JSON, for people."""
-    about = f"A copy, to be read by people, of what {TENSORS} says of itself. Nothing reads it."
-    head = {"about": about, "format": FORMAT, "version": VERSION}
-    return (json.dumps({**head, **meta, "tensors": kinds(tensors)}, indent=2) + "\n").encode()
 
 
 def _check_replaceable(target: Path) -> None:

@@ -175,8 +175,12 @@ def train(options: argparse.Namespace) -> LanguageModel:
     else:
         lines, held = hold_out(lines, options.hold_out, "contiguous" in options)
     pyro.set_rng_seed(options.seed or 0)
-    model = LanguageModel.load(options.load) if options.load else _untrained(lines, options)
-    vocabulary = model.vocabulary
+    if options.load:
+        model = LanguageModel.load(options.load)
+    else:
+        words, of_model = count_words(lines, **_given(options, OF_WORDS)), OF_CLUSTERS | OF_MODEL
+        sizes = _given(options, of_model)
+        model = LanguageModel.from_data(words, encode(lines, words), **sizes)
     data, validation = model.encode(lines), model.encode(held)
     model.module.to(options.device)
 
@@ -187,7 +191,7 @@ def train(options: argparse.Namespace) -> LanguageModel:
         print(f"held out    {len(validation):,} sentences, {validation.num_observed:,} tokens, "
               f"{model.num_unknown(held):,} unknown words")  # fmt: skip
         print(f"{model}, {count:,} parameters, processes: {processes.size}")
-        if not bool((data.values == vocabulary.index(UNKNOWN))[data.exists].any()):
+        if not bool((data.values == model.vocabulary.index(UNKNOWN))[data.exists].any()):
             print(f"note: no word was left out, so that {UNKNOWN} does not occur, and unknown "
                   "words will be very improbable; see --min-count")  # fmt: skip
         if checkpoint and os.path.exists(checkpoint):
@@ -217,13 +221,6 @@ def train(options: argparse.Namespace) -> LanguageModel:
         print(f"ended after {len(fit.losses):,} steps: {fit.reason}; saved to {options.save}")
         print(f"held out: {model.perplexity(validation)}, {END} included")
     return model
-
-
-def _untrained(lines: list[str], options: argparse.Namespace) -> LanguageModel:
-    """Untrained model with the vocabulary and clusters of some lines."""
-    vocabulary = count_words(lines, **_given(options, OF_WORDS))
-    data = encode(lines, vocabulary)
-    return LanguageModel.from_data(vocabulary, data, **_given(options, OF_CLUSTERS | OF_MODEL))
 
 
 def hold_out(

@@ -251,6 +251,7 @@ class ConstraintProcessor:
         if bool(impossible.any()):  # for the HMM: any token after which it may hold
             allowed = ahead.possible(states, t).to(found)
             if bool(allowed.isneginf().all(-1).any()):
-                raise ValueError(f"a text cannot satisfy {ahead.constraint.name} any more.")
+                text = f"input_ids must leave {ahead.constraint.name} possible; after one it is not"
+                raise ValueError(f"{text}. Sample with this processor from the prompt on.")
             found = torch.where(impossible[:, None], allowed, found)
         return found

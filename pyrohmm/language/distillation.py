@@ -101,7 +101,8 @@ def distil(
         source = sample_texts(model, count, max_tokens, start, end)
     if held_out is None:
         if not isinstance(source, Sequences):
-            raise ValueError("held_out must be Sequences unless source is.")
+            text = f"held_out must be Sequences where source is a {type(source).__name__}"
+            raise ValueError(f"{text}; got None. Keep some texts apart.")
         check_size("the number of texts in source", len(source), 2)
         count = math.ceil(HELD_OUT * len(source))
         source, held_out = source[:-count], source[-count:]

@@ -277,9 +277,11 @@ def _characters(kind: str, value: Any) -> tuple[frozenset[int], list[str] | None
             narrow |= ASCII - of_name if excluded else of_name
             all_wide |= excluded
         elif str(part) != "NEGATE":
-            raise ValueError("pattern must have ranges of ASCII characters only.")
+            text = "pattern must have ranges of ASCII characters only"
+            raise ValueError(f"{text}; got {str(part).lower()} {inner}. List other characters.")
     if str(items[0][0]) != "NEGATE":
         return frozenset(narrow), None if all_wide else wide
     if wide:
-        raise ValueError("pattern must exclude ASCII characters only.")
+        text = f"pattern must exclude ASCII characters only, as [^a-z]; got {''.join(wide)!r}"
+        raise ValueError(f"{text}. List what is allowed.")
     return ASCII - narrow, [] if all_wide else None

@@ -174,7 +174,8 @@ class DenseHMM(HMMModule):
         check_size("num_states", num_states)
         check_size("dim", dim)
         if (num_symbols is None) == (emission is None):
-            raise ValueError("one of num_symbols and emission must be given.")
+            got = "neither" if emission is None else "both"
+            raise ValueError(f"one of num_symbols and emission must be given; got {got}.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(
                 f"scale must be positive and finite; got {scale}. For flat priors, say flat=True."
@@ -194,7 +195,8 @@ class DenseHMM(HMMModule):
             check_size("symbol_dim", symbol_dim)
             if tied and symbol_dim != dim:
                 raise ValueError(
-                    f"symbol_dim must be dim = {dim} where states share one embedding."
+                    f"symbol_dim must be dim = {dim} where states share one embedding; got "
+                    f"{symbol_dim}."
                 )
             if not tied:
                 self.emit = _embedding(scale, num_states, symbol_dim)

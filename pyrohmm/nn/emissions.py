@@ -50,7 +50,8 @@ def _of_points(
     for name, prior in priors.items():
         if name not in module._pyro_params or not hasattr(prior, "expand"):
             known = ", ".join(module._pyro_params)
-            raise TypeError(f"wanted entries of the parameters {known}; got {name}={prior!r}.")
+            text = f"keywords must be priors of the parameters, {known}"
+            raise TypeError(f"{text}, such as Gamma(2.0, 1.0); got {name}={prior!r}.")
         shape = getattr(module, name).shape
         delattr(module, name)
         setattr(module, name, PyroSample(prior.expand(shape).to_event(len(shape))))
@@ -154,7 +155,8 @@ def from_distribution(distribution: Any) -> PyroModule:
     base = without_events(distribution)
     family = family_of(base)
     if family.in_time and (len(base.batch_shape) > 1 or not base.num_first):
-        raise ValueError("emission must have batch shape (K,) and no history, to be fitted.")
+        text = f"emission must have batch shape (K,); got {tuple(base.batch_shape)}"
+        raise ValueError(f"{text}. To be fitted it must have no history, either.")
     simple = len(distribution.batch_shape) == 1 and len(distribution.event_shape) <= 1
     module = family.of(distribution, base) if simple else None
     if module is None:

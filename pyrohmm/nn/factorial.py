@@ -111,7 +111,8 @@ class _Additive(Emission):
         super().__init__()
         self.sizes = _sizes(num_states)
         if math.prod(self.sizes) != num_products:
-            raise ValueError("num_states of an additive emission must be those of the chains.")
+            text = f"num_states must be those of the chains, with {num_products} product states"
+            raise ValueError(f"{text}; got {list(self.sizes)}, with {math.prod(self.sizes)}.")
         shape = (sum(self.sizes), dim)
         self.register_buffer("effects_loc", filled("loc", loc, shape) / len(self.sizes))
         self.register_buffer("effects_scale", positive("scale", scale, shape))

@@ -350,9 +350,9 @@ class NeuralHMM(_Large):
         super().__init__(num_states, num_symbols, blocks, dropout)
         check_size("hidden_dim", hidden_dim)
         if two_level and blocks is None:
-            raise ValueError("two_level transitions need blocks.")
+            raise ValueError("two_level=True needs blocks of states, blocks=; got None.")
         if factored and blocks is None:
-            raise ValueError("factored embeddings need blocks.")
+            raise ValueError("factored=True needs blocks of states, blocks=; got None.")
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(f"scale must be positive and finite; got {scale}.")
         for use in USES:
@@ -421,7 +421,8 @@ class NeuralHMM(_Large):
             The HMM, and which states of the whole model its states are, ``(K',)``.
         """
         if self.blocks is None:
-            raise ValueError("sequences continue in windows only with blocks of states.")
+            text = "continue_from needs a module with blocks of states; this one has none"
+            raise ValueError(f"{text}. Give blocks=, or fit without windows.")
         _check_particles(self)
         every = torch.arange(self.num_states, device=next(self.parameters()).device)
         states, blocks = self._kept()

@@ -407,7 +407,8 @@ def regression(
     if (kind is Categorical) != (num_symbols is not None) or (
         num_symbols is not None and set(parameters) != {"logits"}
     ):
-        raise ValueError("a Categorical, and no other kind, needs num_symbols, and has logits.")
+        text = "num_symbols must be given for a Categorical with logits, and for no other kind"
+        raise ValueError(f"{text}; got {kind.__name__} and num_symbols={num_symbols}.")
     if num_symbols is not None:
         check_size("num_symbols", num_symbols, 2)
     if {"probs", "logits"} <= known and not {"probs", "logits"} & set(parameters):

@@ -203,7 +203,8 @@ class TabularEstimator(SequenceEstimator):
         check_shape(name, rows, shape, "of K states")
         total = rows.sum(-1)
         if not bool((rows >= 0).all()) or not allclose(total, ones_like(total)):
-            raise ValueError(f"{name} must hold probabilities that sum to one in each row.")
+            text = f"{name} must hold probabilities that sum to one in each row, and does not"
+            raise ValueError(f"{text}. Divide it by its sums.")
         return rows
 
     def _take(self, parameters: dict[str, Tensor]) -> None:

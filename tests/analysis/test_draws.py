@@ -229,7 +229,7 @@ def test_states_that_share_an_emission_keep_their_names():
 def test_states_that_their_priors_tell_apart_keep_their_names():
     prior = torch.tensor([[5.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
     model = MarginalModel(TabularHMM(3, categorical(3, prior)))
-    with pytest.raises(ValueError, match="priors tell states apart"):
+    with pytest.raises(ValueError, match="priors must be alike for all states"):
         from_prior(model, 1, 2).aligned(DATA)
 
 

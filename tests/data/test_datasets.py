@@ -69,7 +69,7 @@ def test_the_first_symbol_listed_stands_for_an_unknown_one():
     assert words.encode(["x", "apple", "boat", "cat"]).tolist() == [2, 1, 0, 0]
     with pytest.raises(ValueError, match="symbol 'cat' is none of the 1 symbols"):
         Vocabulary(["x"], unknown=lambda word: ["<c>"]).encode(["cat"])
-    with pytest.raises(ValueError, match="max_size cannot be given if unknown is a function"):
+    with pytest.raises(ValueError, match="max_size must be None where unknown is a function"):
         Vocabulary.from_counts(["x"], max_size=3, unknown=lambda word: ["<c>"])
 
 

@@ -242,7 +242,7 @@ def test_other_sequences_are_refused_by_the_name_of_the_site():
         fit.hmm(DATA[:3])
     with pytest.raises(ValueError, match="site 'move'"):
         metrics.perplexity(fit, DATA[:3])
-    with pytest.raises(ValueError, match="no variable of the model belongs to single sequences"):
+    with pytest.raises(ValueError, match="variables inside the plate of sequences"):
         PosteriorDraws.of({"rate": torch.ones(1, 2, 3, 2)}, grouped).for_new(DATA)
 
 

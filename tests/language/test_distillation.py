@@ -88,7 +88,7 @@ def test_texts_alone_and_in_parts():
     assert found.divergence is None
     assert found.perplexity.num_tokens == texts[-10:].num_observed
     parts = [texts[:100], texts[100:190]]
-    with pytest.raises(ValueError, match="held_out must be Sequences unless source is"):
+    with pytest.raises(ValueError, match="held_out must be Sequences where source is"):
         distil(parts, TOKENS, 2)
     with pytest.raises(ValueError, match=r"tokenizer must have eos_token_id.* that of list is"):
         distil(Bigram(SKEWED), TOKENS, 2)
