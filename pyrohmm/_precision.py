@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -152,8 +152,10 @@ def with_gradient(
     """
     if transforming():
         return twin(*inputs)
-    apply = _WithGradient.apply
-    return with_provenance(provenance_of(inputs), apply, forward, twin, also, dtype, *inputs)
+    arguments, tracked = (forward, twin, also, dtype, *inputs), provenance_of(inputs)
+    if not tracked:
+        return cast(Tensor, _WithGradient.apply(*arguments))
+    return cast(Tensor, with_provenance(tracked, _WithGradient.apply, *arguments))
 
 
 class _WithGradient(torch.autograd.Function):

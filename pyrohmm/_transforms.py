@@ -17,6 +17,7 @@ from ._choices import flushed
 Function = TypeVar("Function", bound=Callable[..., Any])
 exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", bool)  # of torch 2.7
 NOTHING: frozenset[Any] = frozenset()
+_PLAIN = {type(None), bool, int, float, str, torch.Size}  # what holds no tensor
 
 
 def uncompiled(function: Function) -> Function:
@@ -44,6 +45,8 @@ def opaque(function: Function) -> Function:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and not exporting():
+            return torch.compiler.disable(call)(*args, **kwargs)
         owner, *given = args
         if "provenance" not in owner.__dict__:
             owner.provenance = provenance_of(tensors_of(owner.__dict__))
@@ -51,9 +54,11 @@ def opaque(function: Function) -> Function:
         for part in given:
             if type(part) is ProvenanceTensor:
                 tracked |= part._provenance
+        if not tracked:
+            return function(*args, **kwargs)
         return with_provenance(tracked, function, *args, **kwargs)
 
-    return cast(Function, uncompiled(call))
+    return cast(Function, call)
 
 
 def with_provenance(
@@ -81,7 +86,7 @@ def tensors_of(part: Any) -> list[Tensor]:
     found, seen, rest = [], set(), [part]
     while rest:
         part = rest.pop()
-        if id(part) in seen or isinstance(part, type):
+        if type(part) in _PLAIN or id(part) in seen or isinstance(part, type):
             continue
         seen.add(id(part))
         if isinstance(part, Tensor):

@@ -93,7 +93,7 @@ class Chain:
         """Batch shape to which the parameters broadcast."""
         return broadcast_shapes(*self.batches.values())
 
-    @property
+    @cached_property
     def batches(self) -> dict[str, torch.Size]:
         """Batch dimensions of the parameters by name."""
         cores = self.cores
@@ -280,7 +280,7 @@ class Chain:
         check_same_device(self.parameters)
 
     def check_values(self) -> None:
-        """Raise unless log-probabilities sum to one."""
+        """Raise unless log-probabilities sum to one; not called where values cannot be read."""
         for name, parameter in self.parameters.items():
             check_log_simplex(name, parameter)
 

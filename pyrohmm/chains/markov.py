@@ -63,8 +63,7 @@ class MarkovRecursions(Chain):
     def check_values(self) -> None:
         """Raise unless log-probabilities sum to one, in the rows of the matrices as well."""
         super().check_values()
-        if "log_transition" not in self.cores:
-            check_log_simplex("matrices", self.matrices)
+        check_log_simplex("matrices", self.matrices)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -112,6 +111,7 @@ class MarkovChain(MarkovRecursions):
     """
 
     cores = _CONSTANT
+    check_values = Chain.check_values  # the rows are parameters
     log_transition: Any = None  # an attribute, where other chains compute it
 
     def __init__(self, log_initial: Tensor, log_transition: Tensor, per_step: bool = False) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._arrays import from_numpy
 from .._checks import check_booleans, check_log_simplex, check_real, check_shape, check_times
 from .._precision import recomputed, recomputing
-from .._transforms import gradients, refuse_transforms, transforming
+from .._transforms import gradients, refuse_transforms
 from ..ops import markov as markov_ops
 from ..ops import recursions
 from ..ops.log_space import finite_or_zero, largest, log, logsumexp, step_mask
@@ -157,8 +157,6 @@ class RateChain(MarkovRecursions):
         """Raise unless the rates are those of a chain in continuous time."""
         check_log_simplex("log_initial", self.log_initial)
         check_times(self.times.to(self.rates.device).double(), self.exists)
-        if transforming():
-            return
         rates = self.rates.detach()
         others = rates.masked_fill(diagonal(rates), 0.0)
         leave = others.sum(-1)

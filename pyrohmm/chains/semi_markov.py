@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .._checks import check_floats
-from .._transforms import transforming
 from ..ops import markov as markov_ops
 from ..ops import semi_markov
 from ..ops.log_space import finite_or_zero
@@ -76,7 +75,7 @@ class SemiMarkovChain(Chain):
         """Raise unless log-probabilities sum to one, and no state follows itself."""
         super().check_values()
         follows = self.log_transition.diagonal(dim1=-2, dim2=-1) > -torch.inf
-        if not transforming() and bool(follows.any()):
+        if bool(follows.any()):
             raise ValueError(
                 "log_transition must be -inf on the diagonal: no state follows itself, it "
                 "lasts. Fill the diagonal with -inf, and call .log_softmax(-1)."

@@ -70,9 +70,7 @@ class PackedSequences:
     _rows: dict[str, Tensor]  # (M, *) by name; those that are None or all observed are left out
     _padded: dict[str, Any]  # (N, T, *)
     _several: Any = None  # buckets, and of which state
-    _read: dict[
-        str, int | None
-    ]  # versions of these that are packed: others were set, or changed in place
+    _read: dict[str, int | None]  # versions of these when they were packed
     table: Table | None
 
     values = cast(Tensor, _Padded())

@@ -83,12 +83,11 @@ class ChainDistribution(OwnChecks):
             chain.check_shapes()
             _check_emission(emission, chain.num_states, emission_per_step)
             self._num_steps, self.emission_per_step = num_steps, emission_per_step
-            self.observed = from_numpy("observed", observed)
-            self.allowed = from_numpy("allowed", allowed)
+            self.observed, self.allowed = observed, allowed
             batch_shape, num_steps = self._check_sequences(lengths)
             event_shape = torch.Size((num_steps,)) + emission.event_shape
             super().__init__(batch_shape, event_shape, validate_args=validate_args)
-        if self._validate_args:
+        if self._validate_args and not transforming():
             chain.check_values()
 
     def _form(self) -> tuple[Any, ...]:
@@ -99,7 +98,8 @@ class ChainDistribution(OwnChecks):
 
     def checked(self, values: Tensor) -> dict[str, Any]:
         """Results of argument checks, for reuse through ``CHECKED``; those of ``values`` follow."""
-        if not values.is_inference():
+        parts = [values] if self.observed is None else [values, self.observed]
+        if not any(part.is_inference() for part in parts):  # they count their changes
             self._prepared = {"values": values, "version": None}
         found = self.__dict__ | {"ids": [*map(id, self._given)], "form": self._form()}
         del found["chain"], found["_emission"]
@@ -109,7 +109,7 @@ class ChainDistribution(OwnChecks):
     def _check_sequences(self, lengths: Tensor | int | None) -> tuple[torch.Size, int]:
         """The batch shape ``(*B)`` and T; raises unless all arguments agree on them."""
         chain, emission = self.chain, self._emission
-        steps, shapes = chain.steps, chain.batches  # by the argument that says so
+        steps, shapes = chain.steps, dict(chain.batches)  # by the argument that says so
         shapes["emission"] = emission.batch_shape[: -2 if self.emission_per_step else -1]
         shapes["lengths"] = torch.Size()  # in its place in messages; known below
         if self._num_steps is not None:
@@ -118,9 +118,10 @@ class ChainDistribution(OwnChecks):
         if self.emission_per_step:
             steps["emission"] = emission.batch_shape[-2]
         for name, core in (("observed", ("T",)), ("allowed", ("T", "K"))):
-            mask = getattr(self, name)
-            if mask is None:
+            if getattr(self, name) is None:
                 continue
+            mask = from_numpy(name, getattr(self, name))
+            setattr(self, name, mask)
             check_booleans(name, mask)
             if mask.dim() < len(core) or (len(core) == 2 and mask.size(-1) != chain.num_states):
                 raise ValueError(
@@ -131,7 +132,7 @@ class ChainDistribution(OwnChecks):
             raise ValueError("lengths must be given, or num_steps: T, if all have T steps.")
         lengths = min(steps.values()) if lengths is None else lengths
         given: Any = torch.tensor(lengths) if type(lengths) is int else lengths
-        self.lengths = from_numpy("lengths", given)
+        self.lengths = given if isinstance(given, Tensor) else from_numpy("lengths", given)
         check_integers("lengths", self.lengths)
         if self.lengths.device.type != "cpu" or self.lengths.dtype != torch.long:
             self.lengths = self.lengths.cpu().long()  # noted by tracers also where it does nothing
@@ -183,11 +184,6 @@ class ChainDistribution(OwnChecks):
     def transition_per_step(self) -> bool:
         """Whether transitions change with the step."""
         return self.chain.per_step
-
-    @property
-    def order(self) -> int:
-        """Order of the chain: on how many states before it the next one depends."""
-        return self.chain.order
 
     @property
     def emission(self) -> TorchDistribution:
@@ -291,19 +287,19 @@ class ChainDistribution(OwnChecks):
 
         Zero where a step is not observed; with ``check`` as :meth:`log_likelihood` checks them.
         """
-        values, known = self.prepare_values(values)
+        (values, known), emission = self.prepare_values(values), self.emission
         if self.emission_per_step:
-            likelihood = log_prob_per_state(self.emission, values)
-        elif isinstance(self.emission, Autoregressive):
-            likelihood = self.emission.log_likelihood(values)
+            likelihood = log_prob_per_state(emission, values)
+        elif isinstance(emission, Autoregressive):
+            likelihood = emission.log_likelihood(values)
         else:
-            likelihood = log_likelihood(self.emission, values)
+            likelihood = log_likelihood(emission, values)
         likelihood = likelihood.to(self.log_initial.dtype)  # that of results, whatever values have
         if known is not None and self.observed is not None:  # recursions know of padding
             likelihood = likelihood.masked_fill(~known.unsqueeze(-1), 0.0)
         if self.allowed is not None and with_labels:
             likelihood = likelihood.masked_fill(~self.allowed, -torch.inf)
-        if check and self._validate_args:
+        if check and self._validate_args and not transforming():
             check_likelihood(likelihood)
             self.check_labels(values)
         return likelihood
@@ -326,41 +322,42 @@ class ChainDistribution(OwnChecks):
                 or (with ``validate_args``) an observation is not in the support.
         """
         kept = self._prepared if values is self._prepared.get("values", self) else {}
-        kept = {} if self.observed is not None and self.observed.is_inference() else kept
-        masked = self.observed._version if kept and self.observed is not None else None
-        if kept and kept["version"] == (version := (values._version, masked)):
+        version = [part._version for part in (values, self.observed) if kept and part is not None]
+        if kept and kept["version"] == version:
             return cast("tuple[Tensor, Tensor | None]", kept["found"])
-        values = from_numpy("values", self.values_of(values))
+        values, first = self.values_of(values), self.log_initial
         check_real("values", values)
-        check_same_device({"values": values, "log_initial": self.log_initial})
-        whole = self.emission
+        check_same_device({"values": values, "log_initial": first})
+        whole, event_shape = self.emission, self.event_shape
         emission = whole.initial if isinstance(whole, Autoregressive) else whole
-        outer = values.shape[: max(values.dim() - len(self.event_shape), 0)]
-        if self.may_be_longer and values.shape[len(outer) + 1 :] == self.event_shape[1:]:
-            values = values.narrow(len(outer), 0, min(values.size(len(outer)), self.num_steps))
-        if values.shape[len(outer) :] != self.event_shape:
+        outer = values.shape[: max(values.dim() - len(event_shape), 0)]
+        if values.shape[len(outer) :] != event_shape and self.may_be_longer:
+            values = values[(slice(None),) * len(outer) + (slice(event_shape[0]),)]
+        if values.shape[len(outer) :] != event_shape:
             raise ValueError(
-                f"values must end in shape (T, *E) = {tuple(self.event_shape)}; got shape "
+                f"values must end in shape (T, *E) = {tuple(event_shape)}; got shape "
                 f"{tuple(values.shape)}. {OTHERS}. Build the emission for the data, as normal(D) "
                 "for vectors of D, normal(0) for numbers."
             )
         if is_categorical(emission):
             check_integers("values", values, SYMBOLS)
         elif not values.dtype.is_floating_point:
-            values = as_numbers(values, self.log_initial.dtype)
+            values = as_numbers(values, first.dtype)
         batch = check_broadcast({"values": outer, "HMM": self.batch_shape}, OTHERS)
-        self.refuse_one_series(outer)
+        if self._shortest < self._longest:
+            self.refuse_one_series(outer)
         if len(batch) > len(outer):
             values = values.reshape((1,) * (len(batch) - len(outer)) + values.shape)
-        has_gaps = self.observed is not None or self._shortest < self.num_steps
+        has_gaps = self.observed is not None or self._shortest < event_shape[0]
         known = self.known if has_gaps else None
         values = values if known is None else fill_gaps(values, known, emission)
-        if self._validate_args and not transforming():
+        fixed = not transforming()
+        if fixed and self._validate_args:
             check_support(values, known, emission, self.emission_per_step)
         if isinstance(whole, Autoregressive):
             gaps = known if self.observed is not None else None
             whole.check_context(values if self._validate_args else None, gaps)
-        if kept and values.numel() <= CACHED and not (values.requires_grad or transforming()):
+        if kept and fixed and values.numel() <= CACHED and not values.requires_grad:
             kept.update(version=version, found=(values, known))
         return values, known
 
@@ -373,11 +370,13 @@ class ChainDistribution(OwnChecks):
             )
 
     def values_of(self, data: Any) -> Any:
-        """Values of ``Sequences`` with this HMM's lengths and gaps; other data as they are."""
+        """Values of ``Sequences`` with this HMM's lengths and gaps; other data as a tensor."""
+        if isinstance(data, Tensor):
+            return data
         if isinstance(data, StoredSequences):
             check_sequences("values", data)
         if not isinstance(data, Sequences):
-            return data
+            return from_numpy("values", data)
         fits = self.lengths.shape[-1:] == data.lengths.shape and bool(
             (self.lengths == data.lengths).all()
         )

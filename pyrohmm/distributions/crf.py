@@ -123,7 +123,7 @@ class LinearChainCRF(TorchDistribution):
             "transition_scores": self.transition_scores.shape[: -len(wanted)],
         })  # fmt: skip
         super().__init__(batch, torch.Size([steps]), validate_args=validate_args)
-        if self._validate_args:
+        if self._validate_args and not transforming():
             present = emission_scores.masked_fill(~self.exists.unsqueeze(-1), 0.0)
             for name, scores in (self._named | {"emission_scores": present}).items():
                 check_no_nan(name, scores, "Look for what diverged in the network.")

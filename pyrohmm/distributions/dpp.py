@@ -110,7 +110,7 @@ class DiversityPrior(nn.Module):
         """
         if isinstance(hmm, Tensor):
             return self._from_unequal_rows(hmm)
-        if hmm.transition_per_step or hmm.order != 1:
+        if hmm.transition_per_step or hmm.chain.order != 1:
             raise ValueError(
                 "DiversityPrior is of one matrix of transitions from one state; those of this "
                 f"{type(hmm).__name__} are others. Write another log_prior, with dpp.log_diversity."

@@ -280,16 +280,21 @@ class HMM(ChainDistribution):
 
         A sequence of probability zero has -inf, and gradient zero.
         """
-
-        def compute() -> Tensor:
-            if (of_symbols := self.symbol_factors(values)) is not None:
-                return recursions.log_evidence(*of_symbols)
-            return self.chain.log_evidence(self._read(values), self.lengths)
-
-        with full_precision(self.log_initial):
-            evidence = with_one_wait(compute, self.log_initial.device)
+        like = self.log_initial
+        with full_precision(like):
+            evidence = with_one_wait(partial(self._log_evidence, values), like.device)
         self._check_evidence(evidence, values)
         return evidence
+
+    def _log_evidence(self, values: Tensor) -> Tensor:
+        """Log evidence by the chain; of symbols, straight from their table by the recursion.
+
+        Log-likelihoods of each step and state are of numbers alone: a table of symbols is read
+        while messages are passed.
+        """
+        if (of_symbols := self.symbol_factors(values)) is not None:
+            return recursions.log_evidence(*of_symbols)
+        return self.chain.log_evidence(self._read(values), self.lengths)
 
     def _path(self, states: Tensor) -> Tensor:
         """Check one path ``(*B, T)``, and set padded steps to 0."""

@@ -23,7 +23,7 @@ from torch.distributions import constraints
 
 from .._checks import check_floats, check_integers, check_log_simplex, check_shape, check_trailing
 from .._precision import full_precision
-from .._transforms import refuse_transforms
+from .._transforms import refuse_transforms, transforming
 from ..ops.log_space import step_mask
 from ..ops.products import take_rows
 from ..ops.tensor_cache import lazy
@@ -212,7 +212,7 @@ class TaggedHMM(BlockHMM):
         symbols, data = TaggedSymbols(words.symbols, log_tags), (words.lengths, words.observed)
         self._compose(words.chain, symbols, *data, validate_args=False, allowed=words.allowed)
         words._validated_alike(self)
-        if self._validate_args:
+        if self._validate_args and not transforming():
             check_log_simplex("log_tags", log_tags)
 
     @property

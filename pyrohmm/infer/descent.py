@@ -6,10 +6,9 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from pyro.infer import ELBO
@@ -21,23 +20,15 @@ from .._imports import imported
 from ..data.batches import cut_by_steps
 from ..data.sequences import Sequences
 from ..nn.base import in_mode
-from .models import to_model_device
+from .models import to_model_device, unknown_argument
 from .plates import Plates, new_log_evidence
 from .process_group import ProcessGroup
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Report = Callable[["Validation"], object]
-Fitting = TypeVar("Fitting", bound=Callable[..., Any])
 
 MINIBATCHES = ("batch_size", "batch_tokens", "windows")
-ALIASES = {  # of other packages
-    "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
-    "tol": "tolerance", "steps": "num_iterations", "num_steps": "num_iterations",
-    "n_restarts": "restarts", "n_init": "restarts", "n_samples": "num_samples",
-    "n_chains": "num_chains", "init": "start", "verbose": "progress", "loss": "elbo",
-    "num_particles": "elbo",
-}  # fmt: skip
 
 
 class Validation(NamedTuple):
@@ -119,26 +110,6 @@ class Settings(FitOptions):
     tolerance: float | None
     batch_size: int | None
     validation: Sequences | None
-
-
-def unknown_argument(fit: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
-    """Error for an unknown argument ``name``, with the closest known one."""
-    near = get_close_matches(ALIASES.get(name, name), known, 1)
-    cure = f" Did you mean {near[0]}?" if near else ""
-    return TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
-
-
-def names_checked(fit: Fitting) -> Fitting:
-    """Decorator of a fit: for an unknown argument, suggest the closest known one."""
-    known = inspect.signature(fit).parameters
-
-    @wraps(fit)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs.keys() - known.keys():
-            raise unknown_argument(fit, name, known)
-        return fit(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
 
 
 def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:

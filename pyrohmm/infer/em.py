@@ -30,12 +30,11 @@ from ..io.files import digits, identity_of
 from ..nn.base import HMMModule
 from ..nn.closed_form import TransitionCounts, with_priors
 from ..nn.tabular import module_of
-from .descent import names_checked
 from .iterations import Loop
-from .laplace import fit_smooth, unweighted
+from .laplace import fit_smooth
 from .maximization import Maximization
 from .maximization import expected_log_joint as expected_log_joint
-from .models import LogPrior, MarginalModel, exclusive
+from .models import LogPrior, MarginalModel, exclusive, names_checked, unweighted
 from .msteps import GradientStep, TransitionPrior, TransitionStep
 from .parameters import Parameters, Values
 from .plates import Point
@@ -244,8 +243,14 @@ def _rounding(parameters: Parameters) -> float:
     return rounded.nan_to_num(0.0, 0.0).sum().item()
 
 
-def _still_falling(loop: Loop, history: Tensor) -> list[str]:
-    """Note if the loss was still falling at the end, and how far apart restarts ended."""
+def _unsettled(loop: Loop, history: Tensor, final: Tensor) -> list[str]:
+    """Note if the loss was still falling, or one restart alone came near the best."""
+    alone = int((final < final.min() + 1.0).sum()) == 1 < len(final)
+    if loop.reason is not None and alone and not loop.large:
+        return [
+            f"one of {len(final)} restarts came within 1 nat of the best: more of them may find "
+            "more probable parameters"
+        ]
     if loop.tolerance is None or loop.reason is not None or history.size(1) < 2:
         return []
     falls, ends = history[:, -2] - history[:, -1], history[:, -1]
@@ -255,17 +260,6 @@ def _still_falling(loop: Loop, history: Tensor) -> list[str]:
     return [
         f"the loss was still falling, by {falls.max():.3g} nats in the last iteration{apart}: "
         "more num_iterations, or acceleration=True, may find more probable parameters"
-    ]
-
-
-def _alone(loop: Loop, final: Tensor) -> list[str]:
-    """Note if no other restart came within a nat of the best."""
-    near = int((final < final.min() + 1.0).sum())
-    if loop.large or loop.reason is None or len(final) == 1 or near > 1:
-        return []
-    return [
-        f"one of {len(final)} restarts came within 1 nat of the best: more of them may find more "
-        "probable parameters"
     ]
 
 
@@ -285,7 +279,7 @@ def _finish(loop: Loop) -> Fit:
     notes = uses_labels(data) + loop.maximize.remarks(place)
     if parameters.sites:
         notes += loop.maximize.moved(loop.last, place)
-    notes += _risen(loop, going) + _still_falling(loop, going) + _alone(loop, losses[:, -1])
+    notes += _risen(loop, going) + _unsettled(loop, going, losses[:, -1])
     history = {"log_likelihood": -losses[best] - priors[best], "log_prior": priors[best]}
     model = MarginalModel(parameters.module, parameters.log_prior)
     stacked = {f"module.{name}": value for name, value in loop.values.items()}

@@ -28,9 +28,8 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
 from ..ops.markov import sample_paths
-from .descent import names_checked
 from .mcmc import Hamiltonian, Tuning
-from .models import MarginalModel, exclusive
+from .models import MarginalModel, exclusive, names_checked
 from .parameters import Parameters, Values
 from .results import Fit
 from .sampled import Chains, SampledFit
@@ -402,9 +401,7 @@ class Others:
         return self.sampler.log_evidence(hmm) + prior
 
     def _set(self, values: Values) -> None:
-        several = self.parameters.restarts > 1
-        new = {name: v.unsqueeze(1) if several else v[0] for name, v in values.items()}
-        self.parameters.values = self.parameters.values | new
+        self.parameters.values = self.parameters.values | values
 
 
 def tempered(log_likelihood: Tensor, inverse: Tensor) -> Tensor:

@@ -24,9 +24,9 @@ from ..nn.closed_form import under, with_priors
 from ..nn.tabular import SharedRows
 from .descent import MINIBATCHES, FitOptions, settings_of
 from .models import EnumeratedModel, MarginalModel, exclusive, scale_priors, to_model_device
-from .objective import check_events, is_enumerated, latent_sites, trace_of_batchable
+from .objective import is_enumerated, latent_sites, trace_of_batchable
 from .parameters import Values, fitted_in, set_point
-from .plates import Point, narrow
+from .plates import Point, check_events, narrow
 from .results import POINT, WINDOW, Fit, Restarts
 from .starts import by_kmeans, seen_by
 from .training import check_model_and_data, train

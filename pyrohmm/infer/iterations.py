@@ -294,7 +294,7 @@ class Loop(FitLoop):
 
     def keep_values(self) -> None:
         """Copy parameters of the running restarts into those of all restarts."""
-        now = {name: value.detach() for name, value in self.parameters.stacked().items()}
+        now = {name: value.detach() for name, value in self.parameters.values.items()}
         if len(self.alive) == len(self.losses[-1]):
             self.values = now
             return

@@ -42,12 +42,11 @@ from torch.distributions import biject_to, constraints
 from .._checks import check_size
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
-from ..nn.base import HMMModule
 from ..nn.regression import Linear
 from ..ops.newton import Peak, climb
 from .coordinates import LOG, Coordinates, Packing
 from .marginal import Marginal, Values
-from .models import exclusive
+from .models import exclusive, unweighted
 from .objective import APART, check_copies, latent_sites
 from .plates import Point, in_plate, marks_of, sequence_plates, wide
 from .replicates import crossing
@@ -424,16 +423,6 @@ class _Curvature(Information):
         _, hessian = self.slopes()
         matrix = -(hessian + hessian.mT) / 2
         self.covariance = torch.linalg.pinv(matrix, rtol=1e-12, hermitian=True) * self.unit**2
-
-
-def unweighted(module: Any) -> dict[str, Linear]:
-    """Submodules that have smooth terms of unknown weight, by name."""
-    parts = module.named_modules() if isinstance(module, HMMModule) else ()
-    return {
-        name: part
-        for name, part in parts
-        if isinstance(part, Linear) and part.terms and bool(part.spread.isnan().any())
-    }
 
 
 def fit_smooth(

@@ -20,7 +20,8 @@ from torch.distributions import biject_to
 
 from ..data.sequences import Sequences
 from .coordinates import Packing
-from .objective import is_likelihood, log_joint
+from .objective import log_joint
+from .plates import is_likelihood
 from .uncertainty import CELLS
 
 NEWTON = 60  # steps to the most probable effects

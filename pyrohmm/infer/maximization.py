@@ -129,13 +129,11 @@ class GradientSteps:
     ) -> None:
         self.parameters, self.step = parameters, copy.copy(step)
         self.step._stepper = None  # an optimizer of this fit's own parameters
-        self.points: list[Tensor] = []
-        self.transforms: dict[str, Any] = {}
-        for name, point in rest.items():
-            if point is None:
-                self.transforms[name] = transform_to(parameters.supports[name])
-            else:
-                self.points.append(point)
+        self.points = [point for point in rest.values() if point is not None]
+        self.transforms: dict[str, Any] = {
+            name: transform_to(parameters.supports[name])
+            for name, point in rest.items() if point is None
+        }  # fmt: skip
         self.leaves: Values = {}  # unconstrained
 
     def __call__(self, batch: Sequences, counts: Statistics) -> None:
@@ -179,13 +177,19 @@ class GradientSteps:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore unconstrained values and optimizer from a checkpoint."""
         device = self.parameters.data.device
-        self.leaves = {
-            name: leaf.to(device).requires_grad_() for name, leaf in state["leaves"].items()
-        }
+        self.leaves = {}
+        for name, leaf in state["leaves"].items():  # older ones have another shape
+            shape = self.parameters.values[name].shape[:1]
+            event = self.parameters.sites[name].event_shape
+            shape += self.transforms[name].inverse_shape(event)
+            self.leaves[name] = leaf.to(device).reshape(shape).requires_grad_()
         if state["stepper"] is not None and self.step.optimizer is not None:
             imported("torch._dynamo")  # an optimizer would, with signals
             self.step._stepper = self.step.optimizer([*self.leaves.values(), *self.points])
             self.step._stepper.load_state_dict(state["stepper"])
+            for leaf, kept in self.step._stepper.state.items():
+                kept |= {name: x.reshape(leaf.shape) for name, x in kept.items()
+                         if torch.is_tensor(x) and x.numel() == leaf.numel()}  # fmt: skip
 
 
 class Maximization:

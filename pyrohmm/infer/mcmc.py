@@ -26,12 +26,11 @@ from ..data.sequences import Sequences
 from ..distributions.sparse import interior
 from ..nn.base import HMMModule, in_mode
 from .coordinates import Packing, coordinates
-from .descent import names_checked
 from .gradient import near_data
-from .models import MarginalModel, exclusive, scale_priors, to_model_device
-from .objective import LogJoint, is_log_prior, latent_sites, trace_of_batchable
+from .models import MarginalModel, exclusive, names_checked, scale_priors, to_model_device
+from .objective import latent_sites, trace_of_batchable
 from .parameters import Values
-from .plates import marks_of, narrow, sequence_plates, wide
+from .plates import LogJoint, is_log_prior, marks_of, narrow, sequence_plates, wide
 from .results import Fit
 from .sampled import Chains, Ladder, SampledFit
 from .starts import Start, from_prior

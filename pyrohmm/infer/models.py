@@ -8,9 +8,10 @@ likelihood inside the plate, not the priors.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from difflib import get_close_matches
+from functools import reduce, wraps
 from itertools import chain
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -37,12 +38,19 @@ from ..distributions.observation import log_prob_per_state
 from ..nn.base import PYRO, HMMModule, OwnParameters, is_placed
 from ..nn.covariances import residuals_within
 from ..nn.neural import NeuralHMM
-from ..nn.normals import CentredEmission, merged, moments_of, take_moments
+from ..nn.normals import CentredEmission, merged, moments_of
 from ..nn.regression import Linear
 
 LogPrior = Callable[[HMM], Tensor]
 Data = TypeVar("Data", bound=Sequences | Parts)
-
+Fitting = TypeVar("Fitting", bound=Callable[..., Any])
+ALIASES = {  # of other packages
+    "lr": "learning_rate", "n_iter": "num_iterations", "max_iter": "num_iterations",
+    "tol": "tolerance", "steps": "num_iterations", "num_steps": "num_iterations",
+    "n_restarts": "restarts", "n_init": "restarts", "n_samples": "num_samples",
+    "n_chains": "num_chains", "init": "start", "verbose": "progress", "loss": "elbo",
+    "num_particles": "elbo",
+}  # fmt: skip
 
 # the module that built an HMM for data, and what the checks of that have found
 _checked: WeakKeyDictionary[Sequences, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
@@ -108,7 +116,7 @@ def scale_priors(module: HMMModule, data: Sequences | Parts) -> float:
         parts = [part for part in emission.modules() if isinstance(part, CentredEmission)]
         size = max((part.prior_loc.numel() // max(part.dim, 1) for part in parts), default=2)
         moments = [_moments(part, size, getattr(emission, "lags", 0)) for part in parts_of(data)]
-        return take_moments(emission, reduce(merged, moments))
+        return float(emission.take_moments(reduce(merged, moments)))
 
 
 def _moments(data: Sequences, num_states: int, lags: int) -> Tensor:
@@ -143,6 +151,16 @@ def in_units(module: Any, data: Sequences | Parts | None) -> None:
     for linear in module.modules() if isinstance(module, torch.nn.Module) else ():
         if isinstance(linear, Linear):
             linear.in_units(rows, log_rate if linear is rates else 0.0)
+
+
+def unweighted(module: Any) -> dict[str, Linear]:
+    """Submodules that have smooth terms of unknown weight, by name."""
+    parts = module.named_modules() if isinstance(module, HMMModule) else ()
+    return {
+        name: part
+        for name, part in parts
+        if isinstance(part, Linear) and part.terms and bool(part.spread.isnan().any())
+    }
 
 
 def check_returns_hmm(hmm: Any) -> HMM:
@@ -406,6 +424,26 @@ def check_gradients() -> None:
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a fit takes gradients: call it, and make its data, "
                            "inside `with torch.inference_mode(False):`.")  # fmt: skip
+
+
+def unknown_argument(fit: Callable[..., Any], name: str, known: Iterable[str]) -> TypeError:
+    """Error for an unknown argument ``name``, with the closest known one."""
+    near = get_close_matches(ALIASES.get(name, name), known, 1)
+    cure = f" Did you mean {near[0]}?" if near else ""
+    return TypeError(f"{fit.__name__}() got an unexpected keyword argument {name!r}.{cure}")
+
+
+def names_checked(fit: Fitting) -> Fitting:
+    """Decorator of a fit: for an unknown argument, suggest the closest known one."""
+    known = inspect.signature(fit).parameters
+
+    @wraps(fit)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - known.keys():
+            raise unknown_argument(fit, name, known)
+        return fit(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from typing import Any
 import pyro
 import torch
 from pyro import poutine
-from pyro.distributions import Dirichlet, Gamma
-from pyro.distributions.util import is_identically_zero, scale_and_mask
+from pyro.distributions.util import is_identically_zero
 from pyro.infer import ELBO, Trace_ELBO, TraceEnum_ELBO
 from pyro.infer.autoguide import AutoDelta, AutoGuide, AutoGuideList, AutoNormal
 from pyro.infer.elbo import ELBOModule
@@ -24,7 +23,7 @@ from torch.distributions import constraints
 from .._choices import SHARED
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
-from .plates import AtValues, plates_of_batch, repeatable, sequence_plates
+from .plates import LogJoint, is_likelihood, plates_of_batch, repeatable, sequence_plates
 
 APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
 WHEN_IMPOSSIBLE = (
@@ -200,75 +199,6 @@ def site_losses(
     return losses
 
 
-def is_likelihood(site: Any) -> bool:
-    """Whether the log-density of a site is a part of the likelihood, not of the prior."""
-    return bool(site["is_observed"]) and not is_log_prior(site["name"])
-
-
-def is_log_prior(name: str) -> bool:
-    """Whether a site is the factor of a further prior, under a scope of Pyro or not."""
-    return name.split("/")[-1] == "log_prior"
-
-
-class LogJoint(AtValues):
-    """Log joint density of a model at values of its variables, of each of R copies of the model.
-
-    Args:
-        values: By name, ``(R, ...)``.
-        copies: R; None for one, whose values have no dimension of copies.
-        weights: ``(R, N)``, how often each sequence counts; once by default.
-        inside: Whether priors are those of values off the edge, where their slopes are finite.
-
-    Attributes:
-        sites: Log-densities of each site ``(*, R, N)``, by name, with the site.
-    """
-
-    def __init__(
-        self,
-        values: Mapping[str, Tensor],
-        copies: int | None = None,
-        weights: Tensor | None = None,
-        inside: bool = False,
-    ) -> None:
-        super().__init__(values)
-        self.copies, self.weights, self.inside = copies, weights, inside
-        self.sites: dict[str, tuple[Tensor, Any]] = {}
-
-    def _pyro_post_sample(self, message: Any) -> None:
-        if site_is_subsample(message):
-            return
-        value, fn = message["value"], message["fn"]
-        prior = getattr(fn, "base_dist", fn)
-        if self.inside and isinstance(prior, Dirichlet | Gamma) and not message["is_observed"]:
-            value = value.clamp(min=torch.finfo(value.dtype).tiny)
-        scores = fn.log_prob(value, *message["args"], **message["kwargs"])
-        scores = scale_and_mask(scores, message["scale"], message["mask"])
-        if self.copies is not None and (scores.dim() < 2 or scores.size(-2) != self.copies):
-            raise ValueError(
-                f"site {message['name']!r} is the same in all restarts or chains; its parameters "
-                "must keep the dimensions to the left of their own."
-            )
-        if self.weights is not None and is_likelihood(message):
-            scores = torch.where(self.weights > 0, scores, 0.0) * self.weights
-        self.sites[message["name"]] = scores, message
-
-    def _total(self, likelihood: bool) -> Tensor:
-        scores = [x for x, site in self.sites.values() if is_likelihood(site) == likelihood]
-        if self.copies is None:
-            return sum((x.sum() for x in scores), torch.zeros(()))
-        return sum((x.sum(-1).reshape(-1, self.copies).sum(0) for x in scores), torch.zeros(()))
-
-    @property
-    def likelihood(self) -> Tensor:
-        """Log-likelihood of each copy, ``(R,)``."""
-        return self._total(True)
-
-    @property
-    def prior(self) -> Tensor:
-        """Log-prior of each copy, ``(R,)``."""
-        return self._total(False)
-
-
 def log_joint(
     model: Any,
     data: Sequences,
@@ -405,16 +335,6 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
         for name, site in sites.items()
     })  # fmt: skip
     return trace
-
-
-def check_events(sites: dict[str, Any]) -> None:
-    """Raise if one of ``sites`` (distributions by name) has a batch shape."""
-    for name, distribution in sites.items():
-        if distribution.batch_shape:
-            raise ValueError(
-                f"site {name!r} must be one event, without the batch shape "
-                f"{tuple(distribution.batch_shape)}: call .to_event on its distribution."
-            )
 
 
 def follow_batches(model: Callable[..., Any], guide: Callable[..., Any], probe: Sequences) -> None:

@@ -21,8 +21,7 @@ from ..distributions.hmm import HMM
 from ..nn.base import HMMModule
 from .coordinates import IDENTITY, Packing
 from .models import LogPrior, build, in_units, scale_priors, to_model_device
-from .objective import LogJoint, check_events
-from .plates import AtValues
+from .plates import AtValues, LogJoint, check_events
 
 GROWTH = 4.0  # of the longest extrapolation when one of that length has succeeded
 Values = dict[str, Tensor]
@@ -38,8 +37,8 @@ class Parameters:
         sites: Priors of the latent variables, by name.
         supports: Of the latent variables.
         priors: Those of them that depend on nothing that the fit changes.
-        values: The latent variables by name, ``(R, 1, ...)``, or ``(...)`` if R = 1.
-        sample: One of the latent variables from the prior.
+        values: The latent variables by name, ``(R, ...)``.
+        sample: The same of one sample from the prior, ``(1, ...)``.
         points: The parameters without priors.
         fitted: The points by name, and None for latent variables; all else is frozen.
         example: An HMM that the module has built.
@@ -68,14 +67,13 @@ class Parameters:
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)
         self.supports = {name: site.support for name, site in self.sites.items()}
-        self.sample: Values = {name: trace.nodes[name]["value"] for name in self.sites}
+        self.sample: Values = {name: trace.nodes[name]["value"][None] for name in self.sites}
         self.values = dict(self.sample) if restarts == 1 else {}
         self.priors = self._constant_priors()
         points = dict(fitted_in(module))
         self.points = list(points.values())
         self.fitted: dict[str, Tensor | None] = dict.fromkeys(self.sites)
-        for name, point in points.items():
-            self.fitted[name.removesuffix("_unconstrained")] = point
+        self.fitted |= {name.removesuffix("_unconstrained"): x for name, x in points.items()}
         self.example: HMM = trace.nodes["_RETURN"]["value"]
         if restarts > 1 and self.points:
             raise ValueError(
@@ -91,7 +89,8 @@ class Parameters:
         """Priors of attributes of the module that depend on no other parameter, by name."""
         found, context = {}, self.module._pyro_context
         unchecked, store = pyro.validation_enabled(False), pyro.get_param_store().scope()
-        with AtValues(self.sample), torch.enable_grad(), unchecked, store:
+        sample = AtValues({name: value[0] for name, value in self.sample.items()})
+        with sample, torch.enable_grad(), unchecked, store:
             for part in self.module.modules():
                 for last, prior in getattr(part, "_pyro_samples", {}).items():
                     with context:
@@ -120,39 +119,40 @@ class Parameters:
         for name in (self.fitted.keys() - self.sites.keys()) & values.keys():
             self.update({name: values[name].unsqueeze(0)})
         for name, site in self.sites.items():
-            value, event = values[name].detach(), site.event_shape
-            if value.shape == (self.restarts, *event) and self.restarts > 1:
-                value = value.unsqueeze(1)
+            value, shape = values[name].detach(), (self.restarts, *site.event_shape)
+            if value.dim() > len(shape) and value.size(1) == 1:  # as in a plate of restarts
+                value = value.squeeze(1)
             try:
-                value = value.expand(self.restarts, 1, *event)
+                self.values[name] = value.expand(shape)
             except RuntimeError:
                 raise ValueError(
-                    f"start must hold {name!r} of shape {tuple(event)}, or one value for each "
-                    f"restart, {(self.restarts, *event)}; got {tuple(value.shape)}."
+                    f"start must hold {name!r} of shape {shape[1:]}, or one value for each "
+                    f"restart, {shape}; got {tuple(value.shape)}."
                 ) from None
-            self.values[name] = value if self.restarts > 1 else value[0, 0]
-
-    def stacked(self) -> Values:
-        """The latent variables by name, ``(R, ...)``."""
-        return dict(zip(self.values, map(self.get, self.values)))
 
     def keep(self, chosen: Tensor) -> None:
         """Keep only the restarts of indices ``(R',)``."""
-        stacked, self.restarts = self.stacked(), len(chosen)
-        self.set_values({name: value[chosen] for name, value in stacked.items()})
+        self.restarts = len(chosen)
+        self.values = {name: value[chosen] for name, value in self.values.items()}
+
+    def in_plate(self, values: Values) -> Values:
+        """Values as the module reads them: ``(R, 1, ...)``, or ``(...)`` if R = 1."""
+        if self.restarts == 1:
+            return {name: value[0] for name, value in values.items()}
+        return {name: value.unsqueeze(1) for name, value in values.items()}
 
     def build(self, batch: Sequences) -> tuple[HMM, Tensor]:
         """HMM at the current parameters, and their log-prior, ``(R,)`` or a scalar."""
-        cache = self.module._pyro_context.cache
+        cache, values = self.module._pyro_context.cache, self.in_plate(self.values)
         for name in self.priors:
-            cache[name] = self.values[name]
+            cache[name] = values[name]
         try:
-            with LogJoint(self.values) as joint:
+            with LogJoint(values) as joint:
                 hmm = build(self.module, batch)
         finally:
             cache.clear()
         hmm.provenance = NOTHING  # which nobody follows inside of a fit
-        prior = self._log_prior(joint, self.values)
+        prior = self._log_prior(joint, values)
         if self.restarts > 1 and prior.dim():  # (R, 1)
             prior = prior.sum(-1)
         if self.log_prior is not None:
@@ -176,22 +176,21 @@ class Parameters:
         """Gradients ``(R, ...)`` of the log prior by the parameters ``names``, by name."""
         with torch.enable_grad():
             leaves = {n: self.values[n].detach().clone().requires_grad_() for n in names}
-            with LogJoint(leaves) as joint, self.module._pyro_context:
+            values = self.in_plate(leaves)
+            with LogJoint(values) as joint, self.module._pyro_context:
                 for name in leaves.keys() - self.priors.keys():
                     attrgetter(name)(self.module)
             self.module._pyro_context.used = False
-            total = self._log_prior(joint, leaves).sum()
+            total = self._log_prior(joint, values).sum()
             if not total.requires_grad:  # no prior counts
                 return {}
             found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        slopes = {name: slope for name, slope in zip(leaves, found) if slope is not None}
-        return {n: s.squeeze(1) if self.restarts > 1 else s[None] for n, s in slopes.items()}
+        return {name: slope for name, slope in zip(leaves, found) if slope is not None}
 
     def get(self, name: str) -> Tensor:
         """The value ``(R, ...)`` of a parameter; that of a frozen one is the same in all."""
         if name in self.values:
-            value = self.values[name]
-            return value.squeeze(1) if self.restarts > 1 else value.unsqueeze(0)
+            return self.values[name]
         path, _, last = name.rpartition(".")
         value = getattr(self.module.get_submodule(path), last).detach()
         return value.expand(self.restarts, *value.shape)
@@ -220,7 +219,7 @@ class Parameters:
                 )
             value = torch.where(value.isnan(), old, value.to(old.dtype))
             if name in self.values:
-                self.values[name] = value.unsqueeze(1) if self.restarts > 1 else value[0]
+                self.values[name] = value
                 continue
             set_point(self.module, name, value[0])
 
@@ -231,7 +230,9 @@ class Parameters:
     def restore(self, state: dict[str, Any]) -> None:
         """Restore latent variables and parameters without a prior from a checkpoint."""
         device = self.data.device
-        self.values = {name: state["values"][name].to(device) for name in self.sites}
+        for name, site in self.sites.items():  # older ones have another shape
+            value = state["values"][name].to(device)
+            self.values[name] = value.reshape(self.restarts, *site.event_shape)
         with torch.no_grad():
             for point, saved in zip(self.points, state["points"], strict=True):
                 point.copy_(saved)
@@ -301,7 +302,7 @@ class Extrapolation:
     @torch.no_grad()
     def record(self) -> None:
         """Record the parameters of an iteration, and extrapolate after two."""
-        now = self.parameters.stacked() | self._points()
+        now = self.parameters.values | self._points()
         self.path.append(self.packing.flat({name: x.double() for name, x in now.items()}))
         if len(self.path) < 3:
             return
@@ -359,7 +360,7 @@ class Extrapolation:
         old, leaves = self.parameters.values, self.gradient.leaves
         values, pieces = self.packing.values(flat), self.packing.split(flat)
         for name, value in old.items():
-            old[name] = values[name].reshape(value.shape).to(value.dtype)
+            old[name] = values[name].to(value.dtype)
             if name in leaves:
                 leaves[name].copy_(pieces[name].reshape(leaves[name].shape))
         for name, point in self._points().items():

@@ -325,7 +325,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
         loop = Loop(some, step, ProcessGroup(), num_iterations=each, tolerance=None)
         loop.run()
         order = loop.losses[-1].nan_to_num(nan=torch.inf).argsort(stable=True).to(device)
-        best = {name: value[order] for name, value in some.stacked().items()}
+        best = {name: value[order] for name, value in some.values.items()}
     if data is not parameters.data:
         best = possible(parameters, best)
     if parameters.restarts > 1:
@@ -346,7 +346,7 @@ def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> V
         some.restarts, some.values = len(group), dict(parameters.sample) if group == [0] else {}
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         _begin_at(some, step, kind_of[group[0]])
-        found.append(some.stacked())
+        found.append(some.values)
     place = torch.tensor([r for group in groups for r in group], device=parameters.data.device)
     places = place.argsort()
     return {name: torch.cat([values[name] for values in found])[places] for name in found[0]}
@@ -377,4 +377,4 @@ def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Val
     scale = data.total / len(data) * int(data.lengths.sum()) / int(some.lengths.sum())
     maximize(maximize.gather(found, some, hmm, scale, at_start=True), some)
     if some is not data:
-        parameters.set_values(possible(parameters, parameters.stacked()))
+        parameters.set_values(possible(parameters, parameters.values))

@@ -20,8 +20,6 @@ from ..distributions.hmm import HMM
 
 # held by whoever uses Pyro's handler stack or parameter store, which all threads share
 PYRO = threading.RLock()
-
-
 # parameters that modules of this package have put into Pyro's store
 _placed: Any = WeakTensorKeyDictionary()
 

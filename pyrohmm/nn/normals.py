@@ -259,12 +259,13 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         """M-step: mode of the joint posterior of variances and means."""
         weight, notes, free = self._first_weight(), list[str](), self.is_free("variance")
         variance: Any = None if free else self.variance.double()
-        for _ in range(1 + (self.flat and self.has_prior("loc"))):  # of a weak prior two are enough
+        weak, of_means = self.flat and self.has_prior("loc"), self._mean_variance()
+        for _ in range(1 + weak):  # of a weak prior two are enough
             loc, scatter = self._about_means(statistics, weight)
             if free:
                 variance, notes = self._mode_of_variance(statistics, scatter, weight)
-            weight = self._wide(variance) / self._mean_variance()
-        return {"loc": loc + self.centre, "variance": variance}, notes
+            weight = self._wide(variance) / of_means
+        return {"loc": loc + self.constants["centre"], "variance": variance}, notes
 
     def _mode_of_variance(
         self, statistics: Statistics, scatter: Tensor, weight: Number

@@ -90,13 +90,12 @@ def call(loop: Callable[..., Any], *arguments: Any) -> Any:
 
     Arguments and results are arrays, numbers and tuples of them: a ``NamedTuple`` is made by
     Python, which then raises what a signal asks for, such as Ctrl-C, and Numba does not look.
-    Subnormal numbers are zero meanwhile.
 
     Raises:
         BaseException: What a signal raised, where Numba calls it an error of its own.
     """
     try:
-        return flushed(loop, *arguments)
+        return loop(*arguments)
     except SystemError as error:
         if error.__cause__ is None:
             raise
@@ -124,11 +123,14 @@ def run(loop: Callable[..., None], count: int, work: int, *arguments: Any) -> No
 
 
 def share(run: Callable[[int], Any], parts: int) -> list[Any]:
-    """Call ``run`` on several parts of the work, on threads; returns the results."""
+    """Call ``run`` on several parts of the work, on threads; returns the results.
+
+    Subnormal numbers are zero meanwhile.
+    """
     if parts == 1:
-        return [run(0)]
-    tasks = [_pool(parts - 1).submit(run, part) for part in range(1, parts)]
-    return [run(0), *(task.result() for task in tasks)]
+        return [flushed(run, 0)]
+    tasks = [_pool(parts - 1).submit(flushed, run, part) for part in range(1, parts)]
+    return [flushed(run, 0), *(task.result() for task in tasks)]
 
 
 @inner

@@ -53,6 +53,7 @@ Torch goes both ways at once, in one product a step, and needs no other bound: a
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from types import ModuleType
 from typing import NamedTuple
 
@@ -136,9 +137,10 @@ def log_evidence(
     """
     parts = log_initial, log_transition, log_likelihood, lengths, symbols, known
     arguments = check_arguments(*parts)
-    differentiable = torch.is_grad_enabled() and any(part.requires_grad for part in parts[:3])
+    inputs = arguments.tensors
+    differentiable = torch.is_grad_enabled() and any(map(attrgetter("requires_grad"), inputs))
     return with_gradient(
-        lambda *_: _solved(arguments, differentiable), _twin(arguments), *arguments.tensors,
+        lambda *_: _solved(arguments, differentiable), _twin(arguments), *inputs,
         also=(symbols, known, arguments.lengths),
     )  # fmt: skip
 

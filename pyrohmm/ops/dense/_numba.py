@@ -107,7 +107,9 @@ def _flat(tensor: Tensor) -> tuple[np.ndarray, np.ndarray, int]:
     if tensor.is_contiguous():
         flat = tensor.reshape(-1)
     else:
-        length = 1 + sum((n - 1) * stride for n, stride in zip(shape, tensor.stride()))
+        length = 1
+        for size, stride in zip(shape, tensor.stride()):
+            length += (size - 1) * stride
         flat = tensor.as_strided((length,), (1,))
     return flat.numpy(), call(starts_of, *shape[:2], over_groups, over), along
 
