@@ -135,7 +135,7 @@ class Durations(Family):
         steps = torch.arange(1, counts.size(-1) + 1, device=counts.device).to(counts)
 
         def values(point: Tensor) -> dict[str, Tensor]:
-            parts = point.clamp(-BOUND, BOUND).unflatten(-2, shape[:-1]).unbind(-1)
+            parts = point.clamp(-BOUND, BOUND).reshape(shape).unbind(-1)
             return {name: link(part) for (name, link), part in zip(links.items(), parts)}
 
         def log_joint(point: Tensor) -> Tensor:
@@ -145,13 +145,12 @@ class Durations(Family):
             if first is not None:
                 total = total - first * (logs + steps.log()).logsumexp(-1)
             total = total + sum(prior.log_prob(found[n]) for n, prior in priors.items())
-            return total.flatten(-3)
+            return total.flatten()
 
         free = torch.tensor([*map(self.is_free, links)], device=counts.device)
         with pyro.validation_enabled(False):
-            best = newton.maximized(
-                log_joint, newton.of_differences(log_joint), start.flatten(0, -2), free
-            )
+            derivatives = newton.of_function(log_joint)
+            best = newton.maximized(log_joint, derivatives, start.flatten(0, -2), free)
             chosen = log_joint(best).reshape(shape[:-1]).argmax(0, keepdim=True)
         found = filter(lambda item: self.is_free(item[0]), values(best).items())
         mode = {name: x.gather(0, chosen).squeeze(0) for name, x in found}

@@ -1,6 +1,6 @@
 """Compiled recursions of chains with durations, in float64.
 
-Arrays are those of :class:`.semi_markov.SegmentChain`; of a Markov chain, whose segments have one
+Arrays are those of :class:`.forward.Chain`; of a Markov chain, whose segments have one
 step, there may be a matrix for each step. For each state, the segments that may
 cover a step are kept as numbers relative to a logarithm of their own, its *frame*; a step adds its
 log-likelihood to the frame, a new segment stands beside the others, and the sum over durations is a
@@ -20,9 +20,10 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._numba_math import call, copy, exp, inner, kernel, logsumexp, run, share, threads_of
-from .semi_markov import SegmentChain
+from .forward import Chain, Gradient
 
 ABOVE = 40.0  # how far an entry may lie above its frame
 FLOOR = 1e-150  # a smaller number is zero, so that products are normal numbers
@@ -185,12 +186,12 @@ def _products(vector, matrix, logs, logarithms, out):
 
 @inner
 def _tables(weights, g):
-    """Probabilities ``(2, 2, K, D)`` of weights ``(2, 2, G, D, K)``, longest durations first."""
+    """Probabilities ``(2, 2, K, D)`` of weights ``(G, 2, 2, D, K)``, longest durations first."""
     num_durations, num_states = weights.shape[3:]
     tables = np.zeros((2, 2, num_states, num_durations))
     for is_first in range(2):
         for is_last in range(2):
-            table, logs = tables[is_first, is_last], weights[is_first, is_last, g]
+            table, logs = tables[is_first, is_last], weights[g, is_first, is_last]
             for d in range(num_durations):
                 for k in range(num_states):
                     if not logs[d, k] <= LOG_FLOOR:
@@ -200,7 +201,7 @@ def _tables(weights, g):
 
 @kernel
 def _forward(
-    first, last, initial, transition, weights, likelihood, lengths, filtering, arrive, ends,
+    first, last, initial, transition, weights, likelihood, lengths, owner, filtering, arrive, ends,
     evidence, filtered,
 ):  # fmt: skip
     """Semi-Markov forward pass: messages, log evidences, and filtered states if asked for.
@@ -210,13 +211,12 @@ def _forward(
     if ``filtering``, log p(x_{1:t}, z_t) as if each step were the last. Padded steps hold anything.
     """
     num_durations, num_states = weights.shape[3:]
-    per = lengths.shape[0] // transition.shape[1]
     scores, column = np.empty(num_durations), np.empty(num_states)
     window = np.empty((num_states, likelihood.shape[1]))
     frame = np.empty(num_states)
     group, several = -1, transition.shape[0] > 1
     for i in range(first, last):
-        g = i // per
+        g = owner[i]
         if g != group:
             group, tables = g, _tables(weights, g)
         end = lengths[i] - 1
@@ -231,7 +231,7 @@ def _forward(
                 for is_last in range(ending, 2 if filtering else ending + 1):
                     frame[k], value, _ = _sum(
                         t, k, span, enter, seen, row, frame[k], tables[0, is_last],
-                        tables[1, is_last], weights[0, is_last, g], weights[1, is_last, g], scores,
+                        tables[1, is_last], weights[g, 0, is_last], weights[g, 1, is_last], scores,
                     )  # fmt: skip
                     if is_last == ending:
                         ends[i, t, k] = value
@@ -257,13 +257,12 @@ def _count_transitions(before, inside, logs, whole, weight, counts):
 
 @kernel
 def _backward(
-    first, last, transition, weights, likelihood, lengths, arrive, ends, evidence, weight, starts,
-    gamma, transitions, sums,
+    first, last, transition, weights, likelihood, lengths, owner, arrive, ends, evidence, weight,
+    starts, gamma, transitions, sums,
 ):  # fmt: skip
     """Posterior counts times ``weight``: the derivatives of the evidences."""
     num_durations, num_states = weights.shape[3:]
     steps = likelihood.shape[1]
-    per = lengths.shape[0] // transition.shape[1]
     scores, inside = np.empty(num_durations), np.empty(num_states)
     frame, spare, shares = np.empty(num_states), np.empty(num_states), np.empty(steps)
     window, cover = np.empty((num_states, steps)), np.empty((num_states, steps))
@@ -274,7 +273,7 @@ def _backward(
         whole = evidence[i]
         if whole == -np.inf:
             continue
-        g = i // per
+        g = owner[i]
         if g != group:
             group, tables = g, _tables(weights, g)
         end = lengths[i] - 1
@@ -285,7 +284,7 @@ def _backward(
             t, span = end - r, min(r + 1, num_durations)
             is_first = int(t == 0)
             others, of_last = tables[is_first, 0], tables[is_first, 1]
-            logs, last_logs = weights[is_first, 0, g], weights[is_first, 1, g]
+            logs, last_logs = weights[g, is_first, 0], weights[g, is_first, 1]
             for k in range(num_states):
                 row = window[k]
                 frame[k] = _advance(r, k, span, onward, seen, row, frame[k])
@@ -305,11 +304,11 @@ def _backward(
                 if t == 0:
                     starts[i, k] = within
                 if begin == 0:
-                    sums[is_first, 1, g, span - 1, k] += shares[0]
+                    sums[g, is_first, 1, span - 1, k] += shares[0]
                     shares[0] = 0.0
                 if t == 0:
                     for s in range(span):
-                        sums[1, 0, g, span - 1 - s, k] += shares[s]
+                        sums[g, 1, 0, span - 1 - s, k] += shares[s]
                     continue
                 for s in range(span):
                     counts[k, num_durations - span + s] += shares[s]
@@ -327,34 +326,34 @@ def _backward(
                 gamma[i, end - r, k] = cover[k, r]
         for d in range(num_durations):
             for k in range(num_states):
-                sums[0, 0, g, d, k] += counts[k, num_durations - 1 - d]
+                sums[g, 0, 0, d, k] += counts[k, num_durations - 1 - d]
 
 
 @kernel
-def _largest(first, last, initial, transition, weights, likelihood, lengths, arrive, ends):
+def _largest(first, last, initial, transition, weights, likelihood, lengths, owner, arrive, ends):
     """Max-product forward messages, for Viterbi."""
     num_durations, num_states = weights.shape[3:]
-    per = lengths.shape[0] // transition.shape[1]
-    within = np.empty(num_states)
+    within, several = np.empty(num_states), transition.shape[0] > 1
     for i in range(first, last):
-        g, end = i // per, lengths[i] - 1
+        g, end = owner[i], lengths[i] - 1
         seen, enter, peaks = likelihood[i], arrive[i], ends[i]
         copy(enter[0], initial[i])
         peaks[:] = -np.inf
         for t in range(end + 1):
             within[:] = 0.0
             for d in range(min(t + 1, num_durations)):
-                table = weights[int(d == t), int(t == end), g]
+                table = weights[g, int(d == t), int(t == end)]
                 for k in range(num_states):
                     within[k] += seen[t - d, k]
                     score = enter[t - d, k] + table[d, k] + within[k]
                     peaks[t, k] = score if score > peaks[t, k] else peaks[t, k]
             if t < end:
+                place = t if several else 0
                 for k in range(num_states):
                     enter[t + 1, k] = -np.inf
                 for j in range(num_states):
                     for k in range(num_states):
-                        score = peaks[t, j] + transition[0, g, j, k]
+                        score = peaks[t, j] + transition[place, g, j, k]
                         enter[t + 1, k] = score if score > enter[t + 1, k] else enter[t + 1, k]
 
 
@@ -386,26 +385,26 @@ def _choose(logs, count, uniform):
 
 @kernel
 def _walk_back(
-    first, last, transition, weights, likelihood, lengths, arrive, ends, uniform, states
+    first, last, transition, weights, likelihood, lengths, owner, arrive, ends, uniform, states
 ):
     """Backtrack paths by sampling; the most probable where ``uniform`` is negative."""
     num_durations, num_states = weights.shape[3:]
-    per = lengths.shape[0] // transition.shape[1]
     logs, spans = np.empty(num_states), np.empty(num_durations)
+    several = transition.shape[0] > 1
     for i in range(first, last):
-        g, end = i // per, lengths[i] - 1
+        g, end = owner[i], lengths[i] - 1
         for s in range(states.shape[0]):
             t, state = end, 0
             while t >= 0:
                 for k in range(num_states):
                     logs[k] = ends[i, t, k]
                     if t < end:
-                        logs[k] += transition[0, g, k, state]
+                        logs[k] += transition[t if several else 0, g, k, state]
                 state = _choose(logs, num_states, uniform[s, i, t, 0])
                 span, within = min(t + 1, num_durations), 0.0
                 for d in range(span):
                     within += likelihood[i, t - d, state]
-                    weight = weights[int(d == t), int(t == end), g, d, state]
+                    weight = weights[g, int(d == t), int(t == end), d, state]
                     spans[d] = arrive[i, t - d, state] + weight + within
                 begin = t - _choose(spans, span, uniform[s, i, t, 1])
                 states[s, i, begin : t + 1] = state
@@ -415,60 +414,81 @@ def _walk_back(
 # Of tensors --------------------------------------------------------------------------------------
 
 
-def _work(chain: SegmentChain) -> int:
+def _parts(chain: Chain) -> tuple[Tensor, ...]:
+    """What the loops read, contiguous; segments of a Markov chain have one step."""
+    initial, likelihood, logs, weights, owner, _, last, _ = chain
+    assert last is not None
+    weights = logs.new_zeros(logs.size(1), 2, 2, 1, logs.size(-1)) if weights is None else weights
+    owner = last.new_zeros(len(last)) if owner is None else owner
+    parts = initial[:, 0], logs.squeeze(2), weights, likelihood, 1 + last.squeeze(-1), owner
+    return tuple(part.detach().contiguous() for part in parts)
+
+
+def _work(chain: Chain) -> int:
     """Multiplications per sequence."""
-    _, _, weights, likelihood, _ = chain
-    size, num_states = weights.shape[3:]
-    return likelihood.size(1) * num_states * (num_states + 10 * size)
+    num_durations, num_states = chain.initial.shape[1:]
+    return chain.likelihood.size(1) * num_states * (num_states + 10 * num_durations)
 
 
-def forward(chain: SegmentChain, filtering: bool) -> tuple[Tensor, ...]:
+def _passed(chain: Chain, filtering: bool) -> tuple[Tensor, ...]:
     """Forward messages, log evidence and filtered states."""
-    likelihood = chain[3]
+    likelihood = chain.likelihood
     arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
     evidence = likelihood.new_zeros(len(likelihood))
     filtered = likelihood.new_zeros(likelihood.shape if filtering else (0, 0, 0))
     results = arrive, ends, evidence, filtered
-    run(_forward, len(likelihood), _work(chain), *chain, filtering, *results)
+    run(_forward, len(likelihood), _work(chain), *_parts(chain), filtering, *results)
     return results
 
 
-def backward(
-    chain: SegmentChain, arrive: Tensor, ends: Tensor, evidence: Tensor, weight: Tensor
-) -> tuple[Tensor, ...]:
-    """Derivatives of the evidences times ``weight`` ``(N,)`` by the tensors of the chain."""
-    initial, transition, weights, likelihood, lengths = chain
-    count = len(lengths)
-    threads = threads_of(count, count * _work(chain))
-    gamma, starts = torch.zeros_like(likelihood), torch.zeros_like(initial)
-    sums = [[torch.zeros_like(table) for table in (transition, weights)] for _ in range(threads)]
-    constant = [part.numpy() for part in (*chain[1:], arrive, ends, evidence, weight)]
-
-    def run_part(part: int) -> None:
-        first, last = (count * end // threads for end in (part, part + 1))
-        results = (table.numpy() for table in (starts, gamma, *sums[part]))
-        call(_backward, first, last, *constant, *results)
-
-    share(run_part, threads)
-    return starts, *(torch.stack(parts).sum(0) for parts in zip(*sums)), gamma
+def filtered(chain: Chain) -> Tensor:
+    """Filtered states ``(N, T, K)``, not normalised; padded steps hold anything."""
+    return _passed(chain, True)[3]
 
 
-def viterbi(chain: SegmentChain) -> Tensor:
+def solve(chain: Chain) -> tuple[Tensor, Gradient]:
+    """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
+    arrive, ends, evidence, _ = _passed(chain, False)
+
+    def gradient(weight: Tensor) -> tuple[Tensor, ...]:
+        _, transition, weights, likelihood, *_ = parts = _parts(chain)
+        count, work = len(evidence), _work(chain)
+        threads = threads_of(count, count * work)
+        gamma, starts = torch.zeros_like(likelihood), torch.zeros_like(parts[0])
+        sums = [[torch.zeros_like(x) for x in (transition, weights)] for _ in range(threads)]
+        messages = arrive, ends, evidence, weight.contiguous()
+        constant = [part.numpy() for part in (*parts[1:], *messages)]
+
+        def run_part(part: int) -> None:
+            first, last = (count * end // threads for end in (part, part + 1))
+            results = (table.numpy() for table in (starts, gamma, *sums[part]))
+            call(_backward, first, last, *constant, *results)
+
+        share(run_part, threads)
+        tables = [torch.stack(part).sum(0) for part in zip(*sums)]
+        tables[0] = tables[0].unsqueeze(2)
+        starts = pad(starts.unsqueeze(1), (0, 0, 0, chain.initial.size(1) - 1))
+        return starts, gamma, *tables[: len(chain.tensors) - 2]
+
+    return evidence.clone(), gradient
+
+
+def viterbi(chain: Chain) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
     arrive, ends = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.likelihood)
-    run(_largest, len(ends), _work(chain), *chain, arrive, ends)
+    run(_largest, len(ends), _work(chain), *_parts(chain), arrive, ends)
     return _paths(chain, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
 
 
-def sample_states(chain: SegmentChain, num_samples: int) -> Tensor:
+def sample_states(chain: Chain, num_samples: int) -> Tensor:
     """Paths ``(S, N, T)`` of the posterior, sampled backwards."""
-    arrive, ends, *_ = forward(chain, False)
+    arrive, ends, *_ = _passed(chain, False)
     uniform = torch.rand(num_samples, *ends.shape[:2], 2, dtype=torch.float64)
     return _paths(chain, arrive, ends, uniform)
 
 
-def _paths(chain: SegmentChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
+def _paths(chain: Chain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
     states = torch.zeros(uniform.shape[:-1], dtype=torch.long)
     work = 10 * len(states) * chain.likelihood[0].numel()
-    run(_walk_back, len(chain.lengths), work, *chain[1:], arrive, ends, uniform, states)
+    run(_walk_back, len(ends), work, *_parts(chain)[1:], arrive, ends, uniform, states)
     return states

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import chain
+from operator import and_, or_
 from types import EllipsisType
 from typing import Any
 
@@ -80,38 +81,26 @@ class Automaton:
                 f"states in default, exceptions and accepting must lie between 0 and Q - 1 = "
                 f"{count - 1}; got {sorted(set(reached), key=str)}."
             )
-        accepted = torch.zeros(count, dtype=torch.bool)
-        accepted[torch.tensor(ends, dtype=torch.long)] = True
         classes = {symbol: number for number, symbol in enumerate(symbols, 1)}
-        self._set(torch.tensor(rows), classes, accepted, name)
+        reached, rows = _explored(0, lambda state: rows[state])
+        self._set(rows, classes, [state in ends for state in reached], name)
 
     def __bool__(self) -> bool:
         raise TypeError("an Automaton is neither true nor false; join constraints by &, | and ~.")
 
     def _set(
-        self, table: Tensor, classes: dict[Symbol, int], accepting: Tensor, name: str
+        self, rows: list[list[int]], classes: dict[Symbol, int], accepting: list[bool], name: str
     ) -> Automaton:
-        """Minimise the automaton of a transition table, and set its tables."""
-        reached = torch.zeros(len(table), dtype=torch.bool)
-        frontier = torch.tensor([0])
-        while len(frontier):
-            reached[frontier] = True
-            frontier = table[frontier].unique()
-            frontier = frontier[~reached[frontier]]
-        number = reached.cumsum(0) - 1
-        table, accepting = number[table[reached]], accepting[reached]
-        kind, count = accepting.long(), 0
-        while int(kind.max()) + 1 > count:  # states that differ in what follows (Moore 1956)
+        """Minimise an automaton whose states are all reached, and set its tables (Moore 1956)."""
+        table, kind, count = torch.tensor(rows), torch.tensor(accepting).long(), 0
+        while int(kind.max()) + 1 > count:  # states that differ in what follows
             count = int(kind.max()) + 1
-            kind = torch.cat([kind.unsqueeze(1), kind[table]], 1).unique(
-                dim=0, return_inverse=True
-            )[1]
-        kind = _first_seen(kind)
-        rows = torch.stack([(kind == each).byte().argmax() for each in range(int(kind.max()) + 1)])
-        table, self.accepting = kind[table[rows]], accepting[rows]
-        columns = _first_seen(table.unique(dim=1, return_inverse=True)[1])
-        first = [(columns == each).byte().argmax() for each in range(int(columns.max()) + 1)]
-        self.table, self.name = table[:, torch.stack(first)], name
+            parts = torch.cat([kind.unsqueeze(1), kind[table]], 1)
+            kind = parts.unique(dim=0, return_inverse=True)[1]
+        kind, first = _first_seen(kind)
+        table, self.accepting = kind[table[first]], torch.tensor(accepting)[first]
+        columns, first = _first_seen(table.unique(dim=1, return_inverse=True)[1])
+        self.table, self.name = table[:, first], name
         of_symbol = {symbol: int(columns[place]) for symbol, place in classes.items()}
         self.classes = {symbol: place for symbol, place in of_symbol.items() if place}
         return self
@@ -136,19 +125,19 @@ class Automaton:
 
     def __and__(self, other: Automaton) -> Automaton:
         """Intersection: sentences that satisfy both constraints."""
-        return self._product(other, torch.logical_and, "{} & {}")
+        return self._product(other, and_, "{} & {}")
 
     def __or__(self, other: Automaton) -> Automaton:
         """Union: sentences that satisfy at least one of the constraints."""
-        return self._product(other, torch.logical_or, "({} | {})")
+        return self._product(other, or_, "({} | {})")
 
     def __invert__(self) -> Automaton:
         """Complement: sentences that do not satisfy the constraint."""
         name = f"~({self.name})" if " & " in self.name else f"~{self.name}"
-        return self._alike(self.table, self.classes, ~self.accepting, name)
+        return self._alike(self.table.tolist(), self.classes, (~self.accepting).tolist(), name)
 
     def _product(
-        self, other: Automaton, both: Callable[[Tensor, Tensor], Tensor], form: str
+        self, other: Automaton, both: Callable[[bool, bool], bool], form: str
     ) -> Automaton:
         """Product construction: reachable pairs of states, and whether each is accepting."""
         if not isinstance(other, Automaton):
@@ -156,31 +145,20 @@ class Automaton:
                 f"& and | combine two Automata; got {type(other).__name__}. Make one, such as by "
                 "must_contain."
             )
-        pairs = {(0, 0): 0}
+        columns = {(0, 0): 0}
         classes = {
-            symbol: pairs.setdefault(
-                (self.classes.get(symbol, 0), other.classes.get(symbol, 0)), len(pairs)
+            symbol: columns.setdefault(
+                (self.classes.get(symbol, 0), other.classes.get(symbol, 0)), len(columns)
             )
             for symbol in self.classes | other.classes
         }
-        mine, theirs = torch.tensor(list(pairs)).unbind(1)
-        size = other.num_states
-        number = torch.full((self.num_states * size,), -1)
-        frontier, found = torch.tensor([0]), 0
-        states, rows = [], []
-        while len(frontier):
-            number[frontier] = torch.arange(found, found + len(frontier))
-            found += len(frontier)
-            after = self.table[frontier // size][:, mine] * size
-            after = after + other.table[frontier % size][:, theirs]
-            states.append(frontier)
-            rows.append(after)
-            frontier = after.unique()
-            frontier = frontier[number[frontier] < 0]
-        pair = torch.cat(states)
-        accepting = both(self.accepting[pair // size], other.accepting[pair % size])
-        table = number[torch.cat(rows)]
-        return self._alike(table, classes, accepting, form.format(self.name, other.name))
+        mine, theirs = self.table.tolist(), other.table.tolist()
+        pairs, rows = _explored(
+            (0, 0), lambda pair: [(mine[pair[0]][i], theirs[pair[1]][j]) for i, j in columns]
+        )
+        ends = self.accepting.tolist(), other.accepting.tolist()
+        accepting = [both(ends[0][i], ends[1][j]) for i, j in pairs]
+        return self._alike(rows, classes, accepting, form.format(self.name, other.name))
 
     def _alike(self, *parts: Any) -> Automaton:
         return object.__new__(Automaton)._set(*parts)
@@ -241,20 +219,17 @@ def determinised(edges: Sequence[Sequence[Edge]], last: int, name: str) -> Autom
 
     listed = [words for some in edges for words, _ in some if words not in (None, ANY)]
     symbols = dict.fromkeys(chain.from_iterable(listed))
-    numbers = {closed([0]): 0}
-    rows, queue = [], [*numbers]
-    for nodes in queue:  # which grows
+
+    def after(nodes: frozenset[int]) -> list[frozenset[int]]:
         leaving = [edge for node in nodes for edge in edges[node] if edge[0] is not None]
-        row = []
-        for symbol in (None, *symbols):  # None: any other
-            after = closed(to for words, to in leaving if words is ANY or symbol in words)
-            if after not in numbers:
-                numbers[after] = len(numbers)
-                queue.append(after)
-            row.append(numbers[after])
-        rows.append(row)
+        return [
+            closed(to for words, to in leaving if words is ANY or symbol in words)
+            for symbol in (None, *symbols)  # None: any other
+        ]
+
+    found, rows = _explored(closed([0]), after)
     exceptions = [dict(zip(symbols, row[1:])) for row in rows]
-    accepting = [number for nodes, number in numbers.items() if last in nodes]
+    accepting = [number for number, nodes in enumerate(found) if last in nodes]
     return Automaton([row[0] for row in rows], exceptions, accepting, name)
 
 
@@ -395,9 +370,19 @@ def _called(function: str, phrases: Iterable[Phrase]) -> str:
     return f"{function}({shown if len(shown) < 80 else shown[:77] + '...'})"
 
 
-def _first_seen(labels: Tensor) -> Tensor:
-    """Labels numbered from 0 in the order in which they occur."""
+def _explored(start: Any, after: Callable[[Any], list[Any]]) -> tuple[list[Any], list[list[int]]]:
+    """What is reached from ``start``, in the order found, and the numbers of those after each."""
+    numbers, rows, queue = {start: 0}, [], [start]
+    for item in queue:  # which grows
+        following = after(item)
+        queue += [each for each in dict.fromkeys(following) if each not in numbers]
+        rows.append([numbers.setdefault(each, len(numbers)) for each in following])
+    return queue, rows
+
+
+def _first_seen(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Labels numbered from 0 in the order in which they occur, and where each does first."""
     _, place = labels.unique(return_inverse=True)
     first = torch.full((int(place.max()) + 1,), len(labels))
     first = first.scatter_reduce(0, place, torch.arange(len(labels)), "amin")
-    return first.argsort().argsort()[place]
+    return first.argsort().argsort()[place], first.sort().values

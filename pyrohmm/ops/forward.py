@@ -1,4 +1,7 @@
-"""The forward pass of any chain in logarithms and float64, as torch operations on any device.
+"""The forward pass of any chain in float64, in which nothing leaves the range of numbers.
+
+By torch operations in logarithms on any device; by the compiled loops of ``_numba_segments`` where
+these are, but for second-order chains.
 
 Messages ``(n, H, W)`` are log-probabilities of the W states and of what else the next step depends
 on. A step takes them along: those of a Markov chain by a matrix (H = 1), those of a second-order
@@ -19,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .._checks import broadcast_shapes
 from .._precision import recomputing, with_gradient
 from .._transforms import transforming
-from .log_space import finite_or_zero, largest, log, logsumexp, step_mask
+from .backends import NUMBA, compiled, pick
+from .log_space import finite_or_zero, largest, log, logsumexp, normalised, step_mask
 
 LEAST = -100.0  # log-probability of a transition, above which products of matrices lose nothing
 FLOOR = 1e-150  # what factors of products are at least where they are possible
@@ -33,14 +38,16 @@ Algebra = Any  # what a sum over states is: one of the classes below
 
 
 class SortedChain(NamedTuple):
-    """N sequences, the longest first, in float64."""
+    """N sequences, the longest first, in float64; G tables, of one or all sequences or groups."""
 
     initial: Tensor  # (N, H, W), log
     likelihood: Tensor  # (N, T, W), log, of the states
-    logs: Tensor  # (S, N|1, R|1, k, k), log, of S transitions: the last for all after the others
-    weights: Tensor | None  # (N|1, 2, 2, D, W), log, of segments: is it the first, is it the last
+    logs: Tensor  # (S, G, R|1, k, k), log, of S transitions: the last for all after the others
+    weights: Tensor | None  # (G, 2, 2, D, W), log, of segments: is it the first, is it the last
+    owner: Tensor | None  # (N,), which of the G tables each has; None if there is one
     counts: list[int]  # how many sequences have each step, up to the last that one has
     last: Tensor | None  # (N, 1), the last step of each, of what is carried over those after it
+    loops: Any  # the module that computes; None for torch
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -50,8 +57,16 @@ class SortedChain(NamedTuple):
     def replaced(
         self, initial: Tensor, likelihood: Tensor, logs: Tensor, weights: Tensor | None = None
     ) -> SortedChain:
-        """Copy of the chain with other tensors."""
-        return SortedChain(initial, likelihood, logs, weights, self.counts, self.last)
+        """The chain with other tensors."""
+        return SortedChain(initial, likelihood, logs, weights, *self[4:])
+
+    def by_rows(self) -> SortedChain:
+        """The chain with tables of each sequence, if there are several."""
+        if self.owner is None:
+            return self
+        weights = None if self.weights is None else self.weights.index_select(0, self.owner)
+        logs = self.logs.index_select(1, self.owner)
+        return self._replace(logs=logs, weights=weights, owner=None)
 
     def place(self, t: int) -> int:
         """Index among the S transitions of the one that leads to step t."""
@@ -75,14 +90,14 @@ class Arranged(NamedTuple):
 
 def arrange(
     initial: Tensor, logs: Tensor, likelihood: Tensor, lengths: Tensor, batch: torch.Size,
-    weights: Tensor | None = None,
+    weights: Tensor | None = None, narrow: bool = True,
 ) -> Arranged:  # fmt: skip
-    """Sort the longest sequences first, by differentiable operations.
+    """Sequences in float64, the longest first, by differentiable operations.
 
-    Within transforms, which may not know the lengths, all go on to the end, as they were.
+    Within transforms, which may not know the lengths, and by compiled loops, all keep their place.
 
-    The largest logarithm of each step is subtracted, lest sums over steps grow so large that none
-    of their digits are left for the differences.
+    The largest logarithm of each step, and of each matrix of a Markov chain, is subtracted, lest
+    sums over steps grow so large that none of their digits are left for the differences.
 
     Args:
         initial: ``(*b, H, W)``.
@@ -91,37 +106,51 @@ def arrange(
         lengths: ``(*b)``, on the CPU.
         batch: What ``(*b)`` broadcast to.
         weights: ``(*b, 2, 2, D, W)``, of a semi-Markov chain.
+        narrow: Whether compiled loops are faster than matrix products of torch.
     """
-    lengths = lengths.expand(batch).reshape(-1)
-    unknown, order = transforming(), torch.arange(len(lengths))
-    longest = likelihood.size(-2)
-    if not unknown:
+    lengths, device = lengths.expand(batch).reshape(-1), likelihood.device
+    fits = narrow and logs.size(-3) == 1 and not transforming()
+    loops = compiled("_numba_segments") if pick(device, fits) is NUMBA else None
+    order, longest = torch.arange(len(lengths)), likelihood.size(-2)
+    in_place = transforming() or loops is not None
+    if not in_place:
         order = lengths.argsort(descending=True, stable=True)
         longest = int(lengths.max()) if len(lengths) else 1
-    where = order.to(likelihood.device)
+    where = order.to(device)
 
-    def rows(tensor: Tensor, core: int, shared: bool = False) -> Tensor:
-        lead, tail = tensor.shape[: tensor.dim() - core], tensor.shape[tensor.dim() - core :]
-        if shared and lead.numel() == 1:
-            return tensor.double().reshape(1, *tail)
-        return (
-            tensor.double().expand(*batch, *tail).reshape(len(order), *tail).index_select(0, where)
-        )
+    def rows(tensor: Tensor, core: int) -> Tensor:
+        tail = tensor.shape[tensor.dim() - core :]
+        tensor = tensor.double().expand(*batch, *tail).reshape(len(order), *tail)
+        return tensor if in_place else tensor.index_select(0, where)
 
+    def grouped(table: Tensor) -> Tensor:
+        core = table.shape[-4:]
+        return table.double().expand(*lead, *core).reshape(lead.numel(), *core)
+
+    lead = logs.shape[:-4]
+    if weights is not None:
+        lead = broadcast_shapes(lead, weights.shape[:-4])
+        weights = grouped(weights)
+    tables, owner = grouped(logs).movedim(1, 0), None
+    if lead.numel() > 1:
+        owner = torch.arange(lead.numel()).reshape(lead).expand(batch).reshape(-1)[order].to(device)
     seen = rows(likelihood, 2)
-    peak = largest(seen, (-1,))
-    steps = step_mask(lengths[order], seen.size(1), where.device)
+    peak, most = largest(seen, (-1,)), largest(tables, (-3, -2, -1))
+    most = most if weights is None else 0.0 * most  # segments end at some steps alone
+    steps = step_mask(lengths[order], seen.size(1), device)
     seen = (seen - peak).masked_fill(~steps.unsqueeze(-1), 0.0)
-    last = (lengths - 1).unsqueeze(-1).to(where.device) if unknown else None
+    moved = most.flatten(1)[torch.arange(seen.size(1) - 1).clamp(max=len(most) - 1)].mT
+    moved = moved if owner is None else moved[owner]  # (1|N, T - 1)
+    shift = peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1)
+    shift = shift + moved.masked_fill(~steps[:, 1:], 0.0).sum(-1)
+    last = (lengths - 1).unsqueeze(-1).to(device) if in_place else None
     counts = [len(order)] * longest
-    if not unknown:
+    if not in_place:
         counts = (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist()
-    durations = None if weights is None else rows(weights, 4, True)
-    tables = rows(logs, 4, True).movedim(1, 0)
-    chain = SortedChain(rows(initial, 2), seen, tables, durations, counts, last)
+    tensors = rows(initial, 2), seen, tables - most, weights
     dtype = torch.promote_types(likelihood.dtype, initial.dtype)
     dtype = torch.promote_types(dtype, logs.dtype)
-    return Arranged(chain, order, batch, dtype, peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1))
+    return Arranged(SortedChain(*tensors, owner, counts, last, loops), order, batch, dtype, shift)
 
 
 # What a sum over states is -----------------------------------------------------------------------
@@ -312,12 +341,20 @@ def _evidence(chain: SortedChain, messages: list[Tensor]) -> Tensor:
 
 def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
-    algebra, probs, messages = _summed(chain)
+    if chain.loops is not None:
+        found: tuple[Tensor, Gradient] = chain.loops.solve(chain)
+        return found
+    rows = chain.by_rows()
+    algebra, probs, messages = _summed(rows)
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:
-        return _gradient(chain, algebra, probs, messages, weight)
+        initial, states, *tables = _gradient(rows, algebra, probs, messages, weight)
+        if chain.owner is not None:
+            sums = zip((chain.logs, chain.weights), (1, 0), tables)
+            tables = [torch.zeros_like(x).index_add(d, chain.owner, part) for x, d, part in sums]
+        return initial, states, *tables
 
-    return _evidence(chain, messages), gradient
+    return _evidence(rows, messages), gradient
 
 
 def _gradient(
@@ -367,16 +404,13 @@ def _pulled(
 # What is asked -----------------------------------------------------------------------------------
 
 
-def log_evidence(arranged: Arranged, dtype: torch.dtype | None = None) -> Tensor:
-    """Log evidence ``(*B)``, differentiable any number of times.
-
-    ``dtype`` is what gradients are going to be converted to, that of the arguments by default.
-    """
+def log_evidence(arranged: Arranged) -> Tensor:
+    """Log evidence ``(*B)``, differentiable any number of times."""
     chain = arranged.chain
     value = with_gradient(
         lambda *tensors: solve(chain.replaced(*tensors)),
         lambda *tensors: _by_pairs(chain.replaced(*tensors)),
-        *chain.tensors, dtype=dtype or arranged.dtype,
+        *chain.tensors, dtype=arranged.dtype,
     )  # fmt: skip
     return arranged.restored(value + arranged.shift).to(arranged.dtype)
 
@@ -389,6 +423,7 @@ def log_evidence_by_pairs(arranged: Arranged) -> Tensor:
 
 def _by_pairs(chain: SortedChain) -> Tensor:
     """Log evidence ``(N,)``, by sums over all pairs of states."""
+    chain = chain.by_rows()
     return _evidence(chain, forward_messages(chain, chain.logs, PairSumProduct))
 
 
@@ -398,15 +433,17 @@ def filtered(arranged: Arranged) -> Tensor:
 
     Each step is taken as the last.
     """
-    chain = arranged.chain
+    chain = arranged.chain.by_rows()
     count, num_steps, _ = chain.likelihood.shape
-    steps = []
-    for t, message in enumerate(_summed(chain)[2]):
-        weights = chain.weights if chain.weights is None else chain.weights[: len(message)]
-        states = logsumexp(_end(t, message, weights), 1)
-        states = states - finite_or_zero(logsumexp(states, -1).unsqueeze(-1))
-        steps.append(pad(states, (0, 0, 0, count - len(message)), value=-torch.inf))
-    scores = pad(torch.stack(steps, 1), (0, 0, 0, num_steps - len(steps)), value=-torch.inf)
+    if chain.loops is not None and not transforming():
+        scores = normalised(arranged.chain.loops.filtered(arranged.chain))
+    else:
+        steps = []
+        for t, message in enumerate(_summed(chain)[2]):
+            weights = chain.weights if chain.weights is None else chain.weights[: len(message)]
+            states = normalised(logsumexp(_end(t, message, weights), 1))
+            steps.append(pad(states, (0, 0, 0, count - len(message)), value=-torch.inf))
+        scores = pad(torch.stack(steps, 1), (0, 0, 0, num_steps - len(steps)), value=-torch.inf)
     if chain.last is not None:
         after = torch.arange(num_steps, device=scores.device) > chain.last
         scores = scores.masked_fill(after.unsqueeze(-1), -torch.inf)
@@ -417,6 +454,9 @@ def filtered(arranged: Arranged) -> Tensor:
 def viterbi(arranged: Arranged) -> Tensor:
     """Most probable path of the states, ``(*B, T)``; 0 at padded steps."""
     chain = arranged.chain
+    if chain.loops is not None:
+        return arranged.restored(chain.loops.viterbi(chain))
+    chain = chain.by_rows()
     messages = forward_messages(chain, chain.logs, MaxProduct)
     path = _walk_back(chain, MaxProduct, messages, lambda logs: logs.argmax(-1), torch.Size())
     return arranged.restored(path)
@@ -426,6 +466,9 @@ def viterbi(arranged: Arranged) -> Tensor:
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
     """Sample paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
     chain = arranged.chain
+    if chain.loops is not None:
+        return arranged.restored(chain.loops.sample_states(chain, num_samples), 1)
+    chain = chain.by_rows()
     algebra, _, messages = _summed(chain)
     paths = _walk_back(chain, algebra, messages, drawn, torch.Size([num_samples]))
     return arranged.restored(paths, 1)

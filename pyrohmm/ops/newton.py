@@ -21,7 +21,6 @@ Terms = Callable[..., Tensor]  # of predictors (B, m, Q), and which ``rows`` the
 
 FLAT = 1e-10  # share of the largest curvature, below which a direction has that share
 HALVINGS = 40
-REACH = 3e-4  # of central differences
 RISE = 1e-4  # share of the rise that the slope promises, which a step must bring
 
 
@@ -109,26 +108,6 @@ def of_function(value: Value) -> Derivatives:
         found = value(leaf)
         (slope,) = torch.autograd.grad(found.sum(), leaf, create_graph=True)
         return found.detach(), slope.detach(), _rows_of_hessian(slope, leaf)
-
-    return derivatives
-
-
-def of_differences(value: Value) -> Derivatives:
-    """Values, and slopes and Hessians by differences: with few unknowns faster than exact ones.
-
-    Args:
-        value: Of points ``(n, B, P)``, all of which are evaluated at once: ``(n, B)``.
-    """
-
-    def derivatives(point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        size = point.size(-1)
-        axes = torch.eye(size).to(point)
-        ways = torch.cat([axes, *(axes + axis for axis in axes)]).unsqueeze(1) * REACH
-        values = value(torch.cat([point.unsqueeze(0), point + ways, point - ways]))
-        here, ahead, back = values.split([1, len(ways), len(ways)])
-        single, double = ((ahead + back - 2 * here) / REACH**2).split([size, size * size])
-        bend = (double.unflatten(0, (size, size)) - single - single.unsqueeze(1)) / 2
-        return here[0], ((ahead - back)[:size] / (2 * REACH)).mT, bend.movedim(-1, 0)
 
     return derivatives
 

@@ -67,7 +67,7 @@ from . import forward
 from .backends import NUMBA, compiled, pick
 from .dense import _torch
 from .dense.chain import Arguments, Gradient, Groups, check_arguments, grouped, ungrouped
-from .log_space import finite_or_zero, logsumexp, step_mask
+from .log_space import step_mask
 
 
 class Posterior(NamedTuple):
@@ -309,10 +309,10 @@ def _counts(arguments: Arguments) -> ExpectedCounts:
 
 
 def _by_steps(arguments: Arguments) -> forward.Arranged:
-    """Convert the arguments to the form that :mod:`.forward` takes."""
+    """Convert the arguments to the form that :mod:`.forward` takes, for torch."""
     initial, transition = arguments.initial.unsqueeze(-2), arguments.transition.unsqueeze(-3)
     parts = initial, transition, arguments.likelihood, arguments.lengths
-    return forward.arrange(*parts, arguments.batch)
+    return forward.arrange(*parts, arguments.batch, narrow=False)
 
 
 # In the range of numbers that each sequence needs -----------------------------------------------
@@ -341,7 +341,7 @@ def solve(
         each: Whether expected transitions are wanted of each sequence, ``(S, G n, K, K)``.
     """
     if dtype is None:
-        return engine(chain).log_space(chain, each)
+        return log_space(chain, each)
     evidence, exact, gradient = engine(chain).scaled(chain, dtype, differentiable, each)
     rows = None
     if exact is not None and not bool(exact.all()):
@@ -386,11 +386,36 @@ def _merged(
 def filtered_scaled(chain: Groups, dtype: torch.dtype | None) -> Tensor:
     """Filtered log-probabilities ``(G, n, T, K)``; arbitrary at padded steps."""
     if dtype is None:
-        messages: Tensor = engine(chain).filtered_in_log_space(chain)
-        return messages - finite_or_zero(logsumexp(messages, -1).unsqueeze(-1))
+        return forward.filtered(_in_log_space(chain))
     found, exact = engine(chain).filtered(chain, dtype)
     if bool(exact.all()):
         return found
     rows = (~exact).flatten().nonzero().squeeze(-1)
     again = filtered_scaled(chain.subset(rows), wider(dtype)).flatten(0, 1).to(found.dtype)
     return found.flatten(0, 1).index_put((rows,), again).reshape(found.shape)
+
+
+# In logarithms ----------------------------------------------------------------------------------
+
+
+def _in_log_space(chain: Groups, each: bool = False) -> forward.Arranged:
+    """The chain as :mod:`.forward` takes it, with matrices of each sequence if need be."""
+    matrices = chain.transition.movedim(0, 1)[:, None, :, None]  # (G, 1, S, 1, K, K)
+    if each:
+        matrices = matrices.expand(*chain.lengths.shape, *matrices.shape[2:])
+    parts = chain.initial.unsqueeze(-2), matrices, chain.likelihood, chain.lengths
+    return forward.arrange(*parts, chain.lengths.shape, narrow=engine(chain) is not _torch)
+
+
+def log_space(chain: Groups, each: bool) -> tuple[Tensor, Gradient]:
+    """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
+    arranged = _in_log_space(chain, each)
+    value, gradient = forward.solve(arranged.chain)
+
+    def restored(weight: Tensor) -> tuple[Tensor, ...]:
+        order = arranged.order.to(weight.device)
+        initial, states, table = gradient(weight.double().reshape(-1)[order])
+        initial, states = (arranged.restored(part) for part in (initial.squeeze(1), states))
+        return initial, table.squeeze(2), chain.by_logs(states)
+
+    return arranged.restored(value + arranged.shift), restored

@@ -29,20 +29,18 @@ Source: Yu, 2010, Hidden semi-Markov models; the gradient as in
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .._checks import broadcast_shapes, check_floats
-from .._precision import recomputing, with_gradient
-from .._transforms import gradients, refuse_transforms, transforming
+from .._precision import recomputing
+from .._transforms import gradients, refuse_transforms
 from . import forward
-from .backends import NUMBA, compiled, pick
-from .dense.chain import by_groups, check_arguments, grouped, split_of
-from .log_space import finite_or_zero, logsumexp, normalised, step_mask
+from .dense.chain import check_arguments
+from .log_space import logsumexp
 from .recursions import ExpectedCounts
 
 
@@ -103,53 +101,11 @@ def segment_weights(
     return torch.stack([duration, right, left, both]).unflatten(0, (2, 2))
 
 
-class SegmentChain(NamedTuple):
-    """N sequences in G groups that share a matrix and tables of durations, all in float64."""
-
-    initial: Tensor  # (N, K), log
-    transition: Tensor  # (1, G, K, K), log
-    weights: Tensor  # (2, 2, G, D, K), log, of segments by how much is seen: see segment_weights
-    likelihood: Tensor  # (N, T, K), log, 0 at padded steps
-    lengths: Tensor  # (N,), on the CPU
-
-    def detach(self) -> SegmentChain:
-        """Copy as constants, contiguous in memory."""
-        return SegmentChain(*(part.detach().contiguous() for part in self))
-
-    def by_steps(self) -> forward.Arranged:
-        """Convert the chain to the form of :mod:`.forward`, with messages over elapsed steps."""
-        groups, size = self.weights.shape[2:4]
-        each = 1 if groups == 1 else len(self.likelihood) // groups
-        logs = self.transition[0, :, None, None].repeat_interleave(each, 0)
-        weights = self.weights.movedim(2, 0).repeat_interleave(each, 0)
-        initial = pad(self.initial.unsqueeze(1), (0, 0, 0, size - 1), value=-torch.inf)
-        batch = self.lengths.shape
-        return forward.arrange(initial, logs, self.likelihood, self.lengths, batch, weights)
-
-    @property
-    def loops(self) -> Any:
-        """The compiled loops; None where torch computes."""
-        return compiled("_numba_segments") if pick(self.likelihood.device) is NUMBA else None
-
-
-class Segmented(NamedTuple):
-    """Chain of N flattened sequences, peak-normalised, with what restores shape and dtype.
-
-    The largest log-likelihood of each step is taken from all of it, so that sums of many steps lose
-    fewer digits; ``shift`` ``(N,)`` is what the log evidence lacks.
-    """
-
-    chain: SegmentChain
-    shift: Tensor
-    batch: torch.Size
-    dtype: torch.dtype
-
-
 def _arranged(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
-) -> Segmented:  # fmt: skip
-    """Arguments in one form by differentiable operations, with weights of censored segments."""
+) -> forward.Arranged:  # fmt: skip
+    """Arguments in the form of :mod:`.forward`, with messages over the steps of a segment."""
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states, shape = parts.initial.size(-1), log_duration.shape
     if shape[-2:-1] != (num_states,) or shape[-1] < 1:
@@ -157,20 +113,12 @@ def _arranged(
             f"log_duration must have shape (*B, K, D) with K = {num_states} and D at least 1; got "
             f"{tuple(shape)}."
         )
-    batch = broadcast_shapes(shape[:-2], parts.batch)
-    split = split_of(batch, [log_transition.shape[:-2], shape[:-2]])
-    dtype = torch.promote_types(parts.dtype, log_duration.dtype)
-    chain = grouped(parts._replace(batch=batch, split=split, dtype=torch.float64))
-    likelihood, lengths = chain.logs.flatten(0, 1), chain.lengths.flatten()
-    if transforming() or bool((lengths < likelihood.size(1)).any()):
-        padded = ~step_mask(lengths, likelihood.size(1), likelihood.device)
-        likelihood = likelihood.masked_fill(padded.unsqueeze(-1), 0.0)
-    largest = finite_or_zero(likelihood.detach().amax(-1, keepdim=True))
     weights = segment_weights(log_duration, censored_end, censored_start, log_mean)
-    tables = [by_groups(table, 2, batch, split).mT for table in weights.flatten(0, 1)]
-    weights = torch.stack(tables).unflatten(0, (2, 2))
-    tensors = chain.initial.flatten(0, 1), chain.transition, weights, likelihood - largest
-    return Segmented(SegmentChain(*tensors, lengths), largest.sum((-2, -1)), batch, dtype)
+    weights = weights.mT.movedim((0, 1), (-4, -3))  # (*b, 2, 2, D, K)
+    initial = pad(log_initial.unsqueeze(-2), (0, 0, 0, shape[-1] - 1), value=-torch.inf)
+    logs, batch = log_transition[..., None, None, :, :], broadcast_shapes(shape[:-2], parts.batch)
+    found = forward.arrange(initial, logs, log_likelihood, parts.lengths, batch, weights)
+    return found._replace(dtype=torch.promote_types(parts.dtype, log_duration.dtype))
 
 
 def log_evidence(
@@ -192,33 +140,7 @@ def log_evidence(
         tensor(0.5040)
     """
     parts = log_initial, log_transition, log_duration, log_likelihood, lengths
-    return _evidence(_arranged(*parts, censored_end, censored_start))
-
-
-def _evidence(arranged: Segmented) -> Tensor:
-    """Log evidence ``(*B)``, differentiable."""
-    chain, shift, batch, dtype = arranged
-
-    def solved(*tensors: Tensor) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-        parts = SegmentChain._make([*tensors, chain.lengths]).detach()
-        arrive, ends, evidence, _ = chain.loops.forward(parts, False)
-
-        def gradient(weight: Tensor) -> tuple[Tensor, ...]:
-            messages = arrive, ends, evidence, weight.contiguous()
-            return chain.loops.backward(parts, *messages)
-
-        return evidence.clone(), gradient
-
-    def twin(*tensors: Tensor) -> Tensor:
-        return forward.log_evidence_by_pairs(
-            SegmentChain._make([*tensors, chain.lengths]).by_steps()
-        )
-
-    if chain.loops is None:
-        value = forward.log_evidence(chain.by_steps(), dtype)
-    else:
-        value = with_gradient(solved, twin, *chain[:-1], also=chain[-1:], dtype=dtype)
-    return (value + shift).reshape(batch).to(dtype)
+    return forward.log_evidence(_arranged(*parts, censored_end, censored_start))
 
 
 @recomputing
@@ -248,14 +170,13 @@ def expected_counts(
 
     def log_evidence(*logs: Tensor) -> Tensor:
         parts: Any = *logs, lengths, censored_end, censored_start, log_mean
-        return _evidence(_arranged(*parts))
+        return forward.log_evidence(_arranged(*parts))
 
     evidence, (*counts, states) = gradients(log_evidence, *logs)
     names = "log_initial", "log_transition", "log_duration"
     return ExpectedCounts(evidence, states, dict(zip(names, counts)))
 
 
-@recomputing
 def filtered(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, censored_start: bool = False,
@@ -265,17 +186,8 @@ def filtered(
     Whether the sequence goes on after step t is not known to them. They are -inf at padded steps,
     and from the step at which the observations become impossible.
     """
-    with torch.set_grad_enabled(transforming()):
-        parts = log_initial, log_transition, log_duration, log_likelihood, lengths
-        chain, _, batch, dtype = _arranged(*parts, True, censored_start)
-        if transforming() or chain.loops is None:
-            scores = forward.filtered(chain.by_steps())
-        else:
-            scores = chain.loops.forward(chain.detach(), True)[3]
-            scores = normalised(scores)
-            padded = ~step_mask(chain.lengths, scores.size(1), scores.device)
-            scores = scores.masked_fill(padded.unsqueeze(-1), -torch.inf)
-        return scores.to(dtype).reshape(*batch, *scores.shape[-2:])
+    parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+    return forward.filtered(_arranged(*parts, True, censored_start))
 
 
 def viterbi(
@@ -289,14 +201,8 @@ def viterbi(
         segments are the runs of equal states.
     """
     refuse_transforms("the most probable path")
-    with torch.no_grad():
-        parts = log_initial, log_transition, log_duration, log_likelihood, lengths
-        chain, _, batch, _ = _arranged(*parts, censored_end, censored_start)
-        if chain.loops is None:
-            best = forward.viterbi(chain.by_steps())
-        else:
-            best = chain.loops.viterbi(chain.detach())
-        return best.reshape(*batch, best.size(1))
+    parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+    return forward.viterbi(_arranged(*parts, censored_end, censored_start))
 
 
 def sample_states(
@@ -309,14 +215,8 @@ def sample_states(
         ``(num_samples, *B, T)`` integers; 0 at padded steps.
     """
     refuse_transforms("samples of paths")
-    with torch.no_grad():
-        parts = log_initial, log_transition, log_duration, log_likelihood, lengths
-        chain, _, batch, _ = _arranged(*parts, censored_end, censored_start)
-        if chain.loops is None:
-            states = forward.sample_states(chain.by_steps(), num_samples)
-        else:
-            states = chain.loops.sample_states(chain.detach(), num_samples)
-        return states.reshape(num_samples, *batch, states.size(-1))
+    parts = log_initial, log_transition, log_duration, log_likelihood, lengths
+    return forward.sample_states(_arranged(*parts, censored_end, censored_start), num_samples)
 
 
 # Segments of paths ------------------------------------------------------------------------------

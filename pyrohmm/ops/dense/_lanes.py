@@ -132,18 +132,12 @@ def scale_lanes(tile, factor, lanes, size):
 
 
 @inner
-def reach(out, origin, tile, packed, height):
-    """Max-plus product of rows and a matrix, in lanes, with the maximising states.
-
-    ``origin`` is the number of the state that the largest comes from, the first of equal ones.
-    """
+def reach(out, tile, packed, height):
+    """Write the max-plus product of a tile of ``LANES`` messages with a matrix."""
     for i in range(height * _LANES):
         out[i] = -np.inf
-        origin[i] = 0
     for j in range(_0, height, _4):
-        q, first = j * _LANES, origin.dtype.type(j)
-        second, third = first + origin.dtype.type(1), first + origin.dtype.type(2)
-        fourth = first + origin.dtype.type(3)
+        q = j * _LANES
         for k in range(height):
             o, m = k * _LANES, j * height + k
             a, b = packed[m], packed[m + height]
@@ -151,12 +145,9 @@ def reach(out, origin, tile, packed, height):
             for i in range(_LANES):
                 w, x = tile[q + i] + a, tile[q + _LANES + i] + b
                 y, z = tile[q + _2 * _LANES + i] + c, tile[q + _3 * _LANES + i] + d
-                low, high = second if x > w else first, fourth if z > y else third
                 w, y = x if x > w else w, z if z > y else y
-                low, w = high if y > w else low, y if y > w else w
-                top = out[o + i]
-                origin[o + i] = low if w > top else origin[o + i]
-                out[o + i] = w if w > top else top
+                w = y if y > w else w
+                out[o + i] = w if w > out[o + i] else out[o + i]
 
 
 # What a step reads, and sums of what is found ---------------------------------------------------

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from ..._choices import MILLISECOND, SIDE_BY_SIDE
 from .._numba_math import call, copy, exp, kernel, run, share, u64
-from ..backends import compiled
-from ..log_space import largest, step_mask
 from . import _backward, _forward
 from ._backward import Back
 from ._forward import Messages
-from ._lanes import _LANES, LANES, Data, load, prepare, reach, starts_of
+from ._lanes import _LANES, LANES, Data, _0, _1, load, prepare, reach, starts_of
 from .chain import Gradient, Groups
 
 LIMITS = {  # logarithms of the smallest normal number and of the largest; relative precision
@@ -197,64 +195,18 @@ class _Passes:
         return torch.from_numpy(starts), torch.from_numpy(pairs), torch.from_numpy(symbols)
 
 
-# In logarithms ----------------------------------------------------------------------------------
-
-
-def log_space(chain: Groups, each: bool) -> tuple[Tensor, Gradient]:
-    """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
-    loops, (parts, shift) = compiled("_numba_segments"), _segments(chain, each)
-    messages, shape = loops.forward(parts, False)[:3], chain.lengths.shape
-
-    def gradient(weight: Tensor) -> tuple[Tensor, ...]:
-        weights = weight.double().reshape(-1).contiguous()
-        starts, pairs, _, states = loops.backward(parts, *messages, weights)
-        starts, states = starts.reshape(*shape, -1), states.reshape(*shape, *states.shape[1:])
-        return starts, pairs, chain.by_logs(states)
-
-    return (messages[2] + shift).reshape(shape), gradient
-
-
-def filtered_in_log_space(chain: Groups) -> Tensor:
-    """Filtered log-probabilities ``(G, n, T, K)``, unnormalised; arbitrary at padded steps."""
-    found: Tensor = compiled("_numba_segments").forward(_segments(chain)[0], False)[1]
-    return found.reshape(*chain.lengths.shape, *found.shape[1:])
-
-
-def _segments(chain: Groups, each: bool = False) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Semi-Markov form of the chain, with D = 1, in float64; and the log scale taken out.
-
-    The largest logarithm of each step and matrix is subtracted, lest sums over steps grow so large
-    that none of their digits are left for the differences. ``each`` sequence may have a matrix.
-    """
-    initial, transition, likelihood = chain.initial, chain.transition, chain.likelihood
-    initial, transition = initial.double().flatten(0, 1), transition.double()
-    likelihood, lengths = likelihood.double().flatten(0, 1), chain.lengths.reshape(-1)
-    peak, most = largest(likelihood, (-1,)), largest(transition, (-2, -1))
-    steps, repeats = likelihood.size(1), chain.lengths.size(1)
-    moves = most.flatten(2).expand(max(steps - 1, 0), -1, -1).squeeze(-1).mT  # (G, T - 1)
-    shift = (peak.squeeze(-1) * step_mask(lengths, steps)).sum(-1)
-    moves = moves.repeat_interleave(repeats, 0) * step_mask(lengths - 1, steps - 1)
-    transition = transition - most
-    transition = transition.repeat_interleave(repeats, 1) if each else transition
-    weights = initial.new_zeros(2, 2, transition.size(1), 1, initial.size(-1))
-    parts = initial, transition, weights, likelihood - peak
-    return (*(part.contiguous() for part in parts), lengths), shift + moves.sum(-1)
-
-
 # Best paths, and samples of paths --------------------------------------------------------------
 
 
 @kernel
 def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
-    """Most probable paths of many sequences; a group is a unit of work."""
+    """Most probable paths of many sequences; a tile of them is a unit of work."""
     steps, groups, num_states, _ = transition.shape
     size, height = u64(num_states), u64((num_states + 3) // 4 * 4)
     count, real = lengths.shape[0] // groups, likelihood.dtype
     packed = np.full(height * height, -np.inf, real)
-    score = np.full(height * _LANES, -np.inf, real)
-    reached = np.full(height * _LANES, -np.inf, real)
-    origin, seen = np.zeros(height * _LANES, real), np.zeros(height * _LANES, real)
-    back = np.zeros(u64(best.shape[1]) * size * _LANES, np.uint16)
+    scores = np.full((best.shape[1], height * _LANES), -np.inf, real)
+    reached, seen = np.full(height * _LANES, -np.inf, real), np.zeros(height * _LANES, real)
     zero, peak = real.type(0), np.zeros(LANES, real)
     offsets, active = np.zeros(LANES, np.uint64), np.zeros(LANES, np.bool_)
     states = np.zeros(LANES, np.uint64)
@@ -264,6 +216,7 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
         width = min(LANES, (g + 1) * count - start)
         longest = lengths[start : start + width].max()
         for t in range(longest):
+            score = scores[t]
             for i in range(LANES):
                 active[i] = i < width and t < lengths[start + i]
                 offsets[i] = u64((start + i) * best.shape[1] + t) * size
@@ -278,10 +231,7 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
                     for j in range(num_states):
                         for k in range(num_states):
                             packed[j * height + k] = transition[wanted // groups, g, j, k]
-                reach(reached, origin, score, packed, height)
-                row = u64(t) * size * _LANES
-                for k in range(size * _LANES):
-                    back[row + k] = np.uint16(origin[k])
+                reach(reached, scores[t - 1], packed, height)
             load(seen, _LANES, likelihood.ravel(), offsets, active, size, zero)
             for i in range(_LANES):
                 peak[i] = -np.inf
@@ -295,20 +245,19 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
             for k in range(size):
                 for i in range(_LANES):
                     score[k * _LANES + i] -= peak[i]
+        for t in range(longest - 1, -1, -1):  # the first of the best predecessors
+            score, matrix = scores[t], transition[min(t, steps - 1), g]
             for i in range(width):
-                if t == lengths[start + i] - 1:
-                    lane, state = u64(i), u64(0)
-                    for k in range(size):
-                        if score[u64(k) * _LANES + lane] > score[state * _LANES + lane]:
-                            state = u64(k)
-                    states[i] = state
-                    best[start + i, t] = state
-        for t in range(longest - 1, 0, -1):
-            for i in range(width):
-                if t < lengths[start + i]:
-                    state = u64(back[(u64(t) * size + states[i]) * _LANES + u64(i)])
-                    states[i] = state
-                    best[start + i, t - 1] = state
+                end = lengths[start + i] - 1
+                if t <= end:
+                    place, state, choice = u64(i), states[i], _0
+                    top = score[place] + (matrix[_0, state] if t < end else zero)
+                    for k in range(_1, size):
+                        x = score[k * _LANES + place] + (matrix[k, state] if t < end else zero)
+                        if x > top:
+                            top, choice = x, k
+                    states[i] = choice
+                    best[start + i, t] = choice
 
 
 @kernel

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ..._choices import CHUNKED_ON_DEVICE, CHUNKS, CLOSE, SHARED
 from ..._sync import exceeds
-from .. import forward
 from ..log_space import step_mask
 from ..products import accumulated
 from .chain import Gradient, Groups
@@ -338,43 +337,3 @@ def filtered(chain: Groups, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     right = norm.squeeze(-1) >= weight.size(-1) * limits.tiny / limits.eps
     right = right if padded is None else right | padded.squeeze(-1)
     return state.log_().movedim(0, 2), right.all(0)
-
-
-# In logarithms ----------------------------------------------------------------------------------
-
-
-def _arranged(chain: Groups, each: bool = False) -> forward.Arranged:
-    """The chain in logarithms, with matrices of each sequence if need be."""
-    size, matrices = chain.lengths.size(1), chain.transition.movedim(0, 1)  # (G, S, K, K)
-    if each or len(matrices) > 1:
-        matrices = matrices.repeat_interleave(size, 0)
-    lengths, initial = chain.lengths.reshape(-1), chain.initial.flatten(0, 1)
-    parts = initial.unsqueeze(-2), matrices.unsqueeze(-3), chain.likelihood.flatten(0, 1)
-    return forward.arrange(*parts, lengths, lengths.shape)
-
-
-def log_space(chain: Groups, each: bool) -> tuple[Tensor, Gradient]:
-    """Log evidence ``(G, n)`` and its gradient, by the forward pass in log space, in float64."""
-    arranged, shape = _arranged(chain, each), chain.lengths.shape
-    value, gradient = forward.solve(arranged.chain)
-
-    def restored(weight: Tensor) -> tuple[Tensor, ...]:
-        order = arranged.order.to(weight.device)
-        initial, states, table = gradient(weight.double().reshape(-1)[order])
-        initial, states = (
-            arranged.restored(part).reshape(*shape, *part.shape[1:])
-            for part in (initial.squeeze(1), states)
-        )
-        table = table.squeeze(2)
-        if table.size(1) > 1:
-            table = arranged.restored(table, 1)
-            table = table if each else table.unflatten(1, shape).sum(2)
-        return initial, table, chain.by_logs(states)
-
-    return arranged.restored(value + arranged.shift).reshape(shape), restored
-
-
-def filtered_in_log_space(chain: Groups) -> Tensor:
-    """Filtered log-probabilities ``(G, n, T, K)``."""
-    found = forward.filtered(_arranged(chain))
-    return found.reshape(*chain.lengths.shape, *found.shape[1:])
