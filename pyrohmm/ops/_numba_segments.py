@@ -1,21 +1,17 @@
-"""Compiled recursions of chains with durations, in float64.
+"""Compiled recursions of chains with durations, in float64 and in logarithms.
 
-Arrays are those of :class:`.forward.Chain`; of a Markov chain, whose segments have one
-step, there may be a matrix for each step. For each state, the segments that may
-cover a step are kept as numbers relative to a logarithm of their own, its *frame*; a step adds its
-log-likelihood to the frame, a new segment stands beside the others, and the sum over durations is a
-product of two vectors. What falls out of the range of numbers is so small that such a sum does not
-feel it, unless the sum itself is small: then the frame is set anew, and if that does not help, the
-sum is made in logarithms. So each is exact, whatever vanishes. Comparisons let NaN through.
+Arrays are those of :class:`.forward.SortedChain`, but for weights ``(G, 2, 2, K, D)``, longest durations
+first; of a Markov chain, whose segments have one step, there may be a matrix for each step. For
+each state a window has the segments that may cover a step, each the logarithm of what leads to its
+beginning and of its observations so far: a step adds its log-likelihood to all, and a new segment
+stands beside the others. A sum over durations is relative to the largest of them, one over states
+a product, made anew in logarithms where something may have been lost. So each is exact, whatever
+vanishes, and no difference of cumulated sums meets -inf minus -inf. Comparisons let NaN through.
 
-Backward in time it is the same, from the end: a segment is entered where it ends. A sum over
-durations adds the log-likelihoods of a segment one by one, or passes them on in the frame: no
-difference of cumulated sums meets -inf minus -inf.
+Backward in time it is the same, from the end: a segment is entered where it ends.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import torch
@@ -23,13 +19,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ._numba_math import call, copy, exp, inner, kernel, logsumexp, run, share, threads_of
-from .forward import Chain, Gradient
+from .forward import Gradient, SortedChain
 
-ABOVE = 40.0  # how far an entry may lie above its frame
-FLOOR = 1e-150  # a smaller number is zero, so that products are normal numbers
-LOG_FLOOR = math.log(FLOOR)
-LEAST = 1e-110  # a sum below may have lost something, for it holds e^40 FLOOR times D
-TINY = 1e-270  # the same of sums over states, of numbers to 1 and without a floor
+TINY = 1e-270  # a sum of products below may have lost something, of numbers to 1
 LOW = -700.0  # the exponential of a smaller logarithm may not be a normal number
 
 
@@ -44,118 +36,43 @@ def _matrix(logs):
     return matrix
 
 
-@kernel
-def _reframe(t, k, span, enter, seen, window):
-    """Rescale the window of state k at step t by its largest entry; returns the log scale."""
-    within, best, first = 0.0, -np.inf, t + 1 - span
-    for s in range(t, t - span, -1):
-        within += seen[s, k]
-        if within == -np.inf:
-            first = s + 1
-            window[t + 1 - span : s + 1] = 0.0
-            break
-        window[s] = enter[s, k] + within
-        best = window[s] if window[s] > best else best
-    for s in range(first, t + 1):
-        low = window[s] - best if best > -np.inf else -np.inf
-        window[s] = 0.0 if low <= LOG_FLOOR else exp(low)
-    return best
+@inner
+def _step(t, span, new, seen, window):
+    """Put the segment that begins at step t into a window, and add the step to all segments."""
+    window[t] = new
+    covering = window[t + 1 - span : t + 1]
+    for i in range(covering.shape[0]):
+        covering[i] += seen
 
 
-@kernel
-def _advance(t, k, span, enter, seen, window, frame):
-    """Add the segments that begin at step t to the window; returns the new log scale."""
-    new = enter[t, k]
-    window[t] = 0.0
-    if new == -np.inf:
-        pass
-    elif new - frame > ABOVE:
-        scale = np.exp(frame - new) if frame - new > LOW else 0.0
-        for s in range(t + 1 - span, t):
-            value = window[s] * scale
-            window[s] = 0.0 if value <= FLOOR else value
-        window[t], frame = 1.0, new
-    elif not new - frame <= LOG_FLOOR:
-        window[t] = np.exp(new - frame)
-    if seen[t, k] == -np.inf:
-        window[t + 1 - span : t + 1] = 0.0
-        return -np.inf
-    return frame + seen[t, k]
+@inner
+def _sum(t, span, window, others, first, shares):
+    """Log of the sum over the segments that cover step t.
 
-
-@kernel
-def _dot(t, k, span, window, others, first):
-    """Weighted sum of the window entries that cover step t; the weight of entry 0 is ``first``."""
-    size = others.shape[1]
-    begin = t + 1 - span
-    total = 0.0
+    Those of ``others`` are the weights, but that of entry 0 in ``first``. ``shares`` are set to
+    the terms, relative to the largest; their sum is returned too.
+    """
+    begin, place, total = t + 1 - span, others.shape[0] - span, 0.0
+    covering, weights, terms = window[begin : t + 1], others[place:], shares[:span]
+    for i in range(terms.shape[0]):
+        terms[i] = covering[i] + weights[i]
     if begin == 0:
-        total = window[0] * first[k, size - span]
-        begin = 1
-    row = others[k, size - (t + 1 - begin) :]
-    part = window[begin : t + 1]
-    for i in range(part.shape[0]):
-        total += part[i] * row[i]
-    return total
-
-
-@kernel
-def _log_sum(t, k, span, enter, seen, others, first, scores):
-    """Log-sum-exp over durations, with ``scores`` by duration; and the number of durations."""
-    within, peak, count = 0.0, -np.inf, 0
-    for d in range(span):
-        within += seen[t - d, k]
-        if within == -np.inf:
-            break
-        weight = first[d, k] if d == t else others[d, k]
-        scores[d] = enter[t - d, k] + within + weight
-        if scores[d] > peak or scores[d] != scores[d]:  # NaN stays
-            peak = scores[d]
-        count += 1
-    total = 0.0
-    if peak == -np.inf:
-        return peak, 0
-    for d in range(count):
-        total += np.exp(scores[d] - peak)
-    return peak + np.log(total), count
-
-
-@kernel
-def _sum(t, k, span, enter, seen, window, frame, others, first, logs, first_logs, scores):
-    """Log of a sum over durations: by the scaled window, or by log-sum-exp if it underflows.
-
-    Returned after the log scale; then the number of ``scores`` that log-sum-exp has used, or -1.
-    """
-    total = _dot(t, k, span, window, others, first)
-    if not total > LEAST and frame > -np.inf:
-        frame = _reframe(t, k, span, enter, seen, window)
-        total = _dot(t, k, span, window, others, first)
-    if total > LEAST:
-        return frame, frame + np.log(total), -1
-    value, count = _log_sum(t, k, span, enter, seen, logs, first_logs, scores)
-    return frame, value, count
-
-
-@kernel
-def _shares(t, k, span, count, flow, frame, weight, window, others, first, scores, shares):
-    """Posterior probability of each segment times ``weight``, longest to shortest.
-
-    ``flow`` is the log of what the sum over them is to be multiplied by, and ``count`` that of
-    :func:`_sum`.
-    """
-    begin, place = t + 1 - span, others.shape[1] - span
-    if count < 0:
-        flow += frame
-        flow = 0.0 if flow <= LOW else weight * np.exp(flow)
-        for s in range(span):
-            shares[s] = flow * window[begin + s] * others[k, place + s]
-        if begin == 0:
-            shares[0] = flow * window[0] * first[k, place]
-        return
-    shares[:span] = 0.0
-    for d in range(count):
-        low = flow + scores[d]
-        shares[span - 1 - d] = 0.0 if low <= LOW else weight * np.exp(low)
+        terms[0] = window[0] + first[place]
+    a, b, c, d = terms[0], -np.inf, -np.inf, -np.inf  # side by side, as vectors
+    for i in range(1, terms.shape[0] - 3, 4):
+        w, x, y, z = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
+        a, b, c, d = w if w > a else a, x if x > b else b, y if y > c else c, z if z > d else d
+    for i in range(max(1, terms.shape[0] - 3), terms.shape[0]):
+        a = terms[i] if terms[i] > a else a
+    a, c = b if b > a else a, d if d > c else c
+    peak = c if c > a else a
+    base = peak if peak > -np.inf else 0.0
+    for i in range(terms.shape[0]):
+        low = terms[i] - base
+        value = exp(LOW if low < LOW else low)
+        terms[i] = 0.0 if low < LOW else value
+        total += terms[i]
+    return base + np.log(total), total
 
 
 @kernel
@@ -184,21 +101,6 @@ def _products(vector, matrix, logs, logarithms, out):
             out[k] = logsumexp(logarithms)
 
 
-@inner
-def _tables(weights, g):
-    """Probabilities ``(2, 2, K, D)`` of weights ``(G, 2, 2, D, K)``, longest durations first."""
-    num_durations, num_states = weights.shape[3:]
-    tables = np.zeros((2, 2, num_states, num_durations))
-    for is_first in range(2):
-        for is_last in range(2):
-            table, logs = tables[is_first, is_last], weights[g, is_first, is_last]
-            for d in range(num_durations):
-                for k in range(num_states):
-                    if not logs[d, k] <= LOG_FLOOR:
-                        table[k, num_durations - 1 - d] = np.exp(logs[d, k])
-    return tables
-
-
 @kernel
 def _forward(
     first, last, initial, transition, weights, likelihood, lengths, owner, filtering, arrive, ends,
@@ -210,38 +112,28 @@ def _forward(
     together with the observations before and in them, ``(N, T, K)``; the log evidence ``(N,)``; and
     if ``filtering``, log p(x_{1:t}, z_t) as if each step were the last. Padded steps hold anything.
     """
-    num_durations, num_states = weights.shape[3:]
-    scores, column = np.empty(num_durations), np.empty(num_states)
-    window = np.empty((num_states, likelihood.shape[1]))
-    frame = np.empty(num_states)
-    group, several = -1, transition.shape[0] > 1
+    num_states, num_durations = weights.shape[3:]
+    shares, column = np.empty(num_durations), np.empty(num_states)
+    window, several = np.empty((num_states, likelihood.shape[1])), transition.shape[0] > 1
     for i in range(first, last):
-        g = owner[i]
-        if g != group:
-            group, tables = g, _tables(weights, g)
-        end = lengths[i] - 1
-        seen, enter = likelihood[i], arrive[i]
-        copy(enter[0], initial[i])
-        frame[:] = -np.inf
+        end, tables = lengths[i] - 1, weights[owner[i]]
+        copy(arrive[i, 0], initial[i])
         for t in range(end + 1):
             span, ending = min(t + 1, num_durations), int(t == end)
             for k in range(num_states):
-                row = window[k]
-                frame[k] = _advance(t, k, span, enter, seen, row, frame[k])
+                _step(t, span, arrive[i, t, k], likelihood[i, t, k], window[k])
                 for is_last in range(ending, 2 if filtering else ending + 1):
-                    frame[k], value, _ = _sum(
-                        t, k, span, enter, seen, row, frame[k], tables[0, is_last],
-                        tables[1, is_last], weights[g, 0, is_last], weights[g, 1, is_last], scores,
-                    )  # fmt: skip
+                    others, own = tables[0, is_last, k], tables[1, is_last, k]
+                    value, _ = _sum(t, span, window[k], others, own, shares)
                     if is_last == ending:
                         ends[i, t, k] = value
                     if is_last and filtering:
                         filtered[i, t, k] = value
             if t < end:
-                logs = transition[t if several else 0, g]
+                logs = transition[t if several else 0, owner[i]]
                 if several or t == 0:
                     matrix = _matrix(logs)
-                _products(ends[i, t], matrix, logs, column, enter[t + 1])
+                _products(ends[i, t], matrix, logs, column, arrive[i, t + 1])
         evidence[i] = logsumexp(ends[i, end])
 
 
@@ -261,77 +153,56 @@ def _backward(
     starts, gamma, transitions, sums,
 ):  # fmt: skip
     """Posterior counts times ``weight``: the derivatives of the evidences."""
-    num_durations, num_states = weights.shape[3:]
-    steps = likelihood.shape[1]
-    scores, inside = np.empty(num_durations), np.empty(num_states)
-    frame, spare, shares = np.empty(num_states), np.empty(num_states), np.empty(steps)
+    num_states, num_durations = weights.shape[3:]
+    steps, several = likelihood.shape[1], transition.shape[0] > 1
+    shares, inside, spare = np.empty(num_durations), np.empty(num_states), np.empty(num_states)
     window, cover = np.empty((num_states, steps)), np.empty((num_states, steps))
-    onward, seen = np.empty((steps, num_states)), np.empty((steps, num_states))
-    counts = np.empty((num_states, num_durations))
-    group, several = -1, transition.shape[0] > 1
+    onward = np.empty((steps, num_states))
     for i in range(first, last):
-        whole = evidence[i]
+        g, whole, end = owner[i], evidence[i], lengths[i] - 1
         if whole == -np.inf:
             continue
-        g = owner[i]
-        if g != group:
-            group, tables = g, _tables(weights, g)
-        end = lengths[i] - 1
+        onward[0], cover[:] = 0.0, 0.0
         for r in range(end + 1):  # steps, counted from the end
-            copy(seen[r], likelihood[i, end - r])
-        frame[:], onward[0], counts[:], cover[:] = -np.inf, 0.0, 0.0, 0.0
-        for r in range(end + 1):
             t, span = end - r, min(r + 1, num_durations)
-            is_first = int(t == 0)
-            others, of_last = tables[is_first, 0], tables[is_first, 1]
-            logs, last_logs = weights[g, is_first, 0], weights[g, is_first, 1]
+            is_first, begin, place = int(t == 0), r + 1 - span, num_durations - span
             for k in range(num_states):
-                row = window[k]
-                frame[k] = _advance(r, k, span, onward, seen, row, frame[k])
-                frame[k], inside[k], count = _sum(
-                    r, k, span, onward, seen, row, frame[k], others, of_last, logs, last_logs,
-                    scores,
-                )  # fmt: skip
-                flow, begin = arrive[i, t, k] - whole, r + 1 - span
-                _shares(
-                    r, k, span, count, flow, frame[k], weight[i], row, others, of_last, scores,
-                    shares,
-                )  # fmt: skip
-                within = 0.0
+                _step(r, span, onward[r, k], likelihood[i, t, k], window[k])
+                others, of_last = weights[g, is_first, 0, k], weights[g, is_first, 1, k]
+                inside[k], total = _sum(r, span, window[k], others, of_last, shares)
+                flow = arrive[i, t, k] - whole + inside[k]
+                if flow <= LOW:
+                    continue
+                flow = weight[i] * np.exp(flow) / total
+                counts, within = sums[g, is_first, 0, k], 0.0
                 for s in range(span):
+                    shares[s] *= flow
                     within += shares[s]
                     cover[k, begin + s] += within
                 if t == 0:
                     starts[i, k] = within
                 if begin == 0:
-                    sums[g, is_first, 1, span - 1, k] += shares[0]
+                    sums[g, is_first, 1, k, place] += shares[0]
                     shares[0] = 0.0
-                if t == 0:
-                    for s in range(span):
-                        sums[g, 1, 0, span - 1 - s, k] += shares[s]
-                    continue
                 for s in range(span):
-                    counts[k, num_durations - span + s] += shares[s]
+                    counts[place + s] += shares[s]
             if t > 0:
                 here = t - 1 if several else 0
+                logs = transition[here, g]
                 if several or t == end:
-                    matrix = _matrix(transition[here, g])
-                _products(inside, matrix.T, transition[here, g].T, spare, onward[r + 1])
+                    matrix = _matrix(logs)
+                _products(inside, matrix.T, logs.T, spare, onward[r + 1])
                 _count_transitions(
-                    ends[i, t - 1], inside, transition[here, g], whole, weight[i],
-                    transitions[here, g],
-                )  # fmt: skip
+                    ends[i, t - 1], inside, logs, whole, weight[i], transitions[here, g]
+                )
         for r in range(end + 1):
             for k in range(num_states):
                 gamma[i, end - r, k] = cover[k, r]
-        for d in range(num_durations):
-            for k in range(num_states):
-                sums[g, 0, 0, d, k] += counts[k, num_durations - 1 - d]
 
 
 @kernel
 def _largest(first, last, initial, transition, weights, likelihood, lengths, owner, arrive, ends):
-    """Max-product forward messages, for Viterbi."""
+    """Max-product forward messages, for Viterbi; ``weights`` are transposed."""
     num_durations, num_states = weights.shape[3:]
     within, several = np.empty(num_states), transition.shape[0] > 1
     for i in range(first, last):
@@ -345,7 +216,7 @@ def _largest(first, last, initial, transition, weights, likelihood, lengths, own
                 table = weights[g, int(d == t), int(t == end)]
                 for k in range(num_states):
                     within[k] += seen[t - d, k]
-                    score = enter[t - d, k] + table[d, k] + within[k]
+                    score = enter[t - d, k] + table[num_durations - 1 - d, k] + within[k]
                     peaks[t, k] = score if score > peaks[t, k] else peaks[t, k]
             if t < end:
                 place = t if several else 0
@@ -388,7 +259,7 @@ def _walk_back(
     first, last, transition, weights, likelihood, lengths, owner, arrive, ends, uniform, states
 ):
     """Backtrack paths by sampling; the most probable where ``uniform`` is negative."""
-    num_durations, num_states = weights.shape[3:]
+    num_states, num_durations = weights.shape[3:]
     logs, spans = np.empty(num_states), np.empty(num_durations)
     several = transition.shape[0] > 1
     for i in range(first, last):
@@ -404,7 +275,7 @@ def _walk_back(
                 span, within = min(t + 1, num_durations), 0.0
                 for d in range(span):
                     within += likelihood[i, t - d, state]
-                    weight = weights[g, int(d == t), int(t == end), d, state]
+                    weight = weights[g, int(d == t), int(t == end), state, num_durations - 1 - d]
                     spans[d] = arrive[i, t - d, state] + weight + within
                 begin = t - _choose(spans, span, uniform[s, i, t, 1])
                 states[s, i, begin : t + 1] = state
@@ -414,23 +285,24 @@ def _walk_back(
 # Of tensors --------------------------------------------------------------------------------------
 
 
-def _parts(chain: Chain) -> tuple[Tensor, ...]:
+def _parts(chain: SortedChain) -> tuple[Tensor, ...]:
     """What the loops read, contiguous; segments of a Markov chain have one step."""
     initial, likelihood, logs, weights, owner, _, last, _ = chain
     assert last is not None
     weights = logs.new_zeros(logs.size(1), 2, 2, 1, logs.size(-1)) if weights is None else weights
+    weights = weights.flip(-2).mT
     owner = last.new_zeros(len(last)) if owner is None else owner
     parts = initial[:, 0], logs.squeeze(2), weights, likelihood, 1 + last.squeeze(-1), owner
     return tuple(part.detach().contiguous() for part in parts)
 
 
-def _work(chain: Chain) -> int:
+def _work(chain: SortedChain) -> int:
     """Multiplications per sequence."""
     num_durations, num_states = chain.initial.shape[1:]
     return chain.likelihood.size(1) * num_states * (num_states + 10 * num_durations)
 
 
-def _passed(chain: Chain, filtering: bool) -> tuple[Tensor, ...]:
+def _passed(chain: SortedChain, filtering: bool = False) -> tuple[Tensor, ...]:
     """Forward messages, log evidence and filtered states."""
     likelihood = chain.likelihood
     arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
@@ -441,14 +313,14 @@ def _passed(chain: Chain, filtering: bool) -> tuple[Tensor, ...]:
     return results
 
 
-def filtered(chain: Chain) -> Tensor:
+def filtered(chain: SortedChain) -> Tensor:
     """Filtered states ``(N, T, K)``, not normalised; padded steps hold anything."""
-    return _passed(chain, True)[3]
+    return _passed(chain, filtering=True)[3]
 
 
-def solve(chain: Chain) -> tuple[Tensor, Gradient]:
+def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
-    arrive, ends, evidence, _ = _passed(chain, False)
+    arrive, ends, evidence, _ = _passed(chain)
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:
         _, transition, weights, likelihood, *_ = parts = _parts(chain)
@@ -466,28 +338,30 @@ def solve(chain: Chain) -> tuple[Tensor, Gradient]:
 
         share(run_part, threads)
         tables = [torch.stack(part).sum(0) for part in zip(*sums)]
-        tables[0] = tables[0].unsqueeze(2)
+        tables = [tables[0].unsqueeze(2), tables[1].mT.flip(-2)]
         starts = pad(starts.unsqueeze(1), (0, 0, 0, chain.initial.size(1) - 1))
         return starts, gamma, *tables[: len(chain.tensors) - 2]
 
     return evidence.clone(), gradient
 
 
-def viterbi(chain: Chain) -> Tensor:
+def viterbi(chain: SortedChain) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
     arrive, ends = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.likelihood)
-    run(_largest, len(ends), _work(chain), *_parts(chain), arrive, ends)
+    initial, transition, weights, *rest = _parts(chain)
+    parts = initial, transition, weights.mT.contiguous(), *rest
+    run(_largest, len(ends), _work(chain), *parts, arrive, ends)
     return _paths(chain, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
 
 
-def sample_states(chain: Chain, num_samples: int) -> Tensor:
+def sample_states(chain: SortedChain, num_samples: int) -> Tensor:
     """Paths ``(S, N, T)`` of the posterior, sampled backwards."""
-    arrive, ends, *_ = _passed(chain, False)
+    arrive, ends, *_ = _passed(chain)
     uniform = torch.rand(num_samples, *ends.shape[:2], 2, dtype=torch.float64)
     return _paths(chain, arrive, ends, uniform)
 
 
-def _paths(chain: Chain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
+def _paths(chain: SortedChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
     states = torch.zeros(uniform.shape[:-1], dtype=torch.long)
     work = 10 * len(states) * chain.likelihood[0].numel()
     run(_walk_back, len(ends), work, *_parts(chain)[1:], arrive, ends, uniform, states)

@@ -350,7 +350,7 @@ def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:
         initial, states, *tables = _gradient(rows, algebra, probs, messages, weight)
         if chain.owner is not None:
-            sums = zip((chain.logs, chain.weights), (1, 0), tables)
+            sums = zip(chain.tensors[2:], (1, 0), tables)
             tables = [torch.zeros_like(x).index_add(d, chain.owner, part) for x, d, part in sums]
         return initial, states, *tables
 

@@ -138,43 +138,22 @@ class Pairs:
         return out
 
     @cached_property
-    def _by_second(self) -> Tensor:
-        """The order of the pairs by ``second`` and then ``first``, ``(M,)``."""
-        columns = self.second.cpu().numpy(), self._starts(self.first).cpu().numpy()
-        numbered = csr_array((np.arange(len(self)), *columns), (self.num_symbols,) * 2)
-        order = numbered.tocsc().data  # in O(V + M), where a sort would take ten times as long
-        return torch.from_numpy(order).to(self.counts.device)
-
-    def _starts(self, rows: Tensor) -> Tensor:
-        """Offsets of the rows' entries, with the end of the last, ``(V + 1,)``."""
-        return torch.bincount(rows + 1, minlength=self.num_symbols + 1).cumsum(0)
-
-    def _csr(self, starts: Tensor, columns: Tensor, values: Tensor) -> Tensor:
-        with warnings.catch_warnings(action="ignore"):  # torch says once that the format is young
-            return torch.sparse_csr_tensor(
-                starts, columns, values, (self.num_symbols,) * 2, check_invariants=False
-            )
-
-    @cached_property
-    def _rows(self) -> Tensor:
-        """The fractions as a sparse matrix ``(V, V)``."""
-        return self._csr(self._starts(self.first), self.second, self.fractions)
-
-    @cached_property
-    def _columns(self) -> Tensor:
-        """The transposed fractions as a sparse matrix ``(V, V)``."""
-        first, second, fractions = (
-            each[self._by_second] for each in (self.first, self.second, self.fractions)
-        )
-        return self._csr(self._starts(second), first, fractions)
+    def _layouts(self) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
+        """Order of the pairs, row offsets, columns and fractions: of the matrix, transposed."""
+        size, ends = self.num_symbols, (self.first, self.second)
+        starts = [torch.bincount(rows + 1, minlength=size + 1).cumsum(0) for rows in ends]
+        parts = np.arange(len(self)), self.second.cpu().numpy(), starts[0].cpu().numpy()
+        # in O(V + M), where a sort would take ten times as long
+        order = torch.from_numpy(csr_array(parts, (size, size)).tocsc().data).to(starts[0].device)
+        turned = order, starts[1], self.first[order], self.fractions[order]
+        return [(slice(None), starts[0], self.second, self.fractions), turned]
 
     def _matrix(self, values: Tensor | None, transposed: bool) -> Tensor:
         """A sparse matrix of ``values`` ``(M,)`` in place of the fractions, perhaps transposed."""
-        like = self._columns if transposed else self._rows
-        if values is None:
-            return like
-        values = values[self._by_second] if transposed else values
-        return self._csr(like.crow_indices(), like.col_indices(), values)
+        order, starts, columns, fractions = self._layouts[transposed]
+        values, shape = fractions if values is None else values[order], (self.num_symbols,) * 2
+        with warnings.catch_warnings(action="ignore"):  # torch says once that the format is young
+            return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
 
 
 def relative_weights(shares: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ float32. -inf is legal everywhere. Padded steps may hold anything: they enter no
 (A padded log-likelihood of zero would give the same sums, because rows of the transition matrix sum
 to one, but a different best path.)
 
-Every function raises TypeError for other dtypes, and ValueError if shapes disagree or a length does
-not lie between 1 and T.
+Every function raises ValueError if shapes disagree or a length does not lie between 1 and T.
 
 **In the range of numbers that each sequence needs.**
 Messages are probabilities scaled to sum to one at every step, so a step is one matrix product:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .._checks import broadcast_shapes, check_floats
+from .._checks import broadcast_shapes
 from .._precision import recomputing
 from .._transforms import gradients, refuse_transforms
 from . import forward
@@ -57,7 +57,6 @@ def log_survival(log_duration: Tensor) -> Tensor:
         >>> log_survival(torch.tensor([[0.5, 0.0, 0.5]]).log()).exp()
         tensor([[1.0000, 0.5000, 0.5000]])
     """
-    check_floats("log_duration", log_duration)
     sums, width = log_duration.double(), 1
     while width < sums.size(-1):  # sums of this many entries, of twice as many, ...
         beyond = pad(sums[..., width:], (0, width), value=-torch.inf)
@@ -75,7 +74,6 @@ def log_mean_duration(log_duration: Tensor) -> Tensor:
         >>> log_mean_duration(torch.tensor([[0.5, 0.0, 0.5]]).log()).exp()
         tensor([2.])
     """
-    check_floats("log_duration", log_duration)
     logs = log_duration.double()
     steps = torch.arange(1, logs.size(-1) + 1, dtype=logs.dtype, device=logs.device)
     return logsumexp(logs + steps.log(), -1).to(log_duration.dtype)
@@ -89,7 +87,6 @@ def segment_weights(
     The first index is one for the first segment, the second one for the last. The log mean duration
     ``(*B, K)`` may be given, if it is to be a constant.
     """
-    check_floats("log_duration", log_duration)
     duration = log_duration.double()
     survival = log_survival(duration) if censored_end or censored_start else duration
     right = survival if censored_end else duration

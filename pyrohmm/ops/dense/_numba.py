@@ -255,7 +255,7 @@ def viterbi_lanes(first, last, initial, transition, likelihood, lengths, best):
                     for k in range(_1, size):
                         x = score[k * _LANES + place] + (matrix[k, state] if t < end else zero)
                         if x > top:
-                            top, choice = x, k
+                            top, choice = x, u64(k)
                     states[i] = choice
                     best[start + i, t] = choice
 

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from ..._checks import (
-    check_booleans,
     check_broadcast,
-    check_integers,
     check_lengths,
-    check_trailing,
 )
 from ..products import add_rows, look_up
 
@@ -114,20 +111,9 @@ def check_arguments(
     log_initial: Tensor, log_transition: Tensor, logs: Tensor, lengths: Tensor,
     symbols: Tensor | None = None, known: Tensor | None = None,
 ) -> Arguments:  # fmt: skip
-    """Check dtypes and shapes of the arguments of a recursion."""
-    tensors = log_initial, log_transition, logs
-    for part in tensors:
-        if not isinstance(part, Tensor) or not part.dtype.is_floating_point:
-            found = part.dtype if isinstance(part, Tensor) else type(part).__name__
-            raise TypeError(f"log-probabilities must be tensors of floats; got {found}.")
-    check_integers("lengths", lengths)
-    if symbols is not None:
-        check_integers("symbols", symbols)
+    """Check shapes and lengths of the arguments of a recursion."""
     size = log_initial.size(-1)
     steps = logs.size(-2) if symbols is None else symbols.size(-1)
-    if known is not None:
-        check_booleans("known", known)
-        check_trailing("known", known, (steps,), "(T,)")
     each = (steps, size) if symbols is None else (size, logs.size(-1))
     matrices = log_transition.shape[-3:]
     if matrices not in ((1, size, size), (steps - 1, size, size)) or logs.shape[-2:] != each:
@@ -148,6 +134,7 @@ def check_arguments(
     batch = check_broadcast(leads)
     double = torch.float64 in (log_initial.dtype, log_transition.dtype, logs.dtype)
     dtype = torch.float64 if double else torch.float32
+    tensors = log_initial, log_transition, logs
     return Arguments(*tensors, symbols, known, lengths, batch, split_of(batch, shared), dtype)
 
 
