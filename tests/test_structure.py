@@ -42,7 +42,6 @@ COMMANDS = {"language.command"}
 # Larger than is comfortable, each with the reason.
 LONG_MODULES: dict[str, str] = {
     "nn.covariances": "conjugate and flat priors of matrices, alone and autoregressive",
-    "ops._numba_segments": "loops over scalars, in which every array has a line",
 }
 LONG_CLASSES: dict[str, str] = {
     "distributions.hmm.HMM": "all questions to a distribution, each a method of few lines",

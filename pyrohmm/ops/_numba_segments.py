@@ -1,10 +1,10 @@
 """Compiled recursions of chains with durations, in float64 and in logarithms.
 
-Arrays are those of :class:`.forward.SortedChain`, but for weights ``(G, 2, 2, K, D)``, longest durations
-first; of a Markov chain, whose segments have one step, there may be a matrix for each step. For
-each state a window has the segments that may cover a step, each the logarithm of what leads to its
-beginning and of its observations so far: a step adds its log-likelihood to all, and a new segment
-stands beside the others. A sum over durations is relative to the largest of them, one over states
+Arrays are those of :class:`.forward.SortedChain`, but for weights ``(G, 2, 2, K, D)``, longest
+durations first; of a Markov chain, whose segments have one step, there may be a matrix for each
+step. For each state a window has the segments that may cover a step, each the logarithm of what
+leads to its beginning and of its observations so far: a step adds its log-likelihood to all, and a
+new segment stands beside the others. A sum over durations is relative to the largest of them, one over states
 a product, made anew in logarithms where something may have been lost. So each is exact, whatever
 vanishes, and no difference of cumulated sums meets -inf minus -inf. Comparisons let NaN through.
 

@@ -38,7 +38,7 @@ Algebra = Any  # what a sum over states is: one of the classes below
 
 
 class SortedChain(NamedTuple):
-    """N sequences, the longest first, in float64; G tables, of one or all sequences or groups."""
+    """N sequences in float64, the longest first for torch, and G tables that they share."""
 
     initial: Tensor  # (N, H, W), log
     likelihood: Tensor  # (N, T, W), log, of the states
