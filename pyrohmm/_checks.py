@@ -110,7 +110,7 @@ def broadcast_shapes(*shapes: torch.Size) -> torch.Size:
 def check_broadcast(
     shapes: dict[str, torch.Size], cure: str = "Insert dimensions of size 1 with unsqueeze"
 ) -> torch.Size:
-    """Return the shape that the named shapes broadcast to; raise, naming all, if there is none."""
+    """Broadcast shape of the named shapes; raise, naming all, if there is none."""
     try:
         return broadcast_shapes(*shapes.values())
     except RuntimeError:
@@ -239,7 +239,7 @@ def check_range(name: str, tensor: Tensor, size: int, meaning: str, cure: str = 
 
 
 def check_probs(name: str, probs: object) -> Tensor:
-    """Probabilities in a list or a tensor, ``(Q,)``."""
+    """Convert a list of probabilities to a tensor ``(Q,)``; raise unless they lie in [0, 1]."""
     values = torch.as_tensor(probs)
     if values.dim() != 1 or not values.numel() or not bool(((values >= 0) & (values <= 1)).all()):
         raise ValueError(f"{name} must be a list of numbers between 0 and 1; got {probs!r}.")

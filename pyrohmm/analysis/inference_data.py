@@ -16,7 +16,7 @@ what leaving out sequences estimates, is the score for predicting steps to come;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -46,8 +46,6 @@ def to_arviz(
     model: Callable[..., Any] | None = None,
     *,
     num_draws: int = 1000,
-    dims: Mapping[str, Sequence[str]] | None = None,
-    align: bool = False,
     per_step: bool = False,
     num_predictive: int = 0,
     batch_size: int | None = None,
@@ -70,13 +68,11 @@ def to_arviz(
     Samples are converted some at a time: C S N numbers are kept, with ``per_step`` C S N T.
 
     Args:
-        posterior: What :meth:`PosteriorDraws.of` takes, but for fits by MAP and EM.
+        posterior: What :meth:`PosteriorDraws.of` takes, but for fits by MAP and EM; such as
+            ``PosteriorDraws.of(fit).aligned(data)``, in which a state has one number throughout.
         data: The sequences that were fitted. Their labels, if any, count as observed.
         model: The Pyro model; needed only if ``posterior`` does not know it.
         num_draws: How many samples to take from a guide.
-        dims: Names of the dimensions of a variable, by its name; see :class:`PosteriorDraws`.
-        align: Whether to permute states such that a number means one thing in all samples; see
-            :meth:`PosteriorDraws.align`.
         per_step: Whether to add ``x_step``.
         num_predictive: From how many samples of each chain to sample a data set.
         batch_size: How many samples to convert at a time; see :meth:`PosteriorDraws.map`.
@@ -85,8 +81,8 @@ def to_arviz(
         An ``arviz.InferenceData``, or an ``xarray.DataTree`` if ArviZ is of version 1 or later.
 
     Raises:
-        TypeError, ValueError: As :meth:`PosteriorDraws.of`, :meth:`PosteriorDraws.hmm` and
-            :meth:`PosteriorDraws.permute_states`; or if ``posterior`` is a single point.
+        TypeError, ValueError: As :meth:`PosteriorDraws.of` and :meth:`PosteriorDraws.hmm`; or if
+            ``posterior`` is a single point.
 
     Example:
         >>> data = datasets.casino(num_sequences=5, num_steps=20).without_labels()
@@ -95,10 +91,9 @@ def to_arviz(
         >>> to_arviz(fit, data)["log_likelihood"]["x"].sizes["sequence"]
         5
     """
-    samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, dims=dims, data=data)
+    samples = PosteriorDraws.of(posterior, model, num_draws=num_draws, data=data)
     if samples.shape.numel() == 1:
         raise ValueError("posterior must hold samples; it is a point: use fit_mcmc or fit_svi.")
-    samples = samples.aligned(data) if align else samples
     groups = _fitted_groups(samples, data, per_step, batch_size)
     event = tuple(f"x_dim_{i}" for i in range(data.values.dim() - 2))
     if num_predictive:

@@ -454,7 +454,6 @@ def state_usage(model: HMM | Fit, data: Sequences, batch_size: int = 256) -> Sta
         >>> found.counts, round(found.effective, 3)
         (tensor([3., 1.], dtype=torch.float64), 1.755)
     """
-    check_size("batch_size", batch_size)
     hmms = hmms_of(model, data, batch_size)
     counts = sum(_expected_steps(hmm, part.values) for hmm, part in hmms)
     shares = counts / counts.sum()

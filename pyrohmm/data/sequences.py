@@ -126,7 +126,6 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         cls,
         sequences: Iterable[Any],
         labels: Iterable[Any] | None = None,
-        device: torch.device | str | None = None,
         covariates: Iterable[Any] | None = None,
         vocabulary: Vocabulary | None = None,
         times: Iterable[Any] | None = None,
@@ -139,7 +138,6 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
             sequences: One item per sequence: a tensor or array ``(T_n, *E)``, or a list of steps
                 where ``None`` stands for a missing one.
             labels: One item per sequence, ``(T_n,)`` integers, -1 where the state is not known.
-            device: Where to put the result; by default where the first sequence is.
             covariates: One item per sequence, ``(T_n, C)`` floating point.
             vocabulary: Encodes the steps, which are symbols then.
             times: One item per sequence, ``(T_n,)`` increasing numbers or dates; those in days.
@@ -161,8 +159,7 @@ class Sequences(PackedSequences, Dataset["Sequences"]):
         for name, part in parts.items():
             if part is not None:
                 rows[name] = joined_part(name, part, lengths)
-        data = cls._of(rows, lengths)
-        return data if device is None else data.to(device)
+        return cls._of(rows, lengths)
 
     @classmethod
     def _of(cls, rows: dict[str, Tensor], lengths: Tensor) -> Sequences:

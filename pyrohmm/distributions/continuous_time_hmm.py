@@ -169,17 +169,15 @@ class ContinuousTimeHMM(HMM):
             tensor([[0.1353, 0.8647],
                     [0.0000, 1.0000]])
         """
-        return log_transitions(self._over("gaps", gaps), gaps).exp()
+        return log_transitions(self._over(gaps), gaps).exp()
 
-    def _over(self, name: str, gaps: Tensor) -> Tensor:
+    def _over(self, gaps: Tensor) -> Tensor:
         """Rate matrices ``(*B, *1, K, K)`` that broadcast with checked gaps ``(*g)``."""
-        check_real(name, gaps)
-        if self._validate_args and not transforming():
-            wrong = ~((gaps >= 0) & (gaps < torch.inf))
-            if bool(wrong.any()):
-                raise ValueError(
-                    f"{name} must be finite and not negative; got {gaps[wrong][0].item():g}."
-                )
+        check_real("gaps", gaps)
+        wrong = ~((gaps >= 0) & (gaps < torch.inf))
+        if self._validate_args and not transforming() and bool(wrong.any()):
+            got = gaps[wrong][0].item()
+            raise ValueError(f"gaps must be finite and not negative; got {got:g}.")
         shape = *self.rates.shape[:-2], *(1,) * gaps.dim(), *self.rates.shape[-2:]
         return self.rates.reshape(shape)
 
@@ -200,7 +198,7 @@ class ContinuousTimeHMM(HMM):
             tensor([[0.8647, 1.1353],
                     [0.0000, 2.0000]])
         """
-        rates, size = self._over("gaps", gaps).double(), self.num_states
+        rates, size = self._over(gaps).double(), self.num_states
         one = torch.eye(size).to(rates).expand_as(rates)
         upper = torch.cat([rates, one], -1)  # the integral is a block of an exponential
         both = torch.cat([upper, torch.zeros_like(upper)], -2) * gaps.to(rates)[..., None, None]

@@ -418,7 +418,7 @@ def _mixed(
 
 
 def any_value(distribution: Any) -> Tensor:
-    """Placeholder in the support, ``(*B, *E)``; it uses up no random numbers."""
+    """Placeholder values in the support, ``(*B, *E)``, without a change of the random state."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return distribution.sample()
 

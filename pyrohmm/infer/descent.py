@@ -113,7 +113,7 @@ class Settings(FitOptions):
 
 
 def settings_of(fit: Callable[..., Any], **given: Any) -> Settings:
-    """All arguments by name, None where they were not given to ``fit``.
+    """Settings of a gradient fit: all arguments by name, None where not given.
 
     Raises:
         TypeError: If there is no argument of such a name.

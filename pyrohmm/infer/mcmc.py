@@ -202,7 +202,7 @@ class Hamiltonian:
         return self.packing.flat({n: interior(to.codomain, values[n]) for n, to in spaces})
 
     def at(self, place: Tensor) -> State:
-        """The state of chains at coordinates ``(C, D)``; impossible if a matrix has no root."""
+        """Log-density and gradient at coordinates ``(C, D)``; -inf where a matrix has no root."""
         with torch.enable_grad():
             free = place.detach().requires_grad_()
             values = self.packing.values(free)

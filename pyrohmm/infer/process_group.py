@@ -48,7 +48,7 @@ class ProcessGroup:
         return self.rank == 0
 
     def shard(self, data: Sequences) -> Sequences:
-        """The sequences for this rank; of fewer sequences than ranks, several ranks share one."""
+        """Shard of a minibatch for this rank; with fewer sequences than ranks, some share one."""
         if self.size == 1:
             return data
         count = len(data)

@@ -202,7 +202,7 @@ def bootstrap(
 
 
 class _Held(Copies):
-    """Copies with a penalty that holds one parameter entry near ``(B,)`` values, for profiles."""
+    """Model copies with one parameter entry penalised towards ``(B,)`` values, for profiles."""
 
     def __init__(self, information: Information, label: str) -> None:
         super().__init__(information)

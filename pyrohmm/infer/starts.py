@@ -306,7 +306,7 @@ def begin(
 
 
 def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
-    """The first start, and the best of several after a few iterations.
+    """Rank starts by a few EM iterations each: parameters of the first one and of the best.
 
     Those are of a sample of the data if there are many steps. Random numbers do not depend on the
     number of restarts, so that more of them are these and others.

@@ -102,7 +102,7 @@ def _scaled_priors(module: Any, data: Sequences | Parts) -> Iterator[float]:
 
 
 class Training(FitLoop):
-    """A gradient fit: its steps, and all that they change.
+    """State and steps of a gradient fit: parameters, optimizer, losses, validation.
 
     Args:
         model: The Pyro model.

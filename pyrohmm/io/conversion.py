@@ -25,7 +25,6 @@ from pyro.distributions import Categorical, MixtureSameFamily, MultivariateNorma
 from pyro.distributions.torch_distribution import TorchDistribution
 from torch import Tensor
 
-from .._checks import check_size
 from .._imports import imported
 from ..chains.markov import MarkovChain
 from ..distributions.hard_zeros import is_spherical, is_tied, log_probs
@@ -302,8 +301,7 @@ def to_ctrlg(hmm: HMM, directory: str | Path, end: int) -> None:
     tensors = {"alpha_exp": hmm.log_transition.exp(), "gamma": hmm.log_initial}
     tensors["beta"] = log_probs(hmm.emission)
     count = tensors["beta"].size(-1)
-    check_size("end", end, 0)
-    if end >= count:
+    if not 0 <= end < count:
         raise ValueError(f"end must be one of the symbols 0 to V - 1 = {count - 1}; got {end}.")
     config = {"hidden_states": hmm.num_states, "vocab_size": count, "eos_token_id": end}
     folder = Path(directory)

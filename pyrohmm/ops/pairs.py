@@ -125,7 +125,7 @@ class Pairs:
         return self._dense.to(torch.get_default_dtype(), copy=True)
 
     def to(self, device: torch.device | str) -> Pairs:
-        """Pairs on ``device``; themselves if they are there."""
+        """Copy the pairs to ``device`` where needed."""
         if self.counts.device == torch.empty(0, device=device).device:
             return self
         first, second, counts = (each.to(device) for each in (self.first, self.second, self.counts))

@@ -216,7 +216,7 @@ def test_a_track_has_the_colour_of_the_state_where_each_step_begins(axes):
     assert axes.get_aspect() == pytest.approx(2.0, rel=0.02)  # a degree of longitude is half as far
     with pytest.raises(ValueError, match="locations must have the shape of states"):
         plots.track(places[0], states)
-    with pytest.raises(ValueError, match="names must have one for state 1"):
+    with pytest.raises(ValueError, match="names must have one for each state, 0 to 1"):
         plots.track(places, states, ["rest"])
 
 
