@@ -271,8 +271,9 @@ def _whitened(loc: Tensor, inverse: Tensor, values: Tensor) -> Tensor:
     if inverse.size(-3) == 1:  # states that share a matrix whiten alike
         apart = product(values, inverse.squeeze(-3))
         return _Normal(mean, torch.ones_like(mean)).log_prob(apart) + _at_all(values, constant)
-    columns = torch.cat([inverse.expand(*mean.shape, -1), -mean.unsqueeze(-1)], -1)
-    rows = torch.cat([values, values.new_ones(1).expand(*values.shape[:-1], 1)], -1)
+    # the triangle last, so that rows end with zeros
+    columns = torch.cat([-mean.unsqueeze(-1), inverse.expand(*mean.shape, -1)], -1)
+    rows = torch.nn.functional.pad(values, (1, 0), value=1.0)
     constant = constant - HALF_LOG_TAU * values.size(-1)
     return torch.add(_at_all(values, constant), squared_norms(rows, columns), alpha=-0.5)
 

@@ -42,10 +42,11 @@ class Expectation:
         self.log_prior = torch.zeros(())
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
 
-    def __call__(self, batch: Sequences | Parts) -> tuple[Tensor, Sums]:
+    def __call__(self, batch: Sequences | Parts, counted: bool = True) -> tuple[Tensor, Sums]:
         """Loss ``(R,)`` at the current parameters, and the statistics for the M-step.
 
-        The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual.
+        The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual. If
+        not ``counted`` there are no statistics: of restarts that are only compared.
         """
         last, times = self._seen
         self._seen = batch, times + 1 if batch is last else 1
@@ -53,18 +54,18 @@ class Expectation:
             # by then data, start and what an M-step returns have been checked
             validate = is_validation_enabled() and self._seen[1] <= 2
             with guessing() as guesses, validation_enabled(validate):
-                loss, statistics, _ = self._compute(batch)
+                loss, statistics, _ = self._compute(batch, counted)
             right, (read, log_prior) = guesses.read(loss, self.log_prior)
             if right and bool(read.isfinite().any()) and not bool(read.isnan().any()):
                 self.log_prior = log_prior
                 return read, statistics
-        loss, statistics, evidences = self._compute(batch)
+        loss, statistics, evidences = self._compute(batch, counted)
         if not bool(loss.isfinite().any()):
             self._refuse(loss, evidences)
         return loss.cpu(), statistics
 
     def _compute(
-        self, batch: Sequences | Parts
+        self, batch: Sequences | Parts, counted: bool
     ) -> tuple[Tensor, Sums, list[tuple[Tensor, Tensor]]]:
         """Loss ``(R,)``, statistics, and log evidences ``(R, N)`` with indices of sequences."""
         total: Any = 0.0
@@ -73,13 +74,15 @@ class Expectation:
         for chosen, part, scale in self._pieces(batch):
             with torch.no_grad():
                 hmm, self.log_prior = self.parameters.build(part)
-                by_symbol = self.maximize.by_symbol and hmm.allowed is None
-                options = {"by_symbol": True} if by_symbol else {}
-                expected = hmm.expected_counts(part.values, **options)
-            evidences.append((chosen, expected.log_evidence.double().reshape(-1, len(part))))
+                if counted:
+                    by_symbol = self.maximize.by_symbol and hmm.allowed is None
+                    options = {"by_symbol": True} if by_symbol else {}
+                    expected = hmm.expected_counts(part.values, **options)
+                    more = self.maximize.gather(expected, None if by_symbol else part, hmm, scale)
+                    sums = joined(sums, more) if sums else more
+                evidence = expected.log_evidence if counted else hmm.log_prob(part.values)
+            evidences.append((chosen, evidence.double().reshape(-1, len(part))))
             total = total + scale * evidences[-1][1].sum(-1)
-            more = self.maximize.gather(expected, None if by_symbol else part, hmm, scale)
-            sums = joined(sums, more) if sums else more
         if self.group.size > 1:
             total = self.group.mean(total)
             sums = combined(lambda value: self.group.mean(value.contiguous()), sums)
@@ -214,7 +217,9 @@ class Loop(FitLoop):
     def step(self) -> None:
         """One EM iteration: E-step, convergence check, M-step."""
         batch = self.batches.take()
-        loss, sums = self._judge(batch) if self.squarem.proposed else self.expect(batch)
+        # where all but two are given up at once, the statistics of these are enough
+        few = self.ranked and self.large and not self.losses and len(self.alive) > 2
+        loss, sums = self._judge(batch) if self.squarem.proposed else self.expect(batch, not few)
         self._append(self.losses, loss)
         self._append(self.log_priors, self.expect.log_prior)
         if not self.bar.disable:

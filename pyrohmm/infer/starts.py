@@ -8,7 +8,6 @@ iterations, and ranked.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
@@ -105,19 +104,6 @@ def _is_transition(name: str) -> bool:
     return name.partition("_")[0] == "transition"
 
 
-def rotation(names: Iterable[str], numbers: bool) -> list[Start]:
-    """Kinds of start that restarts use in turn.
-
-    Args:
-        names: Of the latent variables.
-        numbers: Whether observations may be clustered, and emissions maximised given clusters.
-    """
-    last = sticky() if any(map(_is_transition, names)) else by_blocks
-    if not numbers:
-        return [from_prior, by_blocks, last]
-    return [by_kmeans, by_blocks, last, by_kmeans, by_blocks, from_prior]
-
-
 def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     """Start from k-means clusters of the observations, which are scaled to unit variance.
 
@@ -129,15 +115,12 @@ def by_kmeans(module: HMMModule, data: Sequences, restarts: int) -> Tensor:
     seen = data.observed.cpu()
     rows = data.values.double().reshape(*seen.shape, -1).cpu()[seen]
     states = torch.full((restarts, *seen.shape), -1)
-    if len(rows) == 0:
-        return _nearly_certain(states, num_states).to(data.values.device)
     some = rows if len(rows) <= MOST_ROWS else rows[torch.randint(len(rows), (MOST_ROWS,))]
     mean = some.nanmean(0).nan_to_num(0.0)
-    spread = torch.where(some.isnan(), mean, some).std(0, correction=0)
-    rows, some = (
-        (torch.where(part.isnan(), mean, part) - mean) / torch.where(spread > 0, spread, 1.0)
-        for part in (rows, some)
-    )
+    rows, some = ((part - mean).nan_to_num(0.0) for part in (rows, some))
+    spread = some.square().mean(0).sqrt()
+    spread = torch.where(spread > 0, spread, 1.0)
+    rows, some = rows / spread, some / spread
     distinct = np.unique(some.numpy(), axis=0)  # torch takes ten times as long
     for restart in range(restarts):
         states[restart, seen] = _cluster(rows, some, distinct, num_states)
@@ -250,7 +233,8 @@ class StartSearch:
     than one may go on.
 
     Attributes:
-        ranked: Number of starts, the best of which go on; 0 or 1 if none are ranked.
+        ranked: Number of starts, the best of which go on; 0 where all are alike or go their own
+            way, and 1 where several are too large.
         large: Whether they are ranked by a part of the data, so that only the first restart and
             the best go on.
         by_default: Whether the user has not asked for them.
@@ -261,8 +245,15 @@ class StartSearch:
         self, parameters: Parameters, maximize: Maximization, start: Start | Values | None,
         restarts: int | None, several: bool, few: bool,
     ) -> None:  # fmt: skip
-        self.how = parameters, maximize, start
-        self.ranked = num_ranked(parameters, maximize) if several and restarts != 1 else 0
+        self.parameters, self.maximize, self.start = parameters, maximize, start
+        (most, _), _ = ROUNDS[isinstance(parameters.example, HSMM)]
+        own_way = parameters.points or maximize.gradient.step.optimizer is not None
+        num_states = parameters.example.num_states
+        alike = num_states == 1 or share_labelled(parameters.data) == 1
+        size = sum(site.event_shape.numel() for site in parameters.sites.values())
+        fit_in = MOST_NUMBERS // max(size, num_states**2)  # the matrix of a product of chains
+        one = restarts == 1 or not several or own_way or alike
+        self.ranked = 0 if one else max(parameters.restarts, min(most, fit_in))
         self.large = self.ranked > 1 and int(parameters.data.lengths.sum()) > MOST_STEPS
         self.by_default = restarts is None and self.ranked > 1
         self.notes = [ONE] if restarts is None and self.ranked == 1 else []
@@ -271,38 +262,19 @@ class StartSearch:
 
     def begin(self) -> bool:
         """Initialise the parameters; False if the data do not suit the starts that are tried."""
+        parameters, maximize = self.parameters, self.maximize
         try:
-            begin(*self.how, self.ranked)
+            if self.start is not None:
+                _begin_at(parameters, maximize, self.start)
+            elif self.ranked > 1:
+                parameters.set_values(_ranked(parameters, maximize, self.ranked))
+            elif parameters.sites:  # parameters without priors have values
+                parameters.set_values(_in_turn(parameters, maximize, parameters.restarts))
         except (ArithmeticError, ValueError):
             if not self.by_default:
                 raise
             return False
         return True
-
-
-def num_ranked(parameters: Parameters, maximize: Maximization) -> int:
-    """Number of starts to rank; 0 where all are alike, and 1 where several are too large."""
-    (most, _), _ = ROUNDS[isinstance(parameters.example, HSMM)]
-    optimizer = maximize.gradient.step.optimizer  # goes its own way
-    alike = parameters.example.num_states == 1 or share_labelled(parameters.data) == 1
-    if optimizer is not None or parameters.points or alike:
-        return 0
-    size = sum(site.event_shape.numel() for site in parameters.sites.values())
-    size = max(size, parameters.example.num_states**2)  # the matrix of a product of chains
-    return max(parameters.restarts, min(most, MOST_NUMBERS // size))
-
-
-def begin(
-    parameters: Parameters, maximize: Maximization, start: Start | Values | None, ranked: int = 0
-) -> None:
-    """Initialise the parameters, at the best of ``ranked`` starts if these are several."""
-    if ranked > 1:
-        parameters.set_values(_ranked(parameters, maximize, ranked))
-    elif start is None and parameters.restarts > 1:
-        parameters.set_values(_in_turn(parameters, maximize, parameters.restarts))
-    elif start is not None or parameters.sites:  # parameters without priors have values
-        first = rotation(parameters.sites, maximize.numbers)[0]
-        _begin_at(parameters, maximize, first if start is None else start)
 
 
 def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Values:
@@ -321,35 +293,38 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
         module = copy.deepcopy(parameters.module)
         some = Parameters(module, data, count, parameters.log_prior)
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
-        begin(some, step, best and {name: value[:count] for name, value in best.items()})
+        best = _in_turn(some, step, count) if best is None else best
+        some.set_values({name: value[:count] for name, value in best.items()})
         loop = Loop(some, step, ProcessGroup(), num_iterations=each, tolerance=None)
         loop.run()
         order = loop.losses[-1].nan_to_num(nan=torch.inf).argsort(stable=True).to(device)
         best = {name: value[order] for name, value in some.values.items()}
-    if data is not parameters.data:
-        best = possible(parameters, best)
+    best = best if data is parameters.data else possible(parameters, best)
     if parameters.restarts > 1:
         best = {name: torch.cat([first[name], best[name]]) for name in first}
     return {name: value[: parameters.restarts] for name, value in best.items()}
 
 
 def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
-    """Initial values of several starts, whose kinds take turns."""
-    kinds = rotation(parameters.sites, maximize.numbers)
-    kind_of, found = [kinds[r % len(kinds)] for r in range(restarts)], []
-    others = [
-        [r for r in range(1, restarts) if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:])
-    ]
-    groups = [[0], *others]
+    """Initial values of several starts, whose kinds take turns; the first depends on no other.
+
+    Observations that are symbols, or whose emissions cannot be maximised given clusters, have none.
+    """
+    last = sticky() if any(map(_is_transition, parameters.sites)) else by_blocks
+    kinds: list[Start] = [from_prior, by_blocks, last]
+    if maximize.numbers:
+        kinds = [by_kmeans, by_blocks, last, by_kmeans, by_blocks, from_prior]
+    kind_of, later = [kinds[r % len(kinds)] for r in range(restarts)], range(1, restarts)
+    groups = [[0], *([r for r in later if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:]))]
+    found: Values = {}
     for group in groups:
         some = copy.copy(parameters)
         some.restarts, some.values = len(group), dict(parameters.sample) if group == [0] else {}
         step = Maximization(some, maximize.transition_step, maximize.gradient.step)
         _begin_at(some, step, kind_of[group[0]])
-        found.append(some.values)
-    place = torch.tensor([r for group in groups for r in group], device=parameters.data.device)
-    places = place.argsort()
-    return {name: torch.cat([values[name] for values in found])[places] for name in found[0]}
+        for name, value in some.values.items():
+            found.setdefault(name, value.new_empty(restarts, *value.shape[1:]))[group] = value
+    return found
 
 
 def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
@@ -364,8 +339,7 @@ def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Val
     some = data if parameters.points else seen_by(start, data)
     found = start if isinstance(start, dict) else start(module, some, parameters.restarts)
     if isinstance(found, dict):
-        parameters.set_values(found)
-        return
+        return parameters.set_values(found)
     if parameters.values.keys() != parameters.sites.keys():
         # gradient steps, and what no count determines, start at the prior
         parameters.set_values(from_prior(module, some, parameters.restarts))

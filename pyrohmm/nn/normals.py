@@ -518,30 +518,32 @@ def moments_of(values: Tensor, num_states: int = 1) -> Tensor:
         values: ``(M, *E)``.
         num_states: K; n is 100, or M / K if that is less, but 10 at least: fewer show no deviation.
     """
-    values = values.double()
-    mean = values.nanmean(0)
-    variance = (values - mean).square().nanmean(0)
-    columns = values.reshape(len(values), mean.numel()).mT
-    found = [_within(column[~column.isnan()], num_states) for column in columns]
-    within = torch.stack(found).reshape(mean.shape).minimum(variance.sqrt())
-    return torch.stack([(~values.isnan()).sum(0).double(), mean, variance, within])
+    wide = values.double()
+    mean = wide.nanmean(0)
+    variance = (wide - mean).square().nanmean(0)
+    columns = values.reshape(len(values), mean.numel()).mT.cpu().numpy()
+    found = torch.tensor([_within(column, num_states) for column in columns]).to(wide)
+    within = found.reshape(mean.shape).minimum(variance.sqrt())
+    return torch.stack([(~wide.isnan()).sum(0).double(), mean, variance, within])
 
 
-def _within(values: Tensor, num_states: int) -> Tensor:
+def _within(values: np.ndarray, num_states: int) -> float:
     """Deviation within the narrowest state, by :func:`moments_of`; infinite if all are equal."""
+    values = np.sort(values)  # in a third of torch's time
+    values = values[: np.searchsorted(values, np.nan)]
     size = min(max(len(values) / num_states, LEAST_OF_STATE), 100.0)
-    found = np.unique(values.cpu().numpy(), return_counts=True)  # in half of torch's time
-    values, counts = (torch.as_tensor(part, device=values.device) for part in found)
-    total = counts.cumsum(0)
-    last = torch.searchsorted(total, total + max(int(size / 3), 1))
-    first = (last < len(values)).nonzero().squeeze(-1)
+    ends = np.flatnonzero(np.append(values[1:] != values[:-1], True))[: len(values)]  # of runs
+    counts, ahead = np.diff(ends, prepend=-1), ends + max(int(size / 3), 1)
+    first, ahead = ends[ahead < len(values)], ahead[ahead < len(values)]
     if len(first) == 0:
-        return values.new_tensor(torch.inf)
-    last = last[first]
-    widths = (values[last] - values[first]) / (total[last] - total[first])
-    widths, order = widths.topk(min(len(widths), int(size / 2)), largest=False)
-    place = torch.searchsorted(counts[first][order].cumsum(0), int(size / 2))
-    return widths[place.clamp(max=len(widths) - 1)] * size / math.sqrt(2 * math.pi)
+        return math.inf
+    last = np.repeat(ends, counts)[ahead]
+    widths = (values[last].astype(np.float64) - values[first]) / (last - first)
+    nearest = np.argpartition(widths, min(len(widths), int(size / 2)) - 1)[: int(size / 2)]
+    nearest = nearest[widths[nearest].argsort()]
+    place = np.searchsorted(counts[nearest].cumsum(), int(size / 2))
+    width = widths[nearest[min(place, len(nearest) - 1)]]
+    return float(width) * size / math.sqrt(2 * math.pi)
 
 
 def merged(first: Tensor, second: Tensor) -> Tensor:

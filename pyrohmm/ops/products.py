@@ -29,6 +29,7 @@ from .backends import NUMBA, pick
 
 CHUNK = CACHED
 FEWER = 8  # numbers for each integer in their range, from which a table of these is made
+LOST = 1e-30  # share of a sum of squares that is rounded away, even if they differ much
 STRIP = 96  # rows of a symmetric product that are computed at once, up to the diagonal
 TRIED = 64  # numbers that show whether all may be integers
 
@@ -222,18 +223,24 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
     r"""Sums :math:`\sum_m w_{rmk} y_m y_m^\top` with :math:`y_m = (1, x_m - o)`, in float64.
 
     Of weights ``(R, M, K)`` and values ``(M, D)`` about an origin o: ``(R, K, 1 + D, 1 + D)``. One
-    product of matrices for each state, in chunks of observations.
+    product of matrices for each state, in chunks of observations. Posteriors given long vectors are
+    all but certain: observations whose weights would be rounded away are left out there.
     """
     restarts, _, states = weights.shape
     width = values.size(-1) + 1
     total = weights.new_zeros(restarts * states, width, width, dtype=torch.float64)
     size = max(1, CHUNK // width)
+    long = len(values) > 0 and width > STRIP and weights.device.type == "cpu"
+    least = LOST * weights.amax(1).flatten() if long else total
     with threads_for(weights.numel() * width**2):
         for weight, value in zip(weights.split(size, 1), values.split(size)):
-            columns = (value.double() - about).mT.contiguous()
-            columns = torch.nn.functional.pad(columns, (0, 0, 1, 0), value=1.0)
+            every = (value.double() - about).mT.contiguous()
+            every = torch.nn.functional.pad(every, (0, 0, 1, 0), value=1.0)
             for row, share in enumerate(weight.double().mT.flatten(0, 1).contiguous()):
-                weighted, out = columns * share, total[row]
+                columns, out = every, total[row]
+                if long and 2 * len(here := (share > least[row]).nonzero()[:, 0]) < len(share):
+                    columns, share = every[:, here], share[here]
+                weighted = columns * share
                 for first in range(0, width, STRIP):  # the upper half is the same
                     own, end = slice(first, first + STRIP), first + STRIP
                     out[own, :end].addmm_(weighted[own], columns[:end].mT)
@@ -349,13 +356,24 @@ def _flat(columns: Tensor) -> Tensor:
 
 
 def _inner_products(rows: Tensor, columns: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of rows, and their inner products ``(.., l, D, K)``."""
-    states, dim = columns.shape[-3:-1]
+    """Chunks of rows, and their inner products ``(.., l, D, K)``, in strips of dimensions.
+
+    Columns of many dimensions may be triangular: the zeros that a strip ends with are left out.
+    """
+    states, dim, width = columns.shape[-3:]
     flat = _flat(columns).mT.to(rows.dtype)
+    strips = [(slice(None), width)]
+    if dim > STRIP and columns.device.type == "cpu":
+        zeros = (columns == 0).flatten(0, -3).all(0).flip(-1).cumprod(-1).sum(-1)  # (D,)
+        parts = zip(range(0, dim, STRIP), (part.amin().item() for part in zeros.split(STRIP)))
+        strips = [(slice(d * states, (d + STRIP) * states), width - int(n)) for d, n in parts]
     size = max(1, CHUNK // max(1, flat.size(-1) * math.prod(rows.shape[:-2])))
     for start in range(0, rows.size(-2), size):
         chunk = slice(start, start + size)
-        yield chunk, (rows[..., chunk, :] @ flat).unflatten(-1, (dim, states))
+        inner = rows.new_empty(*rows[..., chunk, 0].shape, flat.size(-1))
+        for own, end in strips:
+            torch.matmul(rows[..., chunk, :end], flat[..., :end, own], out=inner[..., own])
+        yield chunk, inner.unflatten(-1, (dim, states))
 
 
 def _all_squared_norms(rows: Tensor, columns: Tensor) -> Tensor:
