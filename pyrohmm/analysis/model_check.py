@@ -13,10 +13,12 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import pyro
 import torch
 from pyro import poutine
 from pyro.ops.stats import quantile
+from scipy.special import chdtrc
 from torch import Tensor
 
 from .._checks import check_size
@@ -44,8 +46,13 @@ MOST_COMPONENTS = 8  # of vectors, whose residuals are drawn
 
 def quantiles(data: Sequences) -> Tensor:
     """Quantiles 0.05, 0.25, 0.5, 0.75 and 0.95 of each component, ``(5,)`` or ``(5, D)``."""
+    # in a fifth of the time of torch's nanquantile; NaN last
+    values = torch.from_numpy(np.sort(data.known_values.cpu().numpy(), 0))
+    last = (~values.isnan()).sum(0).sub(1).clamp(min=0)
     probs = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=torch.double)
-    return data.known_values.double().nanquantile(probs, 0)
+    place = probs.reshape(5, *last.dim() * [1]) * last
+    low, high = (values.gather(0, end.long()).double() for end in (place.floor(), place.ceil()))
+    return low.lerp(high, place.frac())
 
 
 def autocorrelation(data: Sequences, lag: int = 1) -> Tensor:
@@ -54,7 +61,8 @@ def autocorrelation(data: Sequences, lag: int = 1) -> Tensor:
     if data.num_steps <= lag:
         return torch.full(values.shape[2:], torch.nan, dtype=torch.double)
     known = data.observed[:, lag:] & data.observed[:, :-lag]
-    pairs = torch.stack([values[:, :-lag][known], values[:, lag:][known]])
+    known = known.reshape(known.shape + (1,) * (values.dim() - 2))
+    pairs = torch.stack([values[:, :-lag], values[:, lag:]]).where(known, torch.nan).flatten(1, 2)
     pairs = pairs - pairs.nanmean(1, keepdim=True)
     product = (pairs[0] * pairs[1]).nanmean(0)
     return product / pairs.square().nanmean(1).prod(0).sqrt()
@@ -246,9 +254,8 @@ class Calibration(NamedTuple):
         for name, ranks in self.ranks.items():
             bins = ranks * num_bins // (self.num_samples + 1)
             counts, expected = bins.bincount(minlength=num_bins).double(), len(ranks) / num_bins
-            square = ((counts - expected).square() / expected).sum() / 2
-            degrees = torch.tensor((num_bins - 1) / 2, dtype=torch.double)
-            found[name] = torch.special.gammaincc(degrees, square).item()
+            square = ((counts - expected).square() / expected).sum()
+            found[name] = float(chdtrc(num_bins - 1, square))
         return found
 
 
@@ -493,12 +500,10 @@ def _posterior(draws: PosteriorDraws, data: Sequences) -> tuple[dict[str, list[A
         text = f"<p>States as each sample numbers them: {escape(str(error))}</p>"
     if draws.shape[0] > 1 and draws.shape[1] > 3:
         text += _preformatted(draws.summary())
-    parts = {}
+    parts, heads = {}, ("mean", "standard deviation", "lower", "upper")
     for name, value in draws.parameters.items():
         flat = value.double().flatten(0, 1)
-        low, high = quantile(flat, [0.025, 0.975])
-        parts[name] = {"mean": flat.mean(0), "standard deviation": flat.std(0)}
-        parts[name] |= {"lower": low, "upper": high}
+        parts[name] = dict(zip(heads, (flat.mean(0), flat.std(0), *quantile(flat, [0.025, 0.975]))))
     return _columns(parts), text
 
 
@@ -543,8 +548,10 @@ def _preformatted(text: str) -> str:
 
 def _picture(axes: Any) -> str:
     """HTML image of the figure of ``axes``."""
-    stream = io.BytesIO()
-    axes.figure.savefig(stream, format="png", dpi=120)
-    imported("matplotlib.pyplot").close(axes.figure)
+    stream, figure = io.BytesIO(), axes.figure
+    figure.get_layout_engine().execute(figure)  # else all is drawn twice
+    figure.set_layout_engine("none")
+    figure.savefig(stream, format="png", dpi=120)
+    imported("matplotlib.pyplot").close(figure)
     image = base64.b64encode(stream.getvalue()).decode()
     return f'<img alt="" src="data:image/png;base64,{image}">'

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from pyro.distributions import MultivariateNormal, Normal
 from pyro.distributions.torch_distribution import TorchDistribution
@@ -564,11 +565,8 @@ def residuals_within(windows: Tensor, num_states: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     found = []
     for values in windows[..., -1].mT:
-        _, first = values.unique(return_inverse=True)
-        order = first.argsort(stable=True)
-        distinct = torch.ones_like(order, dtype=torch.bool)
-        distinct[1:] = first[order].diff() > 0
-        chosen = order[distinct].sort().values
+        _, first = np.unique(values.numpy(), return_index=True)
+        chosen = torch.as_tensor(first).sort().values
         chosen = chosen[:: len(chosen) // MOST_ROWS + 1]
         x, y = windows[chosen, :, :-1].flatten(1), values[chosen]
         rows, size = len(x), 1 + x.size(1)
