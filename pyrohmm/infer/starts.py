@@ -308,7 +308,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
 def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
     """Initial values of several starts, whose kinds take turns; the first depends on no other.
 
-    Observations that are symbols, or whose emissions cannot be maximised given clusters, have none.
+    There are no clusters of symbols, nor where emissions cannot be maximised given them.
     """
     last = sticky() if any(map(_is_transition, parameters.sites)) else by_blocks
     kinds: list[Start] = [from_prior, by_blocks, last]
