@@ -226,26 +226,43 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
     product of matrices for each state, in chunks of observations. Posteriors given long vectors are
     all but certain: observations whose weights would be rounded away are left out there.
     """
-    restarts, _, states = weights.shape
-    width = values.size(-1) + 1
+    restarts, count, states = weights.shape
+    weights = weights.movedim(1, 0).reshape(count, restarts * states)
+    width, chunk = values.size(-1) + 1, max(1, CHUNK // (values.size(-1) + 1))
     total = weights.new_zeros(restarts * states, width, width, dtype=torch.float64)
-    size = max(1, CHUNK // width)
-    long = len(values) > 0 and width > STRIP and weights.device.type == "cpu"
-    least = LOST * weights.amax(1).flatten() if long else total
+    long = count > 0 and width > STRIP and weights.device.type == "cpu"
+    least = LOST * weights.amax(0) if long else None
     with threads_for(weights.numel() * width**2):
-        for weight, value in zip(weights.split(size, 1), values.split(size)):
-            every = (value.double() - about).mT.contiguous()
-            every = torch.nn.functional.pad(every, (0, 0, 1, 0), value=1.0)
-            for row, share in enumerate(weight.double().mT.flatten(0, 1).contiguous()):
-                columns, out = every, total[row]
-                if long and 2 * len(here := (share > least[row]).nonzero()[:, 0]) < len(share):
-                    columns, share = every[:, here], share[here]
-                weighted = columns * share
-                for first in range(0, width, STRIP):  # the upper half is the same
-                    own, end = slice(first, first + STRIP), first + STRIP
-                    out[own, :end].addmm_(weighted[own], columns[:end].mT)
-    total = total.tril() + total.tril(-1).mT
+        for weight, value in zip(weights.split(chunk), values.split(chunk)):
+            rows = torch.nn.functional.pad(value.double() - about, (1, 0), value=1.0)
+            total += _moments(weight, rows, least)
     return total.unflatten(0, (restarts, states))
+
+
+def _moments(weights: Tensor, rows: Tensor, least: Tensor | None = None) -> Tensor:
+    r"""Sums :math:`\sum_l w_{lk} r_l r_l^\top`, ``([S,] K, F, F)``, in float64.
+
+    Of few features one product with all pairs of them; of more a product for each state, without
+    weights up to ``least`` ``(K,)`` where these are the most.
+    """
+    rows, weights, width = rows.double(), weights.double(), rows.size(-1)
+    if weights.dim() == 3 or width <= weights.size(-1):
+        total = weights.new_zeros(*weights.shape[:-2], weights.size(-1), width * width)
+        size = max(1, CHUNK // (width**2 * weights.shape[:-2].numel()))
+        for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
+            total += weight.mT @ (part.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
+        return total.unflatten(-1, (width, width))
+    every = rows.mT.contiguous()
+    total = weights.new_zeros(weights.size(-1), width, width)
+    for k, share in enumerate(weights.mT.contiguous()):
+        columns = every
+        if least is not None and 2 * len(here := (share > least[k]).nonzero()[:, 0]) < len(share):
+            columns, share = every[:, here], share[here]
+        weighted = columns * share
+        for first in range(0, width, STRIP):  # the upper half is the same
+            own, end = slice(first, first + STRIP), first + STRIP
+            torch.mm(weighted[own], columns[:end].mT, out=total[k, own, :end])
+    return total.tril() + total.tril(-1).mT
 
 
 def weighted_sums(
@@ -336,16 +353,17 @@ def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compute
         torch.sum(inner.square_(), -2, out=out[..., chunk, :])
 
     def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
-        flat = _flat(columns).to(rows.dtype)
-        of_rows = torch.zeros_like(rows) if by_rows else None
-        by_flat = torch.zeros_like(flat.mT, dtype=torch.float64)
+        size = max(1, CHUNK // max(1, rows[..., :1, :].numel()))
+        parts = zip(weights.split(size, -2), rows.split(size, -2))
+        moments = sum(_moments(weight, part) for weight, part in parts)
+        by_columns = (2 * columns.double() @ moments).to(columns.dtype)
+        if not by_rows:
+            return None, by_columns
+        of_rows, flat = torch.empty_like(rows), _flat(columns).to(rows.dtype)
         for chunk, inner in _inner_products(rows, columns):
             inner = inner.mul_(2 * weights[..., chunk, :].unsqueeze(-2)).flatten(-2)
-            by_flat += accumulated(rows[..., chunk, :], inner)
-            if of_rows is not None:
-                of_rows[..., chunk, :] = inner @ flat
-        by_columns = by_flat.unflatten(-1, (columns.size(-2), columns.size(-3)))
-        return of_rows, by_columns.movedim(-3, -1).transpose(-3, -2).to(columns.dtype)
+            torch.matmul(inner, flat, out=of_rows[..., chunk, :])
+        return of_rows, by_columns
 
     return out, gradient
 
