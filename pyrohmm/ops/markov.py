@@ -19,7 +19,10 @@ from .log_space import finite_or_zero
 
 def refuse_nan(*parts: Tensor) -> None:
     """Raise if log-probabilities hold NaN."""
-    if not transforming() and bool(torch.stack([part.isnan().any() for part in parts]).any()):
+    if transforming():
+        return
+    peaks = [part.detach().amax().isnan() for part in parts if part.numel()]  # NaN if any is
+    if peaks and bool(torch.stack(peaks).any()):
         raise ValueError(
             "log-probabilities hold NaN, so that there is no path and no sample. Look for NaN in "
             "the parameters or values."

@@ -118,7 +118,8 @@ def test_products_of_norms_do_not_underflow(count):
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize("zeros", [False, True], ids=["positive", "hard zeros"])
 @pytest.mark.parametrize(
-    ("count", "steps", "states"), [(1, 1, 2), (1, 40, 1), (1, 64, 3), (1, 333, 4), (37, 11, 6)]
+    ("count", "steps", "states"),
+    [(1, 1, 2), (1, 40, 1), (1, 64, 3), (1, 333, 4), (5, 97, 3), (37, 11, 6)],
 )
 def test_few_and_many_sequences_in_each_layout(count, steps, states, zeros, dtype):
     """Symbols and log-likelihoods in both layouts, ragged and with gaps, with a weight each."""

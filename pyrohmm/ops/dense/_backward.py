@@ -14,6 +14,7 @@ from ._forward import Messages
 from ._lanes import (
     _LANES,
     LANES,
+    READ,
     Data,
     _0,
     _1,
@@ -25,7 +26,7 @@ from ._lanes import (
     multiply,
     multiply_row,
     read,
-    read_row,
+    read_rows,
     scale_lanes,
     scratch,
     store,
@@ -283,9 +284,10 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
     symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
     likelihood, begin, along = data.likelihood, data.first[row], data.along
-    stride = u64(len(before)) // height
+    stride, alpha, totals = u64(len(before)) // height, found.alpha, found.total
     beta, later = scratch(height, real), scratch(height, real)
-    seen, probs = scratch(height, real), scratch(height, real)
+    seen, peak = scratch(size * u64(READ), real), np.zeros(READ, real)
+    probs = scratch(height, real)
     zero, one, lowest, loss = real.type(0), real.type(1), real.type(low), 0.0
     bounding, weight = back.most > 0.0, real.type(back.weights[row])
     filled, owner = _0, row * counts.shape[1] // lengths.shape[0]
@@ -294,14 +296,14 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
     for t in range(lengths[row] - 1 if exact[row] else -1, -1, -1):
         at, place = row * steps + t, begin + t * along
         offset = u64(at) * size
-        here = found.alpha[offset : offset + size]
         norm = every = zero
         for k in range(size):
-            probs[k] = here[k] * beta[k]
+            probs[k] = alpha[offset + k] * beta[k]
             norm += probs[k]
             every += beta[k]
-        total = found.total[at]
-        loss += (size + 4) * tiny * np.float64(every) / (np.float64(norm) * np.float64(total))
+        total = totals[at]
+        if bounding:
+            loss += (size + 4) * tiny * np.float64(every) / (np.float64(norm) * np.float64(total))
         if not abs(norm - one) < 1e-2 or (bounding and not loss <= back.most):
             exact[row] = False
             return 1
@@ -318,12 +320,17 @@ def _backward_row(row, data, found, back, counts, emitted, before, after):
             for k in range(size):
                 back.starts[row, k] = probs[k]
             break
-        read_row(seen, place, symbols, entries, peaks, likelihood, size, height, lowest)
+        step = t % READ
+        if step == READ - 1 or t == lengths[row] - 1:
+            read_rows(
+                seen, peak, place - step * along, step + 1, along, symbols, entries, peaks,
+                likelihood, size, height, lowest,
+            )  # fmt: skip
         inverse = one / (norm * total)
         for k in range(size):
-            value = seen[k] * beta[k] * inverse
-            later[k] = value if here[k] > zero or bounding else zero
-            before[k * stride + filled] = found.alpha[offset - size + k]
+            value = seen[u64(step) * size + k] * beta[k] * inverse
+            later[k] = value if alpha[offset + k] > zero or bounding else zero
+            before[k * stride + filled] = alpha[offset - size + k]
             after[k * stride + filled] = later[k] * weight
         filled += _1
         if filled == _STEPS * _LANES or t == 1 or several:

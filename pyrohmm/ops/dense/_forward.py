@@ -19,6 +19,7 @@ from .._numba_math import inner, kernel, u64
 from ._lanes import (
     _LANES,
     LANES,
+    READ,
     Data,
     _0,
     accumulate,
@@ -26,7 +27,7 @@ from ._lanes import (
     multiply,
     multiply_row,
     read,
-    read_row,
+    read_rows,
     scale_lanes,
     scratch,
     sum_products,
@@ -144,15 +145,19 @@ def _forward_row(row, data, kept, found):
     g, steps = row * matrices.shape[1] // lengths.shape[0], data.steps
     symbols, entries, peaks = data.symbols, data.tables[g].ravel(), data.peaks[g]
     likelihood, begin, along = data.likelihood, data.first[row], data.along
-    mass, arrived, seen = scratch(height, real), scratch(height, real), scratch(height, real)
+    mass, arrived = scratch(height, real), scratch(height, real)
+    seen, peak = scratch(size * u64(READ), real), np.zeros(READ, real)
     zero, one, lowest = real.type(0), real.type(1), real.type(low)
-    product, logs = 1.0, 0.0  # of the norms of several steps
+    product, logs, alpha, totals = 1.0, 0.0, found.alpha, found.total  # of several steps
     faint, scale, smallest = least < tiny, one, zero
     for t in range(lengths[row]):
-        at = row * steps + t
-        peak = read_row(
-            seen, begin + t * along, symbols, entries, peaks, likelihood, size, height, lowest
-        )  # fmt: skip
+        at, step = row * steps + t, t % READ
+        if step == 0:
+            read_rows(
+                seen, peak, begin + t * along, min(READ, lengths[row] - t), along, symbols, entries,
+                peaks, likelihood, size, height, lowest,
+            )  # fmt: skip
+        now = u64(step) * size
         if t == 0:
             for k in range(size):
                 arrived[k] = data.initial[row, k]
@@ -165,23 +170,23 @@ def _forward_row(row, data, kept, found):
             for k in range(size):
                 if faint and arrived[k] * scale < slack:
                     found.sure[row] = False
-                if arrived[k] > zero and seen[k] > zero:
-                    smallest = min(smallest, arrived[k] * seen[k])
+                if arrived[k] > zero and seen[now + k] > zero:
+                    smallest = min(smallest, arrived[k] * seen[now + k])
         norm = zero
         for k in range(size):
-            mass[k] = arrived[k] * seen[k]
+            mass[k] = arrived[k] * seen[now + k]
             norm += mass[k]
         if not (norm >= slack and norm < np.inf):
             found.exact[row] = False
             break
         faint, scale = smallest <= tiny or smallest / norm * least < tiny, norm
-        logs, product = accumulate(logs + peak, product, norm)
+        logs, product = accumulate(logs + peak[step], product, norm)
         inverse = one / norm
         for k in range(size):
             mass[k] *= inverse
         if kept:
-            found.total[at] = norm
+            totals[at] = norm
             offset = u64(at) * size
             for k in range(size):
-                found.alpha[offset + k] = mass[k]
+                alpha[offset + k] = mass[k]
     found.evidence[row] = logs + np.log(product)

@@ -14,6 +14,7 @@ import numpy as np
 from .._numba_math import exp, inner, kernel, u64
 
 LANES = 32  # sequences that go through a matrix together, if there are so many
+READ = 32  # steps of one sequence that are read together: exponentials of few states are no loop
 _0, _1, _2, _3, _4, _LANES = (u64(i) for i in (0, 1, 2, 3, 4, LANES))
 
 
@@ -366,21 +367,26 @@ def take(norm, peak, active, logs, product, slack):
 
 
 @inner
-def read_row(seen, place, symbols, entries, peaks, likelihood, size, height, low):
-    """Read one step of one sequence; returns the logarithm of the largest likelihood."""
-    if symbols.shape[0]:
-        offset = u64(symbols[place]) * height
+def read_rows(
+    seen, peak, place, count, along, symbols, entries, peaks, likelihood, size, height, low
+):
+    """Read some steps of one sequence, as :func:`read`: likelihoods ``(count, size)``, flat."""
+    zero = low - low
+    for step in range(count):
+        row, offset = u64(step) * size, u64(place + step * along)
+        if symbols.shape[0]:
+            peak[step], offset = peaks[symbols[offset]], u64(symbols[offset]) * height
+            for k in range(size):
+                seen[row + k] = entries[offset + k]
+            continue
+        top = likelihood[offset]
+        for k in range(_1, size):
+            x = likelihood[offset + k]
+            top = x if x > top else top
+        peak[step] = zero if top == -np.inf else top
         for k in range(size):
-            seen[k] = entries[offset + k]
-        return peaks[symbols[place]]
-    offset, zero = u64(place), low - low
-    peak = likelihood[offset]
-    for k in range(_1, size):
-        x = likelihood[offset + k]
-        peak = x if x > peak else peak
-    peak = zero if peak == -np.inf else peak
-    for k in range(size):
-        x = likelihood[offset + k] - peak
+            seen[row + k] = likelihood[offset + k] - peak[step]
+    for i in range(_0 if symbols.shape[0] else u64(count) * size):
+        x = seen[i]
         value = exp(low if x < low else x)
-        seen[k] = zero if x == -np.inf else value
-    return peak
+        seen[i] = zero if x == -np.inf else value
