@@ -255,15 +255,8 @@ def hold_out(
 
 
 def _read(name: str) -> list[str]:
-    """Read the lines of a file that are not blank; raise if one has ``<eos>``."""
-    lines = read_lines(name)
-    for number, line in enumerate(lines, 1):
-        if END in line.split():
-            raise ValueError(
-                f"{name}, line {number}: lines must not have {END} in them, which is added at the "
-                "end of each. Take it out."
-            )
-    return [line for line in lines if line.strip()]
+    """Read the lines of a file that are not blank."""
+    return [line for line in read_lines(name) if line.strip()]
 
 
 @contextmanager

@@ -100,9 +100,8 @@ def over_tokens(constraint: Automaton, tokenizer: Any, ignore_case: bool = False
             )
     places, ends = _places(words, ignore_case)
     table = constraint.table
-    ended = table[
-        :, [constraint.classes.get(ends.get(place, ""), 0) for place in range(len(places))]
-    ]
+    classes = [constraint.classes.get(ends.get(place, ""), 0) for place in range(len(places))]
+    ended = table[:, classes]
     ended[:, BETWEEN] = torch.arange(len(table))  # (Q, places), after the word at the place
     count = len(places)
     nexts = places.clamp(min=0) + count * torch.arange(len(table)).view(-1, 1, 1)

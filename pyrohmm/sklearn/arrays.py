@@ -78,7 +78,7 @@ class TabularEstimator(SequenceEstimator):
     _start: ClassVar[Any]  # (table, chosen, seed): set the arrays of the letters chosen for a fit
 
     def _values(self, table: np.ndarray) -> Tensor:
-        return to_tensor(table)
+        return as_double(table)
 
     def _emission_module(self) -> Any:
         """Emission module at the arrays, its parameters without priors."""
@@ -155,7 +155,7 @@ class TabularEstimator(SequenceEstimator):
         """Module initialised at the arrays, its parameters without priors, or frozen."""
         emission = self._emission_module()
         module = TabularHMM(self.n_components, lambda _: emission)
-        module.set_points(initial=to_tensor(self.startprob_), transition=to_tensor(self.transmat_))
+        module.set_points(initial=as_double(self.startprob_), transition=as_double(self.transmat_))
         for letter, (_, *names) in self.letters.items():
             for name in names if letter not in self.params else ():
                 if name in ("initial", "transition") or emission.is_free(name.split(".")[1]):
@@ -199,7 +199,7 @@ class TabularEstimator(SequenceEstimator):
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Copy an array of probabilities to a tensor; raise unless each row sums to one."""
-        rows = to_tensor(getattr(self, name))
+        rows = as_double(getattr(self, name))
         check_shape(name, rows, shape, "of K states")
         total = rows.sum(-1)
         if not bool((rows >= 0).all()) or not allclose(total, ones_like(total)):
@@ -323,7 +323,7 @@ class PoissonHMM(CountingEstimator):
     init_params: str = "stl"
 
     def _emission(self) -> TorchDistribution:
-        return Poisson(to_tensor(self.lambdas_)).to_event(1)
+        return Poisson(as_double(self.lambdas_)).to_event(1)
 
     def _start(self, table: np.ndarray, chosen: set[str], seed: Any) -> None:
         if "l" in chosen:  # a gamma distribution with the mean and the variance of the data
@@ -352,7 +352,7 @@ class NormalEstimator(TabularEstimator):
 
     def _normals(self, covars: Any) -> TorchDistribution:
         """Multivariate normals with the means and given covariances."""
-        means, covars = to_tensor(self.means_), to_tensor(covars)
+        means, covars = as_double(self.means_), as_double(covars)
         shape = self._covars_shape(tuple(means.shape[:-1]), means.size(-1))
         check_shape("covars_", covars, shape, f"of type {self.covariance_type!r}")
         return normals_of(means, covars, self.covariance_type)
@@ -570,6 +570,6 @@ def _cluster(table: np.ndarray, count: int, random_state: Any) -> np.ndarray:
     return KMeans(count, n_init=10, random_state=random_state).fit(table).cluster_centers_
 
 
-def to_tensor(values: Any) -> Tensor:
+def as_double(values: Any) -> Tensor:
     """Copy an array to a tensor in float64."""
     return as_tensor(np.array(values), dtype=float64)
