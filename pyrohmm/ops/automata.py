@@ -82,23 +82,26 @@ class Automaton:
                 f"{count - 1}; got {sorted(set(reached), key=str)}."
             )
         classes = {symbol: number for number, symbol in enumerate(symbols, 1)}
-        reached, rows = _explored(0, lambda state: rows[state])
-        self._set(rows, classes, [state in ends for state in reached], name)
+        self._set(rows, classes, [state in ends for state in range(count)], name)
 
     def __bool__(self) -> bool:
         raise TypeError("an Automaton is neither true nor false; join constraints by &, | and ~.")
 
-    def _set(
-        self, rows: list[list[int]], classes: dict[Symbol, int], accepting: list[bool], name: str
-    ) -> Automaton:
-        """Minimise an automaton whose states are all reached, and set its tables (Moore 1956)."""
-        table, kind, count = torch.tensor(rows), torch.tensor(accepting).long(), 0
+    def _set(self, rows: Any, classes: dict[Symbol, int], ends: Any, name: str) -> Automaton:
+        """Minimise an automaton, and set its tables (Moore 1956)."""
+        table, accepting = torch.as_tensor(rows), torch.as_tensor(ends)
+        reached, count = torch.arange(len(table)) == 0, 0
+        while int(reached.sum()) > count:
+            count = int(reached.sum())
+            reached[table[reached].flatten()] = True
+        table, accepting = (reached.cumsum(0) - 1)[table[reached]], accepting[reached]
+        kind, count = accepting.long(), 0
         while int(kind.max()) + 1 > count:  # states that differ in what follows
             count = int(kind.max()) + 1
             parts = torch.cat([kind.unsqueeze(1), kind[table]], 1)
             kind = parts.unique(dim=0, return_inverse=True)[1]
         kind, first = _first_seen(kind)
-        table, self.accepting = kind[table[first]], torch.tensor(accepting)[first]
+        table, self.accepting = kind[table[first]], accepting[first]
         columns, first = _first_seen(table.unique(dim=1, return_inverse=True)[1])
         self.table, self.name = table[:, first], name
         of_symbol = {symbol: int(columns[place]) for symbol, place in classes.items()}
@@ -134,7 +137,7 @@ class Automaton:
     def __invert__(self) -> Automaton:
         """Complement: sentences that do not satisfy the constraint."""
         name = f"~({self.name})" if " & " in self.name else f"~{self.name}"
-        return self._alike(self.table.tolist(), self.classes, (~self.accepting).tolist(), name)
+        return self._alike(self.table, self.classes, ~self.accepting, name)
 
     def _product(
         self, other: Automaton, both: Callable[[bool, bool], bool], form: str
