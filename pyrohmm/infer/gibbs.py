@@ -19,7 +19,7 @@ from torch import Tensor
 from .._checks import check_size
 from .._choices import threads_for
 from ..chains.base import ExpectedCounts
-from ..chains.markov import MarkovChain
+from ..chains.markov import MarkovRecursions
 from ..data.sequences import Sequences, check_sequences
 from ..distributions.autoregressive import with_past
 from ..distributions.hmm import HMM
@@ -27,7 +27,7 @@ from ..distributions.observation import is_categorical
 from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
-from ..ops.markov import sample_paths
+from ..ops import recursions
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive, names_checked
 from .parameters import Parameters, Values
@@ -245,29 +245,13 @@ class Gibbs(Chains):
     def _sample_paths(self, hmm: HMM, inverse: Tensor) -> tuple[Tensor, Tensor]:
         """Sample paths of all sequences and chains at given temperatures; with log evidences."""
         chain, values = hmm.chain, self.data.values
-        batch, size = torch.Size([self.parameters.restarts]), hmm.num_states
-        if type(chain) is MarkovChain and chain.batch_shape in (batch, (*batch, 1), ()):
-            if not chain.per_step:
-                factors = hmm.symbol_factors(values) if self.num_sets == 1 else None
-                if factors is not None:
-                    _, _, table, _, rows, known = factors
-                    table = table.mT
-                    rows = rows if known is None else rows.masked_fill(~known, -1)
-                else:
-                    table = hmm.log_likelihood(values).transpose(-3, -2)  # as it lies in memory
-                    rows = torch.arange(table.shape[-3:-1].numel(), device=values.device)
-                    rows = rows.reshape(table.shape[-3:-1]).mT
-                    table = table.flatten(-3, -2)
-                rows = rows.reshape(len(self.data), -1).contiguous()
-                tables = chain.log_initial.unsqueeze(-2), chain.log_transition, table
-                wide = (t.reshape(-1, *t.shape[-2:]).expand(*batch, -1, size) for t in tables)
-                first, matrix, table = wide
-                if self.ladder.size > 1:
-                    table = tempered(table, inverse)
-                parts = first.squeeze(1), matrix, table, rows, self.data.lengths
-                found = sample_paths(*parts)
-                if found is not None:
-                    return found
+        if isinstance(chain, MarkovRecursions):
+            found = hmm.symbol_factors(values)
+            parts: Any = found or (*chain.tables, hmm.log_likelihood(values), hmm.lengths)
+            initial, matrices, logs, *rest = parts
+            logs = tempered(logs, inverse) if self.ladder.size > 1 else logs
+            states, evidence = recursions.sample_paths(initial, matrices, logs, *rest)
+            return states[0], evidence
         likelihood = self._log_likelihood(hmm, inverse)
         states = chain.sample_states(likelihood, hmm.lengths, 1)
         return states, chain.log_evidence(likelihood, hmm.lengths)
@@ -406,7 +390,6 @@ class Others:
 
 def tempered(log_likelihood: Tensor, inverse: Tensor) -> Tensor:
     """Log-likelihoods times inverse temperatures ``(C,)``; zero at zero, also where impossible."""
-    power = inverse.to(log_likelihood).reshape(-1, *(1,) * 3)
-    if log_likelihood.dim() < 4:
-        power = power.squeeze(-1)
+    log_likelihood = log_likelihood[(None,) * (4 - log_likelihood.dim())]
+    power = inverse.to(log_likelihood).reshape(-1, 1, 1, 1)
     return (power * log_likelihood).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf)

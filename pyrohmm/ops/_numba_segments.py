@@ -4,9 +4,9 @@ Arrays are those of :class:`.forward.SortedChain`, but for weights ``(G, 2, 2, K
 durations first; of a Markov chain, whose segments have one step, there may be a matrix for each
 step. For each state a window has the segments that may cover a step, each the logarithm of what
 leads to its beginning and of its observations so far: a step adds its log-likelihood to all, and a
-new segment stands beside the others. A sum over durations is relative to the largest of them, one over states
-a product, made anew in logarithms where something may have been lost. So each is exact, whatever
-vanishes, and no difference of cumulated sums meets -inf minus -inf. Comparisons let NaN through.
+new segment stands beside the others. A sum over durations is relative to the largest of them, one
+over states a product, made anew in logarithms where something may have been lost. So each is exact,
+whatever vanishes, and no difference of cumulated sums meets -inf minus -inf.
 
 Backward in time it is the same, from the end: a segment is entered where it ends.
 """
@@ -213,10 +213,10 @@ def _largest(first, last, initial, transition, weights, likelihood, lengths, own
         for t in range(end + 1):
             within[:] = 0.0
             for d in range(min(t + 1, num_durations)):
-                table = weights[g, int(d == t), int(t == end)]
+                lasted = weights[g, int(d == t), int(t == end), num_durations - 1 - d]
                 for k in range(num_states):
                     within[k] += seen[t - d, k]
-                    score = enter[t - d, k] + table[num_durations - 1 - d, k] + within[k]
+                    score = enter[t - d, k] + lasted[k] + within[k]
                     peaks[t, k] = score if score > peaks[t, k] else peaks[t, k]
             if t < end:
                 place = t if several else 0
@@ -354,11 +354,11 @@ def viterbi(chain: SortedChain) -> Tensor:
     return _paths(chain, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
 
 
-def sample_states(chain: SortedChain, num_samples: int) -> Tensor:
-    """Paths ``(S, N, T)`` of the posterior, sampled backwards."""
-    arrive, ends, *_ = _passed(chain)
+def sample_paths(chain: SortedChain, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Paths ``(S, N, T)`` of the posterior, sampled backwards; and log evidence ``(N,)``."""
+    arrive, ends, evidence, _ = _passed(chain)
     uniform = torch.rand(num_samples, *ends.shape[:2], 2, dtype=torch.float64)
-    return _paths(chain, arrive, ends, uniform)
+    return _paths(chain, arrive, ends, uniform), evidence
 
 
 def _paths(chain: SortedChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:

@@ -462,16 +462,23 @@ def viterbi(arranged: Arranged) -> Tensor:
     return arranged.restored(path)
 
 
-@torch.no_grad()
 def sample_states(arranged: Arranged, num_samples: int) -> Tensor:
     """Sample paths of the states, ``(num_samples, *B, T)``; 0 at padded steps."""
+    return sample_paths(arranged, num_samples)[0]
+
+
+@torch.no_grad()
+def sample_paths(arranged: Arranged, num_samples: int) -> tuple[Tensor, Tensor]:
+    """As :func:`sample_states`, and the log evidence ``(*B)`` in float64."""
     chain = arranged.chain
     if chain.loops is not None:
-        return arranged.restored(chain.loops.sample_states(chain, num_samples), 1)
-    chain = chain.by_rows()
-    algebra, _, messages = _summed(chain)
-    paths = _walk_back(chain, algebra, messages, drawn, torch.Size([num_samples]))
-    return arranged.restored(paths, 1)
+        paths, evidence = chain.loops.sample_paths(chain, num_samples)
+    else:
+        chain = chain.by_rows()
+        algebra, _, messages = _summed(chain)
+        paths = _walk_back(chain, algebra, messages, drawn, torch.Size([num_samples]))
+        evidence = _evidence(chain, messages)
+    return arranged.restored(paths, 1), arranged.restored(evidence + arranged.shift)
 
 
 def _walk_back(

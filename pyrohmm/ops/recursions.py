@@ -241,7 +241,6 @@ def best_paths(
         return paths.reshape(*batch, chain.num_steps), possible.reshape(batch)
 
 
-@flushing
 def sample_states(
     log_initial: Tensor,
     log_transition: Tensor,
@@ -254,15 +253,26 @@ def sample_states(
     Returns:
         ``(num_samples, *B, T)`` integers; 0 at padded steps.
     """
+    parts = log_initial, log_transition, log_likelihood, lengths
+    return sample_paths(*parts, num_samples=num_samples)[0]
+
+
+@flushing
+def sample_paths(
+    log_initial: Tensor, log_transition: Tensor, log_likelihood: Tensor, lengths: Tensor,
+    symbols: Tensor | None = None, known: Tensor | None = None, num_samples: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As :func:`sample_states`, and the log evidence ``(*B)`` in float64.
+
+    The arguments are those of :func:`log_evidence`.
+    """
     refuse_transforms("samples of paths")
-    arguments = check_arguments(log_initial, log_transition, log_likelihood, lengths)
+    parts = log_initial, log_transition, log_likelihood, lengths, symbols, known
+    arguments = check_arguments(*parts)
+    batch = arguments.batch
     with torch.no_grad():
-        chain = grouped(arguments)
-        if (loops := engine(chain)) is _torch:
-            return forward.sample_states(_by_steps(arguments), num_samples)
-        filters = filtered_scaled(chain, arguments.dtype)
-        states: Tensor = loops.sample_states(chain, filters, num_samples)
-        return states.reshape(num_samples, *arguments.batch, states.size(-1))
+        states, evidence = _sampled(grouped(arguments), arguments.dtype, num_samples)
+    return states.reshape(num_samples, *batch, states.size(-1)), evidence.reshape(batch)
 
 
 def _solved(
@@ -392,6 +402,20 @@ def filtered_scaled(chain: Groups, dtype: torch.dtype | None) -> Tensor:
     rows = (~exact).flatten().nonzero().squeeze(-1)
     again = filtered_scaled(chain.subset(rows), wider(dtype)).flatten(0, 1).to(found.dtype)
     return found.flatten(0, 1).index_put((rows,), again).reshape(found.shape)
+
+
+def _sampled(chain: Groups, dtype: torch.dtype | None, num_samples: int) -> tuple[Tensor, Tensor]:
+    """Posterior samples of paths ``(S, G, n, T)``, and log evidence ``(G, n)``."""
+    loops = engine(chain)
+    if dtype is None or loops is _torch:
+        return forward.sample_paths(_in_log_space(chain), num_samples)
+    states, evidence, exact = loops.sample_paths(chain, dtype, num_samples)
+    if not bool(exact.all()):
+        rows = (~exact).flatten().nonzero().squeeze(-1)
+        again = _sampled(chain.subset(rows), wider(dtype), num_samples)
+        states.flatten(1, 2)[:, rows] = again[0].flatten(1, 2)
+        evidence.flatten()[rows] = again[1].flatten()
+    return states, evidence
 
 
 # In logarithms ----------------------------------------------------------------------------------

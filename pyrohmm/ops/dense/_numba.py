@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._choices import MILLISECOND, SIDE_BY_SIDE
-from .._numba_math import call, copy, exp, kernel, run, share, u64
+from .._numba_math import call, copy, kernel, run, share, u64
 from . import _backward, _forward
 from ._backward import Back
 from ._forward import Messages
@@ -326,41 +325,28 @@ def best_rows(first, last, initial, transition, likelihood, lengths, best, losse
                 best[i, c, t] = state
 
 
-@kernel
-def sample_by_rows(first, last, messages, transition, lengths, low, uniform, states):
-    """Sample paths backwards from log filtered ``messages`` ``(N, T, K)``.
+FAR = 2.0**400  # by which products of two factors stay in the range of numbers
 
-    A state less probable than the exponential of ``low``, relative to another, is not sampled.
-    """
-    steps, groups, num_states, _ = transition.shape
-    size = lengths.shape[0] // groups
-    mass = np.empty(num_states, messages.dtype)
-    lowest, zero = messages.dtype.type(low), messages.dtype.type(0)
+
+@kernel
+def sample_by_rows(first, last, alpha, matrices, lengths, uniform, states):
+    """Sample paths backwards from filtered probabilities ``alpha`` ``(N, T, K)``."""
+    steps, groups, *_ = matrices.shape
+    size, num_states = lengths.shape[0] // groups, alpha.shape[2]
+    sums = np.empty(num_states)
     for i in range(first, last):
         g, end = i // size, lengths[i] - 1
         for s in range(states.shape[0]):
             state = 0
             for t in range(end, -1, -1):
-                row, matrix = messages[i, t], transition[0 if steps == 1 else min(t, steps - 1), g]
+                row, matrix, total = alpha[i, t], matrices[min(t, steps - 1), g], 0.0
                 for k in range(num_states):
-                    mass[k] = row[k] + matrix[k, state] if t < end else row[k]
-                peak = mass[0]
-                for k in range(1, num_states):
-                    peak = mass[k] if mass[k] > peak else peak
-                if not peak > -np.inf:  # an impossible sequence has no posterior: any path will do
-                    mass[:] = 0.0
-                    peak = mass[0]
-                for k in range(num_states):
-                    x = mass[k] - peak
-                    value = exp(x if x > lowest else lowest)
-                    mass[k] = value if x > lowest else zero
-                total = zero
-                for k in range(num_states):
-                    total += mass[k]
-                    mass[k] = total
-                state = 0
-                while state < num_states - 1 and not mass[state] > uniform[s, i, t] * total:
-                    state += 1
+                    prob = np.float64(matrix[k, state]) if t < end else 1.0
+                    total += (np.float64(row[k]) * FAR) * (prob * FAR)
+                    sums[k] = total
+                bound, state = uniform[s, i, t] * total, 0
+                for k in range(num_states - 1):  # no jump that cannot be foreseen
+                    state += not sums[k] > bound
                 states[s, i, t] = state
 
 
@@ -382,14 +368,17 @@ def best_paths(chain: Groups, count: int) -> tuple[Tensor, Tensor]:
     return best.reshape(groups, size, count, -1), losses.isfinite().reshape(groups, size, count)
 
 
-def sample_states(chain: Groups, messages: Tensor, num_samples: int) -> Tensor:
-    """Paths ``(S, G, n, T)`` sampled backwards from log filtered ``messages`` ``(G, n, T, K)``."""
-    messages, lengths = messages.flatten(0, 1).contiguous(), chain.lengths.reshape(-1)
-    uniform = torch.rand(num_samples, *messages.shape[:2], dtype=messages.dtype)
+def sample_paths(
+    chain: Groups, dtype: torch.dtype, num_samples: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Posterior samples of paths ``(S, G, n, T)``, evidence and mask of exact sequences."""
+    passes, shape = _Passes(_data(chain, dtype)), chain.lengths.shape
+    found, lengths = passes.forward(True), chain.lengths.reshape(-1)
+    alpha = passes.view(found.alpha).flatten(0, 1).contiguous()
+    uniform = torch.rand(num_samples, *alpha.shape[:2], dtype=torch.float64)
     states = torch.zeros(uniform.shape, dtype=torch.long)
-    low = math.log(torch.finfo(messages.dtype).tiny)
-    run(
-        sample_by_rows, len(lengths), 10 * num_samples * messages[0].numel(), messages,
-        chain.transition.to(messages.dtype).contiguous(), lengths, low, uniform, states,
-    )  # fmt: skip
-    return states.reshape(num_samples, *chain.lengths.shape, -1)
+    work = 4 * num_samples * alpha[0].numel()
+    run(sample_by_rows, len(lengths), work, alpha, passes.data.matrices, lengths, uniform, states)
+    parts = found.evidence, found.exact & found.sure
+    evidence, exact = (torch.from_numpy(part).reshape(shape) for part in parts)
+    return states.reshape(num_samples, *shape, -1), evidence, exact
