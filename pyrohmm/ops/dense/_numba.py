@@ -331,7 +331,7 @@ FAR = 2.0**400  # by which products of two factors stay in the range of numbers
 @kernel
 def sample_by_rows(first, last, alpha, matrices, lengths, uniform, states):
     """Sample paths backwards from filtered probabilities ``alpha`` ``(N, T, K)``."""
-    steps, groups, *_ = matrices.shape
+    steps, groups = matrices.shape[:2]
     size, num_states = lengths.shape[0] // groups, alpha.shape[2]
     sums = np.empty(num_states)
     for i in range(first, last):
