@@ -32,17 +32,6 @@ def at_least_single(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
-def in_full_precision(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: run a ``backward`` with autocast disabled."""
-
-    @wraps(backward)
-    def run(ctx: Any, *gradients: Any) -> Any:
-        with full_precision(gradients[0]):
-            return backward(ctx, *gradients)
-
-    return run
-
-
 def differentiable_gradient(
     value: Callable[..., Tensor], inputs: Sequence[Tensor | None], weights: Tensor
 ) -> list[Tensor | None]:
@@ -170,14 +159,14 @@ class _WithGradient(torch.autograd.Function):
         return value
 
     @staticmethod
-    @in_full_precision
     def backward(ctx: Any, weights: Tensor) -> tuple[Tensor | None, ...]:
         inputs = ctx.saved_tensors[: len(ctx.needs_input_grad) - 4]  # raises if one was changed
         again = torch.is_grad_enabled()  # the gradient will itself be differentiated
-        if again or transforming() or torch._C._dispatch_keys(weights).has(BATCHED):
-            gradients = differentiable_gradient(ctx.twin, inputs, weights)
-        else:
-            gradients = flushed(ctx.gradient, weights)
+        with full_precision(weights):
+            if again or transforming() or torch._C._dispatch_keys(weights).has(BATCHED):
+                gradients = differentiable_gradient(ctx.twin, inputs, weights)
+            else:
+                gradients = flushed(ctx.gradient, weights)
         if ctx.dtype is not None:
             least = torch.finfo(ctx.dtype).tiny
             gradients = [x if x is None else hardshrink(x, least) for x in gradients]
