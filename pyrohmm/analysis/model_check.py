@@ -255,7 +255,7 @@ class Calibration(NamedTuple):
             bins = ranks * num_bins // (self.num_samples + 1)
             counts, expected = bins.bincount(minlength=num_bins).double(), len(ranks) / num_bins
             square = ((counts - expected).square() / expected).sum()
-            found[name] = float(chdtrc(num_bins - 1, square))
+            found[name] = float(chdtrc(num_bins - 1, square.item()))
         return found
 
 

@@ -198,12 +198,11 @@ class Information:
         total = torch.zeros_like(places)
         for part in self.parts:
             room = self.room(part) if self.copied else 1
-            alone = room < FEWEST
-
-            def score(u: Tensor, _: Tensor, part: Sequences = part, alone: bool = alone) -> Tensor:
-                return self.run(u[0], part)[0][None] if alone else self.run(u, part)[0]
-
-            total = total + graded(score, places, 1 if alone else room)[1]
+            if room < FEWEST:
+                one = lambda u, _: self.run(u[0], part)[0][None]  # noqa: B023, E731
+                total = total + graded(one, places, 1)[1]
+            else:
+                total = total + graded(lambda u, _: self.run(u, part)[0], places, room)[1]  # noqa: B023
         return total
 
     def slopes(self) -> tuple[Tensor, Tensor]:
