@@ -25,8 +25,7 @@ from torch import Tensor
 from pyrohmm import blocks
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM, InnerProductTransition
-from pyrohmm.ops.backends import TORCH, use
-from pyrohmm.ops.blocks import _numba, recursions
+from pyrohmm.ops.blocks import recursions
 from pyrohmm.ops.blocks import transitions as module_of_transitions
 from pyrohmm.ops.blocks.transitions import Transitions
 
@@ -62,16 +61,6 @@ def gradient(make: Call, parameters: list[Tensor], values: Tensor) -> Call:
     return lambda: torch.autograd.grad(make().log_prob(values).sum(), parameters)
 
 
-def by_torch(call: Call) -> Call:
-    """The same by torch alone."""
-
-    def run() -> None:
-        with use(TORCH):
-            call()
-
-    return run
-
-
 def patched(call: Call, *patches: tuple[Any, str, Any]) -> Call:
     """The same with some attributes replaced."""
 
@@ -88,7 +77,7 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     two = model(states, count, tokens, True)
     small = model(states // 4, count, 16 * tokens, False)
     make, parameters, values = two
-    evidence, last = gradient(*two), lambda: make().final_state(values)
+    last = lambda: make().final_state(values)  # noqa: E731
     matrix = gradient(*small)
     transition, later = make().transition, torch.randn(5, states)
     vectors = [each.detach() for each in parameters]
@@ -96,10 +85,9 @@ def ways(quick: bool) -> dict[str, tuple[str, list[Any], Call, Call]]:
     some = Transitions(transition.blocks, *vectors[:2], transition.log_block_probs)
     shape, single = f"{states:,} states, {count} blocks, ", f"{tokens:,} tokens"
     return {
-        "compiled evidence and gradient":
-            (shape + single, [_numba, recursions], evidence, by_torch(evidence)),
-        "compiled last state":
-            (shape + single, [recursions.final_state], last, by_torch(last)),
+        "last state by scaled messages":
+            (shape + single, [recursions.final_state], last,
+             patched(last, (recursions, "final_state", lambda *_: None))),
         "matrix of one level":
             (f"{states // 4:,} states, {count} blocks, {16 * tokens:,} tokens, one level",
              [block_chains.BlockChain.scores], matrix,

@@ -395,7 +395,7 @@ def reads_of_a_further_iteration(fit, module, data):
     ("fit", "name", "most"),
     [
         (by_em, "table", 2), (by_em, "normal", 2), (by_map, "table", 1), (by_map, "normal", 1),
-        (by_map, "dense", 1), (by_map, "neural", 0), (by_map, "two levels", 0),
+        (by_map, "dense", 1), (by_map, "neural", 1), (by_map, "two levels", 1),
         (by_svi, "table", 1),
     ],
 )  # fmt: skip

@@ -22,9 +22,9 @@ Its modules; each imports only those above it:
 ``semi_markov``       the recursions of chains with durations
 ``_numba_segments``   their compiled loops, in which nothing leaves the range of numbers
 ``blocks.states``     ``Blocks``: which states emit which symbols
+``blocks.pairs``      transitions within the pairs of blocks that occur
 ``blocks.transitions``  sums over transitions between blocks, and from and to all states
-``blocks._numba``     compiled loops over chains in blocks of states
-``blocks.recursions``  evidence of block-sparse chains by whichever computes
+``blocks.recursions``  evidence of block-sparse chains, by scaled messages
 ``blocks.inner_products``  transitions and emissions by inner products
 ``_numba_clusters``   compiled loops of Brown clustering
 ``brown_merges``      Brown clustering: its tables and its loop

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from pyrohmm import HMM, Filter, queries
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops.blocks import from_clusters, inner_products, transitions
+from pyrohmm.ops.blocks import from_clusters, transitions
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
@@ -68,9 +68,7 @@ def zeros(blocks, logits):
 @pytest.mark.parametrize("lengths", [[1], [4, 1, 6, 6, 2]], ids=str)
 @pytest.mark.parametrize("sizes", [[1], [2, 2, 2], [3, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize(("kind", "all_transitions"), WAYS)
-def test_everything_is_as_in_the_hmm_with_zeros(
-    all_transitions, kind, sizes, lengths, engine, monkeypatch
-):
+def test_everything_is_as_in_the_hmm_with_zeros(all_transitions, kind, sizes, lengths, monkeypatch):
     compute(monkeypatch, all_transitions)
     torch.manual_seed(len(sizes) + len(lengths))
     case = Case(kind, sizes, lengths)
@@ -176,7 +174,7 @@ def in_single_precision(case):
 
 
 @pytest.mark.parametrize("kind", ["matrix", "two levels"])
-def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind, engine):
+def test_long_sequences_have_probabilities_and_gradients_in_single_precision(kind):
     """Their evidence is thousands of nats, of which single precision has few decimals."""
     torch.manual_seed(0)
     case = Case(kind, [3, 4, 4], [500, 7], num_symbols=40, scale=3.0)
@@ -225,9 +223,7 @@ def test_single_precision_is_as_good_as_its_numbers(data):
 
 @pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 2, 4]], ids=str)
 @pytest.mark.parametrize(("kind", "all_transitions"), [WAYS[0], WAYS[1], WAYS[-1]])
-def test_inner_products_may_be_in_lower_precision(
-    kind, sizes, all_transitions, engine, monkeypatch
-):
+def test_inner_products_may_be_in_lower_precision(kind, sizes, all_transitions, monkeypatch):
     compute(monkeypatch, all_transitions)
     torch.manual_seed(1)
     case, found = Case(kind, sizes, [4, 1, 6, 6, 2], dim=16, scale=0.5, dtype=torch.float32), []
@@ -284,11 +280,11 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
 
 
-def test_all_sums_over_states_are_made_in_parts(monkeypatch, engine):
+def test_all_sums_over_states_are_made_in_parts(monkeypatch):
     torch.manual_seed(5)
     results = []
     for chunk in (1, 20, 1 << 20):
-        monkeypatch.setattr(inner_products, "CHUNK", chunk)
+        monkeypatch.setattr(transitions, "AT_ONCE", chunk)
         torch.manual_seed(5)
         case = Case("one level", [3, 1, 4], [6, 2])
         found = case.hmm.log_prob(case.values)
@@ -317,7 +313,7 @@ def with_gaps(case):
 def many_states(kind, monkeypatch):
     """1,024 states in 64 blocks, computed in small chunks, and a mask with gaps."""
     compute(monkeypatch, False)
-    monkeypatch.setattr(inner_products, "CHUNK", 1 << 14)
+    monkeypatch.setattr(transitions, "AT_ONCE", 1 << 14)
     monkeypatch.setattr(transitions, "CHUNK", 1 << 14)
     torch.manual_seed(0)
     seen = torch.ones(2, 9, dtype=torch.bool)
@@ -327,7 +323,7 @@ def many_states(kind, monkeypatch):
 
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("kind", ["one level", "two levels"])
-def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch, engine):
+def test_no_matrix_of_all_transitions_is_made(kind, missing, monkeypatch):
     case, seen = many_states(kind, monkeypatch)
     hmm = case.hmm.replace(observed=seen) if missing else case.hmm
     with Largest() as largest:

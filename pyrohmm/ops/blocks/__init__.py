@@ -4,9 +4,9 @@
 imports only those above it:
 
 ``states``          ``Blocks``
+``pairs``           transitions within the pairs of blocks that occur
 ``transitions``     transitions between blocks, and sums over those from and to all states
-``_numba``          compiled loops over scaled messages
-``recursions``      evidence and gradient, by these or by torch; steps may be missing
+``recursions``      evidence and gradient, where no step is missing
 ``inner_products``  transitions and emissions by inner products
 """
 

@@ -18,9 +18,9 @@ from ..._precision import at_least_single, full_precision, recomputed, with_grad
 from ..log_space import log_softmax_of_parts
 from ..tensor_cache import cached, cached_on, lazy
 from .states import Blocks, offsets
+from .transitions import at_once
 
 LOW = (torch.bfloat16, torch.float16)
-CHUNK = 1 << 23  # scores that exist at one time while all transitions of all states are summed
 
 
 def _log_sums(leave: Tensor, enter: Tensor, blocks: Blocks) -> Tensor:
@@ -29,15 +29,12 @@ def _log_sums(leave: Tensor, enter: Tensor, blocks: Blocks) -> Tensor:
     The scores are computed some rows at a time, and again for the gradient.
     """
 
-    def sums(part: Tensor, enter: Tensor) -> Tensor:
-        scores = at_least_single(part @ enter.mT)
-        if blocks.are_equal:
-            return scores.unflatten(-1, (-1, blocks.width)).logsumexp(-1)
-        parts = scores.split(blocks.sizes.tolist(), -1)
-        return torch.stack([part.logsumexp(-1) for part in parts], -1)
+    def sums(part: Tensor, entered: Tensor) -> Tensor:
+        scores = at_least_single(part @ entered.flatten(0, 1).mT).unflatten(-1, entered.shape[:2])
+        return blocks.without_padding(scores, -torch.inf).logsumexp(-1)
 
-    rows = max(1, CHUNK // len(enter))
-    return torch.cat([recomputed(sums, part, enter) for part in leave.split(rows)])
+    rows, entered = max(1, at_once(leave.device) // len(enter)), blocks.by_block(enter)
+    return torch.cat([recomputed(sums, part, entered) for part in leave.split(rows)])
 
 
 class InnerProductTransition:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import check_integers, check_shape, check_size
+from ..tensor_cache import cached_on
 
 
 def offsets(sizes: Tensor) -> Tensor:
@@ -77,6 +78,26 @@ class Blocks:
     def allowed(self) -> Tensor:
         """Mask of the symbols that each state may emit, ``(K, V)``."""
         return self.owner.unsqueeze(-1) == self.symbol_block
+
+    def by_block(self, rows: Tensor) -> Tensor:
+        """Rows ``(K, *)`` of the states, by block and place ``(B, w, *)``; any as padding."""
+        if not self.are_equal:
+            states = self.states.flatten().clamp(min=0).to(rows.device)
+            rows = rows.index_select(0, states)
+        return rows.unflatten(0, (self.num_blocks, self.width))
+
+    def without_padding(self, values: Tensor, fill: float) -> Tensor:
+        """``values`` by block and place ``(*, B, w)``, with ``fill`` where there is no state."""
+        if self.are_equal:
+            return values
+        return values.masked_fill(cached_on(values.device, self.states) < 0, fill)
+
+    def of_states(self, parts: Tensor) -> Tensor:
+        """Rows ``(K, *)`` of the states, from those by block and place ``(B, w, *)``."""
+        rows = parts.flatten(0, 1)
+        if self.are_equal:
+            return rows
+        return rows.index_select(0, (self.states.flatten() >= 0).nonzero()[:, 0].to(rows.device))
 
     def keep(self, states: Tensor) -> Blocks:
         """Blocks restricted to the states ``(n,)``, renumbered in their order."""

@@ -23,10 +23,10 @@ from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
+from .pairs import Pairs, probs_of_matrix, transition_probs
 from .states import Blocks
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
-DENSE = 8  # transitions of all pairs of blocks are computed at once, if one in so many occurs
 AT_ONCE = 1 << 23  # numbers of matrices that exist at one time on a CPU
 KEPT = 1 << 32  # bytes of a matrix of probabilities that is kept, of 32,768 states in float32
 
@@ -85,31 +85,21 @@ class Transitions:
         return wide.scatter(1, places, logs.masked_fill(places == self.num_states, -torch.inf))
 
     def between(self, source: Tensor, target: Tensor) -> Tensor:
-        """Log-probabilities ``(P, w, w)`` of transitions from some blocks to others.
+        """Log-probabilities ``(*, w, w)`` of transitions from some blocks to others ``(*)``.
 
         What is beyond the states of a block means nothing.
         """
+        pairs = Pairs(source * self.all + target, self.all, self.scores[0].device)
+        index = cached_on(self.scores[0].device, pairs.index)
+        found = self.of_pairs(pairs, True).mT.flatten(1)
+        return take_rows(found, index).unflatten(-1, (self.blocks.width, -1))
+
+    def of_pairs(self, pairs: Pairs, logs: bool = False) -> Tensor:
+        """Transition probabilities of pairs, ``(P, w, w)``: :func:`.transition_probs`."""
         leave, enter, log_block_probs = self.scores
-        width, size = self.blocks.width, self.num_states
-        device, count = leave.device, self.all
-        before, after = self.places(source), self.places(target)
-        beyond = (after == size).unsqueeze(-2)
-        before, after = before.clamp(max=size - 1), after.clamp(max=size - 1)
-        if enter is None or log_block_probs is None:
-            cells = before.unsqueeze(-1) * size + after.unsqueeze(-2)
-            return take_rows(leave.reshape(-1, 1), cells).squeeze(-1)
-        cells = before * count + target.to(device).unsqueeze(-1)
-        shares = take_rows(log_block_probs.reshape(-1, 1), cells)  # (P, w, 1)
-        if count**2 < DENSE * len(source) and size**2 <= at_once(device):
-            places = self._places[:-1]
-            vectors = (part[places.clamp(max=size - 1)].flatten(0, 1) for part in (leave, enter))
-            scores = at_least_single(next(vectors) @ next(vectors).mT)
-            scores = scores.view(count, width, count, width)
-            scores = scores.masked_fill(places == size, -torch.inf).log_softmax(-1)
-            pairs = cached_on(device, source * count + target)
-            return scores.transpose(1, 2).flatten(0, 1).index_select(0, pairs) + shares
-        scores = at_least_single(take_rows(leave, before) @ take_rows(enter, after).mT)
-        return scores.masked_fill(beyond, -torch.inf).log_softmax(-1) + shares
+        if enter is not None and log_block_probs is not None:
+            return transition_probs(pairs, self.blocks, leave, enter, log_block_probs, logs)
+        return probs_of_matrix(pairs, self.blocks, leave, logs)
 
     def sums(self, logs: Tensor, source: Tensor, target: Tensor, best: bool = False) -> Tensor:
         """Log-sum-exp over the previous state, for vectors of all states; -inf elsewhere.
