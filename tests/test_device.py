@@ -438,6 +438,26 @@ def test_the_indices_of_blocks_are_made_once_a_batch(monkeypatch):
     assert len(made) == 1
 
 
+@counted
+@pytest.mark.parametrize("sizes", [[4], [4, 3]], ids=["equal", "unequal"])
+@pytest.mark.parametrize("two_level", [False, True])
+def test_loss_and_gradient_of_a_model_of_64_blocks_are_600_kernels_at_most(two_level, sizes):
+    """Of 64 sequences of 32 symbols, with dropout: no loop is over blocks or sequences."""
+    torch.manual_seed(0)
+    clusters = torch.arange(128) % 64
+    partition = blocks.from_clusters(clusters, torch.tensor(sizes).repeat(64 // len(sizes)))
+    module = NeuralHMM(
+        partition.num_states, 128, hidden_dim=4, blocks=partition, two_level=two_level, dropout=0.5
+    )
+    values, lengths = torch.randint(128, (64, 32)), torch.randint(16, 33, (64,))
+    with watched(), pyro.validation_enabled(False):
+        moved, given, ones = there(module), there(values), there(torch.ones(64))
+        with watched() as seen:
+            moved(lengths).log_prob(given).backward(ones)
+    assert 32 * 8 < seen.launches <= 600, seen
+    assert seen.host_reads <= 2, seen  # the symbols, once; and whether messages are exact
+
+
 # Both ways at once --------------------------------------------------------------------------------
 
 

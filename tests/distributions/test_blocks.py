@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from pyrohmm import HMM, Filter, queries
 from pyrohmm.chains import blocks as block_chains
 from pyrohmm.distributions.block_hmm import BlockHMM
-from pyrohmm.ops.blocks import from_clusters, transitions
+from pyrohmm.ops.blocks import from_clusters, recursions, transitions
 from pyrohmm.ops.blocks.inner_products import InnerProductTransition, log_emission
 
 patient = settings(deadline=None, max_examples=40, derandomize=True, database=None)
@@ -278,6 +278,20 @@ def test_paths_that_were_lost_long_before_they_matter_are_found(kind, dtype, noi
     odds = (lengths[0] - lengths[1]) * math.log((1 - noise) / noise)  # it never changed places
     last = hmm.final_state(values).log_probs.double()
     torch.testing.assert_close(last, torch.tensor([[odds, 0.0]]).double(), rtol=1e-4, atol=1e-4)
+
+
+def test_moves_of_a_pair_are_added_in_any_number_of_parts(monkeypatch):
+    gradients = []
+    for fewest, most in ((1, 1), (2, 3), (8, 512)):
+        monkeypatch.setattr(recursions, "FEWEST", fewest)
+        monkeypatch.setattr(recursions, "BLOCK", most)
+        torch.manual_seed(7)
+        case = Case("two levels", [3, 1, 4], [1, 30, 2, 17])
+        evidence = case.hmm.log_prob(case.values)
+        gradients.append(torch.autograd.grad(evidence.sum(), case.parameters))
+    for one, two, three in zip(*gradients):
+        torch.testing.assert_close(one, three, rtol=1e-12, atol=1e-13)
+        torch.testing.assert_close(two, three, rtol=1e-12, atol=1e-13)
 
 
 def test_all_sums_over_states_are_made_in_parts(monkeypatch):

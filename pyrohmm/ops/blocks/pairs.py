@@ -175,7 +175,9 @@ def probs_of_matrix(pairs: Pairs, blocks: Blocks, matrix: Tensor, logs: bool = F
 
         def gradient(weights: Tensor) -> tuple[Tensor]:
             found = torch.zeros_like(matrix)
-            by_pair(found).index_put_(places, weights if logs else weights * out, accumulate=True)
+            for _, target, source, weight, value in pairs.groups(places[0], weights, out):
+                weight = weight if logs else weight * value
+                by_pair(found).index_put_((source, target), weight, accumulate=True)
             return (found,)
 
         return out, gradient

@@ -106,8 +106,8 @@ class Moves(NamedTuple):
         sizes: How many sequences have a first step, a second one, and so on.
         pair: ``(M - N,)``, of the move to each row after the first N.
         after, before: ``(Z, S)``, rows to and from which moves are, all those of a line with the
-            same pair; M and 0 as padding.
-        of: ``(Z,)``, this pair.
+            same pair, one line for each pair and then further ones; M and 0 as padding.
+        of: ``(Z - P,)``, the pairs of the further lines.
         last: ``(N,)``, the row of the last step of each sequence.
     """
 
@@ -153,16 +153,18 @@ def pairs_of(blocks: Tensor, lengths: Tensor, count: int, device: torch.device) 
 
 
 def _lines(pair: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Moves by their pair, in lines of equal size ``(Z, S)``; and the pair of each line."""
+    """Moves by their pair, in lines of equal size ``(Z, S)``; the pair of each line after the P."""
     number = pair.bincount(minlength=count)
     size = min(BLOCK, max(FEWEST, 2 * math.ceil(len(pair) / max(count, 1))))
-    lines = (number + size - 1).div(size, rounding_mode="floor").clamp(min=1)
+    further = (number - 1).clamp(min=0) // size
     order = pair.argsort(stable=True)
     own = pair[order]
     rank = torch.arange(len(pair)) - offsets(number)[own]
-    moves = torch.full((int(lines.sum()) * size,), len(pair))
-    moves[offsets(lines)[own] * size + rank] = order
-    return moves.view(-1, size), torch.arange(count).repeat_interleave(lines)
+    line, place = rank // size, rank % size
+    line = torch.where(line > 0, count - 1 + offsets(further)[own] + line, own)
+    moves = torch.full((count + int(further.sum()), size), len(pair))
+    moves[line, place] = order
+    return moves, torch.arange(count).repeat_interleave(further)
 
 
 class Messages:
@@ -257,10 +259,11 @@ class Messages:
         after, before = self._here(self.moves.after), self._here(self.moves.before)
         there = self.sent.index_select(0, after.flatten()).view(*after.shape, width)
         here = alpha.index_select(0, before.flatten()).view(*after.shape, width)
-        by_probs = torch.bmm(there.mT, here)
-        if len(by_probs) > len(self.probs):
-            by_pair = torch.zeros_like(self.probs)
-            by_probs = by_pair.index_add_(0, self._here(self.moves.of), by_probs)
+        count = len(self.probs)
+        by_probs = torch.bmm(there[:count].mT, here[:count])
+        if len(there) > count:
+            further = torch.bmm(there[count:].mT, here[count:])
+            by_probs.index_add_(0, self._here(self.moves.of), further)
         return by_first, by_seen.view(size, -1, width), by_probs
 
 
