@@ -1,4 +1,4 @@
-"""Computational choices: thresholds between two methods, threads, subnormal numbers.
+"""Computational choices: thresholds between two methods, threads, subnormal and random numbers.
 
 Each constant has the measurement that set it: processor time of one thread on an EPYC with two
 cores; ``figures/engine_ways.json`` holds the factors of the ways of :mod:`pyrohmm.ops`.
@@ -7,13 +7,18 @@ cores; ``figures/engine_ways.json`` holds the factors of the ways of :mod:`pyroh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Value = TypeVar("Value")
+
+_CPU = torch.device("cpu")
 
 _TINY, _HALF = torch.finfo(torch.float64).tiny, 0.5
 
@@ -113,3 +118,38 @@ def flushed(function: Callable[..., Value], *arguments: Any, **options: Any) -> 
 def flushing(function: Callable[..., Value]) -> Callable[..., Value]:
     """Decorator: flush subnormal numbers to zero during calls of ``function``."""
     return wraps(function)(partial(flushed, function))
+
+
+class _DrawnOnHost(TorchDispatchMode):
+    """Random numbers come from the CPU's generator, and are then moved."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        like = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device") or (like[0].device if like else _CPU)
+        random = torch.Tag.nondeterministic_seeded in function.tags
+        random |= any(argument.name == "generator" for argument in function._schema.arguments)
+        if not random or torch.device(device).type == "cpu":
+            return function(*args, **kwargs)
+        some, options = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))
+        drawn = function(*some, **options | ({"device": _CPU} if "device" in options else {}))
+        in_place = function.overloadpacket.__name__.endswith("_")
+        return args[0].copy_(drawn) if in_place else drawn.to(device)
+
+
+@contextmanager
+def first_values(device: torch.device | None = None) -> Iterator[None]:
+    """Context in which a seed gives the same random numbers on every ``device``.
+
+    They are drawn on the CPU; for the first values of a fit, as those of each step stay where they
+    are used. By default it is torch's default device, on which modules are made.
+
+    Example:
+        >>> with first_values(torch.device("cpu")):
+        ...     number = torch.rand(())
+    """
+    device = torch.get_default_device() if device is None else device
+    with nullcontext() if device.type == "cpu" else _DrawnOnHost():
+        yield

@@ -2,16 +2,20 @@
 
 Tensors on it have real numbers, and refuse to mix with tensors of the CPU. Within :func:`watched`,
 everything that would make the host wait for an accelerator is counted, with the place in the
-package that asked for it, and so is every operation that would be a kernel there::
+package that asked for it, as are copies from the host and operations that would be kernels there::
 
     with watched() as seen:
         HMM(initial.to("twin"), ...).log_prob(values.to("twin"))
     print(seen)
 
 It shows tensors left on the CPU, results on the wrong device, waits of the host and the number of
-kernels. It says nothing of an accelerator's numerics, speed or memory. As on CUDA, a tensor of no
-dimensions may come from the CPU where an operation works element by element, and nowhere else.
-Indices may come from the CPU too; their copy counts as a wait.
+kernels. It says nothing of an accelerator's numerics, speed or memory. As on CUDA:
+
+- One tensor of no dimensions may come from the CPU where the kernel takes it as an argument
+  (``BY_ELEMENT``), or the operation reads its number (``FILLING``), and nowhere else.
+- Indices may come from the CPU; their copy is counted, and so are those of ``where``.
+- Random numbers are the device's own, seeded as the CPU's, and no generator of the CPU is taken.
+- Integers have no matrix products.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +49,19 @@ READS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select,
          aten.is_nonzero, aten.item, aten.unique_dim, aten.bincount}  # fmt: skip
 # which take indices
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
-# which take a number of the CPU though they do not work element by element
-FILLING = {aten.fill, aten.fill_, aten.masked_fill, aten.masked_fill_, aten.index_put,
-           aten.index_put_, aten._index_put_impl_}  # fmt: skip
+INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+# whose kernels take one number of the CPU (TensorIterator's allow_cpu_scalars, and
+# gpu_kernel_with_scalars); clamp of tensors, lerp, addcmul and logaddexp do not
+BY_ELEMENT = set(
+    "add sub rsub mul div true_divide floor_divide pow remainder fmod atan2 hypot maximum minimum "
+    "fmax fmin clamp_min clamp_max eq ne lt le gt ge logical_and logical_or logical_xor xlogy "
+    "bitwise_and bitwise_or bitwise_xor copysign igamma igammac nextafter heaviside special_zeta "
+    "special_xlog1py where".split()
+)
+# which read a number of the CPU
+FILLING = set("fill masked_fill index_fill index_put _index_put_impl".split())
+# which have no kernel for integers
+PRODUCTS = set("mm bmm mv dot vdot addmm baddbmm addbmm addmv addr linear cdist".split())
 
 
 class Seen:
@@ -55,6 +69,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.reads: Counter[str] = Counter()
+        self.copies: Counter[str] = Counter()
         self.kernels: Counter[str] = Counter()
 
     @property
@@ -71,9 +86,16 @@ class Seen:
         """Count one wait."""
         self.reads[f"{operation} at {_place()}"] += 1
 
+    def copy(self, operation: str) -> None:
+        """Count one copy from the host."""
+        self.copies[f"{operation} at {_place()}"] += 1
+
     def __repr__(self) -> str:
-        lines = [f"{count:5} {place}" for place, count in self.reads.most_common()]
-        return "\n".join([f"{self.host_reads} host reads, {self.launches} kernels", *lines])
+        every = self.reads + self.copies
+        lines = [f"{count:5} {place}" for place, count in every.most_common()]
+        copies = f"{self.copies.total()} copies from the host"
+        first = f"{self.host_reads} host reads, {copies}, {self.launches} kernels"
+        return "\n".join([first, *lines])
 
 
 def _place() -> str:
@@ -96,15 +118,35 @@ class _Backend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
+    def __init__(self) -> None:
+        self.random = torch.Generator()
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.random.manual_seed(seed + 1)
+
     def get_rng_state(self, device: int = 0) -> torch.Tensor:
-        """Of a generator of its own there is nothing: the twin's random numbers are the CPU's."""
-        return torch.zeros(0, dtype=torch.uint8)
+        return self.random.get_state()
 
     def set_rng_state(self, state: torch.Tensor, device: int = 0) -> None:
-        pass
+        self.random.set_state(state)
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [self.get_rng_state()]
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """The device's random numbers in place of the CPU's."""
+        before = torch.get_rng_state()
+        torch.set_rng_state(self.random.get_state())
+        try:
+            yield
+        finally:
+            self.random.set_state(torch.get_rng_state())
+            torch.set_rng_state(before)
 
 
-backend_registration._setup_privateuseone_for_python_backend("twin", backend_module=_Backend())
+_backend = _Backend()
+backend_registration._setup_privateuseone_for_python_backend("twin", backend_module=_backend)
 
 
 class TwinTensor(torch.Tensor):
@@ -159,6 +201,8 @@ class _Factories(TorchFunctionMode):
         if function is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "twin":
             del kwargs["device"]
             return torch.tensor(*args, **kwargs).to("twin")
+        if function in INDEXED and isinstance(args[1], list):  # which would be copied
+            args = args[0], torch.tensor(args[1]), *args[2:]
         return function(*args, **kwargs)
 
 
@@ -186,13 +230,22 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("cpu")
         if twins and not on_twin:
             _seen.read("copy to the CPU")
+        if tensors and on_twin and not twins:
+            _seen.copy("copy of a tensor")
     if twins:
         _count(function, args)
+    if on_twin:
+        _refuse(function, tensors, kwargs)
     known = {id(twin.raw): twin for twin in twins}
     raw_args, raw_kwargs = tree_map(_raw, (args, kwargs))
-    result = function(*raw_args, **raw_kwargs)
+    random = any(argument.name == "generator" for argument in function._schema.arguments)
+    random |= torch.Tag.nondeterministic_seeded in function.tags
+    with _backend.drawing() if on_twin and random else nullcontext():
+        result = function(*raw_args, **raw_kwargs)
     if function is aten.copy_.default:
         return args[0]
+    if function.overloadpacket is aten.to and on_twin != bool(twins):
+        result = result.clone()
     return tree_map(lambda leaf: _wrapped(leaf, known, on_twin), result)
 
 
@@ -226,23 +279,34 @@ def _count(function: Any, args: Any) -> None:
         _seen.kernels[name] += 1
 
 
+def _refuse(function: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> None:
+    """Raise where an operation on the twin has no kernel, or has another's generator."""
+    if kwargs.get("generator") is not None:
+        raise RuntimeError(f"{function}: expected a 'twin' generator, but found 'cpu'")
+    name = function.overloadpacket.__name__.rstrip("_")
+    if name in PRODUCTS and not all(x.is_floating_point() or x.is_complex() for x in tensors):
+        raise NotImplementedError(f"{name} is not implemented for integers on twin")
+
+
 def _refuse_mixed(function: Any, args: Any, tensors: list[torch.Tensor]) -> None:
     """Raise where an operation reads tensors of both devices."""
-    others = [tensor for tensor in tensors if not isinstance(tensor, TwinTensor)]
     packet = function.overloadpacket
-    filling = packet in FILLING and isinstance(args[0], TwinTensor)
-    in_place = packet.__name__.endswith("_") and not isinstance(args[0], TwinTensor)
-    by_element = torch.Tag.pointwise in function.tags and not in_place
-    if function is aten.copy_.default:
+    name, in_place = packet.__name__.rstrip("_"), packet.__name__.endswith("_")
+    others = [tensor for tensor in tensors if not isinstance(tensor, TwinTensor)]
+    first = isinstance(args[0], TwinTensor)
+    moved: list[torch.Tensor] = []
+    if name == "copy":
+        moved = others if first else []
+    elif packet in INDEXING and first:
+        moved = [tensor for tensor in others if any(tensor is index for index in args[1])]
+    elif name == "where":
+        moved = [tensor for tensor in others if tensor.dim() == 0]
+    for _ in moved:
+        _seen.copy(name)
+    left = [tensor for tensor in others if all(tensor is not other for other in moved)]
+    one_number = len(left) == 1 and left[0].dim() == 0
+    taken = first if in_place or name in FILLING else name in BY_ELEMENT
+    if name == "copy" or not left or (one_number and taken and name in BY_ELEMENT | FILLING):
         return
-    if (by_element or filling) and all(tensor.dim() == 0 for tensor in others):
-        return
-    if packet in INDEXING:
-        if not isinstance(args[0], TwinTensor):
-            raise RuntimeError(f"{function}: indices of a CPU tensor must be on the CPU")
-        indices = {id(index) for index in args[1]}
-        if all(id(tensor) in indices for tensor in others):
-            _seen.read("copy of indices")
-            return
     shapes = [tuple(tensor.shape) for tensor in others]
     raise RuntimeError(f"{function}: tensors of shapes {shapes} are on the CPU, others on twin")

@@ -59,7 +59,7 @@ def autocorrelation(data: Sequences, lag: int = 1) -> Tensor:
     """Correlation of observations ``lag`` steps apart, a scalar, or ``(D,)`` of vectors."""
     values = data.values.double()
     if data.num_steps <= lag:
-        return torch.full(values.shape[2:], torch.nan, dtype=torch.double)
+        return values.new_full(values.shape[2:], torch.nan)
     known = data.observed[:, lag:] & data.observed[:, :-lag]
     known = known.reshape(known.shape + (1,) * (values.dim() - 2))
     pairs = torch.stack([values[:, :-lag], values[:, lag:]]).where(known, torch.nan).flatten(1, 2)
@@ -168,7 +168,7 @@ def check_model(
     further: Any = {"covariates": data.covariates, "times": data.times}
     copies = [Sequences(value, data.lengths, data.observed, **further) for value in values]
     found = {
-        name: [torch.as_tensor(statistic(one)).detach().double() for one in (data, *copies)]
+        name: [torch.as_tensor(statistic(one)).detach().double().cpu() for one in (data, *copies)]
         for name, statistic in statistics.items()
     }
     simulated = {name: torch.stack(each[1:]) for name, each in found.items()}

@@ -300,7 +300,7 @@ class Filter:
         wide = pad(log_states.reshape(-1, self.hmm.num_states), (0, 1), value=-torch.inf)
         everything = torch.full((len(wide),), matrix.all)
         possible = ~wide.isneginf().cpu()
-        places = matrix.places(torch.arange(matrix.all))
+        places = matrix.places(torch.arange(matrix.all)).cpu()
         inside = possible[:, places].sum(-1).max(-1)  # of the block that has most
         source = torch.where(inside.values == possible.sum(-1), inside.indices, everything)
         after = matrix.sums(wide, source, everything if block is None else block)

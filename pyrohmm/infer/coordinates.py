@@ -162,8 +162,9 @@ class Coordinates:
             origin = origin.masked_fill(~free, 0.0)
 
         def value(u: Tensor) -> Tensor:
-            change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten()]
-            moved = forward(origin + unit * change.reshape(u.shape[:-1] + free.shape))
+            change = u @ torch.eye(free.numel(), dtype=u.dtype)[free.flatten().cpu()]
+            change = change.to(origin.device).reshape(u.shape[:-1] + free.shape)
+            moved = forward(origin + unit * change)
             return moved if bool(inside.all()) else torch.where(inside, moved, edge)
 
         names = [f"{name}, free coordinate {n}" for n in range(free.numel())]

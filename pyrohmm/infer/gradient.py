@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoDelta, init_to_sample, init_to_value
 from torch import nn
 
 from .._checks import check_size
+from .._choices import first_values
 from ..data.batches import Parts, first_sequence, in_parts, parts_of
 from ..data.sequences import Sequences
 from ..distributions.autoregressive import with_past
@@ -205,7 +206,7 @@ def near_data(module: HMMModule, data: Sequences | Parts, count: int) -> Values:
     data = seen_by(by_kmeans, next(iter(parts_of(data))))
     numbers = (*module.parameters(), *module.buffers())
     like = next(part for part in numbers if part.is_floating_point())
-    with PYRO, torch.no_grad(), poutine.block():
+    with PYRO, torch.no_grad(), poutine.block(), first_values(like.device):
         scale_priors(module, data)
         weights = by_kmeans(module, data, count)[:, data.observed].to(like.device)
         values = with_past(emission(), data.values)[data.observed].to(like)

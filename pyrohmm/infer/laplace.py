@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints
 
 from .._checks import check_size
+from .._choices import first_values
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.regression import Linear
@@ -141,7 +142,7 @@ class LaplaceInformation(Information):
             """Profile log marginal likelihood at values of the parameter."""
             rows = torch.arange(len(values))
             place = torch.zeros(len(values), len(self.labels)).double()
-            place[:, own] = (values / part.estimate).log()
+            place[:, own] = (values / part.estimate.item()).log()
             marginal.widen(len(values))
             marginal.settle(self.values_at(place), rows)
             peak = climb(function, place).place
@@ -197,7 +198,7 @@ class LaplaceFit(Fit):
             fixed = {name: value.double() for name, value in self.parameters.items()}
             effects = {name: fixed.pop(name) for name in self.random}
             plated = self.random if marginal.plated else ()
-            marginal.modes = marginal.packing.flat(wide(effects, plated, 0)).unsqueeze(0)
+            marginal.modes = marginal.packing.flat(wide(effects, plated, 0)).unsqueeze(0).cpu()
             return LaplaceInformation(marginal, fixed, self.supports)
 
     def effects(self, data: Sequences) -> dict[str, Effect]:
@@ -234,7 +235,8 @@ class _Search:
     def __init__(self, marginal: Marginal, start: Mapping[str, Tensor], restarts: int) -> None:
         self.marginal = marginal
         model, data, random = marginal.model, marginal.data, marginal.random
-        with poutine.block(), torch.no_grad(), pyro.get_param_store().scope():
+        scope = pyro.get_param_store().scope()
+        with poutine.block(), torch.no_grad(), scope, first_values(data.device):
             points, spaces, nodes = points_of(model, data)
             traces = [poutine.trace(model).get_trace(data) for _ in range(restarts)]
         latent = {n: space for n, space in latent_sites(traces[0])[0].items() if n not in random}
@@ -246,7 +248,7 @@ class _Search:
         samples = [{name: trace.nodes[name]["value"] for name in latent} for trace in traces]
         rows = [{**points, **sample, **start} for sample in samples]
         to: Any = {name: biject_to(space) for name, space in self.supports.items()}
-        values = {n: torch.stack([row[n].detach().double() for row in rows]) for n in to}
+        values = {n: torch.stack([row[n].detach().double() for row in rows]).cpu() for n in to}
         self.packing = Packing.of(to, values)
         self.names = [n for n, shape in self.packing.shapes.items() for _ in range(shape.numel())]
         self.place = self.packing.flat(values)
@@ -395,7 +397,8 @@ def _result(
         raise ValueError(f"nodes miss the posterior of {random[0]!r}: scale it, or use fit_mcmc.")
     values = {name: value[0] for name, value in search.packing.values(place).items()}
     values |= marginal.single(modes[0])
-    values = {name: v.detach().to(torch.get_default_dtype()) for name, v in values.items()}
+    to: Any = {"dtype": torch.get_default_dtype(), "device": marginal.data.device}
+    values = {name: value.detach().to(**to) for name, value in values.items()}
     with poutine.block(), pyro.get_param_store().scope():
         plates = sequence_plates(marginal.model, marginal.data)
     gap, converged = peak.gap.item(), bool(peak.converged)

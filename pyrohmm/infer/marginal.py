@@ -87,7 +87,7 @@ class Marginal:
 
     def single(self, b: Tensor) -> Values:
         """Random effects of one copy at coordinates ``(G, d)``, by name."""
-        effects = self.packing.values(b)
+        effects = {name: x.to(self.data.device) for name, x in self.packing.values(b).items()}
         return effects if self.plated else {name: x.squeeze(0) for name, x in effects.items()}
 
     def joint(self, values: Values, b: Tensor) -> Tensor:
@@ -98,9 +98,11 @@ class Marginal:
     def terms(self, values: Values, b: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities of the members ``(B', G)``, and of sites outside their plate."""
         effects = self.packing.values(b)
-        joint, _ = log_joint(self.model, self.data, {**values, **effects}, len(b))
+        every = {name: value.to(self.data.device) for name, value in (values | effects).items()}
+        joint, _ = log_joint(self.model, self.data, every, len(b))
         own, rest = torch.zeros(()), torch.zeros(())
         for scores, site in joint.sites.values():
+            scores = scores.to(b.device)
             if self.plate in {frame.name for frame in site["cond_indep_stack"]}:
                 own = own + scores.reshape(-1, *scores.shape[-2:]).sum(0)
             else:

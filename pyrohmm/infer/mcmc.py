@@ -21,6 +21,7 @@ from pyro import poutine
 from torch import Tensor
 from torch.distributions import constraints
 
+from .._choices import first_values
 from .._imports import imported
 from ..data.sequences import Sequences
 from ..distributions.sparse import interior
@@ -369,7 +370,8 @@ def fit_mcmc(
         scale_priors(module, data)
     with in_mode(False, model), pyro.get_param_store().scope(), pyro.validation_enabled(False):
         sizes = num_samples, warmup, num_chains, num_temperatures
-        sampler = HMC(model, data, target_accept, progress, *sizes)
+        with first_values(data.device):
+            sampler = HMC(model, data, target_accept, progress, *sizes)
         sampler.run(lambda: sampler.begin(start), checkpoint, arguments)
     return sampler.fit(
         model, data, sampler.supports, method="HMC", plates=sampler.plates, tuning=sampler.tuned(),

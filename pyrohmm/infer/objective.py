@@ -20,7 +20,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from .._choices import SHARED
+from .._choices import SHARED, first_values
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
 from .plates import LogJoint, is_likelihood, plates_of_batch, repeatable, sequence_plates
@@ -143,7 +143,7 @@ class _UnreadELBO(Trace_ELBO):
                 guided = guided + site["log_prob_sum"]
                 surrogates |= not is_identically_zero(site["score_parts"].score_function)
         loss: Any = guided - likelihood - prior
-        parts = [torch.as_tensor(each).to(loss).detach() for each in (likelihood, prior)]
+        parts = [(torch.zeros_like(loss) + each).detach() for each in (likelihood, prior)]
         self.parts = torch.stack(parts)
         if surrogates:
             loss, surrogate = self._differentiable_loss_particle(of_model, of_guide)
@@ -296,7 +296,7 @@ def trace_of_batchable(model: Callable[..., Any], data: Sequences, copies: int) 
         ValueError: If it enumerates states, has parameters without a prior, or mixes copies: if
             others change with the first one.
     """
-    with poutine.block(), torch.no_grad():
+    with poutine.block(), torch.no_grad(), first_values(data.device):
         with poutine.trace(param_only=True) as read:
             trace = poutine.trace(model).get_trace(data)
     known = model.parameters() if isinstance(model, nn.Module) else parameters_read(model, read)

@@ -14,6 +14,7 @@ from pyro.nn.module import PyroModule, _Context
 from torch import Tensor, nn
 from torch.distributions import Distribution, transform_to
 
+from .._choices import first_values
 from .._transforms import NOTHING, tensors_of
 from ..data.batches import Parts
 from ..data.sequences import Sequences
@@ -62,7 +63,7 @@ class Parameters:
         self.units = scale_priors(module, self.data)
         for chosen in (self.data, None):  # a start in units of the data
             in_units(module, chosen)
-        with torch.no_grad(), poutine.block():
+        with torch.no_grad(), poutine.block(), first_values(self.data.device):
             trace = poutine.trace(lambda: build(module, self.probe)).get_trace()
         self.sites = {name: trace.nodes[name]["fn"] for name in trace.stochastic_nodes}
         check_events(self.sites)

@@ -68,8 +68,8 @@ class Copies:
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)`` at free coordinates ``(B', P)``."""
-        weights = None if self.weights is None else self.weights[rows]
         data = self.information.data
+        weights = None if self.weights is None else self.weights[rows].to(data.device)
         if self.values is not None:
             data = data.with_total(data.total)
             data.values = self.values[rows]
@@ -215,20 +215,20 @@ class _Held(Copies):
             text = f"of must name an entry inside its space; {label} is held at the boundary"
             raise ValueError(f"{text}, and has no profile.")
         ends = (self.part.estimate, *self.part.interval(errors, 1.0))
-        self.centre, low, high = (self.part.scale(end).flatten()[self.entry] for end in ends)
+        self.centre, low, high = (self.part.scale(end).flatten()[self.entry].cpu() for end in ends)
         self.error = (high - low) / 2
         self.wanted = torch.zeros(1, dtype=torch.double)
 
     def number(self, u: Tensor) -> Tensor:
         """The held entry ``(B,)`` on its interval scale, in standard errors from its estimate."""
         own = self.information.packing.split(u)[self.part.name]
-        value = self.part.value(own).reshape(len(u), -1)[:, self.entry]
+        value = self.part.value(own).reshape(len(u), -1)[:, self.entry].to(u)
         return (self.part.scale(value) - self.centre) / self.error
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities, less a quadratic penalty that holds the number near its value."""
         away = self.number(u) - self.wanted[rows]
-        return super().score(u, rows) - HOLD / 2 * away.square()
+        return super().score(u, rows).to(u) - HOLD / 2 * away.square()
 
     def profile(self, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """Values of the held entry near ``wanted``, and the profile log joint densities there.

@@ -31,8 +31,10 @@ import numpy
 import torch
 from scipy.special import chdtri
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .._checks import check_size
+from .._choices import first_values
 from .._imports import imported
 from ..data.batches import Batches
 from ..data.sequences import Sequences
@@ -416,7 +418,8 @@ class Chains(FitLoop):
         """Run all steps, from a checkpoint of the same ``arguments``, or after ``begin``."""
         identity = partial(identity_of, type(self).__name__, (), arguments)
         if not self.resume(path, identity, None, ()):
-            begin()
+            with first_values(self.batches.data.device):
+                begin()
         self.take_steps()
 
     def state(self) -> dict[str, Any]:
@@ -425,7 +428,10 @@ class Chains(FitLoop):
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore kept samples and temperatures from a checkpoint."""
-        self.kept = state["kept"]
+        device = self.batches.data.device
+        for name in state.keys() - {"ladder", "batches", "random"}:
+            state[name] = tree_map_only(Tensor, lambda part: part.to(device), state[name])
+        self.kept, self.losses = state["kept"], list(state["losses"])
         vars(self.ladder).update(state["ladder"])
 
     def fit(self, model: Any, data: Sequences, supports: dict[str, Any], **fields: Any) -> Any:

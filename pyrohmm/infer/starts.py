@@ -17,6 +17,7 @@ from pyro import poutine
 from scipy.cluster.vq import ClusterError, kmeans2, vq
 from torch import Tensor
 
+from .._choices import first_values
 from ..chains.base import ExpectedCounts
 from ..data.batches import parts_of
 from ..data.sequences import Sequences
@@ -284,7 +285,7 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
     number of restarts, so that more of them are these and others.
     """
     device = parameters.data.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[]):  # all that is drawn is drawn on the CPU
         first = _in_turn(parameters, maximize, 1)
     data = windows(next(iter(parts_of(parameters.data))), MOST_STEPS)
     best: Any = None
@@ -329,6 +330,11 @@ def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> V
 
 def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
     """Set the parameters to a start, or to those of a first M-step from it."""
+    with first_values(parameters.data.device):
+        _set_start(parameters, maximize, start)
+
+
+def _set_start(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
     module = parameters.module
     if not isinstance(start, dict) and not callable(start):
         raise TypeError(

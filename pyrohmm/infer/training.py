@@ -20,12 +20,12 @@ from pyro.infer.autoguide import AutoGuide
 from pyro.nn import PyroModule
 from torch import Tensor
 
-from .._choices import threads_for
+from .._choices import first_values, threads_for
 from .._precision import full_precision
 from .._sync import with_one_wait
 from ..data.batches import Batches, Parts, first_sequence, parts_of, weighted
 from ..data.sequences import Sequences, check_sequences
-from ..io.files import identity_of
+from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
 from .loop import FitLoop
@@ -150,9 +150,10 @@ class Training(FitLoop):
             self.at_once = bool(sequence_plates(alone, some))
             in_memory = in_memory if self.at_once else some
         self.probe = to_model_device(model, guide, in_memory)
-        if whole is None and len(data) > 1:
-            follow_batches(inspect.unwrap(model) if restarts > 1 else model, guide, self.probe)
-        self.objective = Objective(model, guide, self.probe, settings["elbo"], restarts)
+        with first_values(self.probe.device):
+            if whole is None and len(data) > 1:
+                follow_batches(inspect.unwrap(model) if restarts > 1 else model, guide, self.probe)
+            self.objective = Objective(model, guide, self.probe, settings["elbo"], restarts)
         plates = self.objective.plates
         self.at_once |= bool(plates)
         if plates and (isinstance(data, Parts) or group.size > 1):
@@ -247,10 +248,10 @@ class Training(FitLoop):
         device, dtype = self.precision
         total: Any = 0.0
         parts: Any = 0.0
-        random = torch.get_rng_state()
+        random = random_states()
         for number, (piece, weight) in enumerate(pieces):
             if number:  # one sample of the guide for all pieces
-                torch.set_rng_state(random)
+                set_random_states(random)
             piece = to_model_device(self.model, self.guide, piece)
             with torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
                 loss = with_one_wait(partial(self.objective.module, piece)) * weight

@@ -340,7 +340,8 @@ class Information:
         """Standard errors of the parameters, by name; NaN for entries that are held."""
         errors = self._entries()[1].split([part.estimate.numel() for part in self.coordinates])
         parts = zip(self.coordinates, errors)
-        return {part.name: error.reshape(part.estimate.shape) for part, error in parts}
+        return {part.name: error.reshape(part.estimate.shape).to(part.estimate)
+                for part, error in parts}  # fmt: skip
 
     def natural(self) -> Covariance:
         """Covariance of all entries of the parameters, by the delta method; NaN for those held."""
@@ -376,8 +377,8 @@ class Information:
         if not bool((slopes != 0).any()):
             raise ValueError("of must depend on the fitted parameters; its derivative is zero.")
         with torch.no_grad():
-            value = at(torch.zeros(len(self.labels)).double())
-        return torch.as_tensor(value), self._errors(slopes)
+            value = torch.as_tensor(at(torch.zeros(len(self.labels)).double()))
+        return value, self._errors(slopes).to(value)
 
     def interval(self, part: Coordinates, error: Tensor, z: float) -> tuple[Tensor, Tensor]:
         """Lower and upper limits of a parameter."""
@@ -421,7 +422,7 @@ def graded(
             leaf = some.detach().requires_grad_()
             value = score(leaf, chosen)
             slopes += torch.autograd.grad(value.sum(), leaf)
-        values.append(value.detach())
+        values.append(value.detach().to(places))
     return torch.cat(values), torch.cat(slopes)
 
 
@@ -435,7 +436,7 @@ def differences(function: Callable[[Tensor], Any], steps: Tensor) -> Tensor:
 
     def at(place: Tensor) -> Tensor:
         with PYRO, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return torch.as_tensor(function(place)).double()
+            return torch.as_tensor(function(place)).double().cpu()
 
     ends = [at(place) for place in shown(torch.cat([steps.diag(), -steps.diag()]))]
     ahead, back = torch.stack(ends).unflatten(0, (2, -1))

@@ -239,6 +239,20 @@ FIT_VERSION = 10  # of what fits save
 CURE = "Choose another file, or delete it to start afresh."
 
 
+def random_states() -> dict[str, Any]:
+    """States of torch's generators of random numbers, of the CPU and of accelerators in use."""
+    device = torch.get_device_module()
+    used = hasattr(device, "get_rng_state_all") and device.is_initialized()
+    return {"cpu": torch.get_rng_state(), "cuda": device.get_rng_state_all() if used else []}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Restore states of :func:`random_states`, of the devices that are here."""
+    torch.set_rng_state(states["cpu"])
+    for number, state in zip(range(torch.accelerator.device_count()), states["cuda"]):
+        torch.get_device_module().set_rng_state(state, number)
+
+
 class Checkpoint:
     """Saves the state of a fit to a file, and loads it.
 
@@ -318,16 +332,11 @@ class Checkpoint:
 
     def _random(self) -> dict[str, Any]:
         """States of the random number generators of torch and of the fit."""
-        return {
-            "cpu": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-            "own": [generator.get_state() for generator in self.generators],
-        }
+        own = [generator.get_state() for generator in self.generators]
+        return random_states() | {"own": own}
 
     def _set_random(self, random: dict[str, Any]) -> None:
-        torch.set_rng_state(random["cpu"])
-        for device, numbers in enumerate(random["cuda"]):
-            torch.cuda.set_rng_state(numbers, device)
+        set_random_states(random)
         for generator, numbers in zip(self.generators, random["own"], strict=True):
             generator.set_state(numbers)
 

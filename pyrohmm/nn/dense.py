@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .._checks import check_size
+from .._choices import first_values
 from .._precision import at_least_single, full_precision
 from ..distributions.hmm import HMM
 from ..ops import markov as markov_ops
@@ -155,6 +156,7 @@ class DenseHMM(HMMModule):
 
     overcomplete = "leave", "enter", "start", "emit", "symbol"  # only inner products matter
 
+    @first_values()
     def __init__(
         self,
         num_states: int,

@@ -22,6 +22,7 @@ from pyro.nn import PyroModule
 from torch import Tensor, nn
 
 from .._checks import check_size
+from .._choices import first_values
 from .._precision import at_least_single, full_precision
 from ..chains.blocks import CarriedState
 from ..distributions.block_hmm import BlockHMM, BlockSymbols, FinalState
@@ -333,6 +334,7 @@ class NeuralHMM(_Large):
         (4, 8)
     """
 
+    @first_values()
     def __init__(
         self,
         num_states: int,
