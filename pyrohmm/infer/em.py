@@ -144,11 +144,12 @@ def fit_em(
     data = in_parts(data)
     if isinstance(start, Fit):
         start = start.start | start.parameters  # which may be zero
-    arguments = dict(locals())  # all of them, for checkpoints
+    arguments = dict(locals())  # of which checkpoints keep a fingerprint
     module = module_of(module) if isinstance(module, HMM) else module
     if unweighted(module):
         return fit_smooth(fit_em, **arguments)
     _check(**arguments | {"module": module})
+    # what is fitted, and how
     module = with_priors(copy.deepcopy(module), priors)
     parameters = Parameters(module, data, restarts or 1, log_prior)
     maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
@@ -160,6 +161,7 @@ def fit_em(
         batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
         progress=progress, large=plan.large,
     )  # fmt: skip
+    # begin, or resume; iterate; the best restart
     identity = partial(_identity, arguments, parameters)
     resumed = loop.resume(checkpoint, identity, generator, parameters.points)
     if not resumed and not plan.begin():  # one start names what is wrong, if it is

@@ -234,7 +234,7 @@ class Gibbs(Chains):
             self._keep(joint, index, self.ladder.coldest)
 
     def _swap(self, hmm: HMM, states: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
-        """Swap temperatures; return paths at the new ones, and log density ratios (works)."""
+        """Swap temperatures; return paths at the new ones, and the works."""
         elsewhere, other = self._sample_paths(hmm, self.ladder.others)
         work = (other.double() - evidence.double()).reshape(self.copies, -1).sum(-1)
         swapped, works = self.ladder.swap(work)

@@ -195,15 +195,23 @@ class GradientSteps:
 class Maximization:
     """The M-step: closed forms of the chain and of the emission, then gradient steps.
 
-    A prior of the transition matrix leaves all other closed forms; any other ``log_prior`` takes
-    them away, for it may depend on anything. Where a user has replaced the prior of a parameter,
-    its part has none either.
+    What has a closed form, if the part defines an M-step (:mod:`pyrohmm.nn.closed_form`) that
+    accounts for its priors, which one with a prior of a user's does not:
+
+    ================================  ===========================  ============
+    ``log_prior``                     chain                        emission
+    ================================  ===========================  ============
+    none                              its M-step                   its M-step
+    a :class:`TransitionPrior`        its M-step, transitions by   its M-step
+                                      the ``transition_step``
+    another, of anything              none                         none
+    ================================  ===========================  ============
 
     Attributes:
-        chain: The module, if it defines an M-step of its chain.
+        chain: The module, if its chain has a closed form.
         chain_closed: Whether this maximises all the parameters but those of the emission.
         steps: The module, if it defines an M-step that reads every step.
-        emission: Its emission module, if that defines one.
+        emission: Its emission module, if that has one.
         numbers: Whether its emission, not of symbols, has an M-step, whatever its priors.
         in_parts: Whether statistics of parts of the data can be put together.
         summed: Whether it needs sums over observations alone, not each step of them.

@@ -10,8 +10,7 @@ A :class:`Ladder` has one chain at each of R inverse temperatures
 :math:`L(\theta, 1) = p(x \mid \theta)`, so that the last samples the posterior.
 Neighbours swap places by a Metropolis step, even and odd pairs in turn, and warmup spaces the
 temperatures so that all pairs swap equally often (Syed, Bouchard-Côté, Deligiannidis and Doucet,
-2022, Non-reversible parallel tempering). What a chain would gain at the place of its neighbour,
-:math:`\log L(\theta, b_{r \pm 1}) - \log L(\theta, b_r)`, is its work; the works of both say the
+2022, Non-reversible parallel tempering). The works of two neighbours (see :class:`Ladder`) say the
 ratio of the normalisers, by Bennett's acceptance ratio (1976), and the product of all ratios is the
 marginal likelihood :math:`p(x) = \int p(\theta) \, p(x \mid \theta) \, d\theta`.
 
@@ -150,7 +149,10 @@ class MarginalLikelihood(NamedTuple):
 
 
 class Ladder:
-    """Inverse temperatures of C ladders of R chains, and their assignment to chains.
+    r"""Inverse temperatures of C ladders of R chains, and their assignment to chains.
+
+    The work of a chain is the log ratio of its densities at the temperature of its neighbour and at
+    its own, :math:`\log L(\theta, b_{r \pm 1}) - \log L(\theta, b_r)`.
 
     Args:
         num_chains: C.
@@ -203,7 +205,7 @@ class Ladder:
         return self.inverse[torch.where(inside, other, self.rungs)].flatten()
 
     def swap(self, work: Tensor) -> tuple[Tensor, Tensor]:
-        """Metropolis swaps of neighbouring temperatures; ``work`` ``(C R,)``: log density ratios.
+        """Metropolis swaps of neighbouring temperatures, given the work of each chain, ``(C R,)``.
 
         Returns:
             Which chains have a new temperature, ``(C R,)``; works of each lower and upper
