@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -144,9 +145,13 @@ class FlatVariance(OwnChecks):
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log-density ``(*B)``."""
+        return -self.lower / value - value / self.upper - self.log_norm
+
+    @cached_property
+    def log_norm(self) -> Tensor:
+        """Logarithm of the normaliser, ``(*B)``."""
         ratio = 2 * (self.lower / self.upper).sqrt()
-        norm = self.upper.log() + (ratio * torch.special.modified_bessel_k1(ratio)).log()
-        return -self.lower / value - value / self.upper - norm
+        return self.upper.log() + (ratio * torch.special.modified_bessel_k1(ratio)).log()
 
 
 class Reparametrized(constraints.Constraint):

@@ -12,7 +12,7 @@ import torch
 from pyro import poutine
 from pyro.nn.module import PyroModule, _Context
 from torch import Tensor, nn
-from torch.distributions import Distribution, transform_to
+from torch.distributions import Dirichlet, Distribution, Independent, transform_to
 
 from .._choices import first_values
 from .._transforms import NOTHING, tensors_of
@@ -38,6 +38,7 @@ class Parameters:
         sites: Priors of the latent variables, by name.
         supports: Of the latent variables.
         priors: Those of them that depend on nothing that the fit changes.
+        uniform: Log-densities of those that are the same everywhere, as of Dirichlet(1, ..., 1).
         values: The latent variables by name, ``(R, ...)``.
         sample: The same of one sample from the prior, ``(1, ...)``.
         points: The parameters without priors.
@@ -71,6 +72,8 @@ class Parameters:
         self.sample: Values = {name: trace.nodes[name]["value"][None] for name in self.sites}
         self.values = dict(self.sample) if restarts == 1 else {}
         self.priors = self._constant_priors()
+        self.uniform = {name: prior.log_prob(self.sample[name]).squeeze(0)
+                        for name, prior in self.priors.items() if is_uniform(prior)}  # fmt: skip
         points = dict(fitted_in(module))
         self.points = list(points.values())
         self.fitted: dict[str, Tensor | None] = dict.fromkeys(self.sites)
@@ -169,8 +172,12 @@ class Parameters:
         """Sum of the log priors at values, of those that ``joint`` has not met as well."""
         total = torch.zeros(())
         for name, value in values.items():
-            prior = self.priors.get(name)
-            total = total + (joint.sites[name][0] if prior is None else prior.log_prob(value))
+            if name in self.uniform:
+                total = total + self.uniform[name]
+            elif name in self.priors:
+                total = total + self.priors[name].log_prob(value)
+            else:
+                total = total + joint.sites[name][0]
         return total
 
     def prior_slopes(self, names: Iterable[str]) -> Values:
@@ -246,6 +253,12 @@ def _widened(tensor: Tensor, core: int, restarts: int) -> Tensor:
         return tensor
     inner = (lead or torch.Size([1])) + tensor.shape[tensor.dim() - core :]
     return tensor.reshape(inner).expand(restarts, *inner)
+
+
+def is_uniform(prior: Any) -> bool:
+    """Whether a prior has the same density everywhere, as Dirichlet(1, ..., 1) has."""
+    base = prior.base_dist if isinstance(prior, Independent) else prior
+    return isinstance(base, Dirichlet) and bool((base.concentration == 1).all())
 
 
 def fitted_in(model: Any) -> list[tuple[str, Tensor]]:

@@ -271,7 +271,7 @@ class NormalEmission(CentredEmission, Components, emits=torch_dist.Normal):
         self, statistics: Statistics, scatter: Tensor, weight: Number
     ) -> tuple[Tensor, list[str]]:
         """The mode of variances, given squares about the means, and remarks."""
-        count = statistics["known"] + (0.0 if self.flat or not weight else 1.0)
+        count = statistics["known"] if self.flat or not weight else statistics["known"] + 1.0
         above, below = 0.5 * self._summed(scatter), 0.5 * self._summed(count)
         if self.has_prior("variance"):
             rate, shape, upper = itemgetter("rate", "shape", "upper")(self.constants)

@@ -21,6 +21,8 @@ def logsumexp(scores: Tensor, dim: int) -> Tensor:
 
 def log(probs: Tensor) -> Tensor:
     """Logarithm with gradient zero at zero, so that a hard zero stays one and makes no NaN."""
+    if not (probs.requires_grad or transforming()):
+        return probs.log()
     zero = probs == 0
     return probs.masked_fill(zero, 1.0).log().masked_fill(zero, -torch.inf)
 
