@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -25,25 +26,113 @@ SPAN = 6  # iterations whose fall of the loss is compared with that of as many b
 SLOW = 0.25  # ratio of these, from which extrapolation pays
 
 
-class Expectation:
-    """The E-step, and the loss.
+def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:
+    """Expected counts if all transitions that ``hmm`` allows were equally probable.
 
     Args:
-        parameters: They build the HMM.
-        maximize: Reduces expected counts to what the M-step needs.
-        group: The data-parallel ranks, over which statistics are added.
+        hmm: Its zeros stay.
+        data: The sequences.
+        likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
+    """
+    logs = likelihood.reshape(-1, *likelihood.shape[-3:]).log().to(hmm.log_initial)
+    if len(hmm.batch_shape) == 1:
+        logs = logs.squeeze(0)
+    if hmm.allowed is not None:
+        logs = logs.masked_fill(~hmm.allowed, -torch.inf)
+    return hmm.chain.uniform().expected_counts(logs, hmm.lengths)
+
+
+class Loop(FitLoop):
+    """The iterations of EM: E-step, convergence, M-step; restarts that are given up.
+
+    Arguments are those of :func:`pyrohmm.fit_em`.
 
     Attributes:
-        log_prior: ``(R,)`` or a scalar, that of the last call.
+        decay: Of the step sizes with which statistics of minibatches are averaged; else None.
+        average: The averaged statistics.
+        squarem: Extrapolates, if the loss can be compared from one iteration to the next.
+        ranked: Whether restarts that are behind are given up.
+        losses: Minus the log joint density at each iteration, ``(R,)``; that of a restart that was
+            given up stays as it was.
+        log_prior: ``(R,)`` or a scalar, that of the last E-step.
+        log_priors: ``(R,)``, at each iteration.
+        alive: The restarts that go on.
+        settled: Which of these have converged.
+        large: Whether the data are so large that few restarts go on.
+        values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
+        last: Sums of the last E-step.
     """
 
-    def __init__(self, parameters: Parameters, maximize: Maximization, group: ProcessGroup) -> None:
-        self.parameters, self.maximize, self.group = parameters, maximize, group
+    further = 1  # the loss at the end
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        maximize: Maximization,
+        group: ProcessGroup,
+        *,
+        num_iterations: int,
+        tolerance: float | None,
+        batch_size: int | None = None,
+        decay: float = 0.7,
+        acceleration: bool | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = False,
+        large: bool = False,
+    ) -> None:
+        data = parameters.data
+        stored = "an iterable of Sequences" if isinstance(data, Parts) else None
+        parts = "batch_size" if batch_size is not None else stored
+        parts = "several processes" if group.size > 1 else parts
+        if parts is not None and not maximize.summed:
+            raise ValueError(
+                f"{parts} needs a module whose M-step needs nothing but sums over observations; "
+                f"that of {type(parameters.module).__name__} needs all of them. Use fit_map."
+            )
+        if batch_size is not None and batch_size >= len(data):
+            batch_size = None
+        falls = batch_size is None and group.size == 1
+        if acceleration and not falls:
+            raise ValueError(
+                "acceleration needs EM of all data in one process, whose loss never rises: leave "
+                "out batch_size, or acceleration."
+            )
+        batches = Batches(data, batch_size, generator, shard=group.share, agree=group.from_first)
+        super().__init__(batches, group, num_iterations, [tolerance], progress)
+        self.parameters, self.maximize = parameters, maximize
         self.log_prior = torch.zeros(())
         self._seen: tuple[Any, int] = None, 0  # the last batch, and how often in succession
+        self.tolerance = None if batch_size is not None else tolerance
+        self.decay = None if batch_size is None else decay
+        self.average: Sums = {}
+        # an optimizer of the user's, and a fit of so many steps, go their own way
+        self.ranked = falls and tolerance is not None and maximize.gradient.step.optimizer is None
+        self.accelerates = self.ranked if acceleration is None else acceleration
+        self.squarem = Extrapolation(parameters, maximize.gradient, bool(acceleration))
+        self.log_priors: list[Tensor] = []
+        self.alive = torch.arange(parameters.restarts)
+        self.values: Values = {}
+        self.large = large
+        self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
+        self.last: Sums = {}
 
-    def __call__(self, batch: Sequences | Parts, counted: bool = True) -> tuple[Tensor, Sums]:
-        """Loss ``(R,)`` at the current parameters, and the statistics for the M-step.
+    def run(self) -> None:
+        """Iterate until the fit has converged or has taken all steps."""
+        data, parameters = self.batches.data, self.parameters
+        threads = threads_for(parameters.cost * self.batches.steps_at_once)
+        with threads, self.batches.explained():
+            if self.decay is not None and not self.average:
+                _, self.average = self._whole_set()
+            values = [*parameters.values.values(), *parameters.points]
+            self.group.check_alike(data, self.batches.generator, values, len(self.losses))
+            self.take_steps()
+            if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
+                self.losses[-1], self.last = self._whole_set()
+            elif not self.last:  # the checkpoint is that of a fit which has ended
+                _, self.last = self.expect(self.batches.take())
+
+    def expect(self, batch: Sequences | Parts, counted: bool = True) -> tuple[Tensor, Sums]:
+        """E-step: loss ``(R,)`` at the current parameters, and the statistics for the M-step.
 
         The loss is on the CPU. An accelerator is waited for once, unless numbers are unusual. If
         not ``counted`` there are no statistics: of restarts that are only compared.
@@ -56,7 +145,7 @@ class Expectation:
             with guessing() as guesses, validation_enabled(validate):
                 loss, statistics, _ = self._compute(batch, counted)
             right, (read, log_prior) = guesses.read(loss, self.log_prior)
-            if right and bool(read.isfinite().any()) and not bool(read.isnan().any()):
+            if right and -math.inf < read.amin().item() < math.inf:  # NaN wins a minimum
                 self.log_prior = log_prior
                 return read, statistics
         loss, statistics, evidences = self._compute(batch, counted)
@@ -110,110 +199,6 @@ class Expectation:
             for chosen, piece in zip(part.bucket_members, part.buckets):
                 yield chosen, piece, part.total / len(part)
 
-
-def uniform_counts(hmm: HMM, data: Sequences, likelihood: Tensor) -> ExpectedCounts:
-    """Expected counts if all transitions that ``hmm`` allows were equally probable.
-
-    Args:
-        hmm: Its zeros stay.
-        data: The sequences.
-        likelihood: ``(R, N, T, K)`` or ``(N, T, K)``, of each state at each step.
-    """
-    logs = likelihood.reshape(-1, *likelihood.shape[-3:]).log().to(hmm.log_initial)
-    if len(hmm.batch_shape) == 1:
-        logs = logs.squeeze(0)
-    if hmm.allowed is not None:
-        logs = logs.masked_fill(~hmm.allowed, -torch.inf)
-    return hmm.chain.uniform().expected_counts(logs, hmm.lengths)
-
-
-class Loop(FitLoop):
-    """The iterations of EM: E-step, convergence, M-step; restarts that are given up.
-
-    Arguments are those of :func:`pyrohmm.fit_em`.
-
-    Attributes:
-        decay: Of the step sizes with which statistics of minibatches are averaged; else None.
-        average: The averaged statistics.
-        squarem: Extrapolates, if the loss can be compared from one iteration to the next.
-        ranked: Whether restarts that are behind are given up.
-        losses: Minus the log joint density at each iteration, ``(R,)``; that of a restart that was
-            given up stays as it was.
-        log_priors: ``(R,)``, at each iteration.
-        alive: The restarts that go on.
-        settled: Which of these have converged.
-        large: Whether the data are so large that few restarts go on.
-        values: Latent variables of all restarts by name, ``(R, ...)``, as they are or were.
-        last: Sums of the last E-step.
-    """
-
-    further = 1  # the loss at the end
-
-    def __init__(
-        self,
-        parameters: Parameters,
-        maximize: Maximization,
-        group: ProcessGroup,
-        *,
-        num_iterations: int,
-        tolerance: float | None,
-        batch_size: int | None = None,
-        decay: float = 0.7,
-        acceleration: bool | None = None,
-        generator: torch.Generator | None = None,
-        progress: bool | None = False,
-        large: bool = False,
-    ) -> None:
-        data = parameters.data
-        stored = "an iterable of Sequences" if isinstance(data, Parts) else None
-        parts = "batch_size" if batch_size is not None else stored
-        parts = "several processes" if group.size > 1 else parts
-        if parts is not None and not maximize.summed:
-            raise ValueError(
-                f"{parts} needs a module whose M-step needs nothing but sums over observations; "
-                f"that of {type(parameters.module).__name__} needs all of them. Use fit_map."
-            )
-        if batch_size is not None and batch_size >= len(data):
-            batch_size = None
-        falls = batch_size is None and group.size == 1
-        if acceleration and not falls:
-            raise ValueError(
-                "acceleration needs EM of all data in one process, whose loss never rises: leave "
-                "out batch_size, or acceleration."
-            )
-        batches = Batches(data, batch_size, generator, shard=group.share, agree=group.from_first)
-        super().__init__(batches, group, num_iterations, [tolerance], progress)
-        self.parameters, self.maximize = parameters, maximize
-        self.expect = Expectation(parameters, maximize, group)
-        self.tolerance = None if batch_size is not None else tolerance
-        self.decay = None if batch_size is None else decay
-        self.average: Sums = {}
-        # an optimizer of the user's, and a fit of so many steps, go their own way
-        self.ranked = falls and tolerance is not None and maximize.gradient.step.optimizer is None
-        self.accelerates = self.ranked if acceleration is None else acceleration
-        self.squarem = Extrapolation(parameters, maximize.gradient, bool(acceleration))
-        self.log_priors: list[Tensor] = []
-        self.alive = torch.arange(parameters.restarts)
-        self.values: Values = {}
-        self.large = large
-        self.settled = torch.zeros(parameters.restarts, dtype=torch.bool)
-        self.last: Sums = {}
-
-    def run(self) -> None:
-        """Iterate until the fit has converged or has taken all steps."""
-        data, parameters = self.batches.data, self.parameters
-        threads = threads_for(parameters.cost * self.batches.steps_at_once)
-        with threads, self.batches.explained():
-            if self.decay is not None and not self.average:
-                _, self.average = self._whole_set()
-            values = [*parameters.values.values(), *parameters.points]
-            self.group.check_alike(data, self.batches.generator, values, len(self.losses))
-            self.take_steps()
-            if self.decay is not None:  # the loss of one batch is too noisy to judge restarts by
-                self.losses[-1], self.last = self._whole_set()
-            elif not self.last:  # the checkpoint is that of a fit which has ended
-                _, self.last = self.expect(self.batches.take())
-
     def step(self) -> None:
         """One EM iteration: E-step, convergence check, M-step."""
         batch = self.batches.take()
@@ -221,7 +206,7 @@ class Loop(FitLoop):
         few = self.ranked and self.large and not self.losses and len(self.alive) > 2
         loss, sums = self._judge(batch) if self.squarem.proposed else self.expect(batch, not few)
         self._append(self.losses, loss)
-        self._append(self.log_priors, self.expect.log_prior)
+        self._append(self.log_priors, self.log_prior)
         if not self.bar.disable:
             nats = loss.min().item() / max(self.batches.data.num_observed, 1)
             self.bar.set_postfix(nats_per_step=f"{nats:.4f}", refresh=False)
@@ -241,9 +226,8 @@ class Loop(FitLoop):
 
     def _append(self, past: list[Tensor], new: Tensor) -> None:
         """Append one number for each restart; those given up keep their last."""
-        row = past[-1].clone() if past else torch.zeros(len(self.alive), dtype=torch.float64)
-        row[self.alive] = new.detach().double().cpu()
-        past.append(row)
+        row = new.detach().double().cpu().expand(len(self.alive))
+        past.append(past[-1].index_copy(0, self.alive, row) if past else row)
 
     def _why_converged(self) -> str | None:
         """The reason to end the fit, if no restart may still gain much.
