@@ -296,37 +296,38 @@ def _parts(chain: SortedChain) -> tuple[Tensor, ...]:
     return tuple(part.detach().contiguous() for part in parts)
 
 
-def _work(chain: SortedChain) -> int:
+def _work(parts: tuple[Tensor, ...]) -> int:
     """Multiplications per sequence."""
-    num_durations, num_states = chain.initial.shape[1:]
-    return chain.likelihood.size(1) * num_states * (num_states + 10 * num_durations)
+    num_states, num_durations = parts[2].shape[3:]
+    return parts[3].size(1) * num_states * (num_states + 10 * num_durations)
 
 
-def _passed(chain: SortedChain, filtering: bool = False) -> tuple[Tensor, ...]:
+def _passed(parts: tuple[Tensor, ...], filtering: bool = False) -> tuple[Tensor, ...]:
     """Forward messages, log evidence and filtered states."""
-    likelihood = chain.likelihood
+    likelihood = parts[3]
     arrive, ends = torch.zeros_like(likelihood), torch.zeros_like(likelihood)
     evidence = likelihood.new_zeros(len(likelihood))
     filtered = likelihood.new_zeros(likelihood.shape if filtering else (0, 0, 0))
     results = arrive, ends, evidence, filtered
-    run(_forward, len(likelihood), _work(chain), *_parts(chain), filtering, *results)
+    run(_forward, len(likelihood), _work(parts), *parts, filtering, *results)
     return results
 
 
 def filtered(chain: SortedChain) -> Tensor:
     """Filtered states ``(N, T, K)``, not normalised; padded steps hold anything."""
-    return _passed(chain, filtering=True)[3]
+    return _passed(_parts(chain), filtering=True)[3]
 
 
 def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
     """Log evidence ``(N,)``, and the function from weights ``(N,)`` to its gradient."""
-    arrive, ends, evidence, _ = _passed(chain)
+    parts = _parts(chain)
+    arrive, ends, evidence, _ = _passed(parts)
 
     def gradient(weight: Tensor) -> tuple[Tensor, ...]:
-        _, transition, weights, likelihood, *_ = parts = _parts(chain)
-        count, work = len(evidence), _work(chain)
+        initial, transition, weights, likelihood, *_ = parts
+        count, work = len(evidence), _work(parts)
         threads = threads_of(count, count * work)
-        gamma, starts = torch.zeros_like(likelihood), torch.zeros_like(parts[0])
+        gamma, starts = torch.zeros_like(likelihood), torch.zeros_like(initial)
         sums = [[torch.zeros_like(x) for x in (transition, weights)] for _ in range(threads)]
         messages = arrive, ends, evidence, weight.contiguous()
         constant = [part.numpy() for part in (*parts[1:], *messages)]
@@ -347,22 +348,23 @@ def solve(chain: SortedChain) -> tuple[Tensor, Gradient]:
 
 def viterbi(chain: SortedChain) -> Tensor:
     """Most probable paths ``(N, T)``; zeros at padded steps."""
+    initial, transition, weights, *rest = parts = _parts(chain)
     arrive, ends = torch.zeros_like(chain.likelihood), torch.zeros_like(chain.likelihood)
-    initial, transition, weights, *rest = _parts(chain)
-    parts = initial, transition, weights.mT.contiguous(), *rest
-    run(_largest, len(ends), _work(chain), *parts, arrive, ends)
-    return _paths(chain, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
+    turned = initial, transition, weights.mT.contiguous(), *rest
+    run(_largest, len(ends), _work(parts), *turned, arrive, ends)
+    return _paths(parts, arrive, ends, ends.new_full((), -1.0).expand(1, *ends.shape[:2], 2))[0]
 
 
 def sample_paths(chain: SortedChain, num_samples: int) -> tuple[Tensor, Tensor]:
     """Paths ``(S, N, T)`` of the posterior, sampled backwards; and log evidence ``(N,)``."""
-    arrive, ends, evidence, _ = _passed(chain)
+    parts = _parts(chain)
+    arrive, ends, evidence, _ = _passed(parts)
     uniform = torch.rand(num_samples, *ends.shape[:2], 2, dtype=torch.float64)
-    return _paths(chain, arrive, ends, uniform), evidence
+    return _paths(parts, arrive, ends, uniform), evidence
 
 
-def _paths(chain: SortedChain, arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
+def _paths(parts: tuple[Tensor, ...], arrive: Tensor, ends: Tensor, uniform: Tensor) -> Tensor:
     states = torch.zeros(uniform.shape[:-1], dtype=torch.long)
-    work = 10 * len(states) * chain.likelihood[0].numel()
-    run(_walk_back, len(ends), work, *_parts(chain)[1:], arrive, ends, uniform, states)
+    work = 10 * len(states) * ends[0].numel()
+    run(_walk_back, len(ends), work, *parts[1:], arrive, ends, uniform, states)
     return states

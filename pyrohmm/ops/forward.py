@@ -84,7 +84,8 @@ class Arranged(NamedTuple):
 
     def restored(self, rows: Tensor, dim: int = 0) -> Tensor:
         """Results of sequences ``(*, N, *)`` in the order and the batch shape of the arguments."""
-        rows = rows.index_select(dim, self.order.argsort().to(rows.device))
+        if self.chain.last is None:  # else all have kept their place
+            rows = rows.index_select(dim, self.order.argsort().to(rows.device))
         return rows.reshape((*rows.shape[:dim], *self.batch, *rows.shape[dim + 1 :]))
 
 
@@ -135,19 +136,20 @@ def arrange(
     if lead.numel() > 1:
         owner = torch.arange(lead.numel()).reshape(lead).expand(batch).reshape(-1)[order].to(device)
     seen = rows(likelihood, 2)
-    peak, most = largest(seen, (-1,)), largest(tables, (-3, -2, -1))
-    most = most if weights is None else 0.0 * most  # segments end at some steps alone
-    steps = step_mask(lengths[order], seen.size(1), device)
+    peak, steps = largest(seen, (-1,)), step_mask(lengths[order], seen.size(1), device)
     seen = (seen - peak).masked_fill(~steps.unsqueeze(-1), 0.0)
-    moved = most.flatten(1)[torch.arange(seen.size(1) - 1).clamp(max=len(most) - 1)].mT
-    moved = moved if owner is None else moved[owner]  # (1|N, T - 1)
     shift = peak.squeeze(-1).masked_fill(~steps, 0.0).sum(-1)
-    shift = shift + moved.masked_fill(~steps[:, 1:], 0.0).sum(-1)
+    if weights is None:  # segments end at some steps alone
+        most = largest(tables, (-3, -2, -1))
+        places = torch.arange(seen.size(1) - 1, device=device).clamp(max=len(most) - 1)
+        moved = most.flatten(1).index_select(0, places).mT
+        moved = moved if owner is None else moved[owner]  # (1|N, T - 1)
+        tables, shift = tables - most, shift + moved.masked_fill(~steps[:, 1:], 0.0).sum(-1)
     last = (lengths - 1).unsqueeze(-1).to(device) if in_place else None
     counts = [len(order)] * longest
     if not in_place:
         counts = (lengths > torch.arange(longest).unsqueeze(-1)).sum(-1).tolist()
-    tensors = rows(initial, 2), seen, tables - most, weights
+    tensors = rows(initial, 2), seen, tables, weights
     dtype = torch.promote_types(likelihood.dtype, initial.dtype)
     dtype = torch.promote_types(dtype, logs.dtype)
     return Arranged(SortedChain(*tensors, owner, counts, last, loops), order, batch, dtype, shift)

@@ -187,6 +187,7 @@ def filtered(
     return forward.filtered(_arranged(*parts, True, censored_start))
 
 
+@torch.no_grad()
 def viterbi(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, censored_end: bool = True, censored_start: bool = False,
@@ -202,6 +203,7 @@ def viterbi(
     return forward.viterbi(_arranged(*parts, censored_end, censored_start))
 
 
+@torch.no_grad()
 def sample_states(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, num_samples: int = 1, censored_end: bool = True, censored_start: bool = False,
