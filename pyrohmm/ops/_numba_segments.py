@@ -286,7 +286,7 @@ def _walk_back(
 
 
 def _parts(chain: SortedChain) -> tuple[Tensor, ...]:
-    """What the loops read, contiguous; segments of a Markov chain have one step."""
+    """Contiguous arguments of the loops; segments of a Markov chain have one step."""
     initial, likelihood, logs, weights, owner, _, last, _ = chain
     assert last is not None
     weights = logs.new_zeros(logs.size(1), 2, 2, 1, logs.size(-1)) if weights is None else weights

@@ -374,7 +374,7 @@ def _called(function: str, phrases: Iterable[Phrase]) -> str:
 
 
 def _explored(start: Any, after: Callable[[Any], list[Any]]) -> tuple[list[Any], list[list[int]]]:
-    """What is reached from ``start``, in the order found, and the numbers of those after each."""
+    """Breadth-first search: items reached from ``start``, and successors of each by number."""
     numbers, rows, queue = {start: 0}, [], [start]
     for item in queue:  # which grows
         following = after(item)
@@ -384,7 +384,7 @@ def _explored(start: Any, after: Callable[[Any], list[Any]]) -> tuple[list[Any],
 
 
 def _first_seen(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Labels numbered from 0 in the order in which they occur, and where each does first."""
+    """Relabel from 0 by first occurrence; also the index of each first occurrence."""
     _, place = labels.unique(return_inverse=True)
     first = torch.full((int(place.max()) + 1,), len(labels))
     first = first.scatter_reduce(0, place, torch.arange(len(labels)), "amin")

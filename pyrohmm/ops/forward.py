@@ -57,11 +57,11 @@ class SortedChain(NamedTuple):
     def replaced(
         self, initial: Tensor, likelihood: Tensor, logs: Tensor, weights: Tensor | None = None
     ) -> SortedChain:
-        """The chain with other tensors."""
+        """Copy of the chain with other tensors."""
         return SortedChain(initial, likelihood, logs, weights, *self[4:])
 
     def by_rows(self) -> SortedChain:
-        """The chain with tables of each sequence, if there are several."""
+        """Copy of the chain with one table per sequence, if there are several tables."""
         if self.owner is None:
             return self
         weights = None if self.weights is None else self.weights.index_select(0, self.owner)

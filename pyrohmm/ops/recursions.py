@@ -422,7 +422,7 @@ def _sampled(chain: Groups, dtype: torch.dtype | None, num_samples: int) -> tupl
 
 
 def _in_log_space(chain: Groups, each: bool = False) -> forward.Arranged:
-    """The chain as :mod:`.forward` takes it, with matrices of each sequence if need be."""
+    """Convert to the form of :mod:`.forward`, with a matrix per sequence if need be."""
     matrices = chain.transition.movedim(0, 1)[:, None, :, None]  # (G, 1, S, 1, K, K)
     if each:
         matrices = matrices.expand(*chain.lengths.shape, *matrices.shape[2:])

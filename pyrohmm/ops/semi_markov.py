@@ -102,7 +102,7 @@ def _arranged(
     log_initial: Tensor, log_transition: Tensor, log_duration: Tensor, log_likelihood: Tensor,
     lengths: Tensor, censored_end: bool, censored_start: bool, log_mean: Tensor | None = None,
 ) -> forward.Arranged:  # fmt: skip
-    """Arguments in the form of :mod:`.forward`, with messages over the steps of a segment."""
+    """Convert to the form of :mod:`.forward`, with messages over the steps of a segment."""
     parts = check_arguments(log_initial, log_transition.unsqueeze(-3), log_likelihood, lengths)
     num_states, shape = parts.initial.size(-1), log_duration.shape
     if shape[-2:-1] != (num_states,) or shape[-1] < 1:
