@@ -25,9 +25,10 @@ from .._choices import WORTH, flushed
 from .._imports import signals_delayed
 
 FAST = {"contract", "reassoc", "nsz"}
-LOOP: dict[str, Any] = {"cache": True, "no_cfunc_wrapper": True, "nogil": True, "fastmath": FAST}
+LOOP: dict[str, Any] = {"no_cfunc_wrapper": True, "nogil": True, "fastmath": FAST}
 LOOP["error_model"] = "numpy"
-# for what kernels alone call: without what Python needs it compiles faster
+# For what kernels alone call: without what Python needs it compiles faster. It is not cached: its
+# arguments are of classes of this package, and an index that names one that moved cannot be read.
 inner = njit(no_cpython_wrapper=True, **LOOP)
 # for rounding that is meant; if it were not said, it would be as the caller has it
 exactly = njit(cache=True, nogil=True, error_model="numpy", fastmath=False)
@@ -39,7 +40,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     A compiler that is broken off is not whole afterwards; and LLVM, where it calls Python, drops
     what a signal raises.
     """
-    loop = njit(function, **LOOP)
+    loop = njit(function, cache=True, **LOOP)
     loop._compile_for_args = signals_delayed()(loop._compile_for_args)
     return loop
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from pyrohmm.ops import products
+from pyrohmm.ops import products, recursions
 from pyrohmm.ops.backends import CPU, NUMBA, TORCH, has_numba, pick, use
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
@@ -91,6 +91,27 @@ def test_an_interrupted_import_of_numba_can_be_done_again():
     command = [sys.executable, "-c", INTERRUPTED, *points]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
     assert result.stdout.split("\n")[:-1] == [f"{point} 0" for point in points], result.stderr
+
+
+@needs_numba
+@pytest.mark.parametrize("count", [1, 40])
+def test_no_loop_that_is_cached_takes_a_class_of_the_package(count):
+    """After an upgrade in place an index that names a class that has moved cannot be read."""
+    from numba.core import types
+    from numba.core.dispatcher import Dispatcher
+
+    from pyrohmm.ops.dense import _backward, _forward, _lanes
+
+    logs = torch.zeros(count, 3, 2, requires_grad=True)
+    initial, transition = torch.full((2,), 0.5).log(), torch.full((1, 2, 2), 0.5).log()
+    with use(NUMBA):
+        recursions.log_evidence(initial, transition, logs, torch.full((count,), 3)).sum().backward()
+    loops = [x for m in (_lanes, _forward, _backward) for x in vars(m).values()]
+    loops = [loop for loop in loops if isinstance(loop, Dispatcher) and loop.signatures]
+    cached = [loop for loop in loops if loop.stats.cache_path]
+    assert 0 < len(cached) < len(loops)
+    arguments = [each for loop in cached for signature in loop.signatures for each in signature]
+    assert not any(isinstance(each, types.BaseNamedTuple) for each in arguments)
 
 
 # Agreement of the modules that have the same functions
