@@ -130,7 +130,7 @@ class _DrawnOnHost(TorchDispatchMode):
         like = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = kwargs.get("device") or (like[0].device if like else _CPU)
         random = torch.Tag.nondeterministic_seeded in function.tags
-        random |= any(argument.name == "generator" for argument in function._schema.arguments)
+        random |= "Generator" in str(function._schema)
         if not random or torch.device(device).type == "cpu":
             return function(*args, **kwargs)
         some, options = tree_map_only(Tensor, Tensor.cpu, (args, kwargs))

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pyro
@@ -150,6 +150,8 @@ QUERIES = {
         torch.cat([values, values[:, :2]], 1)
     ),
     "filter": updated,
+    "best_tags": lambda hmm, values: hmm.best_tags(values),
+    "tag_probs": lambda hmm, values: hmm.tag_probs(values),
 }
 DRAWS = {
     "paths": lambda hmm, values: hmm.sample_states(values, (4,)),
@@ -206,12 +208,19 @@ def some_data(vectors=False):
     return Sequences(torch.randn(3, 7, 2) if vectors else values, lengths)
 
 
-EVERY |= {
-    "one level": (lambda: NeuralHMM(9, 5, hidden_dim=4, blocks=CLUSTERS), some_data),
-    "two levels": (
-        lambda: NeuralHMM(9, 5, hidden_dim=4, blocks=CLUSTERS, two_level=True),
-        some_data,
-    ),
+def tagged_text():
+    labels = [[0, 1, 0, 1], [0, -1]]
+    return tagging.tagged(Sequences.from_list([[0, 1, 2, 1], [2, 1]], labels=labels))
+
+
+def in_blocks(kind, *sizes, **options):
+    return lambda: kind(9, 5, *sizes, hidden_dim=4, blocks=CLUSTERS, **options)
+
+
+EVERY = EVERY | {
+    "one level": (in_blocks(NeuralHMM), some_data),
+    "two levels": (in_blocks(NeuralHMM, two_level=True), some_data),
+    "tagger": (in_blocks(NeuralTagger, 2), tagged_text),
 }
 
 
@@ -294,16 +303,15 @@ def test_restarts_are_those_of_the_cpu(fit):
     alike(moved.restarts.losses, here.restarts.losses)
 
 
+SLOW = pytest.mark.slow
 RANDOM = "fit_svi", "fit_gibbs", "fit_mcmc"  # whose steps draw numbers
-QUICK = "TabularHMM", "RegressionHMM", "NeuralHMM"
+FITS = FITS | {"fit_em": partial(by_em, num_iterations=2, restarts=1)}
 
 
 @pytest.mark.parametrize(
     ("name", "fit"),
     [
-        pytest.param(
-            name, fit, marks=pytest.mark.slow if fit in RANDOM and name not in QUICK else []
-        )
+        pytest.param(name, fit, marks=SLOW if fit in RANDOM and name != "TabularHMM" else [])
         for name in EVERY
         for fit in FITS
     ],
@@ -383,7 +391,7 @@ def test_a_fit_goes_on_on_another_device(fit, order, monkeypatch, tmp_path):
         alike(losses, run(*prepared(*EVERY["TabularHMM"])[0]).losses)
 
 
-@pytest.mark.slow
+@SLOW
 def test_random_effects_are_those_of_the_cpu():
     def model(data):
         zero = data.values.new_zeros(1)
@@ -457,7 +465,14 @@ def two_fits(kind):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("intervals", "numbers"), *((name, "symbols") for name in ASKED | SAMPLED)]
+    ("name", "kind"),
+    [
+        ("intervals", "numbers"),
+        *(
+            pytest.param(name, "symbols", marks=SLOW if name in ("profile", "resampled") else [])
+            for name in ASKED | SAMPLED
+        ),
+    ],
 )
 def test_answers_of_a_fit_are_those_of_the_cpu(name, kind):
     ask = (ASKED | SAMPLED)[name]
@@ -474,23 +489,6 @@ def test_answers_of_a_fit_are_those_of_the_cpu(name, kind):
         assert expected.shape == other.shape
         if name in ASKED:
             torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
-
-
-def test_a_tagger_is_that_of_the_cpu():
-    text = Sequences.from_list([[0, 1, 2, 1], [2, 1]], labels=[[0, 1, 0, 1], [0, -1]])
-    data = tagging.tagged(text)
-
-    def module():
-        torch.manual_seed(2)
-        return NeuralTagger(9, 5, 2, hidden_dim=4, blocks=CLUSTERS)
-
-    here, moved = fitted(by_map, module, data, num_iterations=2)
-    alike(moved.losses, here.losses)
-    with watched():
-        given = there(data)
-        found = moved.hmm(given)
-        agree(found.best_tags(given.values), here.hmm(data).best_tags(data.values))
-        agree(found.tag_probs(given.values), here.hmm(data).tag_probs(data.values))
 
 
 def test_a_language_model_is_that_of_the_cpu():

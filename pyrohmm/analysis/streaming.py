@@ -414,7 +414,8 @@ def _in_blocks(
 ) -> Likelihood:
     """Function of t that returns log-likelihoods of all states, and the block of the symbol."""
     num_steps, shape = known.size(-1), (*hmm.batch_shape, hmm.num_states)
-    rows, mask = values.reshape(-1, num_steps), known.reshape(-1, num_steps)
+    rows = values.reshape(-1, num_steps, *hmm.event_shape[1:])
+    mask = known.reshape(-1, num_steps)
     lengths = torch.full((len(rows),), num_steps)
     blocks, logs = hmm.symbols.likelihood(rows, lengths, mask, bool(hmm._validate_args))
     blocks = blocks.masked_fill(~mask.cpu(), transitions.all)

@@ -116,8 +116,7 @@ def _read(numbers: Tensor, values: Tensor) -> list[float]:
     limits = torch.finfo(values.dtype)
     reach = math.sqrt(0.01 * limits.max / values.size(-1))
     most = [torch.inf, TOLERANCE[values.dtype] / limits.eps, reach][: len(numbers)]
-    left = [bound - number for bound, number in zip(most, numbers.unbind())]
-    exceeds(torch.stack(left).amin(), 0.0)  # not if one is NaN
+    exceeds(torch.stack([a - b for a, b in zip(most, numbers)]).amin(), 0.0)  # not if one is NaN
     return [0.0] * len(numbers)
 
 

@@ -331,30 +331,26 @@ def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> V
 def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
     """Set the parameters to a start, or to those of a first M-step from it."""
     with first_values(parameters.data.device):
-        _set_start(parameters, maximize, start)
-
-
-def _set_start(parameters: Parameters, maximize: Maximization, start: Start | Values) -> None:
-    module = parameters.module
-    if not isinstance(start, dict) and not callable(start):
-        raise TypeError(
-            "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
-            f"{start!r}."
-        )
-    data = next(iter(parts_of(parameters.data)))
-    some = data if parameters.points else seen_by(start, data)
-    found = start if isinstance(start, dict) else start(module, some, parameters.restarts)
-    if isinstance(found, dict):
-        return parameters.set_values(found)
-    if parameters.values.keys() != parameters.sites.keys():
-        # gradient steps, and what no count determines, start at the prior
-        parameters.set_values(from_prior(module, some, parameters.restarts))
-    with torch.no_grad():
-        hmm, _ = parameters.build(some)
-    hmm.prepare_values(some.values)  # raises if they cannot be emitted
-    if not isinstance(found, ExpectedCounts):
-        found = uniform_counts(hmm, some, found)
-    scale = data.total / len(data) * int(data.lengths.sum()) / int(some.lengths.sum())
-    maximize(maximize.gather(found, some, hmm, scale, at_start=True), some)
-    if some is not data:
-        parameters.set_values(possible(parameters, parameters.values))
+        module = parameters.module
+        if not isinstance(start, dict) and not callable(start):
+            raise TypeError(
+                "start must be a function such as starts.by_kmeans, a fit, or values by name; got "
+                f"{start!r}."
+            )
+        data = next(iter(parts_of(parameters.data)))
+        some = data if parameters.points else seen_by(start, data)
+        found = start if isinstance(start, dict) else start(module, some, parameters.restarts)
+        if isinstance(found, dict):
+            return parameters.set_values(found)
+        if parameters.values.keys() != parameters.sites.keys():
+            # gradient steps, and what no count determines, start at the prior
+            parameters.set_values(from_prior(module, some, parameters.restarts))
+        with torch.no_grad():
+            hmm, _ = parameters.build(some)
+        hmm.prepare_values(some.values)  # raises if they cannot be emitted
+        if not isinstance(found, ExpectedCounts):
+            found = uniform_counts(hmm, some, found)
+        scale = data.total / len(data) * int(data.lengths.sum()) / int(some.lengths.sum())
+        maximize(maximize.gather(found, some, hmm, scale, at_start=True), some)
+        if some is not data:
+            parameters.set_values(possible(parameters, parameters.values))

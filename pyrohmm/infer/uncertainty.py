@@ -338,10 +338,10 @@ class Information:
 
     def std_errors(self) -> dict[str, Tensor]:
         """Standard errors of the parameters, by name; NaN for entries that are held."""
-        errors = self._entries()[1].split([part.estimate.numel() for part in self.coordinates])
+        sizes = [part.estimate.numel() for part in self.coordinates]
+        errors = self._entries()[1].to(self.data.device).split(sizes)
         parts = zip(self.coordinates, errors)
-        return {part.name: error.reshape(part.estimate.shape).to(part.estimate)
-                for part, error in parts}  # fmt: skip
+        return {part.name: error.reshape(part.estimate.shape) for part, error in parts}
 
     def natural(self) -> Covariance:
         """Covariance of all entries of the parameters, by the delta method; NaN for those held."""

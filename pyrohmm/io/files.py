@@ -332,8 +332,7 @@ class Checkpoint:
 
     def _random(self) -> dict[str, Any]:
         """States of the random number generators of torch and of the fit."""
-        own = [generator.get_state() for generator in self.generators]
-        return random_states() | {"own": own}
+        return random_states() | {"own": [each.get_state() for each in self.generators]}
 
     def _set_random(self, random: dict[str, Any]) -> None:
         set_random_states(random)
