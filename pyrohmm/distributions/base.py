@@ -99,7 +99,7 @@ class ChainDistribution(OwnChecks):
     def checked(self, values: Tensor) -> dict[str, Any]:
         """Results of argument checks, for reuse through ``CHECKED``; those of ``values`` follow."""
         parts = [values] if self.observed is None else [values, self.observed]
-        if not any(part.is_inference() for part in parts):  # they count their changes
+        if not any(map(Tensor.is_inference, parts)):  # they count their changes
             self._prepared = {"values": values, "version": None}
         found = self.__dict__ | {"ids": [*map(id, self._given)], "form": self._form()}
         del found["chain"], found["_emission"]

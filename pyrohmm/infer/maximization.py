@@ -234,8 +234,8 @@ class Maximization:
             transition_step = default_step(log_prior, parameters.data)
         self.parameters, self.transition_step = parameters, copy.copy(transition_step)
         emission = module.emission_module()
-        paths = (f"{path}." for path, part in module.named_modules() if part is emission)
-        self.prefix = next(paths, "")  # of the names of the emission's parameters
+        paths = {part: f"{path}." for path, part in module.named_modules()}
+        self.prefix = paths.get(emission, "")  # of the names of the emission's parameters
         of_emission = [name for name in rest if self.prefix and name.startswith(self.prefix)]
         closed = log_prior is None or of_transitions
         clusters = closed and isinstance(emission, EmissionMStep)
@@ -415,7 +415,7 @@ class Maximization:
             for path, part in parameters.module.named_modules() if isinstance(part, Family)
             for name, space in part.supports.items()
         }  # fmt: skip
-        slopes = parameters.prior_slopes(name for name in parameters.sites if name in dims)
+        slopes = parameters.prior_slopes([name for name in parameters.sites if name in dims])
         if not slopes:
             return []
         with torch.no_grad():

@@ -269,6 +269,8 @@ class StartSearch:
                 _begin_at(parameters, maximize, self.start)
             elif self.ranked > 1:
                 parameters.set_values(_ranked(parameters, maximize, self.ranked))
+            elif parameters.sites and parameters.restarts == 1:
+                _begin_at(parameters, maximize, _kinds(parameters, maximize)[0])
             elif parameters.sites:  # parameters without priors have values
                 parameters.set_values(_in_turn(parameters, maximize, parameters.restarts))
         except (ArithmeticError, ValueError):
@@ -306,15 +308,20 @@ def _ranked(parameters: Parameters, maximize: Maximization, ranked: int) -> Valu
     return {name: value[: parameters.restarts] for name, value in best.items()}
 
 
-def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
-    """Initial values of several starts, whose kinds take turns; the first depends on no other.
+def _kinds(parameters: Parameters, maximize: Maximization) -> list[Start]:
+    """Kinds of start, which take turns.
 
     There are no clusters of symbols, nor where emissions cannot be maximised given them.
     """
     last = sticky() if any(map(_is_transition, parameters.sites)) else by_blocks
-    kinds: list[Start] = [from_prior, by_blocks, last]
-    if maximize.numbers:
-        kinds = [by_kmeans, by_blocks, last, by_kmeans, by_blocks, from_prior]
+    if not maximize.numbers:
+        return [from_prior, by_blocks, last]
+    return [by_kmeans, by_blocks, last, by_kmeans, by_blocks, from_prior]
+
+
+def _in_turn(parameters: Parameters, maximize: Maximization, restarts: int) -> Values:
+    """Initial values of several starts, whose kinds take turns; the first depends on no other."""
+    kinds = _kinds(parameters, maximize)
     kind_of, later = [kinds[r % len(kinds)] for r in range(restarts)], range(1, restarts)
     groups = [[0], *([r for r in later if kind_of[r] is k] for k in dict.fromkeys(kind_of[1:]))]
     found: Values = {}

@@ -175,8 +175,9 @@ class _Passes:
             return lost
 
         lost = sum(share(run_part, len(self.bounds)))
-        whole = (part[0] if len(part) == 1 else part.sum(0) for part in (counts, emitted))
-        return *whole, lost
+        if sums == 1:
+            return counts[0], emitted[0], lost
+        return counts.sum(0), emitted.sum(0), lost
 
     def gradient(self, chain: Groups, found: Messages, weight: Tensor) -> tuple[Tensor, ...] | None:
         """Derivatives by the tensors of the chain; None if numbers left their range."""
