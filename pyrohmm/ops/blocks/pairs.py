@@ -21,7 +21,7 @@ from .states import Blocks, offsets
 GROUPS = 4  # products on an accelerator, where a launch takes longer than some padding
 
 
-class Pairs:
+class BlockPairs:
     """Distinct pairs of blocks, in groups whose scores are one product.
 
     On a CPU a group is the pairs from one block, which stay in its cache. On an accelerator it is
@@ -69,7 +69,7 @@ class Pairs:
 
 
 def transition_probs(
-    pairs: Pairs,
+    pairs: BlockPairs,
     blocks: Blocks,
     leave: Tensor,
     enter: Tensor,
@@ -94,7 +94,7 @@ def transition_probs(
 
 
 def _at_once(
-    pairs: Pairs, blocks: Blocks, logs: bool, leave: Tensor, enter: Tensor, log_shares: Tensor
+    pairs: BlockPairs, blocks: Blocks, logs: bool, leave: Tensor, enter: Tensor, log_shares: Tensor
 ) -> Tensor:
     """Transition probabilities of all pairs, by operations that have derivatives."""
     source, target = (cached_on(leave.device, x) for x in (pairs.source, pairs.target))
@@ -104,7 +104,7 @@ def _at_once(
     return found if logs else found.exp()
 
 
-def _shares(pairs: Pairs, blocks: Blocks, values: Tensor) -> Tensor:
+def _shares(pairs: BlockPairs, blocks: Blocks, values: Tensor) -> Tensor:
     """Values by state and next block ``(K, B)``, of pairs: ``(P, 1, w)``."""
     by_pair = blocks.by_block(values).mT.flatten(0, 1)
     return by_pair.index_select(0, pairs.keys).unsqueeze(1)
@@ -119,7 +119,7 @@ def _without(blocks: Blocks, scores: Tensor, target: Tensor) -> Tensor:
 
 
 def _by_groups(
-    pairs: Pairs, blocks: Blocks, logs: bool, leave: Tensor, enter: Tensor, log_shares: Tensor
+    pairs: BlockPairs, blocks: Blocks, logs: bool, leave: Tensor, enter: Tensor, log_shares: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
     """Transition probabilities of pairs, a product for each group; and their gradient."""
     width = blocks.width
@@ -162,7 +162,9 @@ def _by_groups(
     return out, gradient
 
 
-def probs_of_matrix(pairs: Pairs, blocks: Blocks, matrix: Tensor, logs: bool = False) -> Tensor:
+def probs_of_matrix(
+    pairs: BlockPairs, blocks: Blocks, matrix: Tensor, logs: bool = False
+) -> Tensor:
     """As :func:`transition_probs`, of log-probabilities ``(K, K)``; any to and from no state."""
     places = tuple(cached_on(matrix.device, x) for x in (pairs.source, pairs.target))
 

@@ -30,7 +30,7 @@ from ..._transforms import transforming
 from ..log_space import finite_or_zero, log, logsumexp, step_mask
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
-from .pairs import Pairs
+from .pairs import BlockPairs
 from .states import offsets
 from .transitions import Transitions, at_once
 
@@ -57,7 +57,7 @@ def log_evidence(
     differentiable = moving or log_first.requires_grad or log_seen.requires_grad
 
     def solved(first: Tensor, seen: Tensor, probs: Tensor) -> tuple[Tensor, Callable[..., Any]]:
-        found = Messages(moves, first, seen, probs)
+        found = BlockMessages(moves, first, seen, probs)
         if differentiable or not exceeds(found.least, found.bound):
             inexact.extend(found.back())
         return found.evidence.to(seen.dtype), lambda weights: found.gradient(weights, moving)
@@ -87,7 +87,7 @@ def final_state(
     """
     moves = moves_of(transitions, blocks, lengths)
     probs = transitions.of_pairs(moves.pairs).to(log_seen.dtype)
-    found = Messages(moves, log_first, log_seen, probs)
+    found = BlockMessages(moves, log_first, log_seen, probs)
     if exceeds(found.least, found.bound):
         return found.alpha.index_select(0, cached_on(probs.device, moves.last)).log()
     return None
@@ -111,7 +111,7 @@ class Moves(NamedTuple):
         last: ``(N,)``, the row of the last step of each sequence.
     """
 
-    pairs: Pairs
+    pairs: BlockPairs
     order: Tensor
     rows: Tensor
     sizes: list[int]
@@ -144,12 +144,12 @@ def moves_of(transitions: Transitions, blocks: Tensor, lengths: Tensor) -> Moves
     return cached(blocks, made, lengths.numpy().tobytes(), f"{device} {count}".encode())
 
 
-def pairs_of(blocks: Tensor, lengths: Tensor, count: int, device: torch.device) -> Pairs:
+def pairs_of(blocks: Tensor, lengths: Tensor, count: int, device: torch.device) -> BlockPairs:
     """Distinct pairs of successive blocks of sequences ``(N, T)``."""
     keys = blocks[:, :-1] * count + blocks[:, 1:]
     real = step_mask(lengths, blocks.size(1))[:, 1:]
     some = pad(keys[real], (0, 1))[0]  # in place of what is no pair
-    return Pairs(torch.where(real, keys, some), count, device)
+    return BlockPairs(torch.where(real, keys, some), count, device)
 
 
 def _lines(pair: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -167,7 +167,7 @@ def _lines(pair: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return moves, torch.arange(count).repeat_interleave(further)
 
 
-class Messages:
+class BlockMessages:
     """Scaled messages, forward and back.
 
     Args:

@@ -23,7 +23,7 @@ from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import finite_or_zero, log_softmax_of_parts, logsumexp
 from ..products import take_rows
 from ..tensor_cache import cached, cached_on
-from .pairs import Pairs, probs_of_matrix, transition_probs
+from .pairs import BlockPairs, probs_of_matrix, transition_probs
 from .states import Blocks
 
 CHUNK = 1 << 19  # transition probabilities that exist at one time; larger ones leave the cache
@@ -89,12 +89,12 @@ class Transitions:
 
         What is beyond the states of a block means nothing.
         """
-        pairs = Pairs(source * self.all + target, self.all, self.scores[0].device)
+        pairs = BlockPairs(source * self.all + target, self.all, self.scores[0].device)
         index = cached_on(self.scores[0].device, pairs.index)
         found = self.of_pairs(pairs, True).mT.flatten(1)
         return take_rows(found, index).unflatten(-1, (self.blocks.width, -1))
 
-    def of_pairs(self, pairs: Pairs, logs: bool = False) -> Tensor:
+    def of_pairs(self, pairs: BlockPairs, logs: bool = False) -> Tensor:
         """Transition probabilities of pairs, ``(P, w, w)``: :func:`.transition_probs`."""
         leave, enter, log_block_probs = self.scores
         if enter is not None and log_block_probs is not None:
