@@ -96,7 +96,7 @@ def transition_probs(
 def _at_once(
     pairs: BlockPairs, blocks: Blocks, logs: bool, leave: Tensor, enter: Tensor, log_shares: Tensor
 ) -> Tensor:
-    """Transition probabilities of all pairs, by operations that have derivatives."""
+    """Transition probabilities of all pairs, by differentiable operations."""
     source, target = (cached_on(leave.device, x) for x in (pairs.source, pairs.target))
     left, right = blocks.by_block(leave)[source], blocks.by_block(enter)[target]
     scores = _without(blocks, at_least_single(right @ left.mT), target)
@@ -105,13 +105,13 @@ def _at_once(
 
 
 def _shares(pairs: BlockPairs, blocks: Blocks, values: Tensor) -> Tensor:
-    """Values by state and next block ``(K, B)``, of pairs: ``(P, 1, w)``."""
+    """Gather values by state and next block ``(K, B)`` for each pair, ``(P, 1, w)``."""
     by_pair = blocks.by_block(values).mT.flatten(0, 1)
     return by_pair.index_select(0, pairs.keys).unsqueeze(1)
 
 
 def _without(blocks: Blocks, scores: Tensor, target: Tensor) -> Tensor:
-    """Scores of pairs, -inf to what is no state."""
+    """Mask scores of pairs: -inf at padding states."""
     if blocks.are_equal:
         return scores
     beyond = cached_on(scores.device, blocks.states) < 0
@@ -121,7 +121,7 @@ def _without(blocks: Blocks, scores: Tensor, target: Tensor) -> Tensor:
 def _by_groups(
     pairs: BlockPairs, blocks: Blocks, logs: bool, leave: Tensor, enter: Tensor, log_shares: Tensor
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Transition probabilities of pairs, a product for each group; and their gradient."""
+    """Transition probabilities of pairs by one product per group, and their gradient."""
     width = blocks.width
     left, right = blocks.by_block(leave), blocks.by_block(enter)
     shares = _shares(pairs, blocks, log_shares if logs else log_shares.exp())

@@ -94,7 +94,7 @@ def final_state(
 
 
 class Moves(NamedTuple):
-    """The steps of a batch without padding, and the moves between them.
+    """Steps of a batch without padding, and the transitions between them.
 
     The M steps are rows: the first steps of all sequences, then all second ones. At each time long
     sequences are before short ones, so that those that go on are the first of their time.
@@ -153,7 +153,7 @@ def pairs_of(blocks: Tensor, lengths: Tensor, count: int, device: torch.device) 
 
 
 def _lines(pair: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Moves by their pair, in lines of equal size ``(Z, S)``; the pair of each line after the P."""
+    """Sort transitions by pair of blocks, in lines of equal size ``(Z, S)``; pair of each line."""
     number = pair.bincount(minlength=count)
     size = min(BLOCK, max(FEWEST, 2 * math.ceil(len(pair) / max(count, 1))))
     further = (number - 1).clamp(min=0) // size
@@ -168,7 +168,7 @@ def _lines(pair: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class BlockMessages:
-    """Scaled messages, forward and back.
+    """Scaled forward and backward messages.
 
     Args:
         moves: Of the batch.
@@ -217,12 +217,12 @@ class BlockMessages:
         return cached_on(self.probs.device, indices)
 
     def _matrices(self, t: int) -> Tensor:
-        """Transition probabilities of the moves to step t, until they are asked for again."""
+        """Transition probabilities of step t - 1 to t; the last ones asked for are kept."""
         pair, out = self._moves[t - 1]
         return torch.index_select(self.probs, 0, pair, out=out)
 
     def back(self) -> list[Tensor]:
-        """Run the way back; which sequences ``(N,)`` may not be exact, or nothing if all are."""
+        """Backward pass; mask ``(N,)`` of sequences that may be inexact, None if all are exact."""
         sizes, none = self.moves.sizes, self.alpha.new_zeros(1, self.alpha.size(1))
         self.beta = torch.ones_like(self.alpha)
         ratio = (self.weight / self.norm).unsqueeze(1).split(sizes)
@@ -247,7 +247,7 @@ class BlockMessages:
         return [unsure]
 
     def gradient(self, weights: Tensor, moving: bool) -> tuple[Tensor | None, ...]:
-        """Gradient by the arguments, that by transition probabilities if they are ``moving``."""
+        """Gradients by the arguments, and by transition probabilities if they are ``moving``."""
         size, width = self.moves.sizes[0], self.alpha.size(1)
         alpha = self.alpha * weights.to(self.alpha.dtype).index_select(0, self.owner).unsqueeze(-1)
         gamma = alpha * self.beta

@@ -80,20 +80,20 @@ class Blocks:
         return self.owner.unsqueeze(-1) == self.symbol_block
 
     def by_block(self, rows: Tensor) -> Tensor:
-        """Rows ``(K, *)`` of the states, by block and place ``(B, w, *)``; any as padding."""
+        """Arrange rows ``(K, *)`` of the states by block, ``(B, w, *)``; padding holds anything."""
         if not self.are_equal:
             states = self.states.flatten().clamp(min=0).to(rows.device)
             rows = rows.index_select(0, states)
         return rows.unflatten(0, (self.num_blocks, self.width))
 
     def without_padding(self, values: Tensor, fill: float) -> Tensor:
-        """``values`` by block and place ``(*, B, w)``, with ``fill`` where there is no state."""
+        """Set padding of ``values`` by block ``(*, B, w)`` to ``fill``."""
         if self.are_equal:
             return values
         return values.masked_fill(cached_on(values.device, self.states) < 0, fill)
 
     def of_states(self, parts: Tensor) -> Tensor:
-        """Rows ``(K, *)`` of the states, from those by block and place ``(B, w, *)``."""
+        """Flatten rows by block ``(B, w, *)`` to rows of the states ``(K, *)``."""
         rows = parts.flatten(0, 1)
         if self.are_equal:
             return rows
