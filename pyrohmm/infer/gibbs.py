@@ -2,6 +2,7 @@ r"""``fit_gibbs``: samples of the posterior by paths given parameters, and param
 
 Each sweep samples the paths :math:`z \mid x, \theta` of all sequences exactly (forward filtering,
 backward sampling), then the parameters :math:`\theta \mid x, z` from their conjugate posteriors.
+Paths are those of buckets of similar length, whose counts are summed.
 All chains are one batch. A part of the model says how its parameters are sampled, by the method
 ``sample_parameters`` beside ``statistics``: see :class:`pyrohmm.nn.closed_form.ConjugateSampler`.
 """
@@ -9,6 +10,9 @@ All chains are one batch. A part of the model says how its parameters are sample
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
+from functools import reduce
+from itertools import starmap
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +32,7 @@ from ..nn.base import HMMModule
 from ..nn.closed_form import ConjugateSampler, Statistics, has_foreign_priors, under
 from ..nn.family import Emission
 from ..ops import recursions
+from .maximization import joined
 from .mcmc import Hamiltonian, Tuning
 from .models import MarginalModel, exclusive, names_checked
 from .parameters import Parameters, Values
@@ -147,16 +152,19 @@ class Gibbs(Chains):
         self.parameters = parameters
         module = parameters.module
         self.num_sets = 1 if values is None else len(values)
+        self.parts, self.pairs = self.data.buckets, list[tuple[HMM, Sequences]]()
         if values is not None:
             self.data = self.data.with_total(self.data.total)
             several = values.repeat_interleave(self.copies // self.num_sets, 0)
             self.data.values = several if self.num_sets > 1 else values[0]
+            self.parts = [self.data]
         emission: Any = module.emission_module()
         conjugate = isinstance(emission, ConjugateSampler)
         conjugate = conjugate and not has_foreign_priors(cast(Any, emission))
         if num_temperatures > 1 and conjugate:  # a power of a sum is no sum of powers
             parts = (part for part in emission.modules() if isinstance(part, Emission))
-            conjugate = not any(part.augments(self.data.values) for part in parts)
+            every = [part.values for part in self.parts]
+            conjugate = not any(part.augments(some) for part in parts for some in every)
         self.emission: Any = emission if conjugate else None
         names = {id(part): f"{name}." for name, part in module.named_modules()}
         self.prefix = names.get(id(self.emission), "")
@@ -195,11 +203,12 @@ class Gibbs(Chains):
                 probs = (probs * hmm.allowed).clamp(min=1e-30) * hmm.allowed
             shape = parameters.restarts, *probs.shape[-3:]
             states = torch.multinomial(probs.expand(shape).flatten(0, -2), 1).reshape(shape[:-1])
+        paths = [(hmm, states.reshape(parameters.restarts, len(some), -1), some)]
         try:
-            samples = self._sample_parameters(hmm, states, some)
+            samples = self._sample_parameters(paths)
         except ValueError:  # paths do not say how the chain's parameters are used
             self.chain = None
-            samples = self._sample_parameters(hmm, states, some)
+            samples = self._sample_parameters(paths)
         if known is None:
             parameters.update(samples)
         others = [name for name in parameters.sites if name not in samples]
@@ -216,35 +225,50 @@ class Gibbs(Chains):
         parameters = self.parameters
         if self.others is not None and self.losses:
             self.others.step()
-        hmm, prior = parameters.build(self.data)
-        states, evidence = self._sample_paths(hmm, self.ladder.own)
+        prior = self.build()
+        states, evidence = self._sample_paths(self.ladder.own)
         coldest, index, works = self.ladder.coldest, self.index, None
         if self.ladder.size > 1:
-            states, works = self._swap(hmm, states, evidence)
-        joint = self._log_joint(evidence, prior)
+            states, works = self._swap(states, evidence)
+        joint = evidence + prior.double()
         self.losses.append(-joint.mean())
         if index > 0:  # where the sweep before has ended
             self._keep(joint, index - 1, coldest)
         if works is not None and index >= 0:
             self.keep(index, {"works": works})
-        parameters.update(self._sample_parameters(hmm, states, self.data))
+        paths = [(hmm, path, part) for (hmm, part), path in zip(self.pairs, states)]
+        parameters.update(self._sample_parameters(paths))
         if index == self.num_samples - 1:
-            hmm, prior = parameters.build(self.data)
-            joint = self._log_joint(hmm.log_prob(self.data.values), prior)
-            self._keep(joint, index, self.ladder.coldest)
+            prior = self.build()
+            self._keep(self.log_evidence() + prior.double(), index, self.ladder.coldest)
 
-    def _swap(self, hmm: HMM, states: Tensor, evidence: Tensor) -> tuple[Tensor, Tensor]:
+    def build(self) -> Tensor:
+        """Build the HMM of each bucket at the parameters; returns their log prior."""
+        built = [(part, *self.parameters.build(part)) for part in self.parts]
+        self.pairs = [(hmm, part) for part, hmm, _ in built]
+        return built[0][2]
+
+    def _swap(self, states: list[Tensor], evidence: Tensor) -> tuple[list[Tensor], Tensor]:
         """Swap temperatures; return paths at the new ones, and the works."""
-        elsewhere, other = self._sample_paths(hmm, self.ladder.others)
-        work = (other.double() - evidence.double()).reshape(self.copies, -1).sum(-1)
-        swapped, works = self.ladder.swap(work)
-        shape = self.copies, len(self.data), -1
-        states, elsewhere = states.reshape(shape), elsewhere.reshape(shape)
-        return torch.where(swapped[:, None, None], elsewhere, states), works
+        elsewhere, other = self._sample_paths(self.ladder.others)
+        swapped, works = self.ladder.swap(other - evidence)
+        pairs = zip(elsewhere, states)
+        return [torch.where(swapped[:, None, None], new, old) for new, old in pairs], works
 
-    def _sample_paths(self, hmm: HMM, inverse: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample paths of all sequences and chains at given temperatures; with log evidences."""
-        chain, values = hmm.chain, self.data.values
+    def _sample_paths(self, inverse: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Sample paths ``(C R, N, T)`` of all sequences at given temperatures; log evidences."""
+        states, evidences = zip(*(self._paths(*pair, inverse) for pair in self.pairs))
+        paths = [x.reshape(self.copies, len(part), -1) for x, part in zip(states, self.parts)]
+        return paths, self._total(evidences)
+
+    def _total(self, evidences: Iterable[Tensor]) -> Tensor:
+        """Sum of log evidences of sequences, of each chain, ``(C R,)``."""
+        each = [evidence.double().reshape(self.copies, -1).sum(-1) for evidence in evidences]
+        return torch.stack(each).sum(0)
+
+    def _paths(self, hmm: HMM, data: Sequences, inverse: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample paths of some sequences, of all chains; with log evidences."""
+        chain, values = hmm.chain, data.values
         if isinstance(chain, MarkovRecursions):
             found = hmm.symbol_factors(values)
             parts: Any = found or (*chain.tables, hmm.log_likelihood(values), hmm.lengths)
@@ -252,57 +276,53 @@ class Gibbs(Chains):
             logs = tempered(logs, inverse) if self.ladder.size > 1 else logs
             states, evidence = recursions.sample_paths(initial, matrices, logs, *rest)
             return states[0], evidence
-        likelihood = self._log_likelihood(hmm, inverse)
+        likelihood = self._log_likelihood(hmm, data, inverse)
         states = chain.sample_states(likelihood, hmm.lengths, 1)
         return states, chain.log_evidence(likelihood, hmm.lengths)
 
-    def _log_likelihood(self, hmm: HMM, inverse: Tensor) -> Tensor:
+    def _log_likelihood(self, hmm: HMM, data: Sequences, inverse: Tensor) -> Tensor:
         """Log-likelihoods of the states, times inverse temperatures, ``(C R, N, T, K)``."""
-        likelihood = hmm.log_likelihood(self.data.values)
+        likelihood = hmm.log_likelihood(data.values)
         return tempered(likelihood, inverse) if self.ladder.size > 1 else likelihood
 
-    def log_evidence(self, hmm: HMM) -> Tensor:
+    def log_evidence(self) -> Tensor:
         """Log evidence of each chain at its temperature, ``(C R,)``."""
         if self.ladder.size == 1:
-            evidence = hmm.log_prob(self.data.values)
-        else:
-            likelihood = self._log_likelihood(hmm, self.ladder.own)
-            evidence = hmm.chain.log_evidence(likelihood, hmm.lengths)
-        return evidence.reshape(self.copies, -1).sum(-1)
-
-    def _log_joint(self, evidence: Tensor, prior: Tensor) -> Tensor:
-        """Log joint density of each chain, ``(C R,)``."""
-        total = evidence.double().reshape(self.copies, -1).sum(-1) + prior.double()
-        return total.reshape(self.copies)
+            return self._total(hmm.log_prob(part.values) for hmm, part in self.pairs)
+        likely = ((x, self._log_likelihood(x, part, self.ladder.own)) for x, part in self.pairs)
+        return self._total(hmm.chain.log_evidence(logs, hmm.lengths) for hmm, logs in likely)
 
     def _keep(self, joint: Tensor, index: int, chosen: Tensor) -> None:
         """Keep the parameters of the chosen chains, and their log joint density."""
         now = {f"module.{name}": self.parameters.get(name) for name in self.parameters.sites}
         self.keep(index, {name: value[chosen] for name, value in (now | {"lp": joint}).items()})
 
-    def _sample_parameters(self, hmm: HMM, states: Tensor, data: Sequences) -> Values:
-        """Sample the parameters given the paths of ``data``, by name."""
-        parameters = self.parameters
-        restarts, num_states = parameters.restarts, hmm.num_states
-        states = states.reshape(restarts, len(data), -1)
+    def _sample_parameters(self, paths: list[tuple[HMM, Tensor, Sequences]]) -> Values:
+        """Sample the parameters given the paths, by name."""
         values: Values = {}
         if self.chain is not None:
-            paths, counts = states if restarts > 1 else states[0], {}
-            for name, count in hmm.chain.path_counts(paths, hmm.exists).items():
-                if bool(((count - count.round()).abs() > WHOLE).any()):  # paths do not say it
-                    text = f"{name} must have whole counts given a path, to be sampled"
-                    raise ValueError(f"{text}. Use fit_mcmc.")
-                core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
-                counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
-            no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)
-            weights = no_evidence.new_zeros(restarts, 1, 1, num_states)
-            expected = ExpectedCounts(no_evidence, weights, counts)
-            values |= self.chain.sample_parameters(self.chain.statistics(expected), self._own(""))
+            statistics = _sum(starmap(self._chain_statistics, paths))
+            values |= self.chain.sample_parameters(statistics, self._own(""))
         if self.emission is not None:
-            statistics = self._emission_statistics(hmm, states, data)
+            statistics = _sum(starmap(self._emission_statistics, paths))
             sample = self.emission.sample_parameters(statistics, self._own(self.prefix))
             values |= under(self.prefix, sample)
         return values
+
+    def _chain_statistics(self, hmm: HMM, states: Tensor, data: Sequences) -> Statistics:
+        """Sufficient statistics of the chain given paths ``(C R, N, T)`` of some sequences."""
+        restarts, counts = self.parameters.restarts, {}
+        paths = states if restarts > 1 else states[0]
+        for name, count in hmm.chain.path_counts(paths, hmm.exists).items():
+            if bool(((count - count.round()).abs() > WHOLE).any()):  # paths do not say it
+                text = f"{name} must have whole counts given a path, to be sampled"
+                raise ValueError(f"{text}. Use fit_mcmc.")
+            core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
+            counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
+        no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)
+        weights = no_evidence.new_zeros(restarts, 1, 1, hmm.num_states)
+        found: Statistics = self.chain.statistics(ExpectedCounts(no_evidence, weights, counts))
+        return found
 
     def _own(self, prefix: str) -> Values:
         """Parameters whose names begin with ``prefix``, under their names without it."""
@@ -320,10 +340,9 @@ class Gibbs(Chains):
         if not bool((seen := data.observed.flatten()).all()):
             where = seen.nonzero().squeeze(-1)
             values, flat = values.index_select(1, where), flat.index_select(1, where)
-        summed = getattr(self.emission, "summed", True)
-        size = CHUNK // (len(flat) * hmm.num_states) + 1 if summed else flat.size(1)
-        total: Statistics = {}
-        for value, state in zip(values.split(size, 1), flat.split(size, 1)):
+        size = CHUNK // (len(flat) * hmm.num_states) + 1
+
+        def statistics(value: Tensor, state: Tensor) -> Statistics:
             weights = hmm.log_initial.new_zeros(*state.shape, hmm.num_states)
             weights.scatter_(-1, state.unsqueeze(-1), 1.0)
             if self.ladder.size > 1:
@@ -331,9 +350,10 @@ class Gibbs(Chains):
             if sets > 1:  # zero for the data sets of other chains
                 own = torch.eye(sets).to(weights).repeat_interleave(self.copies // sets, 0)
                 weights = torch.einsum("rmk,rd->rdmk", weights, own).flatten(1, 2)
-            sums = self.emission.statistics(value.flatten(0, 1), weights, emission)
-            total = {name: total.get(name, 0) + part for name, part in sums.items()}
-        return total
+            found: Statistics = self.emission.statistics(value.flatten(0, 1), weights, emission)
+            return found
+
+        return _sum(map(statistics, values.split(size, 1), flat.split(size, 1)))
 
     def state(self) -> dict[str, Any]:
         """Checkpoint state: samples, temperatures, parameters, tuning of Hamiltonian steps."""
@@ -381,11 +401,16 @@ class Others:
     def log_density(self, values: Values) -> Tensor:
         """The log joint density of each chain, with the other parameters as they are."""
         self._set(values)
-        hmm, prior = self.parameters.build(self.sampler.data)
-        return self.sampler.log_evidence(hmm) + prior
+        prior = self.sampler.build()
+        return self.sampler.log_evidence().to(prior) + prior
 
     def _set(self, values: Values) -> None:
         self.parameters.values = self.parameters.values | values
+
+
+def _sum(each: Iterable[Statistics]) -> Statistics:
+    """Sums of statistics of parts of the data."""
+    return reduce(joined, ({"sums": part} for part in each))["sums"]
 
 
 def tempered(log_likelihood: Tensor, inverse: Tensor) -> Tensor:

@@ -193,10 +193,10 @@ class Loop(FitLoop):
     def _pieces(self, batch: Sequences | Parts) -> Iterator[tuple[Tensor, Sequences, float]]:
         """Pieces of a batch: numbers of the sequences, the sequences, and their scale."""
         for part in parts_of(batch):
-            if not self.maximize.in_parts:
-                yield torch.arange(len(part)), part, part.total / len(part)
-                continue
-            for chosen, piece in zip(part.bucket_members, part.buckets):
+            members, pieces = part.bucket_members, part.buckets
+            if self.maximize.whole:
+                members, pieces = [torch.arange(len(part))], [part]
+            for chosen, piece in zip(members, pieces):
                 yield chosen, piece, part.total / len(part)
 
     def step(self) -> None:
@@ -220,7 +220,7 @@ class Loop(FitLoop):
         if self.decay is not None:
             rate = (len(self.losses) + 1) ** -self.decay
             sums = self.average = _mixed(self.average, sums, rate)
-        self.maximize(sums, batch)
+        self.maximize(sums)
         if bool(self.squarem.active.any()):
             self.squarem.record()
 

@@ -24,6 +24,7 @@ from ..distributions.hmm import HMM
 from ..distributions.observation import is_categorical
 from ..nn.closed_form import (
     ChainMStep,
+    Counted,
     EmissionMStep,
     Family,
     Maximum,
@@ -40,7 +41,7 @@ from .msteps import GradientStep, TransitionPrior, TransitionStep, default_step
 from .parameters import Parameters, Values
 
 MOVED = 0.5  # standard errors by which a prior moves an estimate, above which it is reported
-Sums = dict[str, Statistics]  # of "chain", "emission", "visits" of states, "counts" for gradients
+Sums = dict[str, Any]  # statistics of "chain", "emission", "visits" of states, "counts" or "parts"
 DEAD = 1e-8  # expected visits, as a share of the steps, below which a state is reported
 
 
@@ -136,13 +137,8 @@ class GradientSteps:
         }  # fmt: skip
         self.leaves: Values = {}  # unconstrained
 
-    def __call__(self, batch: Sequences, counts: Statistics) -> None:
-        """Increase the expected log joint density.
-
-        Args:
-            batch: What the HMM is built for.
-            counts: Expected counts: see :func:`expectation_of_logs`.
-        """
+    def __call__(self, parts: list[Counted]) -> None:
+        """Increase the expected log joint density, given expected counts of parts of the data."""
         parameters = self.parameters
         if not self.transforms and not self.points:
             return
@@ -157,8 +153,12 @@ class GradientSteps:
         def loss() -> Tensor:
             moving = {name: self.transforms[name](leaf) for name, leaf in leaves.items()}
             parameters.values = known | moving
-            hmm, prior = parameters.build(batch)
-            return -prior - expectation_of_logs(hmm, batch.values, counts, parameters.restarts)
+            total: Any = 0.0
+            for batch, counts in parts:
+                hmm, prior = parameters.build(batch)
+                expected = expectation_of_logs(hmm, batch.values, counts, parameters.restarts)
+                total = total + expected
+            return -prior - total
 
         with pyro.validation_enabled(False):  # the E-step checks what comes out
             self.step(loss, [*leaves.values(), *self.points])
@@ -213,7 +213,8 @@ class Maximization:
         steps: The module, if it defines an M-step that reads every step.
         emission: Its emission module, if that has one.
         numbers: Whether its emission, not of symbols, has an M-step, whatever its priors.
-        in_parts: Whether statistics of parts of the data can be put together.
+        in_parts: Whether counts of parts of the data can be summed; else those of each are kept.
+        whole: Whether all sequences must be one part.
         summed: Whether it needs sums over observations alone, not each step of them.
         by_symbol: Whether expected counts of symbols are such sums.
         allowed: Transitions that are possible, ``(K, K)``; None if all are.
@@ -264,6 +265,7 @@ class Maximization:
         single = not any(batches.values()) and not any("T" in core for core in cores.values())
         countable = self.symbols and hmm.emission.batch_shape == (hmm.num_states,)
         self.in_parts = single and (own or countable)
+        self.whole = log_prior is not None and not self.in_parts  # it may sum over sequences
         self.summed = self.in_parts and (countable or getattr(emission, "summed", True))
         plain = type(hmm).expected_counts is HMM.expected_counts and type(hmm.chain) is MarkovChain
         self.by_symbol = self.summed and countable and plain
@@ -316,6 +318,8 @@ class Maximization:
             sums["counts"]["symbols"] = counts.unsqueeze(1) if len(counts) > 1 else counts[0]
         else:
             sums["counts"]["states"] = expected.state_probs
+        if not self.in_parts:
+            sums["parts"] = {"counts": [(batch, sums.pop("counts"))]}
         return sums
 
     def _of_restarts(self, expected: ExpectedCounts, hmm: HMM) -> ExpectedCounts:
@@ -346,27 +350,23 @@ class Maximization:
             self._steps[batch] = values, where
         return self._steps[batch]
 
-    def __call__(self, sums: Sums, batch: Sequences) -> None:
-        """Maximise the parameters.
-
-        Args:
-            sums: From :meth:`gather`.
-            batch: The sequences they are of.
-        """
+    def __call__(self, sums: Sums) -> None:
+        """Maximise the parameters given the sums of :meth:`gather`."""
         parameters = self.parameters
         if self.summed:
             visits = sums["visits"]["states"]
             self.idle = visits < DEAD * visits.sum(-1, keepdim=True)
-        batch = parameters.probe if self.in_parts else batch
+        parts: list[Counted] = [(parameters.probe, sums["counts"])] if self.in_parts else (
+            sums["parts"]["counts"])  # fmt: skip
         with torch.no_grad():
             values, notes = with_one_wait(partial(self.modes, sums), parameters.data.device)
             parameters.update(values)
             if self.steps is not None:
                 current = {name: parameters.get(name) for name in self.steps.by_steps}
-                parameters.update(self.steps.maximize(batch, sums["counts"], current))
+                parameters.update(self.steps.maximize(parts, current))
         for note in notes:
             self.notes[note] = self.notes.get(note, 0) + 1
-        self.gradient(batch, sums["counts"])
+        self.gradient(parts)
 
     def modes(self, sums: Sums) -> Maximum:
         """The modes of all parameters that have a closed form, and remarks."""

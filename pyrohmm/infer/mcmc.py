@@ -31,7 +31,7 @@ from .gradient import near_data
 from .models import MarginalModel, exclusive, names_checked, scale_priors, to_model_device
 from .objective import latent_sites, trace_of_batchable
 from .parameters import Values
-from .plates import LogJoint, is_log_prior, marks_of, narrow, sequence_plates, wide
+from .plates import LogJoint, is_log_prior, marks_of, narrow, pieces_of, sequence_plates, wide
 from .results import Fit
 from .sampled import Chains, Ladder, SampledFit
 from .starts import Start, from_prior
@@ -394,10 +394,11 @@ class HMC(Chains):
         self, model: Any, data: Sequences, target: float, progress: bool | None, *sizes: int
     ) -> None:
         super().__init__(data, progress, *sizes)
-        self.model, self.data = model, data
-        trace = trace_of_batchable(model, data, self.copies)
+        self.model, self.data, self.pieces = model, data, pieces_of(model, data)
+        self.probe = self.pieces[0][0]
+        trace = trace_of_batchable(model, self.probe, self.copies)
         with torch.no_grad(), poutine.block():
-            self.plates = sequence_plates(model, data, trace)
+            self.plates = sequence_plates(model, self.probe, trace)
         nodes = self._simulated().nodes
         self.supports, _ = latent_sites(trace)
         if not self.supports:
@@ -413,19 +414,22 @@ class HMC(Chains):
     def _simulated(self) -> poutine.Trace:
         """Sample starting values from the prior, one for each chain."""
         with torch.no_grad(), poutine.block(), pyro.plate("chains", self.copies, dim=-2):
-            return poutine.trace(self.model).get_trace(self.data)
+            return poutine.trace(self.model).get_trace(self.probe)
 
-    def _joint(self, values: dict[str, Tensor]) -> LogJoint:
+    def _joint(self, values: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Log-likelihood and log-prior of each chain, ``(C R,)``."""
-        with LogJoint(values, self.copies) as joint:
-            with pyro.plate("chains", self.copies, dim=-2):
-                self.model(self.data)
-        return joint
+        total: Any = 0.0
+        for data, weight in self.pieces:
+            with LogJoint(values, self.copies) as joint:
+                with pyro.plate("chains", self.copies, dim=-2):
+                    self.model(data)
+            total = total + weight * joint.likelihood
+        return total, joint.prior
 
     def log_density(self, values: dict[str, Tensor]) -> Tensor:
         """The log density of each chain at its temperature, ``(C R,)``."""
-        joint = self._joint(values)
-        return self.inverse * joint.likelihood + joint.prior
+        likelihood, prior = self._joint(values)
+        return self.inverse * likelihood + prior
 
     def begin(self, start: Fit | Values | Start | None) -> None:
         """Initialise the chains."""
@@ -490,7 +494,7 @@ class HMC(Chains):
         hamiltonian, ladder = self.hamiltonian, self.ladder
         place = hamiltonian.state.place
         with torch.no_grad():
-            likelihood = self._joint(hamiltonian.packing.values(place)).likelihood
+            likelihood, _ = self._joint(hamiltonian.packing.values(place))
         _, works = ladder.swap((ladder.others.to(place) - ladder.own.to(place)) * likelihood)
         self.inverse = ladder.own.to(place)
         if self.refreshes:

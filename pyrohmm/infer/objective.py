@@ -23,7 +23,7 @@ from torch.distributions import constraints
 from .._choices import SHARED, first_values
 from ..data.sequences import Sequences
 from ..nn.base import PYRO
-from .plates import LogJoint, is_likelihood, plates_of_batch, repeatable, sequence_plates
+from .plates import LogJoint, is_likelihood, pieces_of, plates_of_batch, repeatable, sequence_plates
 
 APART = 0.01 * torch.arange(3.0).double().unsqueeze(-1)  # of coordinates of copies
 WHEN_IMPOSSIBLE = (
@@ -181,11 +181,11 @@ def site_losses(
         data: The sequences.
         with_guide: Whether the densities of the guide are parts of the loss.
     """
-    guide_trace = poutine.trace(guide).get_trace(data)
-    model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(data)
-    losses = {}
-    traces = [(model_trace, -1, ""), (guide_trace, 1, "guide: ")]
-    for trace, sign, prefix in traces if with_guide else traces[:1]:
+    pieces, losses = pieces_of(model, data), dict[str, Tensor]()
+    guide_trace = poutine.trace(guide).get_trace(pieces[0][0])
+    replayed = poutine.trace(poutine.replay(model, trace=guide_trace))
+    traces = [(replayed.get_trace(part), -weight, "") for part, weight in pieces]
+    for trace, sign, prefix in traces + [(guide_trace, 1.0, "guide: ")] * with_guide:
         trace.compute_log_prob(site_filter=lambda _, site: not site_is_subsample(site))
         for name, site in trace.nodes.items():
             if site["type"] != "sample" or site_is_subsample(site):
@@ -195,7 +195,8 @@ def site_losses(
                     f"the model enumerates {name!r}, so the likelihood is not one site. Fit "
                     "a MarginalModel, which has the same density."
                 )
-            losses[prefix + name] = sign * site["log_prob"].sum()
+            loss = sign * site["log_prob"].sum()
+            losses[prefix + name] = losses.get(prefix + name, 0.0) + loss
     return losses
 
 

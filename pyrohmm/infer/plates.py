@@ -25,10 +25,11 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 
+from ..data.batches import weighted
 from ..data.sequences import Sequences
 from ..distributions.hmm import HMM
 from ..nn.base import PYRO
-from .models import check_returns_hmm
+from .models import MarginalModel, check_returns_hmm
 
 OWN = ("torch.distributions", "pyro.distributions", "pyrohmm")  # objects that an HMM consists of
 
@@ -73,6 +74,19 @@ def sequence_plates(
         except (ValueError, RuntimeError, IndexError):  # the model knows how many there are
             return found
     return {name: found[name] for name in _plates_of_size(grown, more) if name in found}
+
+
+def pieces_of(model: Callable[..., Any], data: Sequences) -> list[tuple[Sequences, float]]:
+    """Sequences, and weights of sum one, whose weighted log joint densities are that of ``data``.
+
+    They are buckets, of models of this package without variables of single sequences; a user's
+    model, which may know how many sequences there are, takes all of them at once.
+    """
+    own = isinstance(model, MarginalModel) and type(model).__module__.startswith(OWN)
+    several = own and len(data.bucket_members) > 1
+    if not several or sequence_plates(model, data.buckets[0]):
+        return [(data, 1.0)]
+    return [*weighted(data)]
 
 
 def _plates_of_size(trace: poutine.Trace, data: Sequences) -> dict[str, SequencePlate]:

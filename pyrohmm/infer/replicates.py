@@ -6,7 +6,7 @@ which the information of the fit is the identity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,23 +32,19 @@ class Copies:
 
     Args:
         information: Of the fit.
-        values: ``(B, N, T, *E)``, observations of each; those of the fit by default.
-        labels: ``(B, N, T)``, known states, if the data have some.
-        weights: ``(B, N)``, how often each sequence counts.
+        each: What differs between copies, by name, of each of the pieces of the data: ``values``
+            ``(B, N, T, *E)``, ``labels`` ``(B, N, T)``, and ``weights`` ``(B, N)``, how often each
+            sequence counts.
     """
 
     def __init__(
-        self,
-        information: Information,
-        values: Tensor | None = None,
-        labels: Tensor | None = None,
-        weights: Tensor | None = None,
+        self, information: Information, each: Sequence[dict[str, Tensor]] | None = None
     ) -> None:
         if type(information) is not Information:
             text = "method must be 'delta' where random effects are integrated out"
             raise ValueError(f"{text}; got 'bootstrap' or 'profile'.")
         self.information = information
-        self.values, self.labels, self.weights = values, labels, weights
+        self.each = each or [{}] * len(information.pieces)
         # coordinates in which the information is the identity
         self.root = torch.linalg.cholesky(information.matrix)
         information.check_copies()
@@ -64,28 +60,37 @@ class Copies:
     def __call__(self, place: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Log joint densities ``(B',)`` of the copies ``rows``, and their gradients."""
         score = lambda u, chosen: self.score(self.at(u), chosen)  # noqa: E731
-        return graded(score, place, self.information.room(self.information.data), rows)
+        parts = (part for part, _ in self.information.pieces)
+        return graded(score, place, self.information.room(*parts), rows)
 
     def score(self, u: Tensor, rows: Tensor) -> Tensor:
         """Log joint densities ``(B',)`` at free coordinates ``(B', P)``."""
-        data = self.information.data
-        weights = None if self.weights is None else self.weights[rows].to(data.device)
-        if self.values is not None:
-            data = data.with_total(data.total)
-            data.values = self.values[rows]
-            data.labels = None if self.labels is None else self.labels[rows]
-        return self.information.run(u, data, weights)[0]
+        total: Any = 0.0
+        for (data, share), each in zip(self.information.pieces, self.each):
+            own = {name: part[rows].to(data.device) for name, part in each.items()}
+            weights = own.pop("weights", None)
+            data = data.with_total(data.total) if own else data
+            for name, part in own.items():
+                setattr(data, name, part)
+            total = total + share * self.information.run(u, data, weights)[0]
+        return total
 
     def matched(self, u: Tensor) -> Tensor:
         """Mask ``(B,)`` of the copies whose states have not changed places with the fit's."""
-        data, same = self.information.data, []
-        own = torch.arange(self.information.hmm.num_states)
-        reference = self.information.hmm.posterior(data.values).state_probs
-        for some in u.split(self.information.room(data)):
-            hmm = self.information.at(some).expand(torch.Size([len(some), len(data)]))
-            states = hmm.posterior(data.values)
-            same.append((match_states(states.state_probs, reference) == own).all(-1))
-        return torch.cat(same)
+        parts, own = [part for part, _ in self.information.pieces], self.information.num_states
+
+        def states(u: Tensor) -> Tensor:
+            """Posteriors ``(B, 1, M, K)`` of all steps."""
+            found = []
+            for data in parts:
+                hmm = self.information.at(u, data).expand(torch.Size([len(u), len(data)]))
+                found.append(hmm.posterior(data.values).state_probs[:, data.exists])
+            return torch.cat(found, 1).unsqueeze(1)
+
+        reference = states(torch.zeros_like(u[:1]))[0]
+        pieces = u.split(self.information.room(*parts))
+        matches = torch.cat([match_states(states(some), reference) for some in pieces])
+        return (matches == torch.arange(own)).all(-1)
 
 
 @dataclass
@@ -173,23 +178,31 @@ def bootstrap(
     check_size("num_samples", num_samples, 2)
     if not isinstance(parametric, bool):
         raise TypeError(f"parametric must be True or False; got {parametric!r}.")
-    data, hmm = information.data, information.hmm
+    data = information.data
+    parts = [part for part, _ in information.pieces]
     if not parametric:
         if len(data) < 2:
             raise ValueError("data has one sequence, which says nothing: take parametric=True.")
         drawn = torch.randint(len(data), (num_samples, len(data)))
         weights = torch.zeros(num_samples, len(data), dtype=torch.double)
         weights.scatter_add_(1, drawn, torch.ones_like(weights))
-        copies = Copies(information, weights=weights)
+        members = data.bucket_members if len(parts) > 1 else [torch.arange(len(data))]
+        each = [{"weights": weights[:, chosen]} for chosen in members]
     else:
         if data.labels is not None and data.labels.dtype == torch.bool:
             raise ValueError("labels that are booleans cannot be simulated: take parametric=False.")
-        values, states = hmm.sample_with_states(torch.Size([num_samples]))
-        values = values.to(data.values.dtype)
-        if values.dtype.is_floating_point:
-            values = values.masked_fill(data.values.isnan(), torch.nan)
-        labels = None if data.labels is None else torch.where(data.labels >= 0, states, -1)
-        copies = Copies(information, values, labels)
+        each, here = [], torch.zeros(len(information.labels)).double()
+        for part in parts:
+            values, states = information.at(here, part).sample_with_states(
+                torch.Size([num_samples])
+            )
+            values = values.to(part.values.dtype)
+            if values.dtype.is_floating_point:
+                values = values.masked_fill(part.values.isnan(), torch.nan)
+            each.append({"values": values})
+            if part.labels is not None:
+                each[-1]["labels"] = torch.where(part.labels >= 0, states, -1)
+    copies = Copies(information, each)
     peak = copies.peaks(num_samples)
     u = copies.at(peak.place)[peak.converged]
     if len(u) < 2:

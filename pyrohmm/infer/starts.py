@@ -358,6 +358,6 @@ def _begin_at(parameters: Parameters, maximize: Maximization, start: Start | Val
         if not isinstance(found, ExpectedCounts):
             found = uniform_counts(hmm, some, found)
         scale = data.total / len(data) * int(data.lengths.sum()) / int(some.lengths.sum())
-        maximize(maximize.gather(found, some, hmm, scale, at_start=True), some)
+        maximize(maximize.gather(found, some, hmm, scale, at_start=True))
         if some is not data:
             parameters.set_values(possible(parameters, parameters.values))

@@ -29,9 +29,9 @@ from ..io.files import identity_of, random_states, set_random_states
 from ..nn.base import HMMModule, in_mode
 from .descent import Descent, HeldOut, Settings, copy_values
 from .loop import FitLoop
-from .models import MarginalModel, in_units, scale_priors, to_model_device
+from .models import in_units, scale_priors, to_model_device
 from .objective import LEFT, Objective, follow_batches
-from .plates import OWN, marks_of, point_of, sequence_plates
+from .plates import marks_of, pieces_of, point_of
 from .process_group import ProcessGroup
 from .results import WINDOW, Fit, name_of, uses_labels
 
@@ -142,14 +142,9 @@ class Training(FitLoop):
         super().__init__(batches, group, settings["num_iterations"], tests, settings["progress"])
         whole, alone = batches.whole, inspect.unwrap(model)
         in_memory = whole if isinstance(whole, Sequences) else first_sequence(data)
-        own = isinstance(alone, MarginalModel) and type(alone).__module__.startswith(OWN)
-        # a user's model of all data may know their number, and a window continues the one before
-        self.at_once = settings["windows"] is not None or (whole is in_memory and not own)
-        if not self.at_once and len(in_memory.buckets) > 1:
-            some = to_model_device(model, guide, in_memory.buckets[0])
-            self.at_once = bool(sequence_plates(alone, some))
-            in_memory = in_memory if self.at_once else some
-        self.probe = to_model_device(model, guide, in_memory)
+        (self.probe, share), *_ = pieces_of(alone, to_model_device(model, guide, in_memory))
+        # a window continues the one before
+        self.at_once = settings["windows"] is not None or (whole is in_memory and share == 1)
         with first_values(self.probe.device):
             if whole is None and len(data) > 1:
                 follow_batches(inspect.unwrap(model) if restarts > 1 else model, guide, self.probe)

@@ -22,7 +22,7 @@ from ..nn.base import PYRO
 from .coordinates import IDENTITY, LOG, Coordinates, Packing, names_of
 from .models import EnumeratedModel, MarginalModel
 from .objective import APART, check_copies, log_joint
-from .plates import hmm_at, in_plate, wide
+from .plates import hmm_at, in_plate, pieces_of, wide
 
 FAR = 0.1  # nats below the maximum, some half of a standard error away from it
 CELLS = 1 << 22  # copies x sequences x steps x states of one pass
@@ -104,14 +104,9 @@ class Information:
         module: Any = getattr(model, "module", None)
         known = module.entry_names() if hasattr(module, "entry_names") else {}
         self.names: dict[str, list[str]] = {f"module.{name}": own for name, own in known.items()}
-        own = (
-            isinstance(model, MarginalModel) and type(model).__module__ == MarginalModel.__module__
-        )
-        self.parts = [self.data]  # whose log-likelihoods are added
-        if own and len(self.data.bucket_members) > 1:
-            share, members = self.data.total / len(self.data), self.data.bucket_members
-            self.parts = [self.data[chosen].with_total(share * len(chosen)) for chosen in members]
-        points, spaces, nodes = points_of(self.model, self.parts[0])
+        self.pieces = pieces_of(self.model, self.data)
+        self.probe = self.pieces[0][0]
+        points, spaces, nodes = points_of(self.model, self.probe)
         spaces = {**spaces, **supports}
         unit = 1.0
         if (seen := data.known_values).dtype.is_floating_point:
@@ -146,7 +141,6 @@ class Information:
         # inside a plate values have the dimension of a batch already
         names = {part.name for part in self.coordinates} & nodes.keys()
         self.plated = {name for name in names if in_plate(nodes[name])}
-        self.parts = [self.data] if self.plated else self.parts
         self.num_states, self.copied = nodes["_RETURN"]["value"].num_states, True
         self._compute()
 
@@ -166,12 +160,12 @@ class Information:
         """Log joint densities at coordinates ``(P,)``, or of copies ``(B, P)``, and the HMM."""
         data, copies = self.data if data is None else data, None if u.dim() == 1 else len(u)
         joint, hmm = log_joint(self.model, data, self.values_at(u), copies, weights)
-        further = any(data is part for part in self.parts[1:])
-        return joint.likelihood + (0.0 if further else joint.prior), hmm
+        return joint.likelihood + joint.prior, hmm
 
-    def room(self, data: Sequences) -> int:
-        """Number of model copies evaluated in one batch."""
-        return max(1, CELLS // (len(data) * data.num_steps * self.num_states))
+    def room(self, *parts: Sequences) -> int:
+        """Number of model copies, on all of the parts, evaluated in one batch."""
+        steps = sum(len(part) * part.num_steps for part in parts)
+        return max(1, CELLS // (steps * self.num_states))
 
     def at(self, u: Tensor, data: Sequences | None = None) -> HMM:
         """The HMM at coordinates ``u`` ``(P,)``."""
@@ -187,8 +181,8 @@ class Information:
         u = APART * torch.ones(len(self.labels), dtype=torch.double)
         check_copies(
             lambda: (
-                torch.stack([self.run(each, self.parts[0])[0] for each in u]),
-                self.run(u, self.parts[0])[0],
+                torch.stack([self.run(each, self.probe)[0] for each in u]),
+                self.run(u, self.probe)[0],
             ),
             self.values_at(u),
         )
@@ -196,19 +190,17 @@ class Information:
     def gradients(self, places: Tensor) -> Tensor:
         """Gradients of the log joint density at coordinates ``(B, P)``, by batches of copies."""
         total = torch.zeros_like(places)
-        for part in self.parts:
+        for part, weight in self.pieces:
             room = self.room(part) if self.copied else 1
-            if room < FEWEST:
-                one = lambda u, _: self.run(u[0], part)[0][None]  # noqa: B023, E731
-                total = total + graded(one, places, 1)[1]
-            else:
-                total = total + graded(lambda u, _: self.run(u, part)[0], places, room)[1]  # noqa: B023
+            alone = room < FEWEST
+            of = lambda u, _: self.run(u[0], part)[0][None] if alone else self.run(u, part)[0]  # noqa: B023, E731
+            total += weight * graded(of, places, 1 if alone else room)[1]
         return total
 
     def slopes(self) -> tuple[Tensor, Tensor]:
         """Gradient ``(P,)`` and Hessian ``(P, P)`` of the log joint density at the estimate."""
         try:
-            if self.room(self.parts[0]) >= FEWEST:
+            if self.room(self.probe) >= FEWEST:
                 self.check_copies()
         except (TypeError, ValueError):
             self.copied = False

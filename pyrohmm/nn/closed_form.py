@@ -27,6 +27,7 @@ from ..data.sequences import Sequences
 
 Statistics = dict[str, Tensor]
 Maximum = tuple[dict[str, Tensor], list[str]]
+Counted = tuple[Sequences, Statistics]  # and their expected counts, by name
 
 
 @runtime_checkable
@@ -115,13 +116,13 @@ class StepsMStep(Protocol):
 
     by_steps: list[str]
 
-    def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
+    def maximize(self, parts: list[Counted], current: Statistics) -> Statistics:
         """M-step: mode of the parameters, by name, each ``(R, ...)``.
 
         Args:
-            data: The sequences.
-            counts: Expected counts by the names of the chain's parameters, and ``states``, those of
-                each step, all with dimensions ``(R, N)``; ``(N,)`` without restarts.
+            parts: Sequences of similar length, and their expected counts by the names of the
+                chain's parameters, and ``states``, those of each step, all with dimensions
+                ``(R, N)``; ``(N,)`` without restarts.
             current: The parameters as they are, ``(R, ...)``.
         """
 

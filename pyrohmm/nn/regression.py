@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from pyro.distributions import Categorical, Normal
@@ -22,7 +22,6 @@ from torch.distributions.transforms import Transform
 
 from .._checks import broadcast_shapes, check_size
 from ..data.formulas import Columns, as_columns
-from ..data.sequences import Sequences
 from ..distributions.hard_zeros import exact_log_prob
 from ..distributions.observation import Tied
 from ..distributions.units import Reparametrized
@@ -328,17 +327,17 @@ class RegressionEmission(OwnParameters):
         links = self.kind.arg_constraints
         return {name: transform_to(links[name]).inv(value) for name, value in found.items()}
 
-    def maximize(self, data: Sequences, states: Tensor, current: Statistics) -> Statistics:
-        """M-step: mode of the coefficients given the smoothed posterior ``(R, N, T, K)``."""
-        seen, covariates = data.observed, cast("Tensor", data.covariates)
-        values = data.values[seen].double()
-        weights = states[:, seen].mT.flatten(0, 1).double()  # (R K, M)
+    def maximize(
+        self, values: Tensor, covariates: Tensor, states: Tensor, current: Statistics
+    ) -> Statistics:
+        """M-step: mode of the coefficients given the smoothed posterior ``(R, M, K)``."""
+        values, weights = values.double(), states.mT.flatten(0, 1)  # (R K, M)
 
         def terms(emission: TorchDistribution, rows: slice) -> Tensor:
             weight = weights[:, rows]
             return torch.where(weight > 0, exact_log_prob(emission, values[rows]) * weight, 0.0)
 
-        return self.mode(covariates[seen].double(), terms, current)
+        return self.mode(covariates, terms, current)
 
     def mode(
         self, covariates: Tensor, terms: Callable[[Any, slice], Tensor], current: Statistics

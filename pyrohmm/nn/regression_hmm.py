@@ -18,13 +18,14 @@ from .._transforms import transforming
 from ..chains.rates import diagonal
 from ..data.formulas import Columns, as_columns
 from ..data.sequences import Sequences
+from ..data.steps import begins
 from ..distributions.continuous_time_hmm import ContinuousTimeHMM
 from ..distributions.hmm import HMM
 from ..distributions.structured_hmm import HSMM
 from ..ops import newton
 from ..ops.log_space import log, step_mask
 from .base import HMMModule
-from .closed_form import Prior, Statistics, inside, under
+from .closed_form import Counted, Prior, Statistics, inside, under
 from .durations import truncated_log_probs
 from .family import EmissionFamily, build_emission
 from .regression import Linear, RegressionEmission, after_zero, mode_of
@@ -239,55 +240,66 @@ class RegressionHMM(HMMModule):
                 found.setdefault(key, []).append(f"{name} {where}: {part.columns.names[column]}")
         return found
 
-    def maximize(self, data: Sequences, counts: Statistics, current: Statistics) -> Statistics:
-        """M-step: mode of the coefficients, by Newton's method."""
-        covariates, found = cast("Tensor", data.covariates), Statistics()
-        size, restarts = self.num_states, len(current["initial.coefficients"])
-        first = covariates[:, 0].double()
+    def maximize(self, parts: list[Counted], current: Statistics) -> Statistics:
+        """M-step: mode of the coefficients, by Newton's method on rows without padding."""
+        size, restarts, found = self.num_states, len(current["initial.coefficients"]), Statistics()
+        pieces = [self._rows(*part, restarts) for part in parts]
+        rows = {n: torch.cat([piece[n] for piece in pieces], 1).double() for n in pieces[0]}
         if size > 1:
-            initial = counts["log_initial"].reshape(restarts, -1, size).double().mT
+            value = partial(_of_rows, counts=rows["initial"].mT)
             start = {"initial.coefficients": self.initial}
-            found |= mode_of(start, current, 0, first, partial(_of_rows, counts=initial))
-        if size > 1 and (data.num_steps > 1 or self.duration is not None):
-            found |= self._transition_mode(data, counts, current, restarts)
+            found |= mode_of(start, current, 0, rows["first"][0], value)
+        if size > 1 and rows["pairs"].size(1):
+            found |= self._transition_mode(rows["left"][0], rows["pairs"], current)
         if self.duration is not None:
-            counted = counts["log_duration"].reshape(restarts, -1, size, self.max_duration)
-            lasted = counted.movedim(1, 2).flatten(0, 1).double()  # (R K, N, D)
+            lasted = rows["log_duration"].movedim(1, 2).flatten(0, 1)  # (R K, N, D)
 
             def terms(distribution: Any, rows: slice) -> Tensor:
                 logs, counts = truncated_log_probs(distribution, self.max_duration), lasted[:, rows]
                 return torch.where(counts > 0, counts * logs, 0.0).sum(-1)
 
-            own = self.duration.mode(first, terms, inside(current, "duration."))
+            own = self.duration.mode(rows["first"][0], terms, inside(current, "duration."))
             found |= under("duration.", own)
         if isinstance(self.emission, RegressionEmission):
-            states = counts["states"].reshape(restarts, *data.observed.shape, size)
-            own = self.emission.maximize(data, states, inside(current, "emission."))
+            seen = rows["values"][0], rows["seen"][0], rows["states"]
+            own = self.emission.maximize(*seen, inside(current, "emission."))
             found |= under("emission.", own)
         return found
 
-    def _transition_mode(
-        self, data: Sequences, counts: Statistics, current: Statistics, restarts: int
-    ) -> Statistics:
-        """M-step: mode of the coefficients of transitions or of rates."""
-        size, covariates = self.num_states, cast("Tensor", data.covariates)
-        by_rates = self.moved_by == "rates"
-        pairs = counts["rates" if by_rates else "log_transition"]
+    def _rows(self, data: Sequences, counts: Statistics, restarts: int) -> Statistics:
+        """Counts ``(R, M, *)`` of M sequences or steps, and their covariates ``(1, M, C)``."""
+        size, covariates = self.num_states, cast("Tensor", data.packed("covariates"))[None]
+        first = covariates[:, data.firsts]
+        found = {"first": first, "initial": counts["log_initial"].reshape(restarts, -1, size)}
         if self.duration is not None:
-            rows, covariates = pairs.reshape(restarts, -1, size, size), covariates[:, 0]
+            pairs, lasted = counts["log_transition"], counts["log_duration"]
+            found |= {"left": first, "pairs": pairs.reshape(restarts, -1, size, size)}
+            found["log_duration"] = lasted.reshape(restarts, -1, size, self.max_duration)
         else:
+            pairs = counts["rates" if self.moved_by == "rates" else "log_transition"]
             left = data.exists[:, 1:]
-            rows = pairs.reshape(restarts, *left.shape, size, size)[:, left]
-            covariates = covariates[:, :-1][left]
+            found["pairs"] = pairs.reshape(restarts, *left.shape, size, size)[:, left]
+            found["left"] = covariates[:, ~begins(data.lengths).roll(-1)]
+        if isinstance(self.emission, RegressionEmission):
+            seen, states = data.observed, counts["states"]
+            found["states"] = states.reshape(restarts, *seen.shape, size)[:, seen]
+            found |= {"seen": covariates[:, data.known], "values": data.known_values[None]}
+        return found
+
+    def _transition_mode(
+        self, covariates: Tensor, pairs: Tensor, current: Statistics
+    ) -> Statistics:
+        """M-step: mode of the coefficients of transitions or rates; counts ``(R, M, K, K)``."""
         order = self.place.argsort(-1)  # staying first
-        rows = rows.double().movedim(1, -1)  # (R, K, K, M)
+        rows = pairs.movedim(1, -1)  # (R, K, K, M)
         rows = rows.gather(2, order.unsqueeze(-1).expand(rows.shape)).flatten(0, 1)
         barred = self.barred
         if barred is not None:
-            barred = barred.gather(-1, order).repeat(restarts, 1).unsqueeze(-1)
-        value = partial(_of_rates if by_rates else _of_rows, counts=rows, barred=barred)
+            barred = barred.gather(-1, order).repeat(len(pairs), 1).unsqueeze(-1)
+        terms = _of_rates if self.moved_by == "rates" else _of_rows
+        value = partial(terms, counts=rows, barred=barred)
         parts = {f"{self.moved_by}.coefficients": self.transition_predictors}
-        return mode_of(parts, current, 1, covariates.double(), value)
+        return mode_of(parts, current, 1, covariates, value)
 
     def begin_at(self, hmm: HMM) -> RegressionHMM:
         """Set the intercepts to the parameters of an HMM without covariates, and the rest to zero.

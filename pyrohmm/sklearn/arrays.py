@@ -28,7 +28,7 @@ from ..nn.covariances import CovarianceEmission
 from ..nn.emissions import from_distribution
 from ..nn.tabular import TabularHMM
 from ..ops.log_space import log
-from .estimators import ConvergenceMonitor, SequenceEstimator, symbols, whole_numbers
+from .estimators import ConvergenceMonitor, SequenceEstimator, evidence, symbols, whole_numbers
 
 AT_ONCE = 16  # iterations of EM between two looks at their gains
 CHAIN: dict[str, tuple[str, ...]] = {
@@ -138,7 +138,7 @@ class TabularEstimator(SequenceEstimator):
         """Run EM until an iteration gains less than ``tol``; return the log-probability reached."""
         monitor = self.monitor_ = ConvergenceMonitor(self.tol, self.n_iter)
         if not self.n_iter or not set(self.params) & set(self._attributes()):
-            return float(self._hmm(data.lengths).log_prob(data.values).sum())
+            return self._ask(data, evidence)[0]
         reached = -np.inf
         while not monitor.converged:
             climb = partial(fit_em, self._module(), data, tolerance=None, progress=self.verbose)

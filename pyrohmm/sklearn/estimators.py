@@ -36,6 +36,7 @@ except ImportError as error:
     raise ImportError(f"pyrohmm.sklearn needs scikit-learn 1.6: {cure}.") from error
 
 ONE = torch.tensor([1])  # lengths of one sequence of one step
+Query = Callable[[HMM, Tensor], tuple[Tensor, Tensor]]  # from values to scores and answers
 
 
 @dataclass
@@ -118,15 +119,12 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
             y: A target, with an entry for each row, is not read; any other is ``lengths``.
             lengths: ``(n_sequences,)`` integers; one sequence by default.
         """
-        hmm, data = self._ask(X, lengths, y)
-        return float(hmm.log_prob(data.values).sum())
+        return self._ask(self._data(X, lengths, y), evidence)[0]
 
     def score_samples(self, X: Any, lengths: Any = None) -> tuple[float, np.ndarray]:
         """Log evidence of all sequences, in nats, and posterior state probabilities of each row."""
-        hmm, data = self._ask(X, lengths)
-        posterior = hmm.posterior(data.values)
-        probs = posterior.state_probs[data.exists].numpy()
-        return float(posterior.log_evidence.sum()), _as_given(probs, X)
+        total, probs = self._ask(self._data(X, lengths), _posterior)
+        return total, _as_given(probs.numpy(), X)
 
     def predict_proba(self, X: Any, lengths: Any = None) -> np.ndarray:
         """Posterior state probabilities of each row, ``(n_samples, n_components)``.
@@ -158,14 +156,11 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
         algorithm = algorithm or self.algorithm
         if algorithm not in ("viterbi", "map"):
             raise ValueError(f"algorithm must be 'viterbi' or 'map'; got {algorithm!r}.")
-        hmm, data = self._ask(X, lengths)
+        query = _best_path if algorithm == "viterbi" else _posterior
+        score, states = self._ask(self._data(X, lengths), query)
         if algorithm == "map":
-            probs = hmm.posterior(data.values).state_probs[data.exists]
-            score, states = probs.amax(1).sum(), probs.argmax(1)
-        else:
-            path = hmm.viterbi(data.values)
-            score, states = hmm.log_joint(data.values, path).sum(), path[data.exists]
-        return float(score), _as_given(states.numpy(), X)
+            score, states = float(states.amax(1).sum()), states.argmax(1)
+        return score, _as_given(states.numpy(), X)
 
     def predict(self, X: Any, lengths: Any = None) -> np.ndarray:
         """Decode the state of each row, ``(n_samples,)``.
@@ -238,11 +233,22 @@ class SequenceEstimator(DensityMixin, BaseEstimator):
 
     # From tables to sequences
 
-    def _ask(self, X: Any, lengths: Any, y: Any = None) -> tuple[HMM, Sequences]:
+    def _data(self, X: Any, lengths: Any, y: Any = None) -> Sequences:
         check_is_fitted(self)
         table, sizes = self._table(X, lengths, y)
-        data = Sequences.from_concatenated(self._values(table), sizes)
-        return self._hmm(data.lengths), data
+        return Sequences.from_concatenated(self._values(table), sizes)
+
+    def _ask(self, data: Sequences, query: Query) -> tuple[float, Tensor]:
+        """Sum of the scores ``(N,)`` of a query, and its answers ``(M, *)`` for all rows."""
+        scores = []
+
+        def answers(part: Sequences) -> Tensor:
+            score, found = query(self._hmm(part.lengths), part.values)
+            scores.append(float(score.sum()))
+            return found
+
+        rows = data.map_steps(answers)
+        return sum(scores), rows
 
     def _table(
         self, X: Any, lengths: Any, y: Any = None, reset: bool = False
@@ -398,6 +404,21 @@ def symbols(table: np.ndarray) -> Tensor:
         text = f"X must have one column of symbols; got {table.shape[1]} features."
         raise ValueError(f"{text} X[:, None] makes a column of a vector.")
     return numbers[:, 0]
+
+
+def evidence(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Log evidence of each sequence, and the values."""
+    return hmm.log_prob(values), values
+
+
+def _posterior(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
+    posterior = hmm.posterior(values)
+    return posterior.log_evidence, posterior.state_probs
+
+
+def _best_path(hmm: HMM, values: Tensor) -> tuple[Tensor, Tensor]:
+    path = hmm.viterbi(values)
+    return hmm.log_joint(values, path), path
 
 
 def _is_list(X: Any) -> bool:

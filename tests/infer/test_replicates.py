@@ -79,12 +79,13 @@ def test_each_copy_ends_where_em_does(by):
     pyro.set_rng_seed(1)
     if by == "weights":
         weights = torch.randint(3, (3, 20)).double()
-        copies = Copies(information, weights=weights)
+        copies = Copies(information, [{"weights": weights}])
         sets = [data[torch.arange(20).repeat_interleave(row.long())] for row in weights]
     else:
         values, states = COINS.sample_with_states(torch.Size([3]))
         labels = None if by == "values" else torch.where(data.labels >= 0, states, -1)
-        copies = Copies(information, values, labels)
+        each = {"values": values} | ({} if labels is None else {"labels": labels})
+        copies = Copies(information, [each])
         sets = [
             Sequences(x, data.lengths, data.observed, None if labels is None else labels[i])
             for i, x in enumerate(values)
