@@ -65,6 +65,7 @@ if DEVICE == "twin":  # torch has one accelerator at a time
     from twin_device import watched
 else:
     watched = nullcontext
+SLOW = pytest.mark.slow
 counted = pytest.mark.skipif(DEVICE != "twin", reason="nothing is counted on a real device")
 
 
@@ -232,7 +233,9 @@ def prepared(make, data):
         return (module, data), (there(copy.deepcopy(module)), there(data))
 
 
-@pytest.mark.parametrize("name", [*EVERY, *CASES])
+@pytest.mark.parametrize(
+    "name", [*EVERY, "several", "full", *(pytest.param(name, marks=SLOW) for name in CASES)]
+)
 def test_queries_of_every_chain_and_family_are_those_of_the_cpu(name):
     make, data = EVERY[name] if name in EVERY else of_family(name)
     hmms = []
@@ -303,7 +306,6 @@ def test_restarts_are_those_of_the_cpu(fit):
     alike(moved.restarts.losses, here.restarts.losses)
 
 
-SLOW = pytest.mark.slow
 RANDOM = "fit_svi", "fit_gibbs", "fit_mcmc"  # whose steps draw numbers
 FITS = FITS | {"fit_em": partial(by_em, num_iterations=2, restarts=1)}
 
