@@ -12,12 +12,11 @@ import tempfile
 from contextlib import nullcontext
 from functools import cache, partial
 
+import every_fit
 import numpy as np
 import pyro
 import pytest
 import torch
-from every_fit import FITS
-from every_fit import MODULES as EVERY
 from families import CASES, STATES
 from pyro.distributions import Categorical, MultivariateNormal, Normal
 from pyro.infer.autoguide import AutoNormal
@@ -218,7 +217,7 @@ def in_blocks(kind, *sizes, **options):
     return lambda: kind(9, 5, *sizes, hidden_dim=4, blocks=CLUSTERS, **options)
 
 
-EVERY = EVERY | {
+EVERY = every_fit.MODULES | {
     "one level": (in_blocks(NeuralHMM), some_data),
     "two levels": (in_blocks(NeuralHMM, two_level=True), some_data),
     "tagger": (in_blocks(NeuralTagger, 2), tagged_text),
@@ -307,13 +306,18 @@ def test_restarts_are_those_of_the_cpu(fit):
 
 
 RANDOM = "fit_svi", "fit_gibbs", "fit_mcmc"  # whose steps draw numbers
-FITS = FITS | {"fit_em": partial(by_em, num_iterations=2, restarts=1)}
+FITS = every_fit.FITS | {"fit_em": partial(by_em, num_iterations=2, restarts=1)}
+QUICK = {
+    *((fit, name) for fit in FITS for name in EVERY if fit not in ("fit_em", *RANDOM)),
+    *((fit, "TabularHMM") for fit in RANDOM),
+    *(("fit_em", name) for name in every_fit.MODULES),
+}
 
 
 @pytest.mark.parametrize(
     ("name", "fit"),
     [
-        pytest.param(name, fit, marks=SLOW if fit in RANDOM and name != "TabularHMM" else [])
+        pytest.param(name, fit, marks=SLOW if (fit, name) not in QUICK else [])
         for name in EVERY
         for fit in FITS
     ],
