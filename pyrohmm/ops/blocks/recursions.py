@@ -222,7 +222,7 @@ class BlockMessages:
         return torch.index_select(self.probs, 0, pair, out=out)
 
     def back(self) -> list[Tensor]:
-        """Backward pass; mask ``(N,)`` of sequences that may be inexact, None if all are exact."""
+        """Backward pass; a list of the mask ``(N,)`` of inexact sequences, or an empty one."""
         sizes, none = self.moves.sizes, self.alpha.new_zeros(1, self.alpha.size(1))
         self.beta = torch.ones_like(self.alpha)
         ratio = (self.weight / self.norm).unsqueeze(1).split(sizes)
