@@ -240,16 +240,15 @@ def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Te
 
 
 def _moments(weights: Tensor, rows: Tensor, least: Tensor | None = None) -> Tensor:
-    r"""Sums :math:`\sum_l w_{lk} r_l r_l^\top`, ``([S,] K, F, F)``, in float64.
+    r"""Sums :math:`\sum_l w_{lk} r_l r_l^\top`, ``(K, F, F)``, in float64.
 
     Of few features one product with all pairs of them; of more a product for each state, without
     weights up to ``least`` ``(K,)`` where these are the most.
     """
     rows, weights, width = rows.double(), weights.double(), rows.size(-1)
-    if weights.dim() == 3 or width <= weights.size(-1):
-        total = weights.new_zeros(*weights.shape[:-2], weights.size(-1), width * width)
-        size = max(1, CHUNK // (width**2 * weights.shape[:-2].numel()))
-        for weight, part in zip(weights.split(size, -2), rows.split(size, -2)):
+    if width <= weights.size(-1):
+        total, size = weights.new_zeros(weights.size(-1), width**2), max(1, CHUNK // width**2)
+        for weight, part in zip(weights.split(size), rows.split(size)):
             total += weight.mT @ (part.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
         return total.unflatten(-1, (width, width))
     every = rows.mT.contiguous()
@@ -353,17 +352,16 @@ def _norms_and_gradient(rows: Tensor, columns: Tensor, by_rows: bool) -> Compute
         torch.sum(inner.square_(), -2, out=out[..., chunk, :])
 
     def gradient(weights: Tensor) -> tuple[Tensor | None, Tensor]:
-        size = max(1, CHUNK // max(1, rows[..., :1, :].numel()))
-        parts = zip(weights.split(size, -2), rows.split(size, -2))
-        moments = sum(_moments(weight, part) for weight, part in parts)
-        by_columns = (2 * columns.double() @ moments).to(columns.dtype)
-        if not by_rows:
-            return None, by_columns
-        of_rows, flat = torch.empty_like(rows), _flat(columns).to(rows.dtype)
+        flat = _flat(columns).to(rows.dtype)
+        of_rows = torch.zeros_like(rows) if by_rows else None
+        by_flat = torch.zeros_like(flat.mT, dtype=torch.float64)
         for chunk, inner in _inner_products(rows, columns):
             inner = inner.mul_(2 * weights[..., chunk, :].unsqueeze(-2)).flatten(-2)
-            torch.matmul(inner, flat, out=of_rows[..., chunk, :])
-        return of_rows, by_columns
+            by_flat += accumulated(rows[..., chunk, :], inner)  # of moments terms would cancel
+            if of_rows is not None:
+                of_rows[..., chunk, :] = inner @ flat
+        by_columns = by_flat.unflatten(-1, (columns.size(-2), columns.size(-3)))
+        return of_rows, by_columns.movedim(-3, -1).transpose(-3, -2).to(columns.dtype)
 
     return out, gradient
 
