@@ -256,9 +256,9 @@ class ContinuousTimeHMM(HMM):
             probabilities of the states at these times.
 
         Raises:
-            ValueError: If a time lies before the last step, parameters change with the step, or the
-                emission depends on earlier observations; or (with ``validate_args``) a sequence
-                has probability zero.
+            ValueError: If a time is infinite or lies before the last step, parameters change with
+                the step, or the emission depends on earlier observations; or (with
+                ``validate_args``) a sequence has probability zero.
 
         Example:
             >>> decay = torch.tensor([[-1.0, 1.0], [0.0, 0.0]])
@@ -282,7 +282,7 @@ class ContinuousTimeHMM(HMM):
         """Time ``(*B, H)`` from the last step of each sequence to ``times`` ``(*B, H)``.
 
         Raises:
-            ValueError: If (with ``validate_args``) one lies before the last step.
+            ValueError: If (with ``validate_args``) one is infinite or lies before the last step.
         """
         check_real("times", times)
         check_broadcast({"times": times.shape[:-1], "HMM": self.batch_shape})
@@ -290,10 +290,13 @@ class ContinuousTimeHMM(HMM):
         shape = broadcast_shapes(self.times.shape[:-1], self.lengths.shape)
         ends = self.times.expand(*shape, self.num_steps).gather(-1, last.expand(*shape, 1))
         gaps = times.to(ends) - ends
-        wrong = ~((gaps >= 0) & (gaps < torch.inf))
-        if self._validate_args and not transforming() and bool(wrong.any()):
+        checked = self._validate_args and not transforming()
+        if checked and not bool((finite := times.isfinite()).all()):
+            raise ValueError(f"times must be finite; got {times[~finite][0].item()}.")
+        if checked and bool((early := gaps < 0).any()):
+            end, gap = ends.expand_as(gaps)[early][0].item(), gaps[early][0].item()
             raise ValueError(
-                "times must be finite, and not lie before the last step of a sequence; got "
-                f"{-gaps[wrong][0].item():g} before it. Of states between steps ask the posterior."
+                f"times must not precede the last step of a sequence; got {end + gap:g}, and that "
+                f"is at {end:g}. Ask the posterior of states between steps."
             )
         return gaps

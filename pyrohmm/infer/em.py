@@ -92,7 +92,9 @@ def fit_em(
             ``Fit.restarts``, as they were last. Without a ``start``, R > 1 restarts are the first
             and the best others of 24 or more after some iterations on part of the data. By default
             some of these go on, unless there is a ``start``, a parameter without a prior, an
-            optimizer, or ``tolerance=None``: then there is one restart.
+            optimizer, ``tolerance=None``, a single iteration without a ``checkpoint``, one state,
+            or a label at every step, or if one of several starts fails: then there is one restart.
+            One goes on, too, with minibatches or several processes, and of a very large model.
         log_prior: A further log-density of the HMM built. A :class:`DiversityPrior`, or another
             :class:`msteps.TransitionPrior`, leaves the closed forms of all but the transitions;
             with any other function, which may depend on anything, all follow gradient steps.
@@ -144,28 +146,29 @@ def fit_em(
     data = in_parts(data)
     if isinstance(start, Fit):
         start = start.start | start.parameters  # which may be zero
-    arguments = dict(locals())  # of which checkpoints keep a fingerprint
+    arguments = dict(locals())  # for checkpoints, with ``module`` as given: an HMM is a start, too
     module = module_of(module) if isinstance(module, HMM) else module
     if unweighted(module):
         return fit_smooth(fit_em, **arguments)
     _check(**arguments | {"module": module})
     # what is fitted, and how
-    module = with_priors(copy.deepcopy(module), priors)
-    parameters = Parameters(module, data, restarts or 1, log_prior)
-    maximize, group = Maximization(parameters, transition_step, gradient_step), ProcessGroup.all()
-    one = start is not None or tolerance is None or (num_iterations == 1 and checkpoint is None)
-    alone = batch_size is None and group.size == 1
-    plan = StartSearch(parameters, maximize, start, restarts, several=not one, few=alone)
-    loop = Loop(
-        parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
-        batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
-        progress=progress, large=plan.large,
-    )  # fmt: skip
-    # begin, or resume; iterate; the best restart
-    identity = partial(_identity, arguments, parameters)
-    resumed = loop.resume(checkpoint, identity, generator, parameters.points)
-    if not resumed and not plan.begin():  # one start names what is wrong, if it is
-        return fit_em(**arguments | {"restarts": 1})
+    module, group = with_priors(copy.deepcopy(module), priors), ProcessGroup.all()
+    longer = num_iterations > 1 or checkpoint is not None  # a checkpoint may be resumed for more
+    several_tried = start is None and tolerance is not None and longer
+    several_kept = batch_size is None and group.size == 1
+    for tried in (several_tried, False):  # if several fail, one start names what is wrong
+        parameters = Parameters(module, data, restarts or 1, log_prior)
+        maximize = Maximization(parameters, transition_step, gradient_step)
+        plan = StartSearch(parameters, maximize, start, restarts, tried, several_kept)
+        loop = Loop(
+            parameters, maximize, group, num_iterations=num_iterations, tolerance=tolerance,
+            batch_size=batch_size, decay=decay, acceleration=acceleration, generator=generator,
+            progress=progress, large=plan.large,
+        )  # fmt: skip
+        # begin, or resume; iterate; the best restart
+        identity = partial(_identity, arguments, parameters)
+        if loop.resume(checkpoint, identity, generator, parameters.points) or plan.begin():
+            break
     loop.run()
     fit = _finish(loop)
     fit.notes += plan.notes

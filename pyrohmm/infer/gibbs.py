@@ -130,6 +130,10 @@ def _check_sets(values: Tensor, data: Sequences, num_chains: int, units: float) 
         raise ValueError(f"{text}. Give numbers, such as normal(2, loc=0.0, scale=1.0).")
 
 
+class PartialCounts(ValueError):
+    """A path does not say how often each parameter of its chain was used."""
+
+
 class Gibbs(Chains):
     """Sweeps over the paths and the parameters of all chains.
 
@@ -206,7 +210,7 @@ class Gibbs(Chains):
         paths = [(hmm, states.reshape(parameters.restarts, len(some), -1), some)]
         try:
             samples = self._sample_parameters(paths)
-        except ValueError:  # paths do not say how the chain's parameters are used
+        except PartialCounts:  # the chain's parameters have Hamiltonian steps
             self.chain = None
             samples = self._sample_parameters(paths)
         if known is None:
@@ -314,9 +318,12 @@ class Gibbs(Chains):
         restarts, counts = self.parameters.restarts, {}
         paths = states if restarts > 1 else states[0]
         for name, count in hmm.chain.path_counts(paths, hmm.exists).items():
-            if bool(((count - count.round()).abs() > WHOLE).any()):  # paths do not say it
-                text = f"{name} must have whole counts given a path, to be sampled"
-                raise ValueError(f"{text}. Use fit_mcmc.")
+            if bool((partial := (count - count.round()).abs() > WHOLE).any()):
+                raise PartialCounts(
+                    f"data: Gibbs needs whole counts of {name} given a path; got "
+                    f"{count[partial][0].item():.3g}, as of parameters that are no tables. "
+                    "Use fit_mcmc."
+                )
             core = count.shape[count.dim() - len(hmm.chain.cores[name]) :]
             counts[name] = count.double().reshape(restarts, -1, *core).sum(1)
         no_evidence = states.new_zeros(restarts, 1, dtype=torch.float64)

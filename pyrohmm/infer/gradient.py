@@ -127,7 +127,7 @@ def fit_map(
     r"""Maximise the posterior density :math:`\log p(\theta \mid x)` by gradient steps.
 
     The maximum is that of the density of the probabilities themselves, not of their logits.
-    Parameters without a prior are fitted by maximum likelihood at the same time.
+    Parameters without a prior are fitted by maximum likelihood at the same time, in place.
 
     Args:
         model: A Pyro model that takes ``data``, such as :class:`MarginalModel`.
@@ -141,7 +141,7 @@ def fit_map(
             ``(R, 1)`` on the left of every latent variable. The best is returned.
         batch_size: Number of sequences in a minibatch; all of them by default.
         validation: Held-out sequences: see :func:`fit_svi`.
-        priors: False for maximum likelihood: see :func:`fit_em`. The model, a module, is copied.
+        priors: False for maximum likelihood (see :func:`fit_em`) of a copy of the model, a module.
         **options: Further arguments: :class:`FitOptions` explains them.
 
     Raises:

@@ -230,8 +230,8 @@ def build_once(module: HMMModule, data: Sequences) -> HMM:
 class StartSearch:
     """Search for initial parameters of EM: how many starts are ranked, and how many go on.
 
-    ``several`` says whether more starts may be tried than go on, ``few`` whether by default more
-    than one may go on.
+    ``several_tried`` says whether more starts may be tried than go on, ``several_kept`` whether by
+    default more than one may go on.
 
     Attributes:
         ranked: Number of starts, the best of which go on; 0 where all are alike or go their own
@@ -244,7 +244,7 @@ class StartSearch:
 
     def __init__(
         self, parameters: Parameters, maximize: Maximization, start: Start | Values | None,
-        restarts: int | None, several: bool, few: bool,
+        restarts: int | None, several_tried: bool, several_kept: bool,
     ) -> None:  # fmt: skip
         self.parameters, self.maximize, self.start = parameters, maximize, start
         (most, _), _ = ROUNDS[isinstance(parameters.example, HSMM)]
@@ -253,12 +253,12 @@ class StartSearch:
         alike = num_states == 1 or share_labelled(parameters.data) == 1
         size = sum(site.event_shape.numel() for site in parameters.sites.values())
         fit_in = MOST_NUMBERS // max(size, num_states**2)  # the matrix of a product of chains
-        one = restarts == 1 or not several or own_way or alike
+        one = restarts == 1 or not several_tried or own_way or alike
         self.ranked = 0 if one else max(parameters.restarts, min(most, fit_in))
         self.large = self.ranked > 1 and int(parameters.data.lengths.sum()) > MOST_STEPS
         self.by_default = restarts is None and self.ranked > 1
         self.notes = [ONE] if restarts is None and self.ranked == 1 else []
-        if self.by_default and few:
+        if self.by_default and several_kept:
             parameters.restarts = min(FEW, self.ranked)
 
     def begin(self) -> bool:

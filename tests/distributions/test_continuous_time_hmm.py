@@ -209,8 +209,13 @@ def test_forecast_is_the_chain_let_go(rates, values):
     torch.testing.assert_close(
         one.state_probs[:, 0], hmm.stationary().expand(4, K), atol=1e-6, rtol=0
     )
-    with pytest.raises(ValueError, match=r"not lie before the last step.*got 0\.5"):
+    with pytest.raises(
+        ValueError, match=r"must not precede the last step of a sequence; got \S+, and that is at"
+    ):
         hmm.forecast(values, ends - 0.5)
+    for wrong in (torch.inf, torch.nan):
+        with pytest.raises(ValueError, match=f"times must be finite; got {wrong}"):
+            hmm.forecast(values, torch.full_like(ends, wrong))
 
 
 def test_sojourns_next_states_and_the_stationary_distribution():

@@ -230,3 +230,15 @@ def test_chains_of_several_data_sets_have_posteriors_of_their_own(temperatures):
         evidence = draws.map(known, lambda hmm, x=each: hmm.log_prob(x).sum(-1))
         wanted = evidence + draws.log_prior(known)
         torch.testing.assert_close(fit.stats["lp"][chains], wanted, check_dtype=False)
+
+
+def test_an_error_of_a_conjugate_posterior_is_not_passed_over(monkeypatch):
+    """As counts are that are not whole, whose parameters then have Hamiltonian steps."""
+
+    def failing(*arguments):
+        raise ValueError("no such posterior")
+
+    monkeypatch.setattr(TabularHMM, "sample_parameters", failing)
+    data = Sequences.from_list([[0, 1, 0]])
+    with pytest.raises(ValueError, match="no such posterior"):
+        fit_gibbs(TabularHMM(2, categorical(2)), data, num_samples=1, num_chains=2, warmup=1)
