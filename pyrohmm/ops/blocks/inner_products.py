@@ -5,18 +5,15 @@ Transitions are on one level or two; scores of symbols exist only where a state 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..._checks import check_floats, check_shape, check_tensor
-from ..._precision import at_least_single, full_precision, recomputed, with_gradient
+from ..._precision import at_least_single, full_precision, recomputed
 from ..log_space import log_softmax_of_parts
 from ..tensor_cache import cached, cached_on, lazy
+from .pairs import GROUPS
 from .states import Blocks, offsets
 from .transitions import at_once
 
@@ -125,64 +122,49 @@ def log_emission(emit: Tensor, words: Tensor, bias: Tensor, blocks: Blocks) -> T
         bias: ``(V,)``.
         blocks: Which states may emit which symbol.
     """
-    padded = partial(_padded, blocks)
-    if emit.device.type != "cpu":
-        return padded(emit, words, bias)
-    return with_gradient(partial(_by_blocks, blocks), padded, emit, words, bias)
+    members, place, order, sizes = _by_number(blocks, emit.device)
+    vectors = pad(words, (0, 0, 0, 1)).index_select(0, members)
+    biases = pad(bias, (0, 1), value=-torch.inf).index_select(0, members)
+    states = blocks.by_block(emit).index_select(0, order)
+    rows = [count * width for count, width in sizes]
+    parts = zip(sizes, vectors.split(rows), biases.split(rows), states.split([n for n, _ in sizes]))
+    found = [
+        torch.baddbmm(bias.view(*size, 1), vector.view(*size, -1), state.mT).log_softmax(1)
+        for size, vector, bias, state in parts
+    ]
+    table = torch.cat([part.flatten(0, 1) for part in found]).index_select(0, place)
+    if blocks.are_equal:
+        return table
+    beyond = (blocks.states < 0)[blocks.symbol_block].to(table.device)
+    return table.masked_fill(beyond, -torch.inf)
 
 
-def _padded(blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor) -> Tensor:
-    """Log emission table by one padded batched product."""
+def _by_number(
+    blocks: Blocks, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int]]]:
+    """Blocks in groups with about as many symbols each, on a CPU of one block.
 
-    def made() -> tuple[Tensor, Tensor]:
-        owner, order = blocks.symbol_block, blocks.symbol_block.argsort(stable=True)
-        counts = owner.bincount(minlength=blocks.num_blocks)
-        rank = torch.arange(len(owner)) - offsets(counts)[owner[order]]
-        most = int(counts.max())
-        members = torch.full((len(counts), most), len(owner))
-        members[owner[order], rank] = order
-        return members, owner * most + rank[order.argsort()]
+    Symbols of all groups, V as padding; where each symbol is; the order of blocks; and of each
+    group how many blocks it has, and how many symbols of each.
+    """
+    count = blocks.num_blocks
+    each = 1 if device.type == "cpu" else -(-count // GROUPS)
 
-    places = cached(blocks.symbol_block, made)
-    members, place = (cached_on(emit.device, part) for part in places)
-    own = blocks.states.to(emit.device)
-    vectors = pad(words, (0, 0, 0, 1))[members] @ emit[own.clamp(min=0)].mT  # (B, M, w)
-    biases = pad(bias, (0, 1), value=-torch.inf)[members]
-    table = (vectors + biases.unsqueeze(-1)).log_softmax(1)
-    table = table.masked_fill((own < 0).unsqueeze(1), -torch.inf)
-    return table.flatten(0, 1).index_select(0, place)
+    def made() -> tuple[Tensor, Tensor, Tensor, list[tuple[int, int]]]:
+        owner = blocks.symbol_block
+        number = owner.bincount(minlength=count)
+        order = number.argsort(descending=True, stable=True)
+        most = number[order][::each]
+        begin = offsets(most.repeat_interleave(each)[:count])
+        symbols = owner.argsort(stable=True)
+        place = torch.empty_like(symbols)
+        rank = torch.arange(len(owner)) - offsets(number)[owner[symbols]]
+        place[symbols] = begin[order.argsort()][owner[symbols]] + rank
+        members = torch.full((int(begin[-1]),), len(owner))
+        members[place] = torch.arange(len(owner))
+        groups = [(len(part), int(size)) for part, size in zip(order.split(each), most)]
+        return members, place, order, groups
 
-
-def _by_blocks(
-    blocks: Blocks, emit: Tensor, words: Tensor, bias: Tensor
-) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Log emission table, one product per block, with its gradient."""
-    order = blocks.symbol_block.argsort(stable=True).to(emit.device)
-    place, vectors, biases = order.argsort(), words[order], bias[order]
-    table = emit.new_full((len(words), blocks.width), -torch.inf)
-    for state, word in _ranges(blocks):
-        logits = torch.addmm(biases[word].unsqueeze(-1), vectors[word], emit[state].mT)
-        table[word, : state.stop - state.start] = logits.log_softmax(0)
-
-    def gradient(weights: Tensor) -> tuple[Tensor, ...]:
-        weights, probs, vectors = weights[order], table.exp(), words[order]
-        to_emit, to_words = torch.zeros_like(emit), torch.empty_like(words)
-        to_bias = words.new_empty(len(words))
-        for state, word in _ranges(blocks):
-            width = state.stop - state.start
-            weight = weights[word, :width]
-            changed = weight - probs[word, :width] * weight.sum(0)
-            torch.mm(changed.mT, vectors[word], out=to_emit[state])
-            torch.mm(changed, emit[state], out=to_words[word])
-            torch.sum(changed, 1, out=to_bias[word])
-        return to_emit, to_words[place], to_bias[place]
-
-    return table[place], gradient
-
-
-def _ranges(blocks: Blocks) -> list[tuple[slice, slice]]:
-    """For each block with symbols: its states, and the range of its symbols sorted by block."""
-    counts = torch.bincount(blocks.symbol_block, minlength=blocks.num_blocks)
-    ends, starts = offsets(counts).tolist(), blocks.starts.tolist()
-    parts = zip(pairwise(starts), pairwise(ends))
-    return [(slice(*state), slice(*word)) for state, word in parts if word[0] < word[1]]
+    *indices, sizes = cached(blocks.symbol_block, made, f"{each}".encode())
+    members, place, order = (cached_on(device, x) for x in indices)
+    return members, place, order, sizes
