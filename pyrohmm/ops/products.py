@@ -222,46 +222,37 @@ def _batched(
 def second_moments(weights: Tensor, values: Tensor, about: Tensor | float) -> Tensor:
     r"""Sums :math:`\sum_m w_{rmk} y_m y_m^\top` with :math:`y_m = (1, x_m - o)`, in float64.
 
-    Of weights ``(R, M, K)`` and values ``(M, D)`` about an origin o: ``(R, K, 1 + D, 1 + D)``. One
-    product of matrices for each state, in chunks of observations. Posteriors given long vectors are
-    all but certain: observations whose weights would be rounded away are left out there.
+    Of weights ``(R, M, K)`` and values ``(M, D)`` about an origin o: ``(R, K, 1 + D, 1 + D)``, in
+    chunks of observations. Of short vectors one product with all pairs of components, of others one
+    for each state. Posteriors given long vectors are all but certain: observations whose weights
+    would be rounded away are left out there.
     """
     restarts, count, states = weights.shape
     weights = weights.movedim(1, 0).reshape(count, restarts * states)
-    width, chunk = values.size(-1) + 1, max(1, CHUNK // (values.size(-1) + 1))
-    total = weights.new_zeros(restarts * states, width, width, dtype=torch.float64)
+    width = values.size(-1) + 1
+    total = weights.new_zeros(weights.size(-1), width, width, dtype=torch.float64)
+    few = width <= len(total)
+    size = max(1, CHUNK // (width**2 if few else width))
     long = count > 0 and width > STRIP and weights.device.type == "cpu"
-    least = LOST * weights.amax(0) if long else None
+    least = LOST * weights.amax(0) if long else total
     with threads_for(weights.numel() * width**2):
-        for weight, value in zip(weights.split(chunk), values.split(chunk)):
-            rows = torch.nn.functional.pad(value.double() - about, (1, 0), value=1.0)
-            total += _moments(weight, rows, least)
+        for weight, value in zip(weights.split(size), values.split(size)):
+            every = (value.double() - about).mT.contiguous()
+            every = torch.nn.functional.pad(every, (0, 0, 1, 0), value=1.0)
+            if few:
+                pairs = (every.unsqueeze(1) * every).flatten(0, 1)
+                total += (weight.double().mT @ pairs.mT).unflatten(-1, (width, width))
+                continue
+            for row, share in enumerate(weight.double().mT.contiguous()):
+                columns, out = every, total[row]
+                if long and 2 * len(here := (share > least[row]).nonzero()[:, 0]) < len(share):
+                    columns, share = every[:, here], share[here]
+                weighted = columns * share
+                for first in range(0, width, STRIP):  # the upper half is the same
+                    own, end = slice(first, first + STRIP), first + STRIP
+                    out[own, :end].addmm_(weighted[own], columns[:end].mT)
+    total = total.tril() + total.tril(-1).mT
     return total.unflatten(0, (restarts, states))
-
-
-def _moments(weights: Tensor, rows: Tensor, least: Tensor | None = None) -> Tensor:
-    r"""Sums :math:`\sum_l w_{lk} r_l r_l^\top`, ``(K, F, F)``, in float64.
-
-    Of few features one product with all pairs of them; of more a product for each state, without
-    weights up to ``least`` ``(K,)`` where these are the most.
-    """
-    rows, weights, width = rows.double(), weights.double(), rows.size(-1)
-    if width <= weights.size(-1):
-        total, size = weights.new_zeros(weights.size(-1), width**2), max(1, CHUNK // width**2)
-        for weight, part in zip(weights.split(size), rows.split(size)):
-            total += weight.mT @ (part.unsqueeze(-1) * part.unsqueeze(-2)).flatten(-2)
-        return total.unflatten(-1, (width, width))
-    every = rows.mT.contiguous()
-    total = weights.new_zeros(weights.size(-1), width, width)
-    for k, share in enumerate(weights.mT.contiguous()):
-        columns = every
-        if least is not None and 2 * len(here := (share > least[k]).nonzero()[:, 0]) < len(share):
-            columns, share = every[:, here], share[here]
-        weighted = columns * share
-        for first in range(0, width, STRIP):  # the upper half is the same
-            own, end = slice(first, first + STRIP), first + STRIP
-            torch.mm(weighted[own], columns[:end].mT, out=total[k, own, :end])
-    return total.tril() + total.tril(-1).mT
 
 
 def weighted_sums(
