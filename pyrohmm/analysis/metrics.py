@@ -519,7 +519,10 @@ def _contingency(predicted: Tensor, truth: Tensor, num_states: int | None = None
     known = truth >= 0
     rows, columns = predicted[known].flatten(), truth[known].flatten()
     if rows.numel() == 0:
-        raise ValueError("truth has no known state; wanted at least one that is not -1.")
+        raise ValueError(
+            f"truth must have a known state; got {truth.numel()} that are -1, which means unknown. "
+            "Pass the true states."
+        )
     size = num_states or 1 + max(int(predicted.max()), int(truth.max()))
     check_range("predicted", rows, size, "K - 1")
     check_range("truth", columns, size, "K - 1")

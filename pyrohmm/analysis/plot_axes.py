@@ -50,7 +50,7 @@ def styles(labels: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def table(axes: Axes, matrix: Tensor, texts: Sequence[Sequence[str]], top: float = 1.0) -> None:
-    """Heat map of a matrix from 0 to ``top``, with a text in each cell where it fits."""
+    """Annotated heat map with colour limits 0 and ``top``; without texts where they do not fit."""
     axes.imshow(matrix.numpy(), cmap="Blues", vmin=0.0, vmax=top, aspect=axes.get_aspect())
     blocks = [text.split("\n") for row in texts for text in row]
     longest = max(len(line) for block in blocks for line in block)

@@ -205,8 +205,11 @@ def forecast(
     ahead, start = predicted.state_probs.size(-2), 0 if values is None else values.numel()
     past = () if values is None else tuple(values.shape)
     if predicted.shape().numel() != ahead or start != max(past, default=0):
-        text = "predicted must be of one sequence of numbers, (H,), and values its past, (T,)"
-        raise ValueError(f"{text}; got {tuple(predicted.shape())} and {past}.")
+        text = "predicted must be (H,) or (1, H), and values (T,), (1, T) or (1, T, 1), its past"
+        raise ValueError(
+            f"{text}; got {tuple(predicted.shape())} and {past}. Index one sequence n: "
+            "fit.hmm(data[n : n + 1]).forecast(data[n : n + 1].values, H)."
+        )
     axes = axes_or_new(axes)
     if values is not None:
         observed = values.detach().reshape(-1).cpu().numpy()
@@ -392,7 +395,8 @@ def series(
     single = hmm.emission.event_shape.numel() == hmm.batch_shape.numel() == 1
     if not single or values.numel() != hmm.event_shape.numel():
         text = "hmm and values must be of one sequence of numbers, such as fit.hmm(data[:1])"
-        raise ValueError(f"{text}; got {hmm} and values of shape {tuple(values.shape)}.")
+        text = f"{text}; got {hmm} and values of shape {tuple(values.shape)}"
+        raise ValueError(f"{text}. Index one sequence, or one component of vectors.")
     labels = names_or_numbers(names, hmm.num_states, "state ")
     with torch.no_grad():
         path = hmm.viterbi(values).reshape(-1).cpu()

@@ -233,7 +233,7 @@ class SecondOrderChain(Chain):
         return found
 
     def _by_steps(self, log_likelihood: Tensor, lengths: Tensor) -> forward.Arranged:
-        """Convert to :mod:`.forward`'s form: messages of state pairs, tables ``[j, i, k]``."""
+        """Arguments of :mod:`.forward`: messages of pairs, tables ``(middle, first, next)``."""
         before = self.log_initial.unsqueeze(-2)
         pairs = torch.nn.functional.pad(before, (0, 0, 0, self.num_states - 1), value=-torch.inf)
         by_middle = self.log_second.unsqueeze(-2), self.log_transition.transpose(-3, -2)

@@ -92,7 +92,7 @@ class MarkovRecursions(Chain):
         return markov_ops.stationary(self.log_transition)
 
     def posterior(self, log_likelihood: Tensor, lengths: Tensor) -> Posterior:
-        """Smoothed marginals, and expected transitions ``(*B, K, K)`` of each sequence."""
+        """Log evidence, smoothed marginals and expected transition counts of each sequence."""
         return recursions.posterior(self.log_initial, self.matrices, log_likelihood, lengths)
 
 

@@ -96,7 +96,8 @@ def encoded(symbols: Any, vocabulary: Vocabulary, name: str = "values") -> Tenso
     if isinstance(symbols, str):
         array = np.array(list(symbols), object)
     if array.ndim != 1:
-        raise TypeError(f"{name} must be symbols, one for each step; got shape {array.shape}.")
+        text = f"{name} must be symbols of shape (T,), one for each step; got {array.shape}"
+        raise TypeError(f"{text}. Pass one column.")
     missing = is_missing(array)
     codes = torch.full((len(array),), NO_CODE)
     codes[torch.from_numpy(~missing)] = vocabulary.encode(array[~missing].tolist())

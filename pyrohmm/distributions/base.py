@@ -129,7 +129,8 @@ class ChainDistribution(OwnChecks):
                 )
             steps[name], shapes[name] = mask.size(-len(core)), mask.shape[: -len(core)]
         if lengths is None and not steps:
-            raise ValueError("lengths must be given, or num_steps: T, if all have T steps.")
+            text = "lengths must be given where no other argument has T steps; got None"
+            raise ValueError(f"{text}. Or give num_steps=T, if all sequences have T steps.")
         lengths = min(steps.values()) if lengths is None else lengths
         given: Any = torch.tensor(lengths) if type(lengths) is int else lengths
         self.lengths = given if isinstance(given, Tensor) else from_numpy("lengths", given)
@@ -436,14 +437,17 @@ def _ends(lengths: Tensor, num_steps: int | None) -> tuple[int, int]:
 
 
 def check_possible(log_evidence: Tensor) -> None:
-    """Raise if a sequence has probability zero: its log evidence, or that of any path, is -inf."""
+    """Raise if a log evidence, or a log joint density of a path, is -inf."""
     if transforming():
         return
     count = int(log_evidence.isneginf().sum())
     if count:
+        first = log_evidence.isneginf().nonzero()[0].tolist()
+        which = f", the first at {first[0] if len(first) == 1 else tuple(first)}" if first else ""
         raise ValueError(
             f"values must be possible under the model; {count} of {log_evidence.numel()} sequences "
-            "have probability zero. Leave them out, or mark what is impossible as not observed."
+            f"have probability zero{which}. Leave them out, or mark what is impossible as not "
+            "observed."
         )
 
 

@@ -220,7 +220,7 @@ class LinearChainCRF(TorchDistribution):
         return self.emission_scores - _peak(self.emission_scores, 1)
 
     def _log_sum(self, scores: Tensor) -> Tensor:
-        """Log partition function ``(*B)`` of peak-normalised scores."""
+        """Log partition function ``(*B)`` of scores whose maximum at each step is zero."""
         with full_precision(scores):
             return with_one_wait(lambda: self.chain.log_evidence(scores, self.lengths))
 

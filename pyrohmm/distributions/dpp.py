@@ -93,7 +93,7 @@ class DiversityPrior(nn.Module):
 
     @classmethod
     def as_in_paper(cls, alpha: float, rho: float = 0.5, **options: Any) -> DiversityPrior:
-        """The prior whose mode the paper's algorithm finds for its ``alpha``: half the weight.
+        """Diversity prior in the paper's parametrisation, whose ``alpha`` is twice the one here.
 
         Example:
             >>> DiversityPrior.as_in_paper(100.0).alpha

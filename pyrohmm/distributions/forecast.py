@@ -88,7 +88,7 @@ def _own_cdf(distribution: Any, values: Tensor, below: bool) -> Tensor:
 
 
 def mixture_quantiles(weights: Tensor, emission: Any, probs: Tensor) -> Tensor | None:
-    """Quantiles ``(Q, *B, H, *E)`` of mixtures; None unless the distribution function is known.
+    """Quantiles ``(Q, *B, H, *E)`` of mixtures over states; None without a cdf, or a finite spread.
 
     Args:
         weights: ``(*B, H, K)``, of the states.
@@ -114,7 +114,7 @@ def mixture_quantiles(weights: Tensor, emission: Any, probs: Tensor) -> Tensor |
     events = len(emission.event_shape)
     # steps to the left, so that the rest of the dimensions are those of the parameters
     weights = weights.movedim(-2, 0).unflatten(-1, (-1,) + (1,) * events)  # (H, *B, K, *1)
-    kind = _of_counts if emission.support.is_discrete else _by_bisection
+    kind = _count_quantiles if emission.support.is_discrete else _bisected_quantiles
     return kind(weights, emission, -1 - events, probs).movedim(1, -1 - events)
 
 
@@ -140,8 +140,8 @@ def _first_to_sum_to(upto: Tensor, probs: Tensor) -> Tensor:
     return (upto < wanted).sum(1).clamp(max=len(upto) - 1)
 
 
-def _of_counts(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
-    """Quantiles ``(Q, H, *B, *E)`` of counts, by cumulative sums of probabilities."""
+def _count_quantiles(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
+    """Quantiles ``(Q, H, *B, *E)`` of counts: the least whose mixture cdf reaches ``probs``."""
     _, most = _ends(weights, emission, state)
     last = (emission.mean + REACH * emission.stddev + 20).amax(state).minimum(most).max()
     counts = torch.arange(int(last) + 1).to(weights).reshape(-1, *(1,) * weights.dim())
@@ -151,7 +151,7 @@ def _of_counts(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Ten
     return found.masked_fill(above, torch.inf)
 
 
-def _by_bisection(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
+def _bisected_quantiles(weights: Tensor, emission: Any, state: int, probs: Tensor) -> Tensor:
     """Quantiles ``(Q, H, *B, *E)`` of continuous components, by bisection of the cdf."""
     least, most = _ends(weights, emission, state)
     reach = REACH * emission.stddev

@@ -192,7 +192,7 @@ def allowed_states(labels: Tensor, exists: Tensor, num_states: int) -> Tensor:
 
 
 def refuse_unknown(labels: Tensor, num_states: int) -> None:
-    """Raise if labels ``(*B, T)`` are neither states nor -1; reads values."""
+    """Raise unless labels ``(*B, T)`` are -1 or 0 to K - 1; unchecked under transforms."""
     wrong = (labels >= num_states) | (labels < -1)
     if not transforming() and bool(wrong.any()):
         step = wrong.nonzero()[0].tolist()

@@ -253,7 +253,7 @@ class Gibbs(Chains):
         return built[0][2]
 
     def _swap(self, states: list[Tensor], evidence: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Swap temperatures; return paths at the new ones, and the works."""
+        """Replica exchange: paths at the new temperatures; log acceptance terms of each pair."""
         elsewhere, other = self._sample_paths(self.ladder.others)
         swapped, works = self.ladder.swap(other - evidence)
         pairs = zip(elsewhere, states)

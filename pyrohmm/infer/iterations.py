@@ -343,5 +343,5 @@ class Loop(FitLoop):
 
 
 def _mixed(old: Sums, new: Sums, rate: float) -> Sums:
-    """Exponential moving average of statistics, towards ``new`` at ``rate``."""
+    """Statistics ``(1 - rate) old + rate new``; ``new`` if there are no old ones."""
     return combined(lambda one, other: torch.lerp(one, other, rate), old, new) if old else new

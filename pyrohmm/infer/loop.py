@@ -55,7 +55,7 @@ class FitLoop:
         self.ended = f"it took all {num_iterations} steps"
 
     def step(self) -> None:
-        """Take one step."""
+        """Take one step and append its loss; may set ``reason``, which ends the fit."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def joined(one: Sums, other: Sums) -> Sums:
 
 
 class GradientSteps:
-    """Gradient steps on the expected log joint density, in what has no closed form.
+    """M-step by gradient ascent of the expected log joint density, where there is no closed form.
 
     Args:
         parameters: All parameters.

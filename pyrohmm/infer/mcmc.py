@@ -380,7 +380,7 @@ def fit_mcmc(
 
 
 class HMC(Chains):
-    """Hamiltonian Monte Carlo sampler: trajectories of all chains, and the samples kept.
+    """Hamiltonian Monte Carlo with parallel tempering of batched chains, and the draws kept.
 
     Args:
         model: The Pyro model.
@@ -427,7 +427,7 @@ class HMC(Chains):
         return total, joint.prior
 
     def log_density(self, values: dict[str, Tensor]) -> Tensor:
-        """The log density of each chain at its temperature, ``(C R,)``."""
+        """Tempered log joint density, ``beta log p(x | theta) + log p(theta)``, ``(C R,)``."""
         likelihood, prior = self._joint(values)
         return self.inverse * likelihood + prior
 

@@ -108,7 +108,7 @@ class Parameters:
 
     @property
     def cost(self) -> float:
-        """Approximate multiplications per step of a sequence: number of parameters or K^2."""
+        """Approximate multiplications per time step: R times the parameters or K^2, if more."""
         size = sum(map(torch.Tensor.numel, (*self.sample.values(), *self.points)))
         return self.restarts * max(size, self.example.num_states**2)
 

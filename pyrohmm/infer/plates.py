@@ -328,7 +328,7 @@ def plates_of_batch(
 
 
 def detached(item: Any) -> Any:
-    """Detach the tensors of an HMM or of a part of one; a copy if one has a gradient."""
+    """Detach all tensors of an HMM or of a part, in a copy; itself if none has a gradient."""
     if isinstance(item, Tensor):
         return item.detach() if item.requires_grad else item
     if isinstance(item, list | tuple):

@@ -354,8 +354,8 @@ def check_model_and_data(model: Any, data: Any) -> None:
         )
     if isinstance(model, PyroModule) and model._pyro_context.active:
         raise ValueError(
-            "model is in use by the fit around this one, which would lend it its values. Fit a "
-            "copy: copy.deepcopy(model)."
+            "model must not be the one that the fit around this one trains, whose values it would "
+            "have; got the same object. Fit a copy: copy.deepcopy(model)."
         )
     if not isinstance(data, Parts):
         check_sequences("data", data)

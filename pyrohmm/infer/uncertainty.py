@@ -283,8 +283,10 @@ class Information:
         """
         missing = ~self.matrix.isfinite().all(-1)
         if bool(missing.any()):
+            along = self._listed(missing.nonzero()[:, 0])
             raise ValueError(
-                f"the gradient is not finite along {self._listed(missing.nonzero()[:, 0])}."
+                f"fit must have a finite gradient; it is infinite or NaN along {along}. Give those "
+                "a prior that keeps them off their boundary, or take fit.bootstrap(data)."
             )
         scale = self.matrix.diagonal().abs().maximum(self.least).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / scale / scale.unsqueeze(-1))

@@ -112,7 +112,7 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     if not isinstance(hmm, HMM):
         raise TypeError(f"hmm must be an HMM; got {type(hmm).__name__}.")
     refused = {
-        "durations or an order": not isinstance(hmm.chain, MarkovChain),
+        "durations or a second order": not isinstance(hmm.chain, MarkovChain),
         "parameters per step": hmm.transition_per_step or hmm.emission_per_step,
         "missing steps": hmm.observed is not None,
         "labels": hmm.allowed is not None,
@@ -120,7 +120,10 @@ def to_hmmlearn(hmm: HMM, **options: Any) -> Any:
     }
     if any(refused.values()):
         known = ", ".join(name for name, there in refused.items() if there)
-        raise ValueError(f"hmm has {known}, which hmmlearn does not know.")
+        raise ValueError(
+            "hmm must be a first-order HMM of one set of constant parameters; got one with "
+            f"{known}. Call hmm.replace(observed=None, allowed=None), or choose one step or entry."
+        )
     with torch.no_grad():
         model = _model(library, hmm.num_states, hmm.emission, {"init_params": "", **options})
         model.startprob_ = _probabilities(hmm.log_initial)

@@ -243,7 +243,8 @@ def _build_block_hmm(tensors: dict[str, Tensor], meta: dict[str, Any]) -> BlockH
     states = tensors.pop("states")
     blocks = Blocks(tensors.pop("symbol_block"), (states >= 0).sum(-1))
     if not torch.equal(states, blocks.states):
-        raise ValueError("its blocks overlap, which version 0.5 alone has: fit it anew")
+        text = "its blocks must not overlap; these do, as in version 0.5 alone"
+        raise ValueError(f"{text}. Fit the model again")
     transition: Any = tensors.pop("transition", None)
     if transition is None:
         vectors = tensors.pop("leave"), tensors.pop("enter")

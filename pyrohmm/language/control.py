@@ -242,7 +242,8 @@ class ConstraintProcessor:
         if t > ahead.max_tokens or (t == ahead.max_tokens and ahead.end is None):
             raise ValueError(
                 f"texts must have at most max_tokens = {ahead.max_tokens} tokens after the prompt; "
-                "generate as many, or allow more here. Call reset() before other prompts."
+                f"got {t}. Generate fewer, or pass a larger max_tokens here; call reset() before "
+                "other prompts."
             )
         probs = self._probs[running.to(self._probs.device)]
         joint, free = ahead.of_tokens(probs, states, t)

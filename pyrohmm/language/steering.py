@@ -91,7 +91,7 @@ class Emissions:
                     first += len(part)
 
     def of_classes(self, count: int) -> Tensor:
-        """Probability of the tokens of each class in each state, ``(count, K)`` float64."""
+        """Emission probability of each token class in each state, a sum over tokens, (count, K)."""
         mass = torch.zeros(count, self.num_states, dtype=torch.float64, device=self.device)
         for first, states, _, probs in self.segments:
             kinds = self.classes[self.order[first : first + len(probs)]].to(self.device)

@@ -113,7 +113,7 @@ class StreamsEmission(_Composite, emits=Streams):
         return {f"parts.{i}.": part for i, part in enumerate(self.parts)}
 
     def forward(self) -> TorchDistribution:
-        """The distribution of a vector, batched over states."""
+        """Product distribution of independent streams, batched over states."""
         return Streams([part() for part in self.parts])
 
     def statistics(self, values: Tensor, weights: Tensor, current: Any) -> Statistics:

@@ -111,8 +111,11 @@ class _Additive(Emission):
         super().__init__()
         self.sizes = _sizes(num_states)
         if math.prod(self.sizes) != num_products:
-            text = f"num_states must be those of the chains, with {num_products} product states"
-            raise ValueError(f"{text}; got {list(self.sizes)}, with {math.prod(self.sizes)}.")
+            text = f"num_states must multiply to the {num_products} product states"
+            raise ValueError(
+                f"{text}; got {list(self.sizes)}, whose product is {math.prod(self.sizes)}. Give "
+                "those of the chains."
+            )
         shape = (sum(self.sizes), dim)
         self.register_buffer("effects_loc", filled("loc", loc, shape) / len(self.sizes))
         self.register_buffer("effects_scale", positive("scale", scale, shape))

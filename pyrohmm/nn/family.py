@@ -60,7 +60,7 @@ class Emission(Family):
 
     @classmethod
     def of(cls, distribution: Any, base: Any) -> Emission | None:
-        """Module with the values of a distribution as parameters without priors; None if none fits.
+        """Module initialised at a distribution, without priors; None if the class cannot hold it.
 
         Args:
             distribution: Of batch shape ``(K,)``.
@@ -275,4 +275,7 @@ def check_strengths(weight: float, concentration: float) -> None:
     for name, value in (("weight", weight), ("concentration", concentration)):
         check_number(name, value)
         if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite; got {value}.")
+            raise ValueError(
+                f"{name} must be positive and finite; got {value}. A small one, such as 0.01, is a "
+                "weak prior."
+            )

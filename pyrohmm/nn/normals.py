@@ -62,7 +62,7 @@ class CentredEmission(Emission):
 
     @property
     def centre(self) -> Tensor:
-        """Origin of the sums, ``(D,)`` or ``()``: squares of numbers far from zero would cancel."""
+        """Shift subtracted from values before squares are summed, which would cancel; ``(D,)``."""
         return self.constants["centre"]
 
     @property
@@ -566,7 +566,7 @@ def take_moments(emission: Any, moments: Tensor) -> float:
 
 
 def _check_range(mean: Tensor, variance: Tensor, dtype: torch.dtype) -> None:
-    """Raise if variances leave the range of ``dtype``, or deviations are below its rounding."""
+    """Raise if a variance over- or underflows, or the rounding of a mean exceeds its deviation."""
     limits, spread = torch.finfo(dtype), variance.sqrt()
     bad = (variance < limits.tiny / limits.eps) | (variance > limits.max * limits.eps)
     lost = limits.eps * mean.abs() > LEAST_STEPS * spread

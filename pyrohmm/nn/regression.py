@@ -86,8 +86,8 @@ class Linear(Family):
     ) -> None:
         super().__init__()
         if prior_scale is not None and not (isinstance(prior_scale, Real) and prior_scale > 0):
-            raise ValueError("prior_scale must be the standard deviation of the prior of "
-                             f"coefficients, or None; got {prior_scale}.")  # fmt: skip
+            text = f"prior_scale must be a positive number or None; got {prior_scale!r}"
+            raise ValueError(f"{text}. It is a standard deviation; None means no prior.")
         terms = columns.smooths
         order = sorted(range(len(terms)), key=lambda i: bool(terms[i]))
         if any(terms):
@@ -152,7 +152,7 @@ class Linear(Family):
             self.coefficients = value
 
     def _level(self, columns: Tensor, level: float) -> Tensor:
-        """Intercept that makes all predictors ``level``, if a column of ``(M, P)`` is constant."""
+        """Coefficients of predictors equal to ``level``, by the first constant column (M, P)."""
         constant = (columns == columns[:1]).all(0) & (columns[0] != 0)
         first = constant & (constant.cumsum(0) == 1)
         table = torch.where(first, level / columns[0], 0.0).expand(*self.shape, -1)

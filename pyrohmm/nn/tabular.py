@@ -443,7 +443,8 @@ class StickyHDPHMM(ChainTables):
                 self.set_priors(**{name: partial(_strength, name=name)})
             else:
                 if not 0 <= value < torch.inf or (value == 0 and name != "kappa"):
-                    raise ValueError(f"{name} must be positive and finite; got {value}.")
+                    text = f"{name} must be positive and finite; got {value}"
+                    raise ValueError(f"{text}. To learn it, give shape and rate of its prior.")
                 self.register_buffer(name, torch.tensor(value).to(dtype))
         row = (num_states,)
         self.add_parameters(weights=row, initial=row, transition=2 * row)

@@ -306,7 +306,7 @@ class BatchAxes:
         return columns.reshape(*self.shared, self.width * states, *rest)
 
     def join(self, products: Tensor) -> Tensor:
-        """Reshape products ``([S,] L, R K)`` to ``(*A, K)``."""
+        """Restore batch dimensions ``(*A, K)`` and their order of products ``([S,] L, R K)``."""
         states = products.size(-1) // max(self.width, 1)
         products = products.reshape(*self.shape, states)
         return products.permute(*(self.order.index(i) for i in range(len(self.order))), -1)

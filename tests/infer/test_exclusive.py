@@ -200,7 +200,7 @@ def test_a_model_cannot_be_fitted_inside_its_own_fit_but_a_copy_can():
     seen = []
 
     def prior(hmm):
-        with pytest.raises(ValueError, match="model is in use by the fit around this one"):
+        with pytest.raises(ValueError, match="model must not be the one that the fit around"):
             fit_map(both, symbols(), num_iterations=1)
         seen.append(fit_map(free, symbols(), num_iterations=1, progress=False))
         return torch.zeros(())

@@ -217,7 +217,7 @@ class BlockMessages:
         return cached_on(self.probs.device, indices)
 
     def _matrices(self, t: int) -> Tensor:
-        """Transition probabilities of step t - 1 to t; the last ones asked for are kept."""
+        """Transition probabilities of blocks into step t, in a buffer that the next call reuses."""
         pair, out = self._moves[t - 1]
         return torch.index_select(self.probs, 0, pair, out=out)
 

@@ -28,7 +28,7 @@ _NO_SYMBOLS = np.zeros(0, np.int64)
 def scaled(
     chain: Groups, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
-    """Scaled forward algorithm: log evidence, exactness mask, gradient.
+    """Scaled forward algorithm: log evidence, where nothing has underflowed, and its gradient.
 
     Returns:
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if it is

@@ -42,7 +42,7 @@ def best_paths(chain: Groups, count: int) -> tuple[Tensor, Tensor]:
 def scaled(
     chain: Groups, dtype: torch.dtype, differentiable: bool, each: bool
 ) -> tuple[Tensor, Tensor | None, Gradient]:
-    """Scaled forward algorithm: log evidence, exactness mask, gradient.
+    """Scaled forward algorithm: log evidence, where nothing has underflowed, and its gradient.
 
     Returns:
         Log evidence ``(G, n)`` in float64; where it is exact, ``(G, n)``, or None if everywhere;

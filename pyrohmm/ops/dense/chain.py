@@ -55,7 +55,7 @@ class Groups(NamedTuple):
         return sums.reshape(groups, num_symbols, num_states).mT
 
     def subset(self, chosen: Tensor) -> Groups:
-        """The sequences ``chosen``, indices into the ``G * n``: in one group, or one in each."""
+        """Sequences by index ``(m,)`` below G n: one group if all share a matrix, else m of one."""
         groups, size = self.lengths.shape
         where = chosen.to(self.initial.device)
 
